@@ -1,0 +1,245 @@
+"""What the benchmarks share: the GPT they train, rank processes, statistics of paired timings, where results go."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+import os
+import platform
+import re
+import socket
+import statistics
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+
+BENCHMARKS = Path(__file__).resolve().parent
+REPOSITORY = BENCHMARKS.parent
+_ADDRESS, _KEY = "BENCHMARK_ADDRESS", b"benchmark"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of the benchmark's GPT; the defaults are the 20 M-parameter model of the speed table."""
+
+    layers: int = 8
+    width: int = 384
+    vocabulary: int = 8192
+    sequence: int = 128
+    batch: int = 4
+
+
+class Block(nn.Module):
+    """One pre-norm transformer block."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.heads = max(1, width // 64)
+        self.norm_attention = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.norm_mlp = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: `[batch, sequence, width]`."""
+        mixed = self.qkv(self.norm_attention(x)).unflatten(-1, (3, self.heads, -1))
+        query, key, value = (part.transpose(1, 2) for part in mixed.unbind(dim=2))
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm_mlp(x))))
+
+
+class GPT(nn.Module):
+    """A causal language model that returns its loss, formed in fp32 whatever the compute dtype."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(shape.vocabulary, shape.width)
+        self.positions = nn.Embedding(shape.sequence, shape.width)
+        self.blocks = nn.ModuleList(Block(shape.width) for _ in range(shape.layers))
+        self.norm = nn.LayerNorm(shape.width)
+        self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
+
+    def forward(self, windows: Tensor) -> Tensor:
+        """Mean nats per token of int64 windows `[batch, sequence + 1]`."""
+        tokens, following = windows[:, :-1], windows[:, 1:]
+        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(self.norm(x)).float().flatten(0, 1), following.flatten())
+
+
+def batch_of(shape: Shape, step: int, rank: int) -> Tensor:
+    """The windows of one rank at one step: tokens drawn log-uniformly, so that there is something to learn."""
+    draws = torch.rand(shape.batch, shape.sequence + 1, generator=torch.Generator().manual_seed(1_000 * step + rank))
+    return (shape.vocabulary**draws).long().clamp(max=shape.vocabulary - 1)
+
+
+def whole_bytes(module: nn.Module) -> int:
+    """Bytes under the parameters that stand whole on this rank, each storage once; a sharded one rests on one element."""
+    with torch._C.DisableTorchFunctionSubclass():
+        storages = [values.untyped_storage() for values in module.parameters() if not isinstance(values, DTensor)]
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+
+def start_world(backend: str = "gloo") -> tuple[int, int]:
+    """Join the process group named by the environment with one thread; returns (rank, world size)."""
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group(backend)
+    return torch.distributed.get_rank(), torch.distributed.get_world_size()
+
+
+def free_port() -> int:
+    """A TCP port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class World:
+    """Rank processes of one interpreter running `script --worker`, spoken to over one pipe per rank.
+
+    Args:
+        script: a benchmark whose `--worker` answers through `serve`.
+        ranks: number of processes.
+        python: the interpreter; None is this one, with this repository's package first on its path.
+        setup: passed to every worker as its first message.
+    """
+
+    def __init__(self, script: str, ranks: int, setup: dict[str, Any], python: str | None = None) -> None:
+        environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+        if python is None:
+            environment["PYTHONPATH"] = str(REPOSITORY)
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
+        environment |= {"LOCAL_SIZE": str(ranks), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.pipes: list[Connection] = []
+        with Listener(("127.0.0.1", 0), authkey=_KEY) as listener:
+            for rank in range(ranks):
+                own = {"RANK": str(rank), "LOCAL_RANK": str(rank), _ADDRESS: str(listener.address[1])}
+                command = [python or sys.executable, str(BENCHMARKS / script), "--worker"]
+                # What engines print belongs on stderr: stdout is the benchmark's table.
+                self.processes.append(subprocess.Popen(command, env=environment | own, stdout=sys.stderr))
+                self.pipes.append(listener.accept())
+        self.ask(**setup)
+
+    def ask(self, **message: Any) -> list[Any]:
+        """Send one message to all ranks; returns their answers by rank."""
+        for pipe in self.pipes:
+            pipe.send(message)
+        answers = [pipe.recv() for pipe in self.pipes]
+        for rank, answer in enumerate(answers):
+            if isinstance(answer, dict) and "error" in answer:
+                self.close()
+                raise RuntimeError(f"rank {rank} failed at {message}:\n{answer['error']}")
+        return answers
+
+    def close(self) -> None:
+        """End the processes."""
+        for pipe in self.pipes:
+            pipe.close()
+        for process in self.processes:
+            try:
+                process.wait(timeout=20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def serve(make_handler: Callable[..., Callable[..., Any]]) -> None:
+    """A worker's life: `make_handler(**setup)` once, then `handler(**message)` per message until the pipe closes."""
+    pipe = Client(("127.0.0.1", int(os.environ[_ADDRESS])), authkey=_KEY)
+    handler: Callable[..., Any] | None = None
+    while True:
+        try:
+            message = pipe.recv()
+        except EOFError:
+            break
+        try:
+            if handler is None:
+                handler = make_handler(**message)
+                pipe.send(None)
+            else:
+                pipe.send(handler(**message))
+        except Exception:
+            pipe.send({"error": traceback.format_exc()})
+            break
+    os._exit(0)  # engines of several libraries in one process: skip their competing teardowns
+
+
+@dataclass(frozen=True)
+class Interval:
+    """The median of a sample with its 95 % interval."""
+
+    median: float
+    low: float
+    high: float
+    count: int
+
+    @property
+    def half_width(self) -> float:
+        """The larger distance from the median to an end, relative to the median."""
+        return max(self.high - self.median, self.median - self.low) / self.median
+
+    def __str__(self) -> str:
+        return f"{self.median:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+def median_interval(values: list[float]) -> Interval:
+    """The median and the order statistics that hold it with 95 % (binomial(n, 1/2), no assumption on the noise).
+
+    Below six values no pair of order statistics reaches 95 %: the interval is then unbounded.
+    """
+    ordered = sorted(values)
+    count = len(ordered)
+    tail, outside = 0.0, 0
+    while outside < count // 2 and tail + math.comb(count, outside) / 2**count <= 0.025:
+        tail += math.comb(count, outside) / 2**count
+        outside += 1
+    median = statistics.median(ordered)
+    if outside == 0:
+        return Interval(median, 0.0, math.inf, count)
+    return Interval(median, ordered[outside - 1], ordered[count - outside], count)
+
+
+def machine_name() -> str:
+    """The CPU model and core count as a file name; never a host name."""
+    model = platform.processor() or platform.machine()
+    information = Path("/proc/cpuinfo")
+    if information.exists():
+        found = re.search(r"model name\s*:\s*(.+)", information.read_text())
+        model = found.group(1) if found else model
+    return re.sub(r"[^a-z0-9]+", "-", f"{model} {os.cpu_count()} cores".lower()).strip("-")
+
+
+def results_folder() -> Path:
+    """`benchmarks/results/<machine>-<date>/`, made if it is not there."""
+    folder = BENCHMARKS / "results" / f"{machine_name()}-{datetime.date.today().isoformat()}"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def write_json(name: str, content: Any) -> Path:
+    """Write one result; returns its path relative to the repository."""
+    path = results_folder() / name
+    path.write_text(json.dumps(content, indent=1) + "\n")
+    return path.relative_to(REPOSITORY)
+
+
+def print_table(head: list[str], rows: list[list[str]]) -> None:
+    """Print columns aligned to the left."""
+    widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
+    for row in [head, *rows]:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip(), flush=True)

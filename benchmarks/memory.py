@@ -1,0 +1,119 @@
+"""State bytes per parameter and rank, counted on live tensors, against the formula of each ZeRO stage."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from common import GPT, Shape, World, batch_of, print_table, serve, start_world, whole_bytes, write_json
+
+SHAPE = Shape(layers=12, width=256, vocabulary=1024)
+BLOCK = 12 * SHAPE.width**2 + 13 * SHAPE.width
+BAR = 0.03
+RANKS = (1, 2, 4)
+CASES = [(stage, dtype) for dtype in ("fp32", "bf16") for stage in range(4)]
+
+
+def formula(stage: int, dtype: str, ranks: int) -> float:
+    """Bytes per parameter on each rank for Adam, counted before the step, without accumulation."""
+    parameters, optimizer, gradients = (2, 12, 4) if dtype == "bf16" else (4, 8, 4)
+    split_optimizer, split_gradients, split_parameters = (ranks if stage >= least else 1 for least in (1, 1, 3))
+    return parameters / split_parameters + optimizer / split_optimizer + gradients / split_gradients
+
+
+def live_bytes() -> int:
+    """Bytes of all tensors alive in this process, each storage once."""
+    gc.collect()
+    storages = {}
+    with torch._C.DisableTorchFunctionSubclass(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # `.grad` of tensors that are no leaves
+        tensors = [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]
+        for tensor in [*tensors, *(tensor.grad for tensor in tensors if tensor.grad is not None)]:
+            storage = tensor.untyped_storage()
+            storages[storage._cdata] = storage.nbytes()
+    return sum(storages.values())
+
+
+def watch_gathers(model: GPT, peaks: list[int]) -> None:
+    """Note the bytes of whole parameters whenever a block begins or ends its forward or ends its backward."""
+
+    def note(*_: Any) -> None:
+        peaks.append(whole_bytes(model))
+
+    for block in model.blocks:
+        block.register_forward_pre_hook(note)
+        block.register_forward_hook(note)
+        block.register_full_backward_hook(note)
+
+
+def config_of(stage: int, dtype: str) -> dict[str, Any]:
+    """The JSON; at stage 3 every group is sharded, with live, reuse and prefetch limits of two groups."""
+    return {
+        "train_micro_batch_size_per_gpu": SHAPE.batch,
+        "bf16": {"enabled": dtype == "bf16"},
+        "zero_optimization": {
+            "stage": stage,
+            "reduce_bucket_size": BLOCK,
+            "stage3_param_persistence_threshold": 0,
+            "stage3_max_live_parameters": 2 * BLOCK,
+            "stage3_max_reuse_distance": 2 * BLOCK,
+            "stage3_prefetch_bucket_size": 2 * BLOCK,
+        },
+    }
+
+
+def make_rank() -> Callable[..., Any]:
+    """A rank that trains one case for a step and counts after the backward of the next."""
+    import deepspeed
+
+    rank, _ = start_world()
+
+    def handle(stage: int, dtype: str) -> dict[str, float]:
+        before = live_bytes()
+        model = GPT(SHAPE)
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        config = config_of(stage, dtype)
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+        peaks: list[int] = []
+        if stage == 3:
+            watch_gathers(model, peaks)
+        for step in range(2):
+            engine.backward(engine(batch_of(SHAPE, step, rank)))
+            if step == 0:
+                engine.step()
+        state = live_bytes() - before
+        engine.destroy()
+        return {"state": state / parameters, "gathered": max(peaks, default=0)}
+
+    return handle
+
+
+def main() -> None:
+    """Measure every case, print, write."""
+    rows, records = [], []
+    for ranks in RANKS:
+        world = World("memory.py", ranks, {})
+        for stage, dtype in CASES:
+            answers = world.ask(stage=stage, dtype=dtype)
+            state, expected = max(answer["state"] for answer in answers), formula(stage, dtype, ranks)
+            groups = max(answer["gathered"] for answer in answers) / (BLOCK * (2 if dtype == "bf16" else 4))
+            apart = state / expected - 1
+            record = {"ranks": ranks, "dtype": dtype, "stage": stage, "bytes": state, "formula": expected}
+            records.append(record | {"apart": apart, "gathered_groups": groups if stage == 3 else None})
+            verdict = "ok" if apart <= BAR and groups <= 2 else "MISSED"
+            counted = [f"{state:.2f}", f"{expected:.2f}", f"{apart:+.1%}", f"{groups:.2f}" if stage == 3 else ""]
+            rows.append([str(ranks), dtype, str(stage), *counted, verdict])
+        world.close()
+    print_table(["ranks", "dtype", "stage", "bytes/parameter", "formula", "apart", "groups gathered", ""], rows)
+    print(f"written: {write_json('memory.json', records)}")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--worker"]:
+        serve(make_rank)
+    else:
+        main()

@@ -1,0 +1,49 @@
+"""Training and serving models too large for one device: an engine of four changed lines and one JSON."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from deepspeed.version import __version__
+
+# name: (module, attribute or None for the module itself); looked up on first use, so that importing costs nothing
+_LAZY: dict[str, tuple[str, str | None]] = {
+    "initialize": ("deepspeed.engine.initialize", "initialize"),
+    "add_config_arguments": ("deepspeed.engine.initialize", "add_config_arguments"),
+    "init_distributed": ("deepspeed.comm.init", "init_distributed"),
+    "DeepSpeedEngine": ("deepspeed.engine.engine", "DeepSpeedEngine"),
+    "DeepSpeedDataLoader": ("deepspeed.engine.dataloader", "DeepSpeedDataLoader"),
+    "DeepSpeedConfig": ("deepspeed.config", "DeepSpeedConfig"),
+    "DeepSpeedConfigError": ("deepspeed.errors", "DeepSpeedConfigError"),
+    "DeepSpeedOptimizer": ("deepspeed.zero.optimizer", "ZeroOptimizer"),
+    "get_accelerator": ("deepspeed.accelerator", "get_accelerator"),
+    "log_dist": ("deepspeed.foundation.log", "log_dist"),
+    "logger": ("deepspeed.foundation.log", "logger"),
+    "zero": ("deepspeed.zero", None),
+    "comm": ("deepspeed.comm", None),
+    "dist": ("deepspeed.comm", None),
+    "utils": ("deepspeed.utils", None),
+    "ops": ("deepspeed.ops", None),
+    "runtime": ("deepspeed.runtime", None),
+    "accelerator": ("deepspeed.accelerator", None),
+    "errors": ("deepspeed.errors", None),
+}
+
+__all__ = ["__version__", *sorted(_LAZY)]
+__version_major__, __version_minor__, __version_patch__ = (int(part) for part in __version__.split("."))
+__git_hash__ = __git_branch__ = None
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'deepspeed' has no attribute {name!r}")
+    module, attribute = _LAZY[name]
+    found = importlib.import_module(module)
+    value = found if attribute is None else getattr(found, attribute)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

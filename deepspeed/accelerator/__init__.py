@@ -1,0 +1,12 @@
+"""The only room that says torch.cuda: devices, streams, memory and RNG state behind one small surface."""
+
+from __future__ import annotations
+
+from deepspeed.accelerator.base import Accelerator
+from deepspeed.accelerator.real_accelerator import (
+    get_accelerator,
+    is_current_accelerator_supported,
+    set_accelerator,
+)
+
+__all__ = ["Accelerator", "get_accelerator", "is_current_accelerator_supported", "set_accelerator"]

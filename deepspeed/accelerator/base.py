@@ -1,0 +1,117 @@
+"""What every accelerator answers, whatever the device; a device's file adds its facts and its own methods."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableMapping, Sequence
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from deepspeed.errors import ArgumentError, NotAvailableError
+
+_TENSOR_TYPES = {
+    "BFloat16Tensor": torch.bfloat16,
+    "ByteTensor": torch.uint8,
+    "DoubleTensor": torch.float64,
+    "FloatTensor": torch.float32,
+    "HalfTensor": torch.float16,
+    "IntTensor": torch.int32,
+    "LongTensor": torch.int64,
+}
+
+
+class Accelerator:
+    """One kind of device.
+
+    Three tables stand for the methods that have no code of their own: `facts` (the method returns this constant, and
+    None where the device has nothing to do), `passed` (the method of the device's torch module) and the tensor types
+    (`FloatTensor(data)` makes a tensor on the device).
+    """
+
+    name: str
+    torch_module: ModuleType
+    facts: dict[str, Any]
+    passed: frozenset[str]
+
+    def __init__(self) -> None:
+        self._compile_backend = "inductor"
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name in self.facts:
+            return partial(self._fact, name)
+        if name in self.passed:
+            return getattr(self.torch_module, name)
+        if name in _TENSOR_TYPES:
+            return partial(torch.tensor, dtype=_TENSOR_TYPES[name], device=self.device_name())
+        raise AttributeError(f"the {self.name} accelerator has no {name!r}")
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *self.facts, *self.passed, *_TENSOR_TYPES})
+
+    def _fact(self, name: str, *_: Any) -> Any:
+        value = self.facts[name]
+        return list(value) if isinstance(value, list) else value
+
+    def device_name(self, device_index: int | None = None) -> str:
+        """The device as torch spells it: "cuda", "cuda:1", "cpu"."""
+        return self.name if device_index is None else f"{self.name}:{device_index}"
+
+    def device(self, device_index: int | None = None) -> torch.device:
+        """The device as a torch.device; None is the current one."""
+        return torch.device(self.current_device_name() if device_index is None else self.device_name(device_index))
+
+    def current_device_name(self) -> str:
+        """The current device with its index, as torch spells it."""
+        return self.device_name(self.current_device())
+
+    def on_accelerator(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` rests on this kind of device."""
+        return tensor.device.type == self.name
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` rests in page-locked host memory."""
+        return tensor.is_pinned()
+
+    def random(self) -> ModuleType:
+        """The module with torch's generators."""
+        return torch.random
+
+    def set_visible_devices_envs(
+        self, current_env: MutableMapping[str, str], local_accelerator_ids: Sequence[int]
+    ) -> None:
+        """Write the devices a child process may see into its environment."""
+        for name in self.visible_devices_envs():
+            current_env[name] = ",".join(map(str, local_accelerator_ids))
+
+    def get_compile_backend(self) -> str:
+        """The backend that torch.compile is asked for."""
+        return self._compile_backend
+
+    def set_compile_backend(self, backend: str) -> None:
+        """Choose the backend of torch.compile.
+
+        Raises:
+            ArgumentError: torch does not know it.
+        """
+        known = torch._dynamo.list_backends(exclude_tags=())
+        if backend not in known:
+            raise ArgumentError(f"compile backend {backend!r} is unknown; torch has {known}.")
+        self._compile_backend = backend
+
+    def create_op_builder(self, class_name: str) -> Any:
+        """Compiled kernels by builder name.
+
+        Raises:
+            NotAvailableError: always; nothing in this package is compiled at first use.
+        """
+        raise NotAvailableError(f"op builder {class_name!r}: this package has no builders, its kernels need none.")
+
+    get_op_builder = create_op_builder
+
+    def build_extension(self) -> type:
+        """The setuptools command that builds torch extensions."""
+        from torch.utils.cpp_extension import BuildExtension
+
+        return BuildExtension

@@ -1,0 +1,119 @@
+"""CUDA devices: nearly every method is torch.cuda's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from deepspeed.accelerator.base import Accelerator
+
+
+class CudaAccelerator(Accelerator):
+    """The CUDA devices this process sees; making one creates no CUDA context."""
+
+    name = "cuda"
+    torch_module = torch.cuda
+    passed = frozenset(
+        {
+            "Event",
+            "Stream",
+            "current_device",
+            "current_stream",
+            "default_stream",
+            "device_count",
+            "empty_cache",
+            "initial_seed",
+            "is_available",
+            "is_bf16_supported",
+            "manual_seed",
+            "manual_seed_all",
+            "max_memory_allocated",
+            "max_memory_cached",
+            "max_memory_reserved",
+            "memory_allocated",
+            "memory_cached",
+            "memory_reserved",
+            "memory_stats",
+            "reset_max_memory_allocated",
+            "reset_max_memory_cached",
+            "reset_peak_memory_stats",
+            "set_device",
+            "stream",
+            "synchronize",
+        }
+    )
+    facts = {
+        "communication_backend_name": "nccl",
+        "export_envs": ["NCCL", "LD_LIBRARY_PATH", "PATH"],
+        "handles_memory_backpressure": False,
+        "is_fp16_fast": True,
+        "is_fp16_supported": True,
+        "is_synchronized_device": False,
+        "resolves_data_dependency": False,
+        "use_host_timers": False,
+        "visible_devices_envs": ["CUDA_VISIBLE_DEVICES"],
+    }
+
+    def supported_dtypes(self) -> list[torch.dtype]:
+        """Dtypes a model can be computed in."""
+        return [torch.float32, torch.float16, *([torch.bfloat16] if self.is_bf16_supported() else [])]
+
+    def is_bf16_fast(self) -> bool:
+        """Whether the current device multiplies bf16 in hardware (compute capability 8 and later)."""
+        return torch.cuda.get_device_capability()[0] >= 8
+
+    def is_triton_supported(self) -> bool:
+        """Whether triton generates code for the current device (compute capability 7 and later)."""
+        return torch.cuda.get_device_capability()[0] >= 7
+
+    def default_generator(self, device_index: int) -> torch.Generator:
+        """torch's generator for that device."""
+        return torch.cuda.default_generators[device_index]
+
+    def get_rng_state(self, device_index: int | None = None) -> torch.Tensor:
+        """State of a device's generator, a uint8 tensor; None is the current device."""
+        return torch.cuda.get_rng_state("cuda" if device_index is None else device_index)
+
+    def set_rng_state(self, new_state: torch.Tensor, device_index: int | None = None) -> None:
+        """Restore what `get_rng_state` returned."""
+        torch.cuda.set_rng_state(new_state, "cuda" if device_index is None else device_index)
+
+    def total_memory(self, device_index: int | None = None) -> int:
+        """Memory of the device, in bytes."""
+        return torch.cuda.mem_get_info(device_index)[1]
+
+    def available_memory(self, device_index: int | None = None) -> int:
+        """Memory nobody has taken plus what torch holds but does not use, in bytes."""
+        held = torch.cuda.memory_reserved(device_index) - torch.cuda.memory_allocated(device_index)
+        return torch.cuda.mem_get_info(device_index)[0] + held
+
+    def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:
+        """A page-locked copy of a host tensor, from which the device copies without waiting."""
+        return tensor.pin_memory()
+
+    def lazy_call(self, callback: Callable[[], Any]) -> None:
+        """Call when CUDA is first used, or at once where it already is."""
+        torch.cuda._lazy_call(callback)
+
+    def range_push(self, msg: str) -> None:
+        """Open a range in the NVTX trace."""
+        torch.cuda.nvtx.range_push(msg)
+
+    def range_pop(self) -> None:
+        """Close the innermost NVTX range."""
+        torch.cuda.nvtx.range_pop()
+
+    def create_graph(self) -> torch.cuda.CUDAGraph:
+        """An empty graph."""
+        return torch.cuda.CUDAGraph()
+
+    def capture_to_graph(self, graph: Any, pool: Any = None, stream: Any = None) -> AbstractContextManager[None]:
+        """Record the block into `graph`."""
+        return torch.cuda.graph(graph, pool=pool, stream=stream)
+
+    def replay_graph(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Run what was recorded."""
+        graph.replay()

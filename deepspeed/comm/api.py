@@ -1,0 +1,275 @@
+"""The names of torch.distributed, each call labelled for the watch and timed for the comms logger."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import time
+from collections.abc import Callable
+from functools import partial, wraps
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.comm import watch
+from deepspeed.comm.groups import require_group
+from deepspeed.comm.logging import as_table, comms_logger
+from deepspeed.foundation.log import say
+
+# Arguments whose bytes are the size of the message; for operations not named here it is the first argument.
+_MESSAGE = {"reduce_scatter": 1, "reduce_scatter_tensor": 1}
+# How the backends word a failure of the network or of another rank; other errors are the caller's own.
+_NETWORK = ("timed out", "timeout", "connection", "peer", "gloo/transport")
+
+
+class Pending:
+    """A collective in flight; `wait` ends it with its label, everything else is torch's handle."""
+
+    def __init__(self, work: Any, label: str, done: Callable[[], None]) -> None:
+        self._work, self._label, self._done = work, label, done
+
+    def wait(self, *args: Any) -> Any:
+        """Block until the collective is complete (on a device: until the current stream may use the result)."""
+        result = _guarded(f"wait for {self._label}", self._work.wait, *args)
+        self._done()
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+
+def timed_op(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Label and time a collective.
+
+    Args:
+        func: takes what the function of the same name in torch.distributed takes.
+
+    Returns:
+        The same function, which also takes `prof` (time this call), `log_name` (what the label calls it) and `debug`
+        (add the caller to the log line), and raises CommError or CommTimeoutError with every rank's last label.
+    """
+    operation = func.__name__
+    names = list(inspect.signature(func).parameters)
+
+    @wraps(func)
+    def call(*args: Any, prof: bool = False, log_name: str | None = None, debug: Any = None, **kwargs: Any) -> Any:
+        require_group()
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        message = given.get(names[_MESSAGE.get(operation, 0)]) if names else None
+        label = f"{log_name or operation} {_shape(message)}".rstrip()
+        finish = _begin(operation, label, message, given.get("group"), prof, bool(debug))
+        result = _guarded(label, func, *args, **kwargs)
+        if isinstance(result, dist.Work):
+            return Pending(result, label, finish)
+        finish()
+        return result
+
+    return call
+
+
+def _guarded(label: str, action: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run one collective under the watch; a failure of the network or of another rank becomes a report."""
+    watch.note(label)
+    try:
+        return action(*args, **kwargs)
+    except RuntimeError as error:
+        if isinstance(error, dist.DistError) or any(word in str(error).lower() for word in _NETWORK):
+            raise watch.failed(label, error) from error
+        raise
+    finally:
+        watch.note_done()
+
+
+def _begin(operation: str, label: str, message: Any, group: Any, prof: bool, debug: bool) -> Callable[[], None]:
+    """Start the clock when the comms logger wants this call; returns what stops it."""
+    if not comms_logger.wants(operation, prof):
+        return _nothing
+    where = ""
+    if debug or comms_logger.debug:
+        caller = sys._getframe(2)
+        where = f" from {caller.f_code.co_filename}:{caller.f_lineno}"
+    accelerator = get_accelerator()
+    accelerator.synchronize()
+    begun = time.perf_counter()
+
+    def finish() -> None:
+        accelerator.synchronize()
+        seconds = time.perf_counter() - begun
+        comms_logger.record(operation, _bytes(message), dist.get_world_size(group), seconds, label + where)
+
+    return finish
+
+
+def _nothing() -> None:
+    """What ends a call that is not timed."""
+
+
+def _shape(message: Any) -> str:
+    """A tensor, or a list of them, in a few characters: "float32[4, 8]", "2 x float32[8]"."""
+    if isinstance(message, torch.Tensor):
+        return f"{str(message.dtype)[6:]}{list(message.shape)}"
+    if isinstance(message, list) and message and isinstance(message[0], torch.Tensor):
+        return f"{len(message)} x {_shape(message[0])}"
+    return ""
+
+
+def _bytes(message: Any) -> int:
+    if isinstance(message, torch.Tensor):
+        return message.numel() * message.element_size()
+    return sum(map(_bytes, message)) if isinstance(message, list) else 0
+
+
+def _renamed(name: str, *newer: str) -> Callable[..., Any]:
+    """torch's function, by the first of its newer names this torch has (the older one warns there), called `name`."""
+    found = next(getattr(dist, known) for known in (*newer, name) if hasattr(dist, known))
+
+    @wraps(found)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return found(*args, **kwargs)
+
+    call.__name__ = name
+    return call
+
+
+all_reduce = timed_op(dist.all_reduce)
+broadcast = timed_op(dist.broadcast)
+reduce = timed_op(dist.reduce)
+all_gather = timed_op(dist.all_gather)
+all_gather_into_tensor = timed_op(_renamed("all_gather_into_tensor", "all_gather_single"))
+reduce_scatter = timed_op(dist.reduce_scatter)
+reduce_scatter_tensor = timed_op(_renamed("reduce_scatter_tensor", "reduce_scatter_single"))
+all_to_all = timed_op(dist.all_to_all)
+all_to_all_single = timed_op(dist.all_to_all_single)
+gather = timed_op(dist.gather)
+scatter = timed_op(dist.scatter)
+barrier = timed_op(dist.barrier)
+monitored_barrier = timed_op(dist.monitored_barrier)
+send = timed_op(dist.send)
+recv = timed_op(dist.recv)
+isend = timed_op(dist.isend)
+irecv = timed_op(dist.irecv)
+broadcast_object_list = timed_op(dist.broadcast_object_list)
+all_gather_object = timed_op(dist.all_gather_object)
+gather_object = timed_op(dist.gather_object)
+scatter_object_list = timed_op(dist.scatter_object_list)
+
+allgather_fn = all_gather_into_tensor
+reduce_scatter_fn = reduce_scatter_tensor
+inference_all_reduce = all_reduce
+
+
+class P2POp(dist.P2POp):
+    """torch's P2POp, for `isend` and `irecv` of this module too."""
+
+    def __new__(cls, op: Callable[..., Any], *args: Any, **kwargs: Any) -> P2POp:
+        return super().__new__(cls, inspect.unwrap(op), *args, **kwargs)
+
+    def __init__(self, op: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        super().__init__(inspect.unwrap(op), *args, **kwargs)
+
+
+def batch_isend_irecv(p2p_op_list: list[dist.P2POp]) -> list[Pending]:
+    """Start all sends and receives at once; returns a handle for each (NCCL: one for all)."""
+    require_group()
+    label = f"batch_isend_irecv {len(p2p_op_list)} x {_shape(p2p_op_list[0].tensor)}"
+    return [Pending(work, label, _nothing) for work in _guarded(label, dist.batch_isend_irecv, p2p_op_list)]
+
+
+class _All:
+    """Several collectives in flight, waited for together."""
+
+    def __init__(self, pending: list[Pending]) -> None:
+        self._pending = pending
+
+    def wait(self) -> None:
+        for one in self._pending:
+            one.wait()
+
+    def is_completed(self) -> bool:
+        return all(one.is_completed() for one in self._pending)
+
+
+def all_reduce_coalesced(
+    tensors: list[torch.Tensor],
+    op: Any = dist.ReduceOp.SUM,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+    **labels: Any,
+) -> _All | None:
+    """`all_reduce` of every tensor, in place."""
+    return _together([partial(all_reduce, tensor, op, group, True, **labels) for tensor in tensors], async_op)
+
+
+def all_gather_coalesced(
+    output_tensors: list[torch.Tensor],
+    input_tensors: list[torch.Tensor],
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+    **labels: Any,
+) -> _All | None:
+    """`all_gather_into_tensor` for every pair of output and input."""
+    start = partial(all_gather_into_tensor, group=group, async_op=True, **labels)
+    pairs = zip(output_tensors, input_tensors, strict=True)
+    return _together([partial(start, output, mine) for output, mine in pairs], async_op)
+
+
+def _together(starts: list[Callable[[], Pending]], async_op: bool) -> _All | None:
+    pending = _All([start() for start in starts])
+    if async_op:
+        return pending
+    pending.wait()
+    return None
+
+
+def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, dict[int, dict[str, Any]]] | None:
+    """Log a table of what was timed on rank 0: operation and bytes, count, time, bandwidths.
+
+    Args:
+        show_straggler: add the time lost to waiting for the slowest rank; then all ranks must call.
+        return_dict: also return the figures.
+
+    Returns:
+        With `return_dict`, operation → bytes → figures; see `CommsLogger.summary`.
+    """
+    rows = comms_logger.summary(_fastest() if show_straggler else None)
+    say("collectives of this rank\n" + as_table(rows))
+    if not return_dict:
+        return None
+    figures: dict[str, dict[int, dict[str, Any]]] = {}
+    for row in rows:
+        figures.setdefault(row["op"], {})[row["bytes"]] = row
+    return figures
+
+
+def _fastest() -> dict[tuple[str, int, int], list[float]]:
+    """The shortest time any rank had for each call."""
+    mine = {(operation, *key): times for operation, sizes in comms_logger.times.items() for key, times in sizes.items()}
+    everyone: list[Any] = [None] * dist.get_world_size()
+    _guarded("log_summary", dist.all_gather_object, everyone, mine)
+    return {
+        key: [min(calls) for calls in zip(*(other[key] for other in everyone if key in other), strict=False)]
+        for key in mine
+    }
+
+
+def get_logged_comm_ops() -> list[str]:
+    """Names of the operations that were timed."""
+    return sorted(comms_logger.times)
+
+
+def get_comm_operation_count(op_name: str | None = None) -> int:
+    """How many calls were timed, of one operation or of all."""
+    names = comms_logger.times if op_name is None else {op_name} & comms_logger.times.keys()
+    return sum(len(times) for name in names for times in comms_logger.times[name].values())
+
+
+def has_comm_data() -> bool:
+    """Whether any call was timed."""
+    return bool(comms_logger.times)
+
+
+def reset_log() -> None:
+    """Forget what was timed."""
+    comms_logger.reset()

@@ -1,0 +1,295 @@
+"""The collectives the training state travels by: compositions of messages, summed in rank order at the owner.
+
+[Note: fixed table] What moves which way is fixed here and never timed at run time:
+
+| operation          | tagged axis (gloo, CPU)                                 | other axes (NCCL)                |
+|--------------------|---------------------------------------------------------|----------------------------------|
+| reduce to owners   | a message per owner, fp32 sum there in rank order       | all-to-all, same sum             |
+| spread (all-gather)| a message from each owner to each other rank            | all-gather, broadcasts if uneven |
+| all-reduce         | two ranks, fp32: the backend's own (the same bits);     | as on the left                   |
+|                    | two ranks, low precision: swap whole, sum on both sides |                                  |
+|                    | else reduce to owners, then spread                      |                                  |
+
+Every entry gives the same bits: the fp32 sum in rank order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from deepspeed.comm import watch
+from deepspeed.comm.axis import Axis
+
+# Kinds of messages on one channel; with the channel and a sequence number they make the tag.
+EXCHANGE, SPREAD, PULL, READ, SMALL = range(5)
+
+# Tests plant delays here; called with the label before each message, wait and hook.
+PLANTED_DELAY: Callable[[str], None] | None = None
+
+# Sums run over pieces that stay in the second-level cache.
+_BLOCK = 1 << 17
+
+
+def tag_of(channel: int, kind: int, seq: int) -> int:
+    """The 31-bit message tag of a channel, kind and sequence number."""
+    return (channel % (1 << 18)) << 13 | kind << 10 | seq % (1 << 10)
+
+
+def delay(label: str) -> None:
+    """A point where tests may plant a delay."""
+    if PLANTED_DELAY is not None:
+        PLANTED_DELAY(label)
+
+
+class Handle:
+    """Messages in flight, and what is to be done once they are there.
+
+    Args:
+        axis: where they travel; names the ranks in error reports.
+        label: what is moved, for error reports.
+        works: the backend's handles.
+        then: called once, when all messages have arrived; may return the handle of a next phase.
+    """
+
+    def __init__(
+        self, axis: Axis, label: str, works: list[Any], then: Callable[[], Handle | None] | None = None
+    ) -> None:
+        self.axis, self.label, self.works, self.then = axis, label, works, then
+        self.done = False
+
+    def ready(self) -> bool:
+        """Whether `advance` would return at once."""
+        return self.done or all(w.is_completed() for w in self.works)
+
+    def advance(self) -> Handle | None:
+        """Wait for the messages of this phase, do what follows, and return the next phase if there is one.
+
+        Raises:
+            CommError: when a message failed or did not arrive in time; it names every rank's last label.
+        """
+        if self.done:
+            return None
+        wait_all(self.axis, self.label, self.works)
+        self.done, self.works = True, []
+        then, self.then = self.then, None
+        return then() if then is not None else None
+
+    def wait(self) -> None:
+        """Wait until all phases are over."""
+        following = self.advance()
+        while following is not None:
+            following = following.advance()
+
+
+def wait_all(axis: Axis, label: str, works: Sequence[Any]) -> None:
+    """Wait for backend handles; a failure becomes the labelled report."""
+    delay(label)
+    if not works:
+        return
+    watch.note(label)
+    try:
+        for work in works:
+            work.wait()
+    except RuntimeError as error:
+        raise watch.failed(label, error, list(axis.ranks)) from error
+    finally:
+        watch.note_done()
+
+
+def post(axis: Axis, label: str, start: Callable[[], list[Any]]) -> list[Any]:
+    """Start messages under a label; a failure to start becomes the labelled report."""
+    delay(label)
+    watch.note(label)
+    try:
+        return start()
+    except RuntimeError as error:
+        raise watch.failed(label, error, list(axis.ranks)) from error
+    finally:
+        watch.note_done()
+
+
+def exchange(axis: Axis, flat: torch.Tensor, cuts: Sequence[int], tag: int, label: str) -> tuple[list, list]:
+    """Send every peer its slice of `flat`, receive theirs of mine.
+
+    Args:
+        axis: ranks that take part.
+        flat: 1-D, all slices, any dtype.
+        cuts: size + 1 boundaries; rank r owns [cuts[r], cuts[r + 1]).
+        tag: the message tag.
+        label: for reports.
+
+    Returns:
+        (backend handles, the contributions to the own slice in rank order, the own one a view of `flat`).
+    """
+    own = flat[cuts[axis.rank] : cuts[axis.rank + 1]]
+    parts = [own if r == axis.rank else torch.empty_like(own) for r in range(axis.size)]
+    group = axis.group
+    if group is None:
+        return [], parts
+
+    def start() -> list[Any]:
+        if not axis.tagged:
+            sends = [flat[cuts[r] : cuts[r + 1]] for r in range(axis.size)]
+            parts[axis.rank] = torch.empty_like(own)  # the backend writes every output
+            return [dist.all_to_all(parts, sends, group=group, async_op=True)]
+        works = [group.recv([parts[r]], r, tag) for r in axis.peers if own.numel()]
+        sends = [(flat[cuts[r] : cuts[r + 1]], r) for r in axis.peers]
+        return works + [group.send([part], r, tag) for part, r in sends if part.numel()]
+
+    return post(axis, label, start), parts
+
+
+def sum_in_rank_order(parts: Sequence[torch.Tensor], out: torch.Tensor, scale: float, add: bool) -> None:
+    """out (+)= scale * (parts[0] + parts[1] + …), each term and the sum in fp32.
+
+    Args:
+        parts: one contribution per rank, any floating dtype.
+        out: the accumulator, any floating dtype.
+        scale: factor on the sum.
+        add: add to what `out` holds instead of replacing it.
+    """
+    exact = out.dtype == torch.float32 and all(p.dtype == torch.float32 for p in parts)
+    aliased = any(p.data_ptr() == out.data_ptr() for p in parts[2:])  # `out` may be the own part: read it first
+    if not add and scale == 1.0 and exact and not aliased:
+        if len(parts) == 1:
+            out.copy_(parts[0])
+        else:
+            torch.add(parts[0], parts[1], out=out)
+            for part in parts[2:]:
+                out.add_(part)
+        return
+    total = torch.empty(min(_BLOCK, out.numel()), dtype=torch.float32, device=out.device)
+    term = torch.empty_like(total)
+    for start in range(0, out.numel(), _BLOCK):
+        stop = min(start + _BLOCK, out.numel())
+        t, u = total[: stop - start], term[: stop - start]
+        t.copy_(parts[0][start:stop])
+        for part in parts[1:]:
+            t.add_(u.copy_(part[start:stop]))
+        if scale != 1.0:
+            t.mul_(scale)
+        if add:
+            t.add_(u.copy_(out[start:stop]))
+        out[start:stop].copy_(t)
+
+
+def reduce_to_owners(
+    axis: Axis, flat: torch.Tensor, cuts: Sequence[int], tag: int, label: str, finish: Callable[[list], Handle | None]
+) -> Handle:
+    """Bring every rank's contribution to each slice to its owner.
+
+    Args:
+        axis: ranks that take part.
+        flat: 1-D contribution of this rank, not to be touched until the handle is done.
+        cuts: slice boundaries.
+        tag: the message tag.
+        label: for reports.
+        finish: called with the contributions in rank order; sums them (`sum_in_rank_order`).
+    """
+    works, parts = exchange(axis, flat, cuts, tag, label)
+    return Handle(axis, label, works, lambda: finish(parts))
+
+
+def spread(axis: Axis, full: torch.Tensor, cuts: Sequence[int], tag: int, label: str) -> Handle:
+    """Every owner sends its slice of `full` to all others (an all-gather in place).
+
+    Args:
+        axis: ranks that take part.
+        full: 1-D; holds the own slice, receives the others.
+        cuts: slice boundaries.
+        tag: the message tag.
+        label: for reports.
+    """
+    group = axis.group
+    if group is None:
+        return Handle(axis, label, [])
+    slices = [full[cuts[r] : cuts[r + 1]] for r in range(axis.size)]
+    own = slices[axis.rank]
+
+    def start() -> list[Any]:
+        if axis.tagged:
+            works = [group.recv([slices[r]], r, tag) for r in axis.peers if slices[r].numel()]
+            return works + [group.send([own], r, tag) for r in axis.peers if own.numel()]
+        if len({s.numel() for s in slices}) == 1:
+            return [dist.all_gather_into_tensor(full[: cuts[-1]], own.clone(), group=group, async_op=True)]
+        return [
+            dist.broadcast(s, src=axis.ranks[r], group=group, async_op=True) for r, s in enumerate(slices) if s.numel()
+        ]
+
+    return Handle(axis, label, post(axis, label, start))
+
+
+def swap(axis: Axis, flat: torch.Tensor, tag: int, label: str, finish: Callable[[list], Handle | None]) -> Handle:
+    """Two ranks exchange the whole of `flat`; `finish` gets both contributions in rank order."""
+    group, peer = axis.group, 1 - axis.rank
+    other = torch.empty_like(flat)
+    parts = [flat, other] if axis.rank == 0 else [other, flat]
+    if group is None:
+        raise RuntimeError("swap needs two ranks")
+    works = post(axis, label, lambda: [group.recv([other], peer, tag), group.send([flat], peer, tag)])
+    return Handle(axis, label, works, lambda: finish(parts))
+
+
+def all_reduce_sum(axis: Axis, flat: torch.Tensor, label: str, then: Callable[[], Handle | None]) -> Handle:
+    """The backend's own all-reduce in place; only where its sum is the sum in rank order (two ranks, fp32)."""
+    works = post(axis, label, lambda: [dist.all_reduce(flat, group=axis.group, async_op=True)])
+    return Handle(axis, label, works, then)
+
+
+def all_gather_small(axis: Axis, row: torch.Tensor, tag: int, label: str) -> torch.Tensor:
+    """Everybody's small row, blocking.
+
+    Args:
+        axis: ranks that take part.
+        row: 1-D on CPU or on the axis' device, the same length everywhere.
+        tag: the message tag.
+        label: for reports.
+
+    Returns:
+        (size, len(row)) tensor in rank order.
+    """
+    table = row.new_empty(axis.size, row.numel())
+    table[axis.rank] = row
+    if axis.group is not None:
+        flat = table.view(-1)
+        spread(axis, flat, [r * row.numel() for r in range(axis.size + 1)], tag, label).wait()
+    return table
+
+
+def broadcast(axis: Axis, flat: torch.Tensor, src: int, label: str) -> None:
+    """Axis rank `src` sends `flat` to all, blocking."""
+    if axis.group is not None:
+        works = post(axis, label, lambda: [dist.broadcast(flat, src=axis.ranks[src], group=axis.group, async_op=True)])
+        wait_all(axis, label, works)
+
+
+def broadcast_tensors(axis: Axis, tensors: Sequence[torch.Tensor], label: str, chunk: int = 1 << 23) -> None:
+    """Everybody gets the values of axis rank 0, in flat pieces of about `chunk` elements, dtype by dtype.
+
+    Args:
+        axis: ranks that take part.
+        tensors: changed in place on all but rank 0.
+        label: for reports.
+        chunk: elements per message.
+    """
+    if axis.size == 1:
+        return
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    for same in by_dtype.values():
+        while same:
+            batch, filled = [], 0
+            while same and (not batch or filled + same[0].numel() <= chunk):
+                batch.append(same.pop(0))
+                filled += batch[-1].numel()
+            flat = torch.cat([t.detach().reshape(-1) for t in batch])
+            broadcast(axis, flat, 0, label)
+            at = 0
+            for tensor in batch:
+                tensor.detach().copy_(flat[at : at + tensor.numel()].view(tensor.shape))
+                at += tensor.numel()

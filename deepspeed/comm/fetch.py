@@ -1,0 +1,231 @@
+"""One-sided gathers: a rank pulls the slices it needs, whatever modules the other ranks are running.
+
+[Note: any graph] When ranks take different branches they need different groups, so a gather that every rank must join
+would hang. Here the rank that needs a group asks each owner over a socket; a small thread of the owner answers with a
+tagged message. Nobody else takes part, so no agreement is needed: a branch taken on one rank costs the others nothing.
+Slices change only inside `step`, which all ranks enter together; a request carries the version it wants, and a request
+from a rank that is already one version ahead waits for the owner to arrive there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+import secrets
+import selectors
+import socket
+import struct
+import threading
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from deepspeed.comm import watch
+from deepspeed.comm.axis import Axis
+from deepspeed.comm.collectives import PULL, Handle, delay, post, tag_of
+from deepspeed.errors import CommError
+from deepspeed.foundation.log import logger
+
+_REQUEST = struct.Struct("<iiqq")  # requesting rank, channel, version, sequence number
+_TOKEN_BYTES = 16
+
+
+@dataclass
+class _Served:
+    """A slice others may ask for, and its version."""
+
+    slice: torch.Tensor
+    version: int = 0
+    waiting: list[tuple[int, int, int]] = field(default_factory=list)  # (version, rank, seq)
+
+
+class FetchService:
+    """Serves the slices of this rank and pulls those of others.
+
+    Args:
+        axis: a tagged axis of more than one rank.
+    """
+
+    def __init__(self, axis: Axis) -> None:
+        self.axis = axis
+        self._served: dict[int, _Served] = {}
+        self._lock = threading.Lock()
+        self._sent: deque[Any] = deque(maxlen=4096)
+        self._seq = 0
+        self._peers: dict[int, socket.socket] = {}
+        self._selector = selectors.DefaultSelector()
+        self._wake_out, self._wake_in = socket.socketpair()
+        self._selector.register(self._wake_in, selectors.EVENT_READ)
+        self._meet()
+        self._thread = threading.Thread(target=self._serve, name="deepspeed-fetch", daemon=True)
+        self._thread.start()
+
+    def _meet(self) -> None:
+        """Listen, exchange addresses and a token, connect to every rank on first need."""
+        host = os.environ.get("DEEPSPEED_FETCH_HOST") or _own_address()
+        self._listener = socket.create_server((host, 0), backlog=self.axis.size)
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        mine = (host, self._listener.getsockname()[1], secrets.token_hex(_TOKEN_BYTES))
+        rows: list[Any] = [None] * self.axis.size
+        dist.all_gather_object(rows, mine, group=self.axis.group)
+        self._addresses = rows
+        self._token = bytes.fromhex(mine[2])
+
+    def serve(self, channel: int, slice_: torch.Tensor) -> None:
+        """Let others pull `slice_` on `channel`."""
+        with self._lock:
+            self._served[channel] = _Served(slice_)
+
+    def withdraw(self, channel: int) -> None:
+        """Stop serving `channel`."""
+        with self._lock:
+            self._served.pop(channel, None)
+
+    def advance(self, channel: int) -> None:
+        """The own slice of `channel` has its next version; requests that waited for it are answered."""
+        with self._lock:
+            served = self._served[channel]
+            served.version += 1
+            due = [w for w in served.waiting if w[0] <= served.version]
+            served.waiting = [w for w in served.waiting if w[0] > served.version]
+            for _, rank, seq in due:
+                self._send(channel, served, rank, seq)
+
+    def version(self, channel: int) -> int:
+        """The version of the own slice."""
+        return self._served[channel].version
+
+    def pull(self, channel: int, full: torch.Tensor, cuts: tuple[int, ...], label: str) -> Handle:
+        """Ask every owner for its slice of `full`.
+
+        Args:
+            channel: the group's channel.
+            full: 1-D; the slices of the others are received into it.
+            cuts: slice boundaries.
+            label: for reports.
+        """
+        self._seq += 1
+        seq, version, group = self._seq, self.version(channel), self.axis.group
+        if group is None:
+            raise CommError("pull needs an axis of several ranks")
+
+        def start() -> list[Any]:
+            works = []
+            for rank in self.axis.peers:
+                part = full[cuts[rank] : cuts[rank + 1]]
+                if part.numel():
+                    works.append(group.recv([part], rank, tag_of(channel, PULL, seq)))
+                    self._ask(rank, _REQUEST.pack(self.axis.rank, channel, version, seq), label)
+            return works
+
+        return Handle(self.axis, label, post(self.axis, label, start))
+
+    def _ask(self, rank: int, request: bytes, label: str) -> None:
+        try:
+            if rank not in self._peers:
+                host, port, token = self._addresses[rank]
+                sock = socket.create_connection((host, port), timeout=30)
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                sock.sendall(bytes.fromhex(token))
+                self._peers[rank] = sock
+            self._peers[rank].sendall(request)
+        except OSError as error:
+            raise watch.failed(label, RuntimeError(f"rank {self.axis.ranks[rank]} is gone: {error}")) from error
+
+    # -- the answering thread -------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        strangers: set[socket.socket] = set()
+        while True:
+            for key, _ in self._selector.select():
+                sock: Any = key.fileobj
+                if sock is self._wake_in:
+                    return
+                try:
+                    if sock is self._listener:
+                        accepted, _ = sock.accept()
+                        strangers.add(accepted)
+                        self._selector.register(accepted, selectors.EVENT_READ)
+                        continue
+                    self._read(sock, strangers)
+                except (OSError, CommError, RuntimeError) as error:
+                    if not isinstance(error, ConnectionResetError):
+                        logger.debug("fetch service: %s", error)
+                    self._selector.unregister(sock)
+                    sock.close()
+
+    def _read(self, sock: socket.socket, strangers: set[socket.socket]) -> None:
+        if sock in strangers:
+            if not hmac.compare_digest(_exactly(sock, _TOKEN_BYTES), self._token):
+                raise CommError("a stranger knocked at the fetch service")
+            strangers.discard(sock)
+            return
+        rank, channel, version, seq = _REQUEST.unpack(_exactly(sock, _REQUEST.size))
+        delay(f"serve channel {channel}")
+        with self._lock:
+            served = self._served.get(channel)
+            if served is None:
+                return
+            if version > served.version:
+                served.waiting.append((version, rank, seq))
+            else:
+                self._send(channel, served, rank, seq)
+
+    def _send(self, channel: int, served: _Served, rank: int, seq: int) -> None:
+        group = self.axis.group
+        while self._sent and self._sent[0].is_completed():
+            self._sent.popleft()
+        if group is not None:
+            self._sent.append(group.send([served.slice], rank, tag_of(channel, PULL, seq)))
+
+    def close(self) -> None:
+        """Stop the thread and close the sockets. All ranks have finished pulling when they call this."""
+        self._wake_out.send(b"x")
+        self._thread.join(timeout=5)
+        for sock in [*self._peers.values(), self._listener, self._wake_in, self._wake_out]:
+            with contextlib.suppress(OSError):
+                sock.close()
+        for key in list(self._selector.get_map().values()):
+            with contextlib.suppress(OSError):
+                key.fileobj.close()  # type: ignore[union-attr]
+        self._selector.close()
+        self._served.clear()
+
+
+def _exactly(sock: socket.socket, count: int) -> bytes:
+    data = sock.recv(count, socket.MSG_WAITALL)
+    if len(data) != count:
+        raise ConnectionResetError("closed by the other rank")
+    return data
+
+
+def _own_address() -> str:
+    """The address the other ranks reach this host by: the one that leads to the master."""
+    master = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((master, 9))
+            return probe.getsockname()[0]
+    except OSError:
+        return "127.0.0.1"
+
+
+_services: dict[int, FetchService] = {}
+
+
+def service_of(axis: Axis) -> FetchService:
+    """The service of an axis, started on first use; the engines on the axis share it."""
+    if id(axis) not in _services:
+        _services[id(axis)] = FetchService(axis)
+    return _services[id(axis)]
+
+
+def close_all() -> None:
+    """Close every service; called before the process group goes."""
+    for service in list(_services.values()):
+        service.close()
+    _services.clear()

@@ -1,0 +1,328 @@
+"""The watch: a failed or hanging collective ends on every rank, with the last label of each, never in silence."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from mmap import mmap
+from typing import Any, TypeAlias
+
+import torch.distributed as dist
+
+from deepspeed.comm.place import INSIDE, LEFT, OUTSIDE, Place, boot, describe, neighbour
+from deepspeed.errors import CommError, CommTimeoutError
+
+# [Note: the watch]
+# Each rank keeps its place in a page of memory and runs one daemon thread with its own connection to the group's store.
+# Twice a second the thread publishes the place (`seen/<rank>`, when it changed) and looks for the key `alarm`. A rank
+# whose collective fails, or stays in one for longer than the timeout, sets `alarm`; every watcher answers
+# (`answer/<rank>`), reads the answers of the others and composes the same report. A rank that was told and does not end
+# by itself is ended: the backend's connections are unusable by then, and a rank left alone would wait for ever. Ranks
+# on one machine map each other's pages, so the place of one that died without a word (gloo aborts the process when
+# sizes differ) is known exactly. The store lives in rank 0's process: before rank 0 leaves it tells the others
+# (`alarm` = "ending"), who copy what they need and go on without a store.
+
+Store: TypeAlias = Any  # a store of torch.distributed, whose type stubs lack `clone`, `append` and values in bytes
+
+POLL_S = 0.5
+ANSWER_S = 2.5  # how long a report waits for ranks that do not answer
+GRACE_S = 1.0  # how long a rank that was told may take to end by its own exception
+FAREWELL_S = 1.5  # how long rank 0 waits until the others can do without the store
+DEFAULT_TIMEOUT = timedelta(minutes=10)
+
+_ENDING = "ending"
+_ADVICE = (
+    "The ranks took different paths, or one is slow or gone: compare the labels. "
+    "init_distributed(timeout=...) or DEEPSPEED_TIMEOUT (minutes) sets the limit."
+)
+
+
+class _Here:
+    """What the threads of this process share with its watcher."""
+
+    def __init__(self) -> None:
+        self.place = Place()
+        self.verdict: str | None = None  # another rank's alarm, raised by the next `note`
+        self.raised = False  # this process is already ending with a CommError
+        self.timeout = DEFAULT_TIMEOUT
+        self.watcher: _Watcher | None = None
+        self.watches = 0
+
+
+_here = _Here()
+
+
+def note(label: str) -> None:
+    """Enter a collective; call `note_done` on leaving it.
+
+    Args:
+        label: what travels (operation, parameter names, phase), as it should read in a report.
+
+    Raises:
+        CommError: another rank has reported a failure, so this collective could never complete.
+    """
+    if _here.verdict is not None:
+        _here.raised = True
+        raise CommError(f"'{label}' was not started: {_here.verdict}")
+    _here.place.number += 1
+    _here.place.write(label, INSIDE)
+
+
+def note_done() -> None:
+    """Leave a collective."""
+    _here.place.turn(OUTSIDE)
+
+
+def failed(label: str, error: BaseException, ranks: Sequence[int] | None = None) -> CommError:
+    """Raise the alarm, hear the other ranks and compose the error for the caller to raise.
+
+    Args:
+        label: the collective that failed.
+        error: what the backend raised.
+        ranks: ranks the report lists; None means all.
+
+    Returns:
+        CommTimeoutError when `error` says that time ran out, else CommError; after at most `ANSWER_S` + 2 seconds.
+    """
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    cause = re.sub(r"^\[\S+:\d+\] |\. This is typically .*", "", lines[0])  # the backend's source line and its guess
+    timed_out = isinstance(error, TimeoutError) or "timed out" in cause.lower()
+    what = f"'{label}' {'timed out' if timed_out else 'failed'}: {cause}"
+    _here.raised = True
+    report = _here.watcher.ask(what, ranks) if _here.watcher else _line(0, _here.place.snapshot(), True)
+    note_done()
+    return (CommTimeoutError if timed_out else CommError)(_full(what, report))
+
+
+def start(store: Store, rank: int, world: int, timeout: timedelta) -> None:
+    """Begin to watch; does nothing but keep the timeout when `world` is 1.
+
+    Args:
+        store: the store of the process group; the watch clones it.
+        rank: this process, of `world`.
+        timeout: how long one collective may take.
+    """
+    _here.timeout = timeout
+    _here.verdict, _here.raised = None, False
+    if world > 1 and _here.watcher is None:
+        _here.watches += 1
+        own = dist.PrefixStore(f"deepspeed.watch.{_here.watches}", store.clone())
+        _here.watcher = _Watcher(own, rank, world)
+        _here.watcher.start()
+
+
+def settle() -> None:
+    """Meet the neighbours, once every rank has started its watch: even an early death then leaves its place."""
+    if _here.watcher is not None:
+        _here.watcher.settle()
+
+
+def stop() -> None:
+    """End the watch; rank 0 first makes sure that the others no longer need its store."""
+    watcher, _here.watcher = _here.watcher, None
+    if watcher is not None and watcher.process == os.getpid():  # a forked child has no watcher thread
+        watcher.leave()
+
+
+def allow(timeout: timedelta) -> None:
+    """Let one collective take `timeout`, where that is longer than what was allowed before."""
+    _here.timeout = max(_here.timeout, timeout)
+
+
+def timeout() -> timedelta:
+    """How long one collective may take."""
+    return _here.timeout
+
+
+def _full(what: str, report: str) -> str:
+    return f"{what}\nThe last collective of each rank:\n{report}\n{_ADVICE}"
+
+
+def _line(rank: int, page: bytes | mmap | None, answered: bool) -> str:
+    """The report's line for one rank, from its answer or else its last sign of life."""
+    if page is None:
+        return f"  rank {rank}: no answer (process gone or not started)"
+    where, state = describe(page)
+    if state == LEFT:
+        return f"  rank {rank}: has ended, after {where}"
+    if not answered:
+        return f"  rank {rank}: no answer (process gone or stuck); last {'in' if state == INSIDE else 'after'} {where}"
+    return f"  rank {rank}: in {where}" if state == INSIDE else f"  rank {rank}: in no collective, after {where}"
+
+
+class _Watcher(threading.Thread):
+    """One rank's thread of the watch. [Note: the watch]"""
+
+    def __init__(self, store: Store, rank: int, world: int) -> None:
+        super().__init__(name="deepspeed-watch", daemon=True)
+        self.process = os.getpid()
+        self._store: Store | None = store
+        self._rank, self._world = rank, world
+        self._ranks: Sequence[int] = range(world)  # those a report lists
+        self._wake, self._looked = threading.Event(), threading.Event()
+        self._leaving = False
+        self._question: str | None = None
+        self._report = ""
+        self._reported = threading.Event()
+        self._published = b""
+        self._collective = (0, 0.0)  # the number last seen, and the second since when
+        self._neighbours: dict[int, mmap] = {}
+        self._heard: dict[int, bytes] = {}  # other ranks' places, from the store
+        self._answered: set[int] = set()
+        self._with_store(self._introduce)
+
+    def ask(self, what: str, ranks: Sequence[int] | None) -> str:
+        """The report on `ranks`; when the store does not respond, with what is known without it."""
+        self._ranks = sorted(ranks) if ranks else self._ranks
+        self._question = what
+        self._wake.set()
+        self._reported.wait(ANSWER_S + 2.0)
+        return self._report or self._compose()
+
+    def settle(self) -> None:
+        """Let the thread look around once."""
+        self._looked.clear()
+        self._wake.set()
+        self._looked.wait(POLL_S)
+
+    def leave(self) -> None:
+        """Say goodbye and end the thread."""
+        self._leaving = True
+        self._wake.set()
+        self.join(FAREWELL_S + 1.0)
+
+    def run(self) -> None:
+        """Look around until the watch is over."""
+        while not self._round():
+            self._looked.set()
+            self._wake.wait(POLL_S)
+            self._wake.clear()
+
+    def _with_store(self, action: Callable[[Store], str | None]) -> str | None:
+        """Talk to the store; once it is gone with rank 0's process, go on with what is known."""
+        if self._store is None:
+            return None
+        try:
+            return action(self._store)
+        except RuntimeError:
+            self._store = None
+            return None
+
+    def _round(self) -> bool:
+        """One look; True when the watch is over."""
+        if self._question is not None:
+            self._sound(self._question)
+            return True
+        if self._leaving:
+            _here.place.turn(LEFT)
+            self._with_store(self._say_goodbye)
+            return True
+        if self._hangs():
+            what = f"a collective has not returned within {_here.timeout.total_seconds():g} s on rank {self._rank}"
+            self._sound(what)
+            self._end_process(what)
+            return True
+        alarm = self._with_store(self._listen)
+        if alarm is None:
+            return False
+        if alarm == _ENDING:
+            self._with_store(self._copy)
+            self._store = None
+            return False
+        self._collect()
+        _here.verdict = _full(alarm, self._report)
+        self._end_process(f"rank {self._rank} was told: {alarm}")
+        return True
+
+    def _hangs(self) -> bool:
+        """Whether the main thread has been in one collective for longer than the timeout."""
+        number, now = _here.place.number, time.monotonic()
+        if number != self._collective[0] or not _here.place.inside:
+            self._collective = (number, now)
+        return now - self._collective[1] > _here.timeout.total_seconds()
+
+    def _introduce(self, store: Store) -> None:
+        """Offer this rank's page to the others on the machine."""
+        address = _here.place.share()
+        if address and store.has_extended_api():
+            store.append(f"pages/{boot()}", f"{self._rank} {address}\n")
+
+    def _listen(self, store: Store) -> str | None:
+        """Publish this rank's place, map the pages of new neighbours, and return the alarm when there is one."""
+        place = _here.place.snapshot()
+        if place != self._published:
+            store.set(f"seen/{self._rank}", place)
+            self._published = place
+        if len(self._neighbours) < self._world - 1 and store.check([f"pages/{boot()}"]):
+            for entry in store.get(f"pages/{boot()}").decode().splitlines():
+                rank, address = entry.split(" ", 1)
+                page = None if int(rank) in {self._rank, *self._neighbours} else neighbour(address)
+                if page is not None:
+                    self._neighbours[int(rank)] = page
+        return store.get("alarm").decode() if store.check(["alarm"]) else None
+
+    def _sound(self, what: str) -> None:
+        """Set the alarm, unless another rank was first, and compose the report."""
+        self._with_store(lambda store: store.compare_set("alarm", "", what).decode())
+        self._collect()
+
+    def _collect(self) -> None:
+        """Answer, hear the others, and keep the report."""
+        self._with_store(self._hear)
+        self._report = self._compose()
+        self._reported.set()
+
+    def _compose(self) -> str:
+        """A line for each listed rank."""
+        lines = []
+        for rank in self._ranks:
+            answered = rank == self._rank or rank in self._answered
+            heard = _here.place.snapshot() if rank == self._rank else self._heard.get(rank)
+            lines.append(_line(rank, heard if answered else self._neighbours.get(rank, heard), answered))
+        return "\n".join(lines)
+
+    def _hear(self, store: Store) -> None:
+        """Answer, and wait at most `ANSWER_S` seconds for the answers of the listed ranks."""
+        store.set(f"answer/{self._rank}", _here.place.snapshot())
+        end = time.monotonic() + ANSWER_S
+        answers = [f"answer/{rank}" for rank in self._ranks]
+        while not store.check(answers) and time.monotonic() < end:
+            time.sleep(0.05)
+        self._copy(store)
+
+    def _copy(self, store: Store) -> None:
+        """Read every rank's answer, or what it last published, and tell rank 0 that its store may go."""
+        for rank in range(self._world):
+            for key in (f"seen/{rank}", f"answer/{rank}"):
+                if store.check([key]):
+                    self._heard[rank] = store.get(key)
+                    if key.startswith("answer"):
+                        self._answered.add(rank)
+        store.set(f"free/{self._rank}", "")
+
+    def _say_goodbye(self, store: Store) -> None:
+        """Leave a last word; on rank 0, wait until the others have copied what they need."""
+        store.set(f"answer/{self._rank}", _here.place.snapshot())
+        store.set(f"free/{self._rank}", "")
+        if self._rank == 0 and store.compare_set("alarm", "", _ENDING) == _ENDING.encode():
+            everyone = [f"free/{rank}" for rank in range(self._world)]
+            end = time.monotonic() + FAREWELL_S
+            while not store.check(everyone) and time.monotonic() < end:
+                time.sleep(0.02)
+
+    def _end_process(self, why: str) -> None:
+        """End this process non-zero, unless its own exception does so within the grace time."""
+        end = time.monotonic() + GRACE_S
+        while time.monotonic() < end:
+            if _here.raised or self._question is not None or self._leaving:
+                return
+            time.sleep(0.05)
+        sys.stdout.flush()
+        sys.stderr.write(f"[deepspeed] {_full(why, self._report)}\nThis process ends.\n")
+        sys.stderr.flush()
+        os._exit(1)

@@ -1,0 +1,10 @@
+"""The JSON configuration: one typed section per file, parsed once, every value with its origin."""
+
+from __future__ import annotations
+
+from deepspeed.config.auto import Facts
+from deepspeed.config.config import DeepSpeedConfig
+from deepspeed.config.source import load_raw
+from deepspeed.errors import BatchSizeError, DeepSpeedConfigError
+
+__all__ = ["BatchSizeError", "DeepSpeedConfig", "DeepSpeedConfigError", "Facts", "load_raw"]

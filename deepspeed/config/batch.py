@@ -1,0 +1,54 @@
+"""The batch triple: train_batch_size = micro-batch x accumulation x data-parallel world."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+TRAIN, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The batch triple, with the origin of what was not given."""
+
+    train: int
+    micro: int
+    steps: int
+    derived: dict[str, str]
+
+
+def derive_batch(train: int | None, micro: int | None, steps: int | None, world: int) -> Batch | str:
+    """Derive what is missing of the batch triple and check that it holds.
+
+    Args:
+        train: samples per optimizer step over all ranks, or None.
+        micro: samples per rank and forward, or None.
+        steps: micro-batches per optimizer step, or None.
+        world: data-parallel ranks.
+
+    Returns:
+        The triple, or the text of the problem.
+    """
+    if train is None and micro is None:
+        return (
+            f"{TRAIN} or {MICRO} must be given: the other is derived from it and from the {world} rank(s) of this run"
+        )
+    derived: dict[str, str] = {}
+    if steps is None:
+        if train is not None and micro is not None:
+            steps, derived[STEPS] = train // micro // world, f"derived: {TRAIN} / {MICRO} / {world} rank(s)"
+        else:
+            steps, derived[STEPS] = 1, "default"
+    if micro is None and train is not None:
+        micro, derived[MICRO] = train // steps // world, f"derived: {TRAIN} / {STEPS} / {world} rank(s)"
+    micro = micro or 0
+    if train is None:
+        train, derived[TRAIN] = micro * steps * world, f"derived: {MICRO} x {STEPS} x {world} rank(s)"
+    if train != micro * steps * world:
+        # clients search for this sentence
+        return (
+            "Check batch related parameters. train_batch_size is not equal to micro_batch_per_gpu * "
+            f"gradient_acc_step * world_size {train} != {micro} * {steps} * {world}. "
+            f"Change one of {TRAIN}, {MICRO}, {STEPS} or the number of ranks, or leave one of the three out"
+        )
+    return Batch(train, micro, steps, derived)

@@ -1,0 +1,213 @@
+"""Types, ranges, conflicts and features that are not there: every check on what was read, in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, cast
+
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from deepspeed.config.fields import Section, note_of
+from deepspeed.config.problems import Problem, nearest, show, wrong
+from deepspeed.config.reader import Reading
+from deepspeed.config.schema import child_of, default_of, field_at, kind_of
+from deepspeed.config.sections.optimizer import NOT_YET, OptimizerParams
+from deepspeed.config.sections.scheduler import ARGUMENTS, REQUIRED, SchedulerParams
+from deepspeed.config.sections.top import TopLevel
+
+_LIMITS = {
+    "greater_than": "must be above {gt}",
+    "greater_than_equal": "must be at least {ge}",
+    "less_than": "must be below {lt}",
+    "less_than_equal": "must be at most {le}",
+    "finite_number": "must be finite",
+    "too_short": "needs at least {min_length} entries",
+    "too_long": "takes at most {max_length} entries",
+}
+
+
+def to_sections(reading: Reading) -> TopLevel:
+    """The typed sections; values of a wrong type or range are reported and left at their default.
+
+    Args:
+        reading: what was read; problems are added to it.
+
+    Returns:
+        The frozen top level.
+    """
+    while True:
+        try:
+            return TopLevel.model_validate(reading.tree)
+        except ValidationError as error:
+            for path in _report(error.errors(include_url=False), reading):
+                _drop(reading.tree, path)
+
+
+def _report(errors: list[ErrorDetails], reading: Reading) -> list[tuple[Any, ...]]:
+    bad: dict[tuple[Any, ...], list[ErrorDetails]] = {}
+    for error in errors:
+        bad.setdefault(_existing(error["loc"], reading.tree), []).append(error)
+    for path, found in bad.items():
+        dotted = ".".join(str(part) for part in path)
+        value = _value_at(reading.tree, path)
+        texts = list(dict.fromkeys(_words(error, dotted) for error in found))
+        reading.problems.append(wrong(reading.name(dotted), value, " or ".join(texts)))
+    return list(bad)
+
+
+def _words(error: ErrorDetails, path: str) -> str:
+    limit = _LIMITS.get(error["type"])
+    if limit is not None:
+        return limit.format(**error.get("ctx", {}))
+    if error["type"] == "value_error":
+        return error["msg"].removeprefix("Value error, ")
+    field = field_at(path)
+    if field is None:
+        return error["msg"][0].lower() + error["msg"][1:]
+    child = child_of(field)
+    if child is not None and child.shape == "block":
+        return f'expected an object with keys such as "{next(iter(child.section.model_fields))}"'
+    return "expected " + kind_of(field.annotation)
+
+
+def _existing(location: tuple[Any, ...], tree: Any) -> tuple[Any, ...]:
+    """The part of pydantic's location that names values, without its marks of unions and validators."""
+    path: list[Any] = []
+    for part in location:
+        if not (isinstance(tree, dict) and part in tree) and not (isinstance(tree, list) and isinstance(part, int)):
+            break
+        path.append(part)
+        tree = cast(Any, tree)[part]
+    return tuple(path)
+
+
+def _value_at(tree: Any, path: tuple[Any, ...]) -> Any:
+    for part in path:
+        tree = tree[part]
+    return tree
+
+
+def _drop(tree: dict[str, Any], path: tuple[Any, ...]) -> None:
+    """Forget a wrong value; the element of a list takes the whole list with it, so that indices stay true."""
+    at = next((at for at, part in enumerate(path) if isinstance(part, int)), len(path))
+    *blocks, last = path[:at]
+    for block in blocks:
+        tree = tree.get(block, {})  # it is gone when another wrong value has taken it along
+    tree.pop(last, None)
+
+
+def conflicts(top: TopLevel, reading: Reading, world: int) -> Iterator[Problem]:
+    """Values that are fine alone and cannot hold together.
+
+    Args:
+        top: the typed sections.
+        reading: what was read.
+        world: data-parallel ranks.
+
+    Yields:
+        One problem per conflict.
+    """
+    precisions = {"fp16": top.fp16.enabled, "bf16": top.bf16.enabled, "torch_autocast": top.torch_autocast.enabled}
+    chosen = [name for name, enabled in precisions.items() if enabled]
+    if len(chosen) > 1:
+        paths = " and ".join(f"{name}.enabled" for name in chosen)
+        yield Problem(f"{paths} are all true: enable one precision, fp32 being the one without any of them")
+    zero = top.zero_optimization
+    if not zero.compute_grad_norm and top.gradient_clipping > 0:
+        yield wrong(
+            "zero_optimization.compute_grad_norm",
+            False,
+            f"gradient_clipping = {top.gradient_clipping} needs the norm; set it to 0 or compute the norm",
+        )
+    if zero.mics_shard_size != -1:
+        if zero.stage != 3:
+            yield wrong("zero_optimization.mics_shard_size", zero.mics_shard_size, f"needs stage 3, not {zero.stage}")
+        if zero.mics_shard_size < 1 or world % zero.mics_shard_size:
+            yield wrong("zero_optimization.mics_shard_size", zero.mics_shard_size, f"must divide the {world} rank(s)")
+    if top.data_parallel_size not in (None, world):
+        yield wrong("data_parallel_size", top.data_parallel_size, f"this run has {world} data-parallel rank(s)")
+    yield from _optimizer_conflicts(top)
+    yield from _scheduler_conflicts(top, reading)
+
+
+def _optimizer_conflicts(top: TopLevel) -> Iterator[Problem]:
+    if top.optimizer is None:
+        return
+    if not top.optimizer.type:
+        yield Problem('optimizer.type is missing: name one, such as "AdamW", or leave the block out')
+    if (top.optimizer.type or "").lower() in NOT_YET:
+        yield Problem(
+            f"optimizer.type = {show(top.optimizer.type)}: this optimizer is not available yet", "unavailable"
+        )
+    if "max_grad_norm" in top.optimizer.params:
+        yield wrong(
+            "optimizer.params.max_grad_norm",
+            top.optimizer.params["max_grad_norm"],
+            'clipping is not an argument of an optimizer; it belongs at "gradient_clipping"',
+        )
+
+
+def _scheduler_conflicts(top: TopLevel, reading: Reading) -> Iterator[Problem]:
+    if top.scheduler is None:
+        return
+    kind, params = top.scheduler.type, top.scheduler.params
+    if not kind:
+        yield Problem('scheduler.type is missing: name one, such as "WarmupLR", or leave the block out')
+    for name in params:
+        if kind in ARGUMENTS and name not in ARGUMENTS[kind]:
+            hint = "" if name in SchedulerParams.model_fields else f"; {nearest(name, SchedulerParams)}"
+            yield wrong(f"scheduler.params.{name}", params[name], f"not an argument of {kind}{hint}")
+    for name in REQUIRED.get(kind or "", ()):
+        if name not in params and f"scheduler.params.{name}" not in reading.autos:
+            yield Problem(f"scheduler.params.{name} is missing: {kind} needs it")
+
+
+def unavailable(section: Section, reading: Reading, path: str = "") -> Iterator[Problem]:
+    """Values that ask for a feature that is not there; a block that is switched off asks for nothing.
+
+    Args:
+        section: the typed section.
+        reading: what was read, for the names as the user wrote them.
+        path: canonical path of the section.
+
+    Yields:
+        One problem per value.
+    """
+    if section.switch and not _asks(section, section.switch):
+        return
+    for name, field in type(section).model_fields.items():
+        here = f"{path}.{name}" if path else name
+        value: Any = getattr(section, name)
+        if note_of(field).status == "not available yet" and _differs(field, value):
+            yield Problem(f"{reading.name(here)} = {show(reading.find(here))}: {_refusal(field)}", "unavailable")
+            if section.switch == name:
+                return
+        elif isinstance(value, Section):
+            yield from unavailable(value, reading, here)
+        elif here == "optimizer.params":
+            yield from _unavailable_params(value)
+
+
+def _unavailable_params(params: dict[str, Any]) -> Iterator[Problem]:
+    for name, value in params.items():
+        field = OptimizerParams.model_fields.get(name)
+        if field is not None and note_of(field).status == "not available yet" and _differs(field, value):
+            yield Problem(f"optimizer.params.{name} = {show(value)}: {_refusal(field)}", "unavailable")
+
+
+def _refusal(field: FieldInfo) -> str:
+    return f"not available yet ({note_of(field).meaning}); leave it out or at {show(default_of(field))}"
+
+
+def _differs(field: FieldInfo, value: Any) -> bool:
+    return value != default_of(field) and value not in note_of(field).idle
+
+
+def _asks(section: Section, switch: str) -> bool:
+    """Whether the key that turns a block on is away from its default."""
+    here: Any = section
+    for part in switch.split("."):
+        section, here = here, getattr(here, part)
+    return _differs(type(section).model_fields[switch.rpartition(".")[2]], here)

@@ -1,0 +1,164 @@
+"""The resolved configuration: parsed once, frozen, every value with its origin."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from deepspeed.config.auto import BATCH, Facts, resolve_autos
+from deepspeed.config.batch import MICRO, STEPS, TRAIN, Batch, derive_batch
+from deepspeed.config.check import conflicts, to_sections, unavailable
+from deepspeed.config.explain import Row, rows
+from deepspeed.config.fields import Section
+from deepspeed.config.problems import Problem, nearest, raise_for
+from deepspeed.config.reader import Reading, read
+from deepspeed.config.schema import spellings
+from deepspeed.config.sections.top import TopLevel
+from deepspeed.config.source import load_raw
+from deepspeed.errors import ArgumentError, DeepSpeedConfigError
+from deepspeed.foundation.log import warn_once
+
+
+class DeepSpeedConfig:
+    """The configuration of a run.
+
+    Example:
+        >>> cfg = DeepSpeedConfig({"train_batch_size": 8, "bf16": {"enabled": True}}, world=2)
+        >>> cfg.train_micro_batch_size_per_gpu
+        4
+
+    Attributes:
+        raw: what the user gave, by reference and unchanged.
+        top: the typed top level; the attributes below are its parts under the names the engine uses.
+    """
+
+    def __init__(
+        self,
+        config: object,
+        mpu: Any = None,
+        *,
+        world: int = 1,
+        facts: Facts | None = None,
+        for_init: bool = False,
+    ) -> None:
+        """Read, resolve and check a configuration.
+
+        Args:
+            config: a dict, a path to a JSON or HJSON file, or urlsafe base64 of JSON.
+            mpu: an object with `get_data_parallel_world_size`, which then takes the place of `world`.
+            world: data-parallel ranks.
+            facts: what "auto" may be resolved from.
+            for_init: see `for_init`.
+
+        Raises:
+            BatchSizeError: the batch triple does not hold.
+            NotAvailableError: a value asks for a feature that is not there.
+            DeepSpeedConfigError: anything else that is wrong; all problems are listed together.
+        """
+        if mpu is not None:
+            world = getattr(mpu, "get_data_parallel_world_size", lambda: world)()
+        if world < 1:
+            raise ArgumentError(f"world is the number of data-parallel ranks and must be at least 1, got {world}")
+        self.raw = load_raw(config)
+        reading = read(self.raw)
+        resolve_autos(reading, facts or Facts(), lenient=for_init)
+        top = to_sections(reading)
+        reading.problems += [*conflicts(top, reading, world), *unavailable(top, reading)]
+        batch = None if for_init else _batch(top, reading, world, facts or Facts())
+        raise_for(reading.problems)
+        if batch is not None:
+            top = top.model_copy(update={TRAIN: batch.train, MICRO: batch.micro, STEPS: batch.steps})
+            reading.origins.update(batch.derived)
+        for line in reading.warnings:
+            warn_once(line)
+        self._reading = reading
+        self._take(top)
+
+    @classmethod
+    def for_init(cls, config: object, *, world: int = 1, facts: Facts | None = None) -> DeepSpeedConfig:
+        """The configuration as `zero.Init` may see it: "auto" may still stand anywhere, the batch need not be known.
+
+        What cannot be resolved yet stays at its default, and the batch triple is 0 where it was not given.
+        """
+        return cls(config, world=world, facts=facts, for_init=True)
+
+    def _take(self, top: TopLevel) -> None:
+        self.top = top
+        self.train_batch_size = top.train_batch_size or 0
+        self.train_micro_batch_size_per_gpu = top.train_micro_batch_size_per_gpu or 0
+        self.gradient_accumulation_steps = top.gradient_accumulation_steps or 0
+        self.gradient_clipping = top.gradient_clipping
+        self.steps_per_print = top.steps_per_print
+        self.optimizer = top.optimizer
+        self.scheduler = top.scheduler
+        self.auto_cast = top.auto_cast
+        self.fp16 = top.fp16
+        self.bf16 = top.bf16
+        self.torch_autocast = top.torch_autocast
+        self.data_types = top.data_types
+        self.zero = top.zero_optimization
+        self.communication_data_type = top.communication_data_type
+        self.prescale_gradients = top.prescale_gradients
+        self.gradient_predivide_factor = top.gradient_predivide_factor
+        self.gradient_allreduce_op = top.gradient_allreduce_op
+        self.dataloader_drop_last = top.dataloader_drop_last
+        self.wall_clock_breakdown = top.wall_clock_breakdown
+        self.memory_breakdown = top.memory_breakdown
+        self.dump_state = top.dump_state
+        self.comms_logger = top.comms_logger
+        self.timers = top.timers
+        self.log_level = top.log_level
+        self.disable_python_gc = top.disable_python_gc
+
+    def section(self, path: str) -> Section:
+        """The frozen section at a JSON path such as "zero_optimization.leaf_module"."""
+        found = self.get(path)
+        if not isinstance(found, Section):
+            raise DeepSpeedConfigError(f'"{path}" is a value, not a section')
+        return found
+
+    def get(self, path: str) -> Any:
+        """The resolved value at a JSON path, under any of its spellings.
+
+        Raises:
+            DeepSpeedConfigError: there is no such key.
+        """
+        here: Any = self.top
+        for part in path.split("."):
+            if isinstance(here, Section) and part in spellings(type(here)):
+                here = getattr(here, spellings(type(here))[part][0])
+            elif isinstance(here, Section):
+                raise DeepSpeedConfigError(f'"{path}": no such key; {nearest(part, type(here))}')
+            elif here is None:
+                return None  # a block that was not given
+            else:
+                here = cast("dict[str, Any]", here).get(part) if isinstance(here, dict) else None
+        return here
+
+    def explain(self) -> list[Row]:
+        """Every resolved value with its origin, in the order of the table of keys."""
+        return rows(self.top, self._reading)
+
+
+def _batch(top: TopLevel, reading: Reading, world: int, facts: Facts) -> Batch | None:
+    """The batch triple; None when a part of it already has a problem of its own, or it does not hold."""
+    train, micro, steps = top.train_batch_size, top.train_micro_batch_size_per_gpu, top.gradient_accumulation_steps
+    if any(getattr(top, name) is None and reading.origins.get(name) == "given" for name in BATCH):
+        return None  # a part had a wrong type: it is reported already
+    if MICRO in reading.autos and not (train and steps):
+        micro = facts.loader_batch_size
+        if micro is None and train is None:
+            reading.problems.append(
+                Problem(
+                    f'{MICRO} = "auto": cannot be resolved: give the number, give {TRAIN} as well, or pass a loader '
+                    "whose batch size is known",
+                    "batch",
+                )
+            )
+            return None
+    batch = derive_batch(train, micro, steps, world)
+    if isinstance(batch, str):
+        reading.problems.append(Problem(batch, "batch"))
+        return None
+    for name in BATCH.keys() & set(reading.autos):
+        batch.derived[name] = "auto: " + batch.derived.get(name, "the batch size of the loader")
+    return batch

@@ -1,0 +1,144 @@
+"""What a typed section is made of: its base class, the value types, and the three classes a key can be in."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal, cast
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler
+from pydantic.fields import FieldInfo
+from pydantic_core import CoreSchema, core_schema
+
+Status = Literal["implemented", "moot by design", "not available yet"]
+
+
+@dataclass(frozen=True)
+class Note:
+    """What the table of keys says of one field, beside its type and default.
+
+    Attributes:
+        meaning: one phrase.
+        status: the class of the key.
+        instead: for a moot key, what takes its place.
+        aliases: other spellings, accepted quietly.
+        deprecated: old spellings, accepted with one warning.
+        idle: values beside the default that ask for nothing.
+    """
+
+    meaning: str
+    status: Status = "implemented"
+    instead: str = ""
+    aliases: tuple[str, ...] = ()
+    deprecated: tuple[str, ...] = ()
+    idle: tuple[Any, ...] = ()
+
+
+class Section(BaseModel):
+    """A block of the JSON: frozen, strict in its names and types.
+
+    `switch` names the key (dotted, inside the block) that turns the block on; at its default nothing in the block asks
+    for anything.
+    """
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        protected_namespaces=(),
+        defer_build=True,  # the schema is built at the first use, not at import
+    )
+    switch: ClassVar[str] = ""
+
+
+def _field(default: Any, note: Note, limits: dict[str, Any]) -> Any:
+    extra: Any = {"note": note}
+    if isinstance(default, type) and issubclass(default, Section):
+        limits = {"default_factory": default}
+    else:
+        limits = {"default": default, **limits}
+    made: Any = Field(json_schema_extra=extra, **limits)
+    return made
+
+
+def key(
+    default: Any, meaning: str, *, aliases: Sequence[str] = (), deprecated: Sequence[str] = (), **limits: Any
+) -> Any:
+    """A key that does what it says; `limits` are pydantic's (`ge`, `gt`, `le`, `lt`). A section class is a block."""
+    return _field(default, Note(meaning, aliases=tuple(aliases), deprecated=tuple(deprecated)), limits)
+
+
+def moot(default: Any, meaning: str, instead: str, *, aliases: Sequence[str] = (), **limits: Any) -> Any:
+    """A key that is accepted and has nothing left to decide; `instead` is what takes its place."""
+    return _field(default, Note(meaning, "moot by design", instead, aliases=tuple(aliases)), limits)
+
+
+def later(default: Any, meaning: str, *, idle: Sequence[Any] = (), aliases: Sequence[str] = (), **limits: Any) -> Any:
+    """A key whose feature is not there yet: refused when its value is neither the default nor one of `idle`."""
+    return _field(default, Note(meaning, "not available yet", aliases=tuple(aliases), idle=tuple(idle)), limits)
+
+
+def note_of(field: FieldInfo) -> Note:
+    """The note that `key`, `moot` or `later` left on a field."""
+    return cast(Note, cast("dict[str, Any]", field.json_schema_extra)["note"])
+
+
+def _whole(value: object) -> object:
+    """JSON writes large counts as 5e8, which parses as a float."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _dtype_name(value: object) -> object:
+    """One spelling per dtype; torch's own objects are recognised by their name, so torch is not imported."""
+    name = str(value).lower().removeprefix("torch.")
+    return _DTYPES.get(name, value)
+
+
+def _print_interval(value: object) -> float:
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
+        return float(value)
+    raise ValueError("expected a number above 0, inf, or null for no progress lines")
+
+
+def _one_of(*names: str) -> BeforeValidator:
+    """Fold the case of a name to the spelling of the list."""
+    folded = {name.lower(): name for name in names}
+    return BeforeValidator(lambda value: folded.get(value.lower(), value) if isinstance(value, str) else value)
+
+
+_DTYPES = {
+    "fp32": "fp32", "float32": "fp32", "float": "fp32",
+    "fp16": "fp16", "float16": "fp16", "half": "fp16",
+    "bf16": "bf16", "bfloat16": "bf16",
+}  # fmt: skip
+
+Int = Annotated[int, BeforeValidator(_whole)]
+Dtype = Annotated[Literal["fp32", "fp16", "bf16"], BeforeValidator(_dtype_name)]
+LowDtype = Annotated[Literal["fp16", "bf16"], BeforeValidator(_dtype_name)]
+Interval = Annotated[float, Field(allow_inf_nan=True), BeforeValidator(_print_interval)]
+AllreduceOp = Annotated[Literal["mean", "sum"], _one_of("mean", "sum")]
+LogLevel = Annotated[
+    Literal["debug", "info", "warning", "error", "critical"], _one_of("debug", "info", "warning", "error", "critical")
+]
+TagValidation = Annotated[Literal["Ignore", "Warn", "Fail"], _one_of("Ignore", "Warn", "Fail")]
+Names = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
+NumberOrList = float | list[float]
+
+
+@dataclass(frozen=True)
+class Kwargs:
+    """Marks a dict handed to a class as keyword arguments: the names in `model` are type-checked, others pass."""
+
+    model: type[Section]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Validate with the model, keep a plain dict of what was given."""
+        schema = handler.generate_schema(self.model)
+        return core_schema.no_info_after_validator_function(lambda model: model.model_dump(exclude_unset=True), schema)
+
+
+def is_number(value: object) -> bool:
+    """A finite int or float, and not a bool."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,0 +1,213 @@
+"""From what the user wrote to canonical names: aliases, deprecated names, "auto", and keys that are not there."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, cast
+
+from deepspeed.config.fields import Section
+from deepspeed.config.problems import Problem, nearest, wrong
+from deepspeed.config.schema import Child, child_of, default_of, spellings
+from deepspeed.config.sections.top import TopLevel
+from deepspeed.errors import DeepSpeedConfigError
+
+AUTO = "auto"
+TOLERATED = ("msamp",)  # sent by Accelerate for another library
+_CPU = {True: "cpu", False: "none"}
+_OFFLOAD_OPTIMIZER, _OFFLOAD_PARAM = "zero_optimization.offload_optimizer", "zero_optimization.offload_param"
+
+
+@dataclass(frozen=True)
+class Moved:
+    """A deprecated key whose value now lives elsewhere; `values` maps its old values to new ones."""
+
+    old: str
+    new: tuple[str, ...]
+    values: Mapping[Any, Any] | None = None
+
+
+MOVED = (
+    Moved("zero_optimization.cpu_offload", (f"{_OFFLOAD_OPTIMIZER}.device",), _CPU),
+    Moved("zero_optimization.cpu_offload_param", (f"{_OFFLOAD_PARAM}.device",), _CPU),
+    Moved("zero_optimization.cpu_offload_params", (f"{_OFFLOAD_PARAM}.device",), _CPU),
+    Moved(
+        "zero_optimization.cpu_offload_use_pin_memory",
+        (f"{_OFFLOAD_OPTIMIZER}.pin_memory", f"{_OFFLOAD_PARAM}.pin_memory"),
+    ),
+    Moved("allgather_size", ("zero_optimization.allgather_bucket_size",)),
+)
+
+
+@dataclass
+class Reading:
+    """What was found in a configuration.
+
+    Attributes:
+        tree: the values given, under canonical names; keys given as null are left out.
+        origins: canonical path to where the value came from.
+        spelled: canonical path to the path as the user wrote it, where the two differ.
+        autos: canonical paths whose value is "auto"; they are not in the tree.
+        tolerated: top-level entries that are accepted and not read.
+        problems: what is wrong so far.
+        warnings: lines to print once.
+    """
+
+    tree: dict[str, Any] = field(default_factory=lambda: {})
+    origins: dict[str, str] = field(default_factory=lambda: {})
+    spelled: dict[str, str] = field(default_factory=lambda: {})
+    autos: list[str] = field(default_factory=lambda: [])
+    tolerated: dict[str, Any] = field(default_factory=lambda: {})
+    problems: list[Problem] = field(default_factory=lambda: [])
+    warnings: list[str] = field(default_factory=lambda: [])
+
+    def name(self, path: str) -> str:
+        """The path as the user wrote it."""
+        return self.spelled.get(path, path)
+
+    def find(self, path: str) -> Any:
+        """The value at a canonical path, or None."""
+        here: Any = self.tree
+        for part in path.split("."):
+            here = cast("dict[str, Any]", here).get(part) if isinstance(here, dict) else None
+        return here
+
+    def put(self, path: str, value: object, origin: str) -> None:
+        """Set a value and its origin, making the blocks on the way; what is no block is left to the type check."""
+        here: Any = self.tree
+        *blocks, last = path.split(".")
+        for block in blocks:
+            if isinstance(here, dict):
+                here = cast("dict[str, Any]", here).setdefault(block, {})
+        if isinstance(here, dict):
+            here[last] = value
+        self.origins[path] = origin
+
+
+def read(raw: Mapping[str, Any]) -> Reading:
+    """Read what the user wrote.
+
+    Args:
+        raw: the configuration; it is not changed.
+
+    Returns:
+        The values under canonical names, with the problems found on the way.
+
+    Raises:
+        DeepSpeedConfigError: the configuration holds itself.
+    """
+    reading = Reading()
+    given = dict(raw)
+    for name in [name for name in given if name in TOLERATED or (isinstance(cast(object, name), str) and "." in name)]:
+        reading.tolerated[name] = given.pop(name)
+    try:
+        given = cast("dict[str, Any]", _plain(given))
+    except RecursionError:
+        raise DeepSpeedConfigError("The configuration is nested too deeply, or holds itself") from None
+    _take_legacy_boolean(given, reading)
+    moved = _take_moved(given, reading)
+    reading.tree = _read_section(TopLevel, given, "", "", reading)
+    for old, new, value in moved:
+        if reading.find(new) is not None:
+            reading.problems.append(wrong(old, value, f'deprecated, and its new name "{new}" is given as well'))
+            continue
+        reading.put(new, value, f"deprecated: {old}")
+    return reading
+
+
+def _plain(value: Any) -> Any:
+    """Values as JSON has them: clients pass tuples, enums and numpy numbers too."""
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in cast("dict[Any, Any]", value).items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in cast("list[Any]", value)]
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return value
+    return int(value) if isinstance(value, numbers.Integral) else float(value)
+
+
+def _is_auto(value: object) -> bool:
+    return isinstance(value, str) and value == AUTO
+
+
+def _take_legacy_boolean(given: dict[str, Any], reading: Reading) -> None:
+    value = given.get("zero_optimization")
+    if isinstance(value, bool):
+        given["zero_optimization"] = {"stage": int(value)}
+        reading.spelled["zero_optimization.stage"] = "zero_optimization"
+        reading.warnings.append(
+            f'"zero_optimization": {str(value).lower()} is deprecated: write {{"stage": {int(value)}}}'
+        )
+
+
+def _take_moved(given: dict[str, Any], reading: Reading) -> list[tuple[str, str, Any]]:
+    taken: list[tuple[str, str, Any]] = []
+    for moved in MOVED:
+        block, _, name = moved.old.rpartition(".")
+        home = given.get(block) if block else given
+        if not isinstance(home, dict) or name not in home:
+            continue
+        value = cast("dict[str, Any]", home).pop(name)
+        if value is None or _is_auto(value):
+            continue
+        if moved.values is not None and not isinstance(value, bool):
+            reading.problems.append(wrong(moved.old, value, f'deprecated for "{moved.new[0]}"; expected true or false'))
+            continue
+        reading.warnings.append(f'"{moved.old}" is deprecated: write "{moved.new[0]}"')
+        taken += [(moved.old, new, moved.values[value] if moved.values else value) for new in moved.new]
+    return taken
+
+
+def _read_section(
+    section: type[Section], given: dict[Any, Any], path: str, written: str, reading: Reading
+) -> dict[str, Any]:
+    known = spellings(section)
+    passes_unknown = section.model_config.get("extra") == "allow"
+    tree: dict[str, Any] = {}
+    for name, value in given.items():
+        as_written = f"{written}.{name}" if written else str(name)
+        if name not in known and not (passes_unknown and isinstance(name, str)):
+            reading.problems.append(wrong(as_written, value, f"unknown key; {nearest(str(name), section)}"))
+            continue
+        canonical, deprecated = known.get(name, (name, False))
+        here = f"{path}.{canonical}" if path else canonical
+        if canonical in tree or here in reading.autos:
+            earlier = reading.name(here)
+            reading.problems.append(wrong(as_written, value, f'given twice: "{earlier}" is the same key'))
+            continue
+        if value is None:
+            continue
+        if as_written != here:
+            reading.spelled.setdefault(here, as_written)
+        if deprecated:
+            reading.warnings.append(f'"{as_written}" is deprecated: write "{here}"')
+        info = section.model_fields.get(canonical)
+        if _is_auto(value) and (info is None or default_of(info) != AUTO):
+            reading.autos.append(here)
+            continue
+        reading.origins[here] = f"deprecated: {as_written}" if deprecated else "given"
+        child = child_of(info) if info else None
+        tree[canonical] = value if child is None else _read_child(child, value, (here, as_written), reading)
+    return tree
+
+
+def _read_child(child: Child, value: Any, paths: tuple[str, str], reading: Reading) -> Any:
+    """Read the sections inside a value; a value of another shape is left for the type check to name."""
+    here, written = paths
+    if child.shape in ("block", "kwargs") and isinstance(value, dict):
+        return _read_section(child.section, cast("dict[Any, Any]", value), here, written, reading)
+    if child.shape == "list" and isinstance(value, list):
+        block = Child(child.section, "block")
+        items = enumerate(cast("list[Any]", value))
+        return [_read_child(block, item, (f"{here}.{at}", f"{written}[{at}]"), reading) for at, item in items]
+    if child.shape == "named" and isinstance(value, dict):
+        block = Child(child.section, "block")
+        named = cast("dict[Any, Any]", value).items()
+        return {
+            name: _read_child(block, item, (f"{here}.{name}", f"{written}.{name}"), reading) for name, item in named
+        }
+    return value

@@ -1,0 +1,123 @@
+"""`data_efficiency`, `curriculum_learning`, `progressive_layer_drop`, `eigenvalue`: what is trained on, and when."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from deepspeed.config.fields import Int, Section, key, later
+
+
+class CurriculumMetric(Section):
+    """`data_efficiency.data_sampling.curriculum_learning.curriculum_metrics.<metric>`."""
+
+    index_to_sample_path: str | None = later(None, "file: difficulty to samples")
+    index_to_metric_path: str | None = later(None, "file: sample to difficulty")
+    difficulty_type: Literal["value", "percentile"] | None = later(None, "what the numbers are")
+    clustering_type: Literal["schedule_based", "single_cluster"] = later("schedule_based", "how samples are dealt")
+    min_difficulty: Int | None = later(None, "difficulty at the start")
+    max_difficulty: Int | None = later(None, "difficulty at the end")
+    schedule_type: str | None = later(None, "fixed_linear, fixed_root, fixed_discrete or custom")
+    schedule_config: dict[str, Any] | None = later(None, "numbers of the schedule")
+
+
+class DataCurriculum(Section):
+    """`data_efficiency.data_sampling.curriculum_learning`."""
+
+    switch = "enabled"
+    enabled: bool = later(False, "easy samples first")
+    data_cluster_path: str | None = later(None, "folder of the sample lists")
+    curriculum_metrics: dict[str, CurriculumMetric] = later({}, "what makes a sample hard")
+
+
+class DynamicBatching(Section):
+    """`data_efficiency.data_sampling.dynamic_batching`."""
+
+    switch = "enabled"
+    enabled: bool = later(False, "batches of equal token count")
+    metrics_path: str | None = later(None, "file of sample lengths")
+    lr_scaling_method: Literal["linear", "sqrt", "none"] = later("linear", "learning rate by batch size")
+    min_batch_size: Int = later(1, "fewest samples", ge=1)
+    max_batch_size: Int | None = later(None, "most samples", ge=1)
+    sequence_picking_order: Literal["dataloader", "random", "seqlen"] = later("dataloader", "order of samples")
+    max_tokens: Int | None = later(None, "most tokens", ge=1)
+    verbose: bool = later(False, "print each batch")
+
+
+class DataSampling(Section):
+    """`data_efficiency.data_sampling`."""
+
+    switch = "enabled"
+    enabled: bool = later(False, "sample by difficulty or length")
+    num_epochs: Int = later(1000, "epochs", ge=1)
+    num_workers: Int = later(0, "loader processes", ge=0)
+    pin_memory: bool = later(False, "page-locked host memory")
+    curriculum_learning: DataCurriculum = key(DataCurriculum, "easy samples first")
+    dynamic_batching: DynamicBatching = key(DynamicBatching, "batches of equal token count")
+
+
+class RandomLtd(Section):
+    """`data_efficiency.data_routing.random_ltd`."""
+
+    switch = "enabled"
+    enabled: bool = later(False, "middle layers see a random part of the tokens")
+    total_layer_num: Int | None = later(None, "layers of the model")
+    random_ltd_layer_num: Int | None = later(None, "layers that drop tokens")
+    random_ltd_layer_id: list[int] | None = later(None, "which layers drop tokens")
+    model_mask_name: str | None = later(None, "name of the mask argument")
+    model_type: Literal["encoder", "decoder"] | None = later(None, "kind of model")
+    hidden_state_order: Literal["batch_seq_dim", "seq_batch_dim"] | None = later(None, "order of dimensions")
+    random_ltd_schedule: dict[str, Any] | None = later(None, "tokens kept over time")
+    layer_token_lr_schedule: dict[str, Any] | None = later(None, "learning rate by tokens")
+
+
+class DataRouting(Section):
+    """`data_efficiency.data_routing`."""
+
+    switch = "enabled"
+    enabled: bool = later(False, "drop tokens inside the model")
+    random_ltd: RandomLtd = key(RandomLtd, "middle layers see a random part of the tokens")
+
+
+class DataEfficiency(Section):
+    """`data_efficiency`."""
+
+    switch = "enabled"
+    enabled: bool = later(False, "curriculum, dynamic batches, token dropping")
+    seed: Int = later(1234, "random seed")
+    data_sampling: DataSampling = key(DataSampling, "which samples")
+    data_routing: DataRouting = key(DataRouting, "which tokens")
+
+
+class CurriculumLearning(Section):
+    """`curriculum_learning`: short sequences first."""
+
+    switch = "enabled"
+    enabled: bool = later(False, "short sequences first")
+    curriculum_type: str | None = later(None, "seqlen")
+    min_difficulty: Int | None = later(None, "length at the start")
+    max_difficulty: Int | None = later(None, "length at the end")
+    schedule_type: str | None = later(None, "fixed_linear, fixed_root, fixed_discrete or custom")
+    schedule_config: dict[str, Any] | None = later(None, "numbers of the schedule")
+
+
+class ProgressiveLayerDrop(Section):
+    """`progressive_layer_drop`."""
+
+    switch = "enabled"
+    enabled: bool = later(False, "drop layers at random, more as training goes on")
+    theta: float = later(1.0, "share of layers kept at the end", ge=0, le=1)
+    gamma: float = later(0.001, "speed at which the share falls", ge=0)
+
+
+class Eigenvalue(Section):
+    """`eigenvalue`."""
+
+    switch = "enabled"
+    enabled: bool = later(False, "curvature per block, for the quantization schedule")
+    verbose: bool = later(False, "print them")
+    max_iter: Int = later(100, "power iterations", ge=1)
+    tol: float = later(1e-2, "change at which the iteration ends", ge=0)
+    stability: float = later(1e-6, "added to the norm", ge=0)
+    gas_boundary_resolution: Int = later(1, "steps between computations", ge=1)
+    layer_name: str = later("bert.encoder.layer", "name of the repeated block")
+    layer_num: Int = later(0, "number of blocks", ge=0)

@@ -1,0 +1,128 @@
+"""`pipeline`, `tensor_parallel`, `expert_parallel`, `hybrid_engine`, `weight_quantization`: many ranks, one model."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from deepspeed.config.fields import Dtype, Int, Names, Section, key, later
+
+
+class Pipeline(Section):
+    """`pipeline`."""
+
+    stages: Int | Literal["auto"] = later("auto", "number of stages")
+    partition: str = later("best", "how layers are dealt to stages")
+    seed_layers: bool = later(False, "seed each layer by its index")
+    activation_checkpoint_interval: Int = later(0, "layers between checkpoints; 0 is none", ge=0)
+    pipe_partitioned: bool = later(True, "split activations over model-parallel ranks when sent")
+    grad_partitioned: bool = later(True, "the same for gradients")
+    use_reentrant: bool = later(True, "flavour of torch.utils.checkpoint")
+
+
+class LayerSpec(Section):
+    """`tensor_parallel.partition_config.layer_specs[]`."""
+
+    patterns: Names | None = later(None, "regular expressions on parameter names")
+    partition_type: Literal["row", "column", "skip"] | None = later(None, "how the weight is cut")
+    shape: list[Any] | None = later(None, "view of a fused weight")
+    partition_dim: Int | None = later(None, "dimension that is cut")
+    model_types: Names | None = later(None, "model types the entry is for")
+    gather_output: bool = later(False, "gather the layer's output")
+    grad_allreduce: bool = later(False, "sum the gradient over ranks")
+
+
+class PartitionConfig(Section):
+    """`tensor_parallel.partition_config`."""
+
+    use_default_specs: bool = later(True, "use the built-in list")
+    strict_mode: bool = later(False, "a weight without an entry is an error")
+    lm_head_patterns: Names | None = later(None, "names of the output projection")
+    embedding_partition_dim: Int = later(1, "dimension of embeddings that is cut")
+    layer_specs: list[LayerSpec] = later([], "how each weight is cut")
+
+
+class TpSize(Section):
+    """`tensor_parallel.tp` (also spelled `tensor_parallel.tensor_parallel`)."""
+
+    tp_size: Int = later(1, "ranks that share a layer", ge=1)
+    tp_grain_size: Int = later(1, "smallest piece of a cut", ge=1)
+    mpu: Any = later(None, "model-parallel unit object")
+    tp_group: Any = later(None, "process group")
+
+
+class TensorParallel(Section):
+    """`tensor_parallel`."""
+
+    autotp_size: Int = later(0, "ranks that share a layer", idle=[1], ge=0)
+    dtype: Dtype = later("fp16", "compute dtype", idle=["bf16", "fp32"])
+    tp_overlap_comm: bool = later(False, "overlap its collectives")
+    vocab_parallel_lm_head: bool | None = later(None, "cut the output projection by vocabulary", idle=[False])
+    vocab_parallel_ce_backend: Literal["torch", "liger"] = later("torch", "cross-entropy on a cut vocabulary")
+    tp: TpSize = key(TpSize, "size", aliases=["tensor_parallel"])
+    injection_policy_tuple: list[Any] | None = later(None, "output layers by name")
+    preset_model: str | None = later(None, "built-in list of a model family")
+    keep_module_on_host: bool = later(False, "cut on the host")
+    replace_with_kernel_inject: bool = later(False, "replace layers by kernels", aliases=["kernel_inject"])
+    partition_config: PartitionConfig = key(PartitionConfig, "how each weight is cut")
+
+
+class ExpertParallel(Section):
+    """`expert_parallel`: experts of a mixture over ranks."""
+
+    switch = "enabled"
+    enabled: bool = later(False, "spread the experts of the model's own mixture blocks over ranks")
+    autoep_size: Int = later(1, "ranks that share the experts", ge=1)
+    expert_tensor_parallel_size: Int = later(1, "ranks that share one expert", ge=1)
+    validate_folding_routing: bool = later(False, "check the routing")
+    async_split_plan: bool = later(False, "plan the exchange ahead")
+    preset_model: str | None = later(None, "built-in list of a model family")
+    moe_layer_pattern: str | None = later(None, "names of mixture layers")
+    expert_pattern: str | None = later(None, "names of experts")
+    router_pattern: str | None = later(None, "names of routers")
+    use_grouped_mm: bool = later(True, "one grouped product for all experts")
+    disable_triton_grouped_mm: bool = later(False, "torch's grouped product only")
+    route_norm: bool | None = later(None, "normalise routing weights")
+    route_scale: float = later(1.0, "factor on routing weights")
+    score_apply: Literal["auto", "pre", "post"] = later("auto", "where routing weights are applied")
+    combine_impl: Literal["auto", "weighted_sum", "fused_weighted_sum", "legacy_bmm"] = later("auto", "combination")
+    row_weighting_impl: Literal["auto", "eager", "fused"] = later("auto", "weighting of rows")
+    gate_up_impl: Literal["separate", "fused"] = later("separate", "gate and up projections")
+    comm_backend: Literal["comm", "deepep"] = later("comm", "transport of tokens")
+    comm_num_sm: Int = later(12, "multiprocessors for transport", ge=1)
+    comm_qp_margin: Int = later(4, "spare queue pairs", ge=0)
+    comm_max_tokens_per_rank: Int = later(0, "largest number of tokens; 0 is measured", ge=0)
+    num_expert_groups: Int | None = later(None, "groups of experts")
+    num_limited_groups: Int | None = later(None, "groups a token may reach")
+    score_func: Literal["auto", "softmax", "sigmoid"] = later("auto", "routing score")
+    top_k: Int | Literal["auto"] = later("auto", "experts per token")
+    load_balance_coeff: float | None = later(None, "weight of the balance loss")
+    routed_scaling_factor: float | Literal["auto"] = later("auto", "factor on the experts' output")
+    expert_w1: str | None = later(None, "name of the first expert weight")
+    expert_w2: str | None = later(None, "name of the second expert weight")
+    expert_w3: str | None = later(None, "name of the third expert weight")
+    num_experts_attr: str | None = later(None, "attribute that counts experts")
+    top_k_attr: str | None = later(None, "attribute that counts experts per token")
+    has_shared_experts: bool | None = later(None, "the model has shared experts")
+    shared_experts_pattern: str | None = later(None, "names of shared experts")
+    shared_experts_gate_pattern: str | None = later(None, "names of the shared experts' gate")
+    expert_activation: str | None = later(None, "activation of an expert")
+
+
+class HybridEngine(Section):
+    """`hybrid_engine`: train and generate with the same weights."""
+
+    switch = "enabled"
+    enabled: bool = later(False, "train and generate with the same weights")
+    max_out_tokens: Int = later(512, "longest generation", ge=1)
+    inference_tp_size: Int = later(1, "ranks that share a layer in generation", ge=1)
+    release_inference_cache: bool = later(False, "free the cache after generation")
+    pin_parameters: bool = later(True, "page-locked host memory")
+    tp_gather_partition_size: Int = later(8, "layers gathered at a time", ge=1)
+    enable_cuda_graph: bool = later(False, "record generation as a CUDA graph")
+
+
+class WeightQuantization(Section):
+    """`weight_quantization`: quantized weights for inference under ZeRO."""
+
+    quantized_initialization: dict[str, Any] | None = later(None, "quantize while the model is built", idle=[{}])
+    post_init_quant: dict[str, Any] | None = later(None, "quantize after the model is built", idle=[{}])

@@ -1,0 +1,109 @@
+"""The top level of the JSON."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from deepspeed.config.fields import AllreduceOp, Dtype, Int, Interval, LogLevel, Section, key, later, moot
+from deepspeed.config.sections.checkpoint import Checkpoint, Nebula
+from deepspeed.config.sections.compression import CompressionTraining, QuantizeTraining
+from deepspeed.config.sections.data import CurriculumLearning, DataEfficiency, Eigenvalue, ProgressiveLayerDrop
+from deepspeed.config.sections.memory import ActivationCheckpointing, Aio, Compile
+from deepspeed.config.sections.monitor import (
+    Comet,
+    CommsLogger,
+    CsvMonitor,
+    FlopsProfiler,
+    TensorBoard,
+    Timers,
+    WandB,
+)
+from deepspeed.config.sections.optimizer import Optimizer
+from deepspeed.config.sections.parallel import (
+    ExpertParallel,
+    HybridEngine,
+    Pipeline,
+    TensorParallel,
+    WeightQuantization,
+)
+from deepspeed.config.sections.precision import BF16, FP16, Amp, DataTypes, TorchAutocast
+from deepspeed.config.sections.scheduler import Scheduler
+from deepspeed.config.sections.search import Autotuning, Elasticity, SparseAttention
+from deepspeed.config.sections.zero import Zero
+
+_MODEL = "the model's own weights show it"
+
+
+class TopLevel(Section):
+    """The top level of the JSON."""
+
+    train_batch_size: Int | None = key(None, "samples per optimizer step, over all ranks", ge=1)
+    train_micro_batch_size_per_gpu: Int | None = key(None, "samples per rank and forward", ge=1)
+    gradient_accumulation_steps: Int | None = key(None, "micro-batches per optimizer step", ge=1)
+    gradient_clipping: float = key(0.0, "largest global gradient norm; 0 or absent is off", ge=0)
+    steps_per_print: Interval | None = key(None, "optimizer steps between progress lines; inf or null: none")
+    dataloader_drop_last: bool = key(False, "drop a short last batch of training_data")
+    optimizer: Optimizer | None = key(None, "the optimizer; one given to initialize wins")
+    scheduler: Scheduler | None = key(None, "the learning-rate schedule; one given to initialize wins")
+    auto_cast: bool = key(True, "cast floating inputs where they enter a module with lower-precision parameters")
+    fp16: FP16 = key(FP16, "fp16 parameters under a loss scale")
+    bf16: BF16 = key(BF16, "bf16 parameters", aliases=["bfloat16"])
+    torch_autocast: TorchAutocast = key(TorchAutocast, "forward under torch.autocast")
+    data_types: DataTypes = key(DataTypes, "dtypes beside the compute dtype")
+    zero_optimization: Zero = key(Zero, "which training state is split over the ranks")
+    communication_data_type: Dtype | None = key(None, "dtype in which gradients travel; null: summed in fp32")
+    prescale_gradients: bool = key(False, "divide by the world size before the reduction, not after")
+    gradient_predivide_factor: float = key(1.0, "part of the division that is done before the reduction", gt=0)
+    gradient_allreduce_op: AllreduceOp = key("mean", "mean or sum over data-parallel ranks")
+    wall_clock_breakdown: bool = key(False, "time forward, backward and step")
+    memory_breakdown: bool = key(False, "print memory along the step")
+    dump_state: bool = key(False, "print the resolved configuration at the start")
+    log_level: LogLevel | None = key(None, "level of the package's logger")
+    disable_python_gc: bool = key(False, "collect Python's garbage at step boundaries only")
+    comms_logger: CommsLogger = key(CommsLogger, "time and size of every collective")
+    timers: Timers = key(Timers, "timers")
+
+    zero_allow_untested_optimizer: bool = moot(
+        False, "allow any optimizer under ZeRO", "every optimizer is proven equal to plain torch or refused by name"
+    )
+    zero_force_ds_cpu_optimizer: bool = moot(
+        True, "offload needs an own optimizer class", "any torch.optim.Optimizer may update offloaded state"
+    )
+    disable_allgather: bool = moot(False, "broadcasts rather than gathers", "the collective is picked by a fixed table")
+    vocabulary_size: Int | None = moot(None, "warn when not a multiple of 8", _MODEL, ge=1)
+
+    managed_gradient_accumulation: bool = later(True, "false: the caller alone decides the boundary")
+    sequence_parallel_size: Int = later(1, "ranks that share a sequence", ge=1)
+    data_parallel_size: Int | None = key(None, "data-parallel ranks; checked against the world", ge=1)
+    use_data_before_expert_parallelism: bool = later(
+        False, "order of the axes of experts", aliases=["use_data_before_expert_parallelism_"]
+    )
+    seq_parallel_communication_data_type: Dtype = later("fp32", "dtype of reductions over a sequence's ranks")
+    sparse_gradients: bool = later(False, "reduce embedding gradients as index and value")
+    graph_harvesting: bool = later(False, "record steps as CUDA graphs")
+    datastates_ckpt: dict[str, Any] | None = later(None, "asynchronous checkpoint plug-in", idle=[{}])
+    amp: Amp = key(Amp, "NVIDIA Apex")
+    aio: Aio = key(Aio, "files on NVMe")
+    activation_checkpointing: ActivationCheckpointing = key(ActivationCheckpointing, "recompute activations")
+    compile: Compile = key(Compile, "whole-graph compilation")
+    pipeline: Pipeline = key(Pipeline, "pipeline parallelism")
+    tensor_parallel: TensorParallel = key(TensorParallel, "tensor parallelism")
+    expert_parallel: ExpertParallel = key(ExpertParallel, "expert parallelism")
+    hybrid_engine: HybridEngine = key(HybridEngine, "train and generate")
+    weight_quantization: WeightQuantization = key(WeightQuantization, "quantized weights for inference")
+    tensorboard: TensorBoard = key(TensorBoard, "TensorBoard")
+    wandb: WandB = key(WandB, "Weights & Biases")
+    comet: Comet = key(Comet, "Comet")
+    csv_monitor: CsvMonitor = key(CsvMonitor, "CSV files")
+    flops_profiler: FlopsProfiler = key(FlopsProfiler, "operation counts")
+    autotuning: Autotuning = key(Autotuning, "search for fast settings")
+    checkpoint: Checkpoint = key(Checkpoint, "how training state is written and read")
+    nebula: Nebula = key(Nebula, "a cloud checkpoint service")
+    data_efficiency: DataEfficiency = key(DataEfficiency, "curriculum and token dropping")
+    curriculum_learning: CurriculumLearning = key(CurriculumLearning, "short sequences first")
+    progressive_layer_drop: ProgressiveLayerDrop = key(ProgressiveLayerDrop, "drop layers at random")
+    eigenvalue: Eigenvalue = key(Eigenvalue, "curvature per block")
+    compression_training: CompressionTraining = key(CompressionTraining, "smaller weights by training")
+    quantize_training: QuantizeTraining = key(QuantizeTraining, "fewer bits as training goes on")
+    elasticity: Elasticity = key(Elasticity, "a batch that fits many device counts")
+    sparse_attention: SparseAttention | None = later(None, "block-sparse attention layouts")

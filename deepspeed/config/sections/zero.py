@@ -1,0 +1,159 @@
+"""`zero_optimization`: which training state is split over the ranks, and how it travels."""
+
+from __future__ import annotations
+
+import sys
+from typing import Literal
+
+from deepspeed.config.fields import Int, Names, Section, key, later, moot
+
+_IN_PLACE = "gradients are formed in flat buckets at every stage"
+_PICKED = "the collective is picked by a fixed table (operation, dtype, size, rank count)"
+
+
+class LeafModule(Section):
+    """`zero_optimization.leaf_module`: modules fetched as one unit."""
+
+    classes: Names = key([], "class names, short or with their module path")
+    names: Names = key([], "qualified module names")
+    name_suffixes: Names = key([], "endings of qualified module names")
+
+
+class OffloadParam(Section):
+    """`zero_optimization.offload_param`: where parameters rest."""
+
+    switch = "device"
+    device: Literal["none", "cpu", "nvme"] = later("none", "where parameters rest between uses; stage 3")
+    nvme_path: str | None = later(None, "folder on NVMe")
+    pin_memory: bool = later(True, "page-locked host memory")
+    buffer_count: Int = later(5, "NVMe buffers", ge=1)
+    buffer_size: Int = later(int(1e8), "elements per NVMe buffer", ge=1)
+    max_in_cpu: Int = later(int(1e9), "elements kept in host memory with NVMe", ge=0)
+
+
+class OffloadOptimizer(Section):
+    """`zero_optimization.offload_optimizer`: where master weights and optimizer state rest."""
+
+    switch = "device"
+    device: Literal["none", "cpu", "nvme"] = later("none", "where master weights and optimizer state rest")
+    nvme_path: str | None = later(None, "folder on NVMe")
+    pin_memory: bool = later(True, "page-locked host memory")
+    buffer_count: Int = later(4, "NVMe buffers", ge=1)
+    pipeline_read: bool = later(False, "read the next part while this one is updated")
+    pipeline_write: bool = later(False, "write the last part while this one is updated")
+    fast_init: bool = later(False, "create optimizer state in place")
+    ratio: float = later(1.0, "share of the state that is offloaded", ge=0, le=1)
+    super_offload: bool = later(False, "overlap the host's update with backward")
+    cpuadam_cores_perc: float = later(0.8, "share of the cores for the host's update", ge=0, le=1)
+
+
+class ZenFlow(Section):
+    """`zero_optimization.zenflow`: update important columns on the device, the rest on the host, later."""
+
+    topk_ratio: float = later(0.1, "share of columns updated on the device", gt=0, lt=1)
+    select_strategy: Literal["auto", "step", "epoch"] = later("auto", "when columns are selected anew")
+    select_interval: Int | Literal["auto"] = later("auto", "steps or epochs between selections")
+    update_interval: Int | Literal["auto"] = later("auto", "steps between the host's updates")
+    overlap_step: bool = later(False, "overlap the host's update with training")
+    offload: bool = later(False, "keep selected state on the host")
+    auto_ratio: float = later(0.99, "threshold of the automatic choice", ge=0, le=1)
+    full_warm_up_rounds: Int = later(0, "full updates at the start", ge=0)
+    pt_reserved_cores_perc: float = later(0.5, "share of cores kept for PyTorch", ge=0, le=1)
+    steps_per_epoch: Int | None = later(None, "steps in one epoch", ge=1)
+
+
+class Loco(Section):
+    """`zero_optimization.zeropp_loco_param`: error feedback for quantized gradients."""
+
+    err_beta: float = later(0.8, "weight of the carried error", ge=0, le=1)
+    reset_T: Int = later(1024, "steps between resets of the carried error", ge=1)
+
+
+class Zero(Section):
+    """`zero_optimization`."""
+
+    stage: Int = key(0, "0 nothing, 1 optimizer state, 2 + gradients, 3 + parameters are split", ge=0, le=3)
+    reduce_bucket_size: Int = key(int(5e8), "gradient elements reduced together", ge=1)
+    allgather_bucket_size: Int = key(int(5e8), "parameter elements gathered together after the step", ge=1)
+    overlap_comm: bool | None = key(None, "overlap communication with backward; null lets the stage decide")
+    prefetch_bucket_size: Int = key(
+        int(5e7), "elements gathered ahead of use", aliases=["stage3_prefetch_bucket_size"], ge=0
+    )
+    param_persistence_threshold: Int = key(
+        int(1e5),
+        "parameters with fewer elements stay gathered",
+        aliases=["stage3_param_persistence_threshold"],
+        ge=0,
+    )
+    model_persistence_threshold: Int = key(
+        sys.maxsize, "most elements that stay gathered", aliases=["stage3_model_persistence_threshold"], ge=0
+    )
+    max_live_parameters: Int = key(
+        int(1e9), "most elements gathered at a time", aliases=["stage3_max_live_parameters"], ge=0
+    )
+    max_reuse_distance: Int = key(
+        int(1e9),
+        "keep a parameter that is used again within so many elements",
+        aliases=["stage3_max_reuse_distance"],
+        ge=0,
+    )
+    gather_16bit_weights_on_model_save: bool = key(
+        False,
+        "save_16bit_model gathers whole weights at stage 3",
+        aliases=["stage3_gather_16bit_weights_on_model_save"],
+        deprecated=["stage3_gather_fp16_weights_on_model_save", "gather_fp16_weights_on_model_save"],
+    )
+    stage3_fixed_graph: bool = key(
+        False,
+        "all ranks always run the same modules, so they need not agree on the next one",
+        aliases=["fixed_graph"],
+    )
+    compute_grad_norm: bool = key(True, "false skips the global gradient norm; needs gradient_clipping 0")
+    ignore_unused_parameters: bool = key(True, "false: a parameter without a gradient is an error")
+    leaf_module: LeafModule = key(LeafModule, "modules fetched as one unit")
+    mics_shard_size: Int = key(-1, "ranks that share one copy of the state (hybrid sharding); -1 is all", ge=-1)
+    mics_hierarchical_params_gather: bool = key(False, "gather within a node first")
+    load_from_fp32_weights: bool = key(True, "load master weights from the fp32 part of a checkpoint")
+    override_module_apply: bool = key(True, "zero.Init gathers parameters inside Module.apply")
+    offload_param: OffloadParam = key(OffloadParam, "where parameters rest")
+    offload_optimizer: OffloadOptimizer = key(OffloadOptimizer, "where optimizer state rests")
+
+    contiguous_gradients: bool = moot(True, "copy gradients into one buffer", _IN_PLACE)
+    reduce_scatter: bool = moot(True, "reduce-scatter rather than all-reduce", _PICKED)
+    allgather_partitions: bool = moot(True, "all-gather rather than broadcasts", _PICKED)
+    use_multi_rank_bucket_allreduce: bool = moot(True, "several owners in one bucket", _PICKED)
+    allgather_sequential: bool = moot(
+        False, "gather one parameter after the other", _PICKED, aliases=["stage3_allgather_sequential"]
+    )
+    use_all_reduce_for_fetch_params: bool = moot(
+        False, "gather by all-reduce", _PICKED, aliases=["stage3_use_all_reduce_for_fetch_params"]
+    )
+    sub_group_size: Int = moot(int(1e9), "elements updated at a time", "the update runs group by group", ge=1)
+    round_robin_gradients: bool = moot(
+        False, "spread gradient copies over ranks", "every rank owns an equal slice of every group"
+    )
+    elastic_checkpoint: bool = moot(False, "load with another rank count", "every checkpoint loads on any topology")
+    legacy_stage1: bool = moot(False, "the old stage 1", "one mechanism serves all stages")
+    grad_hooks: bool = moot(True, "reduce from gradient hooks", _IN_PLACE)
+    parameter_alignment: bool = moot(False, "align slices", "slices are cut at aligned places")
+    module_granularity_threshold: Int = moot(
+        0,
+        "fetch fine-grained module trees as one unit",
+        "small modules travel in the group of their block; see leaf_module",
+        aliases=["stage3_module_granularity_threshold"],
+        ge=0,
+    )
+    memory_efficient_linear: bool = moot(
+        True, "a linear layer that saves no gathered weight", "autograd never keeps gathered storage"
+    )
+    log_trace_cache_warnings: bool = moot(False, "warn when the fetch order changes", "there is no recorded order")
+    enable_sanity_checks: bool = moot(False, "check gathers and frees", "the checks are always on")
+
+    pipeline_loading_checkpoint: bool = later(False, "read a checkpoint while updating")
+    save_muon_momentum_buffer_in_memory: bool = later(False, "keep Muon's momentum in memory with NVMe")
+    zero_hpz_partition_size: Int = later(1, "ranks that share a second slice kept after forward", idle=[0], ge=0)
+    zero_quantized_weights: bool = later(False, "int8 gathers")
+    zero_quantized_nontrainable_weights: bool = later(False, "int8 gathers of frozen weights")
+    zero_quantized_gradients: bool = later(False, "quantized gradient reduction")
+    zeropp_loco_param: Loco = key(Loco, "error feedback for quantized gradients")
+    zenflow: ZenFlow | None = later(None, "importance-aware asynchronous updates")

@@ -1,0 +1,307 @@
+"""From model, arguments and configuration to the pieces an engine is made of."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import Parameter
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.axis import Axis, group_axis, hybrid_axes, world_axis
+from deepspeed.comm.collectives import broadcast_tensors
+from deepspeed.comm.fetch import service_of
+from deepspeed.config import DeepSpeedConfig, Facts
+from deepspeed.errors import ArgumentError, OptimizerError
+from deepspeed.foundation.log import say_once
+from deepspeed.optim import loss_scale
+from deepspeed.optim.build import build_optimizer, needs_whole_tensors, refuse_unsupported
+from deepspeed.optim.precision import DTYPES, InputCaster, compute_dtypes
+from deepspeed.zero.buckets import Reducer, ReduceSettings
+from deepspeed.zero.grouping import GroupingPlan, build_group, named_parameters, plan_groups
+from deepspeed.zero.leaf import mark_leaves
+from deepspeed.zero.lifecycle import Hook, Lifecycle
+from deepspeed.zero.optimizer import StepSettings, ZeroOptimizer
+from deepspeed.zero.param import is_managed
+from deepspeed.zero.policy import policy_for
+from deepspeed.zero.prefetch import Keeper, Limits
+from deepspeed.zero.shard_group import ShardGroup
+
+
+@dataclass
+class Axes:
+    """Who shares what.
+
+    Args:
+        world: all data-parallel ranks; gradients are the mean over them.
+        shard: ranks that hold one copy of split state together.
+        replicas: ranks with the same slice; None when there is one copy.
+    """
+
+    world: Axis
+    shard: Axis
+    replicas: Axis | None = None
+
+
+@dataclass
+class Pieces:
+    """What an engine puts in order."""
+
+    groups: list[ShardGroup]
+    axes: Axes
+    dtype: torch.dtype
+    reducer: Reducer | None = None
+    optimizer: ZeroOptimizer | None = None
+    lifecycle: Lifecycle | None = None
+    caster: InputCaster | None = None
+    frozen: list[Any] = field(default_factory=list)  # members that may be unfrozen later
+
+
+def find_axes(config_shard: int, mpu: Any, device: torch.device) -> Axes:
+    """The mesh axes of an engine.
+
+    Args:
+        config_shard: `mics_shard_size`; below 1 means all ranks share one copy.
+        mpu: a client's model-parallel unit with `get_data_parallel_group`, or None.
+        device: where messages start.
+    """
+    group = mpu.get_data_parallel_group() if hasattr(mpu, "get_data_parallel_group") else None
+    world = world_axis("dp", device) if group is None else group_axis("dp", group, device)
+    if config_shard < 1 or config_shard >= world.size:
+        return Axes(world, world)
+    shard, replicas = hybrid_axes(config_shard, device)
+    return Axes(world, shard, replicas)
+
+
+def compute_dtype(config: DeepSpeedConfig) -> torch.dtype:
+    """The dtype of parameters while they compute."""
+    if config.fp16.enabled:
+        if get_accelerator().device_name() == "cpu":
+            say_once("fp16 on CPU works but is slow (about 45 times slower than bf16 on this class of machine)")
+        return torch.float16
+    return torch.bfloat16 if config.bf16.enabled else torch.float32
+
+
+def listed(model_parameters: Any) -> list[Any] | None:
+    """Materialise generators, of parameters or inside groups; None stays None."""
+    if model_parameters is None:
+        return None
+    if isinstance(model_parameters, torch.Tensor):
+        return [model_parameters]
+    entries = list(model_parameters)
+    for entry in entries:
+        if isinstance(entry, dict) and not isinstance(entry.get("params"), (list, torch.Tensor)):
+            entry["params"] = list(entry.get("params", ()))
+        elif isinstance(entry, tuple):
+            raise ArgumentError("model_parameters holds (name, parameter) pairs; pass model.parameters() instead")
+    return entries
+
+
+def _flat(entries: Iterable[Any]) -> list[Parameter]:
+    found: list[Parameter] = []
+    for entry in entries:
+        inside = entry["params"] if isinstance(entry, dict) else entry
+        found += [inside] if isinstance(inside, torch.Tensor) else list(inside)
+    return found
+
+
+def choose_optimizer(
+    model: nn.Module, client: Any, parameters: list[Any] | None, config: DeepSpeedConfig
+) -> torch.optim.Optimizer | None:
+    """The optimizer of an engine: the client's, the JSON's, AdamW when there are parameters to train, or none."""
+    params = parameters or [p for p in model.parameters() if p.requires_grad]
+    if isinstance(client, torch.optim.Optimizer):
+        refuse_unsupported(client)
+        return client
+    if client is not None and hasattr(client, "param_groups"):
+        raise OptimizerError(f"optimizer is a {type(client).__name__}, not a torch.optim.Optimizer or a callable")
+    if client is not None:
+        if not callable(client):
+            raise OptimizerError(f"optimizer is a {type(client).__name__}; pass a torch.optim.Optimizer or a callable")
+        made = client(params)
+        if not isinstance(made, torch.optim.Optimizer):
+            raise OptimizerError(f"the optimizer callable returned a {type(made).__name__}, not an Optimizer")
+        refuse_unsupported(made)
+        return made
+    if config.optimizer is not None and config.optimizer.type:
+        if not params:
+            raise OptimizerError("the JSON names an optimizer, but the model has no parameter to train")
+        return build_optimizer(config.optimizer.type, dict(config.optimizer.params or {}), params)
+    if parameters and any(p.requires_grad for p in _flat(parameters)):
+        say_once("no optimizer given: AdamW with torch's defaults (lr 1e-3, betas 0.9 0.999, weight decay 1e-2)")
+        return build_optimizer("AdamW", {"torch_adam": True, "weight_decay": 1e-2}, parameters)
+    return None
+
+
+def facts_of(model: nn.Module, client: Any, device: torch.device) -> Facts:
+    """What "auto" values are resolved from."""
+    config = getattr(model, "config", None)
+    hidden = getattr(config, "hidden_size", None) or max(getattr(config, "hidden_sizes", None) or [0]) or None
+    rate = client.param_groups[0].get("lr") if isinstance(client, torch.optim.Optimizer) else None
+    return Facts(
+        hidden_size=hidden if isinstance(hidden, int) else None,
+        device=device.type,
+        bf16_fast=bool(get_accelerator().is_bf16_fast()),
+        learning_rate=float(rate) if rate is not None else None,
+    )
+
+
+def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, names: dict[Parameter, str]) -> set[Parameter]:
+    updated = set()
+    foreign = 0
+    for param in _flat(optimizer.param_groups):
+        if param in updated:
+            raise OptimizerError(f"parameter '{names.get(param, '?')}' appears twice in the optimizer's groups")
+        updated.add(param)
+        foreign += param not in names
+    if foreign and foreign == len(updated):
+        raise OptimizerError(
+            "the optimizer holds none of the model's parameters: it was built over another model or over copies made "
+            "before a cast or move; build it from model.parameters() of the model passed to initialize"
+        )
+    if foreign:
+        raise OptimizerError(
+            f"the optimizer holds {foreign} parameter(s) that are not in the model passed to initialize; "
+            f"build it from that model's parameters"
+        )
+    return updated
+
+
+def build(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, config: DeepSpeedConfig, axes: Axes, device: torch.device
+) -> Pieces:
+    """Cast, move, group and hook a model.
+
+    Args:
+        model: the user's module; its parameters keep their identity.
+        optimizer: over its parameters, or None.
+        config: resolved configuration.
+        axes: who shares what.
+        device: where the model computes.
+    """
+    low = compute_dtype(config)
+    policy = policy_for(config.zero.stage)
+    mark_leaves(model, config.zero.leaf_module)
+    names = named_parameters(model)
+    updated = _check_optimizer(model, optimizer, names) if optimizer is not None else set()
+    _place(model, device)
+    broadcast_tensors(
+        axes.world,
+        [t for t in [*names, *model.buffers()] if not is_managed(t) and t.device.type != "meta"],
+        "broadcast of rank 0's model",
+    )
+    kept = config.data_types.keep_in_fp32_modules
+    wanted = compute_dtypes(model, low, () if kept in (None, "auto") else kept) if low != torch.float32 else {}
+    plan = GroupingPlan(
+        bucket=config.zero.reduce_bucket_size,
+        whole_tensors=optimizer is not None and needs_whole_tensors(optimizer),
+        persist_below=config.zero.param_persistence_threshold,
+        persist_total=config.zero.model_persistence_threshold,
+    )
+    groups = _groups(model, names, updated, wanted, axes, plan, policy)
+    for param, dtype in wanted.items():
+        if not is_managed(param):
+            param.data = param.data.to(dtype)
+    pieces = Pieces(groups, axes, low)
+    if wanted and config.auto_cast:
+        pieces.caster = InputCaster(model, wanted, low, Hook)
+    sharded = [g for g in groups if g.policy.gathers_before_use]
+    if sharded:
+        pieces.lifecycle = _lifecycle(model, sharded, config, axes)
+    if optimizer is not None:
+        _add_optimizer(pieces, optimizer, config)
+    return pieces
+
+
+def _place(model: nn.Module, device: torch.device) -> None:
+    if device.type == "cpu" and all(t.device.type == "cpu" for t in [*model.parameters(), *model.buffers()]):
+        return
+    for module in model.modules():
+        for param in module._parameters.values():
+            if param is not None and not is_managed(param) and param.device != device:
+                if param.device.type == "meta":
+                    raise ArgumentError(
+                        "the model has parameters on the meta device, which have no values; build it under "
+                        "deepspeed.zero.Init or give it real weights before initialize"
+                    )
+                param.data = param.data.to(device)
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device != device:
+                module._buffers[name] = buffer.to(device)
+
+
+def _groups(
+    model: nn.Module,
+    names: dict[Parameter, str],
+    updated: set[Parameter],
+    wanted: dict[Parameter, torch.dtype],
+    axes: Axes,
+    plan: GroupingPlan,
+    policy: Any,
+) -> list[ShardGroup]:
+    groups = []
+    for own, members in plan_groups(model, names, updated, policy, plan, wanted):
+        dtype = wanted.get(members[0], members[0].dtype)
+        trained = members[0] in updated and members[0].requires_grad
+        master = torch.float32 if trained and dtype.itemsize < 4 and dtype.is_floating_point else None
+        groups.append(build_group(axes.shard, own, members, names, plan, (dtype, master)))
+    return groups
+
+
+def _lifecycle(model: nn.Module, sharded: list[ShardGroup], config: DeepSpeedConfig, axes: Axes) -> Lifecycle:
+    zero = config.zero
+    limits = Limits(zero.max_live_parameters, zero.max_reuse_distance, zero.prefetch_bucket_size)
+    any_graph = axes.shard.tagged and axes.shard.size > 1 and not zero.stage3_fixed_graph
+    if any_graph:
+        service = service_of(axes.shard)
+        for group in sharded:
+            group.serve(service)
+    return Lifecycle(model, Keeper(sharded, limits))
+
+
+def _add_optimizer(pieces: Pieces, optimizer: torch.optim.Optimizer, config: DeepSpeedConfig) -> None:
+    fp16 = config.fp16.enabled
+    low = pieces.dtype != torch.float32
+    ranks = pieces.axes.world.size if config.gradient_allreduce_op == "mean" else 1
+    wire = DTYPES[config.communication_data_type] if config.communication_data_type else None
+    predivide = config.gradient_predivide_factor
+    settings = ReduceSettings(
+        mean_over=config.gradient_accumulation_steps * ranks,
+        accumulates=config.gradient_accumulation_steps > 1,
+        accumulator=DTYPES[config.data_types.grad_accum_dtype],
+        wire=wire,
+        overlap=config.zero.overlap_comm is not False,
+        in_flight=config.zero.reduce_bucket_size,
+        prescale=1.0 / (predivide if predivide != 1.0 else ranks) if config.prescale_gradients else None,
+        watch_ranks=low,
+    )
+    pieces.reducer = Reducer(pieces.axes.world, pieces.groups, settings, pieces.axes.replicas)
+    steps = StepSettings(
+        clip=config.gradient_clipping,
+        refuse_unused=not config.zero.ignore_unused_parameters,
+        norm=config.zero.compute_grad_norm,
+        check=fp16 or (low and config.bf16.check_grad_overflow),
+    )
+    scaler = loss_scale.from_config(config.fp16) if fp16 else None
+    pieces.optimizer = ZeroOptimizer(optimizer, pieces.reducer, steps, scaler, pieces.lifecycle)
+    if pieces.lifecycle is not None:
+        pieces.reducer.on_complete = pieces.lifecycle.gradients_complete
+    pieces.frozen = [
+        m
+        for g in pieces.groups
+        for m in g.members
+        if m.uid in pieces.optimizer.parts and not m.param.requires_grad and m.param.is_floating_point()
+    ]
+
+
+def call_with(callable_: Callable[..., Any], optimizer: torch.optim.Optimizer) -> Any:
+    """A client's scheduler factory, called with the torch optimizer; typed when it takes no argument."""
+    try:
+        inspect.signature(callable_).bind(optimizer)
+    except TypeError as error:
+        raise ArgumentError(f"the lr_scheduler callable must take one argument, the optimizer: {error}") from error
+    return callable_(optimizer)

@@ -1,0 +1,638 @@
+"""The engine users hold: the order of calls of a training step, and nothing else. Read this file first.
+
+A window is the micro-batches between two updates. forward → backward (gradients enter buckets, `zero/buckets`) → step:
+at the window's last micro-batch the optimizer (`zero/optimizer`) agrees, clips, updates, publishes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.collectives import SMALL, all_gather_small, tag_of
+from deepspeed.config import DeepSpeedConfig
+from deepspeed.engine.build import Pieces, build, call_with, choose_optimizer, facts_of, find_axes, listed
+from deepspeed.engine.config_accessors import ConfigAccessors
+from deepspeed.engine.dataloader import DeepSpeedDataLoader
+from deepspeed.engine.loop import equal_steps
+from deepspeed.errors import ArgumentError, NotAvailableError, UsageError
+from deepspeed.foundation.log import logger, say, say_once, warn_once
+from deepspeed.foundation.timer import SynchronizedWallClockTimer
+from deepspeed.optim.lr_schedules import build_scheduler
+from deepspeed.optim.precision import DTYPES
+
+_FORWARD, _BACKWARD, _STEP = "forward", "backward", "step"
+
+
+class DeepSpeedEngine(ConfigAccessors, nn.Module):
+    """Trains a model under the stage, precision and schedule that the JSON names.
+
+    Args:
+        model: the module; cast and sharded in place.
+        config: dict, path or base64 of the JSON.
+        optimizer: a torch optimizer, a callable that makes one of parameters, or None.
+        model_parameters: parameters or groups to train.
+        lr_scheduler: a scheduler, a callable that makes one of an optimizer, or None.
+        training_data: dataset for `training_dataloader`.
+        collate_fn: for that loader.
+        mpu: a client's model-parallel unit.
+
+    Example:
+        >>> engine, _, _, _ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config="ds.json")
+        >>> loss = engine(batch); engine.backward(loss); engine.step()
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: Any,
+        *,
+        optimizer: Any = None,
+        model_parameters: Any = None,
+        lr_scheduler: Any = None,
+        training_data: Any = None,
+        collate_fn: Any = None,
+        mpu: Any = None,
+    ) -> None:
+        super().__init__()
+        if not isinstance(model, nn.Module):
+            raise ArgumentError(f"deepspeed.initialize requires a model: model is {type(model).__name__}, not a Module")
+        accelerator = get_accelerator()
+        self.device = torch.device(accelerator.current_device_name())
+        self.mpu = mpu
+        raw = DeepSpeedConfig.for_init(config)
+        axes = find_axes(raw.zero.mics_shard_size, mpu, self.device)
+        self.ds_config = DeepSpeedConfig(config, world=axes.world.size, facts=facts_of(model, optimizer, self.device))
+        if self.ds_config.log_level:
+            logger.setLevel(self.ds_config.log_level.upper())
+        self._axes = axes
+        self.client_optimizer, self.client_lr_scheduler = optimizer, lr_scheduler
+        self.basic_optimizer = choose_optimizer(model, optimizer, listed(model_parameters), self.ds_config)
+        self.module = model
+        self._pieces: Pieces = build(model, self.basic_optimizer, self.ds_config, axes, self.device)
+        self.optimizer: Any = self._pieces.optimizer or self._pieces.lifecycle
+        if self._pieces.optimizer is not None:
+            self._pieces.optimizer._scale_loss = lambda loss, retain: self.backward(loss, retain_graph=retain)
+        self.lr_scheduler = self._make_scheduler(lr_scheduler)
+        self.training_dataloader = (
+            self.deepspeed_io(training_data, collate_fn=collate_fn) if training_data is not None else None
+        )
+        self._reset_counters()
+        self.timers = SynchronizedWallClockTimer(accelerator.synchronize)
+        self._say_plan()
+        self._tell_reducer()
+
+    # -- making ---------------------------------------------------------------------------------------------------
+
+    def _reset_counters(self) -> None:
+        self.global_steps = self.micro_steps = self.global_samples = self.skipped_steps = 0
+        self._seen = 0  # micro-batches of the running window
+        self._forced_boundary: bool | None = None
+        self._in_no_sync = False
+        self._weight: float | None = None  # real samples of the next micro-batch, when a loop counts them
+        self._scaled_by_hand = False
+        self._applied = False
+        self._gas = self.ds_config.gradient_accumulation_steps
+        self.enable_backward_allreduce = True
+        self._loop_channel = self._axes.world.channel()
+        self._agreements = 0
+
+    def _make_scheduler(self, client: Any) -> Any:
+        section = self.ds_config.scheduler
+        if client is not None:
+            if callable(client) and not hasattr(client, "step"):
+                return call_with(client, self._torch_optimizer("an lr_scheduler"))
+            return client
+        if section is None or not section.type:
+            return None
+        return build_scheduler(section.type, dict(section.params or {}), self._torch_optimizer("a scheduler"))
+
+    def _torch_optimizer(self, what: str) -> torch.optim.Optimizer:
+        if self.basic_optimizer is None:
+            raise ArgumentError(f"{what} was given, but there is no optimizer; name one in the JSON or pass one")
+        return self.basic_optimizer
+
+    def _say_plan(self) -> None:
+        config = self.ds_config
+        precision = "fp16" if config.fp16.enabled else "bf16" if config.bf16.enabled else "fp32"
+        if config.torch_autocast.enabled:
+            precision = f"autocast {config.torch_autocast.dtype}"
+        count = sum(p.numel() for p in self.module.parameters())
+        name = type(self.basic_optimizer).__name__ if self.basic_optimizer is not None else "no optimizer"
+        say(
+            f"{type(self.module).__name__}: {count:,} parameters, ZeRO stage {config.zero.stage}, {precision}, {name}, "
+            f"{self.world_size} rank(s), batch {self.train_batch_size()} = {self.train_micro_batch_size_per_gpu()} x "
+            f"{self.gradient_accumulation_steps()} x {self.world_size}"
+        )
+        if self.basic_optimizer is not None and not config.gradient_clipping:
+            say_once("gradient_clipping is not set: gradients are not clipped")
+        if config.dump_state:
+            say("\n".join(str(row) for row in config.explain()))
+
+    # -- forward and backward -------------------------------------------------------------------------------------
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the module; same arguments and outputs."""
+        if self.training:
+            self._before_micro_batch()
+        with self._timed(_FORWARD), self._autocast():
+            return self.module(*inputs, **kwargs)
+
+    def _before_micro_batch(self) -> None:
+        optimizer = self._pieces.optimizer
+        if optimizer is None:
+            return
+        thawed = [m for m in self._pieces.frozen if m.param.requires_grad]
+        for member in thawed:
+            optimizer.activate(member, torch.float32)
+            self._pieces.frozen.remove(member)
+        self._scaled_by_hand = False
+        self._tell_reducer()
+
+    def _tell_reducer(self) -> None:
+        """Tell the gradient side where in the window we are, and what the next gradients are to be multiplied by."""
+        reducer = self._pieces.reducer
+        if reducer is None:
+            return
+        reducer.reduce_now = self.is_gradient_accumulation_boundary() and not self._in_no_sync
+        reducer.deferred |= not reducer.reduce_now
+        reducer.factor = self._factor(scaled=self._scaled_by_hand)
+
+    def _factor(self, *, by_window: bool = True, items: bool = False, scaled: bool = False) -> float:
+        """What a gradient is multiplied by when it enters the accumulator: the one rule of scaling.
+
+        Args:
+            by_window: divide by `gradient_accumulation_steps`.
+            items: the loss is a sum over items; the division comes in `step`, when their global count is known.
+            scaled: the loss carries the loss scale.
+        """
+        optimizer, settings = self._pieces.optimizer, self._pieces.reducer
+        if optimizer is None or settings is None:
+            return 1.0
+        scale = optimizer.loss_scale if scaled else 1.0
+        if self._weight is not None:
+            return self._weight / scale
+        if items:
+            return 1.0 / scale
+        ranks = self.world_size if self.ds_config.gradient_allreduce_op == "mean" else 1
+        return 1.0 / (ranks * (self._gas if by_window else 1) * scale)
+
+    def backward(
+        self,
+        loss: torch.Tensor,
+        retain_graph: bool = False,
+        scale_wrt_gas: bool = True,
+        *,
+        num_items: float | None = None,
+    ) -> torch.Tensor:
+        """Run `loss` backward.
+
+        Args:
+            loss: scalar with a graph: the mean over the micro-batch, or with `num_items` the sum over its items.
+            retain_graph: keep the graph for another backward.
+            scale_wrt_gas: False sums over the window instead of taking the mean over its micro-batches.
+            num_items: items (tokens, samples) `loss` is the sum over on this rank; the gradient becomes that of the
+                total loss divided by the global count of the window.
+
+        Returns:
+            The loss divided by the accumulation steps (as it is with `num_items` or `scale_wrt_gas=False`).
+
+        Raises:
+            ArgumentError: the loss is no scalar tensor with a graph.
+            UsageError: the engine has no optimizer, or a window mixes ways of counting.
+        """
+        self._check_loss(loss)
+        optimizer, reducer = self._pieces.optimizer, self._pieces.reducer
+        if optimizer is None or reducer is None:
+            raise UsageError(_NO_OPTIMIZER.format("backward"))
+        if self._weight is None:
+            optimizer.count(num_items)
+        elif num_items is not None:
+            raise UsageError("engine.loop already counts samples; do not pass num_items inside it")
+        self._tell_reducer()
+        scale = optimizer.loss_scale
+        by_window = scale_wrt_gas and num_items is None
+        reducer.factor = self._factor(by_window=by_window, items=num_items is not None, scaled=True)
+        with self._timed(_BACKWARD):
+            (loss.float() * scale if scale != 1.0 else loss).backward(retain_graph=retain_graph)
+        return loss / self._gas if by_window and self._gas > 1 else loss
+
+    def _check_loss(self, loss: Any) -> None:
+        if not isinstance(loss, torch.Tensor):
+            raise ArgumentError(
+                f"backward needs the loss as a tensor, got {type(loss).__name__}; models that return several values: "
+                f"pick the loss out first"
+            )
+        if loss.numel() != 1:
+            raise ArgumentError(f"backward needs a scalar loss, got shape {tuple(loss.shape)}; take .mean() or .sum()")
+        if not loss.requires_grad:
+            raise ArgumentError(
+                "the loss has no graph: it was detached, computed under no_grad, or no parameter that requires grad "
+                "took part in it"
+            )
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss with the loss scale applied, for a `.backward()` of one's own under fp16."""
+        self._check_loss(loss)
+        optimizer = self._pieces.optimizer
+        if optimizer is None or optimizer.loss_scale == 1.0:
+            return loss
+        self._scaled_by_hand = True
+        self._tell_reducer()
+        return loss.float() * optimizer.loss_scale
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Gradients of backward passes inside are not reduced at stages 0 and 1; legal at every stage.
+
+        Stages 2 and 3 keep no whole gradients, so they reduce into their slices all the same: the result is equal.
+        """
+        if self._in_no_sync:
+            raise UsageError("no_sync contexts cannot be nested")
+        if self.ds_config.zero.stage >= 2:
+            say_once(
+                "no_sync at stage 2 and 3: gradients are still reduced into each rank's slice; the sum is the same"
+            )
+        self._in_no_sync = True
+        self._tell_reducer()
+        try:
+            yield
+        finally:
+            self._in_no_sync = False
+            self._tell_reducer()
+
+    # -- the step -------------------------------------------------------------------------------------------------
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the running micro-batch is the last of its window."""
+        if self._forced_boundary is not None:
+            return self._forced_boundary
+        return (self._seen + 1) % self._gas == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Decide the boundary instead of the engine, from the next backward on."""
+        self._forced_boundary = bool(is_boundary)
+        self._tell_reducer()
+
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        """End a micro-batch; at the window's last one clip, update, publish, and step the schedule.
+
+        Args:
+            lr_kwargs: for the scheduler's `step`.
+
+        Raises:
+            UsageError: inside `no_sync`, or without an optimizer.
+        """
+        if self._in_no_sync:
+            raise UsageError("step() inside no_sync(): gradients have not been reduced; call it after the context")
+        if self._pieces.optimizer is None:
+            raise UsageError(_NO_OPTIMIZER.format("step"))
+        boundary = self.is_gradient_accumulation_boundary()
+        self._seen += 1
+        self.micro_steps += 1
+        self._applied = False
+        if boundary:
+            self._update(1.0, lr_kwargs)
+        self._weight = None
+        self._scaled_by_hand = False
+        self._tell_reducer()
+
+    def flush(self) -> None:
+        """Apply a window that is not full, as at the end of an epoch: the mean is over the micro-batches seen.
+
+        All ranks call together; without a micro-batch in the window nothing happens.
+        """
+        if self._pieces.optimizer is None:
+            raise UsageError(_NO_OPTIMIZER.format("flush"))
+        if self._seen:
+            self._update(self._gas / self._seen, None)
+            self._tell_reducer()
+
+    def _update(self, rescale: float, lr_kwargs: dict[str, Any] | None) -> None:
+        optimizer = self._pieces.optimizer
+        if optimizer is None:
+            return
+        with self._timed(_STEP):
+            optimizer.step(rescale=rescale)
+        self._seen = 0
+        self.global_steps += 1
+        self.global_samples += self.train_batch_size()
+        self._applied = not optimizer.overflow
+        if optimizer.overflow:
+            self.skipped_steps += 1
+            say(
+                f"step {self.global_steps} is skipped: {optimizer.skip_reason}; "
+                + (f"loss scale is now {optimizer.loss_scale:g}" if optimizer.scaler is not None else "bf16 gradients")
+            )
+        elif self.lr_scheduler is not None:
+            self.lr_scheduler.step(**(lr_kwargs or {}))
+        if self.ds_config.disable_python_gc:
+            gc.collect()
+        self._report()
+
+    def _report(self) -> None:
+        every = self.ds_config.steps_per_print
+        if not every or self.global_steps % every:
+            return
+        rates = ", ".join(f"{rate:.3g}" for rate in self.get_lr())
+        norm = self.get_global_grad_norm()
+        say(
+            f"step {self.global_steps}: skipped {self.skipped_steps}, lr {rates}"
+            + (f", gradient norm {float(norm):.4g}" if norm is not None else "")
+        )
+        if self.ds_config.wall_clock_breakdown:
+            self.timers.log([_FORWARD, _BACKWARD, _STEP])
+        if self.ds_config.memory_breakdown:
+            say("state bytes: " + ", ".join(f"{k} {v:,}" for k, v in self.memory_breakdown().items()))
+
+    def was_step_applied(self) -> bool:
+        """Whether the last `step` updated the parameters."""
+        return self._applied
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Throw the gradients of the window away. All ranks call together."""
+        if self._pieces.optimizer is not None:
+            self._pieces.optimizer.zero_grad()
+        else:
+            self.module.zero_grad(set_to_none)
+
+    # -- data -----------------------------------------------------------------------------------------------------
+
+    def deepspeed_io(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Any = None,
+        collate_fn: Callable[..., Any] | None = None,
+        num_local_io_workers: int | None = None,
+    ) -> DeepSpeedDataLoader:
+        """A loader over this rank's share of a dataset.
+
+        Args:
+            dataset: map-style or iterable.
+            batch_size: samples per micro-batch; None: `train_micro_batch_size_per_gpu`.
+            route: "train" shuffles; anything else keeps the order.
+            pin_memory: page-locked batches where there is a device.
+            data_sampler: instead of the distributed sampler.
+            collate_fn: as in torch's DataLoader.
+            num_local_io_workers: loader processes.
+        """
+        return DeepSpeedDataLoader(
+            dataset,
+            batch_size or self.train_micro_batch_size_per_gpu(),
+            rank=self._axes.world.rank,
+            world=self._axes.world.size,
+            sampler=data_sampler,
+            shuffle=route == "train",
+            pin_memory=pin_memory and self.device.type != "cpu",
+            collate_fn=collate_fn,
+            num_workers=num_local_io_workers or 0,
+            drop_last=self.ds_config.dataloader_drop_last,
+        )
+
+    def loop(self, loader: Iterable[Any], policy: str = "drop") -> Iterator[Any]:
+        """Batches of `loader`, the same number on every rank; gradients are weighted by real samples.
+
+        Args:
+            loader: this rank's loader, of any length.
+            policy: "drop" ends with the shortest, "pad" repeats the last batch with weight zero, "cycle" starts anew.
+        """
+
+        def agree(flag: int) -> tuple[int, int]:
+            self._agreements += 1
+            tag = tag_of(self._loop_channel, SMALL, self._agreements)
+            row = torch.tensor([float(flag)], dtype=torch.float64)
+            on_device = not self._axes.world.tagged and self.world_size > 1
+            table = all_gather_small(
+                self._axes.world, row.to(self.device) if on_device else row, tag, "agreement on the next batch"
+            )
+            return int(table.min()), int(table.max())
+
+        def weigh(samples: float) -> None:
+            if self.training and self._pieces.optimizer is not None:
+                self._weight = samples
+                self._pieces.optimizer.count(samples)
+                self._tell_reducer()
+
+        yield from equal_steps(loader, agree=agree, policy=policy, weigh=weigh)
+        if self.training and self._pieces.optimizer is not None and self._seen:
+            self.flush()
+
+    # -- state users ask for --------------------------------------------------------------------------------------
+
+    @property
+    def config(self) -> Any:
+        """The user's own configuration dict."""
+        return self.ds_config.raw
+
+    @property
+    def world_size(self) -> int:
+        """Data-parallel ranks."""
+        return self._axes.world.size
+
+    @property
+    def dp_world_size(self) -> int:
+        """Data-parallel ranks."""
+        return self._axes.world.size
+
+    @property
+    def global_rank(self) -> int:
+        """This process among the data-parallel ranks' global numbers."""
+        return self._axes.world.ranks[self._axes.world.rank]
+
+    @property
+    def local_rank(self) -> int:
+        """This process among those of its machine."""
+        from deepspeed.comm.groups import get_local_rank
+
+        return get_local_rank()
+
+    @property
+    def data_parallel_group(self) -> Any:
+        """The process group of the data-parallel ranks."""
+        return self._axes.world.group
+
+    mp_world_size = sequence_parallel_size = 1
+
+    def train_batch_size(self) -> int:
+        """Samples per update, over all ranks."""
+        return self.train_micro_batch_size_per_gpu() * self._gas * self.world_size
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples per rank and micro-batch."""
+        return self.ds_config.train_micro_batch_size_per_gpu
+
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches per update."""
+        return self._gas
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """(train batch, micro-batch, accumulation steps)."""
+        return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self._gas
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the global batch by changing the accumulation steps, between windows.
+
+        Raises:
+            ArgumentError: the number is not a multiple of micro-batch times ranks.
+            UsageError: in the middle of a window.
+        """
+        step = self.train_micro_batch_size_per_gpu() * self.world_size
+        if train_batch_size <= 0 or train_batch_size % step:
+            raise ArgumentError(f"train_batch_size {train_batch_size} is not a multiple of micro x ranks = {step}")
+        if self._seen:
+            raise UsageError("set_train_batch_size in the middle of a window; call it after an update")
+        self._gas = train_batch_size // step
+        reducer = self._pieces.reducer
+        if reducer is not None:
+            reducer.set_accumulates(self._gas > 1)
+        self._tell_reducer()
+
+    def get_lr(self) -> list[float]:
+        """Learning rate of each optimizer group."""
+        return [float(g["lr"]) for g in self.basic_optimizer.param_groups] if self.basic_optimizer is not None else []
+
+    def get_mom(self) -> list[Any]:
+        """Momentum, or betas, of each optimizer group."""
+        if self.basic_optimizer is None:
+            return []
+        return [g.get("betas", g.get("momentum")) for g in self.basic_optimizer.param_groups]
+
+    def get_type(self) -> list[Any]:
+        """The `type` entry of each optimizer group, where users set one."""
+        return [g.get("type") for g in self.basic_optimizer.param_groups] if self.basic_optimizer is not None else []
+
+    def get_global_grad_norm(self) -> float | None:
+        """Norm of the last update's mean gradient, before clipping; None before the first update."""
+        return None if self._pieces.optimizer is None else self._pieces.optimizer._global_grad_norm
+
+    def loss_scale(self) -> float:
+        """The factor fp16 losses are multiplied by."""
+        return 1.0 if self._pieces.optimizer is None else self._pieces.optimizer.loss_scale
+
+    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
+        """(dtype of parameters, dtype of gradient accumulators)."""
+        return self._pieces.dtype, DTYPES[self.ds_config.data_types.grad_accum_dtype]
+
+    def get_data_parallel_rank(self) -> int:
+        """This rank's number on the data-parallel axis."""
+        return self._axes.world.rank
+
+    def torch_autocast_dtype(self) -> torch.dtype:
+        """The dtype of `torch_autocast`."""
+        return DTYPES[self.ds_config.torch_autocast.dtype]
+
+    def memory_breakdown(self) -> dict[str, int]:
+        """Bytes of training state on this rank: parameters, masters, gradients, optimizer state."""
+        from deepspeed.engine.report import state_bytes
+
+        return state_bytes(self._pieces)
+
+    def zero_report(self) -> dict[str, int]:
+        """Stage 3 in numbers: elements gathered now, at the peak, and gathers so far."""
+        from deepspeed.engine.report import gather_counts
+
+        return gather_counts(self._pieces)
+
+    # -- modes and contexts ---------------------------------------------------------------------------------------
+
+    def _autocast(self) -> Any:
+        section = self.ds_config.torch_autocast
+        if not section.enabled:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=DTYPES[section.dtype])
+
+    @contextlib.contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        if not self.ds_config.wall_clock_breakdown:
+            yield
+            return
+        timer = self.timers(name)
+        timer.start()
+        yield
+        timer.stop()
+
+    def compile(self, backend: str = "inductor", compile_kwargs: Any = None, **_: Any) -> None:  # type: ignore[override]
+        """Compile the forward of each repeated block (or of the module when it has none)."""
+        from deepspeed.zero.lifecycle import repeated_blocks
+
+        for block in repeated_blocks(self.module) or [self.module]:
+            block.forward = torch.compile(block.forward, backend=backend, **(compile_kwargs or {}))
+        self._compiled = True
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether `compile` was called."""
+        return getattr(self, "_compiled", False)
+
+    def empty_partition_cache(self) -> None:
+        """Free gathered parameters that are not in use."""
+        if self._pieces.lifecycle is not None:
+            self._pieces.lifecycle.keeper.free_idle()
+
+    def destroy(self) -> None:
+        """Take the hooks off and let optimizer state and gradients go; the model stays, plain or sharded."""
+        pieces = self._pieces
+        if pieces.lifecycle is not None:
+            pieces.lifecycle.settle()
+            pieces.lifecycle.detach()
+        if pieces.optimizer is not None:
+            pieces.optimizer.destroy()
+        if pieces.caster is not None:
+            pieces.caster.remove()
+        for group in pieces.groups:
+            group.dissolve()
+        self._pieces = Pieces([], self._axes, pieces.dtype)
+        self.optimizer = self.basic_optimizer = self.lr_scheduler = None
+        self.client_optimizer = self.client_lr_scheduler = None
+
+    def __enter__(self) -> DeepSpeedEngine:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.destroy()
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            modules = self.__dict__.get("_modules", {})
+            if "module" not in modules or name.startswith("__"):
+                raise
+            try:
+                return getattr(modules["module"], name)
+            except AttributeError:
+                raise AttributeError(
+                    f"neither the engine nor its module {type(modules['module']).__name__} has {name!r}"
+                ) from None
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *dir(self.module)})
+
+    def save_checkpoint(self, *_: Any, **__: Any) -> bool:
+        """Checkpoints come with a later version."""
+        raise NotAvailableError("save_checkpoint is not available yet; gather weights with zero.GatheredParameters")
+
+    def load_checkpoint(self, *_: Any, **__: Any) -> Any:
+        """Checkpoints come with a later version."""
+        raise NotAvailableError("load_checkpoint is not available yet")
+
+
+_NO_OPTIMIZER = (
+    "{}() on an engine without an optimizer: pass model_parameters (AdamW is then the default), an optimizer, or name "
+    "one in the JSON under optimizer.type"
+)
+
+
+def warn_unscaled(engine: DeepSpeedEngine) -> None:
+    """Say once that a bare backward under fp16 is taken as unscaled."""
+    if engine.ds_config.fp16.enabled:
+        warn_once("loss.backward() under fp16 is taken as unscaled and may underflow; use engine.backward or scale")

@@ -1,0 +1,103 @@
+"""`deepspeed.initialize`: from a model and a JSON to an engine."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.comm import init as comm_init
+from deepspeed.engine.engine import DeepSpeedEngine
+from deepspeed.errors import ArgumentError, DeepSpeedConfigError
+from deepspeed.zero.init_context import suspended
+
+
+def initialize(
+    args: Any = None,
+    model: Any = None,
+    optimizer: Any = None,
+    model_parameters: Any = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Any = None,
+    config: Any = None,
+    mesh_param: Any = None,
+    config_params: Any = None,
+) -> tuple[DeepSpeedEngine, Any, Any, Any]:
+    """Wrap a model into an engine.
+
+    Args:
+        args: a namespace with `deepspeed_config` (path) and, from a launcher, `local_rank`.
+        model: a torch module.
+        optimizer: a torch optimizer over its parameters, a callable that makes one, or None for the JSON's.
+        model_parameters: parameters, or groups of them, to train.
+        training_data: a dataset; a distributed loader is made of it.
+        lr_scheduler: a scheduler or a callable that makes one of the optimizer.
+        distributed_port: for the process group, when it is made here.
+        mpu: a client's model-parallel unit.
+        dist_init_required: False: the process group is there already.
+        collate_fn: for the loader.
+        config: dict, path or base64 of the JSON.
+        mesh_param: sizes of mesh axes beyond data parallelism (not available yet).
+        config_params: another name of `config`.
+
+    Returns:
+        (engine, optimizer, loader or None, scheduler or None).
+
+    Raises:
+        ArgumentError: arguments that cannot work together.
+        DeepSpeedConfigError: the configuration is missing or wrong.
+    """
+    if model is None:
+        raise ArgumentError("deepspeed.initialize requires a model")
+    if mesh_param is not None:
+        raise ArgumentError("mesh_param is not available yet: data parallelism is the only axis")
+    source = _config_of(args, config, config_params)
+    if dist_init_required is not False:
+        comm_init.init_distributed(
+            get_accelerator().communication_backend_name(),
+            distributed_port=distributed_port,
+            dist_init_required=dist_init_required,
+            config=None,
+        )
+    with suspended():
+        engine = DeepSpeedEngine(
+            model,
+            source,
+            optimizer=optimizer,
+            model_parameters=model_parameters,
+            lr_scheduler=lr_scheduler,
+            training_data=training_data,
+            collate_fn=collate_fn,
+            mpu=mpu,
+        )
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _config_of(args: Any, config: Any, config_params: Any) -> Any:
+    if config is not None and config_params is not None and config is not config_params:
+        raise DeepSpeedConfigError("both config and config_params were given; pass one of them")
+    given = config if config is not None else config_params
+    path = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
+    if given is not None and path is not None:
+        raise DeepSpeedConfigError(f"both config and args.deepspeed_config ({path}) were given; pass one of them")
+    if given is None and path is None:
+        raise DeepSpeedConfigError("no configuration: pass config=… (dict or path) or --deepspeed_config FILE")
+    return given if given is not None else path
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add `--deepspeed` and `--deepspeed_config` to a parser.
+
+    Args:
+        parser: the user's parser.
+    """
+    group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
+    group.add_argument("--deepspeed", default=False, action="store_true", help="use DeepSpeed")
+    group.add_argument("--deepspeed_config", default=None, type=str, help="path of the JSON configuration")
+    group.add_argument("--deepscale", default=False, action="store_true", help=argparse.SUPPRESS)
+    group.add_argument("--deepscale_config", default=None, type=str, help=argparse.SUPPRESS)
+    return parser

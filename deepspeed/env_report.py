@@ -1,0 +1,147 @@
+"""`ds_report`: what this machine and this installation can do."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import os
+import platform
+import shutil
+import sys
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+import torch
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.init import choose_backend
+from deepspeed.config.schema import all_keys
+from deepspeed.errors import DeepSpeedError, NotAvailableError
+from deepspeed.version import __version__
+
+Rows = list[tuple[str, str]]
+
+_CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve", "bf16")
+_WIDTH = 120
+_LITTLE_SHARED_MEMORY = 1 << 30
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Print the report.
+
+    Args:
+        args: command line; None takes the process's own.
+
+    Returns:
+        0, or 1 when the environment asks for an accelerator that is not there.
+    """
+    parser = argparse.ArgumentParser(prog="ds_report", description=__doc__)
+    parser.add_argument("--hide_operator_status", action="store_true", help="leave out which features there are")
+    parser.add_argument("--hide_errors_and_warnings", action="store_true", help="leave out what may be in the way")
+    options = parser.parse_args(args)
+    try:
+        parts = {"software": _software(), "machine": _machine(), "accelerator": _accelerator()}
+    except DeepSpeedError as error:
+        print(f"ds_report: {error}", file=sys.stderr)
+        return 1
+    if not options.hide_operator_status:
+        parts["features"] = _features()
+    if not options.hide_errors_and_warnings:
+        parts["remarks"] = _remarks()
+    print("\n\n".join(_part(title, rows) for title, rows in parts.items() if rows))
+    return 0
+
+
+def _part(title: str, rows: Rows) -> str:
+    width = max(len(name) for name, _ in rows)
+    margin = " " * (width + 4)
+    lines = [f"  {name:<{width}}  {value}" for name, value in rows]
+    wrap = functools.partial(textwrap.fill, width=_WIDTH, subsequent_indent=margin, break_on_hyphens=False)
+    return "\n".join([title, *map(wrap, lines)])
+
+
+def _software() -> Rows:
+    compilers = [name for name in ("cc", "nvcc") if shutil.which(name)]
+    return [
+        ("deepspeed", f"{__version__} in {Path(__file__).parent}"),
+        ("torch", f"{torch.__version__} in {torch.__path__[0]}"),
+        ("CUDA of torch", torch.version.cuda or "none"),
+        ("python", f"{platform.python_version()} at {sys.executable}"),
+        ("compilers", ", ".join(compilers) or "none (none is needed; torch.compile uses cc)"),
+    ]
+
+
+def _machine() -> Rows:
+    memory = psutil.virtual_memory()
+    return [
+        ("system", platform.platform()),
+        ("cores", f"{len(os.sched_getaffinity(0))} usable of {os.cpu_count()}"),
+        ("CPU features", ", ".join(_cpu_flags()) or "unknown"),
+        ("memory", f"{_gib(memory.available)} free of {_gib(memory.total)}"),
+        ("/dev/shm", f"{_gib(_shared_memory())} free"),
+    ]
+
+
+def _accelerator() -> Rows:
+    accelerator = get_accelerator()
+    fast = {"bf16": accelerator.is_bf16_fast(), "fp16": accelerator.is_fp16_fast()}
+    return [
+        ("kind", accelerator.device_name()),
+        ("devices", ", ".join(_gib(accelerator.total_memory(i)) for i in range(accelerator.device_count()))),
+        ("fast dtypes", ", ".join(["fp32", *(name for name, is_fast in fast.items() if is_fast)])),
+        ("slow dtypes", ", ".join(name for name, is_fast in fast.items() if not is_fast) or "none"),
+        ("communication", ", ".join(_backends())),
+    ]
+
+
+def _features() -> Rows:
+    """Blocks of the configuration by what their keys can do."""
+    statuses: dict[str, set[str]] = {}
+    for key in all_keys():
+        block, dot, _ = key.path.partition(".")
+        if dot:
+            statuses.setdefault(block.removesuffix("[]"), set()).add(key.note.status)
+    missing = {block for block, found in statuses.items() if found == {"not available yet"}}
+    return [
+        ("available", ", ".join(sorted(statuses.keys() - missing))),
+        ("not yet", ", ".join(sorted(missing))),
+        ("kernels", "plain torch; nothing is compiled"),
+    ]
+
+
+def _remarks() -> Rows:
+    remarks: Rows = []
+    if get_accelerator().device_name() == "cpu":
+        remarks.append(("accelerator", "none: `deepspeed --num_gpus N` starts N ranks on the CPU; fp16 is slow there"))
+    if _shared_memory() < _LITTLE_SHARED_MEMORY:
+        remarks.append(("/dev/shm", "less than 1 GiB free: data loader workers and NCCL may end with SIGBUS"))
+    return remarks
+
+
+def _cpu_flags() -> list[str]:
+    information = Path("/proc/cpuinfo")
+    words = set(information.read_text().split()) if information.exists() else set()
+    return [flag for flag in _CPU_FLAGS if flag in words]
+
+
+def _shared_memory() -> int:
+    return shutil.disk_usage("/dev/shm").free if Path("/dev/shm").exists() else 0
+
+
+def _backends() -> list[str]:
+    found: list[str] = []
+    for name in dict.fromkeys(("gloo", get_accelerator().communication_backend_name())):
+        with contextlib.suppress(NotAvailableError):
+            found.append(choose_backend(name))
+    return found
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,59 @@
+"""Every exception a user may catch; each also is the builtin that clients of the interface catch today."""
+
+from __future__ import annotations
+
+
+class DeepSpeedError(Exception):
+    """Parent of every error raised by this package."""
+
+
+class DeepSpeedConfigError(DeepSpeedError, ValueError, AssertionError):
+    """The configuration is wrong: unknown, misplaced, conflicting or ill-typed keys, all listed together."""
+
+
+class BatchSizeError(DeepSpeedConfigError):
+    """The batch triple does not hold: train_batch_size != micro * accumulation * data-parallel world."""
+
+
+class NotAvailableError(DeepSpeedConfigError, NotImplementedError, ImportError):
+    """A setting or name asks for a feature that this version does not have."""
+
+
+class ArgumentError(DeepSpeedError, ValueError, AssertionError, TypeError):
+    """A call was made with arguments that cannot work together."""
+
+
+class UsageError(DeepSpeedError, RuntimeError, AssertionError):
+    """A call came at a moment when it cannot be served."""
+
+
+class OptimizerError(ArgumentError):
+    """The optimizer does not fit the model, the stage or the precision."""
+
+
+class SchedulerError(ArgumentError):
+    """The learning-rate schedule does not fit its arguments or the optimizer."""
+
+
+class ShardedParameterError(DeepSpeedError, RuntimeError):
+    """A sharded parameter was written to, or its storage was asked for, outside a gather."""
+
+
+class LossScaleError(DeepSpeedError, RuntimeError):
+    """The dynamic loss scale is at its minimum and gradients still overflow."""
+
+
+class CommError(DeepSpeedError, RuntimeError):
+    """A collective failed; the message carries its label and what the other ranks were doing."""
+
+
+class CommTimeoutError(CommError, TimeoutError):
+    """A collective did not complete in time; the message carries every rank's last label."""
+
+
+class LaunchError(DeepSpeedError, RuntimeError):
+    """The launcher cannot start or lost a rank."""
+
+
+class DataError(DeepSpeedError, ValueError):
+    """A data loader or batch cannot be used as asked."""

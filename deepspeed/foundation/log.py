@@ -1,0 +1,71 @@
+"""The package's one logger, and helpers that say a fact once and on the ranks that should say it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Iterable
+
+
+class _LateStderr(logging.StreamHandler):  # type: ignore[type-arg]
+    """A handler that looks `sys.stderr` up at each line, so that redirections made later are followed."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self):  # type: ignore[override]  # noqa: ANN201
+        return sys.stderr
+
+
+def _make_logger() -> logging.Logger:
+    log = logging.getLogger("DeepSpeed")
+    if not log.handlers:
+        handler = _LateStderr()
+        handler.setFormatter(logging.Formatter("[%(asctime)s] [%(levelname)s] [deepspeed] %(message)s", "%H:%M:%S"))
+        log.addHandler(handler)
+        log.propagate = False
+        log.setLevel(logging.INFO)
+    return log
+
+
+logger = _make_logger()
+_said: set[tuple[object, str]] = set()
+
+
+def current_rank() -> int:
+    """The rank of this process as its launcher named it (0 when there is none)."""
+    return int(os.environ.get("RANK") or 0)
+
+
+def log_dist(message: str, ranks: Iterable[int] | None = None, level: int = logging.INFO) -> None:
+    """Log `message` on the given ranks.
+
+    Args:
+        message: the line.
+        ranks: ranks that print; None or [-1] means all.
+        level: a level of `logging`.
+    """
+    wanted = None if ranks is None else set(ranks)
+    if wanted is None or -1 in wanted or current_rank() in wanted:
+        logger.log(level, "[rank %d] %s", current_rank(), message)
+
+
+def say(message: str, level: int = logging.INFO) -> None:
+    """Log `message` on rank 0 only."""
+    if current_rank() == 0:
+        logger.log(level, message)
+
+
+def say_once(message: str, key: object = None, level: int = logging.INFO) -> None:
+    """Log `message` on rank 0, once per process for each `key` (default: once per text)."""
+    mark = (key, "" if key is not None else message)
+    if mark not in _said:
+        _said.add(mark)
+        say(message, level)
+
+
+def warn_once(message: str, key: object = None) -> None:
+    """`say_once` at warning level."""
+    say_once(message, key, logging.WARNING)

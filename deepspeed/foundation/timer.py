@@ -1,0 +1,217 @@
+"""Wall-clock timers by name and a samples-per-second meter; waiting for the device is handed in by the caller."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+
+from deepspeed.foundation.log import log_dist
+
+
+def _no_wait() -> None:
+    """The default `synchronize`: for devices that are always synchronized."""
+
+
+class Timer:
+    """One stopwatch; times are in milliseconds.
+
+    Args:
+        name: what it measures.
+        synchronize: waits until the device has finished what it was given.
+    """
+
+    def __init__(self, name: str, synchronize: Callable[[], None] = _no_wait) -> None:
+        self.name_ = name
+        self.started_ = False
+        self._synchronize = synchronize
+        self._begun = 0.0
+        self._elapsed = 0.0
+        self._records: list[float] = []
+
+    def start(self) -> None:
+        """Begin to measure; nothing happens when it runs already."""
+        if not self.started_:
+            self._synchronize()
+            self._begun = time.perf_counter()
+            self.started_ = True
+
+    def stop(self, reset: bool = False, record: bool = True) -> None:
+        """End the measurement that `start` began; nothing happens when it does not run.
+
+        Args:
+            reset: forget what was measured before.
+            record: let this measurement count in `mean`.
+        """
+        if not self.started_:
+            return
+        self._synchronize()
+        took = (time.perf_counter() - self._begun) * 1e3
+        self._elapsed = took if reset else self._elapsed + took
+        if record:
+            self._records.append(took)
+        self.started_ = False
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.started_ = False
+        self._elapsed = 0.0
+        self._records.clear()
+
+    def elapsed(self, reset: bool = True) -> float:
+        """Milliseconds measured so far; a running timer goes on."""
+        running = self.started_
+        self.stop(record=False)
+        elapsed = self._elapsed
+        if reset:
+            self._elapsed = 0.0
+        if running:
+            self.start()
+        return elapsed
+
+    def mean(self) -> float:
+        """Mean of the recorded measurements in milliseconds, 0 without any."""
+        return sum(self._records) / len(self._records) if self._records else 0.0
+
+
+class SynchronizedWallClockTimer:
+    """Timers by name: `timers("forward").start()`.
+
+    Args:
+        synchronize: waits until the device has finished what it was given.
+    """
+
+    def __init__(self, synchronize: Callable[[], None] = _no_wait) -> None:
+        self.timers: dict[str, Timer] = {}
+        self._synchronize = synchronize
+
+    def __call__(self, name: str) -> Timer:
+        return self.timers.setdefault(name, Timer(name, self._synchronize))
+
+    def get_timers(self) -> dict[str, Timer]:
+        """All timers by name."""
+        return self.timers
+
+    def has_timer(self, name: str) -> bool:
+        """Whether a timer of that name was ever asked for."""
+        return name in self.timers
+
+    def log(
+        self,
+        names: Iterable[str],
+        normalizer: float = 1.0,
+        reset: bool = True,
+        memory_breakdown: bool = False,
+        ranks: Iterable[int] | None = None,
+    ) -> None:
+        """Log one line with the milliseconds of the named timers.
+
+        Args:
+            names: timers to show; those never used are left out.
+            normalizer: divides every figure.
+            reset: set them back to zero.
+            memory_breakdown: unused; memory is the accelerator's to tell.
+            ranks: ranks that log, rank 0 when None.
+        """
+        figures = [f"{n}: {self.timers[n].elapsed(reset) / normalizer:.2f}" for n in names if n in self.timers]
+        log_dist("time (ms) | " + " | ".join(figures), ranks=ranks or [0])
+
+    def get_mean(self, names: Iterable[str], normalizer: float = 1.0, reset: bool = True) -> dict[str, float]:
+        """Mean milliseconds of the named timers, divided by `normalizer`; `reset` forgets their records."""
+        means = {name: self.timers[name].mean() / normalizer for name in names if name in self.timers}
+        if reset:
+            for name in means:
+                self.timers[name].reset()
+        return means
+
+
+class _NoTimer(Timer):
+    """A timer that measures nothing."""
+
+    def start(self) -> None:
+        """Do nothing."""
+
+    def stop(self, reset: bool = False, record: bool = True) -> None:
+        """Do nothing."""
+
+
+class NoopTimer(SynchronizedWallClockTimer):
+    """Stands in for SynchronizedWallClockTimer where nothing is to be measured."""
+
+    def __call__(self, name: str) -> Timer:
+        return _NO_TIMER
+
+    def log(self, names: Iterable[str], *args: object, **kwargs: object) -> None:
+        """Say nothing."""
+
+
+_NO_TIMER = _NoTimer("none")
+
+
+class ThroughputTimer:
+    """Samples per second, over all ranks, from the step after `start_step` on.
+
+    Args:
+        batch_size: samples of one global step, over all ranks.
+        start_step: steps to leave out as warm-up.
+        steps_per_output: global steps between two log lines; None or 0 logs none.
+        synchronize: waits until the device has finished what it was given.
+    """
+
+    def __init__(
+        self,
+        batch_size: int,
+        start_step: int = 2,
+        steps_per_output: int | None = None,
+        synchronize: Callable[[], None] = _no_wait,
+    ) -> None:
+        self.batch_size = max(1, batch_size)
+        self.start_step = start_step
+        self.steps_per_output = steps_per_output
+        self.epoch_count = 0
+        self.micro_step_count = 0
+        self.global_step_count = 0
+        self.total_elapsed_time = 0.0
+        self._step_time = 0.0
+        self._synchronize = synchronize
+        self._begun: float | None = None
+
+    def update_epoch_count(self) -> None:
+        """A new epoch begins."""
+        self.epoch_count += 1
+        self.micro_step_count = 0
+
+    def start(self) -> None:
+        """A micro-step begins."""
+        if self.global_step_count >= self.start_step:
+            self._synchronize()
+            self._begun = time.perf_counter()
+
+    def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
+        """A micro-step ends.
+
+        Args:
+            global_step: it was the last of its window, the optimizer has stepped.
+            report_speed: log the figures when `steps_per_output` says so.
+        """
+        self.micro_step_count += 1
+        self.global_step_count += global_step
+        if self._begun is None:
+            return
+        self._synchronize()
+        took = time.perf_counter() - self._begun
+        self._begun = None
+        self.total_elapsed_time += took
+        self._step_time += took
+        if global_step:
+            if report_speed and self.steps_per_output and self.global_step_count % self.steps_per_output == 0:
+                log_dist(
+                    f"step {self.global_step_count}: {self.avg_samples_per_sec():.2f} samples/s on average, "
+                    f"{self.batch_size / max(self._step_time, 1e-9):.2f} samples/s now",
+                    ranks=[0],
+                )
+            self._step_time = 0.0
+
+    def avg_samples_per_sec(self) -> float:
+        """Mean since the warm-up; 0 before its end."""
+        steps = self.global_step_count - self.start_step
+        return steps * self.batch_size / max(self.total_elapsed_time, 1e-9) if steps > 0 else 0.0

@@ -1,0 +1,52 @@
+"""Adagrad for parameters whose states rest in host memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed.errors import OptimizerError
+from deepspeed.ops.group_step import GroupOptimizer, State
+
+
+class DeepSpeedCPUAdagrad(GroupOptimizer):
+    """Adagrad (Duchi et al. 2011): s += g * g, p -= lr * g / (sqrt(s) + eps), decay added to the gradient."""
+
+    def __init__(
+        self,
+        model_params: Any,
+        lr: float = 1e-2,
+        eps: float = 1e-10,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        fp32_optimizer_states: bool = True,
+    ) -> None:
+        """Keep the groups; states are made at the first step.
+
+        Args:
+            model_params: tensors or group dicts (`optimizer.params.*` holds the rest of the arguments).
+            lr: learning rate.
+            eps: added to the root of the sum of squares.
+            weight_decay: share of the weights added to the gradients.
+            amsgrad: must be false; Adagrad's sum never shrinks.
+            fp32_optimizer_states: sums of 16-bit parameters are fp32; otherwise of the parameters' dtype.
+
+        Raises:
+            OptimizerError: `amsgrad` is true.
+        """
+        if amsgrad:
+            raise OptimizerError("DeepSpeedCPUAdagrad: amsgrad has no meaning for Adagrad; leave it out")
+        self.fp32_optimizer_states = fp32_optimizer_states
+        super().__init__(model_params, lr=lr, eps=eps, weight_decay=weight_decay)
+
+    def update(self, group: State, params: list[Tensor], grads: list[Tensor], states: list[State]) -> None:
+        """Update `params` in place by the class's equation."""
+        for param, grad, state in zip(params, grads, states, strict=True):
+            if not state:
+                state["sum"] = torch.zeros_like(param)
+            if group["weight_decay"]:
+                grad = grad.add(param, alpha=group["weight_decay"])
+            state["sum"].addcmul_(grad, grad)
+            param.addcdiv_(grad, state["sum"].sqrt().add_(group["eps"]), value=-group["lr"])

@@ -1,0 +1,5 @@
+"""LAMB."""
+
+from deepspeed.ops.lamb.fused_lamb import FusedLamb
+
+__all__ = ["FusedLamb"]

@@ -1,0 +1,5 @@
+"""Muon."""
+
+from deepspeed.ops.muon.muon import Muon, orthogonalize
+
+__all__ = ["Muon", "orthogonalize"]

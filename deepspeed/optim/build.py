@@ -1,0 +1,194 @@
+"""From the optimizer's name and parameters in the JSON to a torch optimizer, and what each class needs whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed.config.sections.optimizer import NOT_YET
+from deepspeed.errors import NotAvailableError, OptimizerError
+from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.ops.adam.update import FUSED_DEVICES
+from deepspeed.ops.lamb import FusedLamb
+from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
+from deepspeed.ops.muon import Muon
+from deepspeed.optim.construct import construct, nearest
+
+Params = dict[str, Any]
+Recipe = tuple[type[torch.optim.Optimizer], Params]
+
+# Each element's update reads that element's weight, gradient and state alone, so any cut of a tensor gives the same.
+ELEMENTWISE = frozenset(
+    {
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.Adamax,
+        torch.optim.Adagrad,
+        torch.optim.Adadelta,
+        torch.optim.RMSprop,
+        torch.optim.Rprop,
+        torch.optim.ASGD,
+        torch.optim.SGD,
+        FusedAdam,
+        DeepSpeedCPUAdam,
+        FusedLion,
+        DeepSpeedCPULion,
+        DeepSpeedCPUAdagrad,
+    }
+)
+UNSUPPORTED = {
+    torch.optim.LBFGS: "evaluates the model several times inside one step and takes inner products over all parameters",
+    torch.optim.SparseAdam: "updates only the rows that sparse gradients name, and reduced gradients are dense",
+}
+FUSED_IN_TORCH = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+
+
+def _adam(params: Params, *, decoupled: bool) -> Recipe:
+    if params.get("bias_correction"):
+        del params["bias_correction"]
+    # The states are those of the master, whose dtype the precision sections choose.
+    params.pop("fp32_optimizer_states", None)
+    asked_for = params.pop("torch_adam", False)
+    torch_only = {"amsgrad", "foreach", "fused", "maximize", "capturable", "differentiable"} & params.keys()
+    if not asked_for:
+        # torch's class may still be the one that serves, and its default decay is another.
+        params.setdefault("weight_decay", 0.0)
+    if asked_for or any(params[key] for key in torch_only):
+        if "bias_correction" in params:
+            raise OptimizerError(
+                "optimizer.params.bias_correction: false is not in torch's Adam; leave out torch_adam and the keys "
+                f"that only torch's Adam has (here: {', '.join(sorted(torch_only)) or 'none'})"
+            )
+        return (torch.optim.AdamW if decoupled else torch.optim.Adam), params
+    for key in torch_only:
+        del params[key]
+    return FusedAdam, {**params, "adam_w_mode": decoupled}
+
+
+def _adam_by_mode(params: Params) -> Recipe:
+    return _adam(params, decoupled=params.pop("adam_w_mode", True))
+
+
+def _adamw(params: Params) -> Recipe:
+    if not params.pop("adam_w_mode", True):
+        raise OptimizerError(
+            'optimizer.params.adam_w_mode is false, but AdamW is decoupled by definition; write "type": "Adam"'
+        )
+    return _adam(params, decoupled=True)
+
+
+def _plain(cls: type[torch.optim.Optimizer]) -> Callable[[Params], Recipe]:
+    def recipe(params: Params) -> Recipe:
+        params.pop("fp32_optimizer_states", None)
+        return cls, params
+
+    return recipe
+
+
+RECIPES: dict[str, Callable[[Params], Recipe]] = {
+    "adam": _adam_by_mode,
+    "adamw": _adamw,
+    "adagrad": _plain(torch.optim.Adagrad),
+    "lion": _plain(FusedLion),
+    "lamb": _plain(FusedLamb),
+    "muon": _plain(Muon),
+    "sgd": _plain(torch.optim.SGD),
+}
+
+
+def _torch_classes() -> dict[str, type[torch.optim.Optimizer]]:
+    found = {name: getattr(torch.optim, name) for name in dir(torch.optim)}
+    return {
+        name: cls
+        for name, cls in found.items()
+        if isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer) and cls is not torch.optim.Optimizer
+    }
+
+
+def _recipe(type_name: str, params: Params) -> Recipe:
+    if "max_grad_norm" in params:
+        raise OptimizerError(
+            f"optimizer.params.max_grad_norm is {params['max_grad_norm']}, but no optimizer clips here: remove it and "
+            "set gradient_clipping at the top level of the configuration"
+        )
+    if type_name.lower() in NOT_YET:
+        raise NotAvailableError(f"optimizer.type {type_name!r} is not available yet; use one of {', '.join(RECIPES)}")
+    if type_name.lower() in RECIPES:
+        return RECIPES[type_name.lower()](params)
+    classes = _torch_classes()
+    if type_name not in classes:
+        raise OptimizerError(
+            f"optimizer.type {type_name!r} is unknown{nearest(type_name, [*RECIPES, *classes])}; use one of "
+            f"{', '.join(RECIPES)} or a class of torch.optim"
+        )
+    return classes[type_name], params
+
+
+def _tensors(groups: Sequence[dict[str, Any]] | Sequence[Tensor]) -> list[Tensor]:
+    """The tensors of all groups; group dicts keep a list, so that a generator in one is not used up."""
+    tensors: list[Tensor] = []
+    for entry in groups:
+        if isinstance(entry, dict):
+            inside = entry["params"]
+            entry["params"] = [inside] if isinstance(inside, Tensor) else list(inside)
+            tensors += [p[1] if isinstance(p, tuple) else p for p in entry["params"]]
+        else:
+            tensors.append(entry)
+    return tensors
+
+
+def build_optimizer(
+    type_name: str, params: dict[str, Any], groups: Sequence[dict[str, Any]] | Sequence[Tensor]
+) -> torch.optim.Optimizer:
+    """The optimizer that `optimizer.type` and `optimizer.params` name.
+
+    Args:
+        type_name: adam, adamw, adagrad, lamb, lion, muon or sgd in any case, or the exact name of a class of
+            torch.optim (`optimizer.type`).
+        params: arguments of the class, and `torch_adam`, `adam_w_mode` for Adam (`optimizer.params`).
+        groups: tensors, or group dicts whose own values win over `params`; the dicts are kept as objects.
+
+    Returns:
+        The optimizer, on torch's fused kernel where one serves the tensors' device and dtype.
+
+    Raises:
+        OptimizerError: an unknown type or parameter, or a value that the class refuses.
+        NotAvailableError: a type that this version does not have.
+    """
+    tensors = _tensors(groups)
+    cls, arguments = _recipe(type_name, dict(params))
+    if "betas" in arguments:
+        arguments["betas"] = tuple(float(beta) for beta in arguments["betas"])
+    chosen = arguments.get("foreach") or arguments.get("fused") is not None or arguments.get("differentiable")
+    if cls in FUSED_IN_TORCH and not chosen:
+        arguments["fused"] = all(t.device.type in FUSED_DEVICES and t.is_floating_point() for t in tensors)
+    optimizer = construct("optimizer", cls, list(groups), arguments, OptimizerError)
+    refuse_unsupported(optimizer)
+    return optimizer
+
+
+def needs_whole_tensors(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer must see each parameter whole and in its true shape.
+
+    False only for the classes known to work element by element; a subclass may do anything, so it counts as whole.
+    """
+    return type(optimizer) not in ELEMENTWISE
+
+
+def refuse_unsupported(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse the classes that cannot step on reduced gradients.
+
+    Raises:
+        OptimizerError: the optimizer is an LBFGS or a SparseAdam.
+    """
+    for cls, reason in UNSUPPORTED.items():
+        if isinstance(optimizer, cls):
+            raise OptimizerError(
+                f"{type(optimizer).__name__} cannot be used: it {reason}. Use AdamW, SGD or another of torch.optim"
+            )

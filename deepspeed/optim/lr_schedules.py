@@ -1,0 +1,431 @@
+"""Learning-rate schedules: the five of the JSON, and every class of torch.optim.lr_scheduler by name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from deepspeed.errors import SchedulerError, UsageError
+from deepspeed.foundation.log import say_once, warn_once
+from deepspeed.optim.construct import construct, nearest
+
+WARMUP_TYPES = ("log", "linear")
+PerGroup = float | Sequence[float]
+
+
+def get_torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
+    """The torch optimizer inside `optimizer`, which may be one or wrap one as `.optimizer`.
+
+    Raises:
+        SchedulerError: there is none.
+    """
+    inner = optimizer
+    while inner is not None and not isinstance(inner, torch.optim.Optimizer):
+        inner = getattr(inner, "optimizer", None)
+    if inner is None:
+        raise SchedulerError(f"{type(optimizer).__name__} is no torch.optim.Optimizer and has none as `.optimizer`")
+    return inner
+
+
+class Schedule:
+    """What the five schedules share: a count of steps, and the rates it gives each group.
+
+    A schedule counts from -1, so that the first `step()` asks for iteration 0. Before it the groups have the rates
+    of `get_lr()` at -1.
+    """
+
+    def __init__(self, optimizer: Any, last_batch_iteration: int) -> None:
+        self.optimizer = get_torch_optimizer(optimizer)
+        self.last_batch_iteration = last_batch_iteration
+        self._last_lr: list[float] | None = None
+
+    def get_lr(self) -> list[float]:
+        """The rates of the groups at the present iteration."""
+        raise NotImplementedError(f"{type(self).__name__} has no get_lr")
+
+    def get_last_lr(self) -> list[float]:
+        """The rates that the last `step()` set.
+
+        Raises:
+            UsageError: no step was made yet.
+        """
+        if self._last_lr is None:
+            raise UsageError(f"{type(self).__name__}.get_last_lr(): need to call step() first")
+        return self._last_lr
+
+    def step(self, last_batch_iteration: int | None = None) -> None:
+        """Move to the next iteration, or to the given one, and set the groups' rates."""
+        following = self.last_batch_iteration + 1
+        self.last_batch_iteration = following if last_batch_iteration is None else last_batch_iteration
+        self._last_lr = self._apply()
+
+    def _apply(self) -> list[float]:
+        rates = self.get_lr()
+        # Groups added after the schedule was made keep the rate they came with.
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=False):
+            if torch.is_tensor(group["lr"]):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+        return rates
+
+    def state_dict(self) -> dict[str, Any]:
+        """The count, from which everything else follows."""
+        return {"last_batch_iteration": self.last_batch_iteration}
+
+    def load_state_dict(self, sd: Mapping[str, Any]) -> None:
+        """Go to the saved iteration and set its rates."""
+        self.last_batch_iteration = sd["last_batch_iteration"]
+        rates = self._apply()
+        self._last_lr = rates if self.last_batch_iteration >= 0 else None
+
+    def _per_group(self, key: str, value: PerGroup) -> list[float]:
+        groups = len(self.optimizer.param_groups)
+        if not isinstance(value, Sequence):
+            return [float(value)] * groups
+        if len(value) != groups:
+            raise SchedulerError(
+                f"scheduler.params.{key} has {len(value)} values, but the optimizer has {groups} parameter groups"
+            )
+        return [float(v) for v in value]
+
+    def _optimizer_lrs(self) -> list[float]:
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+
+class _Warmup:
+    """The rise from 0 to 1 over the first iterations, logarithmic or linear."""
+
+    def __init__(self, num_steps: int, kind: str) -> None:
+        if not isinstance(num_steps, int) or num_steps <= 0:
+            raise SchedulerError(f"scheduler.params.warmup_num_steps is {num_steps!r}; it must be an integer > 0")
+        if kind not in WARMUP_TYPES:
+            warn_once(f"scheduler.params.warmup_type {kind!r} is not one of {', '.join(WARMUP_TYPES)}; log is used")
+        # ln(1) = 0 cannot be divided by, so the shortest rise takes two steps.
+        self.num_steps = max(2, num_steps)
+        self.linear = kind == "linear"
+
+    def __call__(self, iteration: int) -> float:
+        if iteration >= self.num_steps:
+            return 1.0
+        iteration = max(0, iteration)
+        return iteration / self.num_steps if self.linear else math.log(iteration + 1) / math.log(self.num_steps)
+
+
+class WarmupLR(Schedule):
+    """Rise from `warmup_min_lr` to `warmup_max_lr`, then stay."""
+
+    def __init__(
+        self,
+        optimizer: Any,
+        warmup_min_lr: PerGroup = 0.0,
+        warmup_max_lr: PerGroup | None = None,
+        warmup_num_steps: int = 1000,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:
+        """Set the groups' first rates.
+
+        Args:
+            optimizer: a torch optimizer, or a wrapper with one as `.optimizer`.
+            warmup_min_lr: first rate, one or one for each group (`scheduler.params.*` holds the arguments).
+            warmup_max_lr: last rate; None takes the optimizer's own.
+            warmup_num_steps: length of the rise, in optimizer steps; at least 2 are made.
+            warmup_type: "log" or "linear".
+            last_batch_iteration: iteration to go on from.
+
+        Raises:
+            SchedulerError: a value is out of range or a list has the wrong length.
+        """
+        super().__init__(optimizer, last_batch_iteration)
+        self.warmup = _Warmup(warmup_num_steps, warmup_type)
+        self.min_lrs = self._per_group("warmup_min_lr", warmup_min_lr)
+        highest = self._optimizer_lrs() if warmup_max_lr is None else warmup_max_lr
+        self.max_lrs = self._per_group("warmup_max_lr", highest)
+        self._apply()
+
+    def get_lr(self) -> list[float]:
+        """min + (max - min) * g, g = ln(it + 1) / ln(W) or it / W, and what follows after W."""
+        factor = self._factor()
+        return [low + (high - low) * factor for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
+
+    def _factor(self) -> float:
+        return self.warmup(self.last_batch_iteration)
+
+
+class WarmupDecayLR(WarmupLR):
+    """`WarmupLR`, then a straight line down to `warmup_min_lr` at `total_num_steps`."""
+
+    def __init__(
+        self,
+        optimizer: Any,
+        total_num_steps: int,
+        warmup_min_lr: PerGroup = 0.0,
+        warmup_max_lr: PerGroup | None = 0.001,
+        warmup_num_steps: int = 1000,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:
+        """Set the groups' first rates.
+
+        Args:
+            optimizer: a torch optimizer, or a wrapper with one as `.optimizer`.
+            total_num_steps: optimizer steps in all, rise included.
+            warmup_min_lr: first and last rate, one or one for each group.
+            warmup_max_lr: highest rate; None takes the optimizer's own.
+            warmup_num_steps: length of the rise, in optimizer steps.
+            warmup_type: "log" or "linear".
+            last_batch_iteration: iteration to go on from.
+
+        Raises:
+            SchedulerError: a value is out of range or a list has the wrong length.
+        """
+        self.total_num_steps = total_num_steps
+        super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration)
+        _warn_if_all_warmup(total_num_steps, self.warmup.num_steps)
+
+    def _factor(self) -> float:
+        rise = self.warmup.num_steps
+        if self.last_batch_iteration < rise:
+            return self.warmup(self.last_batch_iteration)
+        return max(0.0, (self.total_num_steps - self.last_batch_iteration) / max(1, self.total_num_steps - rise))
+
+
+class WarmupCosineLR(Schedule):
+    """The optimizer's own rates times a ratio that rises to 1, then follows half a cosine down to `cos_min_ratio`."""
+
+    def __init__(
+        self,
+        optimizer: Any,
+        total_num_steps: int,
+        warmup_min_ratio: float = 0.0,
+        warmup_num_steps: int = 1000,
+        cos_min_ratio: float = 0.0001,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:
+        """Set the groups' first rates, which are 0.
+
+        Args:
+            optimizer: a torch optimizer, or a wrapper with one as `.optimizer`.
+            total_num_steps: optimizer steps in all, rise included (`scheduler.params.*` holds the arguments).
+            warmup_min_ratio: ratio of the first step.
+            warmup_num_steps: length of the rise, in optimizer steps; at least 2 are made.
+            cos_min_ratio: ratio at the end.
+            warmup_type: "log" or "linear".
+            last_batch_iteration: iteration to go on from.
+
+        Raises:
+            SchedulerError: a value is out of range.
+        """
+        super().__init__(optimizer, last_batch_iteration)
+        self.total_num_steps = total_num_steps
+        self.warmup_min_ratio = warmup_min_ratio
+        self.cos_min_ratio = cos_min_ratio
+        self.warmup = _Warmup(warmup_num_steps, warmup_type)
+        self.org_lrs = self._optimizer_lrs()
+        _warn_if_all_warmup(total_num_steps, self.warmup.num_steps)
+        self._apply()
+
+    def get_lr_ratio(self) -> float:
+        """Rise: m + (1 - m) g. After it: c + (1 - c) (1 + cos(pi p)) / 2, p = min(1, (it - W + 1) / max(1, T - W))."""
+        iteration, rise = self.last_batch_iteration, self.warmup.num_steps
+        if iteration < 0:
+            return 0.0
+        if iteration < rise:
+            return self.warmup_min_ratio + (1 - self.warmup_min_ratio) * self.warmup(iteration)
+        progress = min(1.0, (iteration - rise + 1) / max(1, self.total_num_steps - rise))
+        return self.cos_min_ratio + (1 - self.cos_min_ratio) * (1 + math.cos(math.pi * progress)) / 2
+
+    def get_lr(self) -> list[float]:
+        """The groups' own rates times `get_lr_ratio()`."""
+        ratio = self.get_lr_ratio()
+        return [lr * ratio for lr in self.org_lrs]
+
+
+class LRRangeTest(Schedule):
+    """A rate that grows until training diverges, to find the range of useful ones (Smith 2017, section 3.3)."""
+
+    def __init__(
+        self,
+        optimizer: Any,
+        lr_range_test_min_lr: PerGroup = 1e-3,
+        lr_range_test_step_size: int = 2000,
+        lr_range_test_step_rate: float = 1.0,
+        lr_range_test_staircase: bool = False,
+        last_batch_iteration: int = -1,
+    ) -> None:
+        """Set the groups' first rates.
+
+        Args:
+            optimizer: a torch optimizer, or a wrapper with one as `.optimizer`.
+            lr_range_test_min_lr: first rate, one or one for each group (`scheduler.params.*` holds the arguments).
+            lr_range_test_step_size: optimizer steps in which the rate grows by `step_rate` times the first one.
+            lr_range_test_step_rate: that growth.
+            lr_range_test_staircase: grow at the end of each `step_size` only.
+            last_batch_iteration: iteration to go on from.
+
+        Raises:
+            SchedulerError: a value is out of range or a list has the wrong length.
+        """
+        super().__init__(optimizer, last_batch_iteration)
+        self.min_lr = self._per_group("lr_range_test_min_lr", lr_range_test_min_lr)
+        self.step_size = _positive("lr_range_test_step_size", lr_range_test_step_size)
+        self.step_rate = lr_range_test_step_rate
+        self.staircase = lr_range_test_staircase
+        self._apply()
+
+    def get_lr(self) -> list[float]:
+        """min * (1 + rate * interval), interval = (it + 1) / step_size, floored when staircase."""
+        interval = (self.last_batch_iteration + 1) / self.step_size
+        factor = 1 + self.step_rate * (math.floor(interval) if self.staircase else interval)
+        return [lr * factor for lr in self.min_lr]
+
+
+class OneCycle(Schedule):
+    """One rise and fall of the rate, momentum falling and rising against it, then a decay (Smith 2018, 1cycle)."""
+
+    def __init__(
+        self,
+        optimizer: Any,
+        cycle_min_lr: PerGroup,
+        cycle_max_lr: PerGroup,
+        decay_lr_rate: float = 0.0,
+        cycle_first_step_size: int = 2000,
+        cycle_second_step_size: int | None = None,
+        cycle_first_stair_count: int = 0,
+        cycle_second_stair_count: int | None = None,
+        decay_step_size: int = 0,
+        cycle_momentum: bool = True,
+        cycle_min_mom: float = 0.8,
+        cycle_max_mom: float = 0.9,
+        decay_mom_rate: float = 0.0,
+        last_batch_iteration: int = -1,
+    ) -> None:
+        """Set the groups' first rates and momenta.
+
+        Args:
+            optimizer: a torch optimizer, or a wrapper with one as `.optimizer`.
+            cycle_min_lr: rate at both ends of the cycle (`scheduler.params.*` holds the arguments).
+            cycle_max_lr: rate at its top.
+            decay_lr_rate: decay of the rate in each `decay_step_size` after the cycle.
+            cycle_first_step_size: optimizer steps of the rise.
+            cycle_second_step_size: optimizer steps of the fall; None: as many as the rise.
+            cycle_first_stair_count: stairs of the rise; 0: a straight line.
+            cycle_second_stair_count: stairs of the fall; None: as many as the rise.
+            decay_step_size: optimizer steps of one decay; 0: none.
+            cycle_momentum: move the momentum (first beta) too.
+            cycle_min_mom: momentum at the top of the cycle.
+            cycle_max_mom: momentum at both its ends.
+            decay_mom_rate: growth of the momentum in each `decay_step_size` after the cycle.
+            last_batch_iteration: iteration to go on from.
+
+        Raises:
+            SchedulerError: a value is out of range or a list has the wrong length.
+        """
+        super().__init__(optimizer, last_batch_iteration)
+        self.min_lrs = self._per_group("cycle_min_lr", cycle_min_lr)
+        self.max_lrs = self._per_group("cycle_max_lr", cycle_max_lr)
+        self.first_size = _positive("cycle_first_step_size", cycle_first_step_size)
+        self.second_size = _positive("cycle_second_step_size", cycle_second_step_size or cycle_first_step_size)
+        self.first_stairs = cycle_first_stair_count
+        self.second_stairs = cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
+        self.decay_step_size = decay_step_size
+        self.decay_lr_rate, self.decay_mom_rate = decay_lr_rate, decay_mom_rate
+        self.min_mom, self.max_mom = cycle_min_mom, cycle_max_mom
+        self.cycle_momentum = cycle_momentum and self._has_momentum()
+        self._apply()
+
+    def get_lr(self) -> list[float]:
+        """min + (max - min) * height in the cycle; min / (1 + decay_lr_rate * decays) after it."""
+        height, decays = self._position()
+        shrink = 1 + self.decay_lr_rate * decays
+        return [(low + (high - low) * height) / shrink for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
+
+    def get_mom(self) -> list[float] | None:
+        """max - (max - min) * height in the cycle; max * (1 + decay_mom_rate * decays) after it."""
+        if not self.cycle_momentum:
+            return None
+        height, decays = self._position()
+        momentum = (self.max_mom - (self.max_mom - self.min_mom) * height) * (1 + self.decay_mom_rate * decays)
+        return [momentum] * len(self.optimizer.param_groups)
+
+    def _position(self) -> tuple[float, float]:
+        """The height in the cycle, from 0 over 1 to 0, and the number of decays since its end."""
+        done = self.last_batch_iteration + 1
+        length = self.first_size + self.second_size
+        if done >= length:
+            return 0.0, (done - length) / self.decay_step_size if self.decay_step_size else 0.0
+        if done <= self.first_size:
+            return _stairs(done / self.first_size, self.first_stairs), 0.0
+        return 1 - _stairs((done - self.first_size) / self.second_size, self.second_stairs), 0.0
+
+    def _apply(self) -> list[float]:
+        for group, momentum in zip(self.optimizer.param_groups, self.get_mom() or [], strict=False):
+            if "betas" in group:
+                group["betas"] = (momentum, group["betas"][1])
+            else:
+                group["momentum"] = momentum
+        return super()._apply()
+
+    def _has_momentum(self) -> bool:
+        found = all("betas" in group or group.get("momentum") for group in self.optimizer.param_groups)
+        if not found:
+            say_once(f"OneCycle: {type(self.optimizer).__name__} has no momentum here, so only the rate is cycled")
+        return found
+
+
+def _stairs(progress: float, count: int) -> float:
+    return math.floor(progress * count) / count if count else progress
+
+
+def _positive(key: str, value: int) -> int:
+    if value <= 0:
+        raise SchedulerError(f"scheduler.params.{key} is {value}; it must be > 0")
+    return value
+
+
+def _warn_if_all_warmup(total_num_steps: int, rise: int) -> None:
+    if total_num_steps < rise:
+        warn_once(
+            f"scheduler.params.total_num_steps {total_num_steps} is below warmup_num_steps {rise}: "
+            "training ends before the highest rate is reached"
+        )
+
+
+SCHEDULES: dict[str, type[Schedule]] = {
+    cls.__name__: cls for cls in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
+}
+VALID_LR_SCHEDULES = list(SCHEDULES)
+
+
+def build_scheduler(name: str, params: Mapping[str, Any], optimizer: Any) -> Any:
+    """The schedule that `scheduler.type` and `scheduler.params` name.
+
+    Args:
+        name: one of `VALID_LR_SCHEDULES`, or the exact name of a class of torch.optim.lr_scheduler (`scheduler.type`).
+        params: arguments of the class (`scheduler.params`).
+        optimizer: a torch optimizer, or a wrapper with one as `.optimizer`.
+
+    Returns:
+        The schedule.
+
+    Raises:
+        SchedulerError: an unknown name or parameter, or a value that the class refuses.
+    """
+    module = torch.optim.lr_scheduler
+    classes: dict[str, type] = {
+        other: cls
+        for other, cls in vars(module).items()
+        if isinstance(cls, type) and issubclass(cls, module.LRScheduler) and not other.startswith(("_", "LRScheduler"))
+    }
+    classes |= SCHEDULES
+    if name not in classes:
+        raise SchedulerError(
+            f"scheduler.type {name!r} is unknown{nearest(name, classes)}; use one of {', '.join(SCHEDULES)} or a class "
+            "of torch.optim.lr_scheduler"
+        )
+    return construct("scheduler", classes[name], get_torch_optimizer(optimizer), params, SchedulerError)

@@ -1,0 +1,93 @@
+"""Which parameters compute in which dtype, and the casting of inputs where they enter cast modules."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import Parameter
+
+from deepspeed.foundation.log import say_once
+from deepspeed.foundation.tree import map_tensors
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+# Their kernels pair float32 buffers with the parameters.
+_PAIRED_WITH_BUFFERS = (nn.modules.batchnorm._NormBase,)
+
+
+def compute_dtypes(
+    module: nn.Module, dtype: torch.dtype, keep_fp32: Iterable[str] = ()
+) -> dict[Parameter, torch.dtype]:
+    """The compute dtype of every floating parameter that does not keep its own.
+
+    Args:
+        module: the model.
+        dtype: the dtype of the JSON (`bf16`, `fp16`).
+        keep_fp32: module names, suffixes or patterns that stay float32 (`data_types.keep_in_fp32_modules`); those the
+            model itself lists (`_keep_in_fp32_modules`) stay too.
+    """
+    patterns = [*keep_fp32, *(getattr(module, "_keep_in_fp32_modules", None) or ())]
+    wanted: dict[Parameter, torch.dtype] = {}
+    kept: set[Parameter] = set()
+    for name, child in module.named_modules():
+        stays = isinstance(child, _PAIRED_WITH_BUFFERS) or any(_matches(name, p) for p in patterns)
+        for param in child.parameters(recurse=stays and not isinstance(child, _PAIRED_WITH_BUFFERS)):
+            if param.is_floating_point():
+                wanted[param] = dtype
+                if stays:
+                    kept.add(param)
+    return {p: torch.float32 if p in kept else d for p, d in wanted.items()}
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return pattern in name.split(".") or name.endswith(pattern) or fnmatch.fnmatch(name, pattern)
+
+
+class InputCaster:
+    """Forward pre-hooks that bring floating inputs to the dtype of the module they enter.
+
+    A module takes part when it owns parameters that were cast. Modules that stay float32 beside cast ones get their
+    inputs in float32, except those whose kernels take mixed dtypes (BatchNorm).
+
+    Args:
+        module: the model.
+        dtypes: what `compute_dtypes` gave.
+        low: the lower dtype.
+    """
+
+    def __init__(self, module: nn.Module, dtypes: dict[Parameter, torch.dtype], low: torch.dtype, hook: Any) -> None:
+        self._handles: list[Any] = []
+        self._low = low
+        for name, child in module.named_modules():
+            own = [p for p in child._parameters.values() if p is not None and p in dtypes]
+            if not own or isinstance(child, _PAIRED_WITH_BUFFERS):
+                continue
+            target = dtypes[own[0]]
+            call = hook(lambda mod, args, kwargs, t=target, n=name: self._cast(mod, n, args, kwargs, t))
+            self._handles.append(child.register_forward_pre_hook(call, with_kwargs=True))
+
+    def _cast(self, module: nn.Module, name: str, args: Any, kwargs: Any, target: torch.dtype) -> Any:
+        def cast(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.dtype == target or not tensor.is_floating_point():
+                return tensor
+            if target == self._low:
+                where = f"'{name}' ({type(module).__name__})" if name else type(module).__name__
+                short = str(tensor.dtype).removeprefix("torch.")
+                say_once(
+                    f"{short} inputs are cast to {str(target).removeprefix('torch.')} where they enter modules whose "
+                    f"parameters were cast, first at {where}; auto_cast: false turns it off",
+                    key=("auto_cast", id(self)),
+                )
+            return tensor.to(target)
+
+        return map_tensors(cast, args), map_tensors(cast, kwargs)
+
+    def remove(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()

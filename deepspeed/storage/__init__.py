@@ -1,0 +1,1 @@
+"""Where a tensor rests between uses."""

@@ -1,0 +1,268 @@
+"""Memory a model will need under ZeRO: states, buckets, what is gathered, and activations when they are given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from deepspeed.errors import ArgumentError
+
+GB = 2**30
+# Defaults of zero_optimization.reduce_bucket_size, stage3_max_live_parameters and stage3_prefetch_bucket_size.
+REDUCE_BUCKET = 500_000_000
+LIVE_PARAMETERS = 1_000_000_000
+PREFETCH_BUCKET = 50_000_000
+FP32 = 4
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes per parameter on one rank, before the step, with Adam and fp32 accumulators."""
+
+    params: float
+    optimizer: float
+    gradients: float
+
+    @property
+    def total(self) -> float:
+        """All three."""
+        return self.params + self.optimizer + self.gradients
+
+
+def state_bytes(stage: int, world: int, *, low_precision: bool = True, accumulating: bool = False) -> StateBytes:
+    """State bytes per parameter on each of `world` ranks.
+
+    Low precision: 2-byte parameters, fp32 master and two moments (12), fp32 accumulator (4). fp32: the parameters are
+    the master (4), two moments (8), accumulator (4). Stage 1 splits the second, stage 2 also the third, stage 3 all;
+    stage 1 keeps whole accumulators only while it accumulates.
+
+    Args:
+        stage: 0 to 3 (`zero_optimization.stage`).
+        world: ranks that share the states.
+        low_precision: compute in bf16 or fp16.
+        accumulating: `gradient_accumulation_steps` above 1.
+
+    Returns:
+        The three parts.
+
+    Raises:
+        ArgumentError: an unknown stage.
+    """
+    if stage not in range(4):
+        raise ArgumentError(f"stage is {stage}; use 0, 1, 2 or 3")
+    params, optimizer, gradients = (2.0, 12.0, 4.0) if low_precision else (4.0, 8.0, 4.0)
+    return StateBytes(
+        params / world if stage == 3 else params,
+        optimizer / world if stage >= 1 else optimizer,
+        gradients / world if stage >= 2 or (stage == 1 and not accumulating) else gradients,
+    )
+
+
+def estimate_zero2_model_states_mem_needs(
+    total_params: int,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    cpu_offload: bool = True,
+    additional_buffer_factor: float = 1.5,
+    *,
+    activation_bytes: int = 0,
+    reduce_bucket_size: int = REDUCE_BUCKET,
+) -> tuple[int, int]:
+    """Bytes needed at stage 2 with 2-byte parameters and Adam.
+
+    Args:
+        total_params: parameters of the model.
+        num_gpus_per_node: ranks on a node.
+        num_nodes: nodes.
+        cpu_offload: optimizer states and accumulators rest in host memory (`offload_optimizer`).
+        additional_buffer_factor: safety factor on host memory.
+        activation_bytes: activations of one micro-batch on one rank.
+        reduce_bucket_size: elements (`zero_optimization.reduce_bucket_size`).
+
+    Returns:
+        Bytes of host memory per node, bytes of device memory per rank.
+    """
+    world = num_gpus_per_node * num_nodes
+    parts = state_bytes(2, world)
+    offloaded = parts.optimizer + parts.gradients if cpu_offload else 0.0
+    device = (parts.total - offloaded) * total_params + activation_bytes
+    device += FP32 * min(total_params, reduce_bucket_size)
+    # Every rank makes the whole fp32 model before the states are split.
+    host = num_gpus_per_node * total_params * max(FP32, offloaded)
+    return int(host * additional_buffer_factor), int(device)
+
+
+def estimate_zero3_model_states_mem_needs(
+    total_params: int,
+    largest_layer_params: int,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    cpu_offload: bool = True,
+    cpu_offload_params: bool = True,
+    zero_init: bool = True,
+    additional_buffer_factor: float = 1.5,
+    *,
+    activation_bytes: int = 0,
+    reduce_bucket_size: int = REDUCE_BUCKET,
+    max_live_parameters: int = LIVE_PARAMETERS,
+) -> tuple[int, int, int]:
+    """Bytes needed at stage 3 with 2-byte parameters and Adam.
+
+    Args:
+        total_params: parameters of the model.
+        largest_layer_params: parameters of its largest layer, which are gathered together.
+        num_gpus_per_node: ranks on a node.
+        num_nodes: nodes.
+        cpu_offload: optimizer states and accumulators rest in host memory (`offload_optimizer`).
+        cpu_offload_params: parameters rest there too (`offload_param`).
+        zero_init: the model is made under `zero.Init`.
+        additional_buffer_factor: safety factor on host memory.
+        activation_bytes: activations of one micro-batch on one rank.
+        reduce_bucket_size: elements (`zero_optimization.reduce_bucket_size`).
+        max_live_parameters: elements (`zero_optimization.stage3_max_live_parameters`).
+
+    Returns:
+        Bytes of host memory per node, bytes of device memory per rank, fp32 bytes of the largest layer.
+    """
+    world = num_gpus_per_node * num_nodes
+    parts = state_bytes(3, world)
+    offloaded = parts.optimizer + parts.gradients if cpu_offload else 0.0
+    offloaded += parts.params if cpu_offload and cpu_offload_params else 0.0
+    # Two layers at least: the one in use and the one that is fetched; more when the limit lets them stay.
+    gathered = min(total_params, max(2 * largest_layer_params, max_live_parameters + PREFETCH_BUCKET))
+    device = (parts.total - offloaded) * total_params + 2 * gathered + activation_bytes
+    device += FP32 * min(total_params, reduce_bucket_size + largest_layer_params)
+    at_birth = FP32 * (largest_layer_params if zero_init else total_params)
+    host = num_gpus_per_node * max(at_birth, offloaded * total_params)
+    return int(host * additional_buffer_factor), int(device), FP32 * largest_layer_params
+
+
+def estimate_zero2_model_states_mem_needs_all_live(
+    model: nn.Module,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    additional_buffer_factor: float = 1.5,
+    **sizes: Any,
+) -> None:
+    """Print the stage 2 table for a model.
+
+    Args:
+        model: the model.
+        num_gpus_per_node: ranks on a node.
+        num_nodes: nodes.
+        additional_buffer_factor: safety factor on host memory.
+        sizes: `activation_bytes`, `reduce_bucket_size` of `estimate_zero2_model_states_mem_needs`.
+    """
+    total, _ = _model_sizes(model)
+    estimate_zero2_model_states_mem_needs_all_cold(
+        total, num_gpus_per_node, num_nodes, additional_buffer_factor, **sizes
+    )
+
+
+def estimate_zero2_model_states_mem_needs_all_cold(
+    total_params: int,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    additional_buffer_factor: float = 1.5,
+    **sizes: Any,
+) -> None:
+    """Print the stage 2 table for a number of parameters; arguments as in `..._all_live`."""
+    _print_table(
+        lambda **options: estimate_zero2_model_states_mem_needs(
+            total_params,
+            num_gpus_per_node,
+            num_nodes,
+            additional_buffer_factor=additional_buffer_factor,
+            **options,
+            **sizes,
+        ),
+        [{"cpu_offload": True}, {"cpu_offload": False}],
+        f"{num_nodes} node(s), {num_gpus_per_node} rank(s) per node",
+        f"{total_params / 1e6:.0f}M total params",
+    )
+
+
+def estimate_zero3_model_states_mem_needs_all_live(
+    model: nn.Module,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    additional_buffer_factor: float = 1.5,
+    **sizes: Any,
+) -> None:
+    """Print the stage 3 table for a model.
+
+    Args:
+        model: the model.
+        num_gpus_per_node: ranks on a node.
+        num_nodes: nodes.
+        additional_buffer_factor: safety factor on host memory.
+        sizes: `activation_bytes`, `reduce_bucket_size`, `max_live_parameters` of
+            `estimate_zero3_model_states_mem_needs`.
+    """
+    total, largest = _model_sizes(model)
+    estimate_zero3_model_states_mem_needs_all_cold(
+        total, largest, num_gpus_per_node, num_nodes, additional_buffer_factor, **sizes
+    )
+
+
+def estimate_zero3_model_states_mem_needs_all_cold(
+    total_params: int,
+    largest_layer_params: int,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    additional_buffer_factor: float = 1.5,
+    **sizes: Any,
+) -> None:
+    """Print the stage 3 table for a number of parameters; arguments as in `..._all_live`."""
+    options = [
+        {"cpu_offload_params": params, "cpu_offload": optimizer, "zero_init": born_split}
+        for params, optimizer in ((True, True), (False, True), (False, False))
+        for born_split in (True, False)
+    ]
+    _print_table(
+        lambda **choice: estimate_zero3_model_states_mem_needs(
+            total_params,
+            largest_layer_params,
+            num_gpus_per_node,
+            num_nodes,
+            additional_buffer_factor=additional_buffer_factor,
+            **choice,
+            **sizes,
+        ),
+        options,
+        f"{num_nodes} node(s), {num_gpus_per_node} rank(s) per node",
+        f"{total_params / 1e6:.0f}M total params, {largest_layer_params / 1e6:.0f}M largest layer params",
+    )
+
+
+OPTION_NAMES = {"cpu_offload_params": "offload_param", "cpu_offload": "offload_optimizer", "zero_init": "zero_init"}
+
+
+def _print_table(
+    estimate: Callable[..., tuple[int, ...]], options: Iterable[dict[str, bool]], machine: str, model: str
+) -> None:
+    lines = [
+        "Estimated memory needed for params, optim states, gradients, buckets and gathered params for a:",
+        f"HW: Setup with {machine}.",
+        f"SW: Model with {model}.",
+        "  per CPU  |  per GPU |   Options",
+    ]
+    for choice in options:
+        host, device = estimate(**choice)[:2]
+        named = " , ".join(f"{OPTION_NAMES[key]}={_shown(key, value)}" for key, value in choice.items())
+        lines.append(f"{host / GB:9.2f}GB |{device / GB:7.2f}GB | {named}")
+    print("\n".join(lines))
+
+
+def _shown(key: str, value: bool) -> str:
+    return str(int(value)) if key == "zero_init" else "cpu" if value else "none"
+
+
+def _model_sizes(model: nn.Module) -> tuple[int, int]:
+    """Parameters in all, and those of the module that holds most itself."""
+    total = sum(param.numel() for param in model.parameters())
+    layers: list[Any] = [sum(p.numel() for p in module.parameters(recurse=False)) for module in model.modules()]
+    return total, max(layers)

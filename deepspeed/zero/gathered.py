@@ -1,0 +1,101 @@
+"""Whole parameters for a while: `GatheredParameters`, and parameters used outside their own module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.comm.collectives import broadcast
+from deepspeed.errors import ArgumentError
+from deepspeed.zero.param import is_managed
+from deepspeed.zero.shard_group import ShardGroup
+
+
+class GatheredParameters:
+    """Inside, the parameters are whole on every rank; all ranks of the axis enter together.
+
+    Args:
+        params: a parameter, or an iterable of them; plain ones are left alone.
+        modifier_rank: the global rank whose in-place changes everybody takes over on leaving; None: changes are lost
+            at stage 3.
+        fwd_module: a module that uses the parameters in its forward; they are gathered before it from now on.
+        enabled: False makes the context do nothing.
+
+    Example:
+        >>> with deepspeed.zero.GatheredParameters(layer.weight, modifier_rank=0):
+        ...     if rank == 0: torch.nn.init.normal_(layer.weight)
+    """
+
+    def __init__(
+        self,
+        params: torch.Tensor | Iterable[torch.Tensor | None],
+        modifier_rank: int | None = None,
+        fwd_module: nn.Module | None = None,
+        enabled: bool = True,
+    ) -> None:
+        self.modifier_rank, self._groups, self._members = modifier_rank, [], []
+        if not enabled:
+            return
+        listed = [params] if isinstance(params, torch.Tensor) else list(params)
+        seen: set[int] = set()
+        groups: dict[int, ShardGroup] = {}
+        for param in listed:
+            if is_managed(param) and id(param) not in seen:
+                seen.add(id(param))
+                member = param._ds_member  # type: ignore[union-attr]
+                self._members.append(member)
+                groups[id(member.group)] = member.group
+                if fwd_module is not None:
+                    register_external_parameter(fwd_module, param)  # type: ignore[arg-type]
+        self._groups = list(groups.values())
+
+    def __enter__(self) -> None:
+        for group in self._groups:
+            if group.policy.gathers_before_use:
+                group.gather_together()
+            group.users += 1
+
+    def __exit__(self, *_: Any) -> None:
+        changed = self._take_over() if self.modifier_rank is not None else set()
+        for group in self._groups:
+            group.users -= 1
+            if id(group) in changed:
+                group.keep_own()
+            if group.users == 0:
+                group.free(edits_allowed=True)
+
+    def _take_over(self) -> set[int]:
+        """Send the modifier's values to all; the groups that hold them."""
+        changed = set()
+        for member in self._members:
+            group = member.group
+            ranks = group.axis.ranks
+            if self.modifier_rank not in ranks:
+                raise ArgumentError(f"modifier_rank {self.modifier_rank} is not among the ranks {list(ranks)}")
+            flat = group.full[member.offset : member.offset + member.numel]
+            broadcast(group.axis, flat, ranks.index(self.modifier_rank), f"edit of {member.name}")
+            group.overwrite_master(member, flat)
+            changed.add(id(group))
+        return changed
+
+
+def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Tell that `module` uses `parameter` of another module in its forward.
+
+    Args:
+        module: the user.
+        parameter: what it uses; a plain parameter needs nothing.
+    """
+    if not isinstance(parameter, torch.nn.Parameter):
+        raise ArgumentError(f"register_external_parameter needs a Parameter, got {type(parameter).__name__}")
+    if is_managed(parameter):
+        parameter._ds_member.group.register_user(module)  # type: ignore[attr-defined]
+
+
+def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Undo `register_external_parameter`."""
+    if is_managed(parameter):
+        parameter._ds_member.group.unregister_user(module)  # type: ignore[attr-defined]

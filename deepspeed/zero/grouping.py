@@ -1,0 +1,164 @@
+"""Which parameters travel together: buckets in the order of backward, or the units of a sharded module."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import Parameter
+
+from deepspeed.comm.axis import Axis
+from deepspeed.foundation.log import say_once
+from deepspeed.zero.layout import Layout, by_group, by_owner
+from deepspeed.zero.lifecycle import repeated_blocks
+from deepspeed.zero.param import is_managed
+from deepspeed.zero.policy import KEPT_WHOLE, Policy
+from deepspeed.zero.shard_group import Member, ShardGroup
+
+# A bucket is never larger than this share of the model, so that sending overlaps backward on small models too, and
+# never smaller than this many elements on account of it.
+_LEAST_BUCKETS, _SMALLEST_SHARE = 8, 1 << 18
+
+
+@dataclass(frozen=True)
+class GroupingPlan:
+    """How parameters are put into groups.
+
+    Args:
+        bucket: most elements in a group (`reduce_bucket_size`).
+        whole_tensors: the optimizer needs whole matrices, so groups are cut between parameters.
+        persist_below: parameters with fewer elements stay whole (`stage3_param_persistence_threshold`).
+        persist_total: most elements that stay whole (`stage3_model_persistence_threshold`).
+    """
+
+    bucket: int = 500_000_000
+    whole_tensors: bool = False
+    persist_below: int = 0
+    persist_total: int = 1 << 62
+
+
+def named_parameters(module: nn.Module, extra: Iterable[Parameter] = ()) -> dict[Parameter, str]:
+    """Every parameter once, by its first name; those the optimizer knows and the module does not come last."""
+    names = {param: name for name, param in module.named_parameters()}
+    for index, param in enumerate(extra):
+        names.setdefault(param, f"optimizer parameter {index}")
+    return names
+
+
+def _bins(params: list[Parameter], limit: int) -> list[list[Parameter]]:
+    """Consecutive parameters, at most `limit` elements together, one at least."""
+    bins: list[list[Parameter]] = []
+    filled = limit + 1
+    for param in params:
+        if filled + param.numel() > limit:
+            bins.append([])
+            filled = 0
+        bins[-1].append(param)
+        filled += param.numel()
+    return bins
+
+
+def plan_groups(
+    module: nn.Module,
+    names: dict[Parameter, str],
+    updated: set[Parameter],
+    policy: Policy,
+    plan: GroupingPlan,
+    dtypes: dict[Parameter, torch.dtype],
+) -> list[tuple[Policy, list[Parameter]]]:
+    """The groups of a model.
+
+    Args:
+        module: the model.
+        names: its parameters.
+        updated: parameters the optimizer has.
+        policy: what the stage splits.
+        plan: sizes.
+        dtypes: compute dtypes of the parameters that are to be cast.
+
+    Returns:
+        (policy, parameters) per group; every group is of one dtype and device, trainable or frozen, updated or not.
+    """
+    unit_of = _units(module) if policy.gathers_before_use else {}
+    kinds: dict[tuple[object, ...], list[Parameter]] = defaultdict(list)
+    kept = 0
+    for param in names:
+        own = policy
+        # Kept parameters live by another row of the table: gathered for good, gradients and optimizer state split.
+        small = param.numel() < plan.persist_below and kept + param.numel() <= plan.persist_total
+        if policy.gathers_before_use and small:
+            own, kept = KEPT_WHOLE, kept + param.numel()
+        elif not policy.gathers_before_use and param not in updated:
+            continue  # neither split nor updated: nothing to manage
+        unit = unit_of.get(param) if own.gathers_before_use else None
+        dtype = dtypes.get(param, param.dtype)
+        kinds[(own, unit, dtype, param.device, param.requires_grad, param in updated)].append(param)
+    groups: list[tuple[Policy, list[Parameter]]] = []
+    total = sum(p.numel() for p in names)
+    share = max(total // _LEAST_BUCKETS, _SMALLEST_SHARE)
+    for key, params in kinds.items():
+        own = key[0]
+        if not isinstance(own, Policy):
+            raise TypeError("grouping key without a policy")
+        if own.gathers_before_use:
+            groups.append((own, params))
+        else:
+            groups += [(own, chunk) for chunk in _bins(params[::-1], min(plan.bucket, share))]
+    return groups
+
+
+def _units(module: nn.Module) -> dict[Parameter, nn.Module]:
+    """The unit each parameter belongs to: the outermost repeated block around it, else the module that owns it."""
+    blocks = set(repeated_blocks(module))
+    homes: dict[Parameter, nn.Module] = {}
+
+    def visit(current: nn.Module, block: nn.Module | None) -> None:
+        block = block or (current if current in blocks else None)
+        for param in current._parameters.values():
+            if param is not None:
+                homes.setdefault(param, block or current)
+        for child in current.children():
+            visit(child, block)
+
+    visit(module, None)
+    if blocks:
+        say_once(f"sharding {len(blocks)} repeated blocks as units, other modules one by one", key=id(module))
+    return homes
+
+
+def cut(plan: GroupingPlan, policy: Policy, numels: list[int], ranks: int) -> Layout:
+    """The layout of a group."""
+    if plan.whole_tensors and policy.owns_a_slice:
+        return by_owner(numels, ranks)
+    return by_group(numels, ranks)
+
+
+def build_group(
+    axis: Axis,
+    policy: Policy,
+    params: list[Parameter],
+    names: dict[Parameter, str],
+    plan: GroupingPlan,
+    dtypes: tuple[torch.dtype, torch.dtype | None],
+) -> ShardGroup:
+    """One group; parameters born sharded (zero.Init) are gathered, re-laid and their old slices dropped.
+
+    Args:
+        axis: the ranks that share the state.
+        policy: what is split.
+        params: the members, with equal values on all ranks.
+        names: their names.
+        plan: sizes.
+        dtypes: (compute dtype, master dtype or None).
+    """
+    for param in params:
+        if is_managed(param):
+            born: ShardGroup = param._ds_member.group  # type: ignore[attr-defined]
+            born.finish_gather()
+            born.dissolve()
+    members = [Member(param, names[param]) for param in params]
+    layout = cut(plan, policy, [p.numel() for p in params], axis.size)
+    return ShardGroup(axis, policy, layout, members, dtype=dtypes[0], master=dtypes[1])

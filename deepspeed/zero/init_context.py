@@ -1,0 +1,204 @@
+"""`zero.Init`: models are sharded as they are born, so that no rank ever holds all of them.
+
+Each nn.Module subclass's `__init__` that runs inside ends by sharding the parameters it made: every parameter becomes a
+group of its own, with rank 0's values. `initialize` later re-lays these into groups, one at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.comm import init as comm_init
+from deepspeed.comm.groups import is_initialized
+from deepspeed.comm.axis import Axis, group_axis, world_axis
+from deepspeed.comm.collectives import broadcast_tensors
+from deepspeed.config import DeepSpeedConfig
+from deepspeed.errors import NotAvailableError, UsageError
+from deepspeed.zero.layout import by_group
+from deepspeed.zero.param import is_managed
+from deepspeed.zero.policy import policy_for
+from deepspeed.zero.shard_group import Member, ShardGroup
+
+
+@dataclass
+class _Patches:
+    """What entering a context changed in torch, to be put back."""
+
+    inits: list[tuple[type, Callable[..., None]]] = field(default_factory=list)
+    subclass_hook: Any = None
+    apply: Any = None
+
+
+# The contexts that are open, outermost first: modules are born under the innermost.
+_open: list[Init] = []
+
+
+class Init:
+    """Context in which modules are born sharded (ZeRO stage 3).
+
+    Args:
+        module: shard this existing module at once instead of waiting for new ones.
+        data_parallel_group: process group to shard over; None: all ranks.
+        remote_device: "cpu" or "nvme" are not available yet; None: the device.
+        config_dict_or_path: the JSON, for the dtype; may still hold "auto".
+        config: another name of it.
+        enabled: False makes the context do nothing.
+        dtype: dtype of floating parameters; None: by the JSON, else what the model says.
+        mpu: a client's unit with `get_data_parallel_group`.
+
+    Example:
+        >>> with deepspeed.zero.Init(config_dict_or_path=config):
+        ...     model = MyLargeModel()
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        data_parallel_group: Any = None,
+        mem_efficient_linear: bool = True,
+        remote_device: str | None = None,
+        pin_memory: bool = False,
+        config_dict_or_path: Any = None,
+        config: Any = None,
+        enabled: bool = True,
+        dtype: torch.dtype | None = None,
+        mpu: Any = None,
+        **_: Any,
+    ) -> None:
+        self.enabled = enabled
+        if not enabled:
+            return
+        if remote_device not in (None, "none", get_accelerator().device_name()) and remote_device != "cpu":
+            raise NotAvailableError(f"zero.Init(remote_device={remote_device!r}) is not available yet")
+        if not is_initialized():
+            comm_init.init_distributed()
+        source = config_dict_or_path if config_dict_or_path is not None else config
+        self.dtype = dtype or _dtype_of(source)
+        self.device = torch.device(get_accelerator().current_device_name())
+        group = data_parallel_group
+        if group is None and mpu is not None:
+            group = mpu.get_data_parallel_group()
+        self.axis: Axis = world_axis("dp", self.device) if group is None else group_axis("dp", group, self.device)
+        self._patches = _Patches()
+        if module is not None:
+            for child in module.modules():
+                self.shard(child, module)
+
+    def __enter__(self) -> Init:
+        if self.enabled:
+            if not _open:
+                _patch(self._patches)
+            _open.append(self)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        if self.enabled:
+            _open.remove(self)
+            if not _open:
+                _restore(self._patches)
+
+    def shard(self, module: nn.Module, root: nn.Module | None = None) -> None:
+        """Shard the parameters `module` itself owns, with the values of axis rank 0."""
+        for name, param in module._parameters.items():
+            if param is None or is_managed(param):
+                continue
+            if param.device.type == "meta":
+                raise UsageError(
+                    f"parameter '{name}' of {type(module).__name__} is on the meta device inside zero.Init"
+                )
+            if param.device != self.device:
+                param.data = param.data.to(self.device)
+            if self.dtype is not None and param.is_floating_point():
+                param.data = param.data.to(self.dtype)
+            broadcast_tensors(self.axis, [param.data], f"birth of {type(module).__name__}.{name}")
+            member = Member(param, f"{type(module).__name__}.{name}")
+            ShardGroup(self.axis, policy_for(3), by_group([param.numel()], self.axis.size), [member])
+        for buffer in module._buffers.values():
+            if buffer is not None and buffer.device.type != "meta":
+                broadcast_tensors(self.axis, [buffer], f"birth of a buffer of {type(module).__name__}")
+
+
+def _dtype_of(source: Any) -> torch.dtype | None:
+    if source is None:
+        return None
+    config = DeepSpeedConfig.for_init(source)
+    if config.fp16.enabled:
+        return torch.float16
+    return torch.bfloat16 if config.bf16.enabled else None
+
+
+def _patch(patches: _Patches) -> None:
+    """Wrap `__init__` of every module class there is, and of those defined while the context is open."""
+
+    def visit(cls: type) -> None:
+        for sub in cls.__subclasses__():
+            _wrap(sub, patches)
+            visit(sub)
+
+    visit(nn.Module)
+    patches.subclass_hook = nn.Module.__dict__.get("__init_subclass__")
+    patches.apply = nn.Module.apply
+
+    def born(cls: type, **kwargs: Any) -> None:
+        super(nn.Module, cls).__init_subclass__(**kwargs)
+        _wrap(cls, patches)
+
+    nn.Module.__init_subclass__ = classmethod(born)  # type: ignore[assignment,method-assign]
+    nn.Module.apply = _gathered_apply  # type: ignore[method-assign]
+
+
+def _wrap(cls: type, patches: _Patches) -> None:
+    original = cls.__dict__.get("__init__")
+    if original is None or any(cls is done for done, _ in patches.inits):
+        return
+
+    @functools.wraps(original)
+    def init(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        # Only the outermost __init__ of an object shards: a subclass may still change what its parent made.
+        if _open and type(self).__init__ is init:
+            _open[-1].shard(self)
+
+    patches.inits.append((cls, original))
+    cls.__init__ = init  # type: ignore[misc]
+
+
+def _restore(patches: _Patches) -> None:
+    for cls, original in patches.inits:
+        cls.__init__ = original  # type: ignore[misc]
+    patches.inits.clear()
+    if patches.subclass_hook is None:
+        del nn.Module.__init_subclass__
+    else:
+        nn.Module.__init_subclass__ = patches.subclass_hook
+    nn.Module.apply = patches.apply  # type: ignore[method-assign]
+
+
+def _gathered_apply(self: nn.Module, fn: Callable[[nn.Module], None]) -> nn.Module:
+    """`Module.apply` that lets `fn` see and change whole parameters; rank 0's result counts."""
+    from deepspeed.zero.gathered import GatheredParameters
+
+    for child in self.children():
+        child.apply(fn)
+    with GatheredParameters(list(self._parameters.values()), modifier_rank=0):
+        fn(self)
+    return self
+
+
+@contextlib.contextmanager
+def suspended() -> Iterator[None]:
+    """No context is active inside (`initialize` builds helpers that must not be sharded)."""
+    paused = _open[:]
+    _open.clear()
+    try:
+        yield
+    finally:
+        _open[:] = paused

@@ -1,0 +1,121 @@
+"""Which elements of a group each rank owns; checkpoint, gather and public accessors all read the same spans."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+# Slices begin at multiples of this many elements, so that vector loads stay aligned.
+ALIGN = 8
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The part of one parameter that lies in one rank's slice.
+
+    Args:
+        index: which parameter of the group.
+        start: first element, counted in the flattened parameter.
+        stop: one past the last element, in the flattened parameter.
+        at: where the piece begins, counted in the group.
+    """
+
+    index: int
+    start: int
+    stop: int
+    at: int
+
+    @property
+    def numel(self) -> int:
+        """Elements in the piece."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The concatenation of a group's parameters, and where it is cut into slices.
+
+    Args:
+        numels: elements of each parameter, in order.
+        cuts: size + 1 boundaries; rank r owns [cuts[r], cuts[r + 1]). The last may lie past the parameters: padding.
+    """
+
+    numels: tuple[int, ...]
+    cuts: tuple[int, ...]
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Where each parameter begins in the group."""
+        return (0, *accumulate(self.numels))[:-1]
+
+    @property
+    def numel(self) -> int:
+        """Elements of all parameters, without padding."""
+        return sum(self.numels)
+
+    @property
+    def padded(self) -> int:
+        """Elements of the full buffer."""
+        return max(self.cuts[-1], self.numel)
+
+    @property
+    def ranks(self) -> int:
+        """Number of slices."""
+        return len(self.cuts) - 1
+
+    def slice_numel(self, rank: int) -> int:
+        """Elements of a rank's slice."""
+        return self.cuts[rank + 1] - self.cuts[rank]
+
+    def pieces(self, rank: int) -> list[Piece]:
+        """What of each parameter lies in a rank's slice, in order; parameters without a part there are left out."""
+        return self.pieces_within(self.cuts[rank], self.cuts[rank + 1])
+
+    def pieces_within(self, low: int, high: int) -> list[Piece]:
+        """What of each parameter lies in [low, high) of the group."""
+        found = []
+        for index, (offset, numel) in enumerate(zip(self.offsets, self.numels, strict=True)):
+            start, stop = max(low, offset), min(high, offset + numel)
+            if start < stop:
+                found.append(Piece(index, start - offset, stop - offset, start))
+        return found
+
+    def cuts_of(self, index: int) -> tuple[int, ...]:
+        """The cuts that fall on one parameter, counted in the flattened parameter: its own little layout."""
+        offset, numel = self.offsets[index], self.numels[index]
+        return tuple(min(max(cut - offset, 0), numel) for cut in self.cuts)
+
+
+def by_group(numels: Sequence[int], ranks: int) -> Layout:
+    """Cut the concatenation into equal slices (padding at the end).
+
+    Args:
+        numels: elements of each parameter.
+        ranks: number of slices.
+    """
+    total = sum(numels)
+    step = -(-total // ranks)
+    if total >= ranks * ALIGN:
+        step = -(-step // ALIGN) * ALIGN
+    return Layout(tuple(numels), tuple(step * r for r in range(ranks + 1)))
+
+
+def by_owner(numels: Sequence[int], ranks: int) -> Layout:
+    """Cut between parameters only, so that every parameter has one owner (Muon, LAMB, Adafactor).
+
+    Args:
+        numels: elements of each parameter.
+        ranks: number of slices, as even as whole parameters allow.
+    """
+    edges = [0, *accumulate(numels)]
+    total, cuts = edges[-1], [0]
+    for r in range(1, ranks):
+        nearest = min(edges, key=lambda edge: abs(edge - total * r / ranks))
+        cuts.append(max(nearest, cuts[-1]))
+    return Layout(tuple(numels), (*cuts, total))
+
+
+def whole(numels: Sequence[int], ranks: int) -> Layout:
+    """The cuts used to share work (norms, sums) when every rank owns everything."""
+    return by_group(numels, ranks)

@@ -1,0 +1,82 @@
+"""Leaf modules: modules that are gathered as one unit, whatever branch runs inside (experts, adapters)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+from deepspeed.errors import ArgumentError
+from deepspeed.zero.lifecycle import LEAF_MARK
+
+
+def set_z3_leaf_modules(
+    model: nn.Module, classes_or_names: Iterable[type | str], raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """Mark modules as units.
+
+    Args:
+        model: the root.
+        classes_or_names: classes, class names (short or with module path), or qualified module names.
+        raise_if_not_found: raise when nothing matches.
+
+    Returns:
+        The marked modules.
+
+    Raises:
+        ArgumentError: nothing matches.
+    """
+    wanted = list(classes_or_names)
+    found = [m for name, m in model.named_modules() if _matches(name, m, wanted)]
+    if not found and raise_if_not_found:
+        raise ArgumentError(f"no module of {type(model).__name__} matches {wanted}; give classes or qualified names")
+    for module in found:
+        setattr(module, LEAF_MARK, True)
+    return found
+
+
+def _matches(name: str, module: nn.Module, wanted: list[Any]) -> bool:
+    cls = type(module)
+    for entry in wanted:
+        if isinstance(entry, type) and cls is entry:
+            return True
+        if isinstance(entry, str) and entry in (cls.__name__, f"{cls.__module__}.{cls.__qualname__}", name):
+            return True
+    return False
+
+
+def unset_z3_leaf_modules(
+    model: nn.Module, classes_or_names: Iterable[type | str], raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """Take the mark off; arguments as `set_z3_leaf_modules`."""
+    wanted = list(classes_or_names)
+    found = [m for name, m in model.named_modules() if _matches(name, m, wanted)]
+    if not found and raise_if_not_found:
+        raise ArgumentError(f"no module of {type(model).__name__} matches {wanted}")
+    for module in found:
+        setattr(module, LEAF_MARK, False)
+    return found
+
+
+def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
+    """The marked modules of a tree."""
+    return [m for m in model.modules() if z3_leaf_module(m)]
+
+
+def z3_leaf_module(module: nn.Module) -> bool:
+    """Whether a module is marked."""
+    return bool(getattr(module, LEAF_MARK, False))
+
+
+def set_z3_leaf_module(module: nn.Module, flag: bool = True) -> None:
+    """Mark or unmark one module."""
+    setattr(module, LEAF_MARK, flag)
+
+
+def mark_leaves(model: nn.Module, section: Any) -> None:
+    """Apply `zero_optimization.leaf_module`: classes, names and name suffixes."""
+    classes, names, suffixes = list(section.classes or ()), list(section.names or ()), list(section.name_suffixes or ())
+    for name, module in model.named_modules():
+        if _matches(name, module, classes) or name in names or any(name.endswith(s) for s in suffixes):
+            setattr(module, LEAF_MARK, True)

@@ -1,0 +1,234 @@
+"""When a sharded group is whole: hooks around the modules that use it, forward, backward and in recomputation.
+
+[Note: units] A unit is a module before whose forward its groups are gathered: a repeated block (a child of a ModuleList
+or Sequential with siblings of its class), or, outside any block, the module that owns the parameter. After forward the
+group is kept or freed by the limits; the gradient of the unit's outputs gathers it again, the gradient of its inputs
+(or of its last parameter) releases it. Inside backward, forward hooks (checkpoint recomputation) never free.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import register_multi_grad_hook
+
+from deepspeed.comm import collectives
+from deepspeed.foundation.tree import tensors_in
+from deepspeed.zero.param import is_managed
+from deepspeed.zero.prefetch import Keeper
+from deepspeed.zero.shard_group import ShardGroup
+
+
+LEAF_MARK = "_z3_leaf"  # set on modules to be treated as one unit (leaf_module, set_z3_leaf_modules)
+
+
+class Hook:
+    """A hook that a deep copy of the module turns into nothing: the copy is a plain module."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Hook:
+        return Hook(_nothing)
+
+    def __reduce__(self) -> Any:
+        return Hook, (_nothing,)
+
+
+def _nothing(*_args: Any, **_kwargs: Any) -> None:
+    return None
+
+
+@dataclass(eq=False)
+class _Call:
+    """One forward of a unit, until its backward is over."""
+
+    unit: nn.Module
+    has_inputs: bool  # inputs whose gradient marks the end of the unit's backward
+    using: bool = False
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward pass in this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def repeated_blocks(module: nn.Module) -> list[nn.Module]:
+    """Outermost children of containers that hold several modules of one class: the blocks of a deep model."""
+    found: list[nn.Module] = []
+
+    def visit(parent: nn.Module) -> None:
+        for child in parent.children():
+            if getattr(child, LEAF_MARK, False):
+                found.append(child)
+                continue
+            if isinstance(parent, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
+                siblings = sum(type(other) is type(child) for other in parent.children())
+                if siblings > 1 and any(True for _ in child.children()):
+                    found.append(child)
+                    continue
+            visit(child)
+
+    visit(module)
+    return found
+
+
+class Lifecycle:
+    """Gathers and frees the groups of one module tree.
+
+    Args:
+        module: the root.
+        keeper: the groups and the limits.
+    """
+
+    def __init__(self, module: nn.Module, keeper: Keeper) -> None:
+        self.module, self.keeper = module, keeper
+        self.units: dict[nn.Module, list[ShardGroup]] = {}
+        self.depth = 0  # forward passes running right now
+        self.running: list[nn.Module] = []  # units whose forward is on the stack
+        self._calls: list[_Call | None] = []
+        self._open_ended: dict[int, list[_Call]] = defaultdict(list)
+        self._handles: list[Any] = []
+        self._managed = {id(g) for g in keeper.groups}
+        self._find_units(set(repeated_blocks(module)))
+        self.attach()
+        for group in keeper.groups:
+            group.lifecycle = self
+
+    def _find_units(self, blocks: set[nn.Module]) -> None:
+        def visit(module: nn.Module, unit: nn.Module | None) -> None:
+            unit = unit or (module if module in blocks else None)
+            home = unit or module
+            for param in module._parameters.values():
+                if is_managed(param) and id(param._ds_member.group) in self._managed:  # type: ignore[union-attr]
+                    groups = self.units.setdefault(home, [])
+                    if param._ds_member.group not in groups:  # type: ignore[union-attr]
+                        groups.append(param._ds_member.group)  # type: ignore[union-attr]
+            for child in module.children():
+                visit(child, unit)
+
+        visit(self.module, None)
+
+    def attach(self) -> None:
+        """Put the hooks on (again)."""
+        for unit in self.units:
+            self.attach_unit(unit)
+        self._handles.append(self.module.register_forward_pre_hook(Hook(self._enter_root), prepend=True))
+        self._handles.append(self.module.register_forward_hook(Hook(self._leave_root), always_call=True))
+
+    def attach_unit(self, unit: nn.Module) -> None:
+        """Hooks of one unit."""
+        self._handles.append(unit.register_forward_pre_hook(Hook(self._before), with_kwargs=True, prepend=True))
+        self._handles.append(unit.register_forward_hook(Hook(self._after), with_kwargs=True, always_call=True))
+
+    def detach(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def add_external(self, module: nn.Module, group: ShardGroup) -> None:
+        """`module` also uses `group`, which is not below it."""
+        if group in self.units.get(module, ()):
+            return
+        known = module in self.units
+        self.units.setdefault(module, []).append(group)
+        if not known:
+            self.attach_unit(module)
+
+    def remove_external(self, module: nn.Module, group: ShardGroup) -> None:
+        """Undo `add_external`."""
+        if group in self.units.get(module, ()):
+            self.units[module].remove(group)
+
+    def used_outside(self, group: ShardGroup) -> None:
+        """`group` was read while a unit that does not own it was running: gather it with that unit from now on."""
+        if self.running:
+            self.add_external(self.running[-1], group)
+
+    # -- forward --------------------------------------------------------------------------------------------------
+
+    def _enter_root(self, module: nn.Module, args: Any) -> None:
+        if not in_backward() and self.depth == 0:
+            self.keeper.trace.restart()
+        self.depth += 1
+
+    def _leave_root(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.depth -= 1
+        if self.depth == 0 and not in_backward() and not torch.is_grad_enabled():
+            self.keeper.free_idle()
+
+    def _before(self, unit: nn.Module, args: Any, kwargs: Any) -> None:
+        collectives.delay("before a unit")
+        for group in self.units[unit]:
+            group.users += 1
+            self.keeper.gather(group)
+        self.running.append(unit)
+        self._calls.append(self._watch_inputs(unit, args, kwargs) if torch.is_grad_enabled() else None)
+
+    def _after(self, unit: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        collectives.delay("after a unit")
+        if not self.running:  # the gather before it failed; that error is on its way
+            return
+        self.running.pop()
+        call = self._calls.pop()
+        outputs = [t for t in tensors_in(output) if t.requires_grad] if call is not None else []
+        if call is not None and outputs:
+            register_multi_grad_hook(outputs, Hook(lambda _grad: self._before_backward(call)), mode="any")
+        for group in self.units[unit]:
+            group.users -= 1
+            if not in_backward():
+                self.keeper.release(group)
+
+    # -- backward -------------------------------------------------------------------------------------------------
+
+    def _watch_inputs(self, unit: nn.Module, args: Any, kwargs: Any) -> _Call:
+        inputs = [t for t in tensors_in((args, kwargs)) if t.requires_grad]
+        call = _Call(unit, bool(inputs))
+        if inputs:
+            register_multi_grad_hook(inputs, Hook(lambda _grads: self._after_backward(call)), mode="all")
+        return call
+
+    def _before_backward(self, call: _Call) -> None:
+        collectives.delay("before a unit's backward")
+        if call.using:
+            return
+        call.using = True
+        for group in self.units[call.unit]:
+            group.users += 1
+            self.keeper.gather(group)
+            if not call.has_inputs:
+                self._open_ended[id(group)].append(call)
+
+    def _after_backward(self, call: _Call) -> None:
+        collectives.delay("after a unit's backward")
+        if not call.using:
+            return
+        call.using = False
+        for group in self.units[call.unit]:
+            group.users = max(0, group.users - 1)
+            self.keeper.release(group)
+
+    def gradients_complete(self, group: ShardGroup) -> None:
+        """All gradients of a group have arrived: backward of units without inputs to differentiate is over."""
+        for call in self._open_ended.pop(id(group), ()):
+            if call.using and not any(call in calls for calls in self._open_ended.values()):
+                self._after_backward(call)
+
+    def settle(self) -> None:
+        """The window is over: nothing is in use, everything is freed."""
+        self._open_ended.clear()
+        self.running.clear()
+        self._calls.clear()
+        self.depth = 0
+        for group in self.keeper.groups:
+            group.users = 0
+        self.keeper.free_idle()

@@ -1,0 +1,385 @@
+"""The optimizer users hold: any torch optimizer, run on this rank's pieces of the parameters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+
+from deepspeed.comm.axis import Axis
+from deepspeed.comm.collectives import SMALL, Handle, all_gather_small, tag_of
+from deepspeed.errors import OptimizerError, UsageError
+from deepspeed.foundation.log import logger
+from deepspeed.optim.clip import clip_factor, sum_of_squares
+from deepspeed.zero.buckets import Bucket, Reducer
+from deepspeed.zero.layout import Piece
+from deepspeed.zero.lifecycle import Lifecycle
+from deepspeed.zero.param import is_managed
+from deepspeed.zero.shard_group import Member, ShardGroup
+
+
+@dataclass(eq=False)
+class Part:
+    """What the optimizer sees of one parameter: a leaf tensor over the master values, and where its gradient is."""
+
+    member: Member
+    piece: Piece
+    leaf: Parameter
+    bucket: Bucket
+
+    @property
+    def gradient(self) -> torch.Tensor:
+        """The accumulated gradient of the piece, shaped and typed like the leaf."""
+        at = self.piece.at - self.bucket.low
+        return self.bucket.sum[at : at + self.piece.numel].view(self.leaf.shape).to(self.leaf.dtype)
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """What happens between gradients and update.
+
+    Args:
+        clip: largest global norm (`gradient_clipping`), 0 for none.
+        refuse_unused: a parameter without a gradient is an error (`ignore_unused_parameters: false`).
+        norm: whether the norm is formed at all (`compute_grad_norm`).
+        check: skip the step when a gradient is not finite.
+    """
+
+    clip: float = 0.0
+    refuse_unused: bool = False
+    norm: bool = True
+    check: bool = False
+
+
+class ZeroOptimizer:
+    """A torch optimizer over the slices of this rank.
+
+    Args:
+        inner: the client's or the JSON's optimizer; its group dicts are kept, their `params` replaced.
+        reducer: where gradients come from.
+        settings: clipping and checks.
+        scaler: loss scaler; None when losses are not scaled.
+        lifecycle: gathers and frees sharded groups; None when all parameters stay whole.
+    """
+
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        reducer: Reducer,
+        settings: StepSettings,
+        scaler: Any = None,
+        lifecycle: Lifecycle | None = None,
+    ) -> None:
+        self.optimizer, self.reducer, self.settings, self.scaler = inner, reducer, settings, scaler
+        if lifecycle is not None:
+            self.parameter_offload = lifecycle
+        self.overflow = False
+        self.skip_reason: str | None = None
+        self._global_grad_norm: float | None = None
+        self._channel, self._rounds = reducer.world.channel(), 0
+        self._items, self._counts_items, self._micro_batches = 0.0, False, 0
+        self._scale_loss: Callable[[torch.Tensor, bool], Any] | None = None
+        self.parts: dict[int, list[Part]] = {}
+        self._take_over()
+
+    # -- the inner optimizer --------------------------------------------------------------------------------------
+
+    def _take_over(self) -> None:
+        """Replace the model's parameters in the inner optimizer's groups by this rank's pieces."""
+        seen: set[int] = set()
+        for group in self.optimizer.param_groups:
+            leaves: list[Parameter] = []
+            for param in group["params"]:
+                if not is_managed(param):
+                    raise OptimizerError("the optimizer holds a parameter that is not in the model and was not managed")
+                if id(param) in seen:
+                    raise OptimizerError(f"parameter '{param._ds_member.name}' appears in several optimizer groups")
+                seen.add(id(param))
+                state = self.optimizer.state.pop(param, None)
+                for part in self._parts_of(param._ds_member):
+                    leaves.append(part.leaf)
+                    if state:
+                        self.optimizer.state[part.leaf] = _cut_state(state, part)
+            group["params"] = leaves
+
+    def _parts_of(self, member: Member) -> list[Part]:
+        group, bucket = member.group, self.reducer.bucket_of(member)
+        masters = group.masters()
+        parts = []
+        for piece in group.layout.pieces_within(group.low, group.high):
+            if piece.index == member.index:
+                values = masters[piece.at - group.low : piece.at - group.low + piece.numel]
+                if piece.numel == member.numel:
+                    values = values.view(member.shape)  # whole: optimizers that look at the shape see the true one
+                parts.append(Part(member, piece, Parameter(values, requires_grad=True), bucket))
+        self.parts[member.uid] = parts
+        member.owner = self
+        return parts
+
+    def activate(self, member: Member, master: torch.dtype) -> None:
+        """A frozen parameter was unfrozen: listen to its gradients, update its master copy from now on.
+
+        Args:
+            member: the parameter.
+            master: dtype of master copies.
+        """
+        group = member.group
+        if group.master is None and master != group.dtype:
+            group.add_master(master)
+            for other in group.members:
+                for part in self.parts.get(other.uid, ()):
+                    at = part.piece.at - group.low
+                    part.leaf.data = group.masters()[at : at + part.piece.numel].view(part.leaf.shape)
+        self.reducer.listen(member)
+
+    @property
+    def groups(self) -> list[ShardGroup]:
+        """The groups under this optimizer."""
+        return [b.group for b in self.reducer.buckets]
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The inner optimizer's groups: the very dicts the client made."""
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = value
+
+    @property
+    def state(self) -> Any:
+        """The inner optimizer's state, keyed by the pieces."""
+        return self.optimizer.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The inner optimizer's defaults."""
+        return self.optimizer.defaults
+
+    @property
+    def loss_scale(self) -> float:
+        """Factor on the loss (1 when losses are not scaled)."""
+        return 1.0 if self.scaler is None else float(self.scaler.scale)
+
+    cur_scale = loss_scale
+
+    @property
+    def clip_grad(self) -> float:
+        """The clipping limit, 0 for none."""
+        return self.settings.clip
+
+    # -- counting -------------------------------------------------------------------------------------------------
+
+    def count(self, items: float | None) -> None:
+        """A micro-batch was run backward.
+
+        Args:
+            items: its share of the window's divisor; None for the plain mean over micro-batches.
+        """
+        if self._micro_batches and self._counts_items != (items is not None):
+            raise UsageError("a window mixes backward(num_items=…) with plain backward; use one of them throughout")
+        self._counts_items = items is not None
+        self._items += items or 0.0
+        self._micro_batches += 1
+
+    # -- the step -------------------------------------------------------------------------------------------------
+
+    def step(self, closure: Callable[[], Any] | None = None, rescale: float = 1.0) -> Any:
+        """One update: agree, norm, check, clip, update, publish.
+
+        Args:
+            closure: evaluated first, as torch optimizers do.
+            rescale: extra factor on the gradients (a partial window counts the micro-batches it saw).
+
+        Returns:
+            What the closure returned.
+        """
+        loss = closure() if closure is not None else None
+        if self.lifecycle is not None:
+            self.lifecycle.settle()
+        table = self.reducer.finish([self._items])
+        self.reducer.adopt_edits()
+        if self.settings.refuse_unused:
+            self._refuse_unused()
+        if self._counts_items:
+            items = float(table[:, 0].sum())
+            rescale /= items if items else 1.0
+        norm = self._norm(rescale)
+        self._global_grad_norm = norm
+        self.overflow = self.settings.check and norm is not None and not math.isfinite(norm)
+        self.skip_reason = self._explain_overflow() if self.overflow else None
+        if not self.overflow:
+            self._apply(rescale * (clip_factor(norm, self.settings.clip) if norm is not None else 1.0))
+        self._end_window()
+        if self.scaler is not None:
+            self.scaler.update(self.overflow)
+        return loss
+
+    @property
+    def lifecycle(self) -> Lifecycle | None:
+        """Gathers and frees sharded groups, when there are any."""
+        return getattr(self, "parameter_offload", None)
+
+    def _norm(self, rescale: float) -> float | None:
+        """Global norm of the mean gradient; every rank adds its own part, no part twice."""
+        if not self.settings.norm and not self.settings.check and not self.settings.clip:
+            return None
+        exact = self.settings.clip > 0
+        mine = torch.zeros(1, dtype=torch.float64)
+        squares = [
+            sum_of_squares(b.own(), exact)
+            for b in self.reducer.buckets
+            if b.filled and any(m.uid in self.parts for m in b.group.members)
+        ]
+        if squares:
+            mine[0] = torch.stack(squares).sum().cpu()
+        if self.reducer.buckets:
+            axis = self.reducer.buckets[0].group.axis
+            mine = _gather_one(axis, mine, self._tag(), self.reducer.buckets[0].group.device)
+        return math.sqrt(float(mine.sum())) * abs(rescale) if not torch.isnan(mine).any() else math.nan
+
+    def _tag(self) -> int:
+        self._rounds += 1
+        return tag_of(self._channel, SMALL, self._rounds)
+
+    def _apply(self, factor: float) -> None:
+        touched: list[ShardGroup] = []
+        for bucket in self.reducer.buckets:
+            used = False
+            if bucket.filled and factor != 1.0:
+                bucket.sum.mul_(factor)
+            for member in bucket.group.members:
+                here = bucket.filled and self.reducer.touched(bucket, member)
+                used |= here
+                for part in self.parts.get(member.uid, ()):
+                    part.leaf.grad = part.gradient if here else None
+            if used:
+                touched.append(bucket.group)
+        self._import_edits()
+        self.optimizer.step()
+        for parts in self.parts.values():
+            for part in parts:
+                part.leaf.grad = None
+        publish(touched)
+        for group in self.groups:
+            group.advance()
+
+    def _refuse_unused(self) -> None:
+        unused = [
+            m.name
+            for b in self.reducer.buckets
+            for m in b.group.members
+            if m.param.requires_grad and m.uid in self.parts and not self.reducer.touched(b, m)
+        ]
+        if unused:
+            self._end_window()
+            raise UsageError(
+                f"no rank had a gradient for {', '.join(unused[:8])}{' …' if len(unused) > 8 else ''} in this window, "
+                f"and zero_optimization.ignore_unused_parameters is false; freeze them or drop the key"
+            )
+
+    def _import_edits(self) -> None:
+        """Parameters changed in place by the user since the last step (weight clipping) update their masters."""
+        for group in self.groups:
+            if group.master is None or group.policy.gathers_before_use:
+                continue
+            for member in group.members:
+                if member.param._version != member.version:
+                    member.version = member.param._version
+                    group.overwrite_master(member, group.full[member.offset : member.offset + member.numel])
+
+    def _end_window(self) -> None:
+        self.reducer.clear()
+        self._items, self._counts_items, self._micro_batches = 0.0, False, 0
+
+    def _explain_overflow(self) -> str:
+        """The first parameter, in the order of the model, whose gradient is not finite, and the rank it came from."""
+        found, ranks = math.inf, set()
+        by_order = sorted((m.uid, b, m) for b in self.reducer.buckets for m in b.group.members)
+        for order, (_, bucket, member) in enumerate(by_order):
+            pieces = [p for p in self.parts.get(member.uid, ()) if bucket.filled]
+            if any(not torch.isfinite(p.gradient).all() for p in pieces):
+                found = min(found, order)
+                ranks |= {rank for rank, total in bucket.suspects if not math.isfinite(float(total))}
+                break
+        row = torch.tensor([found, min(ranks) if ranks else math.inf], dtype=torch.float64)
+        axis = self.reducer.world
+        table = _gather_one(axis, row, self._tag(), self.reducer.buckets[0].group.device).view(-1, 2)
+        first = int(table[:, 0].argmin())
+        if not math.isfinite(float(table[first, 0])):
+            return "the gradient norm overflows although every gradient is finite"
+        name = by_order[int(table[first, 0])][2].name
+        source = table[first, 1]
+        origin = f"rank {int(source)}" if math.isfinite(float(source)) else "a rank not watched"
+        return f"first non-finite gradient: parameter '{name}' (module '{name.rpartition('.')[0] or 'root'}'), {origin}"
+
+    # -- what clients call ----------------------------------------------------------------------------------------
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Throw the gradients of the window away. All ranks call together."""
+        self.reducer.drop()
+        self._items, self._counts_items, self._micro_batches = 0.0, False, 0
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> Any:
+        """Run `loss` backward through the engine."""
+        if self._scale_loss is None:
+            raise UsageError("this optimizer is not attached to an engine")
+        return self._scale_loss(loss, retain_graph)
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state: the inner optimizer's over its pieces, and the loss scaler's."""
+        scaler = None if self.scaler is None else self.scaler.state_dict()
+        return {"optimizer": self.optimizer.state_dict(), "loss_scaler": scaler}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `state_dict` gave, on the same rank and topology."""
+        self.optimizer.load_state_dict(state["optimizer"])
+        if self.scaler is not None and state.get("loss_scaler") is not None:
+            self.scaler.load_state_dict(state["loss_scaler"])
+
+    def empty_partition_cache(self) -> None:
+        """Free gathered parameters that are not in use."""
+        if self.lifecycle is not None:
+            self.lifecycle.keeper.free_idle()
+
+    def destroy(self) -> None:
+        """Stop listening to gradients and let the state go."""
+        self.reducer.detach()
+        self.parts.clear()
+        self.optimizer.state.clear()
+        self._scale_loss = None
+
+
+def publish(groups: list[ShardGroup]) -> None:
+    """Updated masters become parameters everywhere: round, send, wait."""
+    handles: list[Handle] = []
+    for group in groups:
+        group.round_masters()
+        handle = group.start_publish()
+        if handle is not None:
+            handles.append(handle)
+    for handle in handles:
+        handle.wait()
+
+
+def _gather_one(axis: Axis, row: torch.Tensor, tag: int, device: torch.device) -> torch.Tensor:
+    row = row.to(device) if not axis.tagged and axis.size > 1 else row
+    return all_gather_small(axis, row, tag, "agreement on the norm").cpu()
+
+
+def _cut_state(state: dict[str, Any], part: Part) -> dict[str, Any]:
+    """The part of an optimizer state, made for the whole parameter, that belongs to a piece."""
+    made = {}
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor) and value.shape == part.member.shape and value.dim():
+            flat = value.detach().reshape(-1)[part.piece.start : part.piece.stop]
+            made[key] = flat.clone().view(part.leaf.shape)
+        else:
+            made[key] = value.clone() if isinstance(value, torch.Tensor) else value
+    if not made:
+        logger.debug("empty optimizer state for %s", part.member.name)
+    return made

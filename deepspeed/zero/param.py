@@ -1,0 +1,360 @@
+"""The classes a managed parameter wears: whole, or sharded with its true shape and every read and write accounted for.
+
+[Note: sharded parameters] A parameter of a freed group keeps its identity, shape and dtype; only its class and its data
+change. Its data is one NaN expanded to the true shape (no memory, never a view of freed storage), and its class is
+`ShardedParameter`, whose `__torch_function__` answers metadata, raises for writes and raw storage, and serves every
+other function a dense copy. While gathered the class is `ManagedParameter`, which intercepts nothing: per-op cost is
+nil. Reads hand out private copies, so nothing a user holds ever aliases storage that may be freed.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._guards import TracingContext
+from torch.nn import Parameter
+
+from deepspeed.errors import ShardedParameterError
+
+if TYPE_CHECKING:
+    from deepspeed.zero.shard_group import Member
+
+_raw_grad = torch._C.TensorBase.grad  # the field itself, below the property of ManagedParameter
+
+_METADATA = frozenset(
+    "shape size dim ndim ndimension numel nelement dtype device layout is_leaf requires_grad requires_grad_ grad_fn "
+    "is_cuda is_cpu is_meta is_sparse is_quantized is_complex is_floating_point is_signed is_inference itemsize nbytes "
+    "element_size names has_names output_nr _version _backward_hooks _post_accumulate_grad_hooks retain_grad "
+    "retains_grad register_hook register_post_accumulate_grad_hook get_device is_tensor __len__ "
+    "__hash__ __dlpack_device__ is_mkldnn is_xpu is_mps is_ipu is_maia is_mtia is_vulkan is_xla is_sparse_csr is_nested "
+    "is_conj is_neg is_distributed is_inference volatile name _is_view _base "
+    "grad_dtype dense_dim sparse_dim __instancecheck__ _cdata".split()
+)
+_DENSE_METADATA = frozenset("stride is_contiguous storage_offset is_non_overlapping_and_dense dim_order".split())
+_LIKE = frozenset(
+    "empty_like zeros_like ones_like full_like rand_like randn_like randint_like new_empty new_zeros new_ones new_full "
+    "new_empty_strided new_tensor new".split()
+)
+_RAW_STORAGE = frozenset(
+    "data_ptr untyped_storage storage _typed_storage storage_type is_shared share_memory_ numpy __array__ __dlpack__ "
+    "set_ resize_ resize_as_ is_set_to __cuda_array_interface__ to_dlpack _data_ptr const_data_ptr storage_use_count "
+    "_fix_weakref module_load".split()
+)
+_STAND_IN = frozenset(["detach", "data"])
+
+
+class ZeroParamStatus(enum.Enum):
+    """Where a parameter's values are right now."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
+def raw_grad(param: torch.Tensor) -> torch.Tensor | None:
+    """What autograd itself has put on `param`, past the property."""
+    return _raw_grad.__get__(param)
+
+
+def clear_raw_grad(param: torch.Tensor) -> None:
+    """Forget what autograd has put on `param`."""
+    _raw_grad.__set__(param, None)  # type: ignore[attr-defined]
+
+
+class ManagedParameter(Parameter):
+    """A parameter some engine manages, whole at the moment; `.grad` reads the engine's accumulated mean gradient."""
+
+    _ds_member: Member
+
+    @property
+    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+        """The mean gradient of the window so far, as plain PyTorch under DDP would show it.
+
+        At stages 2 and 3 every rank holds a slice only, so this gathers: all ranks read together. In-place changes of
+        the tensor handed out are taken over by the next `step`.
+        """
+        if TracingContext.try_get() is not None:  # the compiler looks at every parameter; no collective for it
+            return None
+        member = self._ds_member
+        if member.reducer is None:
+            return raw_grad(self)
+        return member.reducer.grad_of(member)
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        member = self._ds_member
+        if member.reducer is None:
+            _raw_grad.__set__(self, value)  # type: ignore[attr-defined]
+        else:
+            member.reducer.set_grad(member, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Parameter:
+        if id(self) not in memo:
+            memo[id(self)] = Parameter(self._ds_member.dense(), self.requires_grad)
+        return memo[id(self)]
+
+    def __reduce_ex__(self, proto: int) -> Any:
+        return Parameter(self._ds_member.dense(), self.requires_grad).__reduce_ex__(proto)
+
+    # -- the public names under which clients look at a sharded parameter ----------------------------------------
+
+    @property
+    def ds_shape(self) -> torch.Size:
+        """The true shape."""
+        return self._ds_member.shape
+
+    @property
+    def ds_numel(self) -> int:
+        """The true number of elements."""
+        return self._ds_member.shape.numel()
+
+    @property
+    def ds_id(self) -> int:
+        """A number that identifies the parameter among all managed ones of the process."""
+        return self._ds_member.uid
+
+    @property
+    def ds_status(self) -> ZeroParamStatus:
+        """Whether the values are here."""
+        return self._ds_member.group.status
+
+    @property
+    def ds_tensor(self) -> torch.Tensor:
+        """This rank's piece: 1-D, compute dtype, possibly empty, with `ds_numel` set."""
+        piece = self._ds_member.own_piece()
+        piece.ds_numel = piece.numel()  # type: ignore[attr-defined]
+        return piece
+
+    @property
+    def ds_persist(self) -> bool:
+        """Whether the parameter stays whole (persistence threshold)."""
+        return not self._ds_member.group.policy.gathers_before_use
+
+    @property
+    def ds_process_group(self) -> Any:
+        """The process group of the ranks that hold the pieces."""
+        return self._ds_member.group.axis.group
+
+    def partition_numel(self) -> int:
+        """Elements of this rank's piece."""
+        return self._ds_member.own_piece().numel()
+
+    def ds_summary(self) -> dict[str, Any]:
+        """What there is to know about the parameter's state, for logs."""
+        return {
+            "id": self.ds_id,
+            "name": self._ds_member.name,
+            "status": self.ds_status.name,
+            "ds_shape": tuple(self.ds_shape),
+            "partition_numel": self.partition_numel(),
+        }
+
+    @property
+    def ds_active_sub_modules(self) -> set[Any]:
+        """Kept for clients that clear it; use counts live in the group."""
+        return self._ds_member.active_modules
+
+
+class ShardedParameter(ManagedParameter):
+    """A parameter whose group is freed; see [Note: sharded parameters]."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return intercept(func, args, kwargs or {})
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return _describe("Parameter", self._ds_member, self.dtype)
+
+
+class StandIn(torch.Tensor):
+    """What `detach()` and `state_dict()` give for a sharded parameter: it stays sharded and costs no memory."""
+
+    _ds_member: Member
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return intercept(func, args, kwargs or {})
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return _describe("stand-in", self._ds_member, self.dtype)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return self._ds_member.dense()
+
+    def __reduce_ex__(self, proto: int) -> Any:
+        return self._ds_member.dense().__reduce_ex__(proto)
+
+
+class ReadView(torch.Tensor):
+    """A view of a dense copy: reads as a tensor, but a write, which would be lost, raises."""
+
+    _ds_member: Member
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return intercept(func, args, kwargs or {})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return self.clone()
+
+    def __reduce_ex__(self, proto: int) -> Any:
+        return self.clone().__reduce_ex__(proto)
+
+
+_GUARDED = (ShardedParameter, StandIn, ReadView)
+
+
+def _describe(kind: str, member: Member, dtype: torch.dtype) -> str:
+    return f"<sharded {kind} {member.name}: shape {tuple(member.shape)}, {dtype}, {member.own_piece().numel()} here>"
+
+
+def _name_of(func: Any) -> str:
+    name = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__", "__delete__"):
+        return getattr(func.__self__, "__name__", "") + {"__get__": "", "__set__": "=", "__delete__": "="}[name]
+    return name
+
+
+def _is_write(name: str) -> bool:
+    in_place = name.endswith("_") and not name.endswith("__")
+    operator = name.startswith("__i") and name.endswith("__") and name not in ("__invert__", "__index__", "__int__")
+    return in_place or operator or name.endswith("=") or name in ("__setitem__", "__delitem__")
+
+
+def _refuse(name: str, member: Member) -> None:
+    raise ShardedParameterError(
+        f"{name.rstrip('=') or 'write'} on parameter '{member.name}', which is sharded here: it would change or expose "
+        f"a copy that nobody keeps. Do it inside deepspeed.zero.GatheredParameters([param], modifier_rank=0), or use "
+        f"deepspeed.utils.safe_set_full_fp32_param."
+    )
+
+
+def intercept(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What any torch function does when it meets a sharded parameter, a stand-in, or a view of a copy."""
+    name = _name_of(func)
+    first = args[0] if args and isinstance(args[0], _GUARDED) else None
+    with torch._C.DisableTorchFunctionSubclass():
+        if name in _METADATA or name == "requires_grad=":
+            return func(*args, **kwargs)
+        if first is not None:
+            if _is_write(name) or name in _RAW_STORAGE:
+                _refuse(name, first._ds_member)
+            if not isinstance(first, ReadView):
+                if name in _STAND_IN:
+                    return stand_in(first._ds_member)
+                if name in _DENSE_METADATA:
+                    return func(_dense_meta(first), *args[1:], **kwargs)
+                if name in _LIKE:
+                    dense = torch.empty(first.shape, dtype=first.dtype, device=first.device)
+                    return func(dense, *args[1:], **kwargs)
+        for target in _walk(kwargs.get("out")):
+            if isinstance(target, _GUARDED):
+                _refuse(f"{name}(out=…)", target._ds_member)
+        return _compute(name, func, args, kwargs)
+
+
+def _compute(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call `func` on dense copies; a write to one of them raises, views of them come back guarded."""
+    copies: dict[int, tuple[torch.Tensor, Member, int]] = {}
+
+    def dense(value: Any) -> Any:
+        if not isinstance(value, _GUARDED):
+            return value
+        if id(value) not in copies:
+            member = value._ds_member
+            plain = value.as_subclass(torch.Tensor) if isinstance(value, ReadView) else _read(value, member)
+            copies[id(value)] = (plain, member, plain._version)
+        return copies[id(value)][0]
+
+    result = func(*_map(dense, args), **_map(dense, kwargs))
+    storages = {}
+    for plain, member, version in copies.values():
+        if plain._version != version:
+            _refuse(name, member)
+        if plain.layout == torch.strided and plain.device.type != "meta":
+            storages[plain.untyped_storage()._cdata] = member
+
+    def guard(value: Any) -> Any:
+        if type(value) is not torch.Tensor or value.layout != torch.strided or not storages:
+            return value
+        member = storages.get(value.untyped_storage()._cdata)
+        if member is None:
+            return value
+        view = value.as_subclass(ReadView)
+        view._ds_member = member
+        return view
+
+    return _map(guard, result)
+
+
+class _Read(torch.autograd.Function):
+    """A dense copy whose gradient goes to the parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, param: torch.Tensor, copied: torch.Tensor) -> torch.Tensor:
+        return copied.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return grad, None
+
+
+def _read(value: torch.Tensor, member: Member) -> torch.Tensor:
+    copied = member.dense()
+    if isinstance(value, ShardedParameter) and value.requires_grad and torch.is_grad_enabled():
+        return _Read.apply(value, copied)  # type: ignore[return-value]
+    return copied
+
+
+def stand_in(member: Member) -> StandIn:
+    """A stand-in of a member: true shape, no memory."""
+    made = torch.Tensor._make_subclass(StandIn, member.placeholder())
+    made._ds_member = member
+    return made
+
+
+def _dense_meta(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+def _walk(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (list, tuple)) else [] if value is None else [value]
+
+
+def _map(change: Any, value: Any) -> Any:
+    if isinstance(value, tuple):
+        made = [_map(change, v) for v in value]
+        return type(value)(*made) if hasattr(value, "_fields") else _rebuild(value, made)
+    if isinstance(value, list):
+        return [_map(change, v) for v in value]
+    if isinstance(value, dict):
+        return {k: _map(change, v) for k, v in value.items()}
+    return change(value)
+
+
+def _rebuild(value: tuple[Any, ...], made: list[Any]) -> Any:
+    same = all(a is b for a, b in zip(value, made, strict=True))
+    return value if same else tuple(made) if type(value) is tuple else type(value)(made)
+
+
+def manage(param: Parameter, member: Member) -> None:
+    """Make `param` a managed one."""
+    param.__class__ = ManagedParameter
+    param._ds_member = member  # type: ignore[attr-defined]
+
+
+def unmanage(param: Parameter) -> None:
+    """Give `param` back as a plain one."""
+    param.__class__ = Parameter
+    param.__dict__.pop("_ds_member", None)
+
+
+def is_managed(param: Any) -> bool:
+    """Whether `param` belongs to an engine or to zero.Init."""
+    return isinstance(param, ManagedParameter)

@@ -1,0 +1,219 @@
+"""Read and write whole training state by parameter: `safe_get_full_*`, `safe_set_full_*`, and this rank's pieces.
+
+All full-tensor functions are collective over the ranks that share the parameter; gradients exist between backward and
+step. A parameter that no engine manages gives None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from deepspeed.comm.collectives import READ
+from deepspeed.errors import ArgumentError, UsageError
+from deepspeed.zero.optimizer import Part, ZeroOptimizer
+from deepspeed.zero.param import is_managed
+from deepspeed.zero.shard_group import Member
+
+
+def _member(param: torch.nn.Parameter) -> Member | None:
+    return param._ds_member if is_managed(param) else None  # type: ignore[attr-defined]
+
+
+def _parts(member: Member) -> list[Part]:
+    owner = member.owner
+    return owner.parts.get(member.uid, []) if isinstance(owner, ZeroOptimizer) else []
+
+
+def _whole(member: Member, pick: Callable[[Part], torch.Tensor | None], label: str) -> torch.Tensor:
+    """Assemble what `pick` gives for this rank's pieces with everybody else's."""
+    group = member.group
+    here = torch.zeros(group.high - group.low, dtype=torch.float32, device=group.device)
+    for part in _parts(member):
+        value = pick(part)
+        if value is not None:
+            at = part.piece.at - group.low
+            here[at : at + part.piece.numel].copy_(value.reshape(-1))
+    if not group.policy.owns_a_slice:
+        return here[member.offset : member.offset + member.numel].view(member.shape)
+    return group.assemble(member, here, READ, label).view(member.shape)
+
+
+def safe_get_full_fp32_param(param: torch.nn.Parameter) -> torch.Tensor | None:
+    """The master values of a parameter.
+
+    Args:
+        param: a parameter of an engine's model.
+
+    Returns:
+        float32 tensor of the true shape, a copy; None for a parameter no optimizer updates.
+    """
+    member = _member(param)
+    if member is None or member.owner is None or member.uid not in member.owner.parts:
+        return None
+    return _whole(member, lambda part: part.leaf.detach(), f"master of {member.name}")
+
+
+def safe_get_full_grad(param: torch.nn.Parameter) -> torch.Tensor | None:
+    """The mean gradient of the window so far, or None when there is none.
+
+    Args:
+        param: a parameter of an engine's model.
+
+    Returns:
+        float32 tensor of the true shape.
+    """
+    if _member(param) is None:
+        return param.grad
+    gradient = param.grad
+    return None if gradient is None else gradient.detach().float().clone()
+
+
+def safe_get_full_optimizer_state(param: torch.nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
+    """One tensor of a parameter's optimizer state.
+
+    Args:
+        param: a parameter of an engine's model.
+        optim_state_key: `exp_avg`, `momentum_buffer`, …
+
+    Returns:
+        float32 tensor of the true shape; None before the first step or for an unmanaged parameter.
+    """
+    member = _member(param)
+    if member is None or member.owner is None or member.uid not in member.owner.parts:
+        return None
+    state = member.owner.optimizer.state
+
+    def pick(part: Part) -> torch.Tensor | None:
+        value = state.get(part.leaf, {}).get(optim_state_key)
+        return value if isinstance(value, torch.Tensor) and value.numel() == part.piece.numel else None
+
+    return _whole(member, pick, f"{optim_state_key} of {member.name}")
+
+
+def safe_set_full_fp32_param(param: torch.nn.Parameter, value: torch.Tensor) -> None:
+    """Replace the values of a parameter: master and compute copy, on every rank.
+
+    Args:
+        param: a parameter of an engine's model.
+        value: any float tensor of its shape, the same on all ranks.
+    """
+    member = _checked(param, value)
+    member.group.write(member, value)
+    member.group.advance()
+
+
+def safe_set_full_grad(param: torch.nn.Parameter, value: torch.Tensor) -> None:
+    """Replace the window's mean gradient of a parameter.
+
+    Args:
+        param: a parameter of an engine's model.
+        value: float tensor of its shape, the same on all ranks.
+    """
+    _checked(param, value)
+    param.grad = value
+
+
+def safe_set_full_optimizer_state(param: torch.nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
+    """Replace one tensor of a parameter's optimizer state.
+
+    Args:
+        param: a parameter of an engine's model.
+        value: float tensor of its shape, the same on all ranks.
+        optim_state_key: `exp_avg`, `momentum_buffer`, …
+    """
+    member = _checked(param, value)
+    flat = value.detach().reshape(-1)
+    for part in _parts(member):
+        state = _state_of(member, part)
+        _replace(state, optim_state_key, flat[part.piece.start : part.piece.stop], member)
+
+
+def _checked(param: torch.nn.Parameter, value: torch.Tensor) -> Member:
+    member = _member(param)
+    if member is None:
+        raise ArgumentError("the parameter belongs to no engine; change it directly")
+    if tuple(value.shape) != tuple(member.shape):
+        raise ArgumentError(f"'{member.name}' has shape {tuple(member.shape)}, the value {tuple(value.shape)}")
+    return member
+
+
+def _state_of(member: Member, part: Part) -> dict[str, Any]:
+    return member.owner.optimizer.state[part.leaf] if member.owner is not None else {}
+
+
+def _replace(state: dict[str, Any], key: str, piece: torch.Tensor, member: Member) -> None:
+    if key not in state:
+        raise UsageError(f"'{member.name}' has no optimizer state {key!r} (yet); there is {sorted(state)}")
+    state[key].copy_(piece.view(state[key].shape))
+
+
+def _local(param: torch.nn.Parameter, pick: Callable[[Part], torch.Tensor | None]) -> torch.Tensor | None:
+    member = _member(param)
+    found = [pick(part) for part in _parts(member)] if member is not None else []
+    return found[0].reshape(-1) if found and found[0] is not None else None
+
+
+def safe_get_local_fp32_param(param: torch.nn.Parameter) -> torch.Tensor | None:
+    """This rank's piece of the master values: 1-D, a view; None when it holds none."""
+    return _local(param, lambda part: part.leaf.detach())
+
+
+def safe_get_local_grad(param: torch.nn.Parameter) -> torch.Tensor | None:
+    """This rank's piece of the mean gradient; all ranks call together."""
+    member = _member(param)
+    if member is None or member.reducer is None:
+        return None
+    if member.reducer.clean:
+        return None
+    member.reducer.finish()
+    return _local(param, lambda part: part.gradient)
+
+
+def safe_get_local_optimizer_state(param: torch.nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
+    """This rank's piece of one optimizer state tensor, a view."""
+    member = _member(param)
+    if member is None:
+        return None
+    return _local(param, lambda part: _state_of(member, part).get(optim_state_key))
+
+
+def safe_set_local_fp32_param(param: torch.nn.Parameter, value: torch.Tensor) -> None:
+    """Replace this rank's piece of the values; every rank sets its own.
+
+    Args:
+        param: a parameter of an engine's model.
+        value: 1-D, as `safe_get_local_fp32_param` gives.
+    """
+    member = _member(param)
+    for part in _parts(member) if member is not None else []:
+        part.leaf.detach().copy_(value.view(part.leaf.shape))
+    if member is not None:
+        group = member.group
+        group.round_masters()
+        handle = group.start_publish()
+        if handle is not None:
+            handle.wait()
+        group.advance()
+
+
+def safe_set_local_grad(param: torch.nn.Parameter, value: torch.Tensor) -> None:
+    """Replace this rank's piece of the mean gradient; all ranks call together."""
+    member = _member(param)
+    if member is None or member.reducer is None:
+        raise ArgumentError("the parameter belongs to no engine; set .grad directly")
+    member.reducer.finish()
+    for part in _parts(member):
+        at = part.piece.at - part.bucket.low
+        part.bucket.sum[at : at + part.piece.numel].copy_(value.reshape(-1))
+
+
+def safe_set_local_optimizer_state(param: torch.nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
+    """Replace this rank's piece of one optimizer state tensor."""
+    member = _member(param)
+    if member is None:
+        raise ArgumentError("the parameter belongs to no engine")
+    for part in _parts(member):
+        _replace(_state_of(member, part), optim_state_key, value, member)

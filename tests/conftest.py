@@ -1,0 +1,69 @@
+"""Fixtures of the whole suite: persistent workers, police against leaks, and the pinned list of skips."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.harness import WorkerPool
+from tests.harness.police import Police
+
+SKIPS = Path(__file__).parent / "skips.txt"
+_pools: dict[int, WorkerPool] = {}
+_skipped: set[str] = set()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "slow: part of the full product of a table, not of `make test`")
+    config.addinivalue_line("filterwarnings", "error:::deepspeed")
+    torch.set_num_threads(1)  # the reference must sum in the order the single-threaded workers sum
+
+
+@pytest.fixture(scope="session")
+def workers() -> Iterator[Callable[[int], WorkerPool]]:
+    """`workers(n).run(fn, *args)` runs `fn` on `n` ranks; a pool is started once, when first asked for."""
+
+    def pool(size: int) -> WorkerPool:
+        return _pools.setdefault(size, WorkerPool(size))
+
+    yield pool
+    for started in _pools.values():
+        started.close()
+    _pools.clear()
+
+
+@pytest.fixture(autouse=True)
+def _police() -> Iterator[None]:
+    """A test that leaves an environment variable, a thread or a child process behind fails."""
+    police = Police()
+    yield
+    left = police.report(lambda: {pid for pool in _pools.values() for pid in pool.pids})
+    if left:
+        pytest.fail(f"the test left behind: {left}")
+
+
+def _unpinned_skips() -> list[str]:
+    lines = (line.split("#", 1)[0].strip() for line in SKIPS.read_text().splitlines())
+    return sorted(_skipped - {line for line in lines if line})
+
+
+def _note_skip(report: pytest.CollectReport | pytest.TestReport) -> None:
+    if report.skipped and not hasattr(report, "wasxfail"):
+        _skipped.add(report.nodeid)
+
+
+pytest_runtest_logreport = _note_skip
+pytest_collectreport = _note_skip
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if _unpinned_skips():
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for nodeid in _unpinned_skips():
+        terminalreporter.write_line(f"SKIPPED BUT NOT PINNED in {SKIPS.name}: {nodeid}", red=True)

@@ -1,0 +1,165 @@
+"""Planted divergences between ranks: each ends everywhere, in time, non-zero, with the last label of every rank."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.unit.comm.ranks import Ended, run_ranks
+
+TIMEOUT = 3.0  # seconds of one collective
+MARGIN = 5.0  # seconds after it within which every rank has ended
+
+SETUP = """
+dist.init_distributed(verbose=False)
+rank = dist.get_rank()
+x, y = torch.ones(1000), torch.ones(2000)
+dist.all_reduce(x, log_name="step 1")
+print(time.monotonic(), flush=True)
+"""
+
+
+def diverge(snippet: str, world: int = 2) -> list[Ended]:
+    """Run a divergence on `world` ranks, and check that all of them ended in time."""
+    ends = run_ranks(SETUP + snippet, world, limit=120, DEEPSPEED_TIMEOUT=str(TIMEOUT / 60))
+    for rank, end in enumerate(ends):
+        assert end.out, f"rank {rank} did not reach the divergence: {end.err}"
+        took = end.begun + end.seconds - float(end.out)
+        assert took < TIMEOUT + MARGIN, f"rank {rank} ended after {took:.1f} s: {end.err}"
+    return ends
+
+
+def report(end: Ended) -> list[str]:
+    """What the report that a rank ended with says of each rank."""
+    lines = dict(re.findall(r"rank (\d+): (.*)", end.err.rsplit("The last collective of each rank:", 1)[-1]))
+    return [lines[rank] for rank in sorted(lines)]
+
+
+def test_collectives_in_another_order():
+    ends = diverge(
+        """
+if rank == 0:
+    dist.all_reduce(x, log_name="reduce layer.1.weight")
+else:
+    dist.broadcast(x, 0, log_name="broadcast layer.1.bias")
+    dist.all_reduce(x, log_name="reduce layer.1.weight")
+"""
+    )
+    for end in ends:
+        assert end.code == 1
+        assert report(end)[0].startswith("in 'reduce layer.1.weight float32[1000]' #2")
+        assert report(end)[1].startswith("in 'broadcast layer.1.bias float32[1000]' #2")
+    assert "CommTimeoutError: 'reduce layer.1.weight float32[1000]' timed out" in ends[0].err
+
+
+def test_a_collective_that_one_of_three_ranks_skips():
+    ends = diverge(
+        """
+if rank != 2:
+    dist.all_reduce(x, log_name="reduce layer.1.weight")
+dist.barrier(log_name="end of step")
+""",
+        world=3,
+    )
+    for end in ends:
+        assert end.code == 1
+        assert [line.split("'")[1] for line in report(end)] == ["reduce layer.1.weight float32[1000]"] * 2 + ["end of step"]
+
+
+def test_different_sizes():
+    ends = diverge("dist.all_reduce(x if rank == 0 else y, log_name='reduce layer.1.weight'); dist.barrier()")
+    assert all(end.code for end in ends)
+    told = next(end for end in ends if "The last collective" in end.err)  # gloo aborts the other one without a word
+    assert [line.split("'")[1] for line in report(told)] == [
+        "reduce layer.1.weight float32[1000]",
+        "reduce layer.1.weight float32[2000]",
+    ]
+
+
+@pytest.mark.parametrize("leaver", [0, 1])
+def test_a_rank_that_exits(leaver):
+    ends = diverge(f"sys.exit(3) if rank == {leaver} else dist.all_reduce(x, log_name='reduce layer.1.weight')")
+    assert (ends[leaver].code, ends[1 - leaver].code) == (3, 1)
+    assert report(ends[1 - leaver])[leaver].startswith("has ended, after 'step 1 float32[1000]' #1")
+    assert report(ends[1 - leaver])[1 - leaver].startswith("in 'reduce layer.1.weight")
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_is_killed(victim):
+    ends = diverge(
+        f"""
+if rank == {victim}:
+    os.kill(os.getpid(), signal.SIGKILL)
+dist.all_reduce(x, log_name="reduce layer.1.weight")
+"""
+    )
+    assert (ends[victim].code, ends[1 - victim].code) == (-9, 1)
+    assert report(ends[1 - victim])[victim].startswith(
+        "no answer (process gone or stuck); last after 'step 1 float32[1000]' #1"
+    )
+
+
+@pytest.mark.parametrize("sleeper", [0, 1])
+def test_a_rank_that_sleeps(sleeper):
+    ends = diverge(
+        f"""
+if rank == {sleeper}:
+    time.sleep(100)
+dist.all_reduce(x, log_name="reduce layer.1.weight")
+"""
+    )
+    for end in ends:
+        assert end.code == 1
+        assert report(end)[sleeper].startswith("in no collective, after 'step 1 float32[1000]' #1")
+        assert report(end)[1 - sleeper].startswith("in 'reduce layer.1.weight float32[1000]' #2")
+    assert "This process ends." in ends[sleeper].err
+
+
+def test_a_wait_that_the_backend_never_ends():
+    ends = diverge(
+        """
+from deepspeed.comm import watch
+watch.note("a wait of its own kind" if rank == 0 else "another one")
+time.sleep(100)
+"""
+    )
+    for end in ends:
+        assert end.code == 1
+        assert [line.split("'")[1] for line in report(end)] == ["a wait of its own kind", "another one"]
+
+
+def test_a_rank_that_finishes_early_disturbs_nobody():
+    ends = run_ranks(SETUP + "time.sleep(4 * rank); print('done')", 2, DEEPSPEED_TIMEOUT=str(TIMEOUT / 60))
+    assert [(end.code, end.err) for end in ends] == [(0, ""), (0, "")]
+    assert ends[1].seconds - ends[0].seconds > 2
+
+
+def test_the_wait_of_a_pending_collective_is_labelled():
+    ends = diverge(
+        """
+if rank == 0:
+    pending = dist.all_reduce(x, async_op=True, log_name="reduce layer.1.weight")
+    pending.wait()
+time.sleep(100)
+"""
+    )
+    assert [end.code for end in ends] == [1, 1]
+    assert report(ends[0])[0].startswith("in 'wait for reduce layer.1.weight float32[1000]' #3")
+
+
+def test_an_error_of_the_caller_is_not_an_alarm():
+    ends = run_ranks(
+        SETUP
+        + """
+try:
+    dist.all_reduce(torch.ones(4).to_sparse()) if rank == 0 else None
+    dist.all_gather([torch.ones(1)], torch.ones(1)) if rank == 0 else None
+except (RuntimeError, ValueError) as error:
+    print(type(error).__name__)
+dist.barrier()
+""",
+        2,
+        DEEPSPEED_TIMEOUT=str(TIMEOUT / 60),
+    )
+    assert [end.code for end in ends] == [0, 0], ends

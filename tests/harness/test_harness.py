@@ -1,0 +1,71 @@
+"""The harness itself: results in rank order, failures with rank and traceback, hangs that end, leaks that fail."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.harness import WorkerError, WorkerPool, WorkerTimeout
+
+
+def rank_and_sum(tensor: torch.Tensor) -> tuple[int, torch.Tensor]:
+    tensor = tensor * (dist.get_rank() + 1)
+    dist.all_reduce(tensor)
+    return os.getpid(), tensor
+
+
+def raise_on_one() -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("planted")
+    dist.barrier()
+
+
+def hang_on_one() -> None:
+    if dist.get_rank() == 0:
+        time.sleep(100)
+
+
+def die_on_one() -> None:
+    if dist.get_rank() == 1:
+        os._exit(7)
+
+
+def leak_variable() -> None:
+    os.environ["LEAKED_BY_TEST"] = "1"
+
+
+def test_results_come_in_rank_order_from_the_same_processes(workers):
+    first = workers(2).run(rank_and_sum, torch.ones(3))
+    second = workers(2).run(rank_and_sum, torch.ones(3))
+    assert [pid for pid, _ in first] == [pid for pid, _ in second] == workers(2).pids
+    assert all(torch.equal(total, torch.full((3,), 3.0)) for _, total in first)
+
+
+def test_failures_name_the_rank_and_the_pool_recovers():
+    pool = WorkerPool(2)
+    try:
+        with pytest.raises(WorkerError, match=r"rank 1 failed:\n(.|\n)*ValueError: planted"):
+            pool.run(raise_on_one)
+        with pytest.raises(WorkerError, match="left behind: environment variable LEAKED_BY_TEST"):
+            pool.run(leak_variable)
+        with pytest.raises(WorkerTimeout, match=r"rank 0 gave no answer(.|\n)*hang_on_one"):
+            pool.run(hang_on_one, timeout=6)
+        with pytest.raises(WorkerError, match="rank 1 failed:\nthe process ended with code 7"):
+            pool.run(die_on_one)
+        assert len(pool.run(rank_and_sum, torch.ones(1))) == 2
+    finally:
+        pool.close()
+
+
+def test_an_unpinned_skip_fails_the_session(tmp_path):
+    (tmp_path / "test_it.py").write_text("import pytest\n\ndef test_skipped():\n    pytest.skip('no reason')\n")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.conftest", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stdout
+    assert "SKIPPED BUT NOT PINNED" in done.stdout

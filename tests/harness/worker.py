@@ -1,0 +1,54 @@
+"""One persistent worker: joins the gloo group once, then runs the functions that come through its pipe."""
+
+from __future__ import annotations
+
+import datetime
+import faulthandler
+import gc
+import pickle
+import signal
+import sys
+import traceback
+import warnings
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.harness.police import Police
+
+
+def answer(request: bytes) -> tuple[bool, Any]:
+    """Run one pickled `(function, arguments)`; `(True, result)` or `(False, traceback)`."""
+    try:
+        fn, args = pickle.loads(request)
+        police = Police()
+        result = fn(*args)
+        gc.collect()
+        left = police.report()
+        return (False, f"{fn.__qualname__} left behind: {left}") if left else (True, result)
+    except BaseException:  # also SystemExit: a rank must always answer
+        return False, traceback.format_exc()
+
+
+def main() -> None:
+    """Serve until the pipe closes."""
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    warnings.filterwarnings("error", module=r"deepspeed(\.|$)")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+    pipe = Connection(int(sys.argv[1]))
+    while True:
+        try:
+            request = pipe.recv_bytes()
+        except EOFError:
+            return
+        ok, value = answer(request)
+        pipe.send_bytes(pickle.dumps((ok, value)))
+        sys.stderr.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Tests that need two to four gloo ranks, run in persistent workers."""

@@ -1,0 +1,1 @@
+"""One table: stage × precision × accumulation × ranks × layout, against a naive single-process reference."""

@@ -1,0 +1,155 @@
+"""Process groups in real processes: alone, by each launcher's variables, adopted, restarted, and what goes wrong."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.comm.ranks import run_ranks, torchrun
+
+
+def alone(rank, world, port):
+    return {}
+
+
+def slurm(rank, world, port):
+    names = {"SLURM_PROCID": rank, "SLURM_NTASKS": world, "SLURM_LOCALID": rank, "MASTER_PORT": port}
+    return {name: str(value) for name, value in names.items()} | {"SLURM_JOB_NODELIST": "localhost"}
+
+
+def open_mpi(rank, world, port):
+    names = {"RANK": rank, "SIZE": world, "LOCAL_RANK": rank, "LOCAL_SIZE": world}
+    return {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in names.items()} | {"MASTER_PORT": str(port)}
+
+
+def sagemaker(rank, world, port):
+    return open_mpi(rank, world, port) | {"SM_TRAINING_ENV": "{}", "SM_HOSTS": '["localhost"]'}
+
+
+def azure(rank, world, port):
+    return open_mpi(rank, world, port) | {"AZ_BATCH_MASTER_NODE": f"127.0.0.1:{port}"}
+
+
+SUM_RANKS = """
+dist.init_distributed()
+total = torch.tensor([float(dist.get_rank() + 1)])
+dist.all_reduce(total)
+print(dist.get_rank(), dist.get_world_size(), dist.get_local_rank(), total.item(), os.environ.get("RANK"))
+"""
+
+
+def test_no_variables_at_all():
+    (only,) = run_ranks(SUM_RANKS, 1, alone)
+    assert (only.code, only.out) == (0, "0 1 0 1.0 None\n"), only.err
+    assert "1 rank(s) by no launcher, backend gloo" in only.err
+
+
+@pytest.mark.parametrize("launcher", [torchrun, slurm, open_mpi, sagemaker, azure])
+def test_two_ranks_by(launcher):
+    ends = run_ranks(SUM_RANKS, 2, launcher)
+    assert [end.out for end in ends] == ["0 2 0 3.0 0\n", "1 2 1 3.0 1\n"], [end.err for end in ends]
+    assert [end.code for end in ends] == [0, 0]
+    assert [len(end.err.splitlines()) for end in ends] == [1, 0], "one line on rank 0, no complaint at exit"
+
+
+def test_nccl_asked_for_on_a_machine_without_cuda():
+    (only,) = run_ranks("dist.init_distributed('nccl'); print(dist.get_backend())", 1, alone, DS_ACCELERATOR="cpu")
+    assert (only.code, only.out) == (0, "gloo\n"), only.err
+    assert only.err.count("'nccl' needs CUDA") == 1
+
+
+def test_an_existing_group_is_adopted_with_its_timeout():
+    ends = run_ranks(
+        """
+        import datetime
+        torch.distributed.init_process_group("gloo", timeout=datetime.timedelta(seconds=77))
+        dist.init_distributed()
+        dist.barrier()
+        from deepspeed.comm import watch
+        print(watch.timeout().total_seconds(), dist.get_world_group() is torch.distributed.group.WORLD)
+        torch.distributed.destroy_process_group()
+        """,
+        2,
+    )
+    assert [(end.code, end.out) for end in ends] == [(0, "77.0 True\n")] * 2, ends
+
+
+def test_a_group_is_destroyed_and_made_again():
+    ends = run_ranks(
+        """
+        import threading
+        for attempt in range(3):
+            dist.init_distributed(verbose=False)
+            one = torch.ones(1)
+            dist.all_reduce(one)
+            dist.destroy_process_group()
+            print(one.item(), dist.is_initialized(), threading.active_count())
+        """,
+        2,
+    )
+    assert [(end.code, end.out) for end in ends] == [(0, "2.0 False 1\n" * 3)] * 2, ends
+
+
+def test_each_restart_of_torchelastic_has_keys_of_its_own():
+    snippet = """
+    store = torch.distributed.distributed_c10d._get_default_store
+    dist.init_distributed(verbose=False)
+    base = store()
+    while isinstance(base, torch.distributed.PrefixStore):
+        base = base.underlying_store
+    print(any("attempt3.0/" in key for key in base.list_keys()))
+    """
+    ends = run_ranks(snippet, 2, TORCHELASTIC_RESTART_COUNT="3")
+    assert [end.out for end in ends] == ["True\n"] * 2, ends
+
+
+def test_a_file_as_the_meeting_point(tmp_path):
+    snippet = f"""
+    dist.init_distributed(init_method="file://{tmp_path}/meet", rank=int(os.environ["ME"]), world_size=2)
+    dist.barrier()
+    print(dist.get_rank())
+    """
+    ends = run_ranks(snippet, 2, lambda rank, world, port: {"ME": str(rank)})
+    assert [(end.code, end.out) for end in ends] == [(0, "0\n"), (0, "1\n")], ends
+
+
+def test_a_rank_that_never_starts():
+    def only_rank_zero_of_two(rank, world, port):
+        return torchrun(0, 2, port)
+
+    (waiting,) = run_ranks("dist.init_distributed()", 1, only_rank_zero_of_two, DEEPSPEED_TIMEOUT="0.05")
+    assert waiting.code == 1
+    assert "CommTimeoutError: rank 0 of 2 (RANK and WORLD_SIZE) could not join at 127.0.0.1" in waiting.err
+    assert waiting.seconds < 3 + 5 + 10, "the timeout, five seconds, and the import of torch on a busy machine"
+
+
+def test_bad_variables_end_by_name():
+    (only,) = run_ranks("dist.init_distributed()", 1, lambda *_: {"RANK": "two", "WORLD_SIZE": "2"})
+    assert only.code == 1
+    assert "ArgumentError: RANK='two' is not a whole number" in only.err
+
+
+def test_without_a_group_every_call_says_what_to_do():
+    (only,) = run_ranks(
+        """
+        from deepspeed.errors import UsageError
+        for call in (dist.get_rank, dist.get_world_size, dist.barrier, lambda: dist.all_reduce(torch.ones(1))):
+            try:
+                call()
+            except UsageError as error:
+                print("init_distributed" in str(error), isinstance(error, AssertionError))
+        """,
+        1,
+        alone,
+    )
+    assert only.out == "True True\n" * 4, only.err
+
+
+def test_an_adopted_group_must_fit_the_arguments():
+    (only,) = run_ranks("dist.init_distributed(); dist.init_distributed(world_size=3)", 1, alone)
+    assert only.code == 1
+    assert "world_size=3) contradicts the existing group: rank 0 of 1" in only.err
+
+
+def test_importing_starts_nothing():
+    (only,) = run_ranks("import threading; print(threading.active_count(), dist.is_initialized())", 1, alone)
+    assert (only.out, only.err) == ("1 False\n", "")

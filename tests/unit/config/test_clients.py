@@ -1,0 +1,31 @@
+"""What real clients send: it resolves, or the offload in it is refused by name."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+
+from deepspeed.config import DeepSpeedConfig, Facts
+from deepspeed.errors import NotAvailableError
+from tests.unit.config.clients import ACCELERATE_3, CLIENTS
+
+FACTS = Facts(hidden_size=64, loader_batch_size=4, num_train_steps=100, device="cpu", bf16_fast=False)
+
+
+@pytest.mark.parametrize("name", CLIENTS)
+def test_the_configuration_of_a_client_resolves(name):
+    cfg = DeepSpeedConfig(CLIENTS[name], world=2, facts=FACTS)
+    assert cfg.zero.stage == CLIENTS[name].get("zero_optimization", {"stage": 0})["stage"]
+    assert DeepSpeedConfig.for_init(CLIENTS[name]).zero.stage == cfg.zero.stage
+
+
+def test_offload_in_a_template_is_refused_by_name():
+    given = copy.deepcopy(ACCELERATE_3)
+    given["zero_optimization"].update(
+        offload_optimizer={"device": "cpu", "pin_memory": True}, offload_param={"device": "cpu", "pin_memory": True}
+    )
+    with pytest.raises(NotAvailableError) as caught:
+        DeepSpeedConfig(given, facts=FACTS)
+    for block in ("offload_optimizer", "offload_param"):
+        assert f'zero_optimization.{block}.device = "cpu": not available yet' in str(caught.value)

@@ -1,0 +1,69 @@
+"""Origins, the `ds_config` command, and the generated reference."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from deepspeed.config import DeepSpeedConfig, Facts
+from deepspeed.config.cli import main
+from deepspeed.config.reference import reference
+from deepspeed.config.schema import all_keys
+
+GIVEN = {
+    "train_batch_size": 8,
+    "train_micro_batch_size_per_gpu": "auto",
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "weight_decay": 0.1}},
+    "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "stage3_gather_fp16_weights_on_model_save": True},
+    "msamp": {},
+}
+
+
+def test_every_value_has_an_origin():
+    found = {row.path: row for row in DeepSpeedConfig(GIVEN, world=2, facts=Facts(hidden_size=8)).explain()}
+    origins = {path: row.origin for path, row in found.items()}
+    assert origins["train_batch_size"] == "given"
+    assert origins["train_micro_batch_size_per_gpu"].startswith("auto: derived: train_batch_size")
+    assert origins["gradient_accumulation_steps"] == "default"
+    assert origins["zero_optimization.reduce_bucket_size"].startswith("auto: hidden_size squared")
+    assert origins["optimizer.params.lr"].startswith("auto: the learning rate")
+    assert origins["optimizer.params.betas"] == "auto: the default of the class"
+    name = "zero_optimization.stage3_gather_fp16_weights_on_model_save"
+    assert origins["zero_optimization.gather_16bit_weights_on_model_save"] == f"deprecated: {name}"
+    assert found["msamp"].remark == "accepted and not read"
+    plain = {key.path for key in all_keys() if "[]" not in key.path and "<" not in key.path}
+    optional = ("optimizer.", "scheduler.", "sparse_attention.", "zero_optimization.z")
+    assert {path for path in plain if not path.startswith(optional)} <= set(found)
+
+
+def test_explain_prints_rows(tmp_path, capsys):
+    (tmp_path / "c.json").write_text(json.dumps(GIVEN))
+    assert main(["explain", str(tmp_path / "c.json"), "--world", "2", "--hidden-size", "8"]) == 0
+    short = capsys.readouterr().out
+    assert "zero_optimization.reduce_bucket_size" in short
+    assert "nebula.load_path" not in short
+    assert main(["explain", str(tmp_path / "c.json"), "--all"]) == 0
+    assert "nebula.load_path" in capsys.readouterr().out
+
+
+def test_explain_of_a_wrong_file_prints_the_problems(tmp_path, capsys):
+    (tmp_path / "c.json").write_text('{"train_batch_size": 8, "stge": 1}')
+    assert main(["explain", str(tmp_path / "c.json")]) == 1
+    assert "stge = 1: unknown key" in capsys.readouterr().err
+
+
+def test_the_command_writes_the_reference(tmp_path):
+    assert main(["reference", str(tmp_path / "r.md")]) == 0
+    assert (tmp_path / "r.md").read_text() == reference()
+
+
+def test_the_committed_reference_is_current():
+    page = Path(__file__).parents[3] / "docs" / "configuration.md"
+    assert page.read_text(encoding="utf-8") == reference(), "run `ds_config reference` and commit the page"
+
+
+@pytest.mark.parametrize("key", all_keys(), ids=lambda key: key.path)
+def test_every_key_is_in_the_reference(key):
+    assert f"`{key.path.partition('.')[2] or key.path}`" in reference() or f"`{key.path}`" in reference()

@@ -1,0 +1,177 @@
+"""Every class of problem: one error, one line each, with path, value and what to do."""
+
+from __future__ import annotations
+
+import pytest
+
+from deepspeed.config import DeepSpeedConfig, DeepSpeedConfigError
+from deepspeed.errors import ArgumentError, NotAvailableError
+
+BATCH = {"train_batch_size": 8}
+
+
+def problems_of(config, world=1, **rest):
+    with pytest.raises(DeepSpeedConfigError) as caught:
+        DeepSpeedConfig({**BATCH, **config, **rest}, world=world)
+    assert isinstance(caught.value, (ValueError, AssertionError))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "line"),
+    [
+        # unknown, with the nearest name
+        ({"zero_optimization": {"stge": 2}}, 'zero_optimization.stge = 2: unknown key; did you mean "stage"?'),
+        ({"optimiser": {}}, 'optimiser = {}: unknown key; did you mean "optimizer"?'),
+        ({"qqqq": 1}, "qqqq = 1: unknown key; no key has a similar name"),
+        ({"bf16": {"qqqq": 1}}, "bf16.qqqq = 1: unknown key; the keys here are"),
+        ({1: 2}, "1 = 2: unknown key"),
+        # misplaced
+        ({"stage": 3}, 'stage = 3: unknown key; it belongs at "zero_optimization.stage"'),
+        ({"reduce_bucket_size": 5}, 'it belongs at "zero_optimization.reduce_bucket_size"'),
+        ({"zero_optimization": {"gradient_clipping": 1}}, 'it belongs at "gradient_clipping"'),
+        ({"offload_optimizer": {"device": "cpu"}}, 'it belongs at "zero_optimization.offload_optimizer"'),
+        ({"zero_optimization": {"bf16": {"enabled": True}}}, 'zero_optimization.bf16 = {"enabled": true}: unknown key'),
+        # type and range
+        ({"zero_optimization": {"stage": 5}}, "zero_optimization.stage = 5: must be at most 3"),
+        ({"zero_optimization": {"stage": "2"}}, 'zero_optimization.stage = "2": expected whole number'),
+        ({"zero_optimization": 2}, 'zero_optimization = 2: expected an object with keys such as "stage"'),
+        ({"zero_optimization": {"stage3_prefetch_bucket_size": 1.5}}, "zero_optimization.stage3_prefetch_bucket_size"),
+        ({"fp16": {"enabled": "yes"}}, 'fp16.enabled = "yes": expected true or false'),
+        ({"fp16": {"enabled": 1}}, "fp16.enabled = 1: expected true or false"),
+        ({"fp16": {"loss_scale": float("nan")}}, "fp16.loss_scale = NaN: must be finite"),
+        ({"fp16": {"initial_scale_power": 1e999}}, "fp16.initial_scale_power = Infinity: expected whole number"),
+        ({"gradient_clipping": -1}, "gradient_clipping = -1: must be at least 0"),
+        ({"communication_data_type": "int8"}, 'communication_data_type = "int8": expected "fp32" or "fp16" or "bf16"'),
+        ({"steps_per_print": 0}, "steps_per_print = 0: expected a number above 0, inf, or null"),
+        ({"optimizer": "Adam"}, 'optimizer = "Adam": expected an object with keys such as "type"'),
+        ({"optimizer": {"type": "Adam", "params": {"lr": "1e-3"}}}, 'optimizer.params.lr = "1e-3": expected number'),
+        (
+            {"optimizer": {"type": "Adam", "params": {"betas": [0.9]}}},
+            "optimizer.params.betas = [0.9]: needs at least 2",
+        ),
+        (
+            {"tensor_parallel": {"partition_config": {"layer_specs": [{"partition_type": "diagonal"}]}}},
+            'tensor_parallel.partition_config.layer_specs[0].partition_type = "diagonal"',
+        ),
+        # conflicts
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16.enabled and bf16.enabled are all true"),
+        ({"bf16": {"enabled": True}, "bfloat16": {"enabled": True}}, 'given twice: "bf16" is the same key'),
+        ({"zero_optimization": {"compute_grad_norm": False}, "gradient_clipping": 1}, "needs the norm"),
+        ({"zero_optimization": {"mics_shard_size": 2}}, "mics_shard_size = 2: needs stage 3"),
+        ({"zero_optimization": {"stage": 3, "mics_shard_size": 2}}, "must divide the 1 rank(s)"),
+        ({"data_parallel_size": 4}, "data_parallel_size = 4: this run has 1 data-parallel rank(s)"),
+        ({"optimizer": {"params": {"lr": 1}}}, "optimizer.type is missing"),
+        ({"scheduler": {"params": {}}}, "scheduler.type is missing"),
+        ({"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1}}}, 'it belongs at "gradient_clipping"'),
+        (
+            {"scheduler": {"type": "WarmupLR", "params": {"warmup_step": 1}}},
+            "warmup_step = 1: not an argument of WarmupLR",
+        ),
+        ({"scheduler": {"type": "WarmupLR", "params": {"cycle_min_lr": 1}}}, "not an argument of WarmupLR"),
+        (
+            {"scheduler": {"type": "WarmupDecayLR"}},
+            "scheduler.params.total_num_steps is missing: WarmupDecayLR needs it",
+        ),
+        # deprecated together with new
+        (
+            {"zero_optimization": {"cpu_offload": True, "offload_optimizer": {"device": "none"}}},
+            'deprecated, and its new name "zero_optimization.offload_optimizer.device" is given as well',
+        ),
+        ({"zero_optimization": {"cpu_offload": "yes"}}, "expected true or false"),
+        (
+            {"zero_optimization": {"cpu_offload": True, "offload_optimizer": 3}},
+            "offload_optimizer = 3: expected an object",
+        ),
+        ({"zero_optimization": 3, "allgather_size": 5}, "zero_optimization = 3: expected an object"),
+    ],
+)
+def test_the_line_names_path_value_and_remedy(config, line):
+    assert line in problems_of(config)
+
+
+def test_all_problems_come_in_one_error():
+    text = problems_of(
+        {"stge": 1, "fp16": {"enabled": 3, "hysterisis": 1}, "gradient_clipping": "x", "wandb": {"enabled": True}},
+        train_batch_size=-4,
+    )
+    assert "6 problems" in text
+    for path in ("stge", "fp16.enabled", "fp16.hysterisis", "gradient_clipping", "wandb.enabled", "train_batch_size"):
+        assert f"  {path} = " in text
+
+
+@pytest.mark.parametrize(
+    ("config", "path"),
+    [
+        ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "zero_optimization.offload_optimizer.device"),
+        ({"zero_optimization": {"offload_param": {"device": "nvme"}}}, "zero_optimization.offload_param.device"),
+        ({"zero_optimization": {"cpu_offload": True}}, "zero_optimization.offload_optimizer.device"),
+        ({"zero_optimization": {"zero_quantized_weights": True}}, "zero_optimization.zero_quantized_weights"),
+        ({"zero_optimization": {"zenflow": {"topk_ratio": 0.2}}}, "zero_optimization.zenflow"),
+        ({"tensorboard": {"enabled": True, "output_path": "x"}}, "tensorboard.enabled"),
+        ({"flops_profiler": {"enabled": True}}, "flops_profiler.enabled"),
+        (
+            {"activation_checkpointing": {"partition_activations": True}},
+            "activation_checkpointing.partition_activations",
+        ),
+        ({"checkpoint": {"load_universal": True}}, "checkpoint.load_universal"),
+        ({"sparse_gradients": True}, "sparse_gradients"),
+        ({"sequence_parallel_size": 2}, "sequence_parallel_size"),
+        ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, "bf16.bf16_master_weights_and_grads"),
+        ({"optimizer": {"type": "OneBitAdam"}}, "optimizer.type"),
+        (
+            {"compression_training": {"row_pruning": {"shared_parameters": {"enabled": True}}}},
+            "compression_training.row_pruning.shared_parameters.enabled",
+        ),
+    ],
+)
+def test_what_is_not_available_is_refused_by_name(config, path):
+    with pytest.raises(NotAvailableError, match="not available yet") as caught:
+        DeepSpeedConfig({**BATCH, **config})
+    assert f"{path} = " in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"zero_optimization": {"offload_optimizer": {"device": "none", "nvme_path": None, "pin_memory": False}}},
+        {"zero_optimization": {"offload_param": None, "zenflow": None}},
+        {"zero_optimization": {"offload_param": {"device": "none", "nvme_path": "/local", "buffer_count": 9}}},
+        {"tensorboard": {"enabled": False, "output_path": "runs", "job_name": "x"}},
+        {"activation_checkpointing": {"partition_activations": False, "cpu_checkpointing": False}},
+        {"autotuning": {"enabled": False, "metric": "latency"}, "elasticity": {"enabled": False, "min_gpus": 4}},
+        {"compression_training": {"row_pruning": {"shared_parameters": {"enabled": False, "method": "topk"}}}},
+        {"optimizer": None, "scheduler": None, "fp16": None, "sparse_gradients": False},
+        {"checkpoint": {"tag_validation": "WARN"}, "compile": {"deepcompile": False, "passes": []}},
+        {"aio": {"block_size": 4096, "thread_count": 4}},
+        {"tensor_parallel": {"autotp_size": 1}, "sequence_parallel_size": 1},
+    ],
+)
+def test_values_that_ask_for_nothing_pass(config):
+    DeepSpeedConfig({**BATCH, **config})
+
+
+def test_names_that_clients_send_for_others_are_tolerated():
+    cfg = DeepSpeedConfig({**BATCH, "msamp": {"enabled": True}, "zero_optimization.reduce_bucket_size": 1.5})
+    assert {row.path: row.remark for row in cfg.explain()}["msamp"] == "accepted and not read"
+    assert cfg.zero.reduce_bucket_size == 500_000_000
+
+
+def test_wrong_names_and_values_of_one_block_come_together():
+    groups = {None: {}, "g": 3, "h": {"params": {"start_bits": "x"}}}
+    text = problems_of({"compression_training": {"weight_quantization": {"different_groups": groups}}})
+    assert "3 problems" in text
+    assert 'different_groups.h.params.start_bits = "x"' in text
+
+
+def test_a_configuration_that_holds_itself():
+    config = {"train_batch_size": 8, "wandb": {}}
+    config["wandb"]["project"] = config
+    with pytest.raises(DeepSpeedConfigError, match="holds itself"):
+        DeepSpeedConfig(config)
+
+
+@pytest.mark.parametrize("world", [0, -1])
+def test_the_world_has_at_least_one_rank(world):
+    with pytest.raises(ArgumentError, match="at least 1"):
+        DeepSpeedConfig(BATCH, world=world)
