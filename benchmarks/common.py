@@ -89,7 +89,7 @@ def batch_of(shape: Shape, step: int, rank: int) -> Tensor:
 
 
 def whole_bytes(module: nn.Module) -> int:
-    """Bytes under the parameters that stand whole on this rank, each storage once; a sharded one rests on one element."""
+    """Bytes under the parameters on this rank, each storage once; a sharded parameter rests on a single element."""
     with torch._C.DisableTorchFunctionSubclass():
         storages = [values.untyped_storage() for values in module.parameters() if not isinstance(values, DTensor)]
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())

@@ -142,8 +142,8 @@ def make_side(name: str, low_precision: bool) -> Side:
 
 def versions() -> str:
     """Of what a rank has imported."""
-    found = [sys.modules[name] for name in ("deepspeed", "torch") if name in sys.modules]
-    return " ".join(f"{module.__name__}-{module.__version__}" for module in found)
+    found = [sys.modules[name] for name in ("torch", "deepspeed") if name in sys.modules]
+    return ", ".join(f"{module.__name__} {module.__version__}" for module in found)
 
 
 def make_rank(sides: list[str], dtype: str) -> Callable[..., Any]:
@@ -253,6 +253,7 @@ def rows_of(dtype: str, groups: list[Group]) -> list[dict[str, Any]]:
             losses = group.losses(name)
             apart = max(abs(ours - ddp) / ddp for ours, ddp in zip(losses, reference, strict=True))
             bar = BARS.get(name) if group is groups[0] else None
+            held = "open" if ratio.half_width > HALF_WIDTH else "reached" if bar and ratio.low <= bar else "missed"
             rows.append(
                 {
                     "dtype": dtype,
@@ -268,7 +269,7 @@ def rows_of(dtype: str, groups: list[Group]) -> list[dict[str, Any]]:
                     "loss_apart": None if name == "floor" else apart,
                     "same_loss": name == "floor" or apart <= SAME_LOSS[dtype],
                     "bar": bar,
-                    "reached": None if bar is None else ratio.low <= bar,
+                    "bar_is": held if bar else None,
                     "whole_bytes_after_forward": max(rank["gathered"][name] for rank in group.report),
                 }
             )
@@ -276,17 +277,22 @@ def rows_of(dtype: str, groups: list[Group]) -> list[dict[str, Any]]:
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    """Print the table."""
-    head = ["dtype", "environment", "side", "ms", "x DDP [95 %]", "pairs", "bar", "loss", "from DDP", "MB gathered"]
+    """Print the table of one dtype."""
+    for environment in dict.fromkeys(row["environment"] for row in rows):
+        print(f"{rows[0]['dtype']}, {environment}:")
+        _show_environment([row for row in rows if row["environment"] == environment])
+
+
+def _show_environment(rows: list[dict[str, Any]]) -> None:
+    head = ["side", "ms", "x DDP [95 %]", "pairs", "bar", "loss", "from DDP", "MB gathered"]
     body = []
     for row in rows:
-        bar = "" if row["bar"] is None else f"{row['bar']:.2f} {'reached' if row['reached'] else 'MISSED'}"
+        bar = "" if row["bar"] is None else f"{row['bar']:.2f} {row['bar_is']}"
         apart = "-" if row["loss_apart"] is None else f"{row['loss_apart']:.1e}{'' if row['same_loss'] else ' DIFFERS'}"
         ratio = f"{row['ratio']:.3f} [{row['low']:.3f}, {row['high']:.3f}]"
         loss = f"{row['first_loss']:.4f} -> {row['last_loss']:.4f}"
         whole = f"{row['whole_bytes_after_forward'] / 1e6:.1f}"
-        named = [row["dtype"], row["environment"], row["side"], f"{row['ms']:.1f}"]
-        body.append([*named, ratio, str(row["pairs"]), bar, loss, apart, whole])
+        body.append([row["side"], f"{row['ms']:.1f}", ratio, str(row["pairs"]), bar, loss, apart, whole])
     print_table(head, body)
 
 
@@ -298,7 +304,11 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(8, 0.32 * len(rows) + 1.2))
-    names = [f"{row['dtype']} {row['environment']} {row['side']}" for row in rows]
+    first = rows[0]["environment"]
+    names = [
+        f"{row['side']} {row['dtype']}" + ("" if row["environment"] == first else f" ({row['environment']})")
+        for row in rows
+    ]
     errors = [[row["ratio"] - row["low"] for row in rows], [row["high"] - row["ratio"] for row in rows]]
     axes.barh(names, [row["ratio"] for row in rows], xerr=errors, color="tab:blue", alpha=0.7)
     axes.axvline(1.0, color="black", linewidth=0.8)
@@ -325,8 +335,9 @@ def main() -> None:
     arguments = parse_arguments()
     rows = []
     for dtype in ["fp32", "bf16"] if arguments.dtype == "both" else [arguments.dtype]:
-        rows += rows_of(dtype, measure(dtype, arguments))
-        show(rows)
+        found = rows_of(dtype, measure(dtype, arguments))
+        show(found)
+        rows += found
     print(f"written: {write_json('train_step.json', rows)}")
     picture = results_folder() / "train_step.png"
     draw(rows, picture)

@@ -20,6 +20,7 @@ _LAZY: dict[str, tuple[str, str | None]] = {
     "get_accelerator": ("deepspeed.accelerator", "get_accelerator"),
     "log_dist": ("deepspeed.foundation.log", "log_dist"),
     "logger": ("deepspeed.foundation.log", "logger"),
+    "OnDevice": ("deepspeed.foundation.script_helpers", "OnDevice"),
     "zero": ("deepspeed.zero", None),
     "comm": ("deepspeed.comm", None),
     "dist": ("deepspeed.comm", None),
@@ -30,12 +31,32 @@ _LAZY: dict[str, tuple[str, str | None]] = {
     "errors": ("deepspeed.errors", None),
 }
 
+# name: the feature it belongs to, which this version does not have
+_LATER = {
+    "DeepSpeedHybridEngine": "the hybrid engine",
+    "DeepSpeedInferenceConfig": "the inference engine",
+    "InferenceEngine": "the inference engine",
+    "PipelineEngine": "pipeline parallelism",
+    "PipelineModule": "pipeline parallelism",
+    "checkpointing": "activation checkpointing (torch.utils.checkpoint works at every stage)",
+    "default_inference_config": "the inference engine",
+    "init_inference": "the inference engine",
+    "moe": "mixture of experts",
+    "pipe": "pipeline parallelism",
+    "set_autotp_mode": "tensor parallelism",
+    "tp_model_init": "tensor parallelism",
+}
+
 __all__ = ["__version__", *sorted(_LAZY)]
 __version_major__, __version_minor__, __version_patch__ = (int(part) for part in __version__.split("."))
 __git_hash__ = __git_branch__ = None
 
 
 def __getattr__(name: str) -> Any:
+    if name in _LATER:
+        from deepspeed.errors import NotAvailableError
+
+        raise NotAvailableError(f"deepspeed.{name} is not available yet: it belongs to {_LATER[name]}")
     if name not in _LAZY:
         raise AttributeError(f"module 'deepspeed' has no attribute {name!r}")
     module, attribute = _LAZY[name]

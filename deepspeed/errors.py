@@ -51,7 +51,7 @@ class CommTimeoutError(CommError, TimeoutError):
     """A collective did not complete in time; the message carries every rank's last label."""
 
 
-class LaunchError(DeepSpeedError, RuntimeError):
+class LaunchError(DeepSpeedError, RuntimeError, ValueError):
     """The launcher cannot start or lost a rank."""
 
 

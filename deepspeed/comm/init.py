@@ -73,9 +73,9 @@ def init_distributed(
     """
     if config is not None:
         configure(config)
-    limit = timeout if timeout is not None else default_timeout()
+    limit = _checked(timeout) if timeout is not None else default_timeout()
     if dist.is_initialized():
-        _adopt(rank, world_size, timeout)
+        _adopt(rank, world_size)
     elif dist_init_required is not False:
         world = discover(rank, world_size, distributed_port, auto_mpi_discovery)
         _bind_device(world)
@@ -91,12 +91,15 @@ def default_timeout() -> timedelta:
     if not text:
         return watch.DEFAULT_TIMEOUT
     try:
-        limit = timedelta(minutes=float(text))
-    except (ValueError, OverflowError):
-        limit = timedelta(0)
-    if limit <= timedelta(0):
-        raise ArgumentError(f"DEEPSPEED_TIMEOUT={text!r} is not a positive number of minutes.")
-    return limit
+        return _checked(timedelta(minutes=float(text)))
+    except (ValueError, OverflowError) as error:
+        raise ArgumentError(f"DEEPSPEED_TIMEOUT={text!r} is not a positive number of minutes.") from error
+
+
+def _checked(timeout: timedelta) -> timedelta:
+    if not isinstance(timeout, timedelta) or timeout <= timedelta(0):
+        raise ArgumentError(f"timeout={timeout!r} is not a positive datetime.timedelta.")
+    return timeout
 
 
 def choose_backend(asked: str | None) -> str:
@@ -254,7 +257,7 @@ def _join(world: World, backend: str, limit: timedelta, init_method: str | None)
             "Check that every rank was started, that the address is rank 0's and that the port is free."
         ) from error
     watch.settle()
-    atexit.register(_leave)
+    atexit.register(_leave, os.getpid())
 
 
 def _meet(world: World, limit: timedelta, init_method: str | None) -> dist.Store:
@@ -273,7 +276,7 @@ def _meet(world: World, limit: timedelta, init_method: str | None) -> dist.Store
     return dist.PrefixStore(f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}.{next(earlier)}", store)
 
 
-def _adopt(rank: int, size: int, timeout: timedelta | None) -> None:
+def _adopt(rank: int, size: int) -> None:
     """Watch over a group that the caller made."""
     here, world = dist.get_rank(), dist.get_world_size()
     if (size > 0 and size != world) or (rank >= 0 and rank != here):
@@ -282,13 +285,16 @@ def _adopt(rank: int, size: int, timeout: timedelta | None) -> None:
             "Leave the arguments out to adopt it."
         )
     group = dist.distributed_c10d._get_default_group()
-    limits = [group._get_backend(device).options._timeout for device in group._device_types]
-    watch.start(dist.distributed_c10d._get_default_store(), here, world, max([*limits, timeout or timedelta(0)]))
-    atexit.register(watch.stop)
+    options = [group._get_backend(device).options for device in group._device_types]
+    limits = [option._timeout for option in options if option is not None]
+    if limits:  # a fake group, which plans without communicating, has none and needs no watch
+        watch.start(dist.distributed_c10d._get_default_store(), here, world, max(limits))
 
 
-def _leave() -> None:
-    """At exit: end the watch, and the group too unless an exception ends the process (others may be gone then)."""
+def _leave(process: int) -> None:
+    """At exit of `process`: end the watch, and the group unless an exception ends it (others may be gone then)."""
+    if process != os.getpid():  # a forked child; the connections are its parent's
+        return
     watch.stop()
     if dist.is_initialized() and not hasattr(sys, "last_value"):
         dist.destroy_process_group()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import re
 import sys
@@ -100,20 +101,23 @@ def failed(label: str, error: BaseException, ranks: Sequence[int] | None = None)
 
 
 def start(store: Store, rank: int, world: int, timeout: timedelta) -> None:
-    """Begin to watch; does nothing but keep the timeout when `world` is 1.
+    """Begin to watch, until `stop` or the end of the process; a world of one only keeps the timeout.
 
     Args:
         store: the store of the process group; the watch clones it.
         rank: this process, of `world`.
         timeout: how long one collective may take.
     """
+    if _here.watcher is not None:
+        return
     _here.timeout = timeout
     _here.verdict, _here.raised = None, False
-    if world > 1 and _here.watcher is None:
+    if world > 1:
         _here.watches += 1
         own = dist.PrefixStore(f"deepspeed.watch.{_here.watches}", store.clone())
         _here.watcher = _Watcher(own, rank, world)
         _here.watcher.start()
+        atexit.register(stop)
 
 
 def settle() -> None:

@@ -21,7 +21,7 @@ from deepspeed.foundation.log import say_once
 from deepspeed.optim import loss_scale
 from deepspeed.optim.build import build_optimizer, needs_whole_tensors, refuse_unsupported
 from deepspeed.optim.precision import DTYPES, InputCaster, compute_dtypes
-from deepspeed.zero.buckets import Reducer, ReduceSettings
+from deepspeed.zero.buckets import ReduceSettings
 from deepspeed.zero.grouping import GroupingPlan, build_group, named_parameters, plan_groups
 from deepspeed.zero.leaf import mark_leaves
 from deepspeed.zero.lifecycle import Hook, Lifecycle
@@ -29,6 +29,7 @@ from deepspeed.zero.optimizer import StepSettings, ZeroOptimizer
 from deepspeed.zero.param import is_managed
 from deepspeed.zero.policy import policy_for
 from deepspeed.zero.prefetch import Keeper, Limits
+from deepspeed.zero.reducer import Reducer
 from deepspeed.zero.shard_group import ShardGroup
 
 

@@ -8,21 +8,21 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.comm.collectives import SMALL, all_gather_small, tag_of
 from deepspeed.config import DeepSpeedConfig
+from deepspeed.config.explain import as_text
+from deepspeed.engine.accessors import StateAccessors
 from deepspeed.engine.build import Pieces, build, call_with, choose_optimizer, facts_of, find_axes, listed
 from deepspeed.engine.config_accessors import ConfigAccessors
-from deepspeed.engine.dataloader import DeepSpeedDataLoader
-from deepspeed.engine.loop import equal_steps
+from deepspeed.engine.feeding import Feeding
 from deepspeed.errors import ArgumentError, NotAvailableError, UsageError
-from deepspeed.foundation.log import logger, say, say_once, warn_once
+from deepspeed.foundation.log import logger, say, say_once
 from deepspeed.foundation.timer import SynchronizedWallClockTimer
 from deepspeed.optim.lr_schedules import build_scheduler
 from deepspeed.optim.precision import DTYPES
@@ -30,7 +30,7 @@ from deepspeed.optim.precision import DTYPES
 _FORWARD, _BACKWARD, _STEP = "forward", "backward", "step"
 
 
-class DeepSpeedEngine(ConfigAccessors, nn.Module):
+class DeepSpeedEngine(StateAccessors, Feeding, ConfigAccessors, nn.Module):
     """Trains a model under the stage, precision and schedule that the JSON names.
 
     Args:
@@ -100,8 +100,7 @@ class DeepSpeedEngine(ConfigAccessors, nn.Module):
         self._applied = False
         self._gas = self.ds_config.gradient_accumulation_steps
         self.enable_backward_allreduce = True
-        self._loop_channel = self._axes.world.channel()
-        self._agreements = 0
+        self._open_feed()
 
     def _make_scheduler(self, client: Any) -> Any:
         section = self.ds_config.scheduler
@@ -133,7 +132,7 @@ class DeepSpeedEngine(ConfigAccessors, nn.Module):
         if self.basic_optimizer is not None and not config.gradient_clipping:
             say_once("gradient_clipping is not set: gradients are not clipped")
         if config.dump_state:
-            say("\n".join(str(row) for row in config.explain()))
+            say(as_text(config.explain()))
 
     # -- forward and backward -------------------------------------------------------------------------------------
 
@@ -154,6 +153,8 @@ class DeepSpeedEngine(ConfigAccessors, nn.Module):
             self._pieces.frozen.remove(member)
         self._scaled_by_hand = False
         self._tell_reducer()
+        if optimizer.scaler is not None and self._pieces.reducer is not None:
+            self._pieces.reducer.warn_unscaled = True
 
     def _tell_reducer(self) -> None:
         """Tell the gradient side where in the window we are, and what the next gradients are to be multiplied by."""
@@ -219,6 +220,7 @@ class DeepSpeedEngine(ConfigAccessors, nn.Module):
         scale = optimizer.loss_scale
         by_window = scale_wrt_gas and num_items is None
         reducer.factor = self._factor(by_window=by_window, items=num_items is not None, scaled=True)
+        reducer.warn_unscaled = False
         with self._timed(_BACKWARD):
             (loss.float() * scale if scale != 1.0 else loss).backward(retain_graph=retain_graph)
         return loss / self._gas if by_window and self._gas > 1 else loss
@@ -245,6 +247,8 @@ class DeepSpeedEngine(ConfigAccessors, nn.Module):
             return loss
         self._scaled_by_hand = True
         self._tell_reducer()
+        if self._pieces.reducer is not None:
+            self._pieces.reducer.warn_unscaled = False
         return loss.float() * optimizer.loss_scale
 
     @contextlib.contextmanager
@@ -362,122 +366,6 @@ class DeepSpeedEngine(ConfigAccessors, nn.Module):
         else:
             self.module.zero_grad(set_to_none)
 
-    # -- data -----------------------------------------------------------------------------------------------------
-
-    def deepspeed_io(
-        self,
-        dataset: Any,
-        batch_size: int | None = None,
-        route: str = "train",
-        pin_memory: bool = True,
-        data_sampler: Any = None,
-        collate_fn: Callable[..., Any] | None = None,
-        num_local_io_workers: int | None = None,
-    ) -> DeepSpeedDataLoader:
-        """A loader over this rank's share of a dataset.
-
-        Args:
-            dataset: map-style or iterable.
-            batch_size: samples per micro-batch; None: `train_micro_batch_size_per_gpu`.
-            route: "train" shuffles; anything else keeps the order.
-            pin_memory: page-locked batches where there is a device.
-            data_sampler: instead of the distributed sampler.
-            collate_fn: as in torch's DataLoader.
-            num_local_io_workers: loader processes.
-        """
-        return DeepSpeedDataLoader(
-            dataset,
-            batch_size or self.train_micro_batch_size_per_gpu(),
-            rank=self._axes.world.rank,
-            world=self._axes.world.size,
-            sampler=data_sampler,
-            shuffle=route == "train",
-            pin_memory=pin_memory and self.device.type != "cpu",
-            collate_fn=collate_fn,
-            num_workers=num_local_io_workers or 0,
-            drop_last=self.ds_config.dataloader_drop_last,
-        )
-
-    def loop(self, loader: Iterable[Any], policy: str = "drop") -> Iterator[Any]:
-        """Batches of `loader`, the same number on every rank; gradients are weighted by real samples.
-
-        Args:
-            loader: this rank's loader, of any length.
-            policy: "drop" ends with the shortest, "pad" repeats the last batch with weight zero, "cycle" starts anew.
-        """
-
-        def agree(flag: int) -> tuple[int, int]:
-            self._agreements += 1
-            tag = tag_of(self._loop_channel, SMALL, self._agreements)
-            row = torch.tensor([float(flag)], dtype=torch.float64)
-            on_device = not self._axes.world.tagged and self.world_size > 1
-            table = all_gather_small(
-                self._axes.world, row.to(self.device) if on_device else row, tag, "agreement on the next batch"
-            )
-            return int(table.min()), int(table.max())
-
-        def weigh(samples: float) -> None:
-            if self.training and self._pieces.optimizer is not None:
-                self._weight = samples
-                self._pieces.optimizer.count(samples)
-                self._tell_reducer()
-
-        yield from equal_steps(loader, agree=agree, policy=policy, weigh=weigh)
-        if self.training and self._pieces.optimizer is not None and self._seen:
-            self.flush()
-
-    # -- state users ask for --------------------------------------------------------------------------------------
-
-    @property
-    def config(self) -> Any:
-        """The user's own configuration dict."""
-        return self.ds_config.raw
-
-    @property
-    def world_size(self) -> int:
-        """Data-parallel ranks."""
-        return self._axes.world.size
-
-    @property
-    def dp_world_size(self) -> int:
-        """Data-parallel ranks."""
-        return self._axes.world.size
-
-    @property
-    def global_rank(self) -> int:
-        """This process among the data-parallel ranks' global numbers."""
-        return self._axes.world.ranks[self._axes.world.rank]
-
-    @property
-    def local_rank(self) -> int:
-        """This process among those of its machine."""
-        from deepspeed.comm.groups import get_local_rank
-
-        return get_local_rank()
-
-    @property
-    def data_parallel_group(self) -> Any:
-        """The process group of the data-parallel ranks."""
-        return self._axes.world.group
-
-    mp_world_size = sequence_parallel_size = 1
-
-    def train_batch_size(self) -> int:
-        """Samples per update, over all ranks."""
-        return self.train_micro_batch_size_per_gpu() * self._gas * self.world_size
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples per rank and micro-batch."""
-        return self.ds_config.train_micro_batch_size_per_gpu
-
-    def gradient_accumulation_steps(self) -> int:
-        """Micro-batches per update."""
-        return self._gas
-
-    def get_batch_info(self) -> tuple[int, int, int]:
-        """(train batch, micro-batch, accumulation steps)."""
-        return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self._gas
-
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change the global batch by changing the accumulation steps, between windows.
 
@@ -495,52 +383,6 @@ class DeepSpeedEngine(ConfigAccessors, nn.Module):
         if reducer is not None:
             reducer.set_accumulates(self._gas > 1)
         self._tell_reducer()
-
-    def get_lr(self) -> list[float]:
-        """Learning rate of each optimizer group."""
-        return [float(g["lr"]) for g in self.basic_optimizer.param_groups] if self.basic_optimizer is not None else []
-
-    def get_mom(self) -> list[Any]:
-        """Momentum, or betas, of each optimizer group."""
-        if self.basic_optimizer is None:
-            return []
-        return [g.get("betas", g.get("momentum")) for g in self.basic_optimizer.param_groups]
-
-    def get_type(self) -> list[Any]:
-        """The `type` entry of each optimizer group, where users set one."""
-        return [g.get("type") for g in self.basic_optimizer.param_groups] if self.basic_optimizer is not None else []
-
-    def get_global_grad_norm(self) -> float | None:
-        """Norm of the last update's mean gradient, before clipping; None before the first update."""
-        return None if self._pieces.optimizer is None else self._pieces.optimizer._global_grad_norm
-
-    def loss_scale(self) -> float:
-        """The factor fp16 losses are multiplied by."""
-        return 1.0 if self._pieces.optimizer is None else self._pieces.optimizer.loss_scale
-
-    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
-        """(dtype of parameters, dtype of gradient accumulators)."""
-        return self._pieces.dtype, DTYPES[self.ds_config.data_types.grad_accum_dtype]
-
-    def get_data_parallel_rank(self) -> int:
-        """This rank's number on the data-parallel axis."""
-        return self._axes.world.rank
-
-    def torch_autocast_dtype(self) -> torch.dtype:
-        """The dtype of `torch_autocast`."""
-        return DTYPES[self.ds_config.torch_autocast.dtype]
-
-    def memory_breakdown(self) -> dict[str, int]:
-        """Bytes of training state on this rank: parameters, masters, gradients, optimizer state."""
-        from deepspeed.engine.report import state_bytes
-
-        return state_bytes(self._pieces)
-
-    def zero_report(self) -> dict[str, int]:
-        """Stage 3 in numbers: elements gathered now, at the peak, and gathers so far."""
-        from deepspeed.engine.report import gather_counts
-
-        return gather_counts(self._pieces)
 
     # -- modes and contexts ---------------------------------------------------------------------------------------
 
@@ -630,9 +472,3 @@ _NO_OPTIMIZER = (
     "{}() on an engine without an optimizer: pass model_parameters (AdamW is then the default), an optimizer, or name "
     "one in the JSON under optimizer.type"
 )
-
-
-def warn_unscaled(engine: DeepSpeedEngine) -> None:
-    """Say once that a bare backward under fp16 is taken as unscaled."""
-    if engine.ds_config.fp16.enabled:
-        warn_once("loss.backward() under fp16 is taken as unscaled and may underflow; use engine.backward or scale")

@@ -17,9 +17,9 @@ from torch import nn
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm import init as comm_init
-from deepspeed.comm.groups import is_initialized
 from deepspeed.comm.axis import Axis, group_axis, world_axis
 from deepspeed.comm.collectives import broadcast_tensors
+from deepspeed.comm.groups import is_initialized
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.errors import NotAvailableError, UsageError
 from deepspeed.zero.layout import by_group

@@ -23,7 +23,6 @@ from deepspeed.zero.param import is_managed
 from deepspeed.zero.prefetch import Keeper
 from deepspeed.zero.shard_group import ShardGroup
 
-
 LEAF_MARK = "_z3_leaf"  # set on modules to be treated as one unit (leaf_module, set_z3_leaf_modules)
 
 

@@ -10,15 +10,16 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
-from deepspeed.comm.axis import Axis
-from deepspeed.comm.collectives import SMALL, Handle, all_gather_small, tag_of
+from deepspeed.comm.collectives import SMALL, Handle, tag_of
 from deepspeed.errors import OptimizerError, UsageError
 from deepspeed.foundation.log import logger
-from deepspeed.optim.clip import clip_factor, sum_of_squares
-from deepspeed.zero.buckets import Bucket, Reducer
+from deepspeed.optim.clip import clip_factor
+from deepspeed.zero.buckets import Bucket
 from deepspeed.zero.layout import Piece
 from deepspeed.zero.lifecycle import Lifecycle
+from deepspeed.zero.norm import explain_overflow, global_norm
 from deepspeed.zero.param import is_managed
+from deepspeed.zero.reducer import Reducer
 from deepspeed.zero.shard_group import Member, ShardGroup
 
 
@@ -208,10 +209,13 @@ class ZeroOptimizer:
         if self._counts_items:
             items = float(table[:, 0].sum())
             rescale /= items if items else 1.0
-        norm = self._norm(rescale)
+        norm = None
+        if self.settings.norm or self.settings.check or self.settings.clip:
+            updated = [b for b in self.reducer.buckets if any(m.uid in self.parts for m in b.group.members)]
+            norm = global_norm(updated, self.settings.clip > 0, self._tag()) * abs(rescale)
         self._global_grad_norm = norm
         self.overflow = self.settings.check and norm is not None and not math.isfinite(norm)
-        self.skip_reason = self._explain_overflow() if self.overflow else None
+        self.skip_reason = explain_overflow(self.reducer, (self._tag(), self._tag())) if self.overflow else None
         if not self.overflow:
             self._apply(rescale * (clip_factor(norm, self.settings.clip) if norm is not None else 1.0))
         self._end_window()
@@ -223,24 +227,6 @@ class ZeroOptimizer:
     def lifecycle(self) -> Lifecycle | None:
         """Gathers and frees sharded groups, when there are any."""
         return getattr(self, "parameter_offload", None)
-
-    def _norm(self, rescale: float) -> float | None:
-        """Global norm of the mean gradient; every rank adds its own part, no part twice."""
-        if not self.settings.norm and not self.settings.check and not self.settings.clip:
-            return None
-        exact = self.settings.clip > 0
-        mine = torch.zeros(1, dtype=torch.float64)
-        squares = [
-            sum_of_squares(b.own(), exact)
-            for b in self.reducer.buckets
-            if b.filled and any(m.uid in self.parts for m in b.group.members)
-        ]
-        if squares:
-            mine[0] = torch.stack(squares).sum().cpu()
-        if self.reducer.buckets:
-            axis = self.reducer.buckets[0].group.axis
-            mine = _gather_one(axis, mine, self._tag(), self.reducer.buckets[0].group.device)
-        return math.sqrt(float(mine.sum())) * abs(rescale) if not torch.isnan(mine).any() else math.nan
 
     def _tag(self) -> int:
         self._rounds += 1
@@ -296,27 +282,6 @@ class ZeroOptimizer:
         self.reducer.clear()
         self._items, self._counts_items, self._micro_batches = 0.0, False, 0
 
-    def _explain_overflow(self) -> str:
-        """The first parameter, in the order of the model, whose gradient is not finite, and the rank it came from."""
-        found, ranks = math.inf, set()
-        by_order = sorted((m.uid, b, m) for b in self.reducer.buckets for m in b.group.members)
-        for order, (_, bucket, member) in enumerate(by_order):
-            pieces = [p for p in self.parts.get(member.uid, ()) if bucket.filled]
-            if any(not torch.isfinite(p.gradient).all() for p in pieces):
-                found = min(found, order)
-                ranks |= {rank for rank, total in bucket.suspects if not math.isfinite(float(total))}
-                break
-        row = torch.tensor([found, min(ranks) if ranks else math.inf], dtype=torch.float64)
-        axis = self.reducer.world
-        table = _gather_one(axis, row, self._tag(), self.reducer.buckets[0].group.device).view(-1, 2)
-        first = int(table[:, 0].argmin())
-        if not math.isfinite(float(table[first, 0])):
-            return "the gradient norm overflows although every gradient is finite"
-        name = by_order[int(table[first, 0])][2].name
-        source = table[first, 1]
-        origin = f"rank {int(source)}" if math.isfinite(float(source)) else "a rank not watched"
-        return f"first non-finite gradient: parameter '{name}' (module '{name.rpartition('.')[0] or 'root'}'), {origin}"
-
     # -- what clients call ----------------------------------------------------------------------------------------
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -364,11 +329,6 @@ def publish(groups: list[ShardGroup]) -> None:
             handles.append(handle)
     for handle in handles:
         handle.wait()
-
-
-def _gather_one(axis: Axis, row: torch.Tensor, tag: int, device: torch.device) -> torch.Tensor:
-    row = row.to(device) if not axis.tagged and axis.size > 1 else row
-    return all_gather_small(axis, row, tag, "agreement on the norm").cpu()
 
 
 def _cut_state(state: dict[str, Any], part: Part) -> dict[str, Any]:

@@ -28,8 +28,8 @@ _METADATA = frozenset(
     "is_cuda is_cpu is_meta is_sparse is_quantized is_complex is_floating_point is_signed is_inference itemsize nbytes "
     "element_size names has_names output_nr _version _backward_hooks _post_accumulate_grad_hooks retain_grad "
     "retains_grad register_hook register_post_accumulate_grad_hook get_device is_tensor __len__ "
-    "__hash__ __dlpack_device__ is_mkldnn is_xpu is_mps is_ipu is_maia is_mtia is_vulkan is_xla is_sparse_csr is_nested "
-    "is_conj is_neg is_distributed is_inference volatile name _is_view _base "
+    "__hash__ __dlpack_device__ is_mkldnn is_xpu is_mps is_ipu is_maia is_mtia is_vulkan is_xla is_sparse_csr "
+    "is_nested is_conj is_neg is_distributed is_inference volatile name _is_view _base "
     "grad_dtype dense_dim sparse_dim __instancecheck__ _cdata".split()
 )
 _DENSE_METADATA = frozenset("stride is_contiguous storage_offset is_non_overlapping_and_dense dim_order".split())
@@ -55,12 +55,14 @@ class ZeroParamStatus(enum.Enum):
 
 def raw_grad(param: torch.Tensor) -> torch.Tensor | None:
     """What autograd itself has put on `param`, past the property."""
-    return _raw_grad.__get__(param)
+    with torch._C.DisableTorchFunctionSubclass():
+        return _raw_grad.__get__(param)
 
 
 def clear_raw_grad(param: torch.Tensor) -> None:
     """Forget what autograd has put on `param`."""
-    _raw_grad.__set__(param, None)  # type: ignore[attr-defined]
+    with torch._C.DisableTorchFunctionSubclass():
+        _raw_grad.__set__(param, None)  # type: ignore[attr-defined]
 
 
 class ManagedParameter(Parameter):
@@ -86,7 +88,8 @@ class ManagedParameter(Parameter):
     def grad(self, value: torch.Tensor | None) -> None:
         member = self._ds_member
         if member.reducer is None:
-            _raw_grad.__set__(self, value)  # type: ignore[attr-defined]
+            with torch._C.DisableTorchFunctionSubclass():
+                _raw_grad.__set__(self, value)  # type: ignore[attr-defined]
         else:
             member.reducer.set_grad(member, value)
 

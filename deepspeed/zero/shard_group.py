@@ -25,9 +25,9 @@ from deepspeed.zero.param import ManagedParameter, ShardedParameter, ZeroParamSt
 from deepspeed.zero.policy import Policy
 
 if TYPE_CHECKING:
-    from deepspeed.zero.buckets import Reducer
     from deepspeed.zero.lifecycle import Lifecycle
     from deepspeed.zero.optimizer import ZeroOptimizer
+    from deepspeed.zero.reducer import Reducer
 
 _uids = itertools.count()
 

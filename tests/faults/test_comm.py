@@ -8,8 +8,9 @@ import pytest
 
 from tests.unit.comm.ranks import Ended, run_ranks
 
-TIMEOUT = 3.0  # seconds of one collective
-MARGIN = 5.0  # seconds after it within which every rank has ended
+TIMEOUT = 2.0  # seconds of one collective
+MARGIN = 5.0  # seconds after it within which every rank has reported
+TEARDOWN = 10.0  # seconds the interpreter may take to unload torch on a busy machine
 
 SETUP = """
 dist.init_distributed(verbose=False)
@@ -25,8 +26,9 @@ def diverge(snippet: str, world: int = 2) -> list[Ended]:
     ends = run_ranks(SETUP + snippet, world, limit=120, DEEPSPEED_TIMEOUT=str(TIMEOUT / 60))
     for rank, end in enumerate(ends):
         assert end.out, f"rank {rank} did not reach the divergence: {end.err}"
-        took = end.begun + end.seconds - float(end.out)
-        assert took < TIMEOUT + MARGIN, f"rank {rank} ended after {took:.1f} s: {end.err}"
+        told, ended = end.last_word - float(end.out), end.ended - end.last_word
+        assert told < TIMEOUT + MARGIN, f"rank {rank} had its report after {told:.1f} s: {end.err}"
+        assert ended < TEARDOWN, f"rank {rank} went on for {ended:.1f} s after its last word: {end.err}"
     return ends
 
 
@@ -64,7 +66,8 @@ dist.barrier(log_name="end of step")
     )
     for end in ends:
         assert end.code == 1
-        assert [line.split("'")[1] for line in report(end)] == ["reduce layer.1.weight float32[1000]"] * 2 + ["end of step"]
+        skipped = "reduce layer.1.weight float32[1000]"
+        assert [line.split("'")[1] for line in report(end)] == [skipped, skipped, "end of step"]
 
 
 def test_different_sizes():
@@ -130,9 +133,9 @@ time.sleep(100)
 
 
 def test_a_rank_that_finishes_early_disturbs_nobody():
-    ends = run_ranks(SETUP + "time.sleep(4 * rank); print('done')", 2, DEEPSPEED_TIMEOUT=str(TIMEOUT / 60))
+    ends = run_ranks(SETUP + "time.sleep(8 * rank)", 2, DEEPSPEED_TIMEOUT=str(TIMEOUT / 60))
     assert [(end.code, end.err) for end in ends] == [(0, ""), (0, "")]
-    assert ends[1].seconds - ends[0].seconds > 2
+    assert ends[0].ended < ends[1].ended
 
 
 def test_the_wait_of_a_pending_collective_is_labelled():
@@ -153,13 +156,12 @@ def test_an_error_of_the_caller_is_not_an_alarm():
         SETUP
         + """
 try:
-    dist.all_reduce(torch.ones(4).to_sparse()) if rank == 0 else None
-    dist.all_gather([torch.ones(1)], torch.ones(1)) if rank == 0 else None
-except (RuntimeError, ValueError) as error:
-    print(type(error).__name__)
+    dist.all_reduce(torch.ones(4).to(torch.float8_e4m3fn))
+except RuntimeError as error:
+    print(error)
 dist.barrier()
 """,
         2,
         DEEPSPEED_TIMEOUT=str(TIMEOUT / 60),
     )
-    assert [end.code for end in ends] == [0, 0], ends
+    assert [(end.code, end.out.splitlines()[1]) for end in ends] == [(0, "Invalid scalar type")] * 2, ends

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from collections.abc import Callable, Mapping
@@ -23,18 +23,22 @@ warnings.filterwarnings("error", module="deepspeed")
 import torch
 torch.set_num_threads(1)
 import deepspeed.comm as dist
+open(f"{os.environ['START_LINE']}/ready{os.getpid()}", "w").close()
+while sum(name.startswith("ready") for name in os.listdir(os.environ["START_LINE"])) < int(os.environ["STARTERS"]):
+    time.sleep(0.01)  # importing torch may take ranks of one run seconds apart, more than their timeout
 """
 
 
 @dataclass
 class Ended:
-    """How one rank ended."""
+    """How one rank ended. Times are seconds of the machine's monotonic clock."""
 
     code: int
     out: str
     err: str
-    seconds: float  # after the start
-    begun: float  # the start on the machine's monotonic clock
+    begun: float
+    last_word: float  # when it last wrote to stderr
+    ended: float
 
 
 def torchrun(rank: int, world: int, port: int) -> dict[str, str]:
@@ -62,18 +66,35 @@ def run_ranks(
     port = free_port()
     clean = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
     clean |= {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", **extra}
-    begun = time.monotonic()
-    command = [sys.executable, "-c", PRELUDE + textwrap.dedent(snippet)]
-    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    started = [subprocess.Popen(command, env=clean | dict(env(r, world, port)), **options) for r in range(world)]
-    ended: dict[int, float] = {}
-    while len(ended) < world and time.monotonic() - begun < limit:
-        for rank, process in enumerate(started):
-            if rank not in ended and process.poll() is not None:
-                ended[rank] = time.monotonic() - begun
-        time.sleep(0.02)
-    for process in started:
-        if process.poll() is None:
-            process.send_signal(signal.SIGKILL)
-    texts = [process.communicate() for process in started]
-    return [Ended(p.returncode, *texts[r], ended.get(r, limit), begun) for r, p in enumerate(started)]
+    with tempfile.TemporaryDirectory() as folder:
+        clean |= {"START_LINE": folder, "STARTERS": str(world)}
+        ranks = [_Rank(snippet, clean | dict(env(rank, world, port)), Path(folder, str(rank))) for rank in range(world)]
+        limit += time.monotonic()
+        while time.monotonic() < limit and any([rank.look() for rank in ranks]):
+            time.sleep(0.02)
+        return [rank.end() for rank in ranks]
+
+
+class _Rank:
+    def __init__(self, snippet: str, env: Mapping[str, str], files: Path) -> None:
+        self.out, self.err = files.with_suffix(".out"), files.with_suffix(".err")
+        self.begun = self.last_word = self.ended = time.monotonic()
+        self.said = 0
+        command = [sys.executable, "-c", PRELUDE + textwrap.dedent(snippet)]
+        with self.out.open("wb") as out, self.err.open("wb") as err:
+            self.process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=err)
+
+    def look(self) -> bool:
+        """Note how far it is; True while it runs."""
+        now, said = time.monotonic(), self.err.stat().st_size
+        if said > self.said:
+            self.said, self.last_word = said, now
+        if self.process.poll() is None:
+            self.ended = now
+        return self.process.returncode is None
+
+    def end(self) -> Ended:
+        """Kill it if it still runs."""
+        self.process.kill()
+        code = self.process.wait()
+        return Ended(code, self.out.read_text(), self.err.read_text(), self.begun, self.last_word, self.ended)

@@ -25,10 +25,6 @@ def sagemaker(rank, world, port):
     return open_mpi(rank, world, port) | {"SM_TRAINING_ENV": "{}", "SM_HOSTS": '["localhost"]'}
 
 
-def azure(rank, world, port):
-    return open_mpi(rank, world, port) | {"AZ_BATCH_MASTER_NODE": f"127.0.0.1:{port}"}
-
-
 SUM_RANKS = """
 dist.init_distributed()
 total = torch.tensor([float(dist.get_rank() + 1)])
@@ -43,7 +39,7 @@ def test_no_variables_at_all():
     assert "1 rank(s) by no launcher, backend gloo" in only.err
 
 
-@pytest.mark.parametrize("launcher", [torchrun, slurm, open_mpi, sagemaker, azure])
+@pytest.mark.parametrize("launcher", [torchrun, slurm, sagemaker])
 def test_two_ranks_by(launcher):
     ends = run_ranks(SUM_RANKS, 2, launcher)
     assert [end.out for end in ends] == ["0 2 0 3.0 0\n", "1 2 1 3.0 1\n"], [end.err for end in ends]
@@ -116,10 +112,11 @@ def test_a_rank_that_never_starts():
     def only_rank_zero_of_two(rank, world, port):
         return torchrun(0, 2, port)
 
-    (waiting,) = run_ranks("dist.init_distributed()", 1, only_rank_zero_of_two, DEEPSPEED_TIMEOUT="0.05")
+    snippet = "print(time.monotonic(), flush=True); dist.init_distributed()"
+    (waiting,) = run_ranks(snippet, 1, only_rank_zero_of_two, DEEPSPEED_TIMEOUT="0.05")
     assert waiting.code == 1
+    assert waiting.last_word - float(waiting.out) < 3 + 5
     assert "CommTimeoutError: rank 0 of 2 (RANK and WORLD_SIZE) could not join at 127.0.0.1" in waiting.err
-    assert waiting.seconds < 3 + 5 + 10, "the timeout, five seconds, and the import of torch on a busy machine"
 
 
 def test_bad_variables_end_by_name():
@@ -153,3 +150,38 @@ def test_an_adopted_group_must_fit_the_arguments():
 def test_importing_starts_nothing():
     (only,) = run_ranks("import threading; print(threading.active_count(), dist.is_initialized())", 1, alone)
     assert (only.out, only.err) == ("1 False\n", "")
+
+
+def test_a_fake_group_needs_no_watch():
+    (only,) = run_ranks(
+        """
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+        torch.distributed.init_process_group("fake", store=FakeStore(), rank=3, world_size=1024)
+        dist.init_distributed()
+        import threading
+        print(dist.get_rank(), dist.get_world_size(), threading.active_count())
+        """,
+        1,
+        alone,
+    )
+    assert (only.code, only.out) == (0, "3 1024 1\n"), only.err
+
+
+def test_a_forked_child_leaves_the_group_alone():
+    ends = run_ranks(
+        """
+        dist.init_distributed(verbose=False)
+        child = os.fork()
+        if child == 0:
+            sys.exit(0)
+        print(os.waitpid(child, 0)[1])
+        dist.barrier()
+        """,
+        2,
+    )
+    assert [(end.code, end.out, end.err) for end in ends] == [(0, "0\n", "")] * 2
+
+
+def test_a_timeout_that_is_no_timedelta():
+    (only,) = run_ranks("dist.init_distributed(timeout=1800)", 1, alone)
+    assert "ArgumentError: timeout=1800 is not a positive datetime.timedelta" in only.err

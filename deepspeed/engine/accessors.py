@@ -1,0 +1,113 @@
+"""What an engine can be asked: places, sizes, rates, bytes. Nothing here changes anything."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from deepspeed.comm.groups import get_local_rank
+from deepspeed.config import DeepSpeedConfig
+from deepspeed.engine.build import Axes, Pieces
+from deepspeed.engine.report import gather_counts, state_bytes
+from deepspeed.optim.precision import DTYPES
+
+
+class StateAccessors:
+    """Read-only side of the engine."""
+
+    ds_config: DeepSpeedConfig
+    basic_optimizer: torch.optim.Optimizer | None
+    _axes: Axes
+    _pieces: Pieces
+    _gas: int
+
+    @property
+    def config(self) -> Any:
+        """The user's own configuration dict."""
+        return self.ds_config.raw
+
+    @property
+    def world_size(self) -> int:
+        """Data-parallel ranks."""
+        return self._axes.world.size
+
+    @property
+    def dp_world_size(self) -> int:
+        """Data-parallel ranks."""
+        return self._axes.world.size
+
+    @property
+    def global_rank(self) -> int:
+        """This process among the data-parallel ranks' global numbers."""
+        return self._axes.world.ranks[self._axes.world.rank]
+
+    @property
+    def local_rank(self) -> int:
+        """This process among those of its machine."""
+        return get_local_rank()
+
+    @property
+    def data_parallel_group(self) -> Any:
+        """The process group of the data-parallel ranks."""
+        return self._axes.world.group
+
+    mp_world_size = sequence_parallel_size = 1
+
+    def train_batch_size(self) -> int:
+        """Samples per update, over all ranks."""
+        return self.train_micro_batch_size_per_gpu() * self._gas * self.world_size
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples per rank and micro-batch."""
+        return self.ds_config.train_micro_batch_size_per_gpu
+
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches per update."""
+        return self._gas
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """(train batch, micro-batch, accumulation steps)."""
+        return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self._gas
+
+    def get_lr(self) -> list[float]:
+        """Learning rate of each optimizer group."""
+        return [float(g["lr"]) for g in self.basic_optimizer.param_groups] if self.basic_optimizer is not None else []
+
+    def get_mom(self) -> list[Any]:
+        """Momentum, or betas, of each optimizer group."""
+        if self.basic_optimizer is None:
+            return []
+        return [g.get("betas", g.get("momentum")) for g in self.basic_optimizer.param_groups]
+
+    def get_type(self) -> list[Any]:
+        """The `type` entry of each optimizer group, where users set one."""
+        return [g.get("type") for g in self.basic_optimizer.param_groups] if self.basic_optimizer is not None else []
+
+    def get_global_grad_norm(self) -> float | None:
+        """Norm of the last update's mean gradient, before clipping; None before the first update."""
+        return None if self._pieces.optimizer is None else self._pieces.optimizer._global_grad_norm
+
+    def loss_scale(self) -> float:
+        """The factor fp16 losses are multiplied by."""
+        return 1.0 if self._pieces.optimizer is None else self._pieces.optimizer.loss_scale
+
+    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
+        """(dtype of parameters, dtype of gradient accumulators)."""
+        return self._pieces.dtype, DTYPES[self.ds_config.data_types.grad_accum_dtype]
+
+    def get_data_parallel_rank(self) -> int:
+        """This rank's number on the data-parallel axis."""
+        return self._axes.world.rank
+
+    def torch_autocast_dtype(self) -> torch.dtype:
+        """The dtype of `torch_autocast`."""
+        return DTYPES[self.ds_config.torch_autocast.dtype]
+
+    def memory_breakdown(self) -> dict[str, int]:
+        """Bytes of training state on this rank: parameters, masters, gradients, optimizer state."""
+        return state_bytes(self._pieces)
+
+    def zero_report(self) -> dict[str, int]:
+        """Stage 3 in numbers: elements gathered now, at the peak, and gathers so far."""
+        return gather_counts(self._pieces)

@@ -1,0 +1,98 @@
+"""How an engine is fed: the loader of `training_data`, and loops that are equally long on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from deepspeed.comm.collectives import SMALL, all_gather_small, tag_of
+from deepspeed.config import DeepSpeedConfig
+from deepspeed.engine.build import Axes, Pieces
+from deepspeed.engine.dataloader import DeepSpeedDataLoader
+from deepspeed.engine.loop import equal_steps
+
+
+class Feeding:
+    """The data side of the engine."""
+
+    ds_config: DeepSpeedConfig
+    device: torch.device
+    training: bool
+    _axes: Axes
+    _pieces: Pieces
+    _seen: int
+    _weight: float | None
+    _tell_reducer: Callable[[], None]
+    flush: Callable[[], None]
+
+    def _open_feed(self) -> None:
+        self._loop_channel = self._axes.world.channel()
+        self._agreements = 0
+
+    def deepspeed_io(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Any = None,
+        collate_fn: Callable[..., Any] | None = None,
+        num_local_io_workers: int | None = None,
+    ) -> DeepSpeedDataLoader:
+        """A loader over this rank's share of a dataset.
+
+        Args:
+            dataset: map-style or iterable.
+            batch_size: samples per micro-batch; None: `train_micro_batch_size_per_gpu`.
+            route: "train" shuffles; anything else keeps the order.
+            pin_memory: page-locked batches where there is a device.
+            data_sampler: instead of the distributed sampler.
+            collate_fn: as in torch's DataLoader.
+            num_local_io_workers: loader processes.
+        """
+        return DeepSpeedDataLoader(
+            dataset,
+            batch_size or self.train_micro_batch_size_per_gpu(),
+            rank=self._axes.world.rank,
+            world=self._axes.world.size,
+            sampler=data_sampler,
+            shuffle=route == "train",
+            pin_memory=pin_memory and self.device.type != "cpu",
+            collate_fn=collate_fn,
+            num_workers=num_local_io_workers or 0,
+            drop_last=self.ds_config.dataloader_drop_last,
+        )
+
+    def loop(self, loader: Iterable[Any], policy: str = "drop") -> Iterator[Any]:
+        """Batches of `loader`, the same number on every rank; gradients are weighted by real samples.
+
+        Args:
+            loader: this rank's loader, of any length.
+            policy: "drop" ends with the shortest, "pad" repeats the last batch with weight zero, "cycle" starts anew.
+        """
+
+        try:
+            yield from equal_steps(loader, agree=self._agree, policy=policy, weigh=self._weigh)
+            if self.training and self._pieces.optimizer is not None and self._seen:
+                self.flush()
+        finally:
+            self._weight = None
+
+    def _agree(self, flag: int) -> tuple[int, int]:
+        """(least, greatest) of all ranks' flags."""
+        self._agreements += 1
+        tag = tag_of(self._loop_channel, SMALL, self._agreements)
+        axis = self._axes.world
+        row = torch.tensor([float(flag)], dtype=torch.float64)
+        row = row if axis.tagged else row.to(self.device)
+        table = all_gather_small(axis, row, tag, "agreement on the next batch")
+        return int(table.min()), int(table.max())
+
+    def _weigh(self, samples: float) -> None:
+        """The next micro-batch counts for so many samples."""
+        if self.training and self._pieces.optimizer is not None:
+            self._weight = samples
+            self._pieces.optimizer.count(samples)
+            self._tell_reducer()

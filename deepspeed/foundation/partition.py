@@ -1,0 +1,72 @@
+"""Cutting a row of items into parts of about equal weight, as layers over pipeline stages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from deepspeed.errors import ArgumentError
+
+
+def partition_uniform(num_items: int, num_parts: int) -> list[int]:
+    """Cut `num_items` into runs whose lengths differ by at most one, longer ones first.
+
+    Args:
+        num_items: items in the row.
+        num_parts: parts; more than items leaves the last ones empty.
+
+    Returns:
+        `num_parts` + 1 bounds: part i holds the items from bounds[i] up to bounds[i + 1].
+
+    Raises:
+        ArgumentError: no parts.
+    """
+    _check(num_parts)
+    length, longer = divmod(num_items, num_parts)
+    return [part * length + min(part, longer) for part in range(num_parts + 1)]
+
+
+def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
+    """Cut a row so that the heaviest part is as light as can be.
+
+    The least limit that a greedy filling can keep is found by bisection (the linear partition problem).
+
+    Args:
+        weights: what each item weighs, none negative.
+        num_parts: parts; more than items leaves the last ones empty.
+
+    Returns:
+        `num_parts` + 1 bounds, as `partition_uniform` gives.
+
+    Raises:
+        ArgumentError: no parts.
+    """
+    _check(num_parts)
+    if len(weights) <= num_parts:
+        return partition_uniform(len(weights), num_parts)
+    sums = [0.0, *accumulate(weights)]
+    low, high = max(max(weights), sums[-1] / num_parts), sums[-1]
+    bounds = _fill(sums, num_parts, high)
+    while low < (middle := (low + high) / 2) < high:  # until no number lies between them
+        tried = _fill(sums, num_parts, middle)
+        if tried[-1] == len(weights):
+            bounds, high = tried, middle
+        else:
+            low = middle
+    return bounds
+
+
+def _fill(sums: list[float], num_parts: int, limit: float) -> list[int]:
+    """Bounds when each part takes all it can under `limit` and leaves one item to each later part; may end early."""
+    bounds, last = [0], len(sums) - 1
+    for later in reversed(range(num_parts)):
+        start = end = bounds[-1]
+        while end < last - later and sums[end + 1] - sums[start] <= limit:
+            end += 1
+        bounds.append(end)
+    return bounds
+
+
+def _check(num_parts: int) -> None:
+    if num_parts < 1:
+        raise ArgumentError(f"num_parts is {num_parts}; a row is cut into at least one part")

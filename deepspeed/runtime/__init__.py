@@ -1,0 +1,27 @@
+"""Old addresses of the engine, ZeRO, schedules and the configuration; clients reach them as attributes too."""
+
+from __future__ import annotations
+
+from deepspeed.runtime import (
+    base_optimizer,
+    bf16_optimizer,
+    config,
+    dataloader,
+    engine,
+    fp16,
+    lr_schedules,
+    utils,
+    zero,
+)
+
+__all__ = [
+    "base_optimizer",
+    "bf16_optimizer",
+    "config",
+    "dataloader",
+    "engine",
+    "fp16",
+    "lr_schedules",
+    "utils",
+    "zero",
+]

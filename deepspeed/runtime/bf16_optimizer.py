@@ -1,0 +1,7 @@
+"""Old address of the bf16 optimizer wrapper: one class serves all precisions."""
+
+from __future__ import annotations
+
+from deepspeed.zero.optimizer import ZeroOptimizer as BF16_Optimizer
+
+__all__ = ["BF16_Optimizer"]

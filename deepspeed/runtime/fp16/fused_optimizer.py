@@ -1,0 +1,7 @@
+"""Old address of the fp16 optimizer wrapper: one class serves all precisions."""
+
+from __future__ import annotations
+
+from deepspeed.zero.optimizer import ZeroOptimizer as FP16_Optimizer
+
+__all__ = ["FP16_Optimizer"]

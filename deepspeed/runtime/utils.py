@@ -1,0 +1,27 @@
+"""Old address of small tools for training scripts."""
+
+from __future__ import annotations
+
+from deepspeed.accelerator.instruments import empty_cache, see_memory_usage
+from deepspeed.foundation.partition import partition_balanced, partition_uniform
+from deepspeed.foundation.script_helpers import (
+    ensure_directory_exists,
+    move_to_device,
+    noop_decorator,
+    set_random_seed,
+)
+from deepspeed.optim.grad_norm import clip_grad_norm_, get_global_norm, get_grad_norm
+
+__all__ = [
+    "clip_grad_norm_",
+    "empty_cache",
+    "ensure_directory_exists",
+    "get_global_norm",
+    "get_grad_norm",
+    "move_to_device",
+    "noop_decorator",
+    "partition_balanced",
+    "partition_uniform",
+    "see_memory_usage",
+    "set_random_seed",
+]

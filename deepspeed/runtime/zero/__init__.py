@@ -1,0 +1,20 @@
+"""Old addresses of ZeRO."""
+
+from __future__ import annotations
+
+from deepspeed.runtime.zero import parameter_offload, partition_parameters, stage3, stage_1_and_2
+from deepspeed.zero.gathered import GatheredParameters, register_external_parameter, unregister_external_parameter
+from deepspeed.zero.init_context import Init
+from deepspeed.zero.param import ZeroParamStatus
+
+__all__ = [
+    "GatheredParameters",
+    "Init",
+    "ZeroParamStatus",
+    "parameter_offload",
+    "partition_parameters",
+    "register_external_parameter",
+    "stage3",
+    "stage_1_and_2",
+    "unregister_external_parameter",
+]

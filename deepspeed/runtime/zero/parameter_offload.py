@@ -1,0 +1,7 @@
+"""Old address of what gathers and frees sharded parameters."""
+
+from __future__ import annotations
+
+from deepspeed.zero.lifecycle import Lifecycle as DeepSpeedZeRoOffload
+
+__all__ = ["DeepSpeedZeRoOffload"]

@@ -1,0 +1,269 @@
+"""Gradients on their way: from the hooks of autograd into a group's bucket, and at the window's end the agreement."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from deepspeed.comm import collectives
+from deepspeed.comm.axis import Axis
+from deepspeed.comm.collectives import READ, SMALL, tag_of
+from deepspeed.foundation.log import warn_once
+from deepspeed.zero.buckets import Bucket, ReduceSettings, Round
+from deepspeed.zero.param import clear_raw_grad, raw_grad
+from deepspeed.zero.shard_group import Member, ShardGroup
+from deepspeed.zero.wire import Wire
+
+
+class Reducer:
+    """Collects, sends and accumulates the gradients of an engine.
+
+    Args:
+        world: all ranks whose gradients are summed; they enter `finish` together.
+        groups: the engine's groups.
+        settings: how to sum.
+        replicas: ranks that hold the same slice (hybrid sharding); None when every slice exists once.
+    """
+
+    def __init__(
+        self, world: Axis, groups: list[ShardGroup], settings: ReduceSettings, replicas: Axis | None = None
+    ) -> None:
+        self.world, self.settings = world, settings
+        self.buckets = [Bucket(group, settings.accumulator, settings.accumulates) for group in groups]
+        self._of = {id(b.group): b for b in self.buckets}
+        self.reduce_now = True  # this micro-batch ends the window
+        self.deferred = settings.accumulates  # the window holds micro-batches that are summed before they travel
+        self.factor = 1.0 / settings.mean_over  # of the running backward pass
+        self.clean = True
+        self.warn_unscaled = False  # the next gradients come from a bare backward under a loss scale
+        self.on_complete: Callable[[ShardGroup], None] | None = None  # all gradients of a group are here
+        largest = max((g.numel for g in groups), default=0)
+        self.wire = Wire(settings, largest, groups[0].device if groups else torch.device("cpu"), replicas)
+        self._channel, self._finishes = world.channel(), 0
+        self._touched_anywhere: dict[int, list[bool]] = {}
+        self._handed_out: list[tuple[Member, torch.Tensor, int]] = []
+        self._hooks: dict[int, Any] = {}
+        for group in groups:
+            for member in group.members:
+                member.reducer = self
+                self.listen(member)
+
+    # -- arrival --------------------------------------------------------------------------------------------------
+
+    def listen(self, member: Member) -> None:
+        """Take the gradients of `member` from now on (again, when it was unfrozen)."""
+        if member.param.requires_grad and member.uid not in self._hooks:
+            self._of[id(member.group)].prepare()
+            self._hooks[member.uid] = member.param.register_post_accumulate_grad_hook(
+                lambda _param, member=member: self.arrived(member)
+            )
+
+    def arrived(self, member: Member) -> None:
+        """Autograd has finished the gradient of `member` for this pass."""
+        gradient = raw_grad(member.param)
+        if gradient is None:
+            return
+        collectives.delay(f"gradient of {member.name}")
+        clear_raw_grad(member.param)
+        self.clean = False
+        if self.warn_unscaled:
+            warn_once("loss.backward() under fp16 is taken as unscaled and may underflow; use engine.backward or scale")
+        bucket = self._of[id(member.group)]
+        bucket.touched[member.index] = 1
+        if gradient.layout != torch.strided:
+            gradient = gradient.to_dense()
+        self._enter(bucket, member, gradient)
+        current = bucket.round
+        if current is not None and len(current.arrived) >= current.expected:
+            if self.on_complete is not None:
+                self.on_complete(bucket.group)
+            if self._sends_now(bucket):
+                self._launch(bucket)
+
+    def _sends_now(self, bucket: Bucket) -> bool:
+        return self.reduce_now or bucket.group.policy.reduces_as_gradients_arrive
+
+    def _sums_before_travel(self, bucket: Bucket) -> bool:
+        return self.deferred and not bucket.group.policy.reduces_as_gradients_arrive
+
+    def _enter(self, bucket: Bucket, member: Member, gradient: torch.Tensor) -> None:
+        """Copy or add one gradient into the open round."""
+        dtype = self._travel_dtype(bucket)
+        exact = dtype == self.settings.accumulator
+        entry, at_owner = (self.factor, 1.0) if exact else (1.0, self.factor)
+        if not exact and self.settings.prescale is not None:
+            entry, at_owner = self.settings.prescale, self.factor / self.settings.prescale
+        current = bucket.round
+        if current is not None:
+            again = member.index in current.arrived and not exact  # a sum in low precision would round
+            if again or current.buffer.dtype != dtype or current.at_owner != at_owner:
+                self._launch(bucket)
+                current = None
+        if current is None:
+            current = bucket.round = self._open(bucket, dtype, at_owner)
+        place = current.buffer[member.offset : member.offset + member.numel].view(member.shape)
+        if member.index in current.arrived:
+            place.add_(gradient.to(dtype), alpha=entry)
+        else:
+            current.arrived.add(member.index)
+            if entry == 1.0 or gradient.dtype != dtype:
+                place.copy_(gradient)
+                if entry != 1.0:
+                    place.mul_(entry)
+            else:
+                torch.mul(gradient, entry, out=place)
+
+    def _travel_dtype(self, bucket: Bucket) -> torch.dtype:
+        if self._sums_before_travel(bucket):
+            return self.settings.accumulator
+        return self.settings.wire or bucket.group.dtype
+
+    def _open(self, bucket: Bucket, dtype: torch.dtype, at_owner: float) -> Round:
+        expected = sum(m.param.requires_grad for m in bucket.group.members)
+        local = bucket.local
+        if local is not None and local.dtype == dtype and not bucket.filled and not self.wire.busy(bucket):
+            return Round(local, at_owner, False, expected)
+        return Round(self.wire.acquire(dtype, bucket.group.numel), at_owner, True, expected)
+
+    def _launch(self, bucket: Bucket) -> None:
+        """Send the open round of a bucket."""
+        current, bucket.round = bucket.round, None
+        if current is not None:
+            self.wire.launch(bucket, current)
+
+    # -- the end of a window --------------------------------------------------------------------------------------
+
+    def finish(self, extra: list[float] | None = None) -> torch.Tensor:
+        """Send what is left, bring all ranks to the same number of rounds, wait. All ranks call together.
+
+        Args:
+            extra: numbers every rank adds to the exchange.
+
+        Returns:
+            (ranks, len(extra)) table of everybody's numbers, float64.
+        """
+        for bucket in self.buckets:
+            self._launch(bucket)
+        numbers = list(extra or [])
+        row: list[float] = [*numbers]
+        for bucket in self.buckets:
+            row += [*bucket.launches, *bucket.touched]
+        self._finishes += 1
+        tag = tag_of(self._channel, SMALL, self._finishes)
+        mine = torch.tensor(row, dtype=torch.float64)
+        table = collectives.all_gather_small(self.world, self._on_wire(mine), tag, "agreement on gradients").cpu()
+        at = len(numbers)
+        for bucket in self.buckets:
+            most = table[:, at : at + 2].amax(0).tolist()
+            for exact in (0, 1):
+                while bucket.launches[exact] < most[exact]:
+                    self._send_zeros(bucket, exact)
+            at += 2
+            count = len(bucket.touched)
+            self._touched_anywhere[id(bucket)] = (table[:, at : at + count].amax(0) > 0).tolist()
+            at += count
+        self.wire.settle_all()
+        return table[:, : len(numbers)]
+
+    def _on_wire(self, row: torch.Tensor) -> torch.Tensor:
+        on_device = not self.world.tagged and self.world.size > 1
+        return row.to(self.buckets[0].group.device) if on_device and self.buckets else row
+
+    def _send_zeros(self, bucket: Bucket, exact: int) -> None:
+        low = self.settings.wire or bucket.group.dtype
+        dtype = self.settings.accumulator if exact else low
+        # The factor must be the one the other ranks use: with a two-rank swap both sides sum.
+        at_owner = 1.0 if exact else self.factor / (self.settings.prescale or 1.0)
+        bucket.round = Round(self.wire.acquire(dtype, bucket.group.numel), at_owner, pooled=True)
+        self._launch(bucket)
+
+    def touched(self, bucket: Bucket, member: Member) -> bool:
+        """Whether any rank had a gradient for `member` in the window; valid after `finish`."""
+        marks = self._touched_anywhere.get(id(bucket))
+        return bool(marks and marks[member.index])
+
+    def adopt_edits(self) -> None:
+        """Take over in-place changes of gradients that were handed out."""
+        for member, tensor, version in self._handed_out:
+            if tensor._version != version:
+                self._write(member, tensor)
+        self._handed_out.clear()
+
+    def clear(self) -> None:
+        """Forget the window; its sums are overwritten by the next gradients."""
+        for bucket in self.buckets:
+            bucket.clear()
+        self._touched_anywhere.clear()
+        self._handed_out.clear()
+        self.clean = True
+        self.deferred = self.settings.accumulates
+
+    def drop(self) -> None:
+        """Throw the gradients of the window away (`zero_grad`). All ranks call together."""
+        if not self.clean:
+            self.finish()
+            self.clear()
+
+    def set_accumulates(self, accumulates: bool) -> None:
+        """The number of micro-batches per window has changed, between windows."""
+        self.settings = self.wire.settings = replace(self.settings, accumulates=accumulates)
+        self.deferred = accumulates
+
+    def detach(self) -> None:
+        """Stop listening."""
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks.clear()
+        self.wire.close()
+
+    # -- what users see -------------------------------------------------------------------------------------------
+
+    def bucket_of(self, member: Member) -> Bucket:
+        """The bucket of a member's group."""
+        return self._of[id(member.group)]
+
+    def grad_of(self, member: Member) -> torch.Tensor | None:
+        """The mean gradient of the window so far, in the parameter's shape; see `ManagedParameter.grad`."""
+        if self.clean:
+            return None
+        bucket = self.bucket_of(member)
+        if self._sums_before_travel(bucket) and not self.reduce_now:
+            current = bucket.round
+            if current is None or member.index not in current.arrived:
+                return None
+            return current.buffer[member.offset : member.offset + member.numel].view(member.shape)
+        self.finish()
+        if not self.touched(bucket, member):
+            return None
+        if bucket.whole:
+            return bucket.sum[member.offset : member.offset + member.numel].view(member.shape)
+        label = f"gradient of {member.name}"
+        tensor = member.group.assemble(member, bucket.sum, READ, label).view(member.shape)
+        self._handed_out.append((member, tensor, tensor._version))
+        return tensor
+
+    def set_grad(self, member: Member, value: torch.Tensor | None) -> None:
+        """Replace the window's gradient of `member` by `value` (None: as if it had none). All ranks call together."""
+        if value is None and self.clean:
+            return
+        self.clean = False
+        self.finish()
+        bucket = self.bucket_of(member)
+        bucket.touched[member.index] = int(value is not None)
+        self._touched_anywhere[id(bucket)][member.index] = value is not None
+        if value is not None:
+            self._write(member, value)
+
+    def _write(self, member: Member, value: torch.Tensor) -> None:
+        bucket = self.bucket_of(member)
+        if not bucket.filled:
+            bucket.sum.zero_()
+            bucket.filled = True
+        flat = value.detach().reshape(-1)
+        for piece in member.group.layout.pieces_within(bucket.low, bucket.high):
+            if piece.index == member.index:
+                at = piece.at - bucket.low
+                bucket.sum[at : at + piece.numel].copy_(flat[piece.start : piece.stop])

@@ -1,0 +1,67 @@
+"""The public names, frozen in `public_names.txt`: a line with parentheses freezes the signature too."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+FROZEN = (Path(__file__).parent / "public_names.txt").read_text().splitlines()
+ROOMS = ("deepspeed.ops", "deepspeed.runtime", "deepspeed.utils")  # every module in them is a public address
+FRONT = ("deepspeed", "deepspeed.accelerator", "deepspeed.comm", "deepspeed.git_version_info", "deepspeed.zero")
+
+
+def _look_up(address: str) -> Any:
+    """What stands at an address: the longest module, then attributes."""
+    parts = address.split(".")
+    for cut in range(len(parts), 0, -1):
+        try:
+            found: Any = importlib.import_module(".".join(parts[:cut]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[cut:]:
+            found = getattr(found, part)
+        return found
+    raise ModuleNotFoundError(address)
+
+
+def _signature(found: Any) -> str:
+    """Names and defaults, no annotations."""
+    signature = inspect.signature(found)
+    bare = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()]
+    return str(signature.replace(parameters=bare, return_annotation=inspect.Signature.empty))
+
+
+def _public() -> Iterator[str]:
+    found = [_look_up(name) for name in (*FRONT, *ROOMS)]
+    for room in ROOMS:
+        path = _look_up(room).__path__
+        found += [_look_up(info.name) for info in pkgutil.walk_packages(path, f"{room}.")]
+    for module in found:
+        yield from (f"{module.__name__}.{name}" for name in getattr(module, "__all__", ()))
+
+
+def test_every_frozen_name_is_where_it_was() -> None:
+    wrong = []
+    for line in FROZEN:
+        address = line.partition("(")[0]
+        try:
+            there = _look_up(address)
+            found = address + _signature(there) if "(" in line else address
+        except (ImportError, AttributeError) as error:
+            found = f"{type(error).__name__}: {error}"
+        if found != line:
+            wrong.append(f"{line}\n    now {found}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_public_name_is_frozen() -> None:
+    assert set(_public()) - {line.partition("(")[0] for line in FROZEN} == set()
+
+
+def test_the_list_is_sorted_and_says_each_name_once() -> None:
+    names = [line.partition("(")[0] for line in FROZEN]
+    assert names == sorted(set(names))

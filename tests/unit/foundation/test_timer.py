@@ -1,0 +1,102 @@
+"""Timers against a clock that the test moves by hand."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from deepspeed.foundation import timer as timers_module
+from deepspeed.foundation.timer import NoopTimer, SynchronizedWallClockTimer, ThroughputTimer
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """`clock(seconds)` lets time pass."""
+    now = [100.0]
+    monkeypatch.setattr(timers_module.time, "perf_counter", lambda: now[0])
+
+    def tick(seconds):
+        now[0] += seconds
+
+    return tick
+
+
+@pytest.fixture
+def lines(monkeypatch):
+    said = []
+    monkeypatch.setattr(timers_module, "log_dist", lambda message, ranks=None, level=logging.INFO: said.append(message))
+    return said
+
+
+def test_a_timer_adds_up_in_milliseconds(clock):
+    forward = SynchronizedWallClockTimer()("forward")
+    for seconds in (1.0, 3.0):
+        forward.start()
+        clock(seconds)
+        forward.stop()
+        clock(10.0)
+    assert forward.mean() == pytest.approx(2000.0)
+    assert (forward.elapsed(reset=False), forward.elapsed(), forward.elapsed()) == pytest.approx((4000.0, 4000.0, 0.0))
+
+
+def test_a_running_timer_can_be_read_and_goes_on(clock):
+    step = SynchronizedWallClockTimer()("step")
+    step.start()
+    clock(1.0)
+    assert step.elapsed(reset=False) == pytest.approx(1000.0)
+    clock(1.0)
+    step.stop()
+    assert step.elapsed() == pytest.approx(2000.0)
+
+
+def test_starting_twice_and_stopping_twice_change_nothing(clock):
+    step = SynchronizedWallClockTimer()("step")
+    step.stop()
+    step.start()
+    clock(1.0)
+    step.start()
+    clock(1.0)
+    step.stop()
+    step.stop()
+    assert step.elapsed() == pytest.approx(2000.0)
+
+
+def test_each_measurement_waits_for_the_device():
+    waits = []
+    backward = SynchronizedWallClockTimer(lambda: waits.append(1))("backward")
+    backward.start()
+    backward.stop()
+    assert len(waits) == 2
+
+
+def test_the_log_line_and_the_means(clock, lines):
+    timers = SynchronizedWallClockTimer()
+    timers("forward").start()
+    clock(0.5)
+    timers("forward").stop()
+    timers.log(["forward", "never used"], normalizer=2.0)
+    assert lines == ["time (ms) | forward: 250.00"]
+    assert timers.get_mean(["forward"]) == {"forward": pytest.approx(500.0)}
+    assert timers.has_timer("forward") and not timers.has_timer("never used")
+
+
+def test_noop_measures_and_says_nothing(clock, lines):
+    timers = NoopTimer()
+    timers("x").start()
+    clock(1.0)
+    timers("x").stop()
+    timers.log(["x"])
+    assert (timers("x").elapsed(), timers("x").mean(), timers.get_timers(), lines) == (0.0, 0.0, {}, [])
+
+
+def test_throughput_leaves_out_the_warm_up(clock, lines):
+    meter = ThroughputTimer(batch_size=8, start_step=1, steps_per_output=3)
+    for seconds in (100.0, 1.0, 3.0):  # two micro-steps each
+        for last in (False, True):
+            meter.start()
+            clock(seconds / 2)
+            meter.stop(global_step=last)
+    assert meter.avg_samples_per_sec() == pytest.approx(16 / 4.0)
+    assert lines == ["step 3: 4.00 samples/s on average, 2.67 samples/s now"]
+    assert ThroughputTimer(8).avg_samples_per_sec() == 0.0
