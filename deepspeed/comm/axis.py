@@ -20,7 +20,7 @@ class Axis:
         name: `dp`, `shard`, `replicate`, …; part of every label.
         ranks: global ranks, in axis order.
         rank: position of this process in `ranks`.
-        group: the process group of `ranks`; None when the axis has one rank.
+        group: the process group of `ranks`; None when nothing travels: one rank, or tensors without bytes.
         tagged: messages carry tags (gloo on CPU), so their order may differ from rank to rank.
     """
 
@@ -94,6 +94,8 @@ def _axis(name: str, ranks: tuple[int, ...], group: dist.ProcessGroup | None, de
     device = device or torch.device("cpu")
     if len(ranks) == 1:
         return Axis(name, ranks, 0, None, True)
+    if device.type == "meta":  # a simulation: nothing has bytes that could travel
+        return Axis(name, ranks, me, None, False)
     key = (name, device.type, id(group))
     known = _axes.get(key)
     if known is None or known.group is not group:

@@ -240,26 +240,6 @@ def all_reduce_sum(axis: Axis, flat: torch.Tensor, label: str, then: Callable[[]
     return Handle(axis, label, works, then)
 
 
-def all_gather_small(axis: Axis, row: torch.Tensor, tag: int, label: str) -> torch.Tensor:
-    """Everybody's small row, blocking.
-
-    Args:
-        axis: ranks that take part.
-        row: 1-D on CPU or on the axis' device, the same length everywhere.
-        tag: the message tag.
-        label: for reports.
-
-    Returns:
-        (size, len(row)) tensor in rank order.
-    """
-    table = row.new_empty(axis.size, row.numel())
-    table[axis.rank] = row
-    if axis.group is not None:
-        flat = table.view(-1)
-        spread(axis, flat, [r * row.numel() for r in range(axis.size + 1)], tag, label).wait()
-    return table
-
-
 def broadcast(axis: Axis, flat: torch.Tensor, src: int, label: str) -> None:
     """Axis rank `src` sends `flat` to all, blocking."""
     if axis.group is not None:

@@ -257,7 +257,7 @@ def _join(world: World, backend: str, limit: timedelta, init_method: str | None)
             "Check that every rank was started, that the address is rank 0's and that the port is free."
         ) from error
     watch.settle()
-    atexit.register(_leave, os.getpid())
+    atexit.register(_leave)
 
 
 def _meet(world: World, limit: timedelta, init_method: str | None) -> dist.Store:
@@ -268,7 +268,8 @@ def _meet(world: World, limit: timedelta, init_method: str | None) -> dist.Store
     """
     if world.size == 1 and init_method is None:
         return dist.HashStore()
-    url = init_method or f"tcp://{world.address}:{world.port}"
+    host = f"[{world.address}]" if ":" in world.address else world.address  # IPv6
+    url = init_method or f"tcp://{host}:{world.port}"
     if url not in _stores:
         _stores[url] = next(dist.rendezvous(url, world.rank, world.size, timeout=limit))[0], itertools.count()
     store, earlier = _stores[url]
@@ -291,10 +292,8 @@ def _adopt(rank: int, size: int) -> None:
         watch.start(dist.distributed_c10d._get_default_store(), here, world, max(limits))
 
 
-def _leave(process: int) -> None:
-    """At exit of `process`: end the watch, and the group unless an exception ends it (others may be gone then)."""
-    if process != os.getpid():  # a forked child; the connections are its parent's
-        return
+def _leave() -> None:
+    """At exit: end the watch, and the group too unless an exception ends the process (others may be gone then)."""
     watch.stop()
     if dist.is_initialized() and not hasattr(sys, "last_value"):
         dist.destroy_process_group()

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from mmap import mmap
 from typing import Any, TypeAlias
@@ -129,7 +130,7 @@ def settle() -> None:
 def stop() -> None:
     """End the watch; rank 0 first makes sure that the others no longer need its store."""
     watcher, _here.watcher = _here.watcher, None
-    if watcher is not None and watcher.process == os.getpid():  # a forked child has no watcher thread
+    if watcher is not None:
         watcher.leave()
 
 
@@ -164,7 +165,6 @@ class _Watcher(threading.Thread):
 
     def __init__(self, store: Store, rank: int, world: int) -> None:
         super().__init__(name="deepspeed-watch", daemon=True)
-        self.process = os.getpid()
         self._store: Store | None = store
         self._rank, self._world = rank, world
         self._ranks: Sequence[int] = range(world)  # those a report lists
@@ -227,7 +227,8 @@ class _Watcher(threading.Thread):
             self._with_store(self._say_goodbye)
             return True
         if self._hangs():
-            what = f"a collective has not returned within {_here.timeout.total_seconds():g} s on rank {self._rank}"
+            where, _ = describe(_here.place.snapshot())
+            what = f"rank {self._rank} still waits in {where}; the limit is {_here.timeout.total_seconds():g} s"
             self._sound(what)
             self._end_process(what)
             return True
@@ -326,7 +327,8 @@ class _Watcher(threading.Thread):
             if _here.raised or self._question is not None or self._leaving:
                 return
             time.sleep(0.05)
-        sys.stdout.flush()
-        sys.stderr.write(f"[deepspeed] {_full(why, self._report)}\nThis process ends.\n")
-        sys.stderr.flush()
+        with suppress(OSError, ValueError):  # nobody may be left to read
+            sys.stdout.flush()
+            sys.stderr.write(f"[deepspeed] {_full(why, self._report)}\nThis process ends.\n")
+            sys.stderr.flush()
         os._exit(1)

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.comm import scalars
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.explain import as_text
 from deepspeed.engine.accessors import StateAccessors
@@ -64,7 +65,7 @@ class DeepSpeedEngine(StateAccessors, Feeding, ConfigAccessors, nn.Module):
         if not isinstance(model, nn.Module):
             raise ArgumentError(f"deepspeed.initialize requires a model: model is {type(model).__name__}, not a Module")
         accelerator = get_accelerator()
-        self.device = torch.device(accelerator.current_device_name())
+        self.device = scalars.current.device or torch.device(accelerator.current_device_name())
         self.mpu = mpu
         raw = DeepSpeedConfig.for_init(config)
         axes = find_axes(raw.zero.mics_shard_size, mpu, self.device)

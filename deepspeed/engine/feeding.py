@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from deepspeed.comm.collectives import SMALL, all_gather_small, tag_of
+from deepspeed.comm import scalars
+from deepspeed.comm.collectives import SMALL, tag_of
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.engine.build import Axes, Pieces
 from deepspeed.engine.dataloader import DeepSpeedDataLoader
@@ -84,11 +85,9 @@ class Feeding:
         """(least, greatest) of all ranks' flags."""
         self._agreements += 1
         tag = tag_of(self._loop_channel, SMALL, self._agreements)
-        axis = self._axes.world
-        row = torch.tensor([float(flag)], dtype=torch.float64)
-        row = row if axis.tagged else row.to(self.device)
-        table = all_gather_small(axis, row, tag, "agreement on the next batch")
-        return int(table.min()), int(table.max())
+        table = scalars.current.table(self._axes.world, [float(flag)], tag, "agreement on the next batch", self.device)
+        flags = [int(row[0]) for row in table]
+        return min(flags), max(flags)
 
     def _weigh(self, samples: float) -> None:
         """The next micro-batch counts for so many samples."""

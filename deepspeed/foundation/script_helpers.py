@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,7 +20,7 @@ def set_random_seed(seed: int) -> None:
     """Seed the generators of Python, numpy and torch, those of devices included."""
     random.seed(seed)
     numpy.random.seed(seed % 2**32)  # numpy takes 32 bits
-    torch.manual_seed(seed)
+    torch.manual_seed(seed)  # pyright: ignore[reportUnknownMemberType]
 
 
 def move_to_device(
@@ -49,7 +49,9 @@ def noop_decorator(func: T) -> T:
 
 
 @contextlib.contextmanager
-def OnDevice(dtype: torch.dtype, device: str | torch.device = "meta", enabled: bool = True) -> Iterator[None]:
+def OnDevice(
+    dtype: torch.dtype, device: str | torch.device = "meta", enabled: bool = True
+) -> Generator[None, None, None]:
     """Inside, tensor constructors make tensors on `device`, and floating ones of `dtype`.
 
     Args:

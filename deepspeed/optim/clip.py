@@ -18,7 +18,7 @@ def sum_of_squares(flat: torch.Tensor, exact: bool) -> torch.Tensor:
         exact: form squares and sums in float64, so that the result does not depend on how parameters were cut into
             slices and buckets (needed when clipping feeds it back); else in float32, one pass.
     """
-    if not exact or flat.is_cuda:
+    if not exact or flat.device.type != "cpu":
         return torch.linalg.vector_norm(flat, dtype=torch.float32 if not exact else torch.float64).double().square()
     total = torch.zeros((), dtype=torch.float64)
     scratch = torch.empty(min(_CHUNK, flat.numel()), dtype=torch.float64)

@@ -202,12 +202,11 @@ class ZeroOptimizer:
         loss = closure() if closure is not None else None
         if self.lifecycle is not None:
             self.lifecycle.settle()
-        table = self.reducer.finish([self._items])
+        items = self.reducer.finish(self._items)
         self.reducer.adopt_edits()
         if self.settings.refuse_unused:
             self._refuse_unused()
         if self._counts_items:
-            items = float(table[:, 0].sum())
             rescale /= items if items else 1.0
         norm = None
         if self.settings.norm or self.settings.check or self.settings.clip:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from deepspeed.comm import collectives
+from deepspeed.comm import collectives, scalars
 from deepspeed.comm.axis import Axis
 from deepspeed.comm.collectives import READ, SMALL, tag_of
 from deepspeed.foundation.log import warn_once
@@ -41,7 +41,8 @@ class Reducer:
         self.warn_unscaled = False  # the next gradients come from a bare backward under a loss scale
         self.on_complete: Callable[[ShardGroup], None] | None = None  # all gradients of a group are here
         largest = max((g.numel for g in groups), default=0)
-        self.wire = Wire(settings, largest, groups[0].device if groups else torch.device("cpu"), replicas)
+        self._device = groups[0].device if groups else torch.device("cpu")
+        self.wire = Wire(settings, largest, self._device, replicas)
         self._channel, self._finishes = world.channel(), 0
         self._touched_anywhere: dict[int, list[bool]] = {}
         self._handed_out: list[tuple[Member, torch.Tensor, int]] = []
@@ -136,41 +137,34 @@ class Reducer:
 
     # -- the end of a window --------------------------------------------------------------------------------------
 
-    def finish(self, extra: list[float] | None = None) -> torch.Tensor:
+    def finish(self, extra: float = 0.0) -> float:
         """Send what is left, bring all ranks to the same number of rounds, wait. All ranks call together.
 
         Args:
-            extra: numbers every rank adds to the exchange.
+            extra: a number of this rank.
 
         Returns:
-            (ranks, len(extra)) table of everybody's numbers, float64.
+            The sum of all ranks' numbers.
         """
         for bucket in self.buckets:
             self._launch(bucket)
-        numbers = list(extra or [])
-        row: list[float] = [*numbers]
+        row = [extra]
         for bucket in self.buckets:
             row += [*bucket.launches, *bucket.touched]
         self._finishes += 1
         tag = tag_of(self._channel, SMALL, self._finishes)
-        mine = torch.tensor(row, dtype=torch.float64)
-        table = collectives.all_gather_small(self.world, self._on_wire(mine), tag, "agreement on gradients").cpu()
-        at = len(numbers)
+        table = scalars.current.table(self.world, row, tag, "agreement on gradients", self._device)
+        most = [max(column) for column in zip(*table, strict=True)]
+        at = 1
         for bucket in self.buckets:
-            most = table[:, at : at + 2].amax(0).tolist()
             for exact in (0, 1):
-                while bucket.launches[exact] < most[exact]:
+                while bucket.launches[exact] < most[at + exact]:
                     self._send_zeros(bucket, exact)
-            at += 2
             count = len(bucket.touched)
-            self._touched_anywhere[id(bucket)] = (table[:, at : at + count].amax(0) > 0).tolist()
-            at += count
+            self._touched_anywhere[id(bucket)] = [mark > 0 for mark in most[at + 2 : at + 2 + count]]
+            at += 2 + count
         self.wire.settle_all()
-        return table[:, : len(numbers)]
-
-    def _on_wire(self, row: torch.Tensor) -> torch.Tensor:
-        on_device = not self.world.tagged and self.world.size > 1
-        return row.to(self.buckets[0].group.device) if on_device and self.buckets else row
+        return sum(numbers[0] for numbers in table)
 
     def _send_zeros(self, bucket: Bucket, exact: int) -> None:
         low = self.settings.wire or bucket.group.dtype

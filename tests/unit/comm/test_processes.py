@@ -167,21 +167,6 @@ def test_a_fake_group_needs_no_watch():
     assert (only.code, only.out) == (0, "3 1024 1\n"), only.err
 
 
-def test_a_forked_child_leaves_the_group_alone():
-    ends = run_ranks(
-        """
-        dist.init_distributed(verbose=False)
-        child = os.fork()
-        if child == 0:
-            sys.exit(0)
-        print(os.waitpid(child, 0)[1])
-        dist.barrier()
-        """,
-        2,
-    )
-    assert [(end.code, end.out, end.err) for end in ends] == [(0, "0\n", "")] * 2
-
-
 def test_a_timeout_that_is_no_timedelta():
     (only,) = run_ranks("dist.init_distributed(timeout=1800)", 1, alone)
     assert "ArgumentError: timeout=1800 is not a positive datetime.timedelta" in only.err

@@ -1,0 +1,58 @@
+"""Numbers that decisions are based on: read from tensors, and exchanged between ranks.
+
+A step decides by a handful of numbers (who had gradients, the norm, whether a loader has ended). All of them pass
+through `current`, so that a simulation, whose tensors have no values, can supply them.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from deepspeed.comm.axis import Axis
+from deepspeed.comm.collectives import spread
+
+
+class Scalars:
+    """Real numbers from real tensors."""
+
+    device: torch.device | None = None  # where models live instead of on the accelerator
+
+    def value(self, tensor: torch.Tensor) -> float:
+        """The number in a 0-d tensor."""
+        return float(tensor)
+
+    def table(self, axis: Axis, row: list[float], tag: int, label: str, device: torch.device) -> list[list[float]]:
+        """Everybody's row of numbers, in rank order; all ranks of the axis call together.
+
+        Args:
+            axis: ranks that take part.
+            row: this rank's numbers (float64 on the wire), as many on every rank.
+            tag: the message tag.
+            label: for reports.
+            device: where messages start on axes whose backend is not on the CPU.
+        """
+        if axis.group is None or not row:
+            return [row] * axis.size
+        n = len(row)
+        where = torch.device("cpu") if axis.tagged else device
+        flat = torch.empty(axis.size * n, dtype=torch.float64, device=where)
+        flat[axis.rank * n : (axis.rank + 1) * n] = torch.tensor(row, dtype=torch.float64, device=where)
+        spread(axis, flat, [r * n for r in range(axis.size + 1)], tag, label).wait()
+        return flat.view(axis.size, n).tolist()
+
+
+class Simulated(Scalars):
+    """For models on the meta device: every rank says what this one says, every number read is one."""
+
+    device = torch.device("meta")
+
+    def value(self, tensor: torch.Tensor) -> float:
+        """One."""
+        return 1.0
+
+    def table(self, axis: Axis, row: list[float], tag: int, label: str, device: torch.device) -> list[list[float]]:
+        """This rank's row for everybody."""
+        return [row] * axis.size
+
+
+current: Scalars = Scalars()
