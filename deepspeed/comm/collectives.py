@@ -15,6 +15,7 @@ Every entry gives the same bits: the fp32 sum in rank order.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ import torch.distributed as dist
 
 from deepspeed.comm import watch
 from deepspeed.comm.axis import Axis
+from deepspeed.comm.logging import comms_logger
 
 # Kinds of messages on one channel; with the channel and a sequence number they make the tag.
 EXCHANGE, SPREAD, PULL, READ, SMALL = range(5)
@@ -53,13 +55,21 @@ class Handle:
         label: what is moved, for error reports.
         works: the backend's handles.
         then: called once, when all messages have arrived; may return the handle of a next phase.
+        payload: the tensor that travels, for the comms logger.
     """
 
     def __init__(
-        self, axis: Axis, label: str, works: list[Any], then: Callable[[], Handle | None] | None = None
+        self,
+        axis: Axis,
+        label: str,
+        works: list[Any],
+        then: Callable[[], Handle | None] | None = None,
+        payload: torch.Tensor | None = None,
     ) -> None:
         self.axis, self.label, self.works, self.then = axis, label, works, then
         self.done = False
+        self._size = payload.numel() * payload.itemsize if payload is not None and works else 0
+        self._started = time.perf_counter()
 
     def ready(self) -> bool:
         """Whether `advance` would return at once."""
@@ -74,6 +84,10 @@ class Handle:
         if self.done:
             return None
         wait_all(self.axis, self.label, self.works)
+        operation = self.label.partition(" ")[0]
+        if self._size and comms_logger.wants(operation, False):
+            seconds = time.perf_counter() - self._started
+            comms_logger.record(operation, self._size, self.axis.size, seconds, self.label)
         self.done, self.works = True, []
         then, self.then = self.then, None
         return then() if then is not None else None
@@ -191,7 +205,7 @@ def reduce_to_owners(
         finish: called with the contributions in rank order; sums them (`sum_in_rank_order`).
     """
     works, parts = exchange(axis, flat, cuts, tag, label)
-    return Handle(axis, label, works, lambda: finish(parts))
+    return Handle(axis, label, works, lambda: finish(parts), flat)
 
 
 def spread(axis: Axis, full: torch.Tensor, cuts: Sequence[int], tag: int, label: str) -> Handle:
@@ -220,7 +234,7 @@ def spread(axis: Axis, full: torch.Tensor, cuts: Sequence[int], tag: int, label:
             dist.broadcast(s, src=axis.ranks[r], group=group, async_op=True) for r, s in enumerate(slices) if s.numel()
         ]
 
-    return Handle(axis, label, post(axis, label, start))
+    return Handle(axis, label, post(axis, label, start), payload=full)
 
 
 def swap(axis: Axis, flat: torch.Tensor, tag: int, label: str, finish: Callable[[list], Handle | None]) -> Handle:
@@ -231,13 +245,13 @@ def swap(axis: Axis, flat: torch.Tensor, tag: int, label: str, finish: Callable[
     if group is None:
         raise RuntimeError("swap needs two ranks")
     works = post(axis, label, lambda: [group.recv([other], peer, tag), group.send([flat], peer, tag)])
-    return Handle(axis, label, works, lambda: finish(parts))
+    return Handle(axis, label, works, lambda: finish(parts), flat)
 
 
 def all_reduce_sum(axis: Axis, flat: torch.Tensor, label: str, then: Callable[[], Handle | None]) -> Handle:
     """The backend's own all-reduce in place; only where its sum is the sum in rank order (two ranks, fp32)."""
     works = post(axis, label, lambda: [dist.all_reduce(flat, group=axis.group, async_op=True)])
-    return Handle(axis, label, works, then)
+    return Handle(axis, label, works, then, flat)
 
 
 def broadcast(axis: Axis, flat: torch.Tensor, src: int, label: str) -> None:

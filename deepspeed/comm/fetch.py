@@ -122,7 +122,7 @@ class FetchService:
                     self._ask(rank, _REQUEST.pack(self.axis.rank, channel, version, seq), label)
             return works
 
-        return Handle(self.axis, label, post(self.axis, label, start))
+        return Handle(self.axis, label, post(self.axis, label, start), payload=full)
 
     def _ask(self, rank: int, request: bytes, label: str) -> None:
         try:

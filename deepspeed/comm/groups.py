@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.comm import init, watch
+from deepspeed.comm import fetch, init, watch
+from deepspeed.comm.axis import forget_axes
 from deepspeed.errors import NotAvailableError, UsageError
 from deepspeed.foundation.log import say
 
@@ -107,6 +108,8 @@ def new_group(
 def destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
     """End `group`; None ends all groups and the watch over them."""
     if group is None:
+        fetch.close_all()
+        forget_axes()
         watch.stop()
     if dist.is_initialized():
         dist.destroy_process_group(group)

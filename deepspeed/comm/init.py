@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.comm import watch
+from deepspeed.comm import fetch, watch
 from deepspeed.comm.logging import configure
 from deepspeed.errors import ArgumentError, CommError, CommTimeoutError, NotAvailableError
 from deepspeed.foundation.log import say, say_once
@@ -294,6 +294,7 @@ def _adopt(rank: int, size: int) -> None:
 
 def _leave() -> None:
     """At exit: end the watch, and the group too unless an exception ends the process (others may be gone then)."""
+    fetch.close_all()
     watch.stop()
     if dist.is_initialized() and not hasattr(sys, "last_value"):
         dist.destroy_process_group()

@@ -21,6 +21,9 @@ class StateAccessors:
     _axes: Axes
     _pieces: Pieces
     _gas: int
+    _micro: int
+    _in_no_sync: bool
+    module: torch.nn.Module
 
     @property
     def config(self) -> Any:
@@ -36,6 +39,8 @@ class StateAccessors:
     def dp_world_size(self) -> int:
         """Data-parallel ranks."""
         return self._axes.world.size
+
+    seq_dp_world_size = dp_world_size
 
     @property
     def global_rank(self) -> int:
@@ -60,7 +65,7 @@ class StateAccessors:
 
     def train_micro_batch_size_per_gpu(self) -> int:
         """Samples per rank and micro-batch."""
-        return self.ds_config.train_micro_batch_size_per_gpu
+        return self._micro
 
     def gradient_accumulation_steps(self) -> int:
         """Micro-batches per update."""
@@ -69,6 +74,16 @@ class StateAccessors:
     def get_batch_info(self) -> tuple[int, int, int]:
         """(train batch, micro-batch, accumulation steps)."""
         return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self._gas
+
+    @property
+    def inside_no_sync_ctxt(self) -> bool:
+        """Whether a `no_sync` context is open."""
+        return self._in_no_sync
+
+    @property
+    def param_names(self) -> dict[torch.nn.Parameter, str]:
+        """The name of every parameter."""
+        return {param: name for name, param in self.module.named_parameters()}
 
     def get_lr(self) -> list[float]:
         """Learning rate of each optimizer group."""
@@ -99,6 +114,17 @@ class StateAccessors:
     def get_data_parallel_rank(self) -> int:
         """This rank's number on the data-parallel axis."""
         return self._axes.world.rank
+
+    def get_model_parallel_rank(self) -> int:
+        """0: a rank holds whole layers."""
+        return 0
+
+    get_tensor_parallel_rank = get_model_parallel_rank
+
+    @property
+    def communication_data_type(self) -> torch.dtype:
+        """The dtype in which gradients travel; fp32 unless `communication_data_type` says otherwise."""
+        return DTYPES[self.ds_config.communication_data_type or "fp32"]
 
     def torch_autocast_dtype(self) -> torch.dtype:
         """The dtype of `torch_autocast`."""

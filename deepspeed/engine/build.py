@@ -103,7 +103,7 @@ def listed(model_parameters: Any) -> list[Any] | None:
 
 
 def _flat(entries: Iterable[Any]) -> list[Parameter]:
-    found: list[Parameter] = []
+    found: list[Any] = []
     for entry in entries:
         inside = entry["params"] if isinstance(entry, dict) else entry
         found += [inside] if isinstance(inside, torch.Tensor) else list(inside)
@@ -114,7 +114,7 @@ def choose_optimizer(
     model: nn.Module, client: Any, parameters: list[Any] | None, config: DeepSpeedConfig
 ) -> torch.optim.Optimizer | None:
     """The optimizer of an engine: the client's, the JSON's, AdamW when there are parameters to train, or none."""
-    params = parameters or [p for p in model.parameters() if p.requires_grad]
+    params: list[Any] = parameters or [p for p in model.parameters() if p.requires_grad]
     if isinstance(client, torch.optim.Optimizer):
         refuse_unsupported(client)
         return client
@@ -277,7 +277,7 @@ def _add_optimizer(pieces: Pieces, optimizer: torch.optim.Optimizer, config: Dee
         wire=wire,
         overlap=config.zero.overlap_comm is not False,
         in_flight=config.zero.reduce_bucket_size,
-        prescale=1.0 / (predivide if predivide != 1.0 else ranks) if config.prescale_gradients else None,
+        prescale=1.0 / ranks if config.prescale_gradients else 1.0 / predivide if predivide != 1.0 else None,
         watch_ranks=low,
     )
     pieces.reducer = Reducer(pieces.axes.world, pieces.groups, settings, pieces.axes.replicas)

@@ -94,6 +94,17 @@ class ConfigAccessors:
         """The first dynamic loss scale."""
         return 2.0**self.ds_config.fp16.initial_scale_power
 
+    def dynamic_loss_scale_args(self) -> dict[str, Any]:
+        """Arguments of `DynamicLossScaler`."""
+        fp16 = self.ds_config.fp16
+        return {
+            "init_scale": 2.0**fp16.initial_scale_power,
+            "scale_window": fp16.loss_scale_window,
+            "delayed_shift": fp16.hysteresis,
+            "consecutive_hysteresis": fp16.consecutive_hysteresis,
+            "min_scale": fp16.min_loss_scale,
+        }
+
     def postscale_gradients(self) -> bool:
         """Whether the mean is formed after the wire."""
         return not self.ds_config.prescale_gradients

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,22 +17,21 @@ from torch import nn
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm import scalars
+from deepspeed.comm.logging import configure
 from deepspeed.config import DeepSpeedConfig
-from deepspeed.config.explain import as_text
 from deepspeed.engine.accessors import StateAccessors
 from deepspeed.engine.build import Pieces, build, call_with, choose_optimizer, facts_of, find_axes, listed
 from deepspeed.engine.config_accessors import ConfigAccessors
 from deepspeed.engine.feeding import Feeding
+from deepspeed.engine.reporting import BACKWARD, FORWARD, STEP, Reporting
 from deepspeed.errors import ArgumentError, NotAvailableError, UsageError
 from deepspeed.foundation.log import logger, say, say_once
 from deepspeed.foundation.timer import SynchronizedWallClockTimer
 from deepspeed.optim.lr_schedules import build_scheduler
 from deepspeed.optim.precision import DTYPES
 
-_FORWARD, _BACKWARD, _STEP = "forward", "backward", "step"
 
-
-class DeepSpeedEngine(StateAccessors, Feeding, ConfigAccessors, nn.Module):
+class DeepSpeedEngine(Reporting, StateAccessors, Feeding, ConfigAccessors, nn.Module):
     """Trains a model under the stage, precision and schedule that the JSON names.
 
     Args:
@@ -72,6 +72,7 @@ class DeepSpeedEngine(StateAccessors, Feeding, ConfigAccessors, nn.Module):
         self.ds_config = DeepSpeedConfig(config, world=axes.world.size, facts=facts_of(model, optimizer, self.device))
         if self.ds_config.log_level:
             logger.setLevel(self.ds_config.log_level.upper())
+        configure(enabled=self.ds_config.comms_logger.enabled or None, **_settings(self.ds_config.comms_logger))
         self._axes = axes
         self.client_optimizer, self.client_lr_scheduler = optimizer, lr_scheduler
         self.basic_optimizer = choose_optimizer(model, optimizer, listed(model_parameters), self.ds_config)
@@ -100,8 +101,10 @@ class DeepSpeedEngine(StateAccessors, Feeding, ConfigAccessors, nn.Module):
         self._scaled_by_hand = False
         self._applied = False
         self._gas = self.ds_config.gradient_accumulation_steps
+        self._micro = self.ds_config.train_micro_batch_size_per_gpu
         self.enable_backward_allreduce = True
         self._open_feed()
+        self._reported = (time.perf_counter(), 0)
 
     def _make_scheduler(self, client: Any) -> Any:
         section = self.ds_config.scheduler
@@ -118,30 +121,13 @@ class DeepSpeedEngine(StateAccessors, Feeding, ConfigAccessors, nn.Module):
             raise ArgumentError(f"{what} was given, but there is no optimizer; name one in the JSON or pass one")
         return self.basic_optimizer
 
-    def _say_plan(self) -> None:
-        config = self.ds_config
-        precision = "fp16" if config.fp16.enabled else "bf16" if config.bf16.enabled else "fp32"
-        if config.torch_autocast.enabled:
-            precision = f"autocast {config.torch_autocast.dtype}"
-        count = sum(p.numel() for p in self.module.parameters())
-        name = type(self.basic_optimizer).__name__ if self.basic_optimizer is not None else "no optimizer"
-        say(
-            f"{type(self.module).__name__}: {count:,} parameters, ZeRO stage {config.zero.stage}, {precision}, {name}, "
-            f"{self.world_size} rank(s), batch {self.train_batch_size()} = {self.train_micro_batch_size_per_gpu()} x "
-            f"{self.gradient_accumulation_steps()} x {self.world_size}"
-        )
-        if self.basic_optimizer is not None and not config.gradient_clipping:
-            say_once("gradient_clipping is not set: gradients are not clipped")
-        if config.dump_state:
-            say(as_text(config.explain()))
-
     # -- forward and backward -------------------------------------------------------------------------------------
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module; same arguments and outputs."""
         if self.training:
             self._before_micro_batch()
-        with self._timed(_FORWARD), self._autocast():
+        with self._timed(FORWARD), self._autocast():
             return self.module(*inputs, **kwargs)
 
     def _before_micro_batch(self) -> None:
@@ -222,7 +208,7 @@ class DeepSpeedEngine(StateAccessors, Feeding, ConfigAccessors, nn.Module):
         by_window = scale_wrt_gas and num_items is None
         reducer.factor = self._factor(by_window=by_window, items=num_items is not None, scaled=True)
         reducer.warn_unscaled = False
-        with self._timed(_BACKWARD):
+        with self._timed(BACKWARD):
             (loss.float() * scale if scale != 1.0 else loss).backward(retain_graph=retain_graph)
         return loss / self._gas if by_window and self._gas > 1 else loss
 
@@ -323,7 +309,7 @@ class DeepSpeedEngine(StateAccessors, Feeding, ConfigAccessors, nn.Module):
         optimizer = self._pieces.optimizer
         if optimizer is None:
             return
-        with self._timed(_STEP):
+        with self._timed(STEP):
             optimizer.step(rescale=rescale)
         self._seen = 0
         self.global_steps += 1
@@ -341,21 +327,6 @@ class DeepSpeedEngine(StateAccessors, Feeding, ConfigAccessors, nn.Module):
             gc.collect()
         self._report()
 
-    def _report(self) -> None:
-        every = self.ds_config.steps_per_print
-        if not every or self.global_steps % every:
-            return
-        rates = ", ".join(f"{rate:.3g}" for rate in self.get_lr())
-        norm = self.get_global_grad_norm()
-        say(
-            f"step {self.global_steps}: skipped {self.skipped_steps}, lr {rates}"
-            + (f", gradient norm {float(norm):.4g}" if norm is not None else "")
-        )
-        if self.ds_config.wall_clock_breakdown:
-            self.timers.log([_FORWARD, _BACKWARD, _STEP])
-        if self.ds_config.memory_breakdown:
-            say("state bytes: " + ", ".join(f"{k} {v:,}" for k, v in self.memory_breakdown().items()))
-
     def was_step_applied(self) -> bool:
         """Whether the last `step` updated the parameters."""
         return self._applied
@@ -366,6 +337,12 @@ class DeepSpeedEngine(StateAccessors, Feeding, ConfigAccessors, nn.Module):
             self._pieces.optimizer.zero_grad()
         else:
             self.module.zero_grad(set_to_none)
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Tell the engine that micro-batches have another size from now on; the global batch changes with it."""
+        if micro_batch_size <= 0:
+            raise ArgumentError(f"a micro-batch has at least one sample, got {micro_batch_size}")
+        self._micro = micro_batch_size
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change the global batch by changing the accumulation steps, between windows.
@@ -403,8 +380,23 @@ class DeepSpeedEngine(StateAccessors, Feeding, ConfigAccessors, nn.Module):
         yield
         timer.stop()
 
-    def compile(self, backend: str = "inductor", compile_kwargs: Any = None, **_: Any) -> None:  # type: ignore[override]
-        """Compile the forward of each repeated block (or of the module when it has none)."""
+    def compile(  # type: ignore[override]
+        self,
+        backend: str = "inductor",
+        compile_kwargs: dict[str, Any] | None = None,
+        schedule: Any = None,
+        compiled_autograd_enabled: bool = False,
+    ) -> None:
+        """Compile the forward of each repeated block (or of the module when it has none).
+
+        Args:
+            backend: of torch.compile.
+            compile_kwargs: for torch.compile.
+            schedule: passes of whole-graph compilation; not available yet.
+            compiled_autograd_enabled: not available yet.
+        """
+        if schedule is not None or compiled_autograd_enabled:
+            raise NotAvailableError("compile(schedule=…, compiled_autograd_enabled=True) is not available yet")
         from deepspeed.zero.lifecycle import repeated_blocks
 
         for block in repeated_blocks(self.module) or [self.module]:
@@ -420,6 +412,15 @@ class DeepSpeedEngine(StateAccessors, Feeding, ConfigAccessors, nn.Module):
         """Free gathered parameters that are not in use."""
         if self._pieces.lifecycle is not None:
             self._pieces.lifecycle.keeper.free_idle()
+
+    def allreduce_gradients(self, bucket_size: int = 500_000_000) -> None:
+        """Reduce what the window has so far, now rather than in `step`. All ranks call together.
+
+        Args:
+            bucket_size: accepted for old scripts; bucket sizes are fixed by the JSON.
+        """
+        if self._pieces.reducer is not None:
+            self._pieces.reducer.finish()
 
     def destroy(self) -> None:
         """Take the hooks off and let optimizer state and gradients go; the model stays, plain or sharded."""
@@ -467,6 +468,11 @@ class DeepSpeedEngine(StateAccessors, Feeding, ConfigAccessors, nn.Module):
     def load_checkpoint(self, *_: Any, **__: Any) -> Any:
         """Checkpoints come with a later version."""
         raise NotAvailableError("load_checkpoint is not available yet")
+
+
+def _settings(section: Any) -> dict[str, Any]:
+    names = ("prof_all", "prof_ops", "verbose", "debug") if section.enabled else ()
+    return {name: getattr(section, name) for name in names}
 
 
 _NO_OPTIMIZER = (

@@ -24,6 +24,7 @@ class Feeding:
     _axes: Axes
     _pieces: Pieces
     _seen: int
+    _micro: int
     _weight: float | None
     _tell_reducer: Callable[[], None]
     flush: Callable[[], None]
@@ -55,7 +56,7 @@ class Feeding:
         """
         return DeepSpeedDataLoader(
             dataset,
-            batch_size or self.train_micro_batch_size_per_gpu(),
+            batch_size or self._micro,
             rank=self._axes.world.rank,
             world=self._axes.world.size,
             sampler=data_sampler,

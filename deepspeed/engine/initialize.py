@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from deepspeed.accelerator import get_accelerator
 from deepspeed.comm import init as comm_init
 from deepspeed.engine.engine import DeepSpeedEngine
-from deepspeed.errors import ArgumentError, DeepSpeedConfigError
+from deepspeed.errors import ArgumentError, DeepSpeedConfigError, NotAvailableError
 from deepspeed.zero.init_context import suspended
 
 
@@ -36,7 +35,7 @@ def initialize(
         model_parameters: parameters, or groups of them, to train.
         training_data: a dataset; a distributed loader is made of it.
         lr_scheduler: a scheduler or a callable that makes one of the optimizer.
-        distributed_port: for the process group, when it is made here.
+        distributed_port: of a process group made here.
         mpu: a client's model-parallel unit.
         dist_init_required: False: the process group is there already.
         collate_fn: for the loader.
@@ -54,15 +53,10 @@ def initialize(
     if model is None:
         raise ArgumentError("deepspeed.initialize requires a model")
     if mesh_param is not None:
-        raise ArgumentError("mesh_param is not available yet: data parallelism is the only axis")
+        raise NotAvailableError("mesh_param is not available yet: data parallelism is the only axis")
     source = _config_of(args, config, config_params)
     if dist_init_required is not False:
-        comm_init.init_distributed(
-            get_accelerator().communication_backend_name(),
-            distributed_port=distributed_port,
-            dist_init_required=dist_init_required,
-            config=None,
-        )
+        comm_init.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     with suspended():
         engine = DeepSpeedEngine(
             model,

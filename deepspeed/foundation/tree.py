@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 
@@ -14,10 +14,10 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
-        for item in value.values():
+        for item in cast("Mapping[Any, Any]", value).values():
             yield from tensors_in(item)
     elif isinstance(value, (list, tuple, set, frozenset)):
-        for item in value:
+        for item in cast("Iterable[Any]", value):
             yield from tensors_in(item)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
@@ -28,12 +28,15 @@ def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> A
     """The same nest with `change` applied to every tensor; nests without a changed tensor come back as they are."""
     if isinstance(value, torch.Tensor):
         return change(value)
-    if type(value) in (list, tuple):
-        made = [map_tensors(change, v) for v in value]
-        return value if all(a is b for a, b in zip(value, made, strict=True)) else type(value)(made)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(change, v) for v in value))
-    if type(value) is dict:
-        changed = {k: map_tensors(change, v) for k, v in value.items()}
-        return value if all(value[k] is changed[k] for k in value) else changed
+    kind = cast("Any", type(value))
+    if isinstance(value, (list, tuple)):
+        old = cast("Sequence[Any]", value)
+        new = [map_tensors(change, item) for item in old]
+        if all(a is b for a, b in zip(old, new, strict=True)):
+            return old
+        return kind(*new) if hasattr(kind, "_fields") else kind(new)
+    if kind is dict:
+        mapping = cast("dict[Any, Any]", value)
+        changed = {key: map_tensors(change, item) for key, item in mapping.items()}
+        return mapping if all(mapping[key] is changed[key] for key in mapping) else changed
     return value

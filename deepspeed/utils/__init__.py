@@ -12,6 +12,8 @@ from deepspeed.zero.leaf import (
     get_z3_leaf_modules,
     set_z3_leaf_module,
     set_z3_leaf_modules,
+    set_z3_leaf_modules_by_name,
+    set_z3_leaf_modules_by_suffix,
     unset_z3_leaf_modules,
     z3_leaf_module,
 )
@@ -54,6 +56,8 @@ __all__ = [
     "safe_set_local_optimizer_state",
     "set_z3_leaf_module",
     "set_z3_leaf_modules",
+    "set_z3_leaf_modules_by_name",
+    "set_z3_leaf_modules_by_suffix",
     "timer",
     "unset_z3_leaf_modules",
     "z3_leaf_module",

@@ -10,6 +10,7 @@ _LAZY = {
     "GatheredParameters": "deepspeed.zero.gathered",
     "register_external_parameter": "deepspeed.zero.gathered",
     "unregister_external_parameter": "deepspeed.zero.gathered",
+    "unwrap_model_for_generation": "deepspeed.zero.gathered",
     "ZeroParamStatus": "deepspeed.zero.param",
     "set_z3_leaf_modules": "deepspeed.zero.leaf",
 }

@@ -53,6 +53,7 @@ class Init:
         enabled: False makes the context do nothing.
         dtype: dtype of floating parameters; None: by the JSON, else what the model says.
         mpu: a client's unit with `get_data_parallel_group`.
+        mem_efficient_linear: has no effect, as `pin_memory`; the arguments not named here are not available yet.
 
     Example:
         >>> with deepspeed.zero.Init(config_dict_or_path=config):
@@ -71,17 +72,34 @@ class Init:
         enabled: bool = True,
         dtype: torch.dtype | None = None,
         mpu: Any = None,
-        **_: Any,
+        zero_param_parallel_group: Any = None,
+        zero_quantized_weights: bool = False,
+        zero_quantized_nontrainable_weights: bool = False,
+        sequence_data_parallel_group: Any = None,
+        param_swapper: Any = None,
+        tensor_overrides: Any = None,
     ) -> None:
         self.enabled = enabled
         if not enabled:
             return
         if remote_device not in (None, "none", get_accelerator().device_name()) and remote_device != "cpu":
             raise NotAvailableError(f"zero.Init(remote_device={remote_device!r}) is not available yet")
+        later = {
+            "zero_param_parallel_group": zero_param_parallel_group,
+            "zero_quantized_weights": zero_quantized_weights,
+            "zero_quantized_nontrainable_weights": zero_quantized_nontrainable_weights,
+            "sequence_data_parallel_group": sequence_data_parallel_group,
+            "param_swapper": param_swapper,
+            "tensor_overrides": tensor_overrides,
+        }
+        if asked := [name for name, value in later.items() if value]:
+            raise NotAvailableError(f"zero.Init({', '.join(asked)}) is not available yet; leave it out")
         if not is_initialized():
             comm_init.init_distributed()
         source = config_dict_or_path if config_dict_or_path is not None else config
-        self.dtype = dtype or _dtype_of(source)
+        parsed = DeepSpeedConfig.for_init(source) if source is not None else None
+        self.dtype = dtype or _dtype_of(parsed)
+        self.wraps_apply = parsed is None or parsed.zero.override_module_apply
         self.device = torch.device(get_accelerator().current_device_name())
         group = data_parallel_group
         if group is None and mpu is not None:
@@ -90,12 +108,12 @@ class Init:
         self._patches = _Patches()
         if module is not None:
             for child in module.modules():
-                self.shard(child, module)
+                self.shard(child)
 
     def __enter__(self) -> Init:
         if self.enabled:
             if not _open:
-                _patch(self._patches)
+                _patch(self._patches, self.wraps_apply)
             _open.append(self)
         return self
 
@@ -105,7 +123,7 @@ class Init:
             if not _open:
                 _restore(self._patches)
 
-    def shard(self, module: nn.Module, root: nn.Module | None = None) -> None:
+    def shard(self, module: nn.Module) -> None:
         """Shard the parameters `module` itself owns, with the values of axis rank 0."""
         for name, param in module._parameters.items():
             if param is None or is_managed(param):
@@ -126,16 +144,15 @@ class Init:
                 broadcast_tensors(self.axis, [buffer], f"birth of a buffer of {type(module).__name__}")
 
 
-def _dtype_of(source: Any) -> torch.dtype | None:
-    if source is None:
+def _dtype_of(config: DeepSpeedConfig | None) -> torch.dtype | None:
+    if config is None:
         return None
-    config = DeepSpeedConfig.for_init(source)
     if config.fp16.enabled:
         return torch.float16
     return torch.bfloat16 if config.bf16.enabled else None
 
 
-def _patch(patches: _Patches) -> None:
+def _patch(patches: _Patches, wraps_apply: bool) -> None:
     """Wrap `__init__` of every module class there is, and of those defined while the context is open."""
 
     def visit(cls: type) -> None:
@@ -148,11 +165,12 @@ def _patch(patches: _Patches) -> None:
     patches.apply = nn.Module.apply
 
     def born(cls: type, **kwargs: Any) -> None:
-        super(nn.Module, cls).__init_subclass__(**kwargs)
+        super(nn.Module, cls).__init_subclass__(**kwargs)  # pyright: ignore[reportArgumentType]
         _wrap(cls, patches)
 
     nn.Module.__init_subclass__ = classmethod(born)  # type: ignore[assignment,method-assign]
-    nn.Module.apply = _gathered_apply  # type: ignore[method-assign]
+    if wraps_apply:
+        nn.Module.apply = _gathered_apply  # type: ignore[method-assign]
 
 
 def _wrap(cls: type, patches: _Patches) -> None:

@@ -74,7 +74,7 @@ class Layout:
 
     def pieces_within(self, low: int, high: int) -> list[Piece]:
         """What of each parameter lies in [low, high) of the group."""
-        found = []
+        found: list[Piece] = []
         for index, (offset, numel) in enumerate(zip(self.offsets, self.numels, strict=True)):
             start, stop = max(low, offset), min(high, offset + numel)
             if start < stop:

@@ -46,6 +46,22 @@ def _matches(name: str, module: nn.Module, wanted: list[Any]) -> bool:
     return False
 
 
+def set_z3_leaf_modules_by_name(
+    model: nn.Module, module_names: Iterable[str], raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """Mark modules by qualified name; as `set_z3_leaf_modules`."""
+    return set_z3_leaf_modules(model, module_names, raise_if_not_found)
+
+
+def set_z3_leaf_modules_by_suffix(
+    model: nn.Module, module_name_suffixes: Iterable[str], raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """Mark the modules whose qualified name ends so; as `set_z3_leaf_modules`."""
+    suffixes = tuple(module_name_suffixes)
+    names = [name for name, _ in model.named_modules() if name.endswith(suffixes)]
+    return set_z3_leaf_modules(model, names or suffixes, raise_if_not_found)
+
+
 def unset_z3_leaf_modules(
     model: nn.Module, classes_or_names: Iterable[type | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:

@@ -21,7 +21,7 @@ from deepspeed.errors import ShardedParameterError
 if TYPE_CHECKING:
     from deepspeed.zero.shard_group import Member
 
-_raw_grad = torch._C.TensorBase.grad  # the field itself, below the property of ManagedParameter
+_raw_grad: Any = torch._C.TensorBase.grad  # the field itself, below the property of ManagedParameter
 
 _METADATA = frozenset(
     "shape size dim ndim ndimension numel nelement dtype device layout is_leaf requires_grad requires_grad_ grad_fn "
@@ -62,7 +62,7 @@ def raw_grad(param: torch.Tensor) -> torch.Tensor | None:
 def clear_raw_grad(param: torch.Tensor) -> None:
     """Forget what autograd has put on `param`."""
     with torch._C.DisableTorchFunctionSubclass():
-        _raw_grad.__set__(param, None)  # type: ignore[attr-defined]
+        _raw_grad.__set__(param, None)
 
 
 class ManagedParameter(Parameter):
@@ -355,7 +355,7 @@ def manage(param: Parameter, member: Member) -> None:
 def unmanage(param: Parameter) -> None:
     """Give `param` back as a plain one."""
     param.__class__ = Parameter
-    param.__dict__.pop("_ds_member", None)
+    vars(param).pop("_ds_member", None)
 
 
 def is_managed(param: Any) -> bool:

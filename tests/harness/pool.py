@@ -54,7 +54,7 @@ class WorkerPool:
         """Process ids of the living workers."""
         return [process.pid for process in self._processes]
 
-    def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+    def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 30.0) -> list[Any]:
         """Call `fn(*args)` on every rank.
 
         Args:

@@ -38,8 +38,8 @@ class TorchAutocast(Section):
 
     enabled: bool = key(False, "run forward under torch.autocast")
     dtype: LowDtype = key("bf16", "the autocast dtype")
-    lower_precision_safe_modules: Names | None = key(
-        None, "classes whose parameters may travel in the autocast dtype; null: linear and convolution layers"
+    lower_precision_safe_modules: Names | None = moot(
+        None, "classes whose parameters may travel in the autocast dtype", "communication_data_type decides for all"
     )
 
 

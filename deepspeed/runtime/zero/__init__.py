@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from deepspeed.runtime.zero import parameter_offload, partition_parameters, stage3, stage_1_and_2
-from deepspeed.zero.gathered import GatheredParameters, register_external_parameter, unregister_external_parameter
+from deepspeed.zero.gathered import (
+    GatheredParameters,
+    register_external_parameter,
+    unregister_external_parameter,
+    unwrap_model_for_generation,
+)
 from deepspeed.zero.init_context import Init
 from deepspeed.zero.param import ZeroParamStatus
 
@@ -17,4 +22,5 @@ __all__ = [
     "stage3",
     "stage_1_and_2",
     "unregister_external_parameter",
+    "unwrap_model_for_generation",
 ]
