@@ -35,7 +35,9 @@ def live_bytes() -> int:
     with torch._C.DisableTorchFunctionSubclass(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # `.grad` of tensors that are no leaves
         tensors = [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]
-        for tensor in [*tensors, *(tensor.grad for tensor in tensors if tensor.grad is not None)]:
+        # The raw slot: the property of a managed parameter would gather what it shows.
+        gradients = [torch._C.TensorBase.grad.__get__(tensor) for tensor in tensors]
+        for tensor in [*tensors, *(gradient for gradient in gradients if gradient is not None)]:
             storage = tensor.untyped_storage()
             storages[storage._cdata] = storage.nbytes()
     return sum(storages.values())

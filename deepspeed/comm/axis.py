@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -80,8 +81,8 @@ def hybrid_axes(shard_size: int, device: torch.device | None = None) -> tuple[Ax
 
 def _own(name: str, rows: Sequence[Sequence[int]], me: int, device: torch.device | None) -> Axis:
     # Every rank creates every group, in one order: torch demands it.
-    axes = [(tuple(row), dist.new_group(list(row)) if len(row) > 1 else None) for row in rows]
-    ranks, group = next((ranks, group) for ranks, group in axes if me in ranks)
+    groups: list[Any] = [dist.new_group(list(row)) if len(row) > 1 else None for row in rows]
+    ranks, group = next((tuple(row), made) for row, made in zip(rows, groups, strict=True) if me in row)
     return _axis(name, ranks, group, device)
 
 

@@ -131,17 +131,17 @@ class DeepSpeedEngine(Reporting, StateAccessors, Feeding, ConfigAccessors, nn.Mo
             return self.module(*inputs, **kwargs)
 
     def _before_micro_batch(self) -> None:
-        optimizer = self._pieces.optimizer
-        if optimizer is None:
+        optimizer, reducer = self._pieces.optimizer, self._pieces.reducer
+        if optimizer is None or reducer is None:
             return
+        reducer.clean = False  # on all ranks alike, whatever branch each takes
         thawed = [m for m in self._pieces.frozen if m.param.requires_grad]
         for member in thawed:
             optimizer.activate(member, torch.float32)
             self._pieces.frozen.remove(member)
         self._scaled_by_hand = False
         self._tell_reducer()
-        if optimizer.scaler is not None and self._pieces.reducer is not None:
-            self._pieces.reducer.warn_unscaled = True
+        reducer.warn_unscaled = optimizer.scaler is not None
 
     def _tell_reducer(self) -> None:
         """Tell the gradient side where in the window we are, and what the next gradients are to be multiplied by."""

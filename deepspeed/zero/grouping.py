@@ -99,6 +99,7 @@ def plan_groups(
     groups: list[tuple[Policy, list[Parameter]]] = []
     total = sum(p.numel() for p in names)
     share = max(total // _LEAST_BUCKETS, _SMALLEST_SHARE)
+    limit = plan.bucket if plan.whole_tensors else min(plan.bucket, share)
     for key, params in kinds.items():
         own = key[0]
         if not isinstance(own, Policy):
@@ -106,7 +107,7 @@ def plan_groups(
         if own.gathers_before_use:
             groups.append((own, params))
         else:
-            groups += [(own, chunk) for chunk in _bins(params[::-1], min(plan.bucket, share))]
+            groups += [(own, chunk) for chunk in _bins(params[::-1], limit)]
     return groups
 
 

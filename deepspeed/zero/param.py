@@ -317,7 +317,7 @@ def _read(value: torch.Tensor, member: Member) -> torch.Tensor:
 
 def stand_in(member: Member) -> StandIn:
     """A stand-in of a member: true shape, no memory."""
-    made = torch.Tensor._make_subclass(StandIn, member.placeholder())
+    made = torch.Tensor._make_subclass(StandIn, member.placeholder)
     made._ds_member = member
     return made
 

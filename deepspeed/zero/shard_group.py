@@ -63,6 +63,7 @@ class Member:
     shape: torch.Size = field(init=False)
     uid: int = field(default_factory=lambda: next(_uids))
     group: ShardGroup = field(init=False, repr=False)
+    placeholder: torch.Tensor = field(init=False, repr=False)
     reducer: Reducer | None = field(default=None, repr=False)
     owner: ZeroOptimizer | None = field(default=None, repr=False)  # the optimizer that updates it
     active_modules: set[Any] = field(default_factory=set, repr=False)
@@ -81,11 +82,11 @@ class Member:
         """Where it begins in the group."""
         return self.group.offsets[self.index]
 
-    def placeholder(self) -> torch.Tensor:
-        """True shape and dtype, no memory, every element NaN (zero for dtypes without one)."""
+    def rest(self) -> None:
+        """Make what stands for the values while they are away: true shape, no memory, every element NaN."""
         dtype = self.group.dtype
         value = float("nan") if dtype.is_floating_point else 0
-        return torch.full((), value, dtype=dtype, device=self.group.device).expand(self.shape)
+        self.placeholder = torch.full((), value, dtype=dtype, device=self.group.device).expand(self.shape)
 
     def own_piece(self) -> torch.Tensor:
         """This rank's part of the values: a 1-D view of the slice, possibly empty."""
@@ -138,7 +139,11 @@ class ShardGroup:
         self._seq = itertools.count()
         for index, member in enumerate(members):
             member.group, member.index = self, index
+            member.rest()
         self.full = torch.zeros(layout.padded, dtype=self.dtype, device=self.device)
+        # The parameters' places in the full buffer, in their shapes; valid whenever the storage has its size.
+        ends = zip(members, self.offsets, strict=True)
+        self.views = [self.full[offset : offset + m.numel].view(m.shape) for m, offset in ends]
         self._bytes = self.full.untyped_storage().nbytes()
         self.state = State.GATHERED
         low, high = layout.cuts[axis.rank], layout.cuts[axis.rank + 1]
@@ -174,7 +179,7 @@ class ShardGroup:
             values = member.param.data.reshape(-1)
             self.full[offset : offset + member.numel].copy_(values)
             self.overwrite_master(member, values)
-        for member, view in zip(self.members, self.views(), strict=True):
+        for member, view in zip(self.members, self.views, strict=True):
             member.param.data = view
             manage(member.param, member)
             member.version = member.param._version
@@ -220,11 +225,6 @@ class ShardGroup:
             cuts, rank = self.layout.cuts_of(member.index), self.axis.rank
             member.own_piece().copy_(flat[cuts[rank] : cuts[rank + 1]])
 
-    def views(self) -> list[torch.Tensor]:
-        """The parameters' places in the full buffer, in their shapes."""
-        ends = zip(self.members, self.offsets, strict=True)
-        return [self.full[offset : offset + m.numel].view(m.shape) for m, offset in ends]
-
     # -- gather and free ------------------------------------------------------------------------------------------
 
     def start_gather(self) -> None:
@@ -251,7 +251,7 @@ class ShardGroup:
                 self._handle.wait()
                 self._handle = None
             self.state = State.GATHERED
-            for member, view in zip(self.members, self.views(), strict=True):
+            for member, view in zip(self.members, self.views, strict=True):
                 param = member.param
                 param.__class__ = ManagedParameter
                 param.data = view
@@ -292,7 +292,7 @@ class ShardGroup:
                     f"parameter '{member.name}' was changed in place while it was gathered, and the change would be "
                     f"lost. Wrap it in deepspeed.zero.GatheredParameters([param], modifier_rank=0)."
                 )
-            param.data = member.placeholder()
+            param.data = member.placeholder
             param.__class__ = ShardedParameter
         self.state = State.SHARDED
         self.full.untyped_storage().resize_(0)
@@ -302,11 +302,11 @@ class ShardGroup:
     def read(self, member: Member) -> torch.Tensor:
         """A private dense copy of one member."""
         if self.state is State.GATHERED:
-            return self.views()[member.index].clone()
+            return self.views[member.index].clone()
         if self.fetch is not None and self.lifecycle is not None and self.lifecycle.depth:
             self.lifecycle.used_outside(self)
             self.finish_gather()
-            copied = self.views()[member.index].clone()
+            copied = self.views[member.index].clone()
             self.free()
             return copied
         return self.assemble(member, self.slice, READ, f"read of {member.name}").view(member.shape)
