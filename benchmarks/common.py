@@ -89,10 +89,14 @@ def batch_of(shape: Shape, step: int, rank: int) -> Tensor:
 
 
 def whole_bytes(module: nn.Module) -> int:
-    """Bytes under the parameters on this rank, each storage once; a sharded parameter rests on a single element."""
+    """Bytes under the parameters that stand whole on this rank, each storage once."""
+    storages = {}
     with torch._C.DisableTorchFunctionSubclass():
-        storages = [values.untyped_storage() for values in module.parameters() if not isinstance(values, DTensor)]
-    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+        for values in module.parameters():
+            # A sharded parameter shows its true shape over a single element.
+            if not isinstance(values, DTensor) and values.untyped_storage().nbytes() >= values.nbytes:
+                storages[values.untyped_storage()._cdata] = values.untyped_storage().nbytes()
+    return sum(storages.values())
 
 
 def start_world(backend: str = "gloo") -> tuple[int, int]:

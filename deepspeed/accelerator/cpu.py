@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -23,7 +24,6 @@ class CpuAccelerator(Accelerator):
         "create_graph": None,
         "current_device": 0,
         "device_count": 1,
-        "empty_cache": None,
         "export_envs": ["LD_LIBRARY_PATH", "PATH"],
         "handles_memory_backpressure": True,
         "is_available": True,
@@ -49,6 +49,12 @@ class CpuAccelerator(Accelerator):
     def device_name(self, device_index: int | None = None) -> str:
         """Always "cpu": there is one device, whatever the index."""
         return "cpu"
+
+    def empty_cache(self) -> None:
+        """Give freed memory that the C library keeps back to the system (glibc; elsewhere nothing happens)."""
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
 
     def is_bf16_fast(self) -> bool:
         """Whether this CPU multiplies bf16 in hardware."""

@@ -15,6 +15,7 @@ Every entry gives the same bits: the fp32 sum in rank order.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -70,10 +71,29 @@ class Handle:
         self.done = False
         self._size = payload.numel() * payload.itemsize if payload is not None and works else 0
         self._started = time.perf_counter()
+        self._waiter: threading.Thread | None = None
+        self._failure: RuntimeError | None = None
 
-    def ready(self) -> bool:
-        """Whether `advance` would return at once."""
-        return self.done or all(w.is_completed() for w in self.works)
+    def ready(self, patience: float) -> bool:
+        """Whether `advance` would return at once, after waiting for it up to `patience` seconds.
+
+        gloo's messages say that they are complete only when waited for, and cannot be waited for twice or in part: so
+        a thread waits, and `advance` joins it.
+        """
+        if self.done or not self.works:
+            return True
+        if self._waiter is None:
+            self._waiter = threading.Thread(target=self._wait_aside, name="deepspeed-wait", daemon=True)
+            self._waiter.start()
+        self._waiter.join(patience)
+        return not self._waiter.is_alive()
+
+    def _wait_aside(self) -> None:
+        try:
+            for work in self.works:
+                work.wait()
+        except RuntimeError as error:
+            self._failure = error
 
     def advance(self) -> Handle | None:
         """Wait for the messages of this phase, do what follows, and return the next phase if there is one.
@@ -83,7 +103,14 @@ class Handle:
         """
         if self.done:
             return None
-        wait_all(self.axis, self.label, self.works)
+        if self._waiter is None:
+            wait_all(self.axis, self.label, self.works)
+        else:
+            watch.note(self.label)
+            self._waiter.join()
+            watch.note_done()
+            if self._failure is not None:
+                raise watch.failed(self.label, self._failure, list(self.axis.ranks)) from self._failure
         operation = self.label.partition(" ")[0]
         if self._size and comms_logger.wants(operation, False):
             seconds = time.perf_counter() - self._started

@@ -54,7 +54,7 @@ class FetchService:
         self.axis = axis
         self._served: dict[int, _Served] = {}
         self._lock = threading.Lock()
-        self._sent: deque[Any] = deque(maxlen=4096)
+        self._sent: deque[Any] = deque(maxlen=4096)  # kept until long complete; gloo says so only when waited for
         self._seq = 0
         self._peers: dict[int, socket.socket] = {}
         self._selector = selectors.DefaultSelector()
@@ -177,8 +177,6 @@ class FetchService:
 
     def _send(self, channel: int, served: _Served, rank: int, seq: int) -> None:
         group = self.axis.group
-        while self._sent and self._sent[0].is_completed():
-            self._sent.popleft()
         if group is not None:
             self._sent.append(group.send([served.slice], rank, tag_of(channel, PULL, seq)))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -82,13 +83,15 @@ class DeepSpeedEngine(Reporting, StateAccessors, Feeding, ConfigAccessors, nn.Mo
         if self._pieces.optimizer is not None:
             self._pieces.optimizer._scale_loss = lambda loss, retain: self.backward(loss, retain_graph=retain)
         self.lr_scheduler = self._make_scheduler(lr_scheduler)
+        self._reset_counters()
         self.training_dataloader = (
             self.deepspeed_io(training_data, collate_fn=collate_fn) if training_data is not None else None
         )
-        self._reset_counters()
         self.timers = SynchronizedWallClockTimer(accelerator.synchronize)
         self._say_plan()
         self._tell_reducer()
+        if self._pieces.lifecycle is not None:  # a slice can be pulled only when its owner serves it
+            self._agree(0, "all ranks have their engine")
 
     # -- making ---------------------------------------------------------------------------------------------------
 
@@ -423,9 +426,14 @@ class DeepSpeedEngine(Reporting, StateAccessors, Feeding, ConfigAccessors, nn.Mo
             self._pieces.reducer.finish()
 
     def destroy(self) -> None:
-        """Take the hooks off and let optimizer state and gradients go; the model stays, plain or sharded."""
+        """Take the hooks off and let optimizer state and gradients go; the model stays, plain or sharded.
+
+        All ranks call together, since others may still pull this rank's slices; one that fails waits for nobody.
+        """
         pieces = self._pieces
         if pieces.lifecycle is not None:
+            if sys.exc_info()[0] is None:
+                self._agree(0, "all ranks are done with their engine")
             pieces.lifecycle.settle()
             pieces.lifecycle.detach()
         if pieces.optimizer is not None:

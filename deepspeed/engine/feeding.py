@@ -82,11 +82,11 @@ class Feeding:
         finally:
             self._weight = None
 
-    def _agree(self, flag: int) -> tuple[int, int]:
+    def _agree(self, flag: int, label: str = "agreement on the next batch") -> tuple[int, int]:
         """(least, greatest) of all ranks' flags."""
         self._agreements += 1
         tag = tag_of(self._loop_channel, SMALL, self._agreements)
-        table = scalars.current.table(self._axes.world, [float(flag)], tag, "agreement on the next batch", self.device)
+        table = scalars.current.table(self._axes.world, [float(flag)], tag, label, self.device)
         flags = [int(row[0]) for row in table]
         return min(flags), max(flags)
 

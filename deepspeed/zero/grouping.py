@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn import Parameter
 
+from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.axis import Axis
 from deepspeed.foundation.log import say_once
 from deepspeed.zero.layout import Layout, by_group, by_owner
@@ -155,11 +156,16 @@ def build_group(
         plan: sizes.
         dtypes: (compute dtype, master dtype or None).
     """
-    for param in params:
-        if is_managed(param):
-            born: ShardGroup = param._ds_member.group  # type: ignore[attr-defined]
-            born.finish_gather()
-            born.dissolve()
+    born: list[ShardGroup] = [param._ds_member.group for param in params if is_managed(param)]  # type: ignore[attr-defined]
+    for group in born:
+        group.finish_gather()
+        group.dissolve()
     members = [Member(param, names[param]) for param in params]
     layout = cut(plan, policy, [p.numel() for p in params], axis.size)
-    return ShardGroup(axis, policy, layout, members, dtype=dtypes[0], master=dtypes[1])
+    made = ShardGroup(axis, policy, layout, members, dtype=dtypes[0], master=dtypes[1])
+    if born:
+        for group in born:
+            group.drop()
+        # Many small buffers have been freed: without this their pages stay with the process.
+        get_accelerator().empty_cache()
+    return made

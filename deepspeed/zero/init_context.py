@@ -37,6 +37,9 @@ class _Patches:
     apply: Any = None
 
 
+# Freed bytes after which unused pages are given back; birth would otherwise peak far above what it holds.
+_TRIM_AFTER = 1 << 25
+
 # The contexts that are open, outermost first: modules are born under the innermost.
 _open: list[Init] = []
 
@@ -106,6 +109,7 @@ class Init:
             group = mpu.get_data_parallel_group()
         self.axis: Axis = world_axis("dp", self.device) if group is None else group_axis("dp", group, self.device)
         self._patches = _Patches()
+        self._unshared = 0  # bytes of whole parameters freed since the last trim
         if module is not None:
             for child in module.modules():
                 self.shard(child)
@@ -137,11 +141,15 @@ class Init:
             if self.dtype is not None and param.is_floating_point():
                 param.data = param.data.to(self.dtype)
             broadcast_tensors(self.axis, [param.data], f"birth of {type(module).__name__}.{name}")
+            self._unshared += param.numel() * param.itemsize
             member = Member(param, f"{type(module).__name__}.{name}")
             ShardGroup(self.axis, policy_for(3), by_group([param.numel()], self.axis.size), [member])
         for buffer in module._buffers.values():
             if buffer is not None and buffer.device.type != "meta":
                 broadcast_tensors(self.axis, [buffer], f"birth of a buffer of {type(module).__name__}")
+        if self._unshared > _TRIM_AFTER:
+            self._unshared = 0
+            get_accelerator().empty_cache()
 
 
 def _dtype_of(config: DeepSpeedConfig | None) -> torch.dtype | None:

@@ -207,7 +207,7 @@ class ZeroOptimizer:
         if self.settings.refuse_unused:
             self._refuse_unused()
         if self._counts_items:
-            rescale /= items if items else 1.0
+            rescale = 1.0 / items if items else 1.0  # the items count a partial window by themselves
         norm = None
         if self.settings.norm or self.settings.check or self.settings.clip:
             updated = [b for b in self.reducer.buckets if any(m.uid in self.parts for m in b.group.members)]

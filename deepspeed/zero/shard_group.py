@@ -380,3 +380,8 @@ class ShardGroup:
             if self.state is State.GATHERED:
                 unmanage(member.param)
             member.reducer = member.owner = None
+
+    def drop(self) -> None:
+        """Let the buffers go: the parameters have been laid elsewhere."""
+        self.full = self.slice = torch.empty(0, dtype=self.dtype, device=self.device)
+        self.views = []

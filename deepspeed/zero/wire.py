@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict, deque
 
 import torch
@@ -42,17 +41,12 @@ class Wire:
 
     def acquire(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
         """A transit buffer; waits for one to come back when too much is in flight."""
-        self.settle_ready()
         limit = max(self.settings.in_flight, numel)
-        started = time.monotonic()
         while self._in_flight and sum(r.buffer.numel() for *_, r in self._in_flight) + numel > limit:
-            if self._in_flight[0][0].ready():
-                self._settle(*self._in_flight.popleft())
-            elif time.monotonic() - started > _PATIENCE_S:
+            if not self._in_flight[0][0].ready(_PATIENCE_S):
                 warn_once("gradients wait for a rank that runs another branch (or is slow); taking a fresh buffer")
                 break
-            else:
-                time.sleep(2e-5)
+            self._settle(*self._in_flight.popleft())
         free = self._pool[dtype]
         for index, buffer in enumerate(free):
             if buffer.numel() >= numel:
@@ -151,13 +145,6 @@ class Wire:
             self._release(current)
         else:
             self._in_flight.append((following, bucket, current))
-
-    def settle_ready(self) -> None:
-        """Finish what has arrived, without waiting."""
-        for _ in range(len(self._in_flight)):
-            if not self._in_flight[0][0].ready():
-                break
-            self._settle(*self._in_flight.popleft())
 
     def settle_all(self) -> None:
         """Wait for everything."""
