@@ -62,16 +62,25 @@ class Pieces:
     frozen: list[Any] = field(default_factory=list)  # members that may be unfrozen later
 
 
-def find_axes(config_shard: int, mpu: Any, device: torch.device) -> Axes:
-    """The mesh axes of an engine.
+def data_axis(mpu: Any, device: torch.device) -> Axis:
+    """All data-parallel ranks.
 
     Args:
-        config_shard: `mics_shard_size`; below 1 means all ranks share one copy.
         mpu: a client's model-parallel unit with `get_data_parallel_group`, or None.
         device: where messages start.
     """
     group = mpu.get_data_parallel_group() if hasattr(mpu, "get_data_parallel_group") else None
-    world = world_axis("dp", device) if group is None else group_axis("dp", group, device)
+    return world_axis("dp", device) if group is None else group_axis("dp", group, device)
+
+
+def find_axes(config_shard: int, world: Axis, device: torch.device) -> Axes:
+    """The mesh axes of an engine.
+
+    Args:
+        config_shard: `mics_shard_size`; below 1 means all ranks share one copy.
+        world: all data-parallel ranks.
+        device: where messages start.
+    """
     if config_shard < 1 or config_shard >= world.size:
         return Axes(world, world)
     shard, replicas = hybrid_axes(config_shard, device)
@@ -250,6 +259,9 @@ def _groups(
         trained = members[0] in updated and members[0].requires_grad
         master = torch.float32 if trained and dtype.itemsize < 4 and dtype.is_floating_point else None
         groups.append(build_group(axes.shard, own, members, names, plan, (dtype, master)))
+    places = {param: place for place, param in enumerate(names)}
+    for member in (member for group in groups for member in group.members):
+        member.place = places[member.param]
     return groups
 
 

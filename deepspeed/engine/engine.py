@@ -21,7 +21,7 @@ from deepspeed.comm import scalars
 from deepspeed.comm.logging import configure
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.engine.accessors import StateAccessors
-from deepspeed.engine.build import Pieces, build, call_with, choose_optimizer, facts_of, find_axes, listed
+from deepspeed.engine.build import Pieces, build, call_with, choose_optimizer, data_axis, facts_of, find_axes, listed
 from deepspeed.engine.config_accessors import ConfigAccessors
 from deepspeed.engine.feeding import Feeding
 from deepspeed.engine.reporting import BACKWARD, FORWARD, STEP, Reporting
@@ -68,8 +68,9 @@ class DeepSpeedEngine(Reporting, StateAccessors, Feeding, ConfigAccessors, nn.Mo
         accelerator = get_accelerator()
         self.device = scalars.current.device or torch.device(accelerator.current_device_name())
         self.mpu = mpu
-        raw = DeepSpeedConfig.for_init(config)
-        axes = find_axes(raw.zero.mics_shard_size, mpu, self.device)
+        world = data_axis(mpu, self.device)
+        raw = DeepSpeedConfig.for_init(config, world=world.size)
+        axes = find_axes(raw.zero.mics_shard_size, world, self.device)
         self.ds_config = DeepSpeedConfig(config, world=axes.world.size, facts=facts_of(model, optimizer, self.device))
         if self.ds_config.log_level:
             logger.setLevel(self.ds_config.log_level.upper())

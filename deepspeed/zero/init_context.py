@@ -99,15 +99,15 @@ class Init:
             raise NotAvailableError(f"zero.Init({', '.join(asked)}) is not available yet; leave it out")
         if not is_initialized():
             comm_init.init_distributed()
-        source = config_dict_or_path if config_dict_or_path is not None else config
-        parsed = DeepSpeedConfig.for_init(source) if source is not None else None
-        self.dtype = dtype or _dtype_of(parsed)
-        self.wraps_apply = parsed is None or parsed.zero.override_module_apply
         self.device = torch.device(get_accelerator().current_device_name())
         group = data_parallel_group
         if group is None and mpu is not None:
             group = mpu.get_data_parallel_group()
         self.axis: Axis = world_axis("dp", self.device) if group is None else group_axis("dp", group, self.device)
+        source = config_dict_or_path if config_dict_or_path is not None else config
+        parsed = DeepSpeedConfig.for_init(source, world=self.axis.size) if source is not None else None
+        self.dtype = dtype or _dtype_of(parsed)
+        self.wraps_apply = parsed is None or parsed.zero.override_module_apply
         self._patches = _Patches()
         self._unshared = 0  # bytes of whole parameters freed since the last trim
         if module is not None:

@@ -35,14 +35,16 @@ def global_norm(buckets: list[Bucket], exact: bool, tag: int) -> float:
 
 
 def explain_overflow(reducer: Reducer, tags: tuple[int, int]) -> str:
-    """The first parameter of the model whose gradient is not finite, its module, and the rank that sent it.
+    """The first parameter whose gradient is not finite, its module, and the rank that sent it.
+
+    First in the order of backward: all gradients formed after it are spoilt by it.
 
     Args:
         reducer: after `finish`. All ranks call together.
         tags: two message tags.
     """
     device = reducer.buckets[0].group.device
-    ordered = sorted(((m.uid, b, m) for b in reducer.buckets for m in b.group.members), key=lambda row: row[0])
+    ordered = sorted(((-m.place, b, m) for b in reducer.buckets for m in b.group.members), key=lambda row: row[0])
     broken = (i for i, (_, b, m) in enumerate(ordered) if b.filled and not _finite(b, m.offset, m.numel))
     mine = float(next(broken, len(ordered)))
     first = int(min(row[0] for row in scalars.current.table(reducer.world, [mine], tags[0], _LABEL, device)))

@@ -55,11 +55,13 @@ class Member:
         param: the parameter; its identity never changes.
         name: qualified name in the module, for reports.
         index: position in the group.
+        place: position in the model.
     """
 
     param: Parameter
     name: str
     index: int = 0
+    place: int = 0
     shape: torch.Size = field(init=False)
     uid: int = field(default_factory=lambda: next(_uids))
     group: ShardGroup = field(init=False, repr=False)

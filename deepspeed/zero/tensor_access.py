@@ -28,9 +28,9 @@ def _parts(member: Member) -> list[Part]:
 
 
 def _whole(member: Member, pick: Callable[[Part], torch.Tensor | None], label: str) -> torch.Tensor:
-    """Assemble what `pick` gives for this rank's pieces with everybody else's."""
+    """Assemble what `pick` gives for this rank's pieces with everybody else's; NaN where no rank has anything."""
     group = member.group
-    here = torch.zeros(group.high - group.low, dtype=torch.float32, device=group.device)
+    here = torch.full((group.high - group.low,), torch.nan, dtype=torch.float32, device=group.device)
     for part in _parts(member):
         value = pick(part)
         if value is not None:
@@ -90,7 +90,8 @@ def safe_get_full_optimizer_state(param: torch.nn.Parameter, optim_state_key: st
         value = state.get(part.leaf, {}).get(optim_state_key)
         return value if isinstance(value, torch.Tensor) and value.numel() == part.piece.numel else None
 
-    return _whole(member, pick, f"{optim_state_key} of {member.name}")
+    whole = _whole(member, pick, f"{optim_state_key} of {member.name}")
+    return None if whole.isnan().all() else whole
 
 
 def safe_set_full_fp32_param(param: torch.nn.Parameter, value: torch.Tensor) -> None:
@@ -125,6 +126,8 @@ def safe_set_full_optimizer_state(param: torch.nn.Parameter, value: torch.Tensor
         optim_state_key: `exp_avg`, `momentum_buffer`, …
     """
     member = _checked(param, value)
+    if safe_get_full_optimizer_state(param, optim_state_key) is None:  # the same on all ranks, also without a piece
+        raise UsageError(f"'{member.name}' has no optimizer state {optim_state_key!r} (yet)")
     flat = value.detach().reshape(-1)
     for part in _parts(member):
         state = _state_of(member, part)

@@ -41,7 +41,6 @@ def main() -> None:
     warnings.filterwarnings("error", module=r"deepspeed(\.|$)")
     torch.set_num_threads(1)
     deepspeed.init_distributed("gloo", timeout=TIMEOUT)  # with the group lives a thread that watches it
-    __import__("deepspeed.zero.wire").zero.wire._PATIENCE_S = 0.0  # SCRATCH
     pipe = Connection(int(sys.argv[1]))
     while True:
         try:

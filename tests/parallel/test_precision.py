@@ -67,7 +67,7 @@ def dynamic_scale() -> None:
             with raises(LossScaleError, "minimum", "min_loss_scale"):
                 overflowing_step(engine, 9, True)
         if dist.get_rank() == 0:
-            named = with_words(lines, "step 2 is skipped", "'layers.0.0.weight'", "module 'layers.0.0'", "rank 1")
+            named = with_words(lines, "step 2 is skipped", "'layers.1.0.bias'", "module 'layers.1.0'", "rank 1")
             assert named == 1, lines
 
 

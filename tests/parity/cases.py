@@ -306,7 +306,12 @@ def deepcopied(world: Any) -> None:
     for step in range(STEPS):
         trainer.backward(lambda m, rank, step=step: square(m(data(step, rank))))
         trainer.step()
-    trainer.evaluate(lambda m, rank: copy.deepcopy(getattr(m, "module", m))(data(99, rank)))
+
+    def run_copy(m: Any, rank: int) -> torch.Tensor:
+        copied = copy.deepcopy(getattr(m, "module", m))
+        return copied(data(99, rank).to(copied.gain.dtype))  # a copy is a plain module: nobody casts for it
+
+    trainer.evaluate(run_copy)
     trainer.backward(lambda m, rank: square(m(data(50, rank))))
     trainer.step()
 

@@ -112,9 +112,7 @@ def build_engine(cell: Cell) -> Any:
     if cell.bucket:
         zero |= {"reduce_bucket_size": cell.bucket, "allgather_bucket_size": cell.bucket}
     extra: dict[str, Any] = {} if cell.client else {"optimizer": {"type": kind, "params": options}}
-    settings = config(
-        cell.stage, model, cell.precision, cell.accumulation, cell.clip, cell.sharded, zero=zero, **extra
-    )
+    settings = config(cell.stage, model, cell.precision, cell.accumulation, cell.clip, cell.sharded, zero=zero, **extra)
     engine, *_ = deepspeed.initialize(
         model=model,
         model_parameters=model.parameters(),

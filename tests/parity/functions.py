@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+
 class Hole(Enum):
     """Where the parameter goes among the arguments of a call."""
 
@@ -37,7 +38,22 @@ TENSORS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {  # made from the 
     "grid": lambda p: torch.zeros(1, 2, 2, 2),
     "sparse": lambda p: torch.eye(4).to_sparse(),
 }
-PLAIN: tuple[Any, ...] = (1, 0, 2, (0,), (4,), (0, 1), (1, 1), 0.5, True, torch.float32, "mean", "ij->ji", int, slice(2))
+PLAIN: tuple[Any, ...] = (
+    1,
+    0,
+    2,
+    (0,),
+    (4,),
+    (0, 1),
+    (1, 1),
+    0.5,
+    True,
+    torch.float32,
+    "mean",
+    "ij->ji",
+    int,
+    slice(2),
+)
 LISTS = {"tensors", "operands", "seq", "sequence", "arrays", "xs"}
 HINTS: dict[str, tuple[Any, ...]] = {
     "dim": (0, 1, (0,)),

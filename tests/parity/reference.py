@@ -111,7 +111,7 @@ class Reference:
         """
         for index, loss in enumerate(losses):
             (loss * self.scale.value).backward(retain_graph=index < len(losses) - 1)
-        self.collect(rank)
+            self.collect(rank)
 
     def collect(self, rank: int) -> None:
         """Move the `.grad` of one rank's copy into its fp32 sum."""
