@@ -25,6 +25,7 @@ from deepspeed.engine.build import Pieces, build, call_with, choose_optimizer, d
 from deepspeed.engine.config_accessors import ConfigAccessors
 from deepspeed.engine.feeding import Feeding
 from deepspeed.engine.reporting import BACKWARD, FORWARD, STEP, Reporting
+from deepspeed.engine.statistics import RunningStatistics
 from deepspeed.errors import ArgumentError, NotAvailableError, UsageError
 from deepspeed.foundation.log import logger, say, say_once
 from deepspeed.foundation.timer import SynchronizedWallClockTimer
@@ -80,6 +81,7 @@ class DeepSpeedEngine(Reporting, StateAccessors, Feeding, ConfigAccessors, nn.Mo
         self.basic_optimizer = choose_optimizer(model, optimizer, listed(model_parameters), self.ds_config)
         self.module = model
         self._pieces: Pieces = build(model, self.basic_optimizer, self.ds_config, axes, self.device)
+        self._statistics = RunningStatistics(model, axes.world)
         self.optimizer: Any = self._pieces.optimizer or self._pieces.lifecycle
         if self._pieces.optimizer is not None:
             self._pieces.optimizer._scale_loss = lambda loss, retain: self.backward(loss, retain_graph=retain)
@@ -124,6 +126,11 @@ class DeepSpeedEngine(Reporting, StateAccessors, Feeding, ConfigAccessors, nn.Mo
         if self.basic_optimizer is None:
             raise ArgumentError(f"{what} was given, but there is no optimizer; name one in the JSON or pass one")
         return self.basic_optimizer
+
+    def train(self, mode: bool = True) -> DeepSpeedEngine:
+        """Switch to training, or with False to evaluation (with rank 0's running statistics, see BatchNorm)."""
+        self._statistics.switch(training=mode)
+        return super().train(mode)
 
     # -- forward and backward -------------------------------------------------------------------------------------
 
@@ -315,6 +322,7 @@ class DeepSpeedEngine(Reporting, StateAccessors, Feeding, ConfigAccessors, nn.Mo
             return
         with self._timed(STEP):
             optimizer.step(rescale=rescale)
+            self._statistics.publish()
         self._seen = 0
         self.global_steps += 1
         self.global_samples += self.train_batch_size()

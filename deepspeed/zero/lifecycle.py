@@ -30,7 +30,8 @@ class Hook:
     """A hook that a deep copy of the module turns into nothing: the copy is a plain module."""
 
     def __init__(self, call: Callable[..., Any]) -> None:
-        self._call = call
+        # torch.compile traces the hooks of a compiled module; these run eagerly, between the graphs it makes.
+        self._call = torch.compiler.disable(call)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._call(*args, **kwargs)

@@ -171,6 +171,10 @@ class ShardedParameter(ManagedParameter):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return intercept(func, args, kwargs or {})
 
+    def set_(self, *args: Any, **kwargs: Any) -> Any:  # torch does not dispatch set_() without arguments
+        """Refused: it would cut the parameter from its group."""
+        _refuse("set_", self._ds_member)
+
     def __repr__(self) -> str:  # type: ignore[override]
         return _describe("Parameter", self._ds_member, self.dtype)
 
@@ -183,6 +187,10 @@ class StandIn(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return intercept(func, args, kwargs or {})
+
+    def set_(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused, as for the parameter."""
+        _refuse("set_", self._ds_member)
 
     def __repr__(self) -> str:  # type: ignore[override]
         return _describe("stand-in", self._ds_member, self.dtype)
