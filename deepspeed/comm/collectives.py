@@ -33,8 +33,10 @@ EXCHANGE, SPREAD, PULL, READ, SMALL = range(5)
 # Tests plant delays here; called with the label before each message, wait and hook.
 PLANTED_DELAY: Callable[[str], None] | None = None
 
+Scratch = Callable[[torch.Tensor], torch.Tensor]
+
 # Sums run over pieces that stay in the second-level cache.
-_BLOCK = 1 << 17
+_BLOCK = 1 << 16
 
 
 def tag_of(channel: int, kind: int, seq: int) -> int:
@@ -153,7 +155,9 @@ def post(axis: Axis, label: str, start: Callable[[], list[Any]]) -> list[Any]:
         watch.note_done()
 
 
-def exchange(axis: Axis, flat: torch.Tensor, cuts: Sequence[int], tag: int, label: str) -> tuple[list, list]:
+def exchange(
+    axis: Axis, flat: torch.Tensor, cuts: Sequence[int], tag: int, label: str, scratch: Scratch = torch.empty_like
+) -> tuple[list, list]:
     """Send every peer its slice of `flat`, receive theirs of mine.
 
     Args:
@@ -162,12 +166,13 @@ def exchange(axis: Axis, flat: torch.Tensor, cuts: Sequence[int], tag: int, labe
         cuts: size + 1 boundaries; rank r owns [cuts[r], cuts[r + 1]).
         tag: the message tag.
         label: for reports.
+        scratch: makes the buffers to receive into, like the tensor it is given.
 
     Returns:
         (backend handles, the contributions to the own slice in rank order, the own one a view of `flat`).
     """
     own = flat[cuts[axis.rank] : cuts[axis.rank + 1]]
-    parts = [own if r == axis.rank else torch.empty_like(own) for r in range(axis.size)]
+    parts = [own if r == axis.rank else scratch(own) for r in range(axis.size)]
     group = axis.group
     if group is None:
         return [], parts
@@ -175,7 +180,7 @@ def exchange(axis: Axis, flat: torch.Tensor, cuts: Sequence[int], tag: int, labe
     def start() -> list[Any]:
         if not axis.tagged:
             sends = [flat[cuts[r] : cuts[r + 1]] for r in range(axis.size)]
-            parts[axis.rank] = torch.empty_like(own)  # the backend writes every output
+            parts[axis.rank] = scratch(own)  # the backend writes every output
             return [dist.all_to_all(parts, sends, group=group, async_op=True)]
         works = [group.recv([parts[r]], r, tag) for r in axis.peers if own.numel()]
         sends = [(flat[cuts[r] : cuts[r + 1]], r) for r in axis.peers]
@@ -205,21 +210,31 @@ def sum_in_rank_order(parts: Sequence[torch.Tensor], out: torch.Tensor, scale: f
         return
     total = torch.empty(min(_BLOCK, out.numel()), dtype=torch.float32, device=out.device)
     term = torch.empty_like(total)
+    aliased = any(p.data_ptr() == out.data_ptr() for p in parts)
+    in_place = not add and not aliased and out.dtype == torch.float32
     for start in range(0, out.numel(), _BLOCK):
         stop = min(start + _BLOCK, out.numel())
-        t, u = total[: stop - start], term[: stop - start]
+        o, u = out[start:stop], term[: stop - start]
+        t = o if in_place else total[: stop - start]
         t.copy_(parts[0][start:stop])
         for part in parts[1:]:
             t.add_(u.copy_(part[start:stop]))
         if scale != 1.0:
             t.mul_(scale)
         if add:
-            t.add_(u.copy_(out[start:stop]))
-        out[start:stop].copy_(t)
+            t.add_(u.copy_(o))
+        if t is not o:
+            o.copy_(t)
 
 
 def reduce_to_owners(
-    axis: Axis, flat: torch.Tensor, cuts: Sequence[int], tag: int, label: str, finish: Callable[[list], Handle | None]
+    axis: Axis,
+    flat: torch.Tensor,
+    cuts: Sequence[int],
+    tag: int,
+    label: str,
+    finish: Callable[[list], Handle | None],
+    scratch: Scratch = torch.empty_like,
 ) -> Handle:
     """Bring every rank's contribution to each slice to its owner.
 
@@ -230,8 +245,9 @@ def reduce_to_owners(
         tag: the message tag.
         label: for reports.
         finish: called with the contributions in rank order; sums them (`sum_in_rank_order`).
+        scratch: makes the buffers to receive into.
     """
-    works, parts = exchange(axis, flat, cuts, tag, label)
+    works, parts = exchange(axis, flat, cuts, tag, label, scratch)
     return Handle(axis, label, works, lambda: finish(parts), flat)
 
 
@@ -264,10 +280,17 @@ def spread(axis: Axis, full: torch.Tensor, cuts: Sequence[int], tag: int, label:
     return Handle(axis, label, post(axis, label, start), payload=full)
 
 
-def swap(axis: Axis, flat: torch.Tensor, tag: int, label: str, finish: Callable[[list], Handle | None]) -> Handle:
+def swap(
+    axis: Axis,
+    flat: torch.Tensor,
+    tag: int,
+    label: str,
+    finish: Callable[[list], Handle | None],
+    scratch: Scratch = torch.empty_like,
+) -> Handle:
     """Two ranks exchange the whole of `flat`; `finish` gets both contributions in rank order."""
     group, peer = axis.group, 1 - axis.rank
-    other = torch.empty_like(flat)
+    other = scratch(flat)
     parts = [flat, other] if axis.rank == 0 else [other, flat]
     if group is None:
         raise RuntimeError("swap needs two ranks")

@@ -32,6 +32,7 @@ from deepspeed.foundation.log import logger
 
 _REQUEST = struct.Struct("<iiqq")  # requesting rank, channel, version, sequence number
 _TOKEN_BYTES = 16
+_PATIENCE_S = 5.0
 
 
 @dataclass
@@ -148,6 +149,7 @@ class FetchService:
                 try:
                     if sock is self._listener:
                         accepted, _ = sock.accept()
+                        accepted.settimeout(_PATIENCE_S)  # a stranger must not block the thread
                         strangers.add(accepted)
                         self._selector.register(accepted, selectors.EVENT_READ)
                         continue

@@ -16,7 +16,7 @@ from deepspeed.comm.axis import Axis, group_axis, hybrid_axes, world_axis
 from deepspeed.comm.collectives import broadcast_tensors
 from deepspeed.comm.fetch import service_of
 from deepspeed.config import DeepSpeedConfig, Facts
-from deepspeed.errors import ArgumentError, OptimizerError
+from deepspeed.errors import ArgumentError, OptimizerError, UsageError
 from deepspeed.foundation.log import say_once
 from deepspeed.optim import loss_scale
 from deepspeed.optim.build import build_optimizer, needs_whole_tensors, refuse_unsupported
@@ -102,13 +102,34 @@ def listed(model_parameters: Any) -> list[Any] | None:
         return None
     if isinstance(model_parameters, torch.Tensor):
         return [model_parameters]
+    if isinstance(model_parameters, (str, bytes, dict)) or not isinstance(model_parameters, Iterable):
+        raise ArgumentError(
+            f"model_parameters is a {type(model_parameters).__name__}; pass model.parameters() or a list of groups"
+        )
     entries = list(model_parameters)
     for entry in entries:
-        if isinstance(entry, dict) and not isinstance(entry.get("params"), (list, torch.Tensor)):
-            entry["params"] = list(entry.get("params", ()))
-        elif isinstance(entry, tuple):
+        if isinstance(entry, tuple):
             raise ArgumentError("model_parameters holds (name, parameter) pairs; pass model.parameters() instead")
+        if isinstance(entry, dict):
+            _check_group(entry)
+        elif not isinstance(entry, torch.Tensor):
+            raise ArgumentError(f"model_parameters holds a {type(entry).__name__}; it takes parameters or group dicts")
+    if len({isinstance(entry, dict) for entry in entries}) > 1:
+        raise ArgumentError("model_parameters mixes parameters and group dicts; put every parameter into a group")
     return entries
+
+
+def _check_group(group: dict[str, Any]) -> None:
+    """Make a list of a group's parameters, and see that they are parameters."""
+    params = group.get("params")
+    if isinstance(params, torch.Tensor):
+        return
+    if isinstance(params, (str, bytes)) or not isinstance(params, Iterable):
+        raise ArgumentError(f"a group of model_parameters needs 'params' with its parameters; it has {sorted(group)}")
+    group["params"] = list(params)
+    for param in group["params"]:
+        if not isinstance(param, torch.Tensor):
+            raise ArgumentError(f"'params' of a group of model_parameters holds a {type(param).__name__}, no parameter")
 
 
 def _flat(entries: Iterable[Any]) -> list[Parameter]:
@@ -132,7 +153,7 @@ def choose_optimizer(
     if client is not None:
         if not callable(client):
             raise OptimizerError(f"optimizer is a {type(client).__name__}; pass a torch.optim.Optimizer or a callable")
-        made = client(params)
+        made = call_with("optimizer", client, params)
         if not isinstance(made, torch.optim.Optimizer):
             raise OptimizerError(f"the optimizer callable returned a {type(made).__name__}, not an Optimizer")
         refuse_unsupported(made)
@@ -168,6 +189,12 @@ def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, names: 
             raise OptimizerError(f"parameter '{names.get(param, '?')}' appears twice in the optimizer's groups")
         updated.add(param)
         foreign += param not in names
+    for param in updated:
+        if param.is_complex():
+            raise OptimizerError(
+                f"parameter '{names.get(param, '?')}' is complex, and gradients are summed as real numbers; hold it "
+                f"as a real parameter and use torch.view_as_complex in forward"
+            )
     if foreign and foreign == len(updated):
         raise OptimizerError(
             "the optimizer holds none of the model's parameters: it was built over another model or over copies made "
@@ -193,6 +220,7 @@ def build(
         axes: who shares what.
         device: where the model computes.
     """
+    _check_parameters(model)
     low = compute_dtype(config)
     policy = policy_for(config.zero.stage)
     mark_leaves(model, config.zero.leaf_module)
@@ -225,6 +253,22 @@ def build(
     if optimizer is not None:
         _add_optimizer(pieces, optimizer, config)
     return pieces
+
+
+def _check_parameters(model: nn.Module) -> None:
+    for name, param in model.named_parameters():
+        if isinstance(param, nn.UninitializedParameter):
+            raise ArgumentError(f"parameter '{name}' of a lazy module has no shape yet; run a forward first")
+        if param.is_inference() or torch.is_inference_mode_enabled():
+            raise UsageError(
+                f"parameter '{name}' cannot be trained: the model was made, or initialize was called, under "
+                f"torch.inference_mode(); do both outside of it"
+            )
+        member: Any = param._ds_member if is_managed(param) else None  # type: ignore[attr-defined]
+        if member is not None and (member.reducer is not None or member.group.lifecycle is not None):
+            raise UsageError(
+                f"parameter '{name}' belongs to another engine; call its destroy() before the model gets a new one"
+            )
 
 
 def _place(model: nn.Module, device: torch.device) -> None:
@@ -311,10 +355,21 @@ def _add_optimizer(pieces: Pieces, optimizer: torch.optim.Optimizer, config: Dee
     ]
 
 
-def call_with(callable_: Callable[..., Any], optimizer: torch.optim.Optimizer) -> Any:
-    """A client's scheduler factory, called with the torch optimizer; typed when it takes no argument."""
+def call_with(what: str, callable_: Callable[..., Any], argument: Any) -> Any:
+    """A client's factory, called with its one argument; typed when it takes another number of them.
+
+    Args:
+        what: the argument of `initialize` it was passed as, for the error.
+        callable_: the factory.
+        argument: parameters for an optimizer, the optimizer for a scheduler.
+    """
     try:
-        inspect.signature(callable_).bind(optimizer)
+        signature = inspect.signature(callable_)
+    except ValueError:  # built in: it has none to look at
+        return callable_(argument)
+    try:
+        signature.bind(argument)
     except TypeError as error:
-        raise ArgumentError(f"the lr_scheduler callable must take one argument, the optimizer: {error}") from error
-    return callable_(optimizer)
+        takes = "the optimizer" if isinstance(argument, torch.optim.Optimizer) else "the parameters"
+        raise ArgumentError(f"the {what} callable must take one argument, {takes}: {error}") from error
+    return callable_(argument)

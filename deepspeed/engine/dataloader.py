@@ -62,6 +62,11 @@ class DeepSpeedDataLoader:
         self.batch_size = batch_size
         self.epoch = 0
         drop_last = bool(loader.get("drop_last", False))
+        if not isinstance(dataset, IterableDataset) and not hasattr(dataset, "__len__"):
+            raise DataError(
+                f"training_data is a {type(dataset).__name__}, which has no length; pass a map-style dataset, a list "
+                f"or a torch IterableDataset"
+            )
         if isinstance(dataset, IterableDataset):
             dataset = self._split(dataset, rank, world, sampler)
         elif sampler is None:

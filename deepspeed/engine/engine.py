@@ -26,7 +26,7 @@ from deepspeed.engine.config_accessors import ConfigAccessors
 from deepspeed.engine.feeding import Feeding
 from deepspeed.engine.reporting import BACKWARD, FORWARD, STEP, Reporting
 from deepspeed.engine.statistics import RunningStatistics
-from deepspeed.errors import ArgumentError, NotAvailableError, UsageError
+from deepspeed.errors import ArgumentError, NotAvailableError, SchedulerError, UsageError
 from deepspeed.foundation.log import logger, say, say_once
 from deepspeed.foundation.timer import SynchronizedWallClockTimer
 from deepspeed.optim.lr_schedules import build_scheduler
@@ -101,6 +101,7 @@ class DeepSpeedEngine(Reporting, StateAccessors, Feeding, ConfigAccessors, nn.Mo
     def _reset_counters(self) -> None:
         self.global_steps = self.micro_steps = self.global_samples = self.skipped_steps = 0
         self._seen = 0  # micro-batches of the running window
+        self._sums = False  # the window sums over its micro-batches (scale_wrt_gas=False)
         self._forced_boundary: bool | None = None
         self._in_no_sync = False
         self._weight: float | None = None  # real samples of the next micro-batch, when a loop counts them
@@ -115,8 +116,11 @@ class DeepSpeedEngine(Reporting, StateAccessors, Feeding, ConfigAccessors, nn.Mo
     def _make_scheduler(self, client: Any) -> Any:
         section = self.ds_config.scheduler
         if client is not None:
+            optimizer = self._torch_optimizer("an lr_scheduler")
             if callable(client) and not hasattr(client, "step"):
-                return call_with(client, self._torch_optimizer("an lr_scheduler"))
+                client = call_with("lr_scheduler", client, optimizer)
+            if not hasattr(client, "step"):
+                raise SchedulerError(f"lr_scheduler is (or its callable returned) a {type(client).__name__}: no step()")
             return client
         if section is None or not section.type:
             return None
@@ -217,6 +221,7 @@ class DeepSpeedEngine(Reporting, StateAccessors, Feeding, ConfigAccessors, nn.Mo
         self._tell_reducer()
         scale = optimizer.loss_scale
         by_window = scale_wrt_gas and num_items is None
+        self._sums = not scale_wrt_gas
         reducer.factor = self._factor(by_window=by_window, items=num_items is not None, scaled=True)
         reducer.warn_unscaled = False
         with self._timed(BACKWARD):
@@ -313,7 +318,7 @@ class DeepSpeedEngine(Reporting, StateAccessors, Feeding, ConfigAccessors, nn.Mo
         if self._pieces.optimizer is None:
             raise UsageError(_NO_OPTIMIZER.format("flush"))
         if self._seen:
-            self._update(self._gas / self._seen, None)
+            self._update(1.0 if self._sums else self._gas / self._seen, None)
             self._tell_reducer()
 
     def _update(self, rescale: float, lr_kwargs: dict[str, Any] | None) -> None:
@@ -323,15 +328,19 @@ class DeepSpeedEngine(Reporting, StateAccessors, Feeding, ConfigAccessors, nn.Mo
         with self._timed(STEP):
             optimizer.step(rescale=rescale)
             self._statistics.publish()
-        self._seen = 0
+        self.global_samples += self._seen * self._micro * self.world_size
+        self._seen, self._sums = 0, False
         self.global_steps += 1
-        self.global_samples += self.train_batch_size()
         self._applied = not optimizer.overflow
         if optimizer.overflow:
             self.skipped_steps += 1
             say(
                 f"step {self.global_steps} is skipped: {optimizer.skip_reason}; "
-                + (f"loss scale is now {optimizer.loss_scale:g}" if optimizer.scaler is not None else "bf16 gradients")
+                + (
+                    f"loss scale is now {optimizer.loss_scale:g}"
+                    if optimizer.scaler is not None
+                    else "the parameters stay as they are"
+                )
             )
         elif self.lr_scheduler is not None:
             self.lr_scheduler.step(**(lr_kwargs or {}))

@@ -50,6 +50,7 @@ class Round:
     pooled: bool
     expected: int = 0  # gradients that make it complete
     arrived: set[int] = field(default_factory=set)
+    fresh: set[int] = field(default_factory=set)  # those of the micro-batch that is sent: all of them end the round
 
 
 class Bucket:

@@ -12,7 +12,7 @@ from torch import nn
 from deepspeed.comm.collectives import broadcast
 from deepspeed.errors import ArgumentError
 from deepspeed.zero.param import is_managed
-from deepspeed.zero.shard_group import ShardGroup
+from deepspeed.zero.shard_group import ShardGroup, State
 
 
 class GatheredParameters:
@@ -40,7 +40,7 @@ class GatheredParameters:
         self.modifier_rank, self._groups, self._members = modifier_rank, [], []
         if not enabled:
             return
-        listed = [params] if isinstance(params, torch.Tensor) else list(params)
+        listed = [params] if isinstance(params, torch.Tensor) else _listed(params)
         seen: set[int] = set()
         groups: dict[int, ShardGroup] = {}
         for param in listed:
@@ -55,14 +55,18 @@ class GatheredParameters:
 
     def __enter__(self) -> None:
         for group in self._groups:
+            ranks = group.axis.ranks
+            if self.modifier_rank is not None and self.modifier_rank not in ranks:
+                raise ArgumentError(f"modifier_rank {self.modifier_rank!r} is not among the ranks {list(ranks)}")
+        for group in self._groups:
             if group.policy.gathers_before_use:
                 group.gather_together()
             group.users += 1
 
-    def __exit__(self, *_: Any) -> None:
-        changed = self._take_over() if self.modifier_rank is not None else set()
+    def __exit__(self, error: Any, *_: Any) -> None:
+        changed = self._take_over() if self.modifier_rank is not None and error is None else set()
         for group in self._groups:
-            group.users -= 1
+            group.users = max(0, group.users - 1)
             if id(group) in changed:
                 group.keep_own()
             if group.users == 0:
@@ -73,14 +77,26 @@ class GatheredParameters:
         changed = set()
         for member in self._members:
             group = member.group
+            if group.state is State.SHARDED:  # a step inside has freed it, and has seen that nothing was changed
+                continue
             ranks = group.axis.ranks
-            if self.modifier_rank not in ranks:
-                raise ArgumentError(f"modifier_rank {self.modifier_rank} is not among the ranks {list(ranks)}")
+            member.rejoin()
             flat = group.full[member.offset : member.offset + member.numel]
             broadcast(group.axis, flat, ranks.index(self.modifier_rank), f"edit of {member.name}")
             group.overwrite_master(member, flat)
             changed.add(id(group))
         return changed
+
+
+def _listed(params: Any) -> list[torch.Tensor | None]:
+    entries = list(params) if isinstance(params, Iterable) else [params]
+    for entry in entries:
+        if entry is not None and not isinstance(entry, torch.Tensor):
+            raise ArgumentError(
+                f"GatheredParameters takes a parameter or an iterable of them, not a {type(entry).__name__}; of a "
+                f"module pass module.parameters()"
+            )
+    return entries
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:

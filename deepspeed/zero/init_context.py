@@ -85,7 +85,7 @@ class Init:
         self.enabled = enabled
         if not enabled:
             return
-        if remote_device not in (None, "none", get_accelerator().device_name()) and remote_device != "cpu":
+        if remote_device not in (None, "none", get_accelerator().device_name()):
             raise NotAvailableError(f"zero.Init(remote_device={remote_device!r}) is not available yet")
         later = {
             "zero_param_parallel_group": zero_param_parallel_group,

@@ -192,8 +192,9 @@ class Lifecycle:
 
     def _watch_inputs(self, unit: nn.Module, args: Any, kwargs: Any) -> _Call:
         inputs = [t for t in tensors_in((args, kwargs)) if t.requires_grad]
-        call = _Call(unit, bool(inputs))
-        if inputs:
+        # A leaf's gradient cannot be waited for under autograd.grad, so its unit's backward has no known end.
+        call = _Call(unit, bool(inputs) and not any(t.is_leaf for t in inputs))
+        if call.has_inputs:
             register_multi_grad_hook(inputs, Hook(lambda _grads: self._after_backward(call)), mode="all")
         return call
 

@@ -11,7 +11,7 @@ import torch
 from torch.nn import Parameter
 
 from deepspeed.comm.collectives import SMALL, Handle, tag_of
-from deepspeed.errors import OptimizerError, UsageError
+from deepspeed.errors import ArgumentError, OptimizerError, UsageError
 from deepspeed.foundation.log import logger
 from deepspeed.optim.clip import clip_factor
 from deepspeed.zero.buckets import Bucket
@@ -85,7 +85,9 @@ class ZeroOptimizer:
         self._items, self._counts_items, self._micro_batches = 0.0, False, 0
         self._scale_loss: Callable[[torch.Tensor, bool], Any] | None = None
         self.parts: dict[int, list[Part]] = {}
+        self._leaves, self._stepping = 0, False
         self._take_over()
+        self._guard = inner.register_step_pre_hook(self._refuse_strangers)
 
     # -- the inner optimizer --------------------------------------------------------------------------------------
 
@@ -106,6 +108,7 @@ class ZeroOptimizer:
                     if state:
                         self.optimizer.state[part.leaf] = _cut_state(state, part)
             group["params"] = leaves
+            self._leaves += len(leaves)
 
     def _parts_of(self, member: Member) -> list[Part]:
         group, bucket = member.group, self.reducer.bucket_of(member)
@@ -116,7 +119,9 @@ class ZeroOptimizer:
                 values = masters[piece.at - group.low : piece.at - group.low + piece.numel]
                 if piece.numel == member.numel:
                     values = values.view(member.shape)  # whole: optimizers that look at the shape see the true one
-                parts.append(Part(member, piece, Parameter(values, requires_grad=True), bucket))
+                # Integer parameters, as quantized weights are, may be listed; they never have a gradient.
+                leaf = Parameter(values, requires_grad=values.is_floating_point())
+                parts.append(Part(member, piece, leaf, bucket))
         self.parts[member.uid] = parts
         member.owner = self
         return parts
@@ -183,6 +188,8 @@ class ZeroOptimizer:
         """
         if self._micro_batches and self._counts_items != (items is not None):
             raise UsageError("a window mixes backward(num_items=…) with plain backward; use one of them throughout")
+        if items is not None and not (isinstance(items, (int, float)) and 0 <= items < math.inf):
+            raise ArgumentError(f"num_items is this rank's count of items, a number of 0 or more; got {items!r}")
         self._counts_items = items is not None
         self._items += items or 0.0
         self._micro_batches += 1
@@ -231,6 +238,14 @@ class ZeroOptimizer:
         self._rounds += 1
         return tag_of(self._channel, SMALL, self._rounds)
 
+    def _refuse_strangers(self, *_: Any) -> None:
+        """Before each step of the inner optimizer: it must come from here, over the pieces made at the start."""
+        if not self._stepping:
+            raise UsageError(
+                "step() of the optimizer passed to initialize would find no gradients; call engine.step(), or step() "
+                "of the optimizer that initialize returned"
+            )
+
     def _apply(self, factor: float) -> None:
         touched: list[ShardGroup] = []
         for bucket in self.reducer.buckets:
@@ -245,7 +260,16 @@ class ZeroOptimizer:
             if used:
                 touched.append(bucket.group)
         self._import_edits()
-        self.optimizer.step()
+        if sum(len(group["params"]) for group in self.optimizer.param_groups) != self._leaves:
+            raise OptimizerError(
+                "parameters were added to, or taken from, the optimizer's groups after initialize, which shares out "
+                "gradients and state by them; pass all groups to initialize, and freeze with requires_grad"
+            )
+        self._stepping = True
+        try:
+            self.optimizer.step()
+        finally:
+            self._stepping = False
         for parts in self.parts.values():
             for part in parts:
                 part.leaf.grad = None
@@ -270,12 +294,13 @@ class ZeroOptimizer:
     def _import_edits(self) -> None:
         """Parameters changed in place by the user since the last step (weight clipping) update their masters."""
         for group in self.groups:
-            if group.master is None or group.policy.gathers_before_use:
+            if group.policy.gathers_before_use:
                 continue
             for member in group.members:
-                if member.param._version != member.version:
-                    member.version = member.param._version
-                    group.overwrite_master(member, group.full[member.offset : member.offset + member.numel])
+                member.rejoin()
+                if member.exposed or member.param._version != member.version:
+                    member.version, member.exposed = member.param._version, False
+                    group.import_edits(member)
 
     def _end_window(self) -> None:
         self.reducer.clear()
@@ -313,6 +338,7 @@ class ZeroOptimizer:
     def destroy(self) -> None:
         """Stop listening to gradients and let the state go."""
         self.reducer.detach()
+        self._guard.remove()
         self.parts.clear()
         self.optimizer.state.clear()
         self._scale_loss = None

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from deepspeed.zero.shard_group import Member
 
 _raw_grad: Any = torch._C.TensorBase.grad  # the field itself, below the property of ManagedParameter
+_raw_data: Any = torch._C.TensorBase.data
 
 _METADATA = frozenset(
     "shape size dim ndim ndimension numel nelement dtype device layout is_leaf requires_grad requires_grad_ grad_fn "
@@ -96,6 +97,17 @@ class ManagedParameter(Parameter):
     @grad.deleter
     def grad(self) -> None:
         self.grad = None
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        """The values; writes through it are not counted by the parameter's version, so the next step looks for them."""
+        if "_ds_member" in vars(self):
+            self._ds_member.exposed = True
+        return _raw_data.__get__(self)
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        _raw_data.__set__(self, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Parameter:
         if id(self) not in memo:
@@ -280,13 +292,13 @@ def _compute(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         if id(value) not in copies:
             member = value._ds_member
             plain = value.as_subclass(torch.Tensor) if isinstance(value, ReadView) else _read(value, member)
-            copies[id(value)] = (plain, member, plain._version)
+            copies[id(value)] = (plain, member, _version_of(plain))
         return copies[id(value)][0]
 
     result = func(*_map(dense, args), **_map(dense, kwargs))
     storages = {}
     for plain, member, version in copies.values():
-        if plain._version != version:
+        if _version_of(plain) != version:
             _refuse(name, member)
         if plain.layout == torch.strided and plain.device.type != "meta":
             storages[plain.untyped_storage()._cdata] = member
@@ -307,13 +319,23 @@ def _compute(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 class _Read(torch.autograd.Function):
     """A dense copy whose gradient goes to the parameter."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, param: torch.Tensor, copied: torch.Tensor) -> torch.Tensor:
+    def forward(param: torch.Tensor, copied: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         return copied.detach()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # apart from forward, as torch.func asks
+        return None
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
         return grad, None
+
+
+def _version_of(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version  # inference tensors do not count their writes
 
 
 def _read(value: torch.Tensor, member: Member) -> torch.Tensor:

@@ -73,6 +73,10 @@ class Keeper:
 
     def __init__(self, groups: list[ShardGroup], limits: Limits) -> None:
         self.groups, self.limits, self.trace = groups, limits, Trace()
+        everything = sum(g.numel for g in groups)
+        if min(limits.live, limits.reuse) >= everything:  # all may be here at once, so memory is set aside for all
+            for group in groups:
+                group.retain()
         self.peak = 0  # most elements gathered or in flight at once
         self.gathers = 0
 

@@ -78,10 +78,11 @@ class Reducer:
             gradient = gradient.to_dense()
         self._enter(bucket, member, gradient)
         current = bucket.round
-        if current is not None and len(current.arrived) >= current.expected:
-            if self.on_complete is not None:
-                self.on_complete(bucket.group)
-            if self._sends_now(bucket):
+        if current is not None and self._sends_now(bucket):
+            current.fresh.add(member.index)
+            if len(current.fresh) >= current.expected:
+                if self.on_complete is not None:
+                    self.on_complete(bucket.group)
                 self._launch(bucket)
 
     def _sends_now(self, bucket: Bucket) -> bool:

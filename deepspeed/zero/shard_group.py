@@ -17,7 +17,7 @@ from torch.nn import Parameter
 from deepspeed.comm.axis import Axis
 from deepspeed.comm.collectives import READ, SPREAD, Handle, spread, tag_of
 from deepspeed.comm.fetch import FetchService
-from deepspeed.errors import ShardedParameterError
+from deepspeed.errors import ShardedParameterError, UsageError
 from deepspeed.storage.resident import ResidentTier
 from deepspeed.storage.tier import Tier
 from deepspeed.zero.layout import Layout
@@ -70,6 +70,7 @@ class Member:
     owner: ZeroOptimizer | None = field(default=None, repr=False)  # the optimizer that updates it
     active_modules: set[Any] = field(default_factory=set, repr=False)
     version: int = 0  # the parameter's version counter when it was last known to agree with its slice
+    exposed: bool = False  # `param.data` was handed out, and writes through it are not counted
 
     def __post_init__(self) -> None:
         self.shape = self.param.shape
@@ -96,6 +97,25 @@ class Member:
         rank = group.axis.rank
         low = self.offset + cuts[rank] - group.layout.cuts[rank]
         return group.slice[max(low, 0) : max(low, 0) + cuts[rank + 1] - cuts[rank]]
+
+    def rejoin(self) -> None:
+        """Take back values that were put under the gathered parameter by `param.data = …`.
+
+        Raises:
+            UsageError: they have another shape or dtype, as after `module.half()`.
+        """
+        view, param = self.group.views[self.index], self.param
+        if param.data_ptr() == view.data_ptr() and param.dtype == view.dtype:
+            return
+        if param.shape != view.shape or param.dtype != view.dtype:
+            raise UsageError(
+                f"parameter '{self.name}' was {tuple(view.shape)} {view.dtype} at initialize and is now "
+                f"{tuple(param.shape)} {param.dtype}: cast or resize the model before initialize, or name the dtype "
+                f"in the JSON (bf16, fp16)"
+            )
+        view.copy_(param.detach())
+        param.data = view
+        self.version = -1
 
     def dense(self) -> torch.Tensor:
         """A private dense copy; all ranks of the axis call together unless the values are here."""
@@ -135,6 +155,7 @@ class ShardGroup:
         self.channel = axis.channel()
         self.name = members[0].name + (f" … {members[-1].name}" if len(members) > 1 else "")
         self.users = 0  # modules and contexts that need the values right now
+        self.retains = False  # freeing keeps the memory of the full buffer
         self.fetch: FetchService | None = None
         self.lifecycle: Lifecycle | None = None  # of the engine that gathers it
         self._handle: Handle | None = None
@@ -195,6 +216,16 @@ class ShardGroup:
                 at = piece.at - self.low
                 self.master[at : at + piece.numel].copy_(values[piece.start : piece.stop])
 
+    def import_edits(self, member: Member) -> None:
+        """Take those values of a whole member into the master copy that are not its rounded master already."""
+        if self.master is None:
+            return
+        for piece in self.layout.pieces_within(self.low, self.high):
+            if piece.index == member.index:
+                master = self.master[piece.at - self.low :][: piece.numel]
+                values = self.full[member.offset + piece.start : member.offset + piece.stop]
+                torch.where(master.to(self.dtype) == values, master, values.to(master.dtype), out=master)
+
     def add_master(self, dtype: torch.dtype) -> None:
         """Give a group that was frozen its master copy, from the values it has."""
         if self.master is None and dtype != self.dtype:
@@ -220,6 +251,8 @@ class ShardGroup:
             values: dense, any shape of the right number of elements, the same on all ranks.
         """
         flat = values.detach().reshape(-1)
+        if self.state is State.INFLIGHT:
+            self.finish_gather()
         self.overwrite_master(member, flat)
         if self.state is State.GATHERED:
             self.full[member.offset : member.offset + member.numel].copy_(flat)
@@ -234,7 +267,8 @@ class ShardGroup:
         if self.state is not State.SHARDED:
             return
         label = f"gather of {self.name}"
-        self.full.untyped_storage().resize_(self._bytes)
+        if not self.retains:
+            self.full.untyped_storage().resize_(self._bytes)
         rank, cuts = self.axis.rank, self.layout.cuts
         self.full[cuts[rank] : cuts[rank + 1]].copy_(self.slice)
         if self.fetch is not None:
@@ -274,6 +308,14 @@ class ShardGroup:
         finally:
             self.fetch = mine
 
+    def retain(self) -> None:
+        """Keep the memory of the full buffer from now on; freed values are out of reach all the same.
+
+        Growing a buffer anew costs a page fault per page, more than the gather itself on small models.
+        """
+        self.full.untyped_storage().resize_(self._bytes)
+        self.retains = True
+
     def free(self, edits_allowed: bool = False) -> None:
         """Give the memory of the full buffer back.
 
@@ -297,7 +339,8 @@ class ShardGroup:
             param.data = member.placeholder
             param.__class__ = ShardedParameter
         self.state = State.SHARDED
-        self.full.untyped_storage().resize_(0)
+        if not self.retains:
+            self.full.untyped_storage().resize_(0)
 
     # -- reading and writing --------------------------------------------------------------------------------------
 
@@ -374,6 +417,9 @@ class ShardGroup:
         """Leave the engine: parameters that are whole become plain ones, sharded ones stay as zero.Init makes them."""
         if self.state is State.INFLIGHT:
             self.finish_gather()
+        if self.retains and self.state is State.SHARDED:
+            self.full.untyped_storage().resize_(0)
+        self.retains = False
         if self.fetch is not None:
             self.fetch.withdraw(self.channel)
             self.fetch = None

@@ -34,6 +34,7 @@ class Wire:
         self._largest, self._device = largest, device
         self._in_flight: deque[tuple[Handle, Bucket, Round]] = deque()
         self._pool: dict[torch.dtype, list[torch.Tensor]] = defaultdict(list)
+        self._received: dict[tuple[torch.dtype, int], list[torch.Tensor]] = defaultdict(list)
 
     def busy(self, bucket: Bucket) -> bool:
         """Whether a round of `bucket` is on its way."""
@@ -58,6 +59,18 @@ class Wire:
             base = round_.buffer._base
             self._pool[round_.buffer.dtype].append(round_.buffer if base is None else base)
 
+    def _scratch(self, like: torch.Tensor) -> torch.Tensor:
+        """A buffer to receive into; comes back with `_finished`."""
+        free = self._received[like.dtype, like.numel()]
+        return free.pop() if free else torch.empty_like(like)
+
+    def _finished(self, parts: list[torch.Tensor], current: Round) -> None:
+        """What was received has been summed: keep its buffers for the next round."""
+        sent = current.buffer.untyped_storage().data_ptr()
+        for part in parts:
+            if part.untyped_storage().data_ptr() != sent:
+                self._received[part.dtype, part.numel()].append(part)
+
     def launch(self, bucket: Bucket, current: Round) -> None:
         """Send a round; parameters without a gradient in it count as zero."""
         group, end = bucket.group, 0
@@ -79,25 +92,31 @@ class Wire:
         group, buffer, axis = bucket.group, current.buffer, bucket.group.axis
         label = f"reduce of {group.name}"
         tag = tag_of(group.channel, EXCHANGE, seq)
+        cuts, scratch = group.layout.cuts, self._scratch
+
+        def add(parts: list[torch.Tensor]) -> Handle | None:
+            return self._add(bucket, parts, current, seq)
+
+        def share(parts: list[torch.Tensor]) -> Handle:
+            return self._share(bucket, parts, current, seq)
+
         if not bucket.whole:
-            return collectives.reduce_to_owners(
-                axis, buffer, group.layout.cuts, tag, label, lambda parts: self._add(bucket, parts, current, seq)
-            )
+            return collectives.reduce_to_owners(axis, buffer, cuts, tag, label, add, scratch)
         if axis.size == 2 and buffer.dtype == torch.float32 and current.at_owner == 1.0:
             return collectives.all_reduce_sum(axis, buffer, label, lambda: self._take(bucket, buffer))
         if axis.size == 2 and axis.tagged:
-            return collectives.swap(axis, buffer, tag, label, lambda parts: self._add(bucket, parts, current, seq))
-        return collectives.reduce_to_owners(
-            axis, buffer, group.layout.cuts, tag, label, lambda parts: self._share(bucket, parts, current, seq)
-        )
+            return collectives.swap(axis, buffer, tag, label, add, scratch)
+        return collectives.reduce_to_owners(axis, buffer, cuts, tag, label, share, scratch)
 
     def _add(self, bucket: Bucket, parts: list[torch.Tensor], current: Round, seq: int) -> Handle | None:
         """The owner has all contributions: sum them into the accumulator."""
         if self.replicas is not None and self.replicas.size > 1:
             total = torch.empty(bucket.sum.numel(), dtype=torch.float32, device=bucket.sum.device)
             sum_in_rank_order(parts, total, current.at_owner, add=False)
+            self._finished(parts, current)
             return self._across_replicas(bucket, total, seq)
         sum_in_rank_order(parts, bucket.sum, current.at_owner, add=bucket.filled)
+        self._finished(parts, current)
         bucket.filled = True
         return None
 
@@ -127,6 +146,7 @@ class Wire:
         total = torch.empty(group.numel, dtype=bucket.sum.dtype, device=group.device)
         low, high = group.layout.cuts[group.axis.rank], group.layout.cuts[group.axis.rank + 1]
         sum_in_rank_order(parts, total[low:high], current.at_owner, add=False)
+        self._finished(parts, current)
         handle = collectives.spread(
             group.axis, total, group.layout.cuts, tag_of(group.channel, SPREAD, seq), f"share of {group.name}"
         )
@@ -154,3 +174,4 @@ class Wire:
     def close(self) -> None:
         """Let the transit buffers go."""
         self._pool.clear()
+        self._received.clear()

@@ -11,6 +11,7 @@ import pytest
 
 from deepspeed import comm
 from deepspeed.config import DeepSpeedConfig
+from deepspeed.zero.param import _RAW_STORAGE
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -45,7 +46,7 @@ def test_examples_run(page: Path, alone: None) -> None:
         exec(compile("\n" * line + found[1], str(page), "exec"), names)
 
 
-@pytest.mark.parametrize(("page", "text"), blocks(CONFIG))
+@pytest.mark.parametrize(("page", "text"), list(blocks(CONFIG)))
 def test_configurations_resolve(page: Path, text: str) -> None:
     assert DeepSpeedConfig(json.loads(text), world=4).train_batch_size
 
@@ -68,3 +69,9 @@ def test_the_reading_order_is_short() -> None:
     files = [ROOT / path for path in FILE.findall(order)]
     assert len(files) > 5
     assert sum(len(path.read_text().splitlines()) for path in files) < MAX_READING
+
+
+def test_the_list_of_what_raises_is_whole() -> None:
+    page = (ROOT / "docs/sharded-parameters.md").read_text()
+    public = [name for name in _RAW_STORAGE if name.startswith("__") or not name.startswith("_")]
+    assert [name for name in public if f"`{name}`" not in page] == []

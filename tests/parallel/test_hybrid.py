@@ -23,7 +23,10 @@ def trained(zero: dict[str, Any], precision: str, accumulation: int, clip: float
         moments = {n: utils.safe_get_full_optimizer_state(p, "exp_avg") for n, p in engine.module.named_parameters()}
         assert engine.world_size == RANKS
         ranks = engine.module.out.weight._ds_member.group.axis.ranks
-        return masters(engine), moments, engine.get_global_grad_norm(), engine.memory_breakdown(), ranks
+        held: list[Any] = [None] * RANKS
+        dist.all_gather_object(held, engine.memory_breakdown())
+        total = {kind: sum(each[kind] for each in held) for kind in held[0]}
+        return masters(engine), moments, engine.get_global_grad_norm(), total, ranks
 
 
 def hybrid() -> tuple[int, ...]:
@@ -37,7 +40,7 @@ def hybrid() -> tuple[int, ...]:
         expect_close(ours, plain, bar, at=("stage 3", precision, accumulation))
         expect_close(moments, plain_moments, bar)
         assert abs(norm - plain_norm) <= 1e-4 * plain_norm and abs(norm - twin.norm) <= 1e-2 * norm
-        for kind, count in held.items():  # split by two instead of four, but for padding
+        for kind, count in held.items():  # two copies instead of one, but for padding
             assert 1.4 * plain_held[kind] <= count <= 2.1 * plain_held[kind] or count == plain_held[kind] == 0, kind
         copies: list[Any] = [None] * RANKS
         dist.all_gather_object(copies, ours["out.weight"])

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from torch import nn

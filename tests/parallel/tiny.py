@@ -101,7 +101,9 @@ def reference(windows: list[list[int]], ranks: int, accumulation: int | None = N
     return twin
 
 
-def expect_close(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], bar: float = 1e-6, at: Any = "") -> None:
+def expect_close(
+    ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], bar: float = 1e-6, at: Any = ""
+) -> None:
     gap = largest_difference(ours, theirs)
     assert gap <= bar, f"{at}: {gap:.3g} > {bar:g}"
 

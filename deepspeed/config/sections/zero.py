@@ -74,7 +74,9 @@ class Zero(Section):
 
     stage: Int = key(0, "0 nothing, 1 optimizer state, 2 + gradients, 3 + parameters are split", ge=0, le=3)
     reduce_bucket_size: Int = key(int(5e8), "gradient elements reduced together", ge=1)
-    allgather_bucket_size: Int = key(int(5e8), "parameter elements gathered together after the step", ge=1)
+    allgather_bucket_size: Int = moot(
+        int(5e8), "elements gathered together after the step", "groups are published as they were reduced", ge=1
+    )
     overlap_comm: bool | None = key(None, "overlap communication with backward; null lets the stage decide")
     prefetch_bucket_size: Int = key(
         int(5e7), "elements gathered ahead of use", aliases=["stage3_prefetch_bucket_size"], ge=0
@@ -97,9 +99,10 @@ class Zero(Section):
         aliases=["stage3_max_reuse_distance"],
         ge=0,
     )
-    gather_16bit_weights_on_model_save: bool = key(
+    gather_16bit_weights_on_model_save: bool = moot(
         False,
         "save_16bit_model gathers whole weights at stage 3",
+        "whole weights are to be had at every stage; clients read the flag through its getter",
         aliases=["stage3_gather_16bit_weights_on_model_save"],
         deprecated=["stage3_gather_fp16_weights_on_model_save", "gather_fp16_weights_on_model_save"],
     )
