@@ -70,9 +70,18 @@ def key(
     return _field(default, Note(meaning, aliases=tuple(aliases), deprecated=tuple(deprecated)), limits)
 
 
-def moot(default: Any, meaning: str, instead: str, *, aliases: Sequence[str] = (), **limits: Any) -> Any:
+def moot(
+    default: Any,
+    meaning: str,
+    instead: str,
+    *,
+    aliases: Sequence[str] = (),
+    deprecated: Sequence[str] = (),
+    **limits: Any,
+) -> Any:
     """A key that is accepted and has nothing left to decide; `instead` is what takes its place."""
-    return _field(default, Note(meaning, "moot by design", instead, aliases=tuple(aliases)), limits)
+    note = Note(meaning, "moot by design", instead, aliases=tuple(aliases), deprecated=tuple(deprecated))
+    return _field(default, note, limits)
 
 
 def later(default: Any, meaning: str, *, idle: Sequence[Any] = (), aliases: Sequence[str] = (), **limits: Any) -> Any:

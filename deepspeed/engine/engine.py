@@ -75,7 +75,8 @@ class DeepSpeedEngine(Reporting, StateAccessors, Feeding, ConfigAccessors, nn.Mo
         self.ds_config = DeepSpeedConfig(config, world=axes.world.size, facts=facts_of(model, optimizer, self.device))
         if self.ds_config.log_level:
             logger.setLevel(self.ds_config.log_level.upper())
-        configure(enabled=self.ds_config.comms_logger.enabled or None, **_settings(self.ds_config.comms_logger))
+        if self.ds_config.comms_logger.enabled:
+            configure(self.ds_config)
         self._axes = axes
         self.client_optimizer, self.client_lr_scheduler = optimizer, lr_scheduler
         self.basic_optimizer = choose_optimizer(model, optimizer, listed(model_parameters), self.ds_config)
@@ -334,14 +335,8 @@ class DeepSpeedEngine(Reporting, StateAccessors, Feeding, ConfigAccessors, nn.Mo
         self._applied = not optimizer.overflow
         if optimizer.overflow:
             self.skipped_steps += 1
-            say(
-                f"step {self.global_steps} is skipped: {optimizer.skip_reason}; "
-                + (
-                    f"loss scale is now {optimizer.loss_scale:g}"
-                    if optimizer.scaler is not None
-                    else "the parameters stay as they are"
-                )
-            )
+            scaled = f"; loss scale is now {optimizer.loss_scale:g}" if optimizer.scaler is not None else ""
+            say(f"step {self.global_steps} is skipped: {optimizer.skip_reason}{scaled}")
         elif self.lr_scheduler is not None:
             self.lr_scheduler.step(**(lr_kwargs or {}))
         if self.ds_config.disable_python_gc:
@@ -486,19 +481,6 @@ class DeepSpeedEngine(Reporting, StateAccessors, Feeding, ConfigAccessors, nn.Mo
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *dir(self.module)})
-
-    def save_checkpoint(self, *_: Any, **__: Any) -> bool:
-        """Checkpoints come with a later version."""
-        raise NotAvailableError("save_checkpoint is not available yet; gather weights with zero.GatheredParameters")
-
-    def load_checkpoint(self, *_: Any, **__: Any) -> Any:
-        """Checkpoints come with a later version."""
-        raise NotAvailableError("load_checkpoint is not available yet")
-
-
-def _settings(section: Any) -> dict[str, Any]:
-    names = ("prof_all", "prof_ops", "verbose", "debug") if section.enabled else ()
-    return {name: getattr(section, name) for name in names}
 
 
 _NO_OPTIMIZER = (

@@ -12,31 +12,13 @@ from torch.nn import Parameter
 
 from deepspeed.comm.collectives import SMALL, Handle, tag_of
 from deepspeed.errors import ArgumentError, OptimizerError, UsageError
-from deepspeed.foundation.log import logger
 from deepspeed.optim.clip import clip_factor
-from deepspeed.zero.buckets import Bucket
-from deepspeed.zero.layout import Piece
 from deepspeed.zero.lifecycle import Lifecycle
 from deepspeed.zero.norm import explain_overflow, global_norm
 from deepspeed.zero.param import is_managed
+from deepspeed.zero.parts import Part, cut_state, unused_names
 from deepspeed.zero.reducer import Reducer
 from deepspeed.zero.shard_group import Member, ShardGroup
-
-
-@dataclass(eq=False)
-class Part:
-    """What the optimizer sees of one parameter: a leaf tensor over the master values, and where its gradient is."""
-
-    member: Member
-    piece: Piece
-    leaf: Parameter
-    bucket: Bucket
-
-    @property
-    def gradient(self) -> torch.Tensor:
-        """The accumulated gradient of the piece, shaped and typed like the leaf."""
-        at = self.piece.at - self.bucket.low
-        return self.bucket.sum[at : at + self.piece.numel].view(self.leaf.shape).to(self.leaf.dtype)
 
 
 @dataclass(frozen=True)
@@ -106,7 +88,7 @@ class ZeroOptimizer:
                 for part in self._parts_of(param._ds_member):
                     leaves.append(part.leaf)
                     if state:
-                        self.optimizer.state[part.leaf] = _cut_state(state, part)
+                        self.optimizer.state[part.leaf] = cut_state(state, part)
             group["params"] = leaves
             self._leaves += len(leaves)
 
@@ -212,7 +194,13 @@ class ZeroOptimizer:
         items = self.reducer.finish(self._items)
         self.reducer.adopt_edits()
         if self.settings.refuse_unused:
-            self._refuse_unused()
+            unused = unused_names(self.reducer, self.parts)
+            if unused:
+                self._end_window()
+                raise UsageError(
+                    f"no rank had a gradient for {', '.join(unused[:8])}{' …' if len(unused) > 8 else ''}, and "
+                    f"zero_optimization.ignore_unused_parameters is false; freeze them or drop the key"
+                )
         if self._counts_items:
             rescale = 1.0 / items if items else 1.0  # the items count a partial window by themselves
         norm = None
@@ -277,20 +265,6 @@ class ZeroOptimizer:
         for group in self.groups:
             group.advance()
 
-    def _refuse_unused(self) -> None:
-        unused = [
-            m.name
-            for b in self.reducer.buckets
-            for m in b.group.members
-            if m.param.requires_grad and m.uid in self.parts and not self.reducer.touched(b, m)
-        ]
-        if unused:
-            self._end_window()
-            raise UsageError(
-                f"no rank had a gradient for {', '.join(unused[:8])}{' …' if len(unused) > 8 else ''} in this window, "
-                f"and zero_optimization.ignore_unused_parameters is false; freeze them or drop the key"
-            )
-
     def _import_edits(self) -> None:
         """Parameters changed in place by the user since the last step (weight clipping) update their masters."""
         for group in self.groups:
@@ -354,17 +328,3 @@ def publish(groups: list[ShardGroup]) -> None:
             handles.append(handle)
     for handle in handles:
         handle.wait()
-
-
-def _cut_state(state: dict[str, Any], part: Part) -> dict[str, Any]:
-    """The part of an optimizer state, made for the whole parameter, that belongs to a piece."""
-    made = {}
-    for key, value in state.items():
-        if isinstance(value, torch.Tensor) and value.shape == part.member.shape and value.dim():
-            flat = value.detach().reshape(-1)[part.piece.start : part.piece.stop]
-            made[key] = flat.clone().view(part.leaf.shape)
-        else:
-            made[key] = value.clone() if isinstance(value, torch.Tensor) else value
-    if not made:
-        logger.debug("empty optimizer state for %s", part.member.name)
-    return made

@@ -191,11 +191,6 @@ class ShardGroup:
         """The public name of the state."""
         return _STATUS[self.state]
 
-    @property
-    def labels(self) -> str:
-        """The parameters, for reports."""
-        return self.name
-
     def _adopt(self) -> None:
         """Copy the values into the full buffer and make the parameters views of it."""
         for member, offset in zip(self.members, self.offsets, strict=True):

@@ -13,8 +13,9 @@ import torch
 
 from deepspeed.comm.collectives import READ
 from deepspeed.errors import ArgumentError, UsageError
-from deepspeed.zero.optimizer import Part, ZeroOptimizer
+from deepspeed.zero.optimizer import ZeroOptimizer
 from deepspeed.zero.param import is_managed
+from deepspeed.zero.parts import Part
 from deepspeed.zero.shard_group import Member
 
 

@@ -11,8 +11,8 @@ import psutil
 
 PATIENCE = 2.0  # seconds a thread or child may take to end on its own
 SET_BY_OTHERS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"}  # pytest, torch.compile
-
-WITH_THE_GROUP = {"deepspeed-watch", "deepspeed-fetch"}  # threads that live as long as the process group
+# Threads that live as long as the process group, and the one tqdm starts once per process (torch.compile shows bars).
+LASTING = {"deepspeed-watch", "deepspeed-fetch", "tqdm_monitor"}
 
 
 def _environment() -> dict[str, str]:
@@ -50,6 +50,6 @@ class Police:
         names = sorted(set(now) | set(self._environment))
         found = [f"environment variable {name}" for name in names if now.get(name) != self._environment.get(name)]
         threads = [thread for thread in threading.enumerate() if thread not in self._threads]
-        found += [f"thread {t.name}" for t in threads if t.is_alive() and t.name not in WITH_THE_GROUP]
+        found += [f"thread {t.name}" for t in threads if t.is_alive() and t.name not in LASTING]
         found += [f"child process {pid}" for pid in sorted(_living_children() - self._children - allowed_children)]
         return found

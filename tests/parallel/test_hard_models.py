@@ -52,7 +52,7 @@ def misses(notes: Notes, wanted: Notes, precision: str) -> list[str]:
 def check(workers: Any, name: str, stage: int, precision: str, sharded: bool = True) -> None:
     world = ReferenceWorld(RANKS, precision)
     CASES[name](world)
-    outcomes = workers(RANKS).run(run_case, name, stage, precision, sharded)
+    outcomes = workers(RANKS).run(run_case, name, stage, precision, sharded, timeout=90)
     for rank, notes in enumerate(outcomes):
         assert not misses(notes, world.notes[rank], precision), f"rank {rank}"
 

@@ -32,10 +32,8 @@ class Stack(nn.Module):
 
 
 def live_bytes() -> int:
-    """Bytes of all tensors of this process, each storage once."""
-    for _ in range(BLOCKS):  # hooks on several inputs make cycles with the graph: each pass frees one link of it
-        if not gc.collect():
-            break
+    """Bytes of all tensors made since `gc.freeze`, each storage once."""
+    gc.collect()
     storages = {}
     with torch._C.DisableTorchFunctionSubclass():
         for found in gc.get_objects():
@@ -53,14 +51,15 @@ def micro_steps(engine: Any, count: int) -> None:
 def measured() -> list[tuple[str, float, float, float]]:
     """(cell, bytes per parameter on live tensors, by the engine's own count, transit buffers)."""
     found = []
+    gc.collect()
     for stage in STAGES:
         for precision in ("fp32", "bf16"):
             for accumulation in (1, 2):
-                before = live_bytes()
+                gc.freeze()
                 settings = {"precision": precision, "accumulation": accumulation, "zero": ZERO}
                 with start(stage, Stack(), optimizer=adamw, **settings) as engine:
                     micro_steps(engine, accumulation)
-                    live = live_bytes() - before
+                    live = live_bytes()
                     told = sum(engine.memory_breakdown().values())
                     buffers = [b for pool in engine._pieces.reducer.wire._pool.values() for b in pool]
                     transit = sum(b.untyped_storage().nbytes() for b in buffers)
@@ -74,6 +73,7 @@ def measured() -> list[tuple[str, float, float, float]]:
                         assert engine.zero_report()["peak"] <= 2 * BLOCK + 64
                 cell = f"stage {stage}, {precision}, accumulation {accumulation}"
                 found.append((cell, live / PARAMETERS, told / PARAMETERS, transit / PARAMETERS))
+                gc.unfreeze()
     return found
 
 

@@ -5,26 +5,29 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
-from tests.parallel.tiny import WIDTH, Tiny, tiny
+from tests.parallel.tiny import STAGES, WIDTH, Tiny, expect_close, loss_of, masters, micro_step, raises, rows, start
+from tests.parity.configs import config
+from tests.parity.reference import OptimizerFactory, Reference
 
 STEPS = 5
+RANKS = 2
 LR = 1e-2
-REFUSED = {"LBFGS", "SparseAdam"}
-MATRICES_ONLY = {"Muon"}  # torch's own refuses every other parameter
 CLASSES = {
     name: kind
     for name, kind in vars(torch.optim).items()
     if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
 }
-EPS = {"Adam": 1e-4, "AdamW": 1e-4, "LAMB": 1e-4}  # the default amplifies rounding in zero gradients
+REFUSED = ("LBFGS", "SparseAdam")
 NAMED = ("Adam", "AdamW", "Lion", "Adagrad", "LAMB", "SGD", "Muon")
+OPTIONS = {"Adam": {"eps": 1e-4}, "AdamW": {"eps": 1e-4}, "SGD": {"momentum": 0.9}}
 
 
 class Matrices(nn.Module):
-    """Layers without biases."""
+    """Layers without biases: torch's Muon takes nothing else."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,33 +39,161 @@ class Matrices(nn.Module):
         return x
 
 
-def model_for(name: str) -> nn.Module:
+def seeded(kind: type[nn.Module]) -> nn.Module:
     torch.manual_seed(0)
-    return Matrices() if name in MATRICES_ONLY else Tiny()
+    return kind()
 
 
-def params_of(name: str) -> dict[str, Any]:
-    return {"lr": LR} | ({"eps": EPS[name]} if name in EPS else {})
+def options(name: str) -> dict[str, float]:
+    return {"lr": LR, **OPTIONS.get(name, {})}
 
 
-def client(name: str) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
-    """A factory of the class of torch.optim."""
-    return lambda parameters: CLASSES[name](parameters, **params_of(name))
+def of_torch(name: str) -> OptimizerFactory:
+    return lambda parameters: CLASSES[name](parameters, **options(name))
 
 
-def named(name: str) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
-    """A factory of the class that a name in the JSON stands for."""
+def of_the_json(name: str) -> OptimizerFactory:
+    """The class that a name in the JSON stands for."""
     from deepspeed.ops.adam import FusedAdam
     from deepspeed.ops.lamb import FusedLamb
     from deepspeed.ops.lion import FusedLion
     from deepspeed.ops.muon import Muon
 
     kinds = {"Adam": FusedAdam, "AdamW": FusedAdam, "Lion": FusedLion, "LAMB": FusedLamb, "Muon": Muon}
-    return lambda parameters: kinds.get(name, CLASSES.get(name))(parameters, **params_of(name))
+    return lambda parameters: kinds.get(name, CLASSES.get(name))(parameters, **options(name))
 
 
-def trained(stage: int, name: str, by_json: bool) -> dict[str, torch.Tensor]:
-    """Masters after a few steps on this rank's engine."""
-    model = Tiny() if False else (tiny() if by_json else model_for(name))
-    how = {"optimizer": None, "extra": name} if by_json else {}
-    raise NotImplementedError(how, model, stage)
+def start_named(stage: int, name: str) -> Any:
+    """An engine whose optimizer the JSON names."""
+    import deepspeed
+
+    model = seeded(Tiny)
+    section = {"type": name, "params": options(name)}
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=config(stage, model, optimizer=section)
+    )
+    return engine
+
+
+def train(engine: Any) -> dict[str, torch.Tensor]:
+    """Masters after a few steps."""
+    for step in range(STEPS):
+        micro_step(engine, step)
+    values = masters(engine)
+    engine.destroy()
+    return values
+
+
+def train_client(stage: int, kind: type[nn.Module], name: str) -> dict[str, torch.Tensor]:
+    return train(start(stage, seeded(kind), of_torch(name)))
+
+
+def train_named(stage: int, name: str) -> dict[str, torch.Tensor]:
+    return train(start_named(stage, name))
+
+
+def dense(kind: type[nn.Module], optimizer: OptimizerFactory) -> dict[str, torch.Tensor]:
+    twin = Reference(seeded(kind), optimizer, RANKS)
+    for step in range(STEPS):
+        for rank in range(RANKS):
+            twin.backward(rank, loss_of(twin.copies[rank], rows(step, rank)))
+        twin.step()
+    return twin.parameters()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("name", [name for name in CLASSES if name not in REFUSED])
+def test_every_class_of_torch_equals_the_dense_one(workers: Any, name: str, stage: int) -> None:
+    kind = Matrices if name == "Muon" else Tiny
+    for values in workers(RANKS).run(train_client, stage, kind, name):
+        expect_close(values, dense(kind, of_torch(name)))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("name", NAMED)
+def test_every_name_of_the_json_equals_its_class(workers: Any, name: str, stage: int) -> None:
+    for values in workers(RANKS).run(train_named, stage, name):
+        expect_close(values, dense(Tiny, of_the_json(name)))
+
+
+def refuse(stage: int) -> None:
+    from deepspeed.errors import OptimizerError
+
+    for name in REFUSED:
+        with raises(OptimizerError, name):
+            start(stage, optimizer=of_torch(name))
+        with raises(OptimizerError, name):
+            start_named(stage, name)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_two_classes_are_refused_by_name(workers: Any, stage: int) -> None:
+    workers(RANKS).run(refuse, stage)
+
+
+UPDATES = 12
+SCHEDULES: dict[str, dict[str, Any]] = {  # every phase of each lies within the updates
+    "WarmupLR": {"warmup_max_lr": 0.1, "warmup_num_steps": 5},
+    "WarmupDecayLR": {"total_num_steps": 10, "warmup_max_lr": 0.1, "warmup_num_steps": 4, "warmup_type": "linear"},
+    "WarmupCosineLR": {"total_num_steps": 10, "warmup_num_steps": 3},
+    "OneCycle": {"cycle_min_lr": 0.01, "cycle_max_lr": 0.1, "cycle_first_step_size": 4, "decay_step_size": 1},
+    "LRRangeTest": {"lr_range_test_min_lr": 0.01, "lr_range_test_step_size": 3, "lr_range_test_staircase": True},
+    "StepLR": {"step_size": 3, "gamma": 0.5},
+    "CosineAnnealingLR": {"T_max": 5},
+}
+
+
+def momentum_sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=LR, momentum=0.9)
+
+
+def rates_of(optimizer: Any) -> list[float]:
+    return [float(group["lr"]) for group in optimizer.param_groups]
+
+
+def make_schedule(name: str) -> Callable[[torch.optim.Optimizer], Any]:
+    from deepspeed.optim import lr_schedules
+
+    kind = getattr(lr_schedules, name, None) or getattr(torch.optim.lr_scheduler, name)
+    return lambda optimizer: kind(optimizer, **SCHEDULES[name])
+
+
+def rates_in_training(name: str, accumulation: int, by_json: bool) -> list[list[float]]:
+    """Learning rates before the first and after every micro-batch."""
+    section = {"scheduler": {"type": name, "params": SCHEDULES[name]}} if by_json else {}
+    passed = {} if by_json else {"lr_scheduler": make_schedule(name)}
+    engine = start(1, optimizer=momentum_sgd, accumulation=accumulation, **passed, **section)
+    rates = [rates_of(engine.optimizer)]
+    for step in range(UPDATES * accumulation):
+        micro_step(engine, step)
+        rates.append(rates_of(engine.optimizer))
+        assert engine.get_lr() == rates[-1]
+    engine.destroy()
+    return rates
+
+
+def rates_of_all() -> dict[tuple[str, int, bool], list[list[float]]]:
+    cases = [
+        (name, accumulation, by_json) for name in SCHEDULES for accumulation in (1, 4) for by_json in (True, False)
+    ]
+    return {case: rates_in_training(*case) for case in cases}
+
+
+def plain_rates(name: str, accumulation: int) -> list[list[float]]:
+    """The same from a plain loop that steps the schedule after each update."""
+    optimizer = momentum_sgd([nn.Parameter(torch.zeros(1))])
+    schedule = make_schedule(name)(optimizer)
+    rates = [rates_of(optimizer)]
+    for _ in range(UPDATES):
+        rates += [rates[-1]] * (accumulation - 1)
+        optimizer.step()
+        schedule.step()
+        rates.append(rates_of(optimizer))
+    return rates
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_schedules_step_once_per_update(workers: Any, ranks: int) -> None:
+    for outcome in workers(ranks).run(rates_of_all, timeout=120):
+        for (name, accumulation, by_json), rates in outcome.items():
+            assert rates == plain_rates(name, accumulation), f"{name}, accumulation {accumulation}, json {by_json}"

@@ -1,0 +1,52 @@
+"""What a torch optimizer sees of one parameter on one rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+
+from deepspeed.zero.buckets import Bucket
+from deepspeed.zero.layout import Piece
+from deepspeed.zero.reducer import Reducer
+from deepspeed.zero.shard_group import Member
+
+
+@dataclass(eq=False)
+class Part:
+    """What the optimizer sees of one parameter: a leaf tensor over the master values, and where its gradient is."""
+
+    member: Member
+    piece: Piece
+    leaf: Parameter
+    bucket: Bucket
+
+    @property
+    def gradient(self) -> torch.Tensor:
+        """The accumulated gradient of the piece, shaped and typed like the leaf."""
+        at = self.piece.at - self.bucket.low
+        return self.bucket.sum[at : at + self.piece.numel].view(self.leaf.shape).to(self.leaf.dtype)
+
+
+def cut_state(state: dict[str, Any], part: Part) -> dict[str, Any]:
+    """The part of an optimizer state, made for the whole parameter, that belongs to a piece."""
+    made = {}
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor) and value.shape == part.member.shape and value.dim():
+            flat = value.detach().reshape(-1)[part.piece.start : part.piece.stop]
+            made[key] = flat.clone().view(part.leaf.shape)
+        else:
+            made[key] = value.clone() if isinstance(value, torch.Tensor) else value
+    return made
+
+
+def unused_names(reducer: Reducer, parts: dict[int, list[Part]]) -> list[str]:
+    """Trainable parameters that no rank had a gradient for; valid after `finish`."""
+    return [
+        member.name
+        for bucket in reducer.buckets
+        for member in bucket.group.members
+        if member.param.requires_grad and member.uid in parts and not reducer.touched(bucket, member)
+    ]
