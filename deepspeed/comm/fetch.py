@@ -55,7 +55,8 @@ class FetchService:
         self.axis = axis
         self._served: dict[int, _Served] = {}
         self._lock = threading.Lock()
-        self._sent: deque[Any] = deque(maxlen=4096)  # kept until long complete; gloo says so only when waited for
+        # Kept until long complete, by channel; gloo says so only when waited for.
+        self._sent: deque[tuple[int, Any]] = deque(maxlen=4096)
         self._seq = 0
         self._peers: dict[int, socket.socket] = {}
         self._selector = selectors.DefaultSelector()
@@ -82,9 +83,10 @@ class FetchService:
             self._served[channel] = _Served(slice_)
 
     def withdraw(self, channel: int) -> None:
-        """Stop serving `channel`."""
+        """Stop serving `channel`; what was sent on it, and holds its slice, is let go."""
         with self._lock:
             self._served.pop(channel, None)
+            self._sent = deque((entry for entry in self._sent if entry[0] != channel), self._sent.maxlen)
 
     def advance(self, channel: int) -> None:
         """The own slice of `channel` has its next version; requests that waited for it are answered."""
@@ -180,7 +182,7 @@ class FetchService:
     def _send(self, channel: int, served: _Served, rank: int, seq: int) -> None:
         group = self.axis.group
         if group is not None:
-            self._sent.append(group.send([served.slice], rank, tag_of(channel, PULL, seq)))
+            self._sent.append((channel, group.send([served.slice], rank, tag_of(channel, PULL, seq))))
 
     def close(self) -> None:
         """Stop the thread and close the sockets. All ranks have finished pulling when they call this."""

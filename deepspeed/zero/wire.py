@@ -42,17 +42,21 @@ class Wire:
 
     def acquire(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
         """A transit buffer; waits for one to come back when too much is in flight."""
+        self._make_room(numel)
+        free = self._pool[dtype]
+        for index, buffer in enumerate(free):
+            if buffer.numel() >= numel:
+                return free.pop(index)[:numel]
+        return torch.empty(self._largest, dtype=dtype, device=self._device)[:numel]
+
+    def _make_room(self, numel: int) -> None:
+        """Wait until `numel` more elements may be in flight."""
         limit = max(self.settings.in_flight, numel)
         while self._in_flight and sum(r.buffer.numel() for *_, r in self._in_flight) + numel > limit:
             if not self._in_flight[0][0].ready(_PATIENCE_S):
                 warn_once("gradients wait for a rank that runs another branch (or is slow); taking a fresh buffer")
                 break
             self._settle(*self._in_flight.popleft())
-        free = self._pool[dtype]
-        for index, buffer in enumerate(free):
-            if buffer.numel() >= numel:
-                return free.pop(index)[:numel]
-        return torch.empty(self._largest, dtype=dtype, device=self._device)[:numel]
 
     def _release(self, round_: Round) -> None:
         if round_.pooled:
@@ -73,6 +77,8 @@ class Wire:
 
     def launch(self, bucket: Bucket, current: Round) -> None:
         """Send a round; parameters without a gradient in it count as zero."""
+        if not current.pooled:  # an accumulator that is sent from its place has buffers to receive into all the same
+            self._make_room(current.buffer.numel())
         group, end = bucket.group, 0
         for member in group.members:
             if member.index not in current.arrived:

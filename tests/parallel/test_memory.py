@@ -12,7 +12,7 @@ from torch import nn
 from deepspeed.zero.estimate import estimate_zero3_model_states_mem_needs, state_bytes
 from tests.parallel.tiny import STAGES, adamw, start
 
-WIDTH, BLOCKS = 70, 40
+WIDTH, BLOCKS = 128, 12
 BLOCK = WIDTH * WIDTH + WIDTH
 PARAMETERS = BLOCK * BLOCKS  # about 200,000
 LIMITS = ("stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_prefetch_bucket_size")
@@ -61,7 +61,8 @@ def measured() -> list[tuple[str, float, float, float]]:
                     micro_steps(engine, accumulation)
                     live = live_bytes()
                     told = sum(engine.memory_breakdown().values())
-                    buffers = [b for pool in engine._pieces.reducer.wire._pool.values() for b in pool]
+                    wire = engine._pieces.reducer.wire
+                    buffers = [b for kind in (wire._pool, wire._received) for pool in kind.values() for b in pool]
                     transit = sum(b.untyped_storage().nbytes() for b in buffers)
                     assert transit <= 2 * 4 * (BLOCK + 64), [
                         stage,

@@ -39,8 +39,8 @@ def overflowing_step(engine: Any, step: int, bad: bool) -> None:
     """Rank 1 alone plants an infinity in the gradient of the second block."""
     planted = []
     if bad and dist.get_rank() == 1:
-        spoil = lambda _module, _inputs, output: output * torch.tensor(float("inf"), dtype=output.dtype)
-        planted.append(engine.module.layers[1][0].register_forward_hook(spoil))
+        block = engine.module.layers[1][0]
+        planted.append(block.register_forward_hook(lambda _module, _inputs, output: output * float("inf")))
     micro_step(engine, step)
     for hook in planted:
         hook.remove()

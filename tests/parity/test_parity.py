@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -116,3 +117,51 @@ def test_layout_settings_change_no_bit(workers: Any, stage: int, precision: str)
         same = [name for name in other.last if torch.equal(other.last[name], outcomes[0].last[name])]
         assert same == list(other.last), f"{layout} changed {sorted(other.last.keys() - set(same))}"
         assert other.losses == outcomes[0].losses, layout
+
+
+def sum_instead_of_mean(patch: pytest.MonkeyPatch) -> None:
+    from deepspeed.zero.reducer import Reducer
+
+    enter = Reducer._enter
+
+    def planted(reducer: Any, *args: Any) -> None:
+        reducer.factor = 1.0
+        enter(reducer, *args)
+
+    patch.setattr(Reducer, "_enter", planted)
+
+
+def drop_one_bucket(patch: pytest.MonkeyPatch) -> None:
+    from deepspeed.zero.wire import Wire
+
+    launch = Wire.launch
+
+    def planted(wire: Any, bucket: Any, current: Any) -> None:
+        if any(member.name.startswith("blocks.1") for member in bucket.group.members):
+            current.arrived.clear()  # what has not arrived counts as zero
+        launch(wire, bucket, current)
+
+    patch.setattr(Wire, "launch", planted)
+
+
+def publish_nothing(patch: pytest.MonkeyPatch) -> None:
+    from deepspeed.zero import optimizer
+
+    patch.setattr(optimizer, "publish", lambda groups: None)
+
+
+def run_with(fault: Callable[[pytest.MonkeyPatch], None], cell: Cell) -> Record:
+    with pytest.MonkeyPatch.context() as patch:
+        fault(patch)
+        return run_cell(cell)
+
+
+FAULTS = [(sum_instead_of_mean, "fp32"), (drop_one_bucket, "fp32"), (publish_nothing, "bf16")]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("fault", "precision"), FAULTS, ids=[fault.__name__ for fault, _ in FAULTS])
+def test_planted_faults_miss_the_bars(workers: Any, fault: Any, precision: str, stage: int) -> None:
+    cell = Cell(stage, 2, precision, 1, bucket=2000)
+    assert not faults_found(cell, workers(2).run(run_cell, cell))
+    assert faults_found(cell, workers(2).run(run_with, fault, cell))

@@ -24,6 +24,9 @@ class Group:
     def free(self) -> None:
         self.state = State.SHARDED
 
+    def retain(self) -> None:
+        """Freeing may keep the memory: no matter here."""
+
 
 def made(count: int = 4, **limits: int) -> tuple[list[Group], Keeper]:
     groups = [Group(chr(ord("a") + n)) for n in range(count)]

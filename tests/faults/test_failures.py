@@ -1,0 +1,192 @@
+"""Failures of a training run: overflow, unequal loaders, dead ranks, lone reads, models that differ between ranks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.parallel.tiny import STAGES, WIDTH, adamw, expect_close, loss_of, masters, micro_step, said, start, tiny
+from tests.parity.reference import Reference
+from tests.unit.comm.ranks import run_ranks
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT = 3.0  # seconds of one collective
+MARGIN = 5.0  # seconds after it within which every rank has ended or told why
+
+
+# -- overflow ---------------------------------------------------------------------------------------------------------
+
+
+def planted_inf(stage: int, precision: str, guilty: int) -> list[str]:
+    with start(stage, precision=precision, optimizer=adamw) as engine, said() as lines:
+        before = masters(engine)
+        weight = engine.module.layers[1][0].weight
+        if dist.get_rank() == guilty:
+            handle = weight.register_hook(lambda grad: grad * float("inf"))
+        micro_step(engine, 0)
+        assert engine.skipped_steps == 1 and not engine.was_step_applied()
+        expect_close(masters(engine), before, 0.0)
+        if dist.get_rank() == guilty:
+            handle.remove()
+        for step in range(1, 4):
+            micro_step(engine, step)
+        assert engine.skipped_steps == 1 and engine.was_step_applied()
+        assert all(value.isfinite().all() for value in masters(engine).values())
+        return list(lines)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_a_skipped_step_names_parameter_module_and_rank(workers: Any, precision: str, stage: int) -> None:
+    for guilty in (0, 1):
+        told = workers(2).run(planted_inf, stage, precision, guilty)[0]
+        line = next(line for line in told if "skipped" in line)
+        assert all(word in line for word in ("'layers.1.0.weight'", "module 'layers.1.0'", f"rank {guilty}")), line
+
+
+# -- loaders of unequal length ----------------------------------------------------------------------------------------
+
+LENGTHS = (4, 4, 8, 4)
+
+
+def batches(rank: int) -> list[torch.Tensor]:
+    """The loader of a rank: its last batch is smaller than the others."""
+    make = torch.Generator().manual_seed(rank)
+    sizes = [3] * (LENGTHS[rank] - 1) + [1 + rank % 2]
+    return [torch.randn(size, WIDTH, generator=make) for size in sizes]
+
+
+def what_ranks_read(policy: str) -> list[list[tuple[torch.Tensor, int]]]:
+    """By step and rank: the batch, and how many samples it counts for."""
+    steps = min(LENGTHS) if policy == "drop" else max(LENGTHS)
+    made: list[list[tuple[torch.Tensor, int]]] = []
+    for step in range(steps):
+        made.append([])
+        for rank in range(len(LENGTHS)):
+            own = batches(rank)
+            padded = policy == "pad" and step >= len(own)
+            batch = own[-1] if padded else own[step % len(own)]
+            made[-1].append((batch, 0 if padded else len(batch)))
+    return made
+
+
+def looped(stage: int, accumulation: int) -> None:
+    for policy in ("drop", "pad", "cycle"):
+        twin = Reference(tiny(), lambda p: torch.optim.SGD(p, lr=0.1), len(LENGTHS))
+        twin.accumulation = 1
+        read = what_ranks_read(policy)
+        for first in range(0, len(read), accumulation):
+            window = read[first : first + accumulation]
+            count = sum(samples for step in window for _, samples in step)
+            for step in window:
+                for rank, (batch, samples) in enumerate(step):
+                    # The reference takes the mean over ranks; what counts is the mean over samples.
+                    weighed = loss_of(twin.copies[rank], batch) * samples / count * len(LENGTHS)
+                    twin.backward(rank, weighed)
+            twin.step()
+        with start(stage, accumulation=accumulation) as engine:
+            steps = 0
+            for batch in engine.loop(batches(dist.get_rank()), policy=policy):
+                engine.backward(loss_of(engine, batch))
+                engine.step()
+                steps += 1
+            assert steps == len(read), (policy, steps)
+            expect_close(masters(engine), twin.parameters(), 1e-6, at=(policy, stage, accumulation))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_loops_end_and_weigh_real_samples(workers: Any, stage: int) -> None:
+    workers(4).run(looped, stage, 3 if stage % 2 else 1, timeout=60)
+
+
+# -- ranks that die or diverge ----------------------------------------------------------------------------------------
+
+TRAIN = """
+    import os, signal, time, torch, deepspeed
+    from torch import nn
+    rank = int(os.environ["RANK"])
+    torch.set_num_threads(1)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)])
+    zero = {"stage": STAGE, "stage3_param_persistence_threshold": 0}
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(),
+        config={"train_micro_batch_size_per_gpu": 2, "zero_optimization": zero})
+    for step in range(10_000):
+        if step == 5:
+            print("killed at", time.time(), flush=True)
+            if rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+        engine.backward(engine(torch.randn(2, 64)).square().mean())
+        engine.step()
+"""
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_killed_rank_ends_the_run_under_the_launcher(tmp_path: Path, stage: int) -> None:
+    (tmp_path / "train.py").write_text(textwrap.dedent(TRAIN).replace("STAGE", str(stage)))
+    inherited = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    added = {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "DEEPSPEED_TIMEOUT": str(TIMEOUT / 60)}
+    done = subprocess.run(
+        [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", "train.py"],
+        cwd=tmp_path, env=inherited | added, capture_output=True, text=True, timeout=90, check=False,
+    )  # fmt: skip
+    ended = time.time()
+    killed = max(float(line.rsplit(" ", 1)[1]) for line in done.stdout.splitlines() if "killed at" in line)
+    assert done.returncode != 0
+    assert ended - killed < TIMEOUT + MARGIN, (ended - killed, done.stderr)
+    assert "SIGKILL" in done.stderr and "rank 1" in done.stderr, done.stderr
+    left = [p for p in psutil.process_iter(["cmdline", "cwd"]) if p.info["cwd"] == str(tmp_path)]
+    assert not left, left
+
+
+MODEL = """
+import deepspeed
+from torch import nn
+def engine_of(width):
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(3)])
+    zero = {"stage": STAGE, "stage3_param_persistence_threshold": 0}
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": zero}
+    return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+dist.init_distributed(verbose=False)
+rank = dist.get_rank()
+"""
+
+
+@pytest.mark.parametrize("reader", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_a_rank_that_reads_alone_ends_by_name(reader: int) -> None:
+    snippet = MODEL.replace("STAGE", "3") + textwrap.dedent(f"""
+        engine = engine_of(8)
+        if rank == {reader}:
+            print(time.monotonic(), flush=True)
+            engine.module[1][0].weight.sum()
+        else:
+            time.sleep({TIMEOUT + MARGIN})
+    """)
+    ends = run_ranks(snippet, 2, limit=60, DEEPSPEED_TIMEOUT=str(TIMEOUT / 60))
+    alone = ends[reader]
+    assert alone.code == 1, alone
+    assert "read of 1.0.weight" in alone.err and "The last collective of each rank:" in alone.err, alone.err
+    assert alone.last_word - float(alone.out) < TIMEOUT + MARGIN
+
+
+@pytest.mark.parametrize("stage", [0, pytest.param(2, marks=pytest.mark.slow), 3])
+def test_ranks_with_different_models_end_with_a_report(stage: int) -> None:
+    snippet = MODEL.replace("STAGE", str(stage)) + textwrap.dedent("""
+        print(time.monotonic(), flush=True)
+        engine = engine_of(8 + 8 * rank)
+        engine.backward(engine(torch.randn(2, 8 + 8 * rank)).sum())
+        engine.step()
+    """)
+    ends = run_ranks(snippet, 2, limit=60, DEEPSPEED_TIMEOUT=str(TIMEOUT / 60))
+    assert all(end.code for end in ends), ends
+    assert any("The last collective of each rank:" in end.err or "differ" in end.err for end in ends), ends
+    assert all(end.last_word - float(end.out) < 2 * TIMEOUT + MARGIN for end in ends), ends
