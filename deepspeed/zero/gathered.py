@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepspeed.comm.axis import Axis
 from deepspeed.comm.collectives import broadcast
 from deepspeed.errors import ArgumentError
 from deepspeed.zero.param import is_managed
@@ -55,7 +56,7 @@ class GatheredParameters:
 
     def __enter__(self) -> None:
         for group in self._groups:
-            ranks = group.axis.ranks
+            ranks = _edited_by(group).ranks
             if self.modifier_rank is not None and self.modifier_rank not in ranks:
                 raise ArgumentError(f"modifier_rank {self.modifier_rank!r} is not among the ranks {list(ranks)}")
         for group in self._groups:
@@ -79,13 +80,19 @@ class GatheredParameters:
             group = member.group
             if group.state is State.SHARDED:  # a step inside has freed it, and has seen that nothing was changed
                 continue
-            ranks = group.axis.ranks
+            axis = _edited_by(group)
             member.rejoin()
             flat = group.full[member.offset : member.offset + member.numel]
-            broadcast(group.axis, flat, ranks.index(self.modifier_rank), f"edit of {member.name}")
+            broadcast(axis, flat, axis.ranks.index(self.modifier_rank), f"edit of {member.name}")
             group.overwrite_master(member, flat)
             changed.add(id(group))
         return changed
+
+
+def _edited_by(group: ShardGroup) -> Axis:
+    """The ranks that take over an edit: all that hold the parameter, replicas of hybrid sharding too."""
+    owner = group.members[0].reducer
+    return group.axis if owner is None else owner.world
 
 
 def _listed(params: Any) -> list[torch.Tensor | None]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from deepspeed import utils
+from deepspeed import utils, zero
 from deepspeed.errors import DeepSpeedError
 from tests.parallel.tiny import adamw, expect_close, masters, micro_step, raises, reference, start
 
@@ -66,6 +66,9 @@ def overflow_and_edits() -> None:
         weight = engine.module.out.weight
         utils.safe_set_full_fp32_param(weight, torch.full(weight.shape, 0.5))
         assert utils.safe_get_full_fp32_param(weight).eq(0.5).all()
+        with zero.GatheredParameters(weight, modifier_rank=1), torch.no_grad():
+            weight.fill_(float(dist.get_rank()))
+        assert utils.safe_get_full_fp32_param(weight).eq(1.0).all()
 
 
 def test_overflow_and_edits(workers: Any) -> None:
