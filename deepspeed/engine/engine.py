@@ -110,7 +110,6 @@ class DeepSpeedEngine(Reporting, StateAccessors, Feeding, ConfigAccessors, nn.Mo
         self._applied = False
         self._gas = self.ds_config.gradient_accumulation_steps
         self._micro = self.ds_config.train_micro_batch_size_per_gpu
-        self.enable_backward_allreduce = True
         self._open_feed()
         self._reported = (time.perf_counter(), 0)
 

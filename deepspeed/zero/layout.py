@@ -114,8 +114,3 @@ def by_owner(numels: Sequence[int], ranks: int) -> Layout:
         nearest = min(edges, key=lambda edge: abs(edge - total * r / ranks))
         cuts.append(max(nearest, cuts[-1]))
     return Layout(tuple(numels), (*cuts, total))
-
-
-def whole(numels: Sequence[int], ranks: int) -> Layout:
-    """The cuts used to share work (norms, sums) when every rank owns everything."""
-    return by_group(numels, ranks)

@@ -319,8 +319,6 @@ def _compute(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 class _Read(torch.autograd.Function):
     """A dense copy whose gradient goes to the parameter."""
 
-    generate_vmap_rule = True
-
     @staticmethod
     def forward(param: torch.Tensor, copied: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         return copied.detach()

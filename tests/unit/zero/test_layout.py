@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed.zero.layout import ALIGN, Layout, Piece, by_group, by_owner, whole
+from deepspeed.zero.layout import ALIGN, Layout, Piece, by_group, by_owner
 
 SIZES = st.lists(st.integers(1, 200), min_size=1, max_size=8)
 RANKS = st.integers(1, 7)
-MAKERS = st.sampled_from([by_group, by_owner, whole])
+MAKERS = st.sampled_from([by_group, by_owner])
 
 
 @given(MAKERS, SIZES, RANKS)
