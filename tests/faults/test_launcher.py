@@ -26,7 +26,7 @@ SHOW_RANK = """
 WAIT_FOREVER = """
     import os, subprocess, sys, time
     helper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
-    print("ready", os.getpid(), helper.pid, flush=True)
+    os.write(1, f"ready {os.getpid()} {helper.pid}\\n".encode())  # one write: the lines of two ranks never mix
     time.sleep(300)
 """
 
@@ -187,7 +187,7 @@ def test_ranks_that_ignore_sigterm_are_killed(run):
     script = """
         import os, signal, sys, time
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        print("ready", os.getpid(), flush=True)
+        os.write(1, f"ready {os.getpid()}\\n".encode())  # one write: the lines of two ranks never mix
         if os.environ["RANK"] == "1":
             sys.exit(5)
         time.sleep(300)
@@ -226,7 +226,7 @@ def test_signals_reach_the_ranks(run, number):
             sys.exit(0)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, stop)
-        print("ready", os.getpid(), flush=True)
+        os.write(1, f"ready {os.getpid()}\\n".encode())  # one write: the lines of two ranks never mix
         time.sleep(300)
     """
     launcher, processes = run.start(script)
@@ -250,7 +250,7 @@ def test_a_second_ctrl_c_ends_ranks_that_ignore_the_first(run):
     script = """
         import os, signal, time
         signal.signal(signal.SIGINT, lambda *_: print("not now", flush=True))
-        print("ready", os.getpid(), flush=True)
+        os.write(1, f"ready {os.getpid()}\\n".encode())  # one write: the lines of two ranks never mix
         time.sleep(300)
     """
     launcher, processes = run.start(script)
