@@ -7,12 +7,12 @@ READY := .venv/.ready
 TRAIN_ARGS ?=
 BENCH_ARGS ?=
 TEST_ARGS ?=
-FAST_TESTS := $(wildcard $(addprefix tests/,architecture harness unit parallel parity faults golden docs))
+FAST_TESTS := $(wildcard $(addprefix tests/,architecture harness unit parallel parity clients faults golden docs))
 
 .PHONY: train test test-all check bench docs
 
 # torch comes first and alone, so that the wheel of this machine's kind is the one that everything else builds on
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml constraints.txt setup.py $(wildcard deepspeed/native/*.cpp deepspeed/native/*.h)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install -c constraints.txt torch
 	$(BIN)/pip install -c constraints.txt -e '.[dev]'

@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from deepspeed import native
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.init import choose_backend
 from deepspeed.config.schema import all_keys
@@ -108,7 +109,7 @@ def _features() -> Rows:
     return [
         ("available", ", ".join(sorted(statuses.keys() - missing))),
         ("not yet", ", ".join(sorted(missing))),
-        ("kernels", "plain torch; nothing is compiled"),
+        ("native library", native.state()),
     ]
 
 

@@ -1,4 +1,4 @@
-"""The step shared by our optimizers: each group's tensors, in the precision of the update, go to one method."""
+"""The step shared by our optimizers: each group's tensors go to one method."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from torch import Tensor
 from deepspeed.errors import OptimizerError
 
 State = dict[str, Any]
-LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
 class GroupOptimizer(torch.optim.Optimizer):
@@ -20,7 +19,6 @@ class GroupOptimizer(torch.optim.Optimizer):
     Given group dicts are kept as objects, so that whoever holds them sees and sets the live values.
     """
 
-    fp32_optimizer_states = False
     set_grad_none = True
 
     def __init__(self, params: Any, **defaults: Any) -> None:
@@ -56,28 +54,19 @@ class GroupOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            params = [p for p in group["params"] if p.grad is not None]
-            work = [p.float() if self.fp32_optimizer_states and p.dtype in LOW_PRECISION else p for p in params]
-            grads = [p.grad.to(w.dtype) for p, w in zip(params, work, strict=True)]
-            states = [self._state(p, w.dtype) for p, w in zip(params, work, strict=True)]
-            if params:
-                self.update(group, work, grads, states)
-            for p, w in zip(params, work, strict=True):
-                if w is not p:
-                    p.copy_(w)
+            self.step_group(group)
         return loss
+
+    def step_group(self, group: State) -> None:
+        """Update the parameters of one group that have a gradient."""
+        params = [p for p in group["params"] if p.grad is not None]
+        if params:
+            grads = [p.grad.to(p.dtype) for p in params]
+            self.update(group, params, grads, [self.state[p] for p in params])
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clear the gradients, by default as `set_grad_none` says."""
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
-
-    def _state(self, param: Tensor, dtype: torch.dtype) -> State:
-        state: State = self.state[param]
-        for key, value in state.items():
-            # load_state_dict() casts states to the dtype of the parameter.
-            if torch.is_tensor(value) and value.dtype in LOW_PRECISION and value.dtype != dtype:
-                state[key] = value.to(dtype)
-        return state
 
     def update(self, group: State, params: list[Tensor], grads: list[Tensor], states: list[State]) -> None:
         """Update `params` in place from `grads` of the same dtype; an empty state is that of a first step."""

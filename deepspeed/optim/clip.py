@@ -2,24 +2,40 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 
 import torch
+
+from deepspeed.native import KINDS, library, threads
 
 # Elements converted to double at once: they stay in the second-level cache.
 _CHUNK = 1 << 16
 
 
 def sum_of_squares(flat: torch.Tensor, exact: bool) -> torch.Tensor:
-    """The sum of squares as a 0-d float64 tensor.
+    """The sum of squares as a 0-d float64 tensor; on the CPU it is finite exactly when every element is.
 
     Args:
         flat: 1-D, any floating dtype.
         exact: form squares and sums in float64, so that the result does not depend on how parameters were cut into
-            slices and buckets (needed when clipping feeds it back); else in float32, one pass.
+            slices and buckets (needed when clipping feeds it back); else float32 will do, where it is faster.
     """
-    if not exact or flat.device.type != "cpu":
-        return torch.linalg.vector_norm(flat, dtype=torch.float32 if not exact else torch.float64).double().square()
+    native = library()
+    if native is not None and flat.device.type == "cpu" and flat.dtype in KINDS and flat.is_contiguous():
+        function = native.ds_sum_of_squares
+        function.argtypes = [ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_int32]
+        function.restype = ctypes.c_double
+        total = function(flat.data_ptr(), KINDS[flat.dtype], flat.numel(), threads())
+        return torch.tensor(total, dtype=torch.float64)
+    if flat.device.type != "cpu":
+        return torch.linalg.vector_norm(flat, dtype=torch.float64 if exact else torch.float32).double().square()
+    quick = None if exact else torch.linalg.vector_norm(flat, dtype=torch.float32).double().square()
+    # A float32 sum overflows where squares are large, and that is no overflow of the gradients.
+    return quick if quick is not None and quick.isfinite() else _in_chunks(flat)
+
+
+def _in_chunks(flat: torch.Tensor) -> torch.Tensor:
     total = torch.zeros((), dtype=torch.float64)
     scratch = torch.empty(min(_CHUNK, flat.numel()), dtype=torch.float64)
     for start in range(0, flat.numel(), _CHUNK):

@@ -8,11 +8,15 @@ import torch
 from torch import Tensor
 
 from deepspeed.errors import OptimizerError
-from deepspeed.ops.group_step import GroupOptimizer, State
+from deepspeed.ops.group_step import State
+from deepspeed.ops.host_step import HostOptimizer
 
 
-class DeepSpeedCPUAdagrad(GroupOptimizer):
+class DeepSpeedCPUAdagrad(HostOptimizer):
     """Adagrad (Duchi et al. 2011): s += g * g, p -= lr * g / (sqrt(s) + eps), decay added to the gradient."""
+
+    kernel = "ds_adagrad"
+    moments = ("sum",)
 
     def __init__(
         self,
@@ -22,6 +26,7 @@ class DeepSpeedCPUAdagrad(GroupOptimizer):
         weight_decay: float = 0.0,
         amsgrad: bool = False,
         fp32_optimizer_states: bool = True,
+        moments_dtype: torch.dtype | None = None,
     ) -> None:
         """Keep the groups; states are made at the first step.
 
@@ -32,21 +37,30 @@ class DeepSpeedCPUAdagrad(GroupOptimizer):
             weight_decay: share of the weights added to the gradients.
             amsgrad: must be false; Adagrad's sum never shrinks.
             fp32_optimizer_states: sums of 16-bit parameters are fp32; otherwise of the parameters' dtype.
+            moments_dtype: dtype of the sums, whatever the parameters' is; None leaves it to the former.
 
         Raises:
             OptimizerError: `amsgrad` is true.
         """
         if amsgrad:
             raise OptimizerError("DeepSpeedCPUAdagrad: amsgrad has no meaning for Adagrad; leave it out")
-        self.fp32_optimizer_states = fp32_optimizer_states
-        super().__init__(model_params, lr=lr, eps=eps, weight_decay=weight_decay)
+        super().__init__(
+            model_params,
+            fp32_optimizer_states=fp32_optimizer_states,
+            moments_dtype=moments_dtype,
+            lr=lr,
+            eps=eps,
+            weight_decay=weight_decay,
+        )
 
     def update(self, group: State, params: list[Tensor], grads: list[Tensor], states: list[State]) -> None:
         """Update `params` in place by the class's equation."""
         for param, grad, state in zip(params, grads, states, strict=True):
-            if not state:
-                state["sum"] = torch.zeros_like(param)
             if group["weight_decay"]:
                 grad = grad.add(param, alpha=group["weight_decay"])
             state["sum"].addcmul_(grad, grad)
             param.addcdiv_(grad, state["sum"].sqrt().add_(group["eps"]), value=-group["lr"])
+
+    def numbers(self, group: State, state: State) -> tuple[float, ...]:
+        """The fields of `Adagrad` in optimizers.cpp."""
+        return float(group["lr"]), group["eps"], group["weight_decay"]

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from deepspeed.ops.adam.update import adam_update
-from deepspeed.ops.group_step import GroupOptimizer, State
+from deepspeed.ops.group_step import State
+from deepspeed.ops.host_step import HostOptimizer
 
 
-class DeepSpeedCPUAdam(GroupOptimizer):
+class DeepSpeedCPUAdam(HostOptimizer):
     """AdamW, or Adam with decay in the gradients when `adamw_mode` is false."""
+
+    kernel = "ds_adam"
+    moments = ("exp_avg", "exp_avg_sq")
 
     def __init__(
         self,
@@ -24,6 +30,7 @@ class DeepSpeedCPUAdam(GroupOptimizer):
         amsgrad: bool = False,
         adamw_mode: bool = True,
         fp32_optimizer_states: bool = True,
+        moments_dtype: torch.dtype | None = None,
     ) -> None:
         """Keep the groups; states are made at the first step.
 
@@ -37,11 +44,13 @@ class DeepSpeedCPUAdam(GroupOptimizer):
             amsgrad: divide by the largest second moment seen.
             adamw_mode: decay the weights themselves (AdamW).
             fp32_optimizer_states: moments of 16-bit parameters are fp32; otherwise of the parameters' dtype.
+            moments_dtype: dtype of all moments, whatever the parameters' is; None leaves it to the former.
         """
         self.adam_w_mode = adamw_mode
-        self.fp32_optimizer_states = fp32_optimizer_states
         super().__init__(
             model_params,
+            fp32_optimizer_states=fp32_optimizer_states,
+            moments_dtype=moments_dtype,
             lr=lr,
             bias_correction=bias_correction,
             betas=betas,
@@ -53,3 +62,20 @@ class DeepSpeedCPUAdam(GroupOptimizer):
     def update(self, group: State, params: list[Tensor], grads: list[Tensor], states: list[State]) -> None:
         """See `adam_update`."""
         adam_update(group, params, grads, states, lr=group["lr"], decoupled=self.adam_w_mode)
+
+    def numbers(self, group: State, state: State) -> tuple[float, ...]:
+        """The fields of `Adam` in optimizers.cpp."""
+        lr, decay, (beta1, beta2) = float(group["lr"]), group["weight_decay"], group["betas"]
+        first, root = 1.0, 1.0
+        if group["bias_correction"]:
+            step = float(state["step"])
+            first, root = 1 - beta1**step, math.sqrt(1 - beta2**step)
+        kept, l2 = (1 - lr * decay, 0.0) if self.adam_w_mode else (1.0, decay)
+        return 1 - beta1, beta2, 1 - beta2, lr / first, root, group["eps"], kept, l2
+
+    def fresh_state(self, group: State, param: Tensor, dtype: torch.dtype) -> State:
+        """The state before the first step, its moments of `dtype`."""
+        state = {"step": torch.zeros((), dtype=torch.float32), **super().fresh_state(group, param, dtype)}
+        if group["amsgrad"]:
+            state["max_exp_avg_sq"] = torch.zeros_like(param, dtype=dtype)
+        return state

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from deepspeed.ops.group_step import GroupOptimizer, State
+from deepspeed.ops.group_step import State
+from deepspeed.ops.host_step import HostOptimizer
 from deepspeed.ops.lion.update import lion_update
 
 
-class DeepSpeedCPULion(GroupOptimizer):
+class DeepSpeedCPULion(HostOptimizer):
     """Lion with decoupled weight decay."""
+
+    kernel = "ds_lion"
+    moments = ("exp_avg",)
 
     def __init__(
         self,
@@ -20,6 +25,7 @@ class DeepSpeedCPULion(GroupOptimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         weight_decay: float = 0.0,
         fp32_optimizer_states: bool = True,
+        moments_dtype: torch.dtype | None = None,
     ) -> None:
         """Keep the groups; states are made at the first step.
 
@@ -29,10 +35,22 @@ class DeepSpeedCPULion(GroupOptimizer):
             betas: share of the momentum in the sign, and its decay.
             weight_decay: decay per unit of learning rate.
             fp32_optimizer_states: momentum of 16-bit parameters is fp32; otherwise of the parameters' dtype.
+            moments_dtype: dtype of the momentum, whatever the parameters' is; None leaves it to the former.
         """
-        self.fp32_optimizer_states = fp32_optimizer_states
-        super().__init__(model_params, lr=lr, betas=betas, weight_decay=weight_decay)
+        super().__init__(
+            model_params,
+            fp32_optimizer_states=fp32_optimizer_states,
+            moments_dtype=moments_dtype,
+            lr=lr,
+            betas=betas,
+            weight_decay=weight_decay,
+        )
 
     def update(self, group: State, params: list[Tensor], grads: list[Tensor], states: list[State]) -> None:
         """See `lion_update`."""
         lion_update(group, params, grads, states)
+
+    def numbers(self, group: State, state: State) -> tuple[float, ...]:
+        """The fields of `Lion` in optimizers.cpp."""
+        lr, (beta1, beta2) = float(group["lr"]), group["betas"]
+        return lr, 1 - beta1, 1 - beta2, 1 - lr * group["weight_decay"]

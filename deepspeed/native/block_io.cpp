@@ -1,0 +1,162 @@
+// Block I/O: a few threads that move tensors to and from files, several blocks at a time, past the page cache where
+// address, offset and length allow it. The twin in Python is deepspeed/ops/aio/threads.py; both do the same.
+#include <algorithm>
+#include <cerrno>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <mutex>
+#include <vector>
+
+#include <pthread.h>
+#include <unistd.h>
+
+namespace {
+
+constexpr int64_t kAlignment = 4096;
+constexpr size_t kStack = 256 * 1024;  // these threads call one system call; the default stack is 8 MB of data limit
+
+struct Job {
+  int direct, plain;  // descriptors; direct is -1 where the file system has no direct I/O
+  char *memory;
+  int64_t offset, bytes;
+  bool writing;
+  int64_t claimed, moved;
+  int running, error;
+};
+
+struct Queue {
+  std::mutex lock;
+  std::condition_variable work, over;
+  std::deque<Job *> jobs;
+  std::vector<pthread_t> threads;
+  int64_t block;
+  bool stopping;
+};
+
+// Moves one block. Returns the bytes moved; fewer with *error 0: the file ended.
+int64_t move(const Job &job, int64_t start, int64_t stop, int *error) {
+  int64_t at = start;
+  bool refused = job.direct < 0;
+  while (at < stop) {
+    char *memory = job.memory + at;
+    const int64_t offset = job.offset + at;
+    // What direct I/O cannot take, the rest after a short count too, goes through the page cache or gets its errno there.
+    const bool direct = !refused && reinterpret_cast<uintptr_t>(memory) % kAlignment == 0 &&
+                        offset % kAlignment == 0 && stop - at >= kAlignment;
+    const size_t length = direct ? (stop - at) / kAlignment * kAlignment : stop - at;
+    const int file = direct ? job.direct : job.plain;
+    const ssize_t count = job.writing ? pwrite(file, memory, length, offset) : pread(file, memory, length, offset);
+    if (count < 0 && errno == EINTR) continue;
+    if (count < 0 && direct && errno == EINVAL) {
+      refused = true;
+      continue;
+    }
+    if (count < 0) *error = errno;
+    if (count <= 0) break;
+    at += count;
+  }
+  return at - start;
+}
+
+void *serve(void *argument) {
+  Queue &queue = *static_cast<Queue *>(argument);
+  std::unique_lock<std::mutex> guard(queue.lock);
+  for (;;) {
+    queue.work.wait(guard, [&] { return !queue.jobs.empty() || queue.stopping; });
+    if (queue.jobs.empty()) return nullptr;
+    Job *job = queue.jobs.front();
+    const int64_t start = job->claimed;
+    const int64_t stop = std::min(start + queue.block, job->bytes);
+    job->claimed = stop;
+    job->running++;
+    if (stop == job->bytes) queue.jobs.pop_front();
+
+    guard.unlock();
+    int error = 0;
+    const int64_t moved = move(*job, start, stop, &error);
+    guard.lock();
+
+    job->running--;
+    job->moved += moved;
+    if (error && !job->error) job->error = error;
+    if (moved < stop - start && job->claimed < job->bytes) {  // the rest is not worth trying
+      job->claimed = job->bytes;
+      for (auto entry = queue.jobs.begin(); entry != queue.jobs.end(); ++entry)
+        if (*entry == job) {
+          queue.jobs.erase(entry);
+          break;
+        }
+    }
+    if (!job->running && job->claimed == job->bytes) queue.over.notify_all();
+  }
+}
+
+bool is_over(const Job *job) { return !job->running && job->claimed == job->bytes; }
+
+}  // namespace
+
+extern "C" {
+
+// Ends the threads once every job is over, and frees the queue.
+void ds_io_stop(void *opaque) {
+  Queue *queue = static_cast<Queue *>(opaque);
+  {
+    std::lock_guard<std::mutex> guard(queue->lock);
+    queue->stopping = true;
+  }
+  queue->work.notify_all();
+  for (pthread_t thread : queue->threads) pthread_join(thread, nullptr);
+  delete queue;
+}
+
+// A queue with `threads` requests of `block` bytes in flight; null if not one thread could be started.
+void *ds_io_start(int threads, int64_t block) {
+  Queue *queue = new Queue();
+  queue->block = block;
+  pthread_attr_t attributes;
+  pthread_attr_init(&attributes);
+  pthread_attr_setstacksize(&attributes, kStack);
+  for (int index = 0; index < threads; index++) {
+    pthread_t thread;
+    if (pthread_create(&thread, &attributes, serve, queue) != 0) break;
+    queue->threads.push_back(thread);
+  }
+  pthread_attr_destroy(&attributes);
+  if (!queue->threads.empty()) return queue;
+  delete queue;
+  return nullptr;
+}
+
+// Starts moving `bytes` between memory and the file; returns a job to wait for.
+void *ds_io_submit(void *opaque, int direct, int plain, void *memory, int64_t offset, int64_t bytes, int writing) {
+  Queue *queue = static_cast<Queue *>(opaque);
+  Job *job = new Job{direct, plain, static_cast<char *>(memory), offset, bytes, writing != 0, 0, 0, 0, 0};
+  {
+    std::lock_guard<std::mutex> guard(queue->lock);
+    queue->jobs.push_back(job);
+  }
+  queue->work.notify_all();
+  return job;
+}
+
+// Whether the job is over.
+int ds_io_done(void *opaque, void *job) {
+  std::lock_guard<std::mutex> guard(static_cast<Queue *>(opaque)->lock);
+  return is_over(static_cast<Job *>(job));
+}
+
+// Waits until the job is over and frees it. Returns 0 or the first errno; stores the bytes moved.
+int ds_io_wait(void *opaque, void *waited, int64_t *moved) {
+  Queue *queue = static_cast<Queue *>(opaque);
+  Job *job = static_cast<Job *>(waited);
+  std::unique_lock<std::mutex> guard(queue->lock);
+  queue->over.wait(guard, [&] { return is_over(job); });
+  guard.unlock();
+  const int error = job->error;
+  *moved = job->moved;
+  delete job;
+  return error;
+}
+
+}  // extern "C"

@@ -1,0 +1,59 @@
+// The sum of squares in one pass, in double: exact enough for any cut of a tensor, and not finite only where a value is.
+#include <algorithm>
+#include <vector>
+
+#include "numbers.h"
+
+namespace ds {
+
+// Elements summed apart and added in order, so that the number of threads changes no bit.
+constexpr int64_t CHUNK = 1 << 16;
+constexpr int64_t BLOCK = 128;
+constexpr int64_t LANES = 32;
+
+DS_INLINE double sum_chunk(const void* base, Kind kind, int64_t begin, int64_t end) {
+    alignas(64) float scratch[BLOCK];
+    alignas(64) double lanes[LANES] = {};
+    for (int64_t start = begin; start < end; start += BLOCK) {
+        const int64_t count = std::min(BLOCK, end - start);
+        const float* values = static_cast<const float*>(base) + start;
+        if (kind != FP32) {
+            widen(static_cast<const uint16_t*>(base) + start, kind, scratch, count);
+            values = scratch;
+        }
+        int64_t i = 0;
+        for (; i + LANES <= count; i += LANES)
+            for (int64_t lane = 0; lane < LANES; lane++) {
+                const double value = values[i + lane];
+                lanes[lane] += value * value;
+            }
+        for (; i < count; i++) lanes[0] += static_cast<double>(values[i]) * values[i];
+    }
+    double sum = 0.0;
+    for (double lane : lanes) sum += lane;
+    return sum;
+}
+
+double portable(const void* base, Kind kind, int64_t begin, int64_t end) { return sum_chunk(base, kind, begin, end); }
+DS_AVX2 double avx2(const void* base, Kind kind, int64_t begin, int64_t end) {
+    return sum_chunk(base, kind, begin, end);
+}
+DS_AVX512 double avx512(const void* base, Kind kind, int64_t begin, int64_t end) {
+    return sum_chunk(base, kind, begin, end);
+}
+
+}  // namespace ds
+
+extern "C" double ds_sum_of_squares(const void* values, ds::Kind kind, int64_t count, int threads) {
+    using Function = double (*)(const void*, ds::Kind, int64_t, int64_t);
+    const Function sum = ds::Versions<Function>{ds::portable, ds::avx2, ds::avx512}.pick();
+    const int64_t chunks = (count + ds::CHUNK - 1) / ds::CHUNK;
+    std::vector<double> sums(static_cast<size_t>(chunks));
+#pragma omp parallel for num_threads(static_cast<int>(std::clamp<int64_t>(chunks, 1, threads)))
+    for (int64_t chunk = 0; chunk < chunks; chunk++)
+        sums[static_cast<size_t>(chunk)] =
+            sum(values, kind, chunk * ds::CHUNK, std::min((chunk + 1) * ds::CHUNK, count));
+    double total = 0.0;
+    for (double part : sums) total += part;
+    return total;
+}

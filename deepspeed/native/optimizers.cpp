@@ -1,0 +1,159 @@
+// One optimizer step of one tensor in one pass over memory: the gradient is widened and scaled, the parameter and its
+// states are updated in fp32, and the new values are rounded into a low-precision copy. Any length, any alignment.
+#include <algorithm>
+#include <cmath>
+
+#include <omp.h>
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
+#include "numbers.h"
+
+namespace ds {
+
+// Mirrored by `_Leaf` in deepspeed/ops/host_step.py.
+struct Leaf {
+    int64_t count;
+    void* param;
+    const void* gradient;
+    void* first;   // state; null where the rule has none
+    void* second;  // state; null where the rule has none
+    void* out;     // rounded copy of the new values, or null
+    Kind param_kind, gradient_kind, first_kind, second_kind, out_kind;
+    float factor;  // multiplies the gradient
+};
+
+// Elements handled at once: all that a block touches stays in the first-level cache.
+constexpr int64_t BLOCK = 64;
+// Elements between the block at work and the one being fetched (measured; the hardware stops at each 4 KiB page).
+constexpr int64_t AHEAD = 256;
+// From this length on the copy leaves the caches before anyone reads it, so it is written around them.
+constexpr int64_t STREAMED = 1 << 20;
+// Elements below which a second thread costs more than it brings.
+constexpr int64_t PER_THREAD = 1 << 15;
+
+// Products are added without rounding where torch's kernels do so: Lion's sign turns on the last bit.
+DS_INLINE float lerp(float from, float to, float weight) {
+    return weight < 0.5f ? std::fma(weight, to - from, from) : std::fma(weight - 1.0f, to - from, to);
+}
+
+// The fields of a rule are the numbers that its optimizer gives, in this order.
+struct Adam {
+    float first_weight, second_decay, second_weight, step, root, eps, kept, l2;
+    DS_INLINE void update(float& param, float gradient, float& first, float& second) const {
+        gradient = std::fma(l2, param, gradient);
+        first = lerp(first, gradient, first_weight);
+        second = std::fma(second_weight * gradient, gradient, second * second_decay);
+        param = param * kept - step * first / (std::sqrt(second) / root + eps);
+    }
+};
+
+struct Adagrad {
+    float rate, eps, l2;
+    DS_INLINE void update(float& param, float gradient, float& sum, float&) const {
+        gradient = std::fma(l2, param, gradient);
+        sum = std::fma(gradient, gradient, sum);
+        param -= rate * gradient / (std::sqrt(sum) + eps);
+    }
+};
+
+struct Lion {
+    float rate, sign_weight, momentum_weight, kept;
+    DS_INLINE void update(float& param, float gradient, float& momentum, float&) const {
+        const float direction = lerp(momentum, gradient, sign_weight);
+        param = param * kept - rate * static_cast<float>((direction > 0.0f) - (direction < 0.0f));
+        momentum = lerp(momentum, gradient, momentum_weight);
+    }
+};
+
+DS_INLINE void fetch(const void* base, Kind kind, int64_t element) {
+    const char* start = static_cast<const char*>(base) + element * width(kind);
+    for (int64_t byte = 0; byte < BLOCK * width(kind); byte += 64) __builtin_prefetch(start + byte, 1);
+}
+
+// The values as fp32: in place, or widened into `scratch`.
+DS_INLINE float* as_fp32(const void* base, Kind kind, int64_t start, int64_t count, float* scratch) {
+    if (kind == FP32) return static_cast<float*>(const_cast<void*>(base)) + start;
+    widen(static_cast<const uint16_t*>(base) + start, kind, scratch, count);
+    return scratch;
+}
+
+DS_INLINE void round_into(const float* values, void* base, Kind kind, int64_t start, int64_t count) {
+    if (kind != FP32) narrow(values, kind, static_cast<uint16_t*>(base) + start, count);
+}
+
+DS_INLINE void write_around_caches(const float* values, Kind kind, uint16_t* to) {
+#if defined(__SSE2__)
+    alignas(64) uint16_t rounded[BLOCK];
+    narrow(values, kind, rounded, BLOCK);
+    for (int64_t i = 0; i < BLOCK; i += 8)
+        _mm_stream_si128(reinterpret_cast<__m128i*>(to + i), _mm_load_si128(reinterpret_cast<__m128i*>(rounded + i)));
+#else
+    narrow(values, kind, to, BLOCK);
+#endif
+}
+
+template <class Rule>
+DS_INLINE void update_block(const Rule& rule, float factor, float* __restrict param, const float* __restrict gradient,
+                            float* __restrict first, float* __restrict second, int64_t count) {
+    for (int64_t i = 0; i < count; i++) rule.update(param[i], gradient[i] * factor, first[i], second[i]);
+}
+
+template <class Rule> DS_INLINE void update_range(const Leaf& leaf, const Rule& rule, int64_t begin, int64_t end) {
+    alignas(64) float params[BLOCK], gradients[BLOCK], firsts[BLOCK], seconds[BLOCK];
+    const bool streamed = leaf.count >= STREAMED && reinterpret_cast<uintptr_t>(leaf.out) % 16 == 0;
+    for (int64_t start = begin; start < end; start += BLOCK) {
+        const int64_t count = std::min(BLOCK, end - start);
+        fetch(leaf.param, leaf.param_kind, start + AHEAD);
+        fetch(leaf.gradient, leaf.gradient_kind, start + AHEAD);
+        fetch(leaf.first, leaf.first_kind, start + AHEAD);
+        if (leaf.second) fetch(leaf.second, leaf.second_kind, start + AHEAD);
+        float* param = as_fp32(leaf.param, leaf.param_kind, start, count, params);
+        const float* gradient = as_fp32(leaf.gradient, leaf.gradient_kind, start, count, gradients);
+        float* first = as_fp32(leaf.first, leaf.first_kind, start, count, firsts);
+        float* second = leaf.second ? as_fp32(leaf.second, leaf.second_kind, start, count, seconds) : seconds;
+        update_block(rule, leaf.factor, param, gradient, first, second, count);
+        round_into(param, leaf.param, leaf.param_kind, start, count);
+        round_into(first, leaf.first, leaf.first_kind, start, count);
+        if (leaf.second) round_into(second, leaf.second, leaf.second_kind, start, count);
+        if (leaf.out && streamed && count == BLOCK)
+            write_around_caches(param, leaf.out_kind, static_cast<uint16_t*>(leaf.out) + start);
+        else if (leaf.out)
+            round_into(param, leaf.out, leaf.out_kind, start, count);
+    }
+#if defined(__SSE2__)
+    if (leaf.out && streamed) _mm_sfence();
+#endif
+}
+
+template <class Rule> void portable(const Leaf& leaf, const Rule& rule, int64_t begin, int64_t end) {
+    update_range(leaf, rule, begin, end);
+}
+template <class Rule> DS_AVX2 void avx2(const Leaf& leaf, const Rule& rule, int64_t begin, int64_t end) {
+    update_range(leaf, rule, begin, end);
+}
+template <class Rule> DS_AVX512 void avx512(const Leaf& leaf, const Rule& rule, int64_t begin, int64_t end) {
+    update_range(leaf, rule, begin, end);
+}
+
+template <class Rule> void update(const Leaf& leaf, const Rule& rule, int threads) {
+    using Function = void (*)(const Leaf&, const Rule&, int64_t, int64_t);
+    const Function range = Versions<Function>{portable<Rule>, avx2<Rule>, avx512<Rule>}.pick();
+    const int useful = static_cast<int>(std::clamp<int64_t>(leaf.count / PER_THREAD, 1, threads));
+#pragma omp parallel num_threads(useful)
+    {
+        const int64_t blocks = (leaf.count + BLOCK - 1) / BLOCK;
+        const int64_t share = (blocks + omp_get_num_threads() - 1) / omp_get_num_threads() * BLOCK;
+        const int64_t begin = share * omp_get_thread_num();
+        range(leaf, rule, begin, std::min(begin + share, leaf.count));
+    }
+}
+
+}  // namespace ds
+
+extern "C" {
+void ds_adam(const ds::Leaf* leaf, const ds::Adam* rule, int threads) { ds::update(*leaf, *rule, threads); }
+void ds_adagrad(const ds::Leaf* leaf, const ds::Adagrad* rule, int threads) { ds::update(*leaf, *rule, threads); }
+void ds_lion(const ds::Leaf* leaf, const ds::Lion* rule, int threads) { ds::update(*leaf, *rule, threads); }
+}
