@@ -6,14 +6,14 @@ import inspect
 import sys
 import time
 from collections.abc import Callable
-from functools import partial, wraps
+from functools import lru_cache, partial, wraps
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.comm import watch
+from deepspeed.comm import routes, watch
 from deepspeed.comm.groups import require_group
 from deepspeed.comm.logging import as_table, comms_logger
 from deepspeed.foundation.log import say
@@ -52,14 +52,19 @@ def timed_op(func: Callable[..., Any]) -> Callable[..., Any]:
     """
     operation = func.__name__
     names = list(inspect.signature(func).parameters)
+    place = _MESSAGE.get(operation, 0)  # of the message among the arguments
+    name = names[place] if names else ""
+    group_place = names.index("group") if "group" in names else len(names)
 
     @wraps(func)
     def call(*args: Any, prof: bool = False, log_name: str | None = None, debug: Any = None, **kwargs: Any) -> Any:
         require_group()
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        message = given.get(names[_MESSAGE.get(operation, 0)]) if names else None
+        message = args[place] if len(args) > place else kwargs.get(name)
         label = f"{log_name or operation} {_shape(message)}".rstrip()
-        finish = _begin(operation, label, message, given.get("group"), prof, bool(debug))
+        finish = _nothing
+        if comms_logger.wants(operation, prof):
+            group = args[group_place] if len(args) > group_place else kwargs.get("group")
+            finish = _begin(operation, label, message, group, bool(debug))
         result = _guarded(label, func, *args, **kwargs)
         if isinstance(result, dist.Work):
             return Pending(result, label, finish)
@@ -82,10 +87,8 @@ def _guarded(label: str, action: Callable[..., Any], *args: Any, **kwargs: Any) 
         watch.note_done()
 
 
-def _begin(operation: str, label: str, message: Any, group: Any, prof: bool, debug: bool) -> Callable[[], None]:
-    """Start the clock when the comms logger wants this call; returns what stops it."""
-    if not comms_logger.wants(operation, prof):
-        return _nothing
+def _begin(operation: str, label: str, message: Any, group: Any, debug: bool) -> Callable[[], None]:
+    """Start the clock for the comms logger; returns what stops it."""
     where = ""
     if debug or comms_logger.debug:
         caller = sys._getframe(2)
@@ -109,10 +112,15 @@ def _nothing() -> None:
 def _shape(message: Any) -> str:
     """A tensor, or a list of them, in a few characters: "float32[4, 8]", "2 x float32[8]"."""
     if isinstance(message, torch.Tensor):
-        return f"{str(message.dtype)[6:]}{list(message.shape)}"
+        return _shape_of(message.dtype, message.shape)
     if isinstance(message, list) and message and isinstance(message[0], torch.Tensor):
         return f"{len(message)} x {_shape(message[0])}"
     return ""
+
+
+@lru_cache(maxsize=1024)
+def _shape_of(dtype: torch.dtype, shape: torch.Size) -> str:
+    return f"{str(dtype)[6:]}{list(shape)}"
 
 
 def _bytes(message: Any) -> int:
@@ -121,25 +129,13 @@ def _bytes(message: Any) -> int:
     return sum(map(_bytes, message)) if isinstance(message, list) else 0
 
 
-def _renamed(name: str, *newer: str) -> Callable[..., Any]:
-    """torch's function, by the first of its newer names this torch has (the older one warns there), called `name`."""
-    found = next(getattr(dist, known) for known in (*newer, name) if hasattr(dist, known))
-
-    @wraps(found)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return found(*args, **kwargs)
-
-    call.__name__ = name
-    return call
-
-
-all_reduce = timed_op(dist.all_reduce)
-broadcast = timed_op(dist.broadcast)
+all_reduce = timed_op(routes.all_reduce)
+broadcast = timed_op(routes.broadcast)
 reduce = timed_op(dist.reduce)
 all_gather = timed_op(dist.all_gather)
-all_gather_into_tensor = timed_op(_renamed("all_gather_into_tensor", "all_gather_single"))
+all_gather_into_tensor = timed_op(routes.all_gather_into_tensor)
 reduce_scatter = timed_op(dist.reduce_scatter)
-reduce_scatter_tensor = timed_op(_renamed("reduce_scatter_tensor", "reduce_scatter_single"))
+reduce_scatter_tensor = timed_op(routes.reduce_scatter_tensor)
 all_to_all = timed_op(dist.all_to_all)
 all_to_all_single = timed_op(dist.all_to_all_single)
 gather = timed_op(dist.gather)

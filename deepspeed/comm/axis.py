@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from deepspeed.comm.window import Window, forget_windows, window_of
 from deepspeed.errors import ArgumentError
 
 
@@ -23,6 +24,7 @@ class Axis:
         rank: position of this process in `ranks`.
         group: the process group of `ranks`; None when nothing travels: one rank, or tensors without bytes.
         tagged: messages carry tags (gloo on CPU), so their order may differ from rank to rank.
+        window: the memory its ranks share, where they are on one machine's CPU.
     """
 
     name: str
@@ -30,6 +32,7 @@ class Axis:
     rank: int
     group: dist.ProcessGroup | None
     tagged: bool
+    window: Window | None = field(default=None, repr=False)
     _channels: itertools.count = field(default_factory=lambda: itertools.count(1), repr=False)
 
     @property
@@ -45,6 +48,12 @@ class Axis:
     def channel(self) -> int:
         """A new message channel. Ranks open channels in the same order, so numbers agree without a message."""
         return next(self._channels)
+
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A 1-D tensor of any values, for what the other ranks are to read: without a copy, where memory is shared."""
+        if self.window is not None and device.type == "cpu":
+            return self.window.empty(numel, dtype)
+        return torch.empty(numel, dtype=dtype, device=device)
 
 
 def world_axis(name: str = "dp", device: torch.device | None = None) -> Axis:
@@ -102,10 +111,13 @@ def _axis(name: str, ranks: tuple[int, ...], group: dist.ProcessGroup | None, de
     if known is None or known.group is not group:
         backend = str(dist.get_backend(group))
         tagged = device.type == "cpu" and "fake" not in backend
-        known = _axes[key] = Axis(name, ranks, me, group, tagged)
+        known = _axes[key] = Axis(
+            name, ranks, me, group, tagged, window_of(group) if tagged and group is not None else None
+        )
     return known
 
 
 def forget_axes() -> None:
     """The process groups are gone."""
     _axes.clear()
+    forget_windows()

@@ -2,21 +2,24 @@
 
 [Note: fixed table] What moves which way is fixed here and never timed at run time:
 
-| operation          | tagged axis (gloo, CPU)                                 | other axes (NCCL)                |
-|--------------------|---------------------------------------------------------|----------------------------------|
-| reduce to owners   | a message per owner, fp32 sum there in rank order       | all-to-all, same sum             |
-| spread (all-gather)| a message from each owner to each other rank            | all-gather, broadcasts if uneven |
-| all-reduce         | two ranks, fp32: the backend's own (the same bits);     | as on the left                   |
-|                    | two ranks, low precision: swap whole, sum on both sides |                                  |
-|                    | else reduce to owners, then spread                      |                                  |
+| operation          | one machine's CPU ranks   | tagged axis (gloo, CPU)       | other axes (NCCL)                |
+|--------------------|---------------------------|-------------------------------|----------------------------------|
+| reduce to owners   | post, owners sum in place | a message per owner, sum there| all-to-all, same sum             |
+| spread (all-gather)| stream through slots      | a message to each other rank  | all-gather, broadcasts if uneven |
+| share (spread in   | post, others copy         | as spread                     | as spread                        |
+| any order)         |                           |                               |                                  |
+| all-reduce, fp32   | reduce to owners, share   | two ranks: the backend's own  | as on the left                   |
+| swap (two ranks)   | post, both read           | a message each way            | –                                |
 
-Every entry gives the same bits: the fp32 sum in rank order.
+The left column is `comm/window`, and is taken where ranks share memory. Every entry gives the same bits: the fp32 sum
+in rank order.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,6 +29,7 @@ import torch.distributed as dist
 from deepspeed.comm import watch
 from deepspeed.comm.axis import Axis
 from deepspeed.comm.logging import comms_logger
+from deepspeed.comm.window import Until, Window, sum_natively
 
 # Kinds of messages on one channel; with the channel and a sequence number they make the tag.
 EXCHANGE, SPREAD, PULL, READ, SMALL = range(5)
@@ -84,6 +88,8 @@ class Handle:
         """
         if self.done or not self.works:
             return True
+        if isinstance(self.works[0], Until):
+            return self.works[0].within(patience)
         if self._waiter is None:
             self._waiter = threading.Thread(target=self._wait_aside, name="deepspeed-wait", daemon=True)
             self._waiter.start()
@@ -120,6 +126,17 @@ class Handle:
         self.done, self.works = True, []
         then, self.then = self.then, None
         return then() if then is not None else None
+
+    def followed_by(self, then: Callable[[], Handle | None]) -> Handle:
+        """This handle, with `then` called when all its phases are over."""
+        inner = self.then
+
+        def next_phase() -> Handle | None:
+            following = inner() if inner is not None else None
+            return then() if following is None else following.followed_by(then)
+
+        self.then = next_phase
+        return self
 
     def wait(self) -> None:
         """Wait until all phases are over."""
@@ -208,6 +225,8 @@ def sum_in_rank_order(parts: Sequence[torch.Tensor], out: torch.Tensor, scale: f
             for part in parts[2:]:
                 out.add_(part)
         return
+    if sum_natively(parts, out, scale, add):
+        return
     total = torch.empty(min(_BLOCK, out.numel()), dtype=torch.float32, device=out.device)
     term = torch.empty_like(total)
     aliased = any(p.data_ptr() == out.data_ptr() for p in parts)
@@ -247,12 +266,38 @@ def reduce_to_owners(
         finish: called with the contributions in rank order; sums them (`sum_in_rank_order`).
         scratch: makes the buffers to receive into.
     """
+    if axis.window is not None:
+        return _read_posts(axis, axis.window, flat, cuts, tag, label, finish)
     works, parts = exchange(axis, flat, cuts, tag, label, scratch)
     return Handle(axis, label, works, lambda: finish(parts), flat)
 
 
+def _read_posts(
+    axis: Axis,
+    window: Window,
+    flat: torch.Tensor,
+    cuts: Sequence[int],
+    tag: int,
+    label: str,
+    finish: Callable[[list], Handle | None],
+) -> Handle:
+    """`reduce_to_owners` in shared memory: each owner sums its slice of everybody's buffer where it lies."""
+    low, high = cuts[axis.rank], cuts[axis.rank + 1]
+    takers = [r for r in axis.peers if cuts[r + 1] > cuts[r]]
+    givers = axis.peers if high > low else []
+
+    def arrived() -> Handle:
+        parts = [flat if r == axis.rank or not givers else window.read(r, tag, flat.dtype) for r in range(axis.size)]
+        following = finish([part[low:high] for part in parts])
+        window.acknowledge(tag, givers)
+        return Handle(axis, label, [window.acknowledged(tag, takers)], lambda: following)
+
+    works = post(axis, label, lambda: window.post(tag, flat, takers) or [window.posted(tag, givers)])
+    return Handle(axis, label, works, arrived, flat)
+
+
 def spread(axis: Axis, full: torch.Tensor, cuts: Sequence[int], tag: int, label: str) -> Handle:
-    """Every owner sends its slice of `full` to all others (an all-gather in place).
+    """Every owner sends its slice of `full` to all others (an all-gather in place). All ranks call in one order.
 
     Args:
         axis: ranks that take part.
@@ -265,9 +310,12 @@ def spread(axis: Axis, full: torch.Tensor, cuts: Sequence[int], tag: int, label:
     if group is None:
         return Handle(axis, label, [])
     slices = [full[cuts[r] : cuts[r + 1]] for r in range(axis.size)]
-    own = slices[axis.rank]
+    own, window = slices[axis.rank], axis.window
 
     def start() -> list[Any]:
+        if window is not None:
+            window.all_gather(full, cuts, own, tag)
+            return []
         if axis.tagged:
             works = [group.recv([slices[r]], r, tag) for r in axis.peers if slices[r].numel()]
             return works + [group.send([own], r, tag) for r in axis.peers if own.numel()]
@@ -280,6 +328,26 @@ def spread(axis: Axis, full: torch.Tensor, cuts: Sequence[int], tag: int, label:
     return Handle(axis, label, post(axis, label, start), payload=full)
 
 
+def share(axis: Axis, full: torch.Tensor, cuts: Sequence[int], tag: int, label: str) -> Handle:
+    """`spread` for ranks that may call in different orders, where the axis allows it."""
+    window = axis.window
+    if window is None:
+        return spread(axis, full, cuts, tag, label)
+    slices = [full[cuts[r] : cuts[r + 1]] for r in range(axis.size)]
+    own = slices[axis.rank]
+    givers = [r for r in axis.peers if slices[r].numel()]
+    takers = axis.peers if own.numel() else []
+
+    def arrived() -> Handle:
+        for r in givers:
+            slices[r].copy_(window.read(r, tag, full.dtype))
+        window.acknowledge(tag, givers)
+        return Handle(axis, label, [window.acknowledged(tag, takers)])
+
+    works = post(axis, label, lambda: window.post(tag, own, takers) or [window.posted(tag, givers)])
+    return Handle(axis, label, works, arrived, full)
+
+
 def swap(
     axis: Axis,
     flat: torch.Tensor,
@@ -289,7 +357,17 @@ def swap(
     scratch: Scratch = torch.empty_like,
 ) -> Handle:
     """Two ranks exchange the whole of `flat`; `finish` gets both contributions in rank order."""
-    group, peer = axis.group, 1 - axis.rank
+    group, peer, window = axis.group, 1 - axis.rank, axis.window
+    if window is not None:
+
+        def arrived() -> Handle:
+            theirs = window.read(peer, tag, flat.dtype)
+            following = finish([flat, theirs] if axis.rank == 0 else [theirs, flat])
+            window.acknowledge(tag, [peer])
+            return Handle(axis, label, [window.acknowledged(tag, [peer])], lambda: following)
+
+        posted = post(axis, label, lambda: window.post(tag, flat, [peer]) or [window.posted(tag, [peer])])
+        return Handle(axis, label, posted, arrived, flat)
     other = scratch(flat)
     parts = [flat, other] if axis.rank == 0 else [other, flat]
     if group is None:
@@ -298,16 +376,47 @@ def swap(
     return Handle(axis, label, works, lambda: finish(parts), flat)
 
 
-def all_reduce_sum(axis: Axis, flat: torch.Tensor, label: str, then: Callable[[], Handle | None]) -> Handle:
-    """The backend's own all-reduce in place; only where its sum is the sum in rank order (two ranks, fp32)."""
+def can_all_reduce(axis: Axis, dtype: torch.dtype) -> bool:
+    """Whether `all_reduce_sum` gives the sum in rank order."""
+    return axis.window is not None or (dtype == torch.float32 and axis.size == 2)
+
+
+def all_reduce_sum(
+    axis: Axis,
+    flat: torch.Tensor,
+    cuts: Sequence[int],
+    tags: tuple[int, int],
+    label: str,
+    then: Callable[[], Handle | None],
+) -> Handle:
+    """The sum in place, where `can_all_reduce` says so: the backend's own, or reduce to owners, then share.
+
+    Args:
+        axis: ranks that take part.
+        flat: 1-D.
+        cuts: who sums what.
+        tags: of the two phases.
+        label: for reports.
+        then: called once, when `flat` holds the sum.
+    """
+    if axis.window is not None:
+        # In place: a rank's slice is read by that rank alone until it holds the sum.
+        def add(parts: list[torch.Tensor]) -> Handle:
+            sum_in_rank_order(parts, flat[cuts[axis.rank] : cuts[axis.rank + 1]], 1.0, add=False)
+            return share(axis, flat, cuts, tags[1], label).followed_by(then)
+
+        return reduce_to_owners(axis, flat, cuts, tags[0], label, add)
     works = post(axis, label, lambda: [dist.all_reduce(flat, group=axis.group, async_op=True)])
     return Handle(axis, label, works, then, flat)
 
 
 def broadcast(axis: Axis, flat: torch.Tensor, src: int, label: str) -> None:
     """Axis rank `src` sends `flat` to all, blocking."""
-    if axis.group is not None:
-        works = post(axis, label, lambda: [dist.broadcast(flat, src=axis.ranks[src], group=axis.group, async_op=True)])
+    window, group = axis.window, axis.group
+    if window is not None:
+        post(axis, label, lambda: window.broadcast(flat, src, zlib.crc32(label.encode())) or [])
+    elif group is not None:
+        works = post(axis, label, lambda: [dist.broadcast(flat, src=axis.ranks[src], group=group, async_op=True)])
         wait_all(axis, label, works)
 
 

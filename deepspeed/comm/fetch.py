@@ -18,6 +18,8 @@ import socket
 import struct
 import threading
 from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +29,8 @@ import torch.distributed as dist
 from deepspeed.comm import watch
 from deepspeed.comm.axis import Axis
 from deepspeed.comm.collectives import PULL, Handle, delay, post, tag_of
-from deepspeed.errors import CommError
+from deepspeed.comm.window import require
+from deepspeed.errors import CommError, StorageError
 from deepspeed.foundation.log import logger
 
 _REQUEST = struct.Struct("<iiqq")  # requesting rank, channel, version, sequence number
@@ -35,11 +38,15 @@ _TOKEN_BYTES = 16
 _PATIENCE_S = 5.0
 
 
+# A slice in memory, or what lends one for as long as it takes to send it.
+Served = torch.Tensor | Callable[[], AbstractContextManager[torch.Tensor]]
+
+
 @dataclass
 class _Served:
     """A slice others may ask for, and its version."""
 
-    slice: torch.Tensor
+    slice: Served
     version: int = 0
     waiting: list[tuple[int, int, int]] = field(default_factory=list)  # (version, rank, seq)
 
@@ -77,7 +84,7 @@ class FetchService:
         self._addresses = rows
         self._token = bytes.fromhex(mine[2])
 
-    def serve(self, channel: int, slice_: torch.Tensor) -> None:
+    def serve(self, channel: int, slice_: Served) -> None:
         """Let others pull `slice_` on `channel`."""
         with self._lock:
             self._served[channel] = _Served(slice_)
@@ -180,9 +187,15 @@ class FetchService:
                 self._send(channel, served, rank, seq)
 
     def _send(self, channel: int, served: _Served, rank: int, seq: int) -> None:
-        group = self.axis.group
-        if group is not None:
-            self._sent.append((channel, group.send([served.slice], rank, tag_of(channel, PULL, seq))))
+        group, slice_ = self.axis.group, served.slice
+        if group is not None and not isinstance(slice_, torch.Tensor):
+            try:
+                with slice_() as lent:
+                    group.send([lent], rank, tag_of(channel, PULL, seq)).wait()
+            except StorageError as error:  # the rank that asked would wait for ever
+                raise watch.failed(f"serve of a slice on channel {channel}", RuntimeError(str(error))) from error
+        elif group is not None and isinstance(slice_, torch.Tensor):
+            self._sent.append((channel, group.send([slice_], rank, tag_of(channel, PULL, seq))))
 
     def close(self) -> None:
         """Stop the thread and close the sockets. All ranks have finished pulling when they call this."""
@@ -214,6 +227,39 @@ def _own_address() -> str:
             return probe.getsockname()[0]
     except OSError:
         return "127.0.0.1"
+
+
+class SharedSlices:
+    """The same where the ranks share memory: slices are read where they lie, and nobody has to answer.
+
+    Args:
+        axis: an axis with a window.
+    """
+
+    def __init__(self, axis: Axis) -> None:
+        self.axis, self._window = axis, require(axis.window)
+
+    def serve(self, channel: int, slice_: torch.Tensor) -> None:
+        """Let others pull `slice_` on `channel`."""
+        self._window.serve(channel, slice_)
+
+    def withdraw(self, channel: int) -> None:
+        """Nobody pulls any more; nothing was promised that is to be taken back."""
+
+    def advance(self, channel: int) -> None:
+        """The own slice of `channel` has its next version."""
+        self._window.advance(channel)
+
+    def pull(self, channel: int, full: torch.Tensor, cuts: tuple[int, ...], label: str) -> Handle:
+        """Copy every owner's slice into `full` once it has this rank's version; arguments as above."""
+        window = self._window
+        givers = [r for r in self.axis.peers if cuts[r + 1] > cuts[r]]
+
+        def copy() -> None:
+            for r in givers:
+                full[cuts[r] : cuts[r + 1]].copy_(window.served(r, channel, full.dtype))
+
+        return Handle(self.axis, label, [window.reached(channel, givers)], copy, full)
 
 
 _services: dict[int, FetchService] = {}

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm import fetch, init, watch
 from deepspeed.comm.axis import forget_axes
+from deepspeed.comm.routes import forget_routes
 from deepspeed.errors import NotAvailableError, UsageError
 from deepspeed.foundation.log import say
 
@@ -109,6 +110,7 @@ def destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
     """End `group`; None ends all groups and the watch over them."""
     if group is None:
         fetch.close_all()
+        forget_routes()
         forget_axes()
         watch.stop()
     if dist.is_initialized():

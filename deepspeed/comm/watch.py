@@ -68,11 +68,16 @@ def note(label: str) -> None:
     Raises:
         CommError: another rank has reported a failure, so this collective could never complete.
     """
-    if _here.verdict is not None:
-        _here.raised = True
-        raise CommError(f"'{label}' was not started: {_here.verdict}")
+    heed(label)
     _here.place.number += 1
     _here.place.write(label, INSIDE)
+
+
+def heed(label: str = "") -> None:
+    """Raise CommError when another rank has reported a failure, before `label` is started or while it waits."""
+    if _here.verdict is not None:
+        _here.raised = True
+        raise CommError(f"'{label}' was not started: {_here.verdict}" if label else _here.verdict)
 
 
 def note_done() -> None:

@@ -1,0 +1,121 @@
+"""Memory that the other ranks of the machine can map: tensors in it are read where they lie, without a message."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import weakref
+from bisect import insort
+
+import numpy as np
+import torch
+
+_PAGE = 4096
+_REGION = 1 << 26  # bytes of a region at least: few regions, so few mappings in the peers
+_GIVE_BACK = 1 << 20  # freed blocks of so many bytes return their pages to the system
+
+
+def shared_memory(nbytes: int) -> tuple[int, mmap.mmap]:
+    """A mapped, zeroed memory file of fixed size that exists as long as somebody has it open or mapped."""
+    descriptor = os.memfd_create("deepspeed", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, nbytes)
+    # Nobody can cut it short under a reader.
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    return descriptor, _mapped(descriptor, nbytes)
+
+
+def open_shared(process: int, descriptor: int, nbytes: int) -> mmap.mmap:
+    """Map the memory file that another process has open.
+
+    Raises:
+        OSError: the process is gone or hidden from this one, or the file is not of that size.
+    """
+    path = f"/proc/{process}/fd/{descriptor}"
+    with open(path, "r+b", buffering=0) as file:
+        if os.fstat(file.fileno()).st_size != nbytes:
+            raise OSError(f"{path} is not the memory of {nbytes} bytes that was announced")
+        return _mapped(file.fileno(), nbytes)
+
+
+def _mapped(descriptor: int, nbytes: int) -> mmap.mmap:
+    mapped = mmap.mmap(descriptor, nbytes)
+    with contextlib.suppress(OSError, AttributeError):  # only faster
+        mapped.madvise(mmap.MADV_HUGEPAGE)
+    return mapped
+
+
+class _Region:
+    """One memory file, cut into blocks."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._owner = os.getpid()
+        self.descriptor, self.memory = shared_memory(nbytes)
+        self.base = np.frombuffer(self.memory, dtype=np.uint8).ctypes.data
+        self.free: list[tuple[int, int]] = [(0, nbytes)]  # (offset, bytes), sorted, never touching each other
+
+    def take(self, nbytes: int) -> int | None:
+        """The offset of a block, or None when no gap is large enough."""
+        for index, (offset, gap) in enumerate(self.free):
+            if gap >= nbytes:
+                self.free[index : index + 1] = [(offset + nbytes, gap - nbytes)] if gap > nbytes else []
+                return offset
+        return None
+
+    def put(self, offset: int, nbytes: int) -> None:
+        """Take a block back."""
+        if os.getpid() != self._owner:
+            return  # a forked child (a loader's worker) drops its copy of a tensor that lives on in its parent
+        if nbytes >= _GIVE_BACK:
+            self.memory.madvise(mmap.MADV_REMOVE, offset, nbytes)
+        insort(self.free, (offset, nbytes))
+        merged = [self.free[0]]
+        for at, gap in self.free[1:]:
+            last, before = merged[-1]
+            if last + before == at:
+                merged[-1] = (last, before + gap)
+            else:
+                merged.append((at, gap))
+        self.free = merged
+
+
+class Arena:
+    """Tensors in shared memory; a block is free again when the last tensor over it is gone."""
+
+    def __init__(self) -> None:
+        self._regions: list[_Region] = []
+
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A 1-D tensor with any values.
+
+        Args:
+            numel: elements.
+            dtype: any.
+        """
+        wanted = numel * dtype.itemsize
+        if wanted == 0:
+            return torch.empty(0, dtype=dtype)
+        nbytes = -(-wanted // _PAGE) * _PAGE
+        region, offset = self._block(nbytes)
+        array = np.frombuffer(region.memory, dtype=np.uint8, count=wanted, offset=offset)
+        weakref.finalize(array, region.put, offset, nbytes).atexit = False
+        return torch.from_numpy(array).view(dtype)
+
+    def _block(self, nbytes: int) -> tuple[_Region, int]:
+        for region in self._regions:
+            offset = region.take(nbytes)
+            if offset is not None:
+                return region, offset
+        region = _Region(max(nbytes, _REGION))
+        self._regions.append(region)
+        return region, region.take(nbytes) or 0
+
+    def place(self, tensor: torch.Tensor) -> tuple[int, int, int] | None:
+        """Where a contiguous tensor lies: (descriptor, bytes of its memory file, offset), or None when elsewhere."""
+        address = tensor.data_ptr()
+        for region in self._regions:
+            if region.base <= address < region.base + region.nbytes:
+                return region.descriptor, region.nbytes, address - region.base
+        return None

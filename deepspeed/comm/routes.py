@@ -1,0 +1,128 @@
+"""The way each public collective takes: shared memory, a composition of messages, or the backend's own.
+
+On CPU sums of fp32, bf16 and fp16 are the fp32 sum in rank order, whichever way they take; what is not named here, and
+`async_op`, is the backend's.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from deepspeed.comm.axis import Axis, group_axis
+from deepspeed.comm.collectives import EXCHANGE, SPREAD, reduce_to_owners, spread, sum_in_rank_order, tag_of
+
+_SUMMED = (torch.float32, torch.bfloat16, torch.float16)
+_SUM = dist.ReduceOp.SUM
+_axes: dict[int, tuple[Any, Axis, int]] = {}  # by process group: the group, its axis, a channel
+_counter = itertools.count()
+
+
+def _route(group: Any, *tensors: torch.Tensor) -> tuple[Axis, int] | None:
+    """The axis of a group on CPU and a channel on it; None where the backend does everything."""
+    for tensor in tensors:
+        if not tensor.is_cpu or not tensor.is_contiguous():
+            return None
+    if group is None:
+        group = dist.group.WORLD
+    known = _axes.get(id(group))
+    if known is None or known[0] is not group:
+        if not isinstance(group, dist.ProcessGroup) or "gloo" not in dist.get_backend(group):
+            return None
+        axis = group_axis("public", group)
+        known = _axes[id(group)] = (group, axis, axis.channel())
+    return None if known[1].size == 1 else known[1:]
+
+
+def _even(numel: int, ranks: int) -> list[int]:
+    return [numel * r // ranks for r in range(ranks + 1)]
+
+
+def all_reduce(tensor: torch.Tensor, op: Any = _SUM, group: Any = None, async_op: bool = False) -> Any:
+    """As torch's; sums over CPU ranks are the fp32 sum in rank order."""
+    plain = async_op or not (op is _SUM or op == _SUM) or tensor.dtype not in _SUMMED
+    route = None if plain else _route(group, tensor)
+    if route is None or (route[0].window is None and route[0].size == 2 and tensor.dtype == torch.float32):
+        return dist.all_reduce(tensor, op, group, async_op)
+    axis, channel = route
+    if axis.window is not None:
+        axis.window.all_reduce(tensor)
+        return None
+    flat, cuts, seq = tensor.detach().view(-1), _even(tensor.numel(), axis.size), next(_counter)
+    own = flat[cuts[axis.rank] : cuts[axis.rank + 1]]
+    finish = lambda parts: sum_in_rank_order(parts, own, 1.0, add=False)  # noqa: E731
+    reduce_to_owners(axis, flat, cuts, tag_of(channel, EXCHANGE, seq), "all_reduce", finish).wait()
+    spread(axis, flat, cuts, tag_of(channel, SPREAD, seq), "all_reduce").wait()
+    return None
+
+
+def reduce_scatter_tensor(
+    output: torch.Tensor, input: torch.Tensor, op: Any = _SUM, group: Any = None, async_op: bool = False
+) -> Any:
+    """As torch's; sums over CPU ranks are the fp32 sum in rank order."""
+    plain = async_op or not (op is _SUM or op == _SUM) or input.dtype not in _SUMMED or output.dtype != input.dtype
+    route = None if plain else _route(group, output, input)
+    if route is None or output.numel() * route[0].size != input.numel():
+        return _backend("reduce_scatter")(output, input, op, group, async_op)
+    axis, channel = route
+    cuts, flat = _even(input.numel(), axis.size), input.detach().view(-1)
+    if axis.window is not None:
+        axis.window.reduce_scatter(flat, cuts, output)
+        return None
+    out = output.detach().view(-1)
+    finish = lambda parts: sum_in_rank_order(parts, out, 1.0, add=False)  # noqa: E731
+    reduce_to_owners(axis, flat, cuts, tag_of(channel, EXCHANGE, next(_counter)), "reduce_scatter", finish).wait()
+    return None
+
+
+def all_gather_into_tensor(
+    output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any = None, async_op: bool = False
+) -> Any:
+    """As torch's."""
+    route = (
+        None if async_op or output_tensor.dtype != input_tensor.dtype else _route(group, output_tensor, input_tensor)
+    )
+    if route is None or input_tensor.numel() * route[0].size != output_tensor.numel():
+        return _backend("all_gather")(output_tensor, input_tensor, group, async_op)
+    axis, channel = route
+    cuts, full = _even(output_tensor.numel(), axis.size), output_tensor.detach().view(-1)
+    if axis.window is not None:
+        axis.window.all_gather(full, cuts, input_tensor)
+        return None
+    full[cuts[axis.rank] : cuts[axis.rank + 1]] = input_tensor.detach().view(-1)
+    spread(axis, full, cuts, tag_of(channel, SPREAD, next(_counter)), "all_gather").wait()
+    return None
+
+
+def broadcast(
+    tensor: torch.Tensor,
+    src: int | None = None,
+    group: Any = None,
+    async_op: bool = False,
+    group_src: int | None = None,
+) -> Any:
+    """As torch's."""
+    route = None if async_op else _route(group, tensor)
+    window = None if route is None else route[0].window
+    if route is None or window is None or (src is None) == (group_src is None):
+        return dist.broadcast(tensor, src, group, async_op, group_src)
+    ranks = route[0].ranks
+    if group_src is None and src not in ranks:
+        return dist.broadcast(tensor, src, group, async_op)  # its error is the one users know
+    window.broadcast(tensor, ranks.index(src) if group_src is None else group_src)
+    return None
+
+
+def _backend(name: str) -> Any:
+    """torch's function by the first of its names this torch has: the older one warns in a newer torch."""
+    newer = {"reduce_scatter": "reduce_scatter_single", "all_gather": "all_gather_single"}[name]
+    older = {"reduce_scatter": "reduce_scatter_tensor", "all_gather": "all_gather_into_tensor"}[name]
+    return getattr(dist, newer, None) or getattr(dist, older)
+
+
+def forget_routes() -> None:
+    """The process groups are gone."""
+    _axes.clear()

@@ -1,0 +1,450 @@
+"""Shared memory between the ranks of one machine: posted buffers that peers read in place, and fast collectives.
+
+[Note: windows] A gloo message is copied four times and crosses the kernel twice. Ranks of one machine need not send at
+all. A *post* tells the peers where a buffer lies; whoever needs it reads it there, in any order, and acknowledges, so
+that the sender may reuse it. An *ordered* collective streams through small slots of the native library
+(`native/shm.cpp`); all ranks call these in one order. Both give the fp32 sum in rank order. A rank that waits for one
+thing lets `workers` finish others that peers may be waiting for. Memory is memfds opened through their
+owner's process (`comm/arena.py`): nothing has a name, so no death leaves anything behind.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import secrets
+import select
+import struct
+import threading
+import time
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from mmap import mmap
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from deepspeed.comm import watch
+from deepspeed.comm.arena import Arena, open_shared, shared_memory
+from deepspeed.comm.place import boot
+from deepspeed.errors import CommError
+from deepspeed.foundation.log import say_once
+from deepspeed.native import library
+
+_TOKEN = 16  # bytes at the end of a segment: containers number their processes alike
+_SLOT = 1 << 18  # bytes of a slot, so that a chunk stays in the second-level cache
+_CROWDED_SLOT = 1 << 20  # with more ranks than cores: fewer, longer turns
+_SPIN_NS = 400_000  # a waiting rank looks at the memory for so long before it sleeps; waking up takes about 60 us
+_NAP_US = 20_000  # sleep between two looks at whether the peers are alive
+_MESSAGE = struct.Struct("=8Q")  # kind, tag, descriptor, bytes of the file, offset, bytes
+_POST, _ACK, _SERVE = range(1, 4)
+_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as in native/sum.h
+_MISMATCH = -1000
+_STOPPED = 1
+
+Location = tuple[int, int, int, int]  # descriptor, bytes of the file, offset, bytes
+
+
+class Worker(Protocol):
+    """Something with work that peers may be waiting for."""
+
+    def progress(self) -> None:
+        """Do what can be done without waiting."""
+
+
+class Until:
+    """Something that will have come true; takes the place of a backend's handle."""
+
+    def __init__(self, window: Window, comes_true: Callable[[], bool]) -> None:
+        self._window, self._comes_true = window, comes_true
+        self._is_true = False
+
+    def ready(self) -> bool:
+        """Whether it has come true, as far as this rank knows; once it has, it stays so."""
+        self._is_true = self._is_true or self._comes_true()
+        return self._is_true
+
+    def within(self, seconds: float) -> bool:
+        """Whether it comes true in that time; with 0 nothing else is done meanwhile."""
+        if seconds == 0:
+            self._window.drain()
+            return self.ready()
+        return self._window.until(self.ready, time.monotonic() + seconds)
+
+    def wait(self) -> None:
+        """Block until it is true.
+
+        Raises:
+            RuntimeError: time ran out or a peer ended.
+        """
+        limit = watch.timeout().total_seconds()
+        if not self._window.until(self.ready, time.monotonic() + limit):
+            raise RuntimeError(f"timed out after {limit:g} s")
+
+
+class Window:
+    """This process's side of the shared memory of a group; made by `window_of`."""
+
+    def __init__(self, rank: int, segments: Sequence[mmap], processes: Sequence[int], slot: int, spin_ns: int) -> None:
+        native = library()
+        if native is None:
+            raise RuntimeError("a window needs the native library")
+        self.rank, self.size = rank, len(segments)
+        self.arena = Arena()
+        self.workers: weakref.WeakSet[Worker] = weakref.WeakSet()  # have something to do while this rank waits
+        self._native, self._segments, self._processes = native, segments, processes
+        self._lock = threading.RLock()
+        self._trouble: BaseException | None = None
+        self._callback = ctypes.CFUNCTYPE(ctypes.c_int)(self._while_waiting)  # kept: native code calls it
+        addresses = (ctypes.c_void_p * self.size)(*(np.frombuffer(s, dtype=np.uint8).ctypes.data for s in segments))
+        self._context = ctypes.c_void_p(native.ds_shm_open(rank, self.size, slot, spin_ns, addresses, self._callback))
+        self.peers = [r for r in range(self.size) if r != rank]
+        self._posts: list[dict[int, Location]] = [{} for _ in segments]
+        self._acks: dict[int, int] = defaultdict(int)
+        self._served: list[dict[int, Location]] = [{} for _ in segments]
+        self._staged: dict[int, torch.Tensor] = {}  # posted copies of buffers that lie elsewhere
+        self._foreign: dict[tuple[int, int], torch.Tensor] = {}
+        self._alive = _Alive([processes[r] for r in self.peers])
+
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A 1-D tensor that posts without a copy, of any values."""
+        return self.arena.empty(numel, dtype)
+
+    # -- waiting --------------------------------------------------------------------------------------------------
+
+    def until(self, ready: Callable[[], bool], deadline: float) -> bool:
+        """Wait for `ready`, doing what peers may need meanwhile; False when the time is over.
+
+        Raises:
+            RuntimeError: a peer ended.
+        """
+        while True:
+            seen = self._native.ds_shm_bell(self._context)
+            self.drain()
+            if ready():
+                return True
+            for worker in list(self.workers):
+                worker.progress()
+            if ready():
+                return True
+            now = time.monotonic()
+            if now >= deadline:
+                return False
+            self._alive.check()
+            watch.heed()
+            self._native.ds_shm_nap(self._context, seen, min(_NAP_US, int((deadline - now) * 1e6) + 1))
+
+    def _while_waiting(self) -> int:
+        """What native code calls while a collective waits; anything but 0 ends it."""
+        try:
+            self.drain()
+            for worker in list(self.workers):
+                worker.progress()
+            self._alive.check()
+            watch.heed()
+            now, limit = time.monotonic(), watch.timeout().total_seconds()
+            self._deadline = self._deadline or now + limit
+            if now > self._deadline:
+                raise RuntimeError(f"timed out after {limit:g} s")
+        except BaseException as trouble:  # passed on to the caller of the collective
+            self._trouble = trouble
+            return _STOPPED
+        return 0
+
+    # -- posts ----------------------------------------------------------------------------------------------------
+
+    def _push(self, peer: int, *words: int) -> None:
+        message = _MESSAGE.pack(*words, *(0,) * (8 - len(words)))
+        if not self._native.ds_shm_push(self._context, peer, message):
+            push = Until(self, lambda: bool(self._native.ds_shm_push(self._context, peer, message)))
+            push.wait()
+
+    def drain(self) -> None:
+        """Take in the messages that have arrived."""
+        buffer = ctypes.create_string_buffer(_MESSAGE.size)
+        for peer in self.peers:
+            while self._native.ds_shm_pop(self._context, peer, buffer):
+                kind, tag, *where = _MESSAGE.unpack(buffer.raw)
+                if kind == _ACK:
+                    self._acks[tag] += 1
+                else:
+                    (self._posts if kind == _POST else self._served)[peer][tag] = tuple(where[:4])
+
+    def _locate(self, tensor: torch.Tensor) -> Location | None:
+        place = self.arena.place(tensor)
+        return None if place is None else (*place, tensor.numel() * tensor.itemsize)
+
+    def post(self, tag: int, flat: torch.Tensor, peers: Sequence[int]) -> None:
+        """Let `peers` read `flat` where it lies (or a copy), until all have acknowledged.
+
+        Args:
+            tag: known to the peers; no other post under way has it.
+            flat: contiguous; not to be changed meanwhile.
+            peers: ranks of the group that will take it.
+        """
+        where = self._locate(flat)
+        if where is None:
+            copied = self._staged[tag] = self.empty(flat.numel(), flat.dtype)
+            copied.copy_(flat.reshape(-1))
+            where = self._locate(copied)
+        if where is not None:
+            for peer in peers:
+                self._push(peer, _POST, tag, *where)
+
+    def posted(self, tag: int, peers: Sequence[int]) -> Until:
+        """All of `peers` have posted under `tag`."""
+        return Until(self, lambda: all(tag in self._posts[peer] for peer in peers))
+
+    def read(self, peer: int, tag: int, dtype: torch.dtype) -> torch.Tensor:
+        """What a peer has posted, where it lies."""
+        return self._view(peer, self._posts[peer][tag]).view(dtype)
+
+    def acknowledge(self, tag: int, peers: Sequence[int]) -> None:
+        """What `peers` posted under `tag` has been read."""
+        for peer in peers:
+            del self._posts[peer][tag]
+            self._push(peer, _ACK, tag)
+
+    def acknowledged(self, tag: int, peers: Sequence[int]) -> Until:
+        """All of `peers` have read what this rank posted."""
+
+        def ready() -> bool:
+            if self._acks[tag] < len(peers):
+                return False
+            del self._acks[tag]
+            self._staged.pop(tag, None)
+            return True
+
+        return Until(self, ready)
+
+    def _view(self, peer: int, where: Location) -> torch.Tensor:
+        descriptor, size, offset, nbytes = where
+        key = (peer, descriptor)
+        if key not in self._foreign:
+            try:
+                memory = open_shared(self._processes[peer], descriptor, size)
+            except OSError as error:
+                raise RuntimeError(f"the memory of process {self._processes[peer]} is gone: {error}") from error
+            self._foreign[key] = torch.from_numpy(np.frombuffer(memory, dtype=np.uint8))
+        return self._foreign[key][offset : offset + nbytes]
+
+    # -- slices served to whoever asks ----------------------------------------------------------------------------
+
+    def can_serve(self, channel: int, tensor: torch.Tensor) -> bool:
+        """Whether peers can read `tensor` where it lies, whenever they want."""
+        return channel < self._native.ds_shm_channels() and (tensor.numel() == 0 or self._locate(tensor) is not None)
+
+    def serve(self, channel: int, tensor: torch.Tensor) -> None:
+        """Let all peers read `tensor` at any time."""
+        where = self._locate(tensor)
+        for peer in self.peers if where else ():
+            self._push(peer, _SERVE, channel, *(where or ()))
+
+    def advance(self, channel: int) -> None:
+        """What is served on `channel` has its next version."""
+        self._native.ds_shm_advance(self._context, channel)
+
+    def reached(self, channel: int, peers: Sequence[int]) -> Until:
+        """The peers' slices have this rank's version."""
+        version = self._native.ds_shm_version
+
+        def ready() -> bool:
+            mine = version(self._context, self.rank, channel)
+            return all(channel in self._served[p] and version(self._context, p, channel) >= mine for p in peers)
+
+        return Until(self, ready)
+
+    def served(self, peer: int, channel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A peer's slice, where it lies."""
+        return self._view(peer, self._served[peer][channel]).view(dtype)
+
+    # -- ordered collectives --------------------------------------------------------------------------------------
+
+    def can_sum(self, dtype: torch.dtype) -> bool:
+        """Whether the sums are formed here for `dtype`."""
+        return dtype in _KINDS
+
+    def _run(self, function: Callable[..., int], *args: Any) -> None:
+        with self._lock:
+            self._deadline = 0.0  # set when the collective first has to wait
+            code = function(self._context, *args)
+            if code == 0:
+                return
+            trouble, self._trouble = self._trouble, None
+        if trouble is not None:
+            raise trouble
+        raise RuntimeError(f"peer rank {_MISMATCH - code} of the group runs another collective, or one of another size")
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """tensor = the sum over ranks, in place; contiguous, fp32, bf16 or fp16."""
+        self._run(self._native.ds_shm_all_reduce, tensor.data_ptr(), tensor.numel(), _KINDS[tensor.dtype])
+
+    def reduce_scatter(self, flat: torch.Tensor, cuts: Sequence[int], out: torch.Tensor) -> None:
+        """out = the sum of everybody's contribution to the own slice.
+
+        Args:
+            flat: contiguous, all slices; fp32, bf16 or fp16.
+            cuts: size + 1 boundaries, in elements.
+            out: contiguous, of the own slice's size and the dtype of `flat`.
+        """
+        bounds = (ctypes.c_uint64 * len(cuts))(*cuts)
+        run = self._native.ds_shm_reduce_scatter
+        self._run(run, flat.data_ptr(), bounds, _KINDS[flat.dtype], out.data_ptr())
+
+    def all_gather(self, full: torch.Tensor, cuts: Sequence[int], own: torch.Tensor, mark: int = 0) -> None:
+        """full = everybody's slices; any dtype.
+
+        Args:
+            full: contiguous.
+            cuts: size + 1 boundaries, in elements.
+            own: contiguous, this rank's slice; may lie in its place in `full`.
+            mark: tells collectives of one size apart, so that ranks that run different ones find out.
+        """
+        width = full.itemsize
+        bounds = (ctypes.c_uint64 * len(cuts))(*(cut * width for cut in cuts))
+        self._run(self._native.ds_shm_all_gather, full.data_ptr(), bounds, own.data_ptr(), mark)
+
+    def broadcast(self, tensor: torch.Tensor, src: int, mark: int = 0) -> None:
+        """tensor = that of group rank `src`; contiguous, any dtype."""
+        nbytes = tensor.numel() * tensor.itemsize
+        self._run(self._native.ds_shm_broadcast, tensor.data_ptr(), nbytes, src, mark)
+
+    def close(self) -> None:
+        """Let the peers' memory go."""
+        self._alive.close()
+        self._foreign.clear()
+        self._native.ds_shm_close(self._context)
+
+
+class _Alive:
+    """Whether the peers' processes still run."""
+
+    def __init__(self, processes: Sequence[int]) -> None:
+        self._poll, self._of = select.poll(), {}
+        for process in processes:
+            with suppress(OSError, AttributeError):  # an older system: the watch finds out, later
+                descriptor = os.pidfd_open(process)
+                self._of[descriptor] = process
+                self._poll.register(descriptor, select.POLLIN)
+
+    def check(self) -> None:
+        """Raise RuntimeError when one has ended."""
+        for descriptor, _ in self._poll.poll(0):
+            raise RuntimeError(f"connection closed: process {self._of[descriptor]} of another rank has ended")
+
+    def close(self) -> None:
+        for descriptor in self._of:
+            os.close(descriptor)
+
+
+def sum_natively(parts: Sequence[torch.Tensor], out: torch.Tensor, scale: float, add: bool) -> bool:
+    """`collectives.sum_in_rank_order` in one pass; False where it cannot be done here."""
+    native = library()
+    kinds = [_KINDS.get(part.dtype) for part in parts]
+    if native is None or out.dtype not in _KINDS or len(set(kinds)) > 1 or kinds[0] is None or out.device.type != "cpu":
+        return False
+    pointers = (ctypes.c_void_p * len(parts))(*(part.data_ptr() for part in parts))
+    _declare(native)
+    native.ds_sum(pointers, len(parts), out.numel(), kinds[0], out.data_ptr(), _KINDS[out.dtype], scale, add)
+    return True
+
+
+def _declare(native: ctypes.CDLL) -> None:
+    """The argument types of the functions used here."""
+    pointer, u64, i64, i32 = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int64, ctypes.c_int
+    functions: dict[str, tuple[list[Any], Any]] = {
+        "ds_shm_bytes": ([u64, u64], u64),
+        "ds_shm_open": ([u64, u64, u64, u64, pointer, ctypes.CFUNCTYPE(i32)], pointer),
+        "ds_shm_close": ([pointer], None),
+        "ds_shm_push": ([pointer, u64, ctypes.c_char_p], i32),
+        "ds_shm_pop": ([pointer, u64, pointer], i32),
+        "ds_shm_bell": ([pointer], ctypes.c_uint32),
+        "ds_shm_nap": ([pointer, ctypes.c_uint32, i64], None),
+        "ds_shm_advance": ([pointer, u64], None),
+        "ds_shm_version": ([pointer, u64, u64], u64),
+        "ds_shm_channels": ([], u64),
+        "ds_shm_all_reduce": ([pointer, pointer, u64, i32], i32),
+        "ds_shm_reduce_scatter": ([pointer, pointer, pointer, i32, pointer], i32),
+        "ds_shm_all_gather": ([pointer, pointer, pointer, pointer, u64], i32),
+        "ds_shm_broadcast": ([pointer, pointer, u64, u64, u64], i32),
+        "ds_sum": ([pointer, i32, u64, i32, pointer, i32, ctypes.c_float, i32], None),
+    }
+    for name, (arguments, result) in functions.items():
+        function = getattr(native, name)
+        function.argtypes, function.restype = arguments, result
+
+
+_windows: dict[int, tuple[Any, Window | None]] = {}  # by process group, with the group: ids are used again
+
+
+def window_of(group: dist.ProcessGroup) -> Window | None:
+    """The window of a gloo group; None where its ranks share no memory. All ranks of the group call together.
+
+    Args:
+        group: at least two ranks.
+    """
+    known = _windows.get(id(group))
+    if known is None or known[0] is not group:
+        known = _windows[id(group)] = (group, _open(group))
+    return known[1]
+
+
+def _open(group: dist.ProcessGroup) -> Window | None:
+    native, size, rank = library(), dist.get_world_size(group), dist.get_rank(group)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    crowded = size > cores
+    slot = _CROWDED_SLOT if crowded else _SLOT
+    descriptor, mine, token = -1, None, secrets.token_bytes(_TOKEN)
+    if native is not None and hasattr(os, "memfd_create"):
+        _declare(native)
+        descriptor, mine = shared_memory(native.ds_shm_bytes(size, slot) + _TOKEN)
+        mine[-_TOKEN:] = token
+    offer = (boot(), slot, os.getpid(), descriptor, len(mine) if mine else 0, token)
+    offers: list[Any] = [None] * size
+    dist.all_gather_object(offers, offer, group=group)
+    segments = _map(offers, rank, mine)
+    votes: list[Any] = [None] * size
+    dist.all_gather_object(votes, segments is not None, group=group)
+    if descriptor >= 0:
+        os.close(descriptor)  # everybody who can has mapped it
+    if segments is None or not all(votes):
+        machines = len({offer[0] for offer in offers})
+        why = f"{machines} machines" if machines > 1 else "not every rank has the native library, or can map the others"
+        say_once(f"no shared memory among {size} CPU ranks ({why}): their messages go through gloo")
+        return None
+    return Window(rank, segments, [offer[2] for offer in offers], slot, 0 if crowded else _SPIN_NS)
+
+
+def _map(offers: list[Any], rank: int, mine: mmap | None) -> list[mmap] | None:
+    """Everybody's segment, or None when one cannot be had."""
+    if mine is None or len({offer[:2] for offer in offers}) > 1 or any(offer[3] < 0 for offer in offers):
+        return None
+    segments = []
+    for peer, (_, _, process, descriptor, nbytes, token) in enumerate(offers):
+        try:
+            segment = mine if peer == rank else open_shared(process, descriptor, nbytes)
+        except OSError:
+            return None
+        if segment[-_TOKEN:] != token:
+            return None
+        segments.append(segment)
+    return segments
+
+
+def forget_windows() -> None:
+    """The process groups are gone."""
+    for _, window in _windows.values():
+        if window is not None:
+            window.close()
+    _windows.clear()
+
+
+def require(window: Window | None) -> Window:
+    """The window of an axis that has one."""
+    if window is None:
+        raise CommError("these ranks share no memory")
+    return window
