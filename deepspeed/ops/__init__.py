@@ -1,5 +1,5 @@
 """Kernels of the optimizers, one package each, every one with a plain-torch form."""
 
-from deepspeed.ops import adagrad, adam, lamb, lion, muon
+from deepspeed.ops import adagrad, adam, aio, lamb, lion, muon
 
-__all__ = ["adagrad", "adam", "lamb", "lion", "muon"]
+__all__ = ["adagrad", "adam", "aio", "lamb", "lion", "muon"]

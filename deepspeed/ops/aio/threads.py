@@ -1,0 +1,114 @@
+"""Block I/O by Python threads: the twin of the native queue, for machines without the library."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections import deque
+
+import torch
+
+from deepspeed.ops.aio.files import ALIGNMENT, BlockFile
+
+
+class ThreadJob:
+    """One tensor on its way to or from a file."""
+
+    def __init__(self, file: BlockFile, tensor: torch.Tensor, offset: int, writing: bool) -> None:
+        self.file, self.offset, self.writing = file, offset, writing
+        self.memory = tensor.detach().view(-1).view(torch.uint8).numpy().data
+        self.aligned = file.direct >= 0 and tensor.data_ptr() % ALIGNMENT == 0
+        self.claimed = 0
+        self.running = 0
+        self.moved = 0
+        self.error = 0
+        self.over = threading.Event()
+
+    def wait(self) -> tuple[int, int]:
+        """Block until it is over; returns (errno or 0, bytes moved)."""
+        self.over.wait()
+        return self.error, self.moved
+
+    def done(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self.over.is_set()
+
+
+class ThreadQueue:
+    """Serves jobs in order, `threads` blocks at a time.
+
+    Args:
+        threads: requests in flight.
+        block: bytes per request, a multiple of `ALIGNMENT`.
+    """
+
+    def __init__(self, threads: int, block: int) -> None:
+        self._block = block
+        self._jobs: deque[ThreadJob] = deque()
+        self._change = threading.Condition()
+        self._stopping = False
+        self._threads = [threading.Thread(target=self._serve, daemon=True, name="deepspeed-io") for _ in range(threads)]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, file: BlockFile, tensor: torch.Tensor, offset: int, writing: bool) -> ThreadJob:
+        """Start moving a contiguous CPU tensor."""
+        job = ThreadJob(file, tensor, offset, writing)
+        with self._change:
+            self._jobs.append(job)
+            self._change.notify_all()
+        return job
+
+    def stop(self) -> None:
+        """End the threads once every job is over."""
+        with self._change:
+            self._stopping = True
+            self._change.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+    def _serve(self) -> None:
+        while True:
+            with self._change:
+                while not self._jobs and not self._stopping:
+                    self._change.wait()
+                if not self._jobs:
+                    return
+                job = self._jobs[0]
+                start = job.claimed
+                stop = job.claimed = min(start + self._block, len(job.memory))
+                job.running += 1
+                if stop == len(job.memory):
+                    self._jobs.popleft()
+            moved, error = _move(job, start, stop)
+            with self._change:
+                job.running -= 1
+                job.moved += moved
+                job.error = job.error or error
+                if moved < stop - start and job.claimed < len(job.memory):  # the rest is not worth trying
+                    job.claimed = len(job.memory)
+                    self._jobs.remove(job)
+                if not job.running and job.claimed == len(job.memory):
+                    job.over.set()
+
+
+def _move(job: ThreadJob, start: int, stop: int) -> tuple[int, int]:
+    """Move one block; returns (bytes moved, errno or 0). Short with errno 0: the file ended."""
+    call = os.pwritev if job.writing else os.preadv
+    at, aligned = start, job.aligned
+    while at < stop:
+        # What direct I/O cannot take, the rest after a short count too, goes through the page cache or gets its errno.
+        direct = aligned and at % ALIGNMENT == 0 and (job.offset + at) % ALIGNMENT == 0 and stop - at >= ALIGNMENT
+        end = stop - (stop - at) % ALIGNMENT if direct else stop
+        try:
+            count = call(job.file.direct if direct else job.file.plain, [job.memory[at:end]], job.offset + at)
+        except OSError as error:
+            if direct and error.errno == errno.EINVAL:
+                aligned = False
+                continue
+            return at - start, error.errno or -1
+        if count == 0:
+            break
+        at += count
+    return at - start, 0
