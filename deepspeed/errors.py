@@ -57,3 +57,23 @@ class LaunchError(DeepSpeedError, RuntimeError, ValueError):
 
 class DataError(DeepSpeedError, ValueError):
     """A data loader or batch cannot be used as asked."""
+
+
+class StorageError(DeepSpeedError, OSError):
+    """A file that holds training state could not be made, read or written; names the tensor, the file and the disk."""
+
+
+class CheckpointError(DeepSpeedError, RuntimeError, ValueError):
+    """A checkpoint could not be written, or does not fit what it is to be loaded into."""
+
+
+class CheckpointCorruptError(CheckpointError):
+    """A checkpoint is incomplete, or its bytes are not the ones that were written."""
+
+
+class CheckpointMissingError(CheckpointError, FileNotFoundError):
+    """There is no checkpoint where one was named, or a file of it is on no rank's disk."""
+
+
+class MemoryExhaustedError(DeepSpeedError, MemoryError, RuntimeError):
+    """Training state does not fit in memory; names the keys that move it elsewhere."""

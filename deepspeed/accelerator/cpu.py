@@ -126,6 +126,9 @@ class CpuAccelerator(Accelerator):
         """`tensor` itself: no device copies from it, so locking its pages gains nothing."""
         return tensor
 
+    def lock_pages(self, tensor: torch.Tensor) -> None:
+        """Nothing is locked, for the same reason."""
+
     def lazy_call(self, callback: Callable[[], Any]) -> None:
         """Call at once: there is no device to wait for."""
         callback()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -93,6 +94,20 @@ class CudaAccelerator(Accelerator):
     def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:
         """A page-locked copy of a host tensor, from which the device copies without waiting."""
         return tensor.pin_memory()
+
+    def lock_pages(self, tensor: torch.Tensor) -> Callable[[], object]:
+        """Page-lock a host tensor where it is; returns what undoes it, to be called before its memory goes.
+
+        Raises:
+            RuntimeError: the system does not allow so many locked pages.
+        """
+        runtime: Any = torch.cuda.cudart()
+        status = runtime.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
+        if status != runtime.cudaError.success:
+            with suppress(RuntimeError):
+                torch.zeros(1, device=self.name)  # takes the failure that the next kernel would be blamed for
+        torch.cuda.check_error(status)
+        return partial(runtime.cudaHostUnregister, tensor.data_ptr())
 
     def lazy_call(self, callback: Callable[[], Any]) -> None:
         """Call when CUDA is first used, or at once where it already is."""

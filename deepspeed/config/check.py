@@ -128,8 +128,22 @@ def conflicts(top: TopLevel, reading: Reading, world: int) -> Iterator[Problem]:
             yield wrong("zero_optimization.mics_shard_size", zero.mics_shard_size, f"must divide the {world} rank(s)")
     if top.data_parallel_size not in (None, world):
         yield wrong("data_parallel_size", top.data_parallel_size, f"this run has {world} data-parallel rank(s)")
+    yield from _offload_conflicts(top)
     yield from _optimizer_conflicts(top)
     yield from _scheduler_conflicts(top, reading)
+
+
+def _offload_conflicts(top: TopLevel) -> Iterator[Problem]:
+    zero = top.zero_optimization
+    for name, section, least in (("optimizer", zero.offload_optimizer, 1), ("param", zero.offload_param, 3)):
+        path = f"zero_optimization.offload_{name}"
+        if section.device != "none" and zero.stage < least:
+            stages = "stage 1, 2 or 3" if least == 1 else "stage 3"
+            yield wrong(f"{path}.device", section.device, f"needs {stages}, and zero_optimization.stage = {zero.stage}")
+        if section.device == "nvme" and not section.nvme_path:
+            yield Problem(f"{path}.nvme_path is missing: device nvme needs a folder on a local disk")
+    if top.bf16.bf16_optimizer_states and not top.bf16.bf16_master_weights_and_grads:
+        yield wrong("bf16.bf16_optimizer_states", True, "needs bf16.bf16_master_weights_and_grads = true")
 
 
 def _optimizer_conflicts(top: TopLevel) -> Iterator[Problem]:

@@ -14,15 +14,17 @@ from torch.nn import Parameter
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.axis import Axis, group_axis, hybrid_axes, world_axis
 from deepspeed.comm.collectives import broadcast_tensors
-from deepspeed.comm.fetch import service_of
 from deepspeed.config import DeepSpeedConfig, Facts
-from deepspeed.errors import ArgumentError, OptimizerError, UsageError
+from deepspeed.engine.offloading import Offload, accumulator_dtype, master_dtype, state_of_group
+from deepspeed.errors import ArgumentError, OptimizerError, SchedulerError, UsageError
 from deepspeed.foundation.log import say_once
 from deepspeed.optim import loss_scale
-from deepspeed.optim.build import build_optimizer, needs_whole_tensors, refuse_unsupported
+from deepspeed.optim.build import build_optimizer, leave_embeddings_to_adam, needs_whole_tensors, refuse_unsupported
+from deepspeed.optim.lr_schedules import build_scheduler
 from deepspeed.optim.precision import DTYPES, InputCaster, compute_dtypes
 from deepspeed.zero.buckets import ReduceSettings
-from deepspeed.zero.grouping import GroupingPlan, build_group, named_parameters, plan_groups
+from deepspeed.zero.exhaustion import suggests_offload
+from deepspeed.zero.grouping import GroupingPlan, build_group, cut, named_parameters, plan_groups
 from deepspeed.zero.leaf import mark_leaves
 from deepspeed.zero.lifecycle import Hook, Lifecycle
 from deepspeed.zero.optimizer import StepSettings, ZeroOptimizer
@@ -60,6 +62,7 @@ class Pieces:
     lifecycle: Lifecycle | None = None
     caster: InputCaster | None = None
     frozen: list[Any] = field(default_factory=list)  # members that may be unfrozen later
+    destroyed: bool = False  # the engine has let everything go
 
 
 def data_axis(mpu: Any, device: torch.device) -> Axis:
@@ -69,7 +72,13 @@ def data_axis(mpu: Any, device: torch.device) -> Axis:
         mpu: a client's model-parallel unit with `get_data_parallel_group`, or None.
         device: where messages start.
     """
-    group = mpu.get_data_parallel_group() if hasattr(mpu, "get_data_parallel_group") else None
+    if mpu is None:
+        return world_axis("dp", device)
+    if not callable(getattr(mpu, "get_data_parallel_group", None)):
+        raise ArgumentError(
+            f"mpu is a {type(mpu).__name__} without get_data_parallel_group(): it says which ranks share the gradients"
+        )
+    group = mpu.get_data_parallel_group()
     return world_axis("dp", device) if group is None else group_axis("dp", group, device)
 
 
@@ -161,7 +170,13 @@ def choose_optimizer(
     if config.optimizer is not None and config.optimizer.type:
         if not params:
             raise OptimizerError("the JSON names an optimizer, but the model has no parameter to train")
-        return build_optimizer(config.optimizer.type, dict(config.optimizer.params or {}), params)
+        arguments = dict(config.optimizer.params or {})
+        if config.bf16.bf16_optimizer_states:
+            arguments["fp32_optimizer_states"] = False
+        if config.optimizer.type.lower() == "muon":
+            leave_embeddings_to_adam(model)
+        on_host = config.zero.offload_optimizer.device != "none"
+        return build_optimizer(config.optimizer.type, arguments, params, on_host=on_host)
     if parameters and any(p.requires_grad for p in _flat(parameters)):
         say_once("no optimizer given: AdamW with torch's defaults (lr 1e-3, betas 0.9 0.999, weight decay 1e-2)")
         return build_optimizer("AdamW", {"torch_adam": True, "weight_decay": 1e-2}, parameters)
@@ -208,6 +223,7 @@ def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, names: 
     return updated
 
 
+@suggests_offload("the training state of an engine was made")
 def build(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, config: DeepSpeedConfig, axes: Axes, device: torch.device
 ) -> Pieces:
@@ -222,7 +238,6 @@ def build(
     """
     _check_parameters(model)
     low = compute_dtype(config)
-    policy = policy_for(config.zero.stage)
     mark_leaves(model, config.zero.leaf_module)
     names = named_parameters(model)
     updated = _check_optimizer(model, optimizer, names) if optimizer is not None else set()
@@ -240,7 +255,7 @@ def build(
         persist_below=config.zero.param_persistence_threshold,
         persist_total=config.zero.model_persistence_threshold,
     )
-    groups = _groups(model, names, updated, wanted, axes, plan, policy)
+    groups = _groups(model, names, (wanted, updated), axes, plan, config, optimizer)
     for param, dtype in wanted.items():
         if not is_managed(param):
             param.data = param.data.to(dtype)
@@ -259,6 +274,12 @@ def _check_parameters(model: nn.Module) -> None:
     for name, param in model.named_parameters():
         if isinstance(param, nn.UninitializedParameter):
             raise ArgumentError(f"parameter '{name}' of a lazy module has no shape yet; run a forward first")
+        layout = zip(param.stride(), param.shape, strict=True)
+        if param.numel() and any(step == 0 and size > 1 for step, size in layout):
+            raise ArgumentError(
+                f"parameter '{name}' is expanded: elements of its shape {tuple(param.shape)} share memory, so they "
+                f"cannot be updated in place; make it of .clone()"
+            )
         if param.is_inference() or torch.is_inference_mode_enabled():
             raise UsageError(
                 f"parameter '{name}' cannot be trained: the model was made, or initialize was called, under "
@@ -291,18 +312,26 @@ def _place(model: nn.Module, device: torch.device) -> None:
 def _groups(
     model: nn.Module,
     names: dict[Parameter, str],
-    updated: set[Parameter],
-    wanted: dict[Parameter, torch.dtype],
+    chosen: tuple[dict[Parameter, torch.dtype], set[Parameter]],
     axes: Axes,
     plan: GroupingPlan,
-    policy: Any,
+    config: DeepSpeedConfig,
+    optimizer: torch.optim.Optimizer | None,
 ) -> list[ShardGroup]:
-    groups = []
+    policy, (wanted, updated) = policy_for(config.zero.stage), chosen
+    offload, planned = Offload(config), []
     for own, members in plan_groups(model, names, updated, policy, plan, wanted):
         dtype = wanted.get(members[0], members[0].dtype)
-        trained = members[0] in updated and members[0].requires_grad
-        master = torch.float32 if trained and dtype.itemsize < 4 and dtype.is_floating_point else None
-        groups.append(build_group(axes.shard, own, members, names, plan, (dtype, master)))
+        trained = members[0] in updated and members[0].requires_grad and dtype.is_floating_point
+        master = master_dtype(config, dtype) if trained else None
+        layout = cut(plan, own, [p.numel() for p in members], axes.shard.size)
+        state = state_of_group(config, (own, layout), axes.shard.rank, (dtype, master), optimizer)
+        planned.append((own, members, (dtype, master), offload.place(state), state))
+    offload.announce([(state, places) for *_, places, state in planned])
+    groups = [
+        build_group(axes.shard, own, members, names, plan, dtypes, places)
+        for own, members, dtypes, places, _ in planned
+    ]
     places = {param: place for place, param in enumerate(names)}
     for member in (member for group in groups for member in group.members):
         member.place = places[member.param]
@@ -313,10 +342,8 @@ def _lifecycle(model: nn.Module, sharded: list[ShardGroup], config: DeepSpeedCon
     zero = config.zero
     limits = Limits(zero.max_live_parameters, zero.max_reuse_distance, zero.prefetch_bucket_size)
     any_graph = axes.shard.tagged and axes.shard.size > 1 and not zero.stage3_fixed_graph
-    if any_graph:
-        service = service_of(axes.shard)
-        for group in sharded:
-            group.serve(service)
+    for group in sharded:
+        group.serve(any_graph)
     return Lifecycle(model, Keeper(sharded, limits))
 
 
@@ -329,7 +356,7 @@ def _add_optimizer(pieces: Pieces, optimizer: torch.optim.Optimizer, config: Dee
     settings = ReduceSettings(
         mean_over=config.gradient_accumulation_steps * ranks,
         accumulates=config.gradient_accumulation_steps > 1,
-        accumulator=DTYPES[config.data_types.grad_accum_dtype],
+        accumulator=accumulator_dtype(config),
         wire=wire,
         overlap=config.zero.overlap_comm is not False,
         in_flight=config.zero.reduce_bucket_size,
@@ -342,6 +369,7 @@ def _add_optimizer(pieces: Pieces, optimizer: torch.optim.Optimizer, config: Dee
         refuse_unused=not config.zero.ignore_unused_parameters,
         norm=config.zero.compute_grad_norm,
         check=fp16 or (low and config.bf16.check_grad_overflow),
+        master=master_dtype(config, pieces.dtype),
     )
     scaler = loss_scale.from_config(config.fp16) if fp16 else None
     pieces.optimizer = ZeroOptimizer(optimizer, pieces.reducer, steps, scaler, pieces.lifecycle)
@@ -353,6 +381,44 @@ def _add_optimizer(pieces: Pieces, optimizer: torch.optim.Optimizer, config: Dee
         for m in g.members
         if m.uid in pieces.optimizer.parts and not m.param.requires_grad and m.param.is_floating_point()
     ]
+
+
+def make_scheduler(client: Any, config: DeepSpeedConfig, optimizer: torch.optim.Optimizer | None) -> Any:
+    """The schedule of an engine: the client's, the JSON's, or none.
+
+    Args:
+        client: the argument of `initialize`.
+        config: names one otherwise.
+        optimizer: what it is to schedule.
+    """
+    section = config.scheduler
+    if client is not None:
+        return _client_scheduler(client, _scheduled(optimizer, "an lr_scheduler"))
+    if section is None or not section.type:
+        return None
+    return build_scheduler(section.type, dict(section.params or {}), _scheduled(optimizer, "a scheduler"))
+
+
+def _scheduled(optimizer: torch.optim.Optimizer | None, what: str) -> torch.optim.Optimizer:
+    if optimizer is None:
+        raise ArgumentError(f"{what} was given, but there is no optimizer; name one in the JSON or pass one")
+    return optimizer
+
+
+def _client_scheduler(client: Any, optimizer: torch.optim.Optimizer) -> Any:
+    if callable(client) and not hasattr(client, "step"):
+        client = call_with("lr_scheduler", client, optimizer)
+    if not hasattr(client, "step"):
+        raise SchedulerError(f"lr_scheduler is (or its callable returned) a {type(client).__name__}: no step()")
+    scheduled: Any = getattr(client, "optimizer", None)
+    while not isinstance(scheduled, torch.optim.Optimizer) and hasattr(scheduled, "optimizer"):
+        scheduled = scheduled.optimizer  # a client's wrapper
+    if isinstance(scheduled, torch.optim.Optimizer) and scheduled is not optimizer:
+        raise SchedulerError(
+            f"lr_scheduler ({type(client).__name__}) schedules a {type(scheduled).__name__} that this engine does not "
+            f"step: build it over the optimizer passed to initialize, or pass a callable that takes the optimizer"
+        )
+    return client
 
 
 def call_with(what: str, callable_: Callable[..., Any], argument: Any) -> Any:

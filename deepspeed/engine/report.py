@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,8 +11,10 @@ if TYPE_CHECKING:
     from deepspeed.engine.build import Pieces
 
 
-def _bytes(tensors: list[torch.Tensor]) -> int:
-    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+def _bytes(tensors: Sequence[torch.Tensor | None]) -> int:
+    """Bytes of what is in memory, each storage once."""
+    here = [t.untyped_storage() for t in tensors if t is not None and t.device.type != "meta"]
+    storages = {s._cdata: s.nbytes() for s in here}
     return sum(storages.values())
 
 
@@ -22,9 +25,9 @@ def state_bytes(pieces: Pieces) -> dict[str, int]:
         pieces: of an engine.
     """
     groups = pieces.groups
-    params = [g.slice for g in groups] + [g.full for g in groups if not g.policy.gathers_before_use]
-    masters = [g.master for g in groups if g.master is not None]
-    sums = [b.sum for b in pieces.reducer.buckets] if pieces.reducer is not None else []
+    params = [g.values.memory for g in groups]
+    masters = [g.master.memory for g in groups if g.master is not None]
+    sums = [b.sum.memory for b in pieces.reducer.buckets if b.sum is not None] if pieces.reducer is not None else []
     moments = []
     if pieces.optimizer is not None:
         for state in pieces.optimizer.state.values():

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from deepspeed.config.sections.optimizer import NOT_YET
 from deepspeed.errors import NotAvailableError, OptimizerError
@@ -143,8 +144,28 @@ def _tensors(groups: Sequence[dict[str, Any]] | Sequence[Tensor]) -> list[Tensor
     return tensors
 
 
+_ON_HOST: dict[type[torch.optim.Optimizer], type[torch.optim.Optimizer]] = {
+    FusedAdam: DeepSpeedCPUAdam,
+    FusedLion: DeepSpeedCPULion,
+    torch.optim.Adagrad: DeepSpeedCPUAdagrad,
+}
+
+
+def _on_host(cls: type[torch.optim.Optimizer], arguments: Params, fp32_states: bool) -> Recipe:
+    """The one-pass form of a class for state in host memory, where there is one that takes the arguments."""
+    host = _ON_HOST.get(cls, cls)
+    named = {"adamw_mode" if key == "adam_w_mode" else key: value for key, value in arguments.items()}
+    if host is cls or named.keys() - inspect.signature(host).parameters.keys():
+        return cls, arguments
+    return host, {**named, "fp32_optimizer_states": fp32_states}
+
+
 def build_optimizer(
-    type_name: str, params: dict[str, Any], groups: Sequence[dict[str, Any]] | Sequence[Tensor]
+    type_name: str,
+    params: dict[str, Any],
+    groups: Sequence[dict[str, Any]] | Sequence[Tensor],
+    *,
+    on_host: bool = False,
 ) -> torch.optim.Optimizer:
     """The optimizer that `optimizer.type` and `optimizer.params` name.
 
@@ -153,6 +174,7 @@ def build_optimizer(
             torch.optim (`optimizer.type`).
         params: arguments of the class, and `torch_adam`, `adam_w_mode` for Adam (`optimizer.params`).
         groups: tensors, or group dicts whose own values win over `params`; the dicts are kept as objects.
+        on_host: its state will rest in host memory or on a disk, and the CPU updates it.
 
     Returns:
         The optimizer, on torch's fused kernel where one serves the tensors' device and dtype.
@@ -163,6 +185,8 @@ def build_optimizer(
     """
     tensors = _tensors(groups)
     cls, arguments = _recipe(type_name, dict(params))
+    if on_host:
+        cls, arguments = _on_host(cls, arguments, params.get("fp32_optimizer_states", True))
     if "betas" in arguments:
         arguments["betas"] = tuple(float(beta) for beta in arguments["betas"])
     chosen = arguments.get("foreach") or arguments.get("fused") is not None or arguments.get("differentiable")
@@ -171,6 +195,23 @@ def build_optimizer(
     optimizer = construct("optimizer", cls, list(groups), arguments, OptimizerError)
     refuse_unsupported(optimizer)
     return optimizer
+
+
+def leave_embeddings_to_adam(model: nn.Module) -> None:
+    """Mark embeddings and output heads, which are tables of vectors rather than maps, for Muon's AdamW part.
+
+    A mark that the user has put on a parameter (`param.use_muon`) stays.
+
+    Args:
+        model: whose parameters Muon is to update.
+    """
+    heads = {id(getattr(model, "get_output_embeddings", lambda: None)())}
+    for name, module in model.named_modules():
+        table = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+        if table or id(module) in heads or name.rpartition(".")[2] == "lm_head":
+            for param in module.parameters(recurse=False):
+                if not hasattr(param, "use_muon"):
+                    param.use_muon = False  # type: ignore[attr-defined]
 
 
 def needs_whole_tensors(optimizer: torch.optim.Optimizer) -> bool:

@@ -1,27 +1,93 @@
-"""The interface of a tier: a place where the state of a group rests and from which it is borrowed for a step."""
+"""The interface of a tier: a place where flat tensors rest, and from which they are borrowed to be computed on."""
 
 from __future__ import annotations
 
-from typing import Protocol
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 
+if TYPE_CHECKING:
+    from deepspeed.storage.buffer_pool import BufferPool
 
-class Tier(Protocol):
-    """A place for tensors. A step borrows what it needs and gives it back.
 
-    The contract every tier keeps: `allocate` gives zeros; what was written between `borrow` and `give_back` is what
-    the next `borrow` sees; a tensor is borrowed once at a time.
+class Stored(ABC):
+    """A flat tensor that rests in a tier.
+
+    The contract every tier keeps, shown by `tests/unit/storage/test_tier_contract.py`: a new one holds zeros; what was
+    written between `borrow` and `give_back(changed=True)` is what every later `borrow` sees; borrowing again before
+    giving back lends the same memory; what is lent is contiguous and keeps its values until it is given back.
+
+    Args:
+        label: what it is, for error reports.
+        numel: elements.
+        dtype: their dtype.
     """
 
-    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A zeroed 1-D tensor whose home is this tier."""
-        ...
+    def __init__(self, label: str, numel: int, dtype: torch.dtype) -> None:
+        self.label, self.numel, self.dtype = label, numel, dtype
 
-    def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The values of `tensor` where they can be computed on."""
-        ...
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the values."""
+        return self.numel * self.dtype.itemsize
 
-    def give_back(self, tensor: torch.Tensor, borrowed: torch.Tensor) -> None:
-        """Return what `borrow` gave, with its new values."""
-        ...
+    def ahead(self) -> None:
+        """It will be borrowed soon: start what takes time."""
+        return None
+
+    @abstractmethod
+    def borrow(self, read: bool = True) -> torch.Tensor:
+        """The values where they can be computed on: 1-D, valid until given back.
+
+        Args:
+            read: False when everything will be overwritten; the values are then unspecified.
+        """
+
+    @abstractmethod
+    def give_back(self, changed: bool) -> None:
+        """End one `borrow`; `changed` says that new values are to be kept."""
+
+    @abstractmethod
+    def drop(self) -> None:
+        """The values are not needed any more."""
+
+    @property
+    def memory(self) -> torch.Tensor | None:
+        """The memory the values rest in; None when they rest outside of it."""
+        return None
+
+    @contextlib.contextmanager
+    def borrowed(self, changed: bool = False, read: bool = True) -> Iterator[torch.Tensor]:
+        """Borrow for the length of a `with` block; after an error nothing counts as changed."""
+        lent = self.borrow(read)
+        kept = False
+        try:
+            yield lent
+            kept = changed
+        finally:
+            self.give_back(kept)
+
+
+class Tier(ABC):
+    """A place for tensors.
+
+    Attributes:
+        name: as the JSON spells it (`offload_optimizer.device`): "none", "cpu" or "nvme".
+        moves: what is borrowed lies elsewhere than what rests, so addresses change from one borrow to the next.
+        pool: host buffers, of tiers that are not on the device.
+    """
+
+    name: str
+    moves: bool
+    pool: BufferPool | None
+
+    @abstractmethod
+    def store(self, label: str, numel: int, dtype: torch.dtype, device: torch.device) -> Stored:
+        """A new flat tensor of zeros whose home is this tier; `device` is where parameters compute."""
+
+    @abstractmethod
+    def lends_on(self, device: torch.device) -> torch.device:
+        """Where borrowed tensors lie, when parameters compute on `device`."""

@@ -13,6 +13,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from deepspeed.comm.collectives import Handle, sum_in_rank_order
+from deepspeed.storage.mover import mover_of
+from deepspeed.storage.resident import RESIDENT, Held
+from deepspeed.storage.tier import Stored
 from deepspeed.zero.shard_group import ShardGroup
 
 
@@ -69,8 +73,9 @@ class Bucket:
         self.dtype = accumulator
         self.sums_locally = self.whole or (sums_locally and not group.policy.reduces_as_gradients_arrive)
         self.local: torch.Tensor | None = None
-        self.sum = torch.empty(0, dtype=accumulator, device=group.device)
+        self.sum: Stored | None = None  # made when the first parameter of the group is listened to
         self.filled = False  # whether `sum` holds anything
+        self._leaving: Handle | None = None  # the last round, while it leaves the device
         self.round: Round | None = None
         self.launches = [0, 0]  # rounds sent in low precision, in the accumulator's precision
         self.touched = bytearray(len(group.members))
@@ -78,20 +83,67 @@ class Bucket:
 
     def prepare(self) -> None:
         """Allocate the accumulators: a group that is all frozen has none until one of its parameters is unfrozen."""
-        if self.sum.numel() == self.high - self.low:
+        if self.sum is not None:
             return
-        device = self.group.device
+        group, label = self.group, f"gradients of {self.group.name}"
+        tier = group.places.optimizer
         if self.sums_locally:
+            self.local = group.axis.empty(group.numel, self.dtype, group.device).zero_()
+        if self.local is not None and tier is RESIDENT:
             # Where gradients are summed before they travel, the reduced sum takes the place of the own part.
-            self.local = torch.zeros(self.group.numel, dtype=self.dtype, device=device)
-            self.sum = self.local[self.low : self.high]
+            self.sum = Held(label, self.local[self.low : self.high])
         else:
-            self.sum = torch.zeros(self.high - self.low, dtype=self.dtype, device=device)
+            self.sum = tier.store(label, self.high - self.low, self.dtype, group.device)
 
-    def own(self) -> torch.Tensor:
-        """This rank's share of the sum; at stage 0, where everybody has everything, an equal part of it."""
+    @property
+    def total(self) -> Stored:
+        """The accumulator of a group that is listened to."""
+        if self.sum is None:
+            raise RuntimeError(f"no parameter of {self.group.name} is trained")
+        return self.sum
+
+    def add(self, parts: list[torch.Tensor], scale: float) -> Handle | None:
+        """Add scale * (the sum of `parts` in rank order) to the accumulator, where it rests.
+
+        Args:
+            parts: one contribution per rank, on the device.
+            scale: factor on their sum.
+
+        Returns:
+            What is still on its way from the device to the host, if anything is.
+        """
+        if self._leaving is not None:
+            self._leaving.wait()
+        total = self.total.borrow(read=self.filled)
+        if total.device != self.group.device:
+            self._leaving = self.leave_device(parts, scale, total)
+        else:
+            sum_in_rank_order(parts, total, scale, add=self.filled)
+            self.total.give_back(changed=True)
+            self._leaving = None
+        self.filled = True
+        return self._leaving
+
+    def leave_device(self, parts: list[torch.Tensor], scale: float, total: torch.Tensor) -> Handle:
+        """Sum on the device and send the sum to the borrowed accumulator, which is given back when it is there."""
+        gone = torch.empty(total.numel(), dtype=total.dtype, device=self.group.device)
+        sum_in_rank_order(parts, gone, scale, add=False)
+        pool = self.group.places.optimizer.pool
+        staged = pool.take(total.nbytes).view(total.dtype) if self.filled and pool is not None else None
+        copied = mover_of(self.group.device).copy(total if staged is None else staged, gone)
+
+        def landed() -> None:
+            if staged is not None and pool is not None:
+                total.add_(staged)
+                pool.put(staged)
+            self.total.give_back(changed=True)
+
+        return Handle(self.group.axis, f"gradients of {self.group.name} to the host", [copied], landed)
+
+    def own(self, total: torch.Tensor) -> torch.Tensor:
+        """This rank's share of the borrowed sum; at stage 0, where everybody has everything, an equal part of it."""
         rank, cuts = self.group.axis.rank, self.group.layout.cuts
-        return self.sum[cuts[rank] - self.low : cuts[rank + 1] - self.low]
+        return total[cuts[rank] - self.low : cuts[rank + 1] - self.low]
 
     def clear(self) -> None:
         """Forget the window."""

@@ -18,22 +18,90 @@ PREFETCH_BUCKET = 50_000_000
 FP32 = 4
 
 
+# Where state can rest.
+DEVICE, HOST, NVME = "device", "host", "nvme"
+
+
+@dataclass(frozen=True)
+class GroupState:
+    """What decides how many bytes a group takes on one rank at rest.
+
+    Args:
+        numel: its elements.
+        own: elements this rank updates.
+        gathered: parameters are split too (stage 3).
+        itemsize: bytes of an element of the parameters.
+        master: bytes of an element of the master; 0 when it is not trained.
+        accumulator: bytes of an element of the gradient sums.
+        moments: bytes of optimizer state per element.
+        sums_whole: gradients are summed whole before they travel (stage 0, stage 1 with accumulation).
+    """
+
+    numel: float
+    own: float
+    gathered: bool
+    itemsize: int
+    master: int = FP32
+    accumulator: int = FP32
+    moments: float = 2 * FP32
+    sums_whole: bool = False
+
+
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes per parameter on one rank, before the step, with Adam and fp32 accumulators."""
+    """Bytes on one rank at rest, by place, before the step.
 
-    params: float
-    optimizer: float
-    gradients: float
+    Args:
+        params: parameters.
+        optimizer: master copies and moments.
+        gradients: accumulators.
+    """
+
+    params: dict[str, float]
+    optimizer: dict[str, float]
+    gradients: dict[str, float]
+
+    def at(self, place: str) -> float:
+        """Everything in one place."""
+        return sum(part.get(place, 0.0) for part in (self.params, self.optimizer, self.gradients))
 
     @property
     def total(self) -> float:
-        """All three."""
-        return self.params + self.optimizer + self.gradients
+        """Everything everywhere."""
+        return sum(self.at(place) for place in (DEVICE, HOST, NVME))
 
 
-def state_bytes(stage: int, world: int, *, low_precision: bool = True, accumulating: bool = False) -> StateBytes:
-    """State bytes per parameter on each of `world` ranks.
+def rest_bytes(state: GroupState, optimizer: str = DEVICE, parameters: str = DEVICE) -> StateBytes:
+    """What a group takes at rest: the one formula of estimates, predictions and documentation.
+
+    The values are their own master where they have its width and rest in the optimizer's place.
+
+    Args:
+        state: the group.
+        optimizer: place of master, moments and accumulators (`offload_optimizer`).
+        parameters: place of split parameters (`offload_param`).
+    """
+    rests = parameters if state.gathered else DEVICE
+    params = {rests: (state.own if state.gathered else state.numel) * state.itemsize}
+    if not state.master:
+        return StateBytes(params, {}, {})
+    own_master = state.master if state.master != state.itemsize or rests != optimizer else 0
+    gradients = {DEVICE: state.numel * state.accumulator} if state.sums_whole else {}
+    if not state.sums_whole or optimizer != DEVICE:
+        gradients[optimizer] = gradients.get(optimizer, 0.0) + state.own * state.accumulator
+    return StateBytes(params, {optimizer: state.own * (own_master + state.moments)}, gradients)
+
+
+def state_bytes(
+    stage: int,
+    world: int,
+    *,
+    low_precision: bool = True,
+    accumulating: bool = False,
+    optimizer: str = DEVICE,
+    parameters: str = DEVICE,
+) -> StateBytes:
+    """State bytes per parameter on each of `world` ranks, with Adam and fp32 accumulators.
 
     Low precision: 2-byte parameters, fp32 master and two moments (12), fp32 accumulator (4). fp32: the parameters are
     the master (4), two moments (8), accumulator (4). Stage 1 splits the second, stage 2 also the third, stage 3 all;
@@ -44,6 +112,8 @@ def state_bytes(stage: int, world: int, *, low_precision: bool = True, accumulat
         world: ranks that share the states.
         low_precision: compute in bf16 or fp16.
         accumulating: `gradient_accumulation_steps` above 1.
+        optimizer: `DEVICE`, `HOST` or `NVME` (`offload_optimizer`).
+        parameters: likewise (`offload_param`, stage 3).
 
     Returns:
         The three parts.
@@ -53,12 +123,9 @@ def state_bytes(stage: int, world: int, *, low_precision: bool = True, accumulat
     """
     if stage not in range(4):
         raise ArgumentError(f"stage is {stage}; use 0, 1, 2 or 3")
-    params, optimizer, gradients = (2.0, 12.0, 4.0) if low_precision else (4.0, 8.0, 4.0)
-    return StateBytes(
-        params / world if stage == 3 else params,
-        optimizer / world if stage >= 1 else optimizer,
-        gradients / world if stage >= 2 or (stage == 1 and not accumulating) else gradients,
-    )
+    own, whole = (1.0 / world if stage else 1.0), stage == 0 or (stage == 1 and accumulating)
+    state = GroupState(1.0, own, stage == 3, 2 if low_precision else FP32, sums_whole=whole)
+    return rest_bytes(state, optimizer, parameters)
 
 
 def estimate_zero2_model_states_mem_needs(
@@ -86,12 +153,11 @@ def estimate_zero2_model_states_mem_needs(
         Bytes of host memory per node, bytes of device memory per rank.
     """
     world = num_gpus_per_node * num_nodes
-    parts = state_bytes(2, world)
-    offloaded = parts.optimizer + parts.gradients if cpu_offload else 0.0
-    device = (parts.total - offloaded) * total_params + activation_bytes
+    parts = state_bytes(2, world, optimizer=HOST if cpu_offload else DEVICE)
+    device = parts.at(DEVICE) * total_params + activation_bytes
     device += FP32 * min(total_params, reduce_bucket_size)
     # Every rank makes the whole fp32 model before the states are split.
-    host = num_gpus_per_node * total_params * max(FP32, offloaded)
+    host = num_gpus_per_node * total_params * max(FP32, parts.at(HOST))
     return int(host * additional_buffer_factor), int(device)
 
 
@@ -128,15 +194,14 @@ def estimate_zero3_model_states_mem_needs(
         Bytes of host memory per node, bytes of device memory per rank, fp32 bytes of the largest layer.
     """
     world = num_gpus_per_node * num_nodes
-    parts = state_bytes(3, world)
-    offloaded = parts.optimizer + parts.gradients if cpu_offload else 0.0
-    offloaded += parts.params if cpu_offload and cpu_offload_params else 0.0
+    optimizer = HOST if cpu_offload else DEVICE
+    parts = state_bytes(3, world, optimizer=optimizer, parameters=optimizer if cpu_offload_params else DEVICE)
     # Two layers at least: the one in use and the one that is fetched; more when the limit lets them stay.
     gathered = min(total_params, max(2 * largest_layer_params, max_live_parameters + PREFETCH_BUCKET))
-    device = (parts.total - offloaded) * total_params + 2 * gathered + activation_bytes
+    device = parts.at(DEVICE) * total_params + 2 * gathered + activation_bytes
     device += FP32 * min(total_params, reduce_bucket_size + largest_layer_params)
     at_birth = FP32 * (largest_layer_params if zero_init else total_params)
-    host = num_gpus_per_node * max(at_birth, offloaded * total_params)
+    host = num_gpus_per_node * max(at_birth, parts.at(HOST) * total_params)
     return int(host * additional_buffer_factor), int(device), FP32 * largest_layer_params
 
 

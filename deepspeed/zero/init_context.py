@@ -21,11 +21,20 @@ from deepspeed.comm.axis import Axis, group_axis, world_axis
 from deepspeed.comm.collectives import broadcast_tensors
 from deepspeed.comm.groups import is_initialized
 from deepspeed.config import DeepSpeedConfig
-from deepspeed.errors import NotAvailableError, UsageError
+from deepspeed.errors import ArgumentError, NotAvailableError, UsageError
+from deepspeed.storage.buffer_pool import BufferPool
+from deepspeed.storage.disk import Disk
+from deepspeed.storage.host import HostTier
+from deepspeed.storage.nvme import NvmeTier
+from deepspeed.storage.resident import RESIDENT
+from deepspeed.storage.tier import Tier
+from deepspeed.zero.at_rest import Places
+from deepspeed.zero.exhaustion import exhausted, is_exhaustion
 from deepspeed.zero.layout import by_group
-from deepspeed.zero.param import is_managed
+from deepspeed.zero.member import Member
+from deepspeed.zero.param import birth_writers, is_managed
 from deepspeed.zero.policy import policy_for
-from deepspeed.zero.shard_group import Member, ShardGroup
+from deepspeed.zero.shard_group import ShardGroup
 
 
 @dataclass
@@ -35,10 +44,14 @@ class _Patches:
     inits: list[tuple[type, Callable[..., None]]] = field(default_factory=list)
     subclass_hook: Any = None
     apply: Any = None
+    constructors: dict[str, Any] = field(default_factory=dict)
 
 
 # Freed bytes after which unused pages are given back; birth would otherwise peak far above what it holds.
 _TRIM_AFTER = 1 << 25
+
+_CONSTRUCTORS = ("arange", "empty", "eye", "full", "ones", "tensor", "zeros")
+_orig_torch_arange = torch.arange  # Transformers tells it from the others by this name
 
 # The contexts that are open, outermost first: modules are born under the innermost.
 _open: list[Init] = []
@@ -50,13 +63,15 @@ class Init:
     Args:
         module: shard this existing module at once instead of waiting for new ones.
         data_parallel_group: process group to shard over; None: all ranks.
-        remote_device: "cpu" or "nvme" are not available yet; None: the device.
+        remote_device: where slices rest from birth on: "cpu", "nvme" (in `offload_param.nvme_path`), or "none" for
+            the device; None: as `offload_param` says.
         config_dict_or_path: the JSON, for the dtype; may still hold "auto".
         config: another name of it.
         enabled: False makes the context do nothing.
         dtype: dtype of floating parameters; None: by the JSON, else what the model says.
         mpu: a client's unit with `get_data_parallel_group`.
-        mem_efficient_linear: has no effect, as `pin_memory`; the arguments not named here are not available yet.
+        pin_memory: page-locked host memory for slices on the host.
+        mem_efficient_linear: has no effect; the arguments not named here are not available yet.
 
     Example:
         >>> with deepspeed.zero.Init(config_dict_or_path=config):
@@ -85,8 +100,6 @@ class Init:
         self.enabled = enabled
         if not enabled:
             return
-        if remote_device not in (None, "none", get_accelerator().device_name()):
-            raise NotAvailableError(f"zero.Init(remote_device={remote_device!r}) is not available yet")
         later = {
             "zero_param_parallel_group": zero_param_parallel_group,
             "zero_quantized_weights": zero_quantized_weights,
@@ -107,6 +120,7 @@ class Init:
         source = config_dict_or_path if config_dict_or_path is not None else config
         parsed = DeepSpeedConfig.for_init(source, world=self.axis.size) if source is not None else None
         self.dtype = dtype or _dtype_of(parsed)
+        self.places = Places(parameters=_tier(remote_device, parsed, pin_memory))
         self.wraps_apply = parsed is None or parsed.zero.override_module_apply
         self._patches = _Patches()
         self._unshared = 0  # bytes of whole parameters freed since the last trim
@@ -118,14 +132,19 @@ class Init:
         if self.enabled:
             if not _open:
                 _patch(self._patches, self.wraps_apply)
+                _patch_constructors(self._patches, self.dtype, self.device)
+                birth_writers.append(_write_whole)
             _open.append(self)
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if self.enabled:
             _open.remove(self)
             if not _open:
+                birth_writers.remove(_write_whole)
                 _restore(self._patches)
+        if error is not None and is_exhaustion(error):
+            raise exhausted("a model was made under zero.Init", error) from error
 
     def shard(self, module: nn.Module) -> None:
         """Shard the parameters `module` itself owns, with the values of axis rank 0."""
@@ -143,13 +162,33 @@ class Init:
             broadcast_tensors(self.axis, [param.data], f"birth of {type(module).__name__}.{name}")
             self._unshared += param.numel() * param.itemsize
             member = Member(param, f"{type(module).__name__}.{name}")
-            ShardGroup(self.axis, policy_for(3), by_group([param.numel()], self.axis.size), [member])
+            layout = by_group([param.numel()], self.axis.size)
+            ShardGroup(self.axis, policy_for(3), layout, [member], places=self.places)
         for buffer in module._buffers.values():
             if buffer is not None and buffer.device.type != "meta":
                 broadcast_tensors(self.axis, [buffer], f"birth of a buffer of {type(module).__name__}")
         if self._unshared > _TRIM_AFTER:
             self._unshared = 0
             get_accelerator().empty_cache()
+
+
+def _tier(remote_device: str | None, config: DeepSpeedConfig | None, pin: bool) -> Tier:
+    """Where born slices rest."""
+    section = config.zero.offload_param if config is not None else None
+    where = remote_device or (section.device if section is not None else "none")
+    if where in ("none", get_accelerator().device_name()) and where != "cpu":
+        return RESIDENT
+    if where == "cpu":
+        return HostTier(BufferPool(pin=pin))
+    if where != "nvme":
+        raise ArgumentError(f'zero.Init(remote_device={where!r}): use "cpu", "nvme" or "none"')
+    if config is None or section is None or not section.nvme_path:
+        raise ArgumentError(
+            'zero.Init(remote_device="nvme") needs to know where: pass config_dict_or_path with '
+            "zero_optimization.offload_param.nvme_path"
+        )
+    disk = Disk(section.nvme_path, settings=config.top.aio)
+    return NvmeTier(disk, BufferPool(pin=section.pin_memory), section.buffer_count)
 
 
 def _dtype_of(config: DeepSpeedConfig | None) -> torch.dtype | None:
@@ -181,6 +220,35 @@ def _patch(patches: _Patches, wraps_apply: bool) -> None:
         nn.Module.apply = _gathered_apply  # type: ignore[method-assign]
 
 
+def zero_wrapper_for_fp_tensor_constructor(
+    fn: Callable[..., torch.Tensor], target_fp_dtype: torch.dtype | None, target_device: torch.device
+) -> Callable[..., torch.Tensor]:
+    """A tensor constructor whose results lie where the model is born; Transformers puts a wrapper of its own here.
+
+    Args:
+        fn: the constructor.
+        target_fp_dtype: of the parameters; buffers keep the dtype the model gives them, so it is not used here.
+        target_device: where modules are sharded.
+    """
+    if target_device.type == "cpu":
+        return fn
+
+    @functools.wraps(fn)
+    def construct(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if kwargs.get("device") is None and torch.get_default_device().type == "cpu":
+            kwargs["device"] = target_device
+        return fn(*args, **kwargs)
+
+    return construct
+
+
+def _patch_constructors(patches: _Patches, dtype: torch.dtype | None, device: torch.device) -> None:
+    for name in _CONSTRUCTORS:
+        original = patches.constructors[name] = getattr(torch, name)
+        wrapped = zero_wrapper_for_fp_tensor_constructor(original, target_fp_dtype=dtype, target_device=device)
+        setattr(torch, name, wrapped)
+
+
 def _wrap(cls: type, patches: _Patches) -> None:
     original = cls.__dict__.get("__init__")
     if original is None or any(cls is done for done, _ in patches.inits):
@@ -206,6 +274,8 @@ def _restore(patches: _Patches) -> None:
     else:
         nn.Module.__init_subclass__ = patches.subclass_hook
     nn.Module.apply = patches.apply  # type: ignore[method-assign]
+    for name, original in patches.constructors.items():
+        setattr(torch, name, original)
 
 
 def _gathered_apply(self: nn.Module, fn: Callable[[nn.Module], None]) -> nn.Module:
@@ -217,6 +287,19 @@ def _gathered_apply(self: nn.Module, fn: Callable[[nn.Module], None]) -> nn.Modu
     with GatheredParameters(list(self._parameters.values()), modifier_rank=0):
         fn(self)
     return self
+
+
+def _write_whole(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A module writes to a parameter that was born, and sharded, with a child of it: axis rank 0's result counts."""
+    from deepspeed.zero.gathered import GatheredParameters
+
+    member = args[0]._ds_member
+    with GatheredParameters(member.param, modifier_rank=member.group.axis.ranks[0]), torch.no_grad():
+        if name == "data=":
+            member.param.copy_(args[1])
+        else:
+            func(member.param, *args[1:], **kwargs)
+    return args[0]
 
 
 @contextlib.contextmanager

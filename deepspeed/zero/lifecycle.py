@@ -20,9 +20,10 @@ from torch.autograd.graph import register_multi_grad_hook
 from deepspeed.comm import collectives
 from deepspeed.foundation.tree import tensors_in
 from deepspeed.zero.param import is_managed
-from deepspeed.zero.prefetch import Keeper
+from deepspeed.zero.prefetch import Keeper, Trace
 from deepspeed.zero.shard_group import ShardGroup
 
+_EXTERNALS = "ds_external_parameters"  # TRL asks the root for parameters it uses that are not below it
 LEAF_MARK = "_z3_leaf"  # set on modules to be treated as one unit (leaf_module, set_z3_leaf_modules)
 
 
@@ -45,6 +46,10 @@ class Hook:
 
 def _nothing(*_args: Any, **_kwargs: Any) -> None:
     return None
+
+
+def _no_externals() -> list[Any]:
+    return []
 
 
 @dataclass(eq=False)
@@ -96,7 +101,9 @@ class Lifecycle:
         self.running: list[nn.Module] = []  # units whose forward is on the stack
         self._calls: list[_Call | None] = []
         self._open_ended: dict[int, list[_Call]] = defaultdict(list)
-        self._handles: list[Any] = []
+        # TRL takes these off for generation, empties the lists, and has `_register_deepspeed_module` put them back.
+        self.forward_hooks: list[Any] = []
+        self.backward_hooks: list[Any] = []
         self._managed = {id(g) for g in keeper.groups}
         self._find_units(set(repeated_blocks(module)))
         self.attach()
@@ -119,21 +126,32 @@ class Lifecycle:
 
     def attach(self) -> None:
         """Put the hooks on (again)."""
+        vars(self.module)[_EXTERNALS] = Hook(_no_externals)
         for unit in self.units:
             self.attach_unit(unit)
-        self._handles.append(self.module.register_forward_pre_hook(Hook(self._enter_root), prepend=True))
-        self._handles.append(self.module.register_forward_hook(Hook(self._leave_root), always_call=True))
+        self.forward_hooks.append(self.module.register_forward_pre_hook(Hook(self._enter_root), prepend=True))
+        self.forward_hooks.append(self.module.register_forward_hook(Hook(self._leave_root), always_call=True))
 
     def attach_unit(self, unit: nn.Module) -> None:
         """Hooks of one unit."""
-        self._handles.append(unit.register_forward_pre_hook(Hook(self._before), with_kwargs=True, prepend=True))
-        self._handles.append(unit.register_forward_hook(Hook(self._after), with_kwargs=True, always_call=True))
+        self.forward_hooks.append(unit.register_forward_pre_hook(Hook(self._before), with_kwargs=True, prepend=True))
+        self.forward_hooks.append(unit.register_forward_hook(Hook(self._after), with_kwargs=True, always_call=True))
 
     def detach(self) -> None:
         """Take the hooks off."""
-        for handle in self._handles:
+        for handle in self.forward_hooks:
             handle.remove()
-        self._handles.clear()
+        self.forward_hooks.clear()
+        vars(self.module).pop(_EXTERNALS, None)
+
+    def _register_deepspeed_module(self, module: nn.Module) -> None:
+        self.detach()
+        self.attach()
+
+    @property
+    def param_coordinator(self) -> Trace:
+        """The order of the last pass, which clients forget after a pass of another kind."""
+        return self.keeper.trace
 
     def add_external(self, module: nn.Module, group: ShardGroup) -> None:
         """`module` also uses `group`, which is not below it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 
 import torch
 
@@ -27,11 +28,21 @@ def global_norm(buckets: list[Bucket], exact: bool, tag: int) -> float:
     """
     if not buckets:
         return 0.0
-    squares = [sum_of_squares(b.own(), exact) for b in buckets if b.filled]
-    mine = scalars.current.value(torch.stack(squares).sum()) if squares else 0.0
+    mine = _squares([b for b in buckets if b.filled], exact)
     axis, device = buckets[0].group.axis, buckets[0].group.device
     total = sum(row[0] for row in scalars.current.table(axis, [mine], tag, _LABEL, device))
     return math.sqrt(total) if total >= 0 else math.nan
+
+
+def _squares(buckets: list[Bucket], exact: bool) -> float:
+    """This rank's part of the sum; accumulators that rest elsewhere are read one after the other."""
+    found: dict[torch.device, list[torch.Tensor]] = defaultdict(list)
+    for bucket, coming in zip(buckets, [*buckets[1:], None], strict=True):
+        if coming is not None:
+            coming.total.ahead()
+        with bucket.total.borrowed() as total:
+            found[total.device].append(sum_of_squares(bucket.own(total), exact))
+    return sum(scalars.current.value(torch.stack(squares).sum()) for squares in found.values())
 
 
 def explain_overflow(reducer: Reducer, tags: tuple[int, int]) -> str:
@@ -61,4 +72,7 @@ def explain_overflow(reducer: Reducer, tags: tuple[int, int]) -> str:
 
 def _finite(bucket: Bucket, offset: int, numel: int) -> bool:
     low, high = max(offset, bucket.low), min(offset + numel, bucket.high)
-    return low >= high or bool(torch.isfinite(bucket.sum[low - bucket.low : high - bucket.low]).all())
+    if low >= high:
+        return True
+    with bucket.total.borrowed() as total:
+        return bool(torch.isfinite(total[low - bucket.low : high - bucket.low]).all())

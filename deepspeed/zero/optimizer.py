@@ -10,15 +10,19 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
-from deepspeed.comm.collectives import SMALL, Handle, tag_of
+from deepspeed.comm.collectives import SMALL, tag_of
 from deepspeed.errors import ArgumentError, OptimizerError, UsageError
 from deepspeed.optim.clip import clip_factor
+from deepspeed.zero.exhaustion import suggests_offload
+from deepspeed.zero.holding import Holding, whole_state
 from deepspeed.zero.lifecycle import Lifecycle
+from deepspeed.zero.member import Member
 from deepspeed.zero.norm import explain_overflow, global_norm
 from deepspeed.zero.param import is_managed
 from deepspeed.zero.parts import Part, cut_state, unused_names
 from deepspeed.zero.reducer import Reducer
-from deepspeed.zero.shard_group import Member, ShardGroup
+from deepspeed.zero.shard_group import ShardGroup
+from deepspeed.zero.waves import update, waves_of
 
 
 @dataclass(frozen=True)
@@ -30,12 +34,14 @@ class StepSettings:
         refuse_unused: a parameter without a gradient is an error (`ignore_unused_parameters: false`).
         norm: whether the norm is formed at all (`compute_grad_norm`).
         check: skip the step when a gradient is not finite.
+        master: dtype of master copies, where they are wider than the parameters.
     """
 
     clip: float = 0.0
     refuse_unused: bool = False
     norm: bool = True
     check: bool = False
+    master: torch.dtype = torch.float32
 
 
 class ZeroOptimizer:
@@ -66,6 +72,7 @@ class ZeroOptimizer:
         self._channel, self._rounds = reducer.world.channel(), 0
         self._items, self._counts_items, self._micro_batches = 0.0, False, 0
         self._scale_loss: Callable[[torch.Tensor, bool], Any] | None = None
+        self.holdings = [Holding(bucket, inner) for bucket in reducer.buckets]
         self.parts: dict[int, list[Part]] = {}
         self._leaves, self._stepping = 0, False
         self._take_over()
@@ -85,43 +92,26 @@ class ZeroOptimizer:
                     raise OptimizerError(f"parameter '{param._ds_member.name}' appears in several optimizer groups")
                 seen.add(id(param))
                 state = self.optimizer.state.pop(param, None)
-                for part in self._parts_of(param._ds_member):
+                member = param._ds_member
+                parts = self.parts[member.uid] = self.holding_of(member).add(member)
+                member.owner = self
+                for part in parts:
                     leaves.append(part.leaf)
                     if state:
                         self.optimizer.state[part.leaf] = cut_state(state, part)
             group["params"] = leaves
             self._leaves += len(leaves)
+        for holding in self.holdings:
+            holding.store_state()
 
-    def _parts_of(self, member: Member) -> list[Part]:
-        group, bucket = member.group, self.reducer.bucket_of(member)
-        masters = group.masters()
-        parts = []
-        for piece in group.layout.pieces_within(group.low, group.high):
-            if piece.index == member.index:
-                values = masters[piece.at - group.low : piece.at - group.low + piece.numel]
-                if piece.numel == member.numel:
-                    values = values.view(member.shape)  # whole: optimizers that look at the shape see the true one
-                # Integer parameters, as quantized weights are, may be listed; they never have a gradient.
-                leaf = Parameter(values, requires_grad=values.is_floating_point())
-                parts.append(Part(member, piece, leaf, bucket))
-        self.parts[member.uid] = parts
-        member.owner = self
-        return parts
+    def holding_of(self, member: Member) -> Holding:
+        """The leaves and the state of a member's group."""
+        return next(h for h in self.holdings if h.group is member.group)
 
-    def activate(self, member: Member, master: torch.dtype) -> None:
-        """A frozen parameter was unfrozen: listen to its gradients, update its master copy from now on.
-
-        Args:
-            member: the parameter.
-            master: dtype of master copies.
-        """
-        group = member.group
-        if group.master is None and master != group.dtype:
-            group.add_master(master)
-            for other in group.members:
-                for part in self.parts.get(other.uid, ()):
-                    at = part.piece.at - group.low
-                    part.leaf.data = group.masters()[at : at + part.piece.numel].view(part.leaf.shape)
+    def activate(self, member: Member) -> None:
+        """A frozen parameter was unfrozen: listen to its gradients, update its master copy from now on."""
+        member.group.thaw(self.settings.master)
+        self.holding_of(member).point()
         self.reducer.listen(member)
 
     @property
@@ -235,19 +225,9 @@ class ZeroOptimizer:
             )
 
     def _apply(self, factor: float) -> None:
-        touched: list[ShardGroup] = []
-        for bucket in self.reducer.buckets:
-            used = False
-            if bucket.filled and factor != 1.0:
-                bucket.sum.mul_(factor)
-            for member in bucket.group.members:
-                here = bucket.filled and self.reducer.touched(bucket, member)
-                used |= here
-                for part in self.parts.get(member.uid, ()):
-                    part.leaf.grad = part.gradient if here else None
-            if used:
-                touched.append(bucket.group)
-        self._import_edits()
+        for group in self.groups:
+            for member in group.members:
+                self.import_edits(member)
         if sum(len(group["params"]) for group in self.optimizer.param_groups) != self._leaves:
             raise OptimizerError(
                 "parameters were added to, or taken from, the optimizer's groups after initialize, which shares out "
@@ -255,26 +235,23 @@ class ZeroOptimizer:
             )
         self._stepping = True
         try:
-            self.optimizer.step()
+            with suggests_offload("parameters were updated"):
+                handles = update(self.optimizer, waves_of(self.holdings, self.reducer), factor)
         finally:
             self._stepping = False
-        for parts in self.parts.values():
-            for part in parts:
-                part.leaf.grad = None
-        publish(touched)
+        for handle in handles:
+            handle.wait()
         for group in self.groups:
             group.advance()
 
-    def _import_edits(self) -> None:
-        """Parameters changed in place by the user since the last step (weight clipping) update their masters."""
-        for group in self.groups:
-            if group.policy.gathers_before_use:
-                continue
-            for member in group.members:
-                member.rejoin()
-                if member.exposed or member.param._version != member.version:
-                    member.version, member.exposed = member.param._version, False
-                    group.import_edits(member)
+    def import_edits(self, member: Member) -> None:
+        """A parameter changed in place by the user since the last step (weight clipping) updates its master."""
+        if member.group.policy.gathers_before_use:
+            return
+        member.rejoin()
+        if member.exposed or member.param._version != member.version:
+            member.version, member.exposed = member.param._version, False
+            member.group.import_edits(member)
 
     def _end_window(self) -> None:
         self.reducer.clear()
@@ -296,11 +273,13 @@ class ZeroOptimizer:
     def state_dict(self) -> dict[str, Any]:
         """This rank's state: the inner optimizer's over its pieces, and the loss scaler's."""
         scaler = None if self.scaler is None else self.scaler.state_dict()
-        return {"optimizer": self.optimizer.state_dict(), "loss_scaler": scaler}
+        return {"optimizer": whole_state(self.optimizer, self.holdings), "loss_scaler": scaler}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict` gave, on the same rank and topology."""
         self.optimizer.load_state_dict(state["optimizer"])
+        for holding in self.holdings:
+            holding.store_state()
         if self.scaler is not None and state.get("loss_scaler") is not None:
             self.scaler.load_state_dict(state["loss_scaler"])
 
@@ -313,18 +292,8 @@ class ZeroOptimizer:
         """Stop listening to gradients and let the state go."""
         self.reducer.detach()
         self._guard.remove()
-        self.parts.clear()
+        for holding in self.holdings:
+            holding.drop()
+        self.holdings, self.parts = [], {}
         self.optimizer.state.clear()
         self._scale_loss = None
-
-
-def publish(groups: list[ShardGroup]) -> None:
-    """Updated masters become parameters everywhere: round, send, wait."""
-    handles: list[Handle] = []
-    for group in groups:
-        group.round_masters()
-        handle = group.start_publish()
-        if handle is not None:
-            handles.append(handle)
-    for handle in handles:
-        handle.wait()

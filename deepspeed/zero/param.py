@@ -10,6 +10,7 @@ nil. Reads hand out private copies, so nothing a user holds ever aliases storage
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,9 +18,13 @@ from torch._guards import TracingContext
 from torch.nn import Parameter
 
 from deepspeed.errors import ShardedParameterError
+from deepspeed.zero.transforms import in_transform, outside_transforms
 
 if TYPE_CHECKING:
-    from deepspeed.zero.shard_group import Member
+    from deepspeed.zero.member import Member
+
+# While zero.Init is open, what carries out a write to a parameter that is sharded already.
+birth_writers: list[Callable[[str, Any, tuple[Any, ...], dict[str, Any]], Any]] = []
 
 _raw_grad: Any = torch._C.TensorBase.grad  # the field itself, below the property of ManagedParameter
 _raw_data: Any = torch._C.TensorBase.data
@@ -44,6 +49,9 @@ _RAW_STORAGE = frozenset(
     "_fix_weakref module_load".split()
 )
 _STAND_IN = frozenset(["detach", "data"])
+_OWN_GRAD = frozenset(["grad", "grad="])  # of a stand-in that the user made a leaf
+_MOVES = frozenset("to cpu cuda type float double half bfloat16".split())
+_MOVED = "_ds_moved"  # on values moved to another device: whose, and their version then
 
 
 class ZeroParamStatus(enum.Enum):
@@ -156,9 +164,30 @@ class ManagedParameter(Parameter):
         """The process group of the ranks that hold the pieces."""
         return self._ds_member.group.axis.group
 
+    def all_gather(self, param_list: list[ManagedParameter] | None = None) -> None:
+        """Make this parameter (or those of `param_list`) whole until `partition`; all ranks call together."""
+        for group in _groups_of(param_list or [self]):
+            if group.policy.gathers_before_use:
+                group.gather_together()
+            group.users += 1
+
+    def partition(self, param_list: list[ManagedParameter] | None = None, has_been_updated: bool = False) -> None:
+        """End what `all_gather` began.
+
+        Args:
+            param_list: the parameters that it named.
+            has_been_updated: every rank has changed them alike, and the change stays.
+        """
+        for group in _groups_of(param_list or [self]):
+            group.users = max(0, group.users - 1)
+            if has_been_updated:
+                group.keep_own()
+            if group.users == 0:
+                group.free(edits_allowed=has_been_updated)
+
     def partition_numel(self) -> int:
         """Elements of this rank's piece."""
-        return self._ds_member.own_piece().numel()
+        return _here(self._ds_member)
 
     def ds_summary(self) -> dict[str, Any]:
         """What there is to know about the parameter's state, for logs."""
@@ -176,6 +205,15 @@ class ManagedParameter(Parameter):
         return self._ds_member.active_modules
 
 
+# Torch hands these two to no class, so they are methods.
+def _refuse_set(self: Any, *args: Any, **kwargs: Any) -> Any:
+    refuse_write("set_", self._ds_member)
+
+
+def _dense_as_subclass(self: Any, cls: type[torch.Tensor]) -> Any:
+    return dense_copy(self).as_subclass(cls)
+
+
 class ShardedParameter(ManagedParameter):
     """A parameter whose group is freed; see [Note: sharded parameters]."""
 
@@ -183,9 +221,7 @@ class ShardedParameter(ManagedParameter):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return intercept(func, args, kwargs or {})
 
-    def set_(self, *args: Any, **kwargs: Any) -> Any:  # torch does not dispatch set_() without arguments
-        """Refused: it would cut the parameter from its group."""
-        _refuse("set_", self._ds_member)
+    set_, as_subclass = _refuse_set, _dense_as_subclass
 
     def __repr__(self) -> str:  # type: ignore[override]
         return _describe("Parameter", self._ds_member, self.dtype)
@@ -200,9 +236,7 @@ class StandIn(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return intercept(func, args, kwargs or {})
 
-    def set_(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused, as for the parameter."""
-        _refuse("set_", self._ds_member)
+    set_, as_subclass = _refuse_set, _dense_as_subclass
 
     def __repr__(self) -> str:  # type: ignore[override]
         return _describe("stand-in", self._ds_member, self.dtype)
@@ -233,8 +267,13 @@ class ReadView(torch.Tensor):
 _GUARDED = (ShardedParameter, StandIn, ReadView)
 
 
+def _here(member: Member) -> int:
+    span = member.own_span()
+    return span.stop - span.start
+
+
 def _describe(kind: str, member: Member, dtype: torch.dtype) -> str:
-    return f"<sharded {kind} {member.name}: shape {tuple(member.shape)}, {dtype}, {member.own_piece().numel()} here>"
+    return f"<sharded {kind} {member.name}: shape {tuple(member.shape)}, {dtype}, {_here(member)} here>"
 
 
 def _name_of(func: Any) -> str:
@@ -250,7 +289,8 @@ def _is_write(name: str) -> bool:
     return in_place or operator or name.endswith("=") or name in ("__setitem__", "__delitem__")
 
 
-def _refuse(name: str, member: Member) -> None:
+def refuse_write(name: str, member: Member) -> None:
+    """Raise for an operation that would change or expose values that nobody keeps."""
     raise ShardedParameterError(
         f"{name.rstrip('=') or 'write'} on parameter '{member.name}', which is sharded here: it would change or expose "
         f"a copy that nobody keeps. Do it inside deepspeed.zero.GatheredParameters([param], modifier_rank=0), or use "
@@ -258,16 +298,39 @@ def _refuse(name: str, member: Member) -> None:
     )
 
 
+def was_replaced(tensor: torch.Tensor, member: Member) -> bool:
+    """Whether the unbound `torch.Tensor.set_`, which torch hands to no class, has put something under `tensor`."""
+    return tensor.data_ptr() != member.placeholder.data_ptr()
+
+
+def _refuse_if_replaced(tensor: Any) -> None:
+    if isinstance(tensor, (ShardedParameter, StandIn)) and was_replaced(tensor, tensor._ds_member):
+        _raw_data.__set__(tensor, tensor._ds_member.placeholder)
+        refuse_write("set_", tensor._ds_member)
+
+
+def _refuse_targets(name: str, out: Any) -> None:
+    for target in _walk(out):
+        if isinstance(target, _GUARDED):
+            refuse_write(name, target._ds_member)
+
+
 def intercept(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What any torch function does when it meets a sharded parameter, a stand-in, or a view of a copy."""
     name = _name_of(func)
+    if not args and "tensor" in kwargs:  # torch.nn.init passes by name
+        args, kwargs = (kwargs["tensor"],), {key: value for key, value in kwargs.items() if key != "tensor"}
     first = args[0] if args and isinstance(args[0], _GUARDED) else None
     with torch._C.DisableTorchFunctionSubclass():
-        if name in _METADATA or name == "requires_grad=":
-            return func(*args, **kwargs)
+        _refuse_if_replaced(first)
+        own = name in _OWN_GRAD and isinstance(first, StandIn)
+        if name in _METADATA or name == "requires_grad=" or own or func is torch.autograd.grad:
+            return func(*args, **kwargs)  # torch.autograd.grad knows its inputs by identity
         if first is not None:
+            if _stays(name, first, args, kwargs):
+                return first
             if _is_write(name) or name in _RAW_STORAGE:
-                _refuse(name, first._ds_member)
+                return _write(name, func, args, kwargs)
             if not isinstance(first, ReadView):
                 if name in _STAND_IN:
                     return stand_in(first._ds_member)
@@ -276,10 +339,34 @@ def intercept(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 if name in _LIKE:
                     dense = torch.empty(first.shape, dtype=first.dtype, device=first.device)
                     return func(dense, *args[1:], **kwargs)
-        for target in _walk(kwargs.get("out")):
-            if isinstance(target, _GUARDED):
-                _refuse(f"{name}(out=…)", target._ds_member)
+        _refuse_targets(f"{name}(out=…)", kwargs.get("out"))
         return _compute(name, func, args, kwargs)
+
+
+def _write(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Refused, but for modules being born that initialize what their children own."""
+    if birth_writers and _is_write(name) and not isinstance(args[0], ReadView):
+        return birth_writers[-1](name, func, args, kwargs)
+    refuse_write(name, args[0]._ds_member)
+
+
+def _stays(name: str, first: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a move leads where the parameter is already, or it is given its own values: `module.cpu()` does both."""
+    if isinstance(first, ReadView):
+        return False
+    if name == "data=":
+        value = args[1]
+        own = isinstance(value, (ManagedParameter, StandIn)) and value._ds_member is first._ds_member
+        return own or getattr(value, _MOVED, None) == (first._ds_member.uid, _version_of(value))
+    if name not in _MOVES or kwargs.get("copy") or "memory_format" in kwargs or len(args) > 4:
+        return False
+    probe = torch.empty((), dtype=first.dtype, device=first.device)
+    return getattr(probe, name)(*args[1:], **kwargs) is probe
+
+
+def _note_move(source: ShardedParameter | StandIn, result: torch.Tensor) -> None:
+    if type(result) is torch.Tensor and result.dtype == source.dtype:
+        setattr(result, _MOVED, (source._ds_member.uid, _version_of(result)))
 
 
 def _compute(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -296,15 +383,17 @@ def _compute(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         return copies[id(value)][0]
 
     result = func(*_map(dense, args), **_map(dense, kwargs))
+    if name in _MOVES and isinstance(args[0], (ShardedParameter, StandIn)):
+        _note_move(args[0], result)
     storages = {}
     for plain, member, version in copies.values():
         if _version_of(plain) != version:
-            _refuse(name, member)
+            refuse_write(name, member)
         if plain.layout == torch.strided and plain.device.type != "meta":
             storages[plain.untyped_storage()._cdata] = member
 
     def guard(value: Any) -> Any:
-        if type(value) is not torch.Tensor or value.layout != torch.strided or not storages:
+        if type(value) is not torch.Tensor or value.layout != torch.strided or not storages or in_transform(value):
             return value
         member = storages.get(value.untyped_storage()._cdata)
         if member is None:
@@ -336,11 +425,30 @@ def _version_of(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version  # inference tensors do not count their writes
 
 
+@outside_transforms
 def _read(value: torch.Tensor, member: Member) -> torch.Tensor:
     copied = member.dense()
-    if isinstance(value, ShardedParameter) and value.requires_grad and torch.is_grad_enabled():
+    if isinstance(value, (ShardedParameter, StandIn)) and value.requires_grad and torch.is_grad_enabled():
         return _Read.apply(value, copied)  # type: ignore[return-value]
     return copied
+
+
+def _groups_of(params: list[ManagedParameter]) -> list[Any]:
+    return list({id(param._ds_member.group): param._ds_member.group for param in params}.values())
+
+
+def dense_copy(tensor: Any) -> Any:
+    """A dense copy of a sharded parameter or stand-in, whose gradient flows to it; anything else as it is."""
+    if not isinstance(tensor, (ShardedParameter, StandIn)):
+        return tensor
+    with torch._C.DisableTorchFunctionSubclass():
+        return _read(tensor, tensor._ds_member)
+
+
+def refuse_functionalize(tensor: Any) -> Any:
+    """Raise for what is sharded, since `functionalize` writes to its arguments; anything else as it is."""
+    _refuse_targets("functionalize", tensor)
+    return tensor
 
 
 def stand_in(member: Member) -> StandIn:

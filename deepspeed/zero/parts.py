@@ -10,8 +10,8 @@ from torch.nn import Parameter
 
 from deepspeed.zero.buckets import Bucket
 from deepspeed.zero.layout import Piece
+from deepspeed.zero.member import Member
 from deepspeed.zero.reducer import Reducer
-from deepspeed.zero.shard_group import Member
 
 
 @dataclass(eq=False)
@@ -24,10 +24,10 @@ class Part:
     bucket: Bucket
 
     @property
-    def gradient(self) -> torch.Tensor:
-        """The accumulated gradient of the piece, shaped and typed like the leaf."""
+    def span(self) -> slice:
+        """Where the piece lies in this rank's master and in the accumulator."""
         at = self.piece.at - self.bucket.low
-        return self.bucket.sum[at : at + self.piece.numel].view(self.leaf.shape).to(self.leaf.dtype)
+        return slice(at, at + self.piece.numel)
 
 
 def cut_state(state: dict[str, Any], part: Part) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def cut_state(state: dict[str, Any], part: Part) -> dict[str, Any]:
     for key, value in state.items():
         if isinstance(value, torch.Tensor) and value.shape == part.member.shape and value.dim():
             flat = value.detach().reshape(-1)[part.piece.start : part.piece.stop]
-            made[key] = flat.clone().view(part.leaf.shape)
+            made[key] = flat.clone().view(part.leaf.shape).to(part.leaf.device)
         else:
             made[key] = value.clone() if isinstance(value, torch.Tensor) else value
     return made

@@ -57,6 +57,13 @@ class Trace:
             passed += self._last[index].numel
         return None
 
+    def is_invalid_trace(self) -> bool:
+        """Whether there is no last pass to go by, under the name clients ask for."""
+        return not self.known
+
+    def _invalidate_trace(self) -> None:
+        self._last, self._now, self._at = [], [], 0
+
     @property
     def known(self) -> bool:
         """Whether there is a last pass to go by."""

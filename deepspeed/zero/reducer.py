@@ -13,8 +13,9 @@ from deepspeed.comm.axis import Axis
 from deepspeed.comm.collectives import READ, SMALL, tag_of
 from deepspeed.foundation.log import warn_once
 from deepspeed.zero.buckets import Bucket, ReduceSettings, Round
+from deepspeed.zero.member import Member
 from deepspeed.zero.param import clear_raw_grad, raw_grad
-from deepspeed.zero.shard_group import Member, ShardGroup
+from deepspeed.zero.shard_group import ShardGroup
 from deepspeed.zero.wire import Wire
 
 
@@ -36,13 +37,14 @@ class Reducer:
         self._of = {id(b.group): b for b in self.buckets}
         self.reduce_now = True  # this micro-batch ends the window
         self.deferred = settings.accumulates  # the window holds micro-batches that are summed before they travel
-        self.factor = 1.0 / settings.mean_over  # of the running backward pass
+        self.factor = 1.0 / settings.mean_over  # of the running backward pass, the same on all ranks
+        self.weight: float | None = None  # of this rank's micro-batch beside a full one, when a loop counts samples
         self.clean = True
         self.warn_unscaled = False  # the next gradients come from a bare backward under a loss scale
         self.on_complete: Callable[[ShardGroup], None] | None = None  # all gradients of a group are here
         largest = max((g.numel for g in groups), default=0)
         self._device = groups[0].device if groups else torch.device("cpu")
-        self.wire = Wire(settings, largest, self._device, replicas)
+        self.wire = Wire(settings, largest, self._device, groups[0].axis if groups else world, replicas)
         self._channel, self._finishes = world.channel(), 0
         self._touched_anywhere: dict[int, list[bool]] = {}
         self._handed_out: list[tuple[Member, torch.Tensor, int]] = []
@@ -95,9 +97,8 @@ class Reducer:
         """Copy or add one gradient into the open round."""
         dtype = self._travel_dtype(bucket)
         exact = dtype == self.settings.accumulator
-        entry, at_owner = (self.factor, 1.0) if exact else (1.0, self.factor)
-        if not exact and self.settings.prescale is not None:
-            entry, at_owner = self.settings.prescale, self.factor / self.settings.prescale
+        weight = 1.0 if self.weight is None else self.weight
+        entry, at_owner = (self.factor * weight, 1.0) if exact else (self._before_wire, self._after_wire)
         current = bucket.round
         if current is not None:
             again = member.index in current.arrived and not exact  # a sum in low precision would round
@@ -118,8 +119,18 @@ class Reducer:
             else:
                 torch.mul(gradient, entry, out=place)
 
+    @property
+    def _before_wire(self) -> float:
+        """Factor on low-precision gradients before they travel."""
+        return 1.0 if self.settings.prescale is None else self.settings.prescale
+
+    @property
+    def _after_wire(self) -> float:
+        """Factor on their sum; all ranks must use the same, since with a two-rank swap both sides sum."""
+        return self.factor / self._before_wire
+
     def _travel_dtype(self, bucket: Bucket) -> torch.dtype:
-        if self._sums_before_travel(bucket):
+        if self._sums_before_travel(bucket) or self.weight is not None:
             return self.settings.accumulator
         return self.settings.wire or bucket.group.dtype
 
@@ -134,7 +145,17 @@ class Reducer:
         """Send the open round of a bucket."""
         current, bucket.round = bucket.round, None
         if current is not None:
-            self.wire.launch(bucket, current)
+            self.wire.launch(bucket, self._narrowed(current))
+
+    def _narrowed(self, current: Round) -> Round:
+        """A round in the dtype that was asked for the wire, also when it was summed in another before."""
+        dtype = self.settings.wire
+        if dtype is None or current.buffer.dtype == dtype:
+            return current
+        narrow = self.wire.acquire(dtype, current.buffer.numel())
+        torch.mul(current.buffer, 1.0 / self._after_wire, out=narrow)
+        self.wire.release(current)
+        return Round(narrow, self._after_wire, True, arrived=current.arrived)
 
     # -- the end of a window --------------------------------------------------------------------------------------
 
@@ -170,8 +191,7 @@ class Reducer:
     def _send_zeros(self, bucket: Bucket, exact: int) -> None:
         low = self.settings.wire or bucket.group.dtype
         dtype = self.settings.accumulator if exact else low
-        # The factor must be the one the other ranks use: with a two-rank swap both sides sum.
-        at_owner = 1.0 if exact else self.factor / (self.settings.prescale or 1.0)
+        at_owner = 1.0 if exact else self._after_wire
         bucket.round = Round(self.wire.acquire(dtype, bucket.group.numel), at_owner, pooled=True)
         self._launch(bucket)
 
@@ -234,9 +254,10 @@ class Reducer:
         if not self.touched(bucket, member):
             return None
         if bucket.whole:
-            return bucket.sum[member.offset : member.offset + member.numel].view(member.shape)
-        label = f"gradient of {member.name}"
-        tensor = member.group.assemble(member, bucket.sum, READ, label).view(member.shape)
+            whole = bucket.total.borrow()  # where everything is whole, nothing rests elsewhere
+            return whole[member.offset : member.offset + member.numel].view(member.shape)
+        with bucket.total.borrowed() as total:
+            tensor = member.group.assemble(member, total, READ, f"gradient of {member.name}").view(member.shape)
         self._handed_out.append((member, tensor, tensor._version))
         return tensor
 
@@ -254,11 +275,12 @@ class Reducer:
 
     def _write(self, member: Member, value: torch.Tensor) -> None:
         bucket = self.bucket_of(member)
-        if not bucket.filled:
-            bucket.sum.zero_()
-            bucket.filled = True
         flat = value.detach().reshape(-1)
-        for piece in member.group.layout.pieces_within(bucket.low, bucket.high):
-            if piece.index == member.index:
-                at = piece.at - bucket.low
-                bucket.sum[at : at + piece.numel].copy_(flat[piece.start : piece.stop])
+        with bucket.total.borrowed(changed=True, read=bucket.filled) as total:
+            if not bucket.filled:
+                total.zero_()
+            for piece in member.group.layout.pieces_within(bucket.low, bucket.high):
+                if piece.index == member.index:
+                    at = piece.at - bucket.low
+                    total[at : at + piece.numel].copy_(flat[piece.start : piece.stop])
+        bucket.filled = True

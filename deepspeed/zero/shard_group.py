@@ -6,30 +6,37 @@ gathering grows it back and refills it, so views that autograd saved in forward 
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import itertools
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn import Parameter
 
 from deepspeed.comm.axis import Axis
 from deepspeed.comm.collectives import READ, SPREAD, Handle, spread, tag_of
-from deepspeed.comm.fetch import FetchService
-from deepspeed.errors import ShardedParameterError, UsageError
-from deepspeed.storage.resident import ResidentTier
-from deepspeed.storage.tier import Tier
+from deepspeed.comm.fetch import FetchService, SharedSlices, service_of
+from deepspeed.errors import ShardedParameterError
+from deepspeed.storage.resident import RESIDENT, Held
+from deepspeed.zero.at_rest import AtRest, Places
 from deepspeed.zero.layout import Layout
-from deepspeed.zero.param import ManagedParameter, ShardedParameter, ZeroParamStatus, manage, unmanage
+from deepspeed.zero.member import Member
+from deepspeed.zero.param import (
+    ManagedParameter,
+    ShardedParameter,
+    ZeroParamStatus,
+    dense_copy,
+    manage,
+    refuse_functionalize,
+    refuse_write,
+    unmanage,
+    was_replaced,
+)
 from deepspeed.zero.policy import Policy
+from deepspeed.zero.transforms import feed_transforms, outside_transforms
 
 if TYPE_CHECKING:
     from deepspeed.zero.lifecycle import Lifecycle
-    from deepspeed.zero.optimizer import ZeroOptimizer
-    from deepspeed.zero.reducer import Reducer
-
-_uids = itertools.count()
 
 
 class State(enum.Enum):
@@ -47,82 +54,7 @@ _STATUS = {
 }
 
 
-@dataclass(eq=False)
-class Member:
-    """One parameter of a group.
-
-    Args:
-        param: the parameter; its identity never changes.
-        name: qualified name in the module, for reports.
-        index: position in the group.
-        place: position in the model.
-    """
-
-    param: Parameter
-    name: str
-    index: int = 0
-    place: int = 0
-    shape: torch.Size = field(init=False)
-    uid: int = field(default_factory=lambda: next(_uids))
-    group: ShardGroup = field(init=False, repr=False)
-    placeholder: torch.Tensor = field(init=False, repr=False)
-    reducer: Reducer | None = field(default=None, repr=False)
-    owner: ZeroOptimizer | None = field(default=None, repr=False)  # the optimizer that updates it
-    active_modules: set[Any] = field(default_factory=set, repr=False)
-    version: int = 0  # the parameter's version counter when it was last known to agree with its slice
-    exposed: bool = False  # `param.data` was handed out, and writes through it are not counted
-
-    def __post_init__(self) -> None:
-        self.shape = self.param.shape
-
-    @property
-    def numel(self) -> int:
-        """Elements."""
-        return self.shape.numel()
-
-    @property
-    def offset(self) -> int:
-        """Where it begins in the group."""
-        return self.group.offsets[self.index]
-
-    def rest(self) -> None:
-        """Make what stands for the values while they are away: true shape, no memory, every element NaN."""
-        dtype = self.group.dtype
-        value = float("nan") if dtype.is_floating_point else 0
-        self.placeholder = torch.full((), value, dtype=dtype, device=self.group.device).expand(self.shape)
-
-    def own_piece(self) -> torch.Tensor:
-        """This rank's part of the values: a 1-D view of the slice, possibly empty."""
-        group, cuts = self.group, self.group.layout.cuts_of(self.index)
-        rank = group.axis.rank
-        low = self.offset + cuts[rank] - group.layout.cuts[rank]
-        return group.slice[max(low, 0) : max(low, 0) + cuts[rank + 1] - cuts[rank]]
-
-    def rejoin(self) -> None:
-        """Take back values that were put under the gathered parameter by `param.data = …`.
-
-        Raises:
-            UsageError: they have another shape or dtype, as after `module.half()`.
-        """
-        view, param = self.group.views[self.index], self.param
-        if param.data_ptr() == view.data_ptr() and param.dtype == view.dtype:
-            return
-        if param.shape != view.shape or param.dtype != view.dtype:
-            raise UsageError(
-                f"parameter '{self.name}' was {tuple(view.shape)} {view.dtype} at initialize and is now "
-                f"{tuple(param.shape)} {param.dtype}: cast or resize the model before initialize, or name the dtype "
-                f"in the JSON (bf16, fp16)"
-            )
-        view.copy_(param.detach())
-        param.data = view
-        self.version = -1
-
-    def dense(self) -> torch.Tensor:
-        """A private dense copy; all ranks of the axis call together unless the values are here."""
-        return self.group.read(self)
-
-
-class ShardGroup:
+class ShardGroup(AtRest):
     """A group of parameters under one policy.
 
     Args:
@@ -133,7 +65,7 @@ class ShardGroup:
         dtype: compute dtype; None: that of the parameters.
         master: dtype of a master copy of what the optimizer updates here; None, or the compute dtype: none is needed,
             the values are the master.
-        tier: where slice and master rest.
+        places: where slice, master and gradient accumulators rest; None: on the device.
     """
 
     def __init__(
@@ -145,20 +77,21 @@ class ShardGroup:
         *,
         dtype: torch.dtype | None = None,
         master: torch.dtype | None = None,
-        tier: Tier | None = None,
+        places: Places | None = None,
     ) -> None:
         first = members[0].param
         self.axis, self.policy, self.layout, self.members = axis, policy, layout, members
         self.offsets = layout.offsets  # computed once; the layout derives it anew at each call
         self.dtype, self.device = dtype or first.dtype, first.device
-        self.tier = tier or ResidentTier()
+        self.places = places or Places()
         self.channel = axis.channel()
         self.name = members[0].name + (f" … {members[-1].name}" if len(members) > 1 else "")
         self.users = 0  # modules and contexts that need the values right now
         self.retains = False  # freeing keeps the memory of the full buffer
-        self.fetch: FetchService | None = None
+        self.fetch: FetchService | SharedSlices | None = None
         self.lifecycle: Lifecycle | None = None  # of the engine that gathers it
         self._handle: Handle | None = None
+        self._owes_own = False  # the own slice is on its way from its tier, and not in the full buffer yet
         self._seq = itertools.count()
         for index, member in enumerate(members):
             member.group, member.index = self, index
@@ -172,13 +105,14 @@ class ShardGroup:
         low, high = layout.cuts[axis.rank], layout.cuts[axis.rank + 1]
         # What the optimizer updates here.
         self.low, self.high = (low, high) if policy.owns_a_slice else (0, layout.padded)
-        self.slice = self.full[low:high]
-        own_master = master is not None and master != self.dtype
-        self.master = self.tier.allocate(self.high - self.low, master, self.device) if own_master and master else None
+        span = self.full[low:high] if policy.owns_a_slice else self.full
+        self.values = Held(f"values of {self.name}", span)
+        if master is not None:
+            self.add_master(master)
         self._adopt()
         if policy.gathers_before_use:
-            self.slice = self.tier.allocate(high - low, self.dtype, self.device)
-            self.slice.copy_(self.full[low:high])
+            feed_transforms(dense_copy, refuse_functionalize)
+            self.settle_values(span)
             self.free()
 
     @property
@@ -193,50 +127,15 @@ class ShardGroup:
 
     def _adopt(self) -> None:
         """Copy the values into the full buffer and make the parameters views of it."""
-        for member, offset in zip(self.members, self.offsets, strict=True):
-            values = member.param.data.reshape(-1)
-            self.full[offset : offset + member.numel].copy_(values)
-            self.overwrite_master(member, values)
+        with self.master.borrowed(changed=True) if self.master is not None else contextlib.nullcontext():
+            for member, offset in zip(self.members, self.offsets, strict=True):
+                values = member.param.data.reshape(-1)
+                self.full[offset : offset + member.numel].copy_(values)
+                self.overwrite_master(member, values)
         for member, view in zip(self.members, self.views, strict=True):
             member.param.data = view
             manage(member.param, member)
             member.version = member.param._version
-
-    def overwrite_master(self, member: Member, values: torch.Tensor) -> None:
-        """Take one member's values, dense and flat, into the master copy, if there is one."""
-        if self.master is None:
-            return
-        for piece in self.layout.pieces_within(self.low, self.high):
-            if piece.index == member.index:
-                at = piece.at - self.low
-                self.master[at : at + piece.numel].copy_(values[piece.start : piece.stop])
-
-    def import_edits(self, member: Member) -> None:
-        """Take those values of a whole member into the master copy that are not its rounded master already."""
-        if self.master is None:
-            return
-        for piece in self.layout.pieces_within(self.low, self.high):
-            if piece.index == member.index:
-                master = self.master[piece.at - self.low :][: piece.numel]
-                values = self.full[member.offset + piece.start : member.offset + piece.stop]
-                torch.where(master.to(self.dtype) == values, master, values.to(master.dtype), out=master)
-
-    def add_master(self, dtype: torch.dtype) -> None:
-        """Give a group that was frozen its master copy, from the values it has."""
-        if self.master is None and dtype != self.dtype:
-            self.master = self.tier.allocate(self.high - self.low, dtype, self.device)
-            self.master.copy_(self.slice if self.policy.owns_a_slice else self.full)
-
-    def masters(self) -> torch.Tensor:
-        """What the optimizer updates: the master copy, or the values themselves when they are their own master."""
-        if self.master is not None:
-            return self.master
-        return self.slice if self.policy.owns_a_slice else self.full
-
-    def round_masters(self) -> None:
-        """Cast updated masters into the compute dtype."""
-        if self.master is not None:
-            (self.slice if self.policy.owns_a_slice else self.full).copy_(self.master)
 
     def write(self, member: Member, values: torch.Tensor) -> None:
         """Replace one member's values on this rank: slice, master, and the full buffer if it is here.
@@ -253,10 +152,12 @@ class ShardGroup:
             self.full[member.offset : member.offset + member.numel].copy_(flat)
         if self.policy.gathers_before_use:
             cuts, rank = self.layout.cuts_of(member.index), self.axis.rank
-            member.own_piece().copy_(flat[cuts[rank] : cuts[rank + 1]])
+            with self.values.borrowed(changed=True) as lent:
+                lent[member.own_span()].copy_(flat[cuts[rank] : cuts[rank + 1]])
 
     # -- gather and free ------------------------------------------------------------------------------------------
 
+    @outside_transforms
     def start_gather(self) -> None:
         """Begin to gather; nothing to do unless the group is sharded."""
         if self.state is not State.SHARDED:
@@ -264,8 +165,13 @@ class ShardGroup:
         label = f"gather of {self.name}"
         if not self.retains:
             self.full.untyped_storage().resize_(self._bytes)
-        rank, cuts = self.axis.rank, self.layout.cuts
-        self.full[cuts[rank] : cuts[rank + 1]].copy_(self.slice)
+        cuts = self.layout.cuts
+        sends = self.fetch is None and self.axis.size > 1
+        self._owes_own = self.values.memory is None and not sends
+        if self._owes_own:
+            self.values.ahead()
+        else:
+            self._bring_own()
         if self.fetch is not None:
             self._handle = self.fetch.pull(self.channel, self.full, cuts, label)
         else:
@@ -273,6 +179,7 @@ class ShardGroup:
             self._handle = spread(self.axis, self.full, cuts, tag, label)
         self.state = State.INFLIGHT
 
+    @outside_transforms
     def finish_gather(self) -> None:
         """Wait for the values and put them under the parameters."""
         if self.state is State.SHARDED:
@@ -281,12 +188,26 @@ class ShardGroup:
             if self._handle is not None:
                 self._handle.wait()
                 self._handle = None
+            if self._owes_own:
+                self._bring_own()
             self.state = State.GATHERED
+            replaced = []
             for member, view in zip(self.members, self.views, strict=True):
                 param = member.param
                 param.__class__ = ManagedParameter
+                if was_replaced(param, member):
+                    replaced.append(member)
                 param.data = view
                 member.version = param._version
+            for member in replaced:
+                refuse_write("set_", member)
+
+    def _bring_own(self) -> None:
+        """Copy this rank's slice to its place in the full buffer."""
+        self._owes_own = False
+        low, high = self.layout.cuts[self.axis.rank], self.layout.cuts[self.axis.rank + 1]
+        with self.values.borrowed() as values:
+            self.full[low:high].copy_(values, non_blocking=True)
 
     def gather_together(self) -> None:
         """Gather as a collective that every rank of the axis joins, whatever each rank has already."""
@@ -294,8 +215,8 @@ class ShardGroup:
         try:
             if self.state is not State.SHARDED:
                 self.finish_gather()
-                rank, cuts = self.axis.rank, self.layout.cuts
-                self.full[cuts[rank] : cuts[rank + 1]].copy_(self.slice)
+                self._bring_own()
+                cuts = self.layout.cuts
                 tag = tag_of(self.channel, SPREAD, next(self._seq))
                 spread(self.axis, self.full, cuts, tag, f"gather of {self.name}").wait()
             else:
@@ -306,11 +227,15 @@ class ShardGroup:
     def retain(self) -> None:
         """Keep the memory of the full buffer from now on; freed values are out of reach all the same.
 
-        Growing a buffer anew costs a page fault per page, more than the gather itself on small models.
+        Growing a buffer anew costs a page fault per page, more than the gather itself on small models. Where parameters
+        rest elsewhere, the device is short of memory, and nothing is kept.
         """
+        if self.places.parameters is not RESIDENT:
+            return
         self.full.untyped_storage().resize_(self._bytes)
         self.retains = True
 
+    @outside_transforms
     def free(self, edits_allowed: bool = False) -> None:
         """Give the memory of the full buffer back.
 
@@ -349,7 +274,8 @@ class ShardGroup:
             copied = self.views[member.index].clone()
             self.free()
             return copied
-        return self.assemble(member, self.slice, READ, f"read of {member.name}").view(member.shape)
+        with self.values.borrowed() as values:
+            return self.assemble(member, values, READ, f"read of {member.name}").view(member.shape)
 
     def assemble(self, member: Member, of: torch.Tensor, kind: int, label: str) -> torch.Tensor:
         """All pieces of one member, as every rank holds them in `of`.
@@ -361,9 +287,9 @@ class ShardGroup:
             label: for reports.
 
         Returns:
-            1-D dense tensor of the member, dtype of `of`; all ranks call together.
+            1-D dense tensor of the member on the device, dtype of `of`; all ranks call together.
         """
-        dense = torch.empty(member.numel, dtype=of.dtype, device=of.device)
+        dense = torch.empty(member.numel, dtype=of.dtype, device=self.device)
         cuts, rank = self.layout.cuts_of(member.index), self.axis.rank
         low = max(member.offset + cuts[rank] - self.layout.cuts[rank], 0)
         dense[cuts[rank] : cuts[rank + 1]] = of[low : low + cuts[rank + 1] - cuts[rank]]
@@ -374,7 +300,8 @@ class ShardGroup:
         """Take this rank's part of the full buffer as the new slice (after an edit of gathered parameters)."""
         if self.policy.gathers_before_use:
             low, high = self.layout.cuts[self.axis.rank], self.layout.cuts[self.axis.rank + 1]
-            self.slice.copy_(self.full[low:high])
+            with self.values.borrowed(changed=True, read=False) as values:
+                values.copy_(self.full[low:high])
         for member in self.members:
             if member.param._version != member.version:
                 self.overwrite_master(member, self.full[member.offset : member.offset + member.numel])
@@ -393,10 +320,22 @@ class ShardGroup:
         tag = tag_of(self.channel, SPREAD, next(self._seq))
         return spread(self.axis, self.full, self.layout.cuts, tag, f"publish of {self.name}")
 
-    def serve(self, fetch: FetchService) -> None:
-        """Gather one-sidedly from now on."""
-        self.fetch = fetch
-        fetch.serve(self.channel, self.slice)
+    def serve(self, any_graph: bool) -> None:
+        """Gather one-sidedly from now on, where ranks may need groups in different orders or share memory.
+
+        Args:
+            any_graph: ranks may need groups in different orders.
+        """
+        window, memory = self.axis.window, self.values.memory
+        if window is not None and memory is not None and self.places.parameters is RESIDENT:
+            memory = self.axis.empty(memory.numel(), self.dtype, self.device).copy_(memory)
+            self.values = Held(self.values.label, memory)
+        if window is not None and memory is not None and window.can_serve(self.channel, memory):
+            self.fetch = SharedSlices(self.axis)
+            self.fetch.serve(self.channel, memory)
+        elif any_graph:
+            self.fetch = service_of(self.axis)
+            self.fetch.serve(self.channel, self.values.borrowed if memory is None else memory)
 
     def register_user(self, module: Any) -> None:
         """`module` uses this group although its parameters are not below it."""
@@ -418,7 +357,10 @@ class ShardGroup:
         if self.fetch is not None:
             self.fetch.withdraw(self.channel)
             self.fetch = None
-        self.lifecycle = self.master = None
+        self.lifecycle = None
+        if self.master is not None:
+            self.master.drop()
+            self.master = None
         for member in self.members:
             if self.state is State.GATHERED:
                 unmanage(member.param)
@@ -426,5 +368,6 @@ class ShardGroup:
 
     def drop(self) -> None:
         """Let the buffers go: the parameters have been laid elsewhere."""
-        self.full = self.slice = torch.empty(0, dtype=self.dtype, device=self.device)
+        self.full = torch.empty(0, dtype=self.dtype, device=self.device)
+        self.values.drop()
         self.views = []

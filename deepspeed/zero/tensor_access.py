@@ -7,16 +7,18 @@ step. A parameter that no engine manages gives None.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
 from deepspeed.comm.collectives import READ
 from deepspeed.errors import ArgumentError, UsageError
+from deepspeed.zero.member import Member
 from deepspeed.zero.optimizer import ZeroOptimizer
 from deepspeed.zero.param import is_managed
 from deepspeed.zero.parts import Part
-from deepspeed.zero.shard_group import Member
+from deepspeed.zero.waves import publish
 
 
 def _member(param: torch.nn.Parameter) -> Member | None:
@@ -28,15 +30,22 @@ def _parts(member: Member) -> list[Part]:
     return owner.parts.get(member.uid, []) if isinstance(owner, ZeroOptimizer) else []
 
 
+def _at_hand(member: Member, changed: bool = False) -> AbstractContextManager[None]:
+    """Leaves and optimizer state of the member's group are real tensors inside."""
+    owner = member.owner
+    known = isinstance(owner, ZeroOptimizer) and member.uid in owner.parts
+    return owner.holding_of(member).at_hand(changed) if owner is not None and known else nullcontext()
+
+
 def _whole(member: Member, pick: Callable[[Part], torch.Tensor | None], label: str) -> torch.Tensor:
     """Assemble what `pick` gives for this rank's pieces with everybody else's; NaN where no rank has anything."""
     group = member.group
     here = torch.full((group.high - group.low,), torch.nan, dtype=torch.float32, device=group.device)
-    for part in _parts(member):
-        value = pick(part)
-        if value is not None:
-            at = part.piece.at - group.low
-            here[at : at + part.piece.numel].copy_(value.reshape(-1))
+    with _at_hand(member):
+        for part in _parts(member):
+            value = pick(part)
+            if value is not None:
+                here[part.span].copy_(value.reshape(-1))
     if not group.policy.owns_a_slice:
         return here[member.offset : member.offset + member.numel].view(member.shape)
     return group.assemble(member, here, READ, label).view(member.shape)
@@ -54,7 +63,9 @@ def safe_get_full_fp32_param(param: torch.nn.Parameter) -> torch.Tensor | None:
     member = _member(param)
     if member is None or member.owner is None or member.uid not in member.owner.parts:
         return None
-    return _whole(member, lambda part: part.leaf.detach(), f"master of {member.name}")
+    member.owner.import_edits(member)
+    with member.group.updated.borrowed() as masters:
+        return _whole(member, lambda part: masters[part.span], f"master of {member.name}")
 
 
 def safe_get_full_grad(param: torch.nn.Parameter) -> torch.Tensor | None:
@@ -130,9 +141,10 @@ def safe_set_full_optimizer_state(param: torch.nn.Parameter, value: torch.Tensor
     if safe_get_full_optimizer_state(param, optim_state_key) is None:  # the same on all ranks, also without a piece
         raise UsageError(f"'{member.name}' has no optimizer state {optim_state_key!r} (yet)")
     flat = value.detach().reshape(-1)
-    for part in _parts(member):
-        state = _state_of(member, part)
-        _replace(state, optim_state_key, flat[part.piece.start : part.piece.stop], member)
+    with _at_hand(member, changed=True):
+        for part in _parts(member):
+            state = _state_of(member, part)
+            _replace(state, optim_state_key, flat[part.piece.start : part.piece.stop], member)
 
 
 def _checked(param: torch.nn.Parameter, value: torch.Tensor) -> Member:
@@ -156,28 +168,44 @@ def _replace(state: dict[str, Any], key: str, piece: torch.Tensor, member: Membe
 
 def _local(param: torch.nn.Parameter, pick: Callable[[Part], torch.Tensor | None]) -> torch.Tensor | None:
     member = _member(param)
-    found = [pick(part) for part in _parts(member)] if member is not None else []
-    return found[0].reshape(-1) if found and found[0] is not None else None
+    if member is None or not _parts(member):
+        return None
+    with _at_hand(member):
+        found = pick(_parts(member)[0])
+        if found is None:
+            return None
+        lent = member.group.places.optimizer.moves
+        return found.reshape(-1).clone() if lent else found.reshape(-1)
 
 
 def safe_get_local_fp32_param(param: torch.nn.Parameter) -> torch.Tensor | None:
-    """This rank's piece of the master values: 1-D, a view; None when it holds none."""
-    return _local(param, lambda part: part.leaf.detach())
+    """This rank's piece of the master values: 1-D, a view where they rest in memory; None when it holds none."""
+    member = _member(param)
+    if member is None or member.owner is None or not _parts(member):
+        return None
+    member.owner.import_edits(member)
+    with member.group.updated.borrowed() as masters:
+        found = masters[_parts(member)[0].span]
+        return found if member.group.updated.memory is not None else found.clone()
 
 
 def safe_get_local_grad(param: torch.nn.Parameter) -> torch.Tensor | None:
-    """This rank's piece of the mean gradient; all ranks call together."""
+    """This rank's piece of the mean gradient, in the accumulator's dtype; all ranks call together."""
     member = _member(param)
     if member is None or member.reducer is None:
         return None
     if member.reducer.clean:
         return None
     member.reducer.finish()
-    return _local(param, lambda part: part.gradient)
+    if not _parts(member):
+        return None
+    part = _parts(member)[0]
+    with part.bucket.total.borrowed() as total:
+        return total[part.span].to(part.leaf.dtype, copy=part.bucket.total.memory is None)
 
 
 def safe_get_local_optimizer_state(param: torch.nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """This rank's piece of one optimizer state tensor, a view."""
+    """This rank's piece of one optimizer state tensor, a view where it rests in memory."""
     member = _member(param)
     if member is None:
         return None
@@ -192,14 +220,12 @@ def safe_set_local_fp32_param(param: torch.nn.Parameter, value: torch.Tensor) ->
         value: 1-D, as `safe_get_local_fp32_param` gives.
     """
     member = _member(param)
-    for part in _parts(member) if member is not None else []:
-        part.leaf.detach().copy_(value.view(part.leaf.shape))
     if member is not None:
         group = member.group
-        group.round_masters()
-        handle = group.start_publish()
-        if handle is not None:
-            handle.wait()
+        with group.updated.borrowed(changed=True) as masters:
+            for part in _parts(member):
+                masters[part.span].copy_(value.reshape(-1))
+        publish([group])
         group.advance()
 
 
@@ -210,8 +236,8 @@ def safe_set_local_grad(param: torch.nn.Parameter, value: torch.Tensor) -> None:
         raise ArgumentError("the parameter belongs to no engine; set .grad directly")
     member.reducer.finish()
     for part in _parts(member):
-        at = part.piece.at - part.bucket.low
-        part.bucket.sum[at : at + part.piece.numel].copy_(value.reshape(-1))
+        with part.bucket.total.borrowed(changed=True) as total:
+            total[part.span].copy_(value.reshape(-1))
 
 
 def safe_set_local_optimizer_state(param: torch.nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
@@ -219,5 +245,6 @@ def safe_set_local_optimizer_state(param: torch.nn.Parameter, value: torch.Tenso
     member = _member(param)
     if member is None:
         raise ArgumentError("the parameter belongs to no engine")
-    for part in _parts(member):
-        _replace(_state_of(member, part), optim_state_key, value, member)
+    with _at_hand(member, changed=True):
+        for part in _parts(member):
+            _replace(_state_of(member, part), optim_state_key, value, member)

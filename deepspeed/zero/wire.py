@@ -24,17 +24,22 @@ class Wire:
         settings: how to sum.
         largest: elements of the largest group; every transit buffer holds as many.
         device: where buffers live.
+        axis: where rounds travel.
         replicas: ranks that hold the same slice (hybrid sharding); None when every slice exists once.
     """
 
     def __init__(
-        self, settings: ReduceSettings, largest: int, device: torch.device, replicas: Axis | None = None
+        self, settings: ReduceSettings, largest: int, device: torch.device, axis: Axis, replicas: Axis | None = None
     ) -> None:
-        self.settings, self.replicas = settings, replicas
+        self.settings, self.axis, self.replicas = settings, axis, replicas
         self._largest, self._device = largest, device
         self._in_flight: deque[tuple[Handle, Bucket, Round]] = deque()
         self._pool: dict[torch.dtype, list[torch.Tensor]] = defaultdict(list)
         self._received: dict[tuple[torch.dtype, int], list[torch.Tensor]] = defaultdict(list)
+        self._lent: set[int] = set()  # addresses of buffers to receive into that are in use
+        self._settling: list[Bucket] = []  # whose rounds are being waited for right now
+        if axis.window is not None:
+            axis.window.workers.add(self)
 
     def busy(self, bucket: Bucket) -> bool:
         """Whether a round of `bucket` is on its way."""
@@ -47,18 +52,21 @@ class Wire:
         for index, buffer in enumerate(free):
             if buffer.numel() >= numel:
                 return free.pop(index)[:numel]
-        return torch.empty(self._largest, dtype=dtype, device=self._device)[:numel]
+        return self.axis.empty(self._largest, dtype, self._device)[:numel]
 
     def _make_room(self, numel: int) -> None:
         """Wait until `numel` more elements may be in flight."""
         limit = max(self.settings.in_flight, numel)
         while self._in_flight and sum(r.buffer.numel() for *_, r in self._in_flight) + numel > limit:
-            if not self._in_flight[0][0].ready(_PATIENCE_S):
+            first = self._in_flight[0]
+            if not first[0].ready(_PATIENCE_S):
                 warn_once("gradients wait for a rank that runs another branch (or is slow); taking a fresh buffer")
                 break
-            self._settle(*self._in_flight.popleft())
+            if self._in_flight and self._in_flight[0] is first:  # else `progress` has settled it meanwhile
+                self._settle(*self._in_flight.popleft())
 
-    def _release(self, round_: Round) -> None:
+    def release(self, round_: Round) -> None:
+        """Take back the transit buffer of a round."""
         if round_.pooled:
             base = round_.buffer._base
             self._pool[round_.buffer.dtype].append(round_.buffer if base is None else base)
@@ -66,13 +74,15 @@ class Wire:
     def _scratch(self, like: torch.Tensor) -> torch.Tensor:
         """A buffer to receive into; comes back with `_finished`."""
         free = self._received[like.dtype, like.numel()]
-        return free.pop() if free else torch.empty_like(like)
+        buffer = free.pop() if free else torch.empty_like(like)
+        self._lent.add(buffer.data_ptr())
+        return buffer
 
-    def _finished(self, parts: list[torch.Tensor], current: Round) -> None:
+    def _finished(self, parts: list[torch.Tensor]) -> None:
         """What was received has been summed: keep its buffers for the next round."""
-        sent = current.buffer.untyped_storage().data_ptr()
         for part in parts:
-            if part.untyped_storage().data_ptr() != sent:
+            if part.data_ptr() in self._lent:
+                self._lent.discard(part.data_ptr())
                 self._received[part.dtype, part.numel()].append(part)
 
     def launch(self, bucket: Bucket, current: Round) -> None:
@@ -93,6 +103,8 @@ class Wire:
         self._in_flight.append((self._send(bucket, current, seq), bucket, current))
         if not self.settings.overlap:
             self.settle_all()
+        elif self.axis.window is not None:
+            self.progress()
 
     def _send(self, bucket: Bucket, current: Round, seq: int) -> Handle:
         group, buffer, axis = bucket.group, current.buffer, bucket.group.axis
@@ -108,8 +120,11 @@ class Wire:
 
         if not bucket.whole:
             return collectives.reduce_to_owners(axis, buffer, cuts, tag, label, add, scratch)
-        if axis.size == 2 and buffer.dtype == torch.float32 and current.at_owner == 1.0:
-            return collectives.all_reduce_sum(axis, buffer, label, lambda: self._take(bucket, buffer))
+        # In place where the buffer is the accumulator: while peers read a posted buffer, nobody else may write to it.
+        exact = current.at_owner == 1.0 and (buffer.dtype == torch.float32 or not current.pooled)
+        if exact and collectives.can_all_reduce(axis, buffer.dtype):
+            tags = (tag, tag_of(group.channel, SPREAD, seq))
+            return collectives.all_reduce_sum(axis, buffer, cuts, tags, label, lambda: self._take(bucket, buffer))
         if axis.size == 2 and axis.tagged:
             return collectives.swap(axis, buffer, tag, label, add, scratch)
         return collectives.reduce_to_owners(axis, buffer, cuts, tag, label, share, scratch)
@@ -117,14 +132,13 @@ class Wire:
     def _add(self, bucket: Bucket, parts: list[torch.Tensor], current: Round, seq: int) -> Handle | None:
         """The owner has all contributions: sum them into the accumulator."""
         if self.replicas is not None and self.replicas.size > 1:
-            total = torch.empty(bucket.sum.numel(), dtype=torch.float32, device=bucket.sum.device)
+            total = torch.empty(bucket.total.numel, dtype=torch.float32, device=bucket.group.device)
             sum_in_rank_order(parts, total, current.at_owner, add=False)
-            self._finished(parts, current)
+            self._finished(parts)
             return self._across_replicas(bucket, total, seq)
-        sum_in_rank_order(parts, bucket.sum, current.at_owner, add=bucket.filled)
-        self._finished(parts, current)
-        bucket.filled = True
-        return None
+        leaving = bucket.add(parts, current.at_owner)
+        self._finished(parts)
+        return leaving
 
     def _across_replicas(self, bucket: Bucket, total: torch.Tensor, seq: int) -> Handle:
         """Hybrid sharding: the same slice lives on several ranks; every one of them sums all of their totals."""
@@ -135,40 +149,47 @@ class Wire:
         table = total.new_empty(axis.size * n)
         table[axis.rank * n : (axis.rank + 1) * n] = total
 
-        def then() -> None:
-            parts = [table[r * n : (r + 1) * n] for r in range(axis.size)]
-            sum_in_rank_order(parts, bucket.sum, 1.0, add=bucket.filled)
-            bucket.filled = True
+        def then() -> Handle | None:
+            return bucket.add([table[r * n : (r + 1) * n] for r in range(axis.size)], 1.0)
 
-        handle = collectives.spread(
-            axis, table, [r * n for r in range(axis.size + 1)], tag_of(channel, SPREAD, seq), label
-        )
-        handle.then = then
-        return handle
+        cuts = [r * n for r in range(axis.size + 1)]
+        return collectives.share(axis, table, cuts, tag_of(channel, SPREAD, seq), label).followed_by(then)
 
     def _share(self, bucket: Bucket, parts: list[torch.Tensor], current: Round, seq: int) -> Handle:
         """Stage 0 on more than two ranks: the owner's sum goes to everybody."""
         group = bucket.group
-        total = torch.empty(group.numel, dtype=bucket.sum.dtype, device=group.device)
+        total = torch.empty(group.numel, dtype=bucket.dtype, device=group.device)
         low, high = group.layout.cuts[group.axis.rank], group.layout.cuts[group.axis.rank + 1]
         sum_in_rank_order(parts, total[low:high], current.at_owner, add=False)
-        self._finished(parts, current)
-        handle = collectives.spread(
-            group.axis, total, group.layout.cuts, tag_of(group.channel, SPREAD, seq), f"share of {group.name}"
-        )
-        handle.then = lambda: self._take(bucket, total)
-        return handle
+        self._finished(parts)
+        tag, label = tag_of(group.channel, SPREAD, seq), f"share of {group.name}"
+        handle = collectives.share(group.axis, total, group.layout.cuts, tag, label)
+        return handle.followed_by(lambda: self._take(bucket, total))
 
     def _take(self, bucket: Bucket, total: torch.Tensor) -> None:
         """Everybody has the whole sum of a round."""
-        if total.data_ptr() != bucket.sum.data_ptr():
-            sum_in_rank_order([total], bucket.sum, 1.0, add=bucket.filled)
-        bucket.filled = True
+        if total.data_ptr() == bucket.total.borrow().data_ptr():  # nothing moves where everything is whole
+            bucket.filled = True
+        else:
+            bucket.add([total], 1.0)
+
+    def progress(self) -> None:
+        """Sum what has arrived: a peer may be waiting for its buffer. Rounds of one bucket keep their order."""
+        earlier = {id(bucket) for bucket in self._settling}
+        for entry in list(self._in_flight):
+            handle, bucket, _ = entry
+            if id(bucket) in earlier or not handle.ready(0.0):
+                earlier.add(id(bucket))
+            elif entry in self._in_flight:
+                self._in_flight.remove(entry)
+                self._settle(*entry)
 
     def _settle(self, handle: Handle, bucket: Bucket, current: Round) -> None:
+        self._settling.append(bucket)
         following = handle.advance()
+        self._settling.remove(bucket)
         if following is None:
-            self._release(current)
+            self.release(current)
         else:
             self._in_flight.append((following, bucket, current))
 
@@ -177,7 +198,13 @@ class Wire:
         while self._in_flight:
             self._settle(*self._in_flight.popleft())
 
-    def close(self) -> None:
-        """Let the transit buffers go."""
+    def forget_buffers(self) -> None:
+        """Let the transit buffers go that are not in use; new ones are made when they are needed."""
         self._pool.clear()
         self._received.clear()
+
+    def close(self) -> None:
+        """Let the transit buffers go."""
+        self.forget_buffers()
+        if self.axis.window is not None:
+            self.axis.window.workers.discard(self)

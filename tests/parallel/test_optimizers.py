@@ -63,11 +63,11 @@ def of_the_json(name: str) -> OptimizerFactory:
     return lambda parameters: kinds.get(name, CLASSES.get(name))(parameters, **options(name))
 
 
-def start_named(stage: int, name: str) -> Any:
+def start_named(stage: int, name: str, kind: type[nn.Module] = Tiny) -> Any:
     """An engine whose optimizer the JSON names."""
     import deepspeed
 
-    model = seeded(Tiny)
+    model = seeded(kind)
     section = {"type": name, "params": options(name)}
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=model.parameters(), config=config(stage, model, optimizer=section)
@@ -114,6 +114,39 @@ def test_every_class_of_torch_equals_the_dense_one(workers: Any, name: str, stag
 def test_every_name_of_the_json_equals_its_class(workers: Any, name: str, stage: int) -> None:
     for values in workers(RANKS).run(train_named, stage, name):
         expect_close(values, dense(Tiny, of_the_json(name)))
+
+
+class Speaker(nn.Module):
+    """Matrices of every kind: an embedding, two maps, one of which the user takes out, and an output head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(7, WIDTH)
+        self.map, self.kept = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.lm_head = nn.Linear(WIDTH, 7)
+        self.kept.weight.use_muon = False  # type: ignore[assignment]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lm_head(self.kept(self.map(x + self.words.weight[0]))) + self.words(x.argmax(1)).sum()
+
+
+def by_muon(stage: int) -> set[str]:
+    """Names of the parameters that Muon moves along an orthogonal direction."""
+    from deepspeed.utils import safe_get_full_optimizer_state
+
+    with start_named(stage, "Muon", Speaker) as engine:
+        micro_step(engine, 0)
+        named = list(engine.module.named_parameters())
+        assert all(p.use_muon is False for name, p in named if "words" in name or "head" in name)
+        momenta = {name: safe_get_full_optimizer_state(p, "momentum_buffer") for name, p in named}
+        moments = {name: safe_get_full_optimizer_state(p, "exp_avg") for name, p in named}
+        assert all((momenta[name] is None) != (moments[name] is None) for name, _ in named)
+        return {name for name, momentum in momenta.items() if momentum is not None}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_muon_leaves_embeddings_heads_and_marked_parameters_to_adam(workers: Any, stage: int) -> None:
+    assert workers(RANKS).run(by_muon, stage) == [{"map.weight"}] * RANKS
 
 
 def refuse(stage: int) -> None:

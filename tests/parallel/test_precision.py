@@ -192,14 +192,17 @@ def test_modules_and_buffers_that_keep_their_dtype(workers: Any) -> None:
     workers(RANKS).run(dtypes_kept)
 
 
-def rounded_mean(dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Masters after a step on the mean of rank gradients, each rounded to `dtype`."""
-    twin = Reference(tiny(), sgd, RANKS)
+def rounded_mean(dtype: torch.dtype, steps: tuple[int, ...] = (0,), once: bool = False) -> dict[str, torch.Tensor]:
+    """Masters after an update on the mean of rank gradients, each (or `once` their sum) rounded to `dtype`."""
+    twin = Reference(tiny(), sgd, RANKS, len(steps))
     for rank in range(RANKS):
-        twin.backward(rank, loss_of(twin.copies[rank], rows(0, rank)))
-    for sums in twin._sums:
-        for name in sums:
-            sums[name] = sums[name].to(dtype).float()
+        total: dict[str, torch.Tensor] = {}
+        for step in steps:
+            twin.backward(rank, loss_of(twin.copies[rank], rows(step, rank)))
+            for name, gradient in twin._sums[rank].items():
+                total[name] = total.get(name, 0.0) + (gradient if once else gradient.to(dtype).float())
+            twin._sums[rank].clear()
+        twin._sums[rank] |= {name: value.to(dtype).float() if once else value for name, value in total.items()}
     twin.step()
     return twin.parameters()
 
@@ -211,6 +214,11 @@ def on_the_wire() -> None:
                 assert engine.communication_data_type == dtype
                 micro_step(engine, 0)
                 expect_close(masters(engine), rounded_mean(dtype), at=(stage, word))
+            with start(stage, communication_data_type=word, accumulation=2) as engine:
+                micro_step(engine, 0)
+                micro_step(engine, 1)
+                wanted = rounded_mean(dtype, (0, 1), once=stage < 2)  # there the window is summed before it travels
+                expect_close(masters(engine), wanted, at=(stage, word, "window"))
         for extra in ({"prescale_gradients": True}, {"gradient_predivide_factor": 2.0}):
             for precision, bar in (("fp32", 1e-6), ("bf16", 1e-3)):
                 twin = reference([[0, 1]], RANKS, precision=precision)

@@ -11,7 +11,7 @@ from torch import nn
 
 import deepspeed
 from deepspeed import utils
-from deepspeed.errors import ArgumentError, NotAvailableError, ShardedParameterError, UsageError
+from deepspeed.errors import ArgumentError, ShardedParameterError, UsageError
 from deepspeed.zero.param import ShardedParameter
 from tests.parallel.tiny import (
     STAGES,
@@ -103,7 +103,7 @@ def further_births() -> None:
     found = dense(nested)
     assert found["out.bias"].eq(1.0).all() and found["own"].eq(2.0).all() and found["out.weight"].eq(0.5).all()
     assert nested.table.eq(0.0).all()
-    with raises(NotAvailableError, "nvme"):
+    with raises(ArgumentError, "nvme", "nvme_path"):
         deepspeed.zero.Init(remote_device="nvme")
     with deepspeed.zero.Init():  # initialize itself is not under the context
         engine = start(1, tiny(), optimizer=adamw)
@@ -359,6 +359,48 @@ def frozen() -> None:
 
 def test_frozen_parameters_and_unfreezing(workers: Any) -> None:
     workers(RANKS).run(frozen)
+
+
+def edited_in_place() -> None:
+    """What was changed since the last step is in the master that is shown."""
+    for precision in ("fp32", "bf16"):
+        for stage in (0, 1, 2):
+            with start(stage, precision=precision) as engine:
+                parameter = engine.module.out.weight
+                for edit in (lambda p: p.mul_(0.5), lambda p: p.data.add_(0.5)):
+                    with torch.no_grad():
+                        edit(parameter)
+                    shown = utils.safe_get_full_fp32_param(parameter)
+                    assert torch.equal(shown, parameter.detach().float()), (stage, precision)
+                    piece = utils.safe_get_local_fp32_param(parameter)
+                    assert piece is None or bool(torch.isin(piece, shown).all()), (stage, precision)
+
+
+def test_masters_show_what_was_edited_in_place(workers: Any) -> None:
+    workers(RANKS).run(edited_in_place)
+
+
+def gathered_by_hand() -> None:
+    with start(3) as engine:
+        weight, bias = engine.module.out.weight, engine.module.out.bias
+        weight.all_gather([weight, bias])
+        assert weight.ds_status.name == bias.ds_status.name == "AVAILABLE"
+        with torch.no_grad():
+            weight.fill_(0.25)
+        weight.partition([weight, bias], has_been_updated=True)
+        assert weight.ds_status.name == "NOT_AVAILABLE" and bool((weight.clone() == 0.25).all())
+        micro_step(engine, 0)
+        assert (utils.safe_get_full_fp32_param(weight) - 0.25).abs().max() < 0.25
+        weight.all_gather()
+        with torch.no_grad():
+            weight.zero_()
+        with raises(ShardedParameterError, "out.weight"):
+            weight.partition()
+        engine.module.out.weight.partition()
+
+
+def test_gather_and_partition_by_hand(workers: Any) -> None:
+    workers(RANKS).run(gathered_by_hand)
 
 
 def generation() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,9 +31,23 @@ OPTIMIZERS: dict[str, tuple[str, dict[str, float]]] = {
 }
 
 
+CPU, NVME, HALF = {"device": "cpu"}, {"device": "nvme"}, {"device": "cpu", "ratio": 0.5}
+TIERS: dict[str, dict[str, dict[str, Any]]] = {
+    "device": {},
+    "cpu": {"offload_optimizer": CPU},
+    "ratio": {"offload_optimizer": HALF},
+    "nvme": {"offload_optimizer": NVME},
+    "cpu-cpu": {"offload_optimizer": CPU, "offload_param": CPU},
+    "nvme-nvme": {"offload_optimizer": NVME, "offload_param": NVME},
+    "ratio-nvme": {"offload_optimizer": HALF, "offload_param": NVME},
+    "device-cpu": {"offload_param": CPU},
+    "nvme-cpu": {"offload_optimizer": NVME, "offload_param": CPU},
+}
+
+
 @dataclass(frozen=True)
 class Cell:
-    """A row of settings; `bucket` None leaves every bucket size at its default."""
+    """A row of settings; `bucket` None leaves every bucket size at its default, `tier` is a key of `TIERS`."""
 
     stage: int
     ranks: int
@@ -43,11 +59,13 @@ class Cell:
     clip: float = 0.0
     sharded: bool = True
     zero: tuple[tuple[str, Any], ...] = ()
+    tier: str = "device"
 
     def __str__(self) -> str:
         parts = [f"stage{self.stage}", f"ranks{self.ranks}", self.precision, f"acc{self.accumulation}"]
         parts += [f"bucket-{self.bucket or 'default'}", ("client-" if self.client else "json-") + self.optimizer]
-        return "-".join(parts + ["clip"] * bool(self.clip) + ["defaults"] * (not self.sharded))
+        parts += ["clip"] * bool(self.clip) + ["defaults"] * (not self.sharded)
+        return "-".join(parts + [self.tier] * (self.tier != "device"))
 
 
 @dataclass
@@ -67,6 +85,16 @@ def make_optimizer(name: str) -> Callable[[list[nn.Parameter]], torch.optim.Opti
     """A factory of the torch optimizer that a name of `OPTIMIZERS` stands for."""
     kind, options = OPTIMIZERS[name]
     return lambda parameters: getattr(torch.optim, kind)(parameters, **options)
+
+
+def tier_of(name: str) -> dict[str, Any]:
+    """The entries of `zero_optimization` that offload; `name` is a key of `TIERS`."""
+    found = {}
+    for key, section in TIERS[name].items():
+        folder = {"nvme_path": str(Path(tempfile.gettempdir()) / "deepspeed-tests")}
+        limit = {"max_in_cpu": 0} if key == "offload_param" else {}
+        found[key] = {**section, **(folder | limit if section["device"] == "nvme" else {})}
+    return found
 
 
 def poison(cell: Cell, step: int, micro: int, rank: int) -> float:
@@ -108,7 +136,7 @@ def build_engine(cell: Cell) -> Any:
 
     model = small_lm()
     kind, options = OPTIMIZERS[cell.optimizer]
-    zero: dict[str, Any] = dict(cell.zero)
+    zero: dict[str, Any] = dict(cell.zero) | tier_of(cell.tier)
     if cell.bucket:
         zero |= {"reduce_bucket_size": cell.bucket, "allgather_bucket_size": cell.bucket}
     extra: dict[str, Any] = {} if cell.client else {"optimizer": {"type": kind, "params": options}}

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from tests.parity.cells import Cell, Record, reference, run_cell
+from tests.parity.cells import TIERS, Cell, Record, reference, run_cell
 from tests.parity.reference import DTYPES, distance, largest_difference, largest_entry
 
 STAGES = (0, 1, 2, 3)
@@ -96,6 +97,48 @@ def test_same_numbers_full_product(workers: Any, cell: Cell) -> None:
     assert not faults_found(cell, workers(cell.ranks).run(run_cell, cell, 20, inspects(cell)))
 
 
+def tiers_of(stage: int) -> list[str]:
+    """The tiers a stage can have, without the device."""
+    return [name for name, sections in TIERS.items() if sections and (stage == 3 or "offload_param" not in sections)]
+
+
+def offloaded() -> list[Cell]:
+    """Every stage × precision × accumulation once; tiers and the other settings take turns."""
+    cells = []
+    for index, (stage, precision, accumulation) in enumerate(itertools.product(STAGES[1:], DTYPES, (1, 3))):
+        tiers, ranks = tiers_of(stage), 1 + index % 3
+        optimizer, client = OPTIMIZERS[index % 2], index % 4 < 2
+        bucket, clip, tier = BUCKETS[index % 3], 0.1 * (index % 2), tiers[index % len(tiers)]
+        cells.append(Cell(stage, ranks, precision, accumulation, bucket, optimizer, client, clip, tier=tier))
+    return cells
+
+
+@pytest.mark.parametrize("cell", offloaded(), ids=str)
+def test_same_numbers_offloaded(workers: Any, cell: Cell) -> None:
+    assert not faults_found(cell, workers(cell.ranks).run(run_cell, cell, 20, inspects(cell)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", [c for c in full_product() if c.stage], ids=str)
+def test_same_numbers_offloaded_full_product(workers: Any, cell: Cell) -> None:
+    for tier in tiers_of(cell.stage):
+        moved = replace(cell, tier=tier)
+        assert not faults_found(moved, workers(cell.ranks).run(run_cell, moved, 20, inspects(moved)))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", STAGES[1:])
+def test_where_state_rests_changes_no_bit(workers: Any, stage: int, precision: str) -> None:
+    """The client's optimizer is one kernel on every tier."""
+    cell = Cell(stage, 2, precision, 3, 2000, optimizer="adamw", clip=0.1)
+    wanted = workers(2).run(run_cell, cell, 5)[0]
+    for tier in tiers_of(stage):
+        found = workers(2).run(run_cell, replace(cell, tier=tier), 5)[0]
+        same = [name for name in found.last if torch.equal(found.last[name], wanted.last[name])]
+        assert same == list(wanted.last), f"{tier} changed {sorted(found.last.keys() - set(same))}"
+        assert found.losses == wanted.losses, tier
+
+
 LAYOUTS = [
     {"reduce_bucket_size": 100, "allgather_bucket_size": 100, "overlap_comm": True},
     {"reduce_bucket_size": 2000, "allgather_bucket_size": 700, "overlap_comm": False},
@@ -145,9 +188,9 @@ def drop_one_bucket(patch: pytest.MonkeyPatch) -> None:
 
 
 def publish_nothing(patch: pytest.MonkeyPatch) -> None:
-    from deepspeed.zero import optimizer
+    from deepspeed.zero import waves
 
-    patch.setattr(optimizer, "publish", lambda groups: None)
+    patch.setattr(waves, "start_publish", lambda *_: [])
 
 
 def run_with(fault: Callable[[pytest.MonkeyPatch], None], cell: Cell) -> Record:

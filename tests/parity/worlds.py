@@ -33,7 +33,7 @@ class EngineTrainer:
             model=model,
             model_parameters=model.parameters(),
             optimizer=optimizer(list(model.parameters())),
-            config=config(world.stage, model, world.precision, accumulation, sharded=world.sharded),
+            config=config(world.stage, model, world.precision, accumulation, sharded=world.sharded, zero=world.zero),
         )
 
     def model(self, rank: int) -> Any:
@@ -133,8 +133,8 @@ class ReferenceTrainer:
 class EngineWorld:
     """This rank's side; `notes` is what it saw, in order."""
 
-    def __init__(self, stage: int, precision: str, sharded: bool = True) -> None:
-        self.stage, self.precision, self.sharded = stage, precision, sharded
+    def __init__(self, stage: int, precision: str, sharded: bool = True, zero: dict[str, Any] | None = None) -> None:
+        self.stage, self.precision, self.sharded, self.zero = stage, precision, sharded, zero
         self.rank = dist.get_rank()
         self.notes: list[tuple[str, Any]] = []
         self._trainers: list[EngineTrainer] = []

@@ -4,36 +4,47 @@ from __future__ import annotations
 
 from typing import Literal
 
-from deepspeed.config.fields import Int, Section, TagValidation, key, later
+from deepspeed.config.fields import Int, Section, TagValidation, key, later, moot
+
+_STREAMED = "one writer streams tensors from where they lie"
 
 
 class ParallelWrite(Section):
     """`checkpoint.parallel_write`."""
 
-    pipeline_stage: bool = later(False, "data-parallel ranks share the layers of a pipeline stage")
+    pipeline_stage: bool = moot(False, "data-parallel ranks share a stage's layers", "every rank writes its own slice")
 
 
 class Writer(Section):
     """`checkpoint.writer`."""
 
-    type: Literal["FAST", "PYTHON", "MOCK"] | None = later(None, "which writer")
-    decoupled: bool = later(False, "write while training goes on")
-    io_buffer_size: Int = later(64 * 1024**2, "bytes of its buffer", ge=1)
-    io_buffer_double: bool = later(True, "two buffers")
-    show_statistics: bool = later(False, "print its speed")
-    data_parallel: Literal["replica", "socket", "machine"] | None = later(None, "who writes")
-    io_multiplier: Int = later(1, "writers per rank", ge=1)
+    type: Literal["FAST", "PYTHON", "MOCK"] | None = moot(None, "which writer", _STREAMED)
+    decoupled: bool = key(False, "write while training goes on, as `checkpoint.async_save`")
+    io_buffer_size: Int = moot(64 * 1024**2, "bytes of its buffer", _STREAMED, ge=1)
+    io_buffer_double: bool = moot(True, "two buffers", _STREAMED)
+    show_statistics: bool = key(False, "say how long a save took and how fast it was")
+    data_parallel: Literal["replica", "socket", "machine"] | None = moot(
+        None, "who writes", "every rank writes its own slice"
+    )
+    io_multiplier: Int = moot(1, "writers per rank", _STREAMED, ge=1)
 
 
 class Checkpoint(Section):
     """`checkpoint`."""
 
-    tag_validation: TagValidation = later("Warn", "when ranks disagree on the tag")
-    load_universal: bool = later(False, "read the universal layout")
-    use_node_local_storage: bool = later(False, "the first rank of each node writes its shared files")
-    checkpoint_serialization: bool = later(True, "serialize tensors")
+    tag_validation: TagValidation = key("Warn", "when ranks disagree on the tag")
+    load_universal: bool = key(False, "without a tag, load the one `latest_universal` names")
+    use_node_local_storage: bool = key(False, "the folder is on a disk of each node, with the files of its ranks")
+    checkpoint_serialization: bool = moot(True, "serialize tensors", "tensors are written as they are")
     parallel_write: ParallelWrite = key(ParallelWrite, "who writes what")
     writer: Writer = key(Writer, "how bytes reach the disk")
+    format: Literal["native", "deepspeed"] = key("native", "`deepspeed`: the file names and layout of upstream")
+    async_save: bool = key(False, "write from a host copy while training goes on")
+    keep_last: Int | None = key(None, "remove older checkpoints of the folder once a new one is complete", ge=1)
+    keep_every: Int | None = key(None, "steps whose multiples `keep_last` never removes", ge=1)
+    client_state_pickle: bool = key(
+        False, "objects of client_state that JSON cannot express are pickled; loading must say so too"
+    )
 
 
 class Nebula(Section):

@@ -2,32 +2,36 @@
 
 from __future__ import annotations
 
-from deepspeed.config.fields import Int, Names, Section, later, moot
+from deepspeed.config.fields import Int, Names, Section, key, later, moot
 
-_NO_NVME = "read only when state rests on NVMe"
+_OWN_THREAD = "every request in flight has its own thread and is submitted when that one is free"
 
 
 class Aio(Section):
-    """`aio`: how files on NVMe are read and written."""
+    """`aio`: how files on NVMe are read and written; `queue_depth` x `intra_op_parallelism` requests are in flight."""
 
-    block_size: Int = moot(1048576, "bytes per request", _NO_NVME, ge=1)
-    queue_depth: Int = moot(8, "requests in flight", _NO_NVME, ge=1)
-    intra_op_parallelism: Int = moot(1, "threads per request", _NO_NVME, aliases=["thread_count"], ge=1)
-    single_submit: bool = moot(False, "one request per submission", _NO_NVME)
-    overlap_events: bool = moot(True, "submit while waiting", _NO_NVME)
+    block_size: Int = key(1048576, "bytes per request", ge=1)
+    queue_depth: Int = key(8, "requests in flight per thread of a transfer", ge=1)
+    intra_op_parallelism: Int = key(1, "threads of a transfer", aliases=["thread_count"], ge=1)
+    single_submit: bool = moot(False, "one request per submission", _OWN_THREAD)
+    overlap_events: bool = moot(True, "submit while waiting", _OWN_THREAD)
     use_gds: bool = later(False, "GPUDirect Storage")
 
 
 class ActivationCheckpointing(Section):
     """`activation_checkpointing`: recompute activations in backward."""
 
-    enabled: bool = later(False, "recompute the repeated blocks of the model in backward")
-    partition_activations: bool = later(False, "split saved inputs over model-parallel ranks")
-    cpu_checkpointing: bool = later(False, "keep saved inputs on the host")
-    contiguous_memory_optimization: bool = later(False, "keep saved inputs in one buffer")
-    number_checkpoints: Int | None = moot(None, "checkpoints in the buffer", "counted from the model", ge=0)
-    synchronize_checkpoint_boundary: bool = later(False, "wait for the device at each checkpoint")
-    profile: bool = later(False, "time each checkpoint")
+    enabled: bool | None = key(
+        None, "compute the repeated blocks of the model again in backward; null: when one of the next three is true"
+    )
+    partition_activations: bool = key(False, "split saved inputs over the model-parallel ranks of `mpu`")
+    cpu_checkpointing: bool = key(False, "keep saved inputs on the host")
+    contiguous_memory_optimization: bool = key(False, "keep saved inputs in one buffer")
+    number_checkpoints: Int | None = key(
+        None, "checkpoints the buffer has room for at the start; null: counted from the model", ge=1
+    )
+    synchronize_checkpoint_boundary: bool = key(False, "wait for the device around each checkpoint")
+    profile: bool = key(False, "print the time of each checkpoint")
 
 
 class Compile(Section):

@@ -33,7 +33,7 @@ class OptimizerParams(Section):
     eps_inside_sqrt: bool = key(False, "add eps inside the square root (LAMB)")
     foreach: bool = key(False, "passed to torch's class")
     torch_adam: bool = key(False, "torch's own class rather than the fused one (Adam)")
-    fp32_optimizer_states: bool = later(True, "fp32 moments with offload")
+    fp32_optimizer_states: bool = key(True, "fp32 moments with offload, also where fp16 or bf16 is updated")
     per_head_muon: bool | dict[str, Any] | None = later(None, "Muon per attention head", idle=[False])
     freeze_step: Int = later(100000, "warm-up steps (1-bit Adam, 1-bit LAMB)")
     cuda_aware: bool = later(False, "CUDA-aware MPI (1-bit)")

@@ -18,7 +18,7 @@ class FP16(Section):
     hysteresis: Int = key(2, "overflows tolerated before the scale halves", ge=1)
     consecutive_hysteresis: bool = key(False, "every good step restores the hysteresis")
     min_loss_scale: float = key(1.0, "the scale never falls below", ge=0)
-    fp16_master_weights_and_grads: bool = later(False, "fp16 master weights and gradients")
+    fp16_master_weights_and_grads: bool = key(False, "update fp16 parameters directly, from fp16 gradient sums")
 
 
 class BF16(Section):
@@ -29,8 +29,10 @@ class BF16(Section):
     immediate_grad_update: bool = moot(
         False, "accumulate as soon as a gradient is ready", "gradients enter the fp32 accumulator as they arrive"
     )
-    bf16_master_weights_and_grads: bool = later(False, "bf16 master weights and gradients")
-    bf16_optimizer_states: bool = later(False, "bf16 optimizer state")
+    bf16_master_weights_and_grads: bool = key(False, "update bf16 parameters directly, from bf16 gradient sums")
+    bf16_optimizer_states: bool = key(
+        False, "bf16 moments of the JSON's optimizer with offload; needs bf16_master_weights_and_grads"
+    )
 
 
 class TorchAutocast(Section):

@@ -23,26 +23,28 @@ class OffloadParam(Section):
     """`zero_optimization.offload_param`: where parameters rest."""
 
     switch = "device"
-    device: Literal["none", "cpu", "nvme"] = later("none", "where parameters rest between uses; stage 3")
-    nvme_path: str | None = later(None, "folder on NVMe")
-    pin_memory: bool = later(True, "page-locked host memory")
-    buffer_count: Int = later(5, "NVMe buffers", ge=1)
-    buffer_size: Int = later(int(1e8), "elements per NVMe buffer", ge=1)
-    max_in_cpu: Int = later(int(1e9), "elements kept in host memory with NVMe", ge=0)
+    device: Literal["none", "cpu", "nvme"] = key("none", "where parameters rest between uses; stage 3")
+    nvme_path: str | None = key(None, "folder on a local disk; needed with nvme")
+    pin_memory: bool = key(True, "page-locked host memory, where there is a device")
+    buffer_count: Int = key(5, "most slices read ahead, and most written behind, with nvme", ge=1)
+    buffer_size: Int = moot(int(1e8), "elements per NVMe buffer", "a buffer is as large as the slice it carries", ge=1)
+    max_in_cpu: Int = key(int(1e9), "elements of each rank that stay in host memory with nvme", ge=0)
 
 
 class OffloadOptimizer(Section):
     """`zero_optimization.offload_optimizer`: where master weights and optimizer state rest."""
 
     switch = "device"
-    device: Literal["none", "cpu", "nvme"] = later("none", "where master weights and optimizer state rest")
-    nvme_path: str | None = later(None, "folder on NVMe")
-    pin_memory: bool = later(True, "page-locked host memory")
-    buffer_count: Int = later(4, "NVMe buffers", ge=1)
-    pipeline_read: bool = later(False, "read the next part while this one is updated")
-    pipeline_write: bool = later(False, "write the last part while this one is updated")
-    fast_init: bool = later(False, "create optimizer state in place")
-    ratio: float = later(1.0, "share of the state that is offloaded", ge=0, le=1)
+    device: Literal["none", "cpu", "nvme"] = key(
+        "none", "where master weights, gradient sums and optimizer state rest and are updated; stages 1 to 3"
+    )
+    nvme_path: str | None = key(None, "folder on a local disk; needed with nvme")
+    pin_memory: bool = key(True, "page-locked host memory, where there is a device")
+    buffer_count: Int = key(4, "most tensors read ahead, and most written behind, with nvme", ge=1)
+    pipeline_read: bool = key(True, "read the next group while this one is updated")
+    pipeline_write: bool = key(True, "write the last group while this one is updated")
+    fast_init: bool = moot(False, "create optimizer state in place", "state is made group by group, where it rests")
+    ratio: float = key(1.0, "share of the elements whose state is offloaded; whole groups", ge=0, le=1)
     super_offload: bool = later(False, "overlap the host's update with backward")
     cpuadam_cores_perc: float = later(0.8, "share of the cores for the host's update", ge=0, le=1)
 

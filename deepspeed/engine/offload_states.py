@@ -1,0 +1,124 @@
+"""`engine.offload_states`: the device is emptied of training state for a while, as between phases of a larger loop."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from typing import Any
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.engine.build import Pieces
+from deepspeed.errors import ArgumentError, UsageError
+from deepspeed.storage.buffer_pool import BufferPool
+from deepspeed.storage.resident import RESIDENT, Held
+
+
+class OffloadDeviceEnum(str, enum.Enum):
+    """Where state can rest, as the JSON spells it."""
+
+    none = "none"
+    cpu = "cpu"
+    nvme = "nvme"
+
+
+class OffloadStateTypeEnum(str, enum.Enum):
+    """Kinds of training state."""
+
+    optim_states = "optim_states"
+    hp_params = "hp_params"
+    lp_params = "lp_params"
+    lp_grads = "lp_grads"
+    contiguous_grad_buffer = "contiguous_grad_buffer"
+
+
+class OffloadStates:
+    """The side of the engine that moves what rests on the device."""
+
+    _pieces: Pieces
+    _away: BufferPool | None = None
+    _returning: BufferPool | None = None  # what the last reload copies from, perhaps still
+    _refusal: Any = None
+
+    def offload_states(
+        self,
+        include: Iterable[OffloadStateTypeEnum | str] | None = None,
+        device: OffloadDeviceEnum | str = OffloadDeviceEnum.cpu,
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Move training state from the device to host memory until `reload_states`. All ranks call together.
+
+        What rests elsewhere already (`offload_optimizer`, `offload_param`) stays there, and so do parameters that are
+        whole between uses (stages 0 to 2). Until the state is back, forward and step raise.
+
+        Args:
+            include: kinds of state; None: all of them.
+            device: "cpu".
+            pin_memory: into page-locked memory.
+            non_blocking: accepted; memory can be freed only when its values have left, so this waits.
+
+        Raises:
+            ArgumentError: another device, or an unknown kind.
+            UsageError: state is away already, or the window holds gradients.
+        """
+        if device != "cpu":
+            raise ArgumentError(f"offload_states(device={device!r}): state can be moved to 'cpu'")
+        kinds = [OffloadStateTypeEnum(kind) for kind in _known(include)]
+        reducer, optimizer = self._pieces.reducer, self._pieces.optimizer
+        if self._away is not None:
+            raise UsageError("offload_states: state was moved already; call reload_states() first")
+        if reducer is not None and not reducer.clean:
+            raise UsageError("offload_states in the middle of a window: its gradients are on the device; step first")
+        if self._pieces.lifecycle is not None:
+            self._pieces.lifecycle.settle()
+        pool = self._away = BufferPool(pin=pin_memory)
+        for held in self._held(kinds):
+            held.evict(pool)
+        if optimizer is not None and OffloadStateTypeEnum.optim_states in kinds:
+            for holding in optimizer.holdings:
+                holding.evict_state(pool)
+        if reducer is not None and OffloadStateTypeEnum.contiguous_grad_buffer in kinds:
+            reducer.wire.forget_buffers()
+        self._refusal = self.register_forward_pre_hook(_refuse)  # type: ignore[attr-defined]
+        get_accelerator().empty_cache()
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Bring back what `offload_states` moved. All ranks call together.
+
+        Args:
+            non_blocking: do not wait until the copies are over; what computes on the device comes after them.
+        """
+        if self._away is None:
+            return
+        for held in self._held(list(OffloadStateTypeEnum)):
+            held.restore(non_blocking)
+        if self._pieces.optimizer is not None:
+            for holding in self._pieces.optimizer.holdings:
+                holding.restore_state(non_blocking)
+        self._refusal.remove()
+        self._returning, self._away, self._refusal = self._away, None, None
+
+    def _held(self, kinds: list[OffloadStateTypeEnum]) -> list[Held]:
+        """What rests on the device, of these kinds."""
+        found: list[Any] = []
+        for group in self._pieces.groups:
+            if OffloadStateTypeEnum.hp_params in kinds and group.places.optimizer is RESIDENT:
+                found.append(group.master)
+            if OffloadStateTypeEnum.lp_params in kinds and group.policy.gathers_before_use:
+                found.append(group.values if group.places.parameters is RESIDENT else None)
+        if OffloadStateTypeEnum.lp_grads in kinds and self._pieces.reducer is not None:
+            found += [b.sum for b in self._pieces.reducer.buckets if b.group.places.optimizer is RESIDENT]
+        return [stored for stored in found if isinstance(stored, Held)]
+
+
+def _known(include: Iterable[OffloadStateTypeEnum | str] | None) -> Iterable[OffloadStateTypeEnum | str]:
+    names = {kind.value for kind in OffloadStateTypeEnum}
+    chosen = list(OffloadStateTypeEnum) if include is None else list(include)
+    for kind in chosen:
+        if getattr(kind, "value", kind) not in names:
+            raise ArgumentError(f"offload_states: there is no state {kind!r}; there are {', '.join(sorted(names))}")
+    return chosen
+
+
+def _refuse(*_: Any) -> None:
+    raise UsageError("training state was moved by engine.offload_states(); call engine.reload_states() first")

@@ -1,0 +1,80 @@
+"""Copies between host memory and a device on a stream of their own, so that neither side waits for the other.
+
+On the CPU the streams and events of its accelerator do nothing, and the same code makes plain copies.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from functools import cache
+
+import torch
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.storage.buffer_pool import BufferPool
+
+
+class Arrival:
+    """One copy under way."""
+
+    def __init__(self, event: object, source: torch.Tensor) -> None:
+        self._event, self._source = event, source  # the source lives until the copy is over
+
+    def wait(self) -> None:
+        """Block the host until the copy is over."""
+        self._event.synchronize()  # type: ignore[attr-defined]
+
+    def done(self) -> bool:
+        """Whether the copy is over."""
+        return self._event.query()  # type: ignore[attr-defined]
+
+    def before_current(self) -> None:
+        """What the current stream does from now on comes after the copy; the host goes on."""
+        self._event.wait()  # type: ignore[attr-defined]
+
+
+class Mover:
+    """Copies for one device, in the order they were asked for."""
+
+    def __init__(self) -> None:
+        self._accelerator = get_accelerator()
+        self._stream = self._accelerator.Stream()
+        self._staged: deque[tuple[Arrival, BufferPool, torch.Tensor]] = deque()
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> Arrival:
+        """Start copying, after what the current stream has been given so far.
+
+        Args:
+            target: host or device tensor, not read until the copy is over.
+            source: the other side, of the same dtype.
+        """
+        self._stream.wait_stream(self._accelerator.current_stream())
+        with self._accelerator.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+            event = self._accelerator.Event()
+            event.record()
+        return Arrival(event, source)
+
+    def deliver(self, target: torch.Tensor, source: torch.Tensor, pool: BufferPool) -> None:
+        """Round a host tensor into the dtype of a device tensor and send it there, without waiting.
+
+        Args:
+            target: on the device; the current stream sees the new values.
+            source: on the host, of any dtype; may change as soon as this returns.
+            pool: lends the buffer in between.
+        """
+        while self._staged and self._staged[0][0].done():
+            _, owner, buffer = self._staged.popleft()
+            owner.put(buffer)
+        buffer = pool.take(target.nbytes)
+        staged = buffer.view(target.dtype)
+        staged.copy_(source)
+        arrival = self.copy(target, staged)
+        arrival.before_current()
+        self._staged.append((arrival, pool, buffer))
+
+
+@cache
+def mover_of(device: torch.device) -> Mover:
+    """The mover of a device."""
+    return Mover()

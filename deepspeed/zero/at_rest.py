@@ -1,0 +1,125 @@
+"""What this rank holds of a group between uses: its slice of the values, and the master copy the optimizer updates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from deepspeed.comm.axis import Axis
+from deepspeed.storage.mover import mover_of
+from deepspeed.storage.resident import RESIDENT
+from deepspeed.storage.tier import Stored, Tier
+from deepspeed.zero.layout import Layout
+from deepspeed.zero.member import Member
+from deepspeed.zero.policy import Policy
+
+
+@dataclass(frozen=True)
+class Places:
+    """In which tiers the state of a group rests.
+
+    Args:
+        optimizer: master, gradient accumulators, moments (`offload_optimizer`).
+        parameters: the slices of parameters that are gathered before use (`offload_param`).
+    """
+
+    optimizer: Tier = RESIDENT
+    parameters: Tier = RESIDENT
+
+
+class AtRest:
+    """The side of a group that rests in tiers.
+
+    Attributes:
+        values: this rank's slice of the parameters, in the compute dtype; a view of the full buffer where that stays.
+        master: the copy of it that the optimizer updates; None where the slice itself is updated.
+        low: first element this rank updates, counted in the group.
+        high: one past the last.
+    """
+
+    axis: Axis
+    policy: Policy
+    layout: Layout
+    places: Places
+    name: str
+    dtype: torch.dtype
+    device: torch.device
+    full: torch.Tensor
+    values: Stored
+    master: Stored | None = None
+    low: int
+    high: int
+
+    def settle_values(self, values: torch.Tensor) -> None:
+        """Store the slice in its tier.
+
+        Args:
+            values: 1-D, of the compute dtype, on the device.
+        """
+        label = f"values of {self.name}"
+        self.values = self.places.parameters.store(label, values.numel(), self.dtype, self.device)
+        with self.values.borrowed(changed=True, read=False) as lent:
+            lent.copy_(values)
+
+    def overwrite_master(self, member: Member, values: torch.Tensor) -> None:
+        """Take one member's values, dense and flat, into the master copy, if there is one."""
+        pieces = [p for p in self.layout.pieces_within(self.low, self.high) if p.index == member.index]
+        if self.master is None or not pieces:
+            return
+        with self.master.borrowed(changed=True) as master:
+            for piece in pieces:
+                at = piece.at - self.low
+                master[at : at + piece.numel].copy_(values[piece.start : piece.stop])
+
+    def import_edits(self, member: Member) -> None:
+        """Take those values of a whole member into the master copy that are not its rounded master already."""
+        pieces = [p for p in self.layout.pieces_within(self.low, self.high) if p.index == member.index]
+        if self.master is None or not pieces:
+            return
+        with self.master.borrowed(changed=True) as lent:
+            for piece in pieces:
+                master = lent[piece.at - self.low :][: piece.numel]
+                values = self.full[member.offset + piece.start : member.offset + piece.stop].to(master.device)
+                torch.where(master.to(self.dtype) == values, master, values.to(master.dtype), out=master)
+
+    def add_master(self, dtype: torch.dtype) -> Stored | None:
+        """Make the master copy, of zeros, unless the values themselves can be updated where they rest."""
+        if self.master is None and (dtype != self.dtype or self._apart):
+            label = f"master of {self.name}"
+            self.master = self.places.optimizer.store(label, self.high - self.low, dtype, self.device)
+        return self.master
+
+    @property
+    def _apart(self) -> bool:
+        """Whether the values rest elsewhere than what the optimizer updates."""
+        rests = self.places.parameters if self.policy.gathers_before_use else RESIDENT
+        return rests is not self.places.optimizer
+
+    @property
+    def under_leaves(self) -> Stored | None:
+        """What the optimizer's leaves lie over; None for a frozen group that has no master where it would rest."""
+        return None if self.master is None and self._apart else self.updated
+
+    def thaw(self, dtype: torch.dtype) -> None:
+        """Give a group that was frozen its master copy, from the values it has."""
+        if self.master is not None:
+            return
+        made = self.add_master(dtype if dtype.itemsize > self.dtype.itemsize else self.dtype)
+        if made is not None:
+            with made.borrowed(changed=True, read=False) as master, self.values.borrowed() as values:
+                master.copy_(values)
+
+    @property
+    def updated(self) -> Stored:
+        """What the optimizer updates: the master copy, or the values themselves when they are their own master."""
+        return self.values if self.master is None else self.master
+
+    def round_masters(self) -> None:
+        """Cast updated masters into the compute dtype."""
+        if self.master is not None:
+            with self.master.borrowed() as master, self.values.borrowed(changed=True, read=False) as values:
+                if values.device == master.device or self.places.optimizer.pool is None:
+                    values.copy_(master)
+                else:
+                    mover_of(self.device).deliver(values, master, self.places.optimizer.pool)

@@ -1,0 +1,50 @@
+"""Running out of memory, told as an error that says which keys would help."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+from collections.abc import Iterator
+
+import torch
+
+from deepspeed.errors import MemoryExhaustedError
+
+_WORDS = ("can't allocate memory", "out of memory", "not enough memory", "Cannot allocate memory")
+
+
+def is_exhaustion(error: BaseException | None) -> bool:
+    """Whether an error says that memory ran out: the device's, the host's, or that of a limit set on the process."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in _WORDS)
+
+
+@contextlib.contextmanager
+def suggests_offload(doing: str) -> Iterator[None]:
+    """Turn running out of memory inside into an error that suggests offload.
+
+    Args:
+        doing: what is done inside.
+
+    Raises:
+        MemoryExhaustedError: memory ran out.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError, OSError) as error:
+        if isinstance(error, MemoryExhaustedError) or not is_exhaustion(error):
+            raise
+        raise exhausted(doing, error) from error
+
+
+def exhausted(doing: str, error: BaseException) -> MemoryExhaustedError:
+    """The error itself."""
+    return MemoryExhaustedError(
+        f"memory ran out while {doing} ({str(error).strip().splitlines()[0]}). Move training state away: "
+        f'zero_optimization.offload_optimizer.device "cpu" or "nvme" takes master weights, gradient sums and optimizer '
+        f"state from stage 1 on; at stage 3 zero_optimization.offload_param does the same for parameters, with "
+        f"zero.Init(remote_device=…) from birth on"
+    )

@@ -1,0 +1,231 @@
+"""What the inner optimizer works on in one group: leaves over the master, and their state, wherever the two rest.
+
+[Note: placeholders] Where the optimizer's tier lends memory only for a while (NVMe), a leaf holds one NaN expanded to
+its shape between updates, and `optimizer.state` holds meta tensors: true shapes, no memory, nothing to mistake for
+values. Inside `Holding.at_hand` both are real.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+
+from deepspeed.errors import UsageError
+from deepspeed.storage.buffer_pool import BufferPool
+from deepspeed.storage.resident import RESIDENT, Evicted
+from deepspeed.storage.tier import Stored
+from deepspeed.zero.buckets import Bucket
+from deepspeed.zero.member import Member
+from deepspeed.zero.parts import Part
+from deepspeed.zero.shard_group import ShardGroup
+
+# State tensors begin at multiples of this many bytes in the buffer they share.
+_ALIGN = 64
+
+
+@dataclass(frozen=True, eq=False)
+class _Entry:
+    """One state tensor in the buffer of its group."""
+
+    leaf: Parameter
+    key: str
+    shape: torch.Size
+    dtype: torch.dtype
+    start: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
+
+    @property
+    def place(self) -> tuple[int, str, torch.Size, torch.dtype, int]:
+        """What it is and where it lies."""
+        return id(self.leaf), self.key, self.shape, self.dtype, self.start
+
+    def view(self, buffer: torch.Tensor) -> torch.Tensor:
+        return buffer[self.start : self.start + self.nbytes].view(self.dtype).view(self.shape)
+
+
+class _Moments:
+    """The state tensors of a group, packed into one tensor of a tier that moves what it lends."""
+
+    def __init__(self, group: ShardGroup, optimizer: torch.optim.Optimizer) -> None:
+        self._group, self._optimizer = group, optimizer
+        self._entries: list[_Entry] = []
+        self._stored: Stored | None = None
+        self._buffer: torch.Tensor | None = None
+
+    def ahead(self) -> None:
+        """They will be needed soon."""
+        if self._stored is not None:
+            self._stored.ahead()
+
+    def bring(self) -> None:
+        """Put real tensors where the optimizer's state has placeholders; what was set from outside stays."""
+        if self._stored is not None:
+            self._buffer = self._stored.borrow()
+            for entry in self._entries:
+                state = self._optimizer.state.get(entry.leaf, {})
+                if isinstance(there := state.get(entry.key), torch.Tensor) and there.device.type == "meta":
+                    state[entry.key] = entry.view(self._buffer)
+
+    def take_away(self, parts: list[Part], changed: bool) -> None:
+        """Bring what is in the optimizer's state to the tier, and leave placeholders."""
+        wanted, found = [], []
+        end = 0
+        for part in parts:
+            for key, value in self._optimizer.state.get(part.leaf, {}).items():
+                if isinstance(value, torch.Tensor) and value.dim() and value.device.type != "meta":
+                    wanted.append(_Entry(part.leaf, key, value.shape, value.dtype, end))
+                    found.append(value)
+                    end = -(-(end + wanted[-1].nbytes) // _ALIGN) * _ALIGN
+        old = self._stored
+        if old is None or [e.place for e in wanted] != [e.place for e in self._entries]:
+            self._entries, self._stored, changed = wanted, self._new(end), True
+            self._buffer = self._stored.borrow(read=False) if self._stored is not None else None
+        for entry, value in zip(wanted, found, strict=True):
+            place = entry.view(self._buffer) if self._buffer is not None else value
+            if place.data_ptr() != value.data_ptr():  # the optimizer, or somebody else, put another tensor there
+                place.copy_(value)
+                changed = True
+            self._optimizer.state[entry.leaf][entry.key] = torch.empty_like(value, device="meta")
+        if old is not None and old is not self._stored:
+            old.give_back(changed=False)
+            old.drop()
+        if self._stored is not None:
+            self._stored.give_back(changed)
+        self._buffer = None
+
+    def _new(self, nbytes: int) -> Stored | None:
+        group = self._group
+        if not nbytes:
+            return None
+        return group.places.optimizer.store(f"optimizer state of {group.name}", nbytes, torch.uint8, group.device)
+
+    def drop(self) -> None:
+        """They are not needed any more."""
+        if self._stored is not None:
+            self._stored.drop()
+            self._stored = None
+            self._entries = []
+
+
+class Holding:
+    """Leaves and state of one group.
+
+    Args:
+        bucket: the gradient side of the group.
+        optimizer: the inner optimizer, whose state is keyed by the leaves.
+    """
+
+    def __init__(self, bucket: Bucket, optimizer: torch.optim.Optimizer) -> None:
+        self.bucket, self.group = bucket, bucket.group
+        self.parts: list[Part] = []
+        self._optimizer, self._moments = optimizer, _Moments(self.group, optimizer)
+        self._users = 0
+        self._evicted: list[Evicted] = []
+
+    @property
+    def moves(self) -> bool:
+        """Whether what it works on has addresses for a while only."""
+        under = self.group.under_leaves
+        return under is not None and under.memory is None
+
+    def add(self, member: Member) -> list[Part]:
+        """Make the leaves over the pieces of a member that this rank updates."""
+        group, made = self.group, []
+        for piece in group.layout.pieces_within(group.low, group.high):
+            if piece.index == member.index:
+                # Whole: optimizers that look at the shape see the true one.
+                shape = member.shape if piece.numel == member.numel else torch.Size([piece.numel])
+                values = self._rest(shape)
+                # Integer parameters, as quantized weights are, may be listed; they never have a gradient.
+                leaf = Parameter(values, requires_grad=values.is_floating_point())
+                # What users mark parameters with (Muon's use_muon) is for the optimizer to see.
+                vars(leaf).update({key: mark for key, mark in vars(member.param).items() if key != "_ds_member"})
+                made.append(Part(member, piece, leaf, self.bucket))
+        self.parts += made
+        self.point(made)
+        return made
+
+    def _rest(self, shape: torch.Size) -> torch.Tensor:
+        group, dtype = self.group, self.group.updated.dtype
+        nothing = float("nan") if dtype.is_floating_point else 0
+        return torch.full((), nothing, dtype=dtype, device=group.places.optimizer.lends_on(group.device)).expand(shape)
+
+    def point(self, parts: list[Part] | None = None) -> None:
+        """Lay leaves (all, or these) over the master where it rests in memory; placeholders otherwise."""
+        under = self.group.under_leaves
+        memory = None if under is None else under.memory
+        for part in self.parts if parts is None else parts:
+            shape = part.leaf.shape
+            part.leaf.data = self._rest(shape) if memory is None else memory[part.span].view(shape)
+
+    def ahead(self) -> None:
+        """The holding will be at hand soon."""
+        if self.moves:
+            self.group.updated.ahead()
+            self._moments.ahead()
+
+    @contextlib.contextmanager
+    def at_hand(self, changed: bool = False) -> Iterator[None]:
+        """Inside, leaves and optimizer state are real tensors, which may be written if `changed` says so."""
+        if self._evicted:
+            raise UsageError("optimizer state was moved by engine.offload_states(); call engine.reload_states() first")
+        if not self.moves:
+            yield
+            return
+        with self.group.updated.borrowed(changed) as master:
+            self._users += 1
+            if self._users == 1:
+                for part in self.parts:
+                    part.leaf.data = master[part.span].view(part.leaf.shape)
+                self._moments.bring()
+            try:
+                yield
+            finally:
+                self._users -= 1
+                if self._users == 0:
+                    self._moments.take_away(self.parts, changed)
+                    self.point()
+
+    def evict_state(self, pool: BufferPool) -> None:
+        """Move state tensors that rest on the device to host memory, until `restore_state`."""
+        if self._evicted or self.group.places.optimizer is not RESIDENT:
+            return
+        for part in self.parts:
+            for value in self._optimizer.state.get(part.leaf, {}).values():
+                if isinstance(value, torch.Tensor) and value.dim() and value.untyped_storage().resizable():
+                    self._evicted.append(Evicted(value, pool))
+
+    def restore_state(self, non_blocking: bool = False) -> None:
+        """Undo `evict_state`."""
+        for evicted in self._evicted:
+            evicted.restore(non_blocking)
+        self._evicted.clear()
+
+    def store_state(self) -> None:
+        """State tensors that were put into the optimizer from outside go where they rest."""
+        if self.moves:
+            self._moments.bring()
+            self._moments.take_away(self.parts, changed=True)
+
+    def drop(self) -> None:
+        """The optimizer is gone."""
+        self._moments.drop()
+
+
+def whole_state(optimizer: torch.optim.Optimizer, holdings: list[Holding]) -> dict[str, Any]:
+    """The optimizer's `state_dict` with real tensors; those that rest on disk are copied into memory, all of them."""
+    with contextlib.ExitStack() as stack:
+        for holding in holdings:
+            stack.enter_context(holding.at_hand())
+        state = optimizer.state_dict()
+        # What is at hand is lent.
+        return copy.deepcopy(state) if any(holding.moves for holding in holdings) else state

@@ -1,0 +1,102 @@
+"""One parameter of a group: its name and place, and what stands for it while its values are away."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import Parameter
+
+from deepspeed.errors import UsageError
+
+if TYPE_CHECKING:
+    from deepspeed.zero.optimizer import ZeroOptimizer
+    from deepspeed.zero.reducer import Reducer
+    from deepspeed.zero.shard_group import ShardGroup
+
+_uids = itertools.count()
+
+
+@dataclass(eq=False)
+class Member:
+    """One parameter of a group.
+
+    Args:
+        param: the parameter; its identity never changes.
+        name: qualified name in the module, for reports.
+        index: position in the group.
+        place: position in the model.
+    """
+
+    param: Parameter
+    name: str
+    index: int = 0
+    place: int = 0
+    shape: torch.Size = field(init=False)
+    uid: int = field(default_factory=lambda: next(_uids))
+    group: ShardGroup = field(init=False, repr=False)
+    placeholder: torch.Tensor = field(init=False, repr=False)
+    reducer: Reducer | None = field(default=None, repr=False)
+    owner: ZeroOptimizer | None = field(default=None, repr=False)  # the optimizer that updates it
+    active_modules: set[Any] = field(default_factory=set, repr=False)
+    version: int = 0  # the parameter's version counter when it was last known to agree with its slice
+    exposed: bool = False  # `param.data` was handed out, and writes through it are not counted
+
+    def __post_init__(self) -> None:
+        self.shape = self.param.shape
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return self.shape.numel()
+
+    @property
+    def offset(self) -> int:
+        """Where it begins in the group."""
+        return self.group.offsets[self.index]
+
+    def rest(self) -> None:
+        """Make what stands for the values while they are away: true shape, no memory, every element NaN (or large)."""
+        dtype = self.group.dtype
+        integral = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+        value = torch.iinfo(dtype).max if integral else torch.nan
+        self.placeholder = torch.full((), value, dtype=dtype, device=self.group.device).expand(self.shape)
+
+    def own_span(self) -> slice:
+        """Where this rank's part of the values lies in the group's slice; possibly empty."""
+        group, cuts = self.group, self.group.layout.cuts_of(self.index)
+        rank = group.axis.rank
+        low = max(self.offset + cuts[rank] - group.layout.cuts[rank], 0)
+        return slice(low, low + cuts[rank + 1] - cuts[rank])
+
+    def own_piece(self) -> torch.Tensor:
+        """This rank's part of the values, 1-D: a view of the slice where that rests in memory, else a copy."""
+        values = self.group.values
+        with values.borrowed() as lent:
+            piece = lent[self.own_span()]
+            return piece if values.memory is not None else piece.clone()
+
+    def rejoin(self) -> None:
+        """Take back values that were put under the gathered parameter by `param.data = …`.
+
+        Raises:
+            UsageError: they have another shape or dtype, as after `module.half()`.
+        """
+        view, param = self.group.views[self.index], self.param
+        if param.data_ptr() == view.data_ptr() and param.dtype == view.dtype:
+            return
+        if param.shape != view.shape or param.dtype != view.dtype:
+            raise UsageError(
+                f"parameter '{self.name}' was {tuple(view.shape)} {view.dtype} at initialize and is now "
+                f"{tuple(param.shape)} {param.dtype}: cast or resize the model before initialize, or name the dtype "
+                f"in the JSON (bf16, fp16)"
+            )
+        view.copy_(param.detach())
+        param.data = view
+        self.version = -1
+
+    def dense(self) -> torch.Tensor:
+        """A private dense copy; all ranks of the axis call together unless the values are here."""
+        return self.group.read(self)

@@ -1,0 +1,364 @@
+"""The training state of an engine as named runs of elements, read and written in place: what checkpoints see of it.
+
+The only place that knows where values, optimizer state and gradients of a parameter rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.comm.axis import Axis
+from deepspeed.storage.tier import Stored
+from deepspeed.zero.buckets import Bucket
+from deepspeed.zero.holding import Holding
+from deepspeed.zero.layout import Layout, by_group, by_owner
+from deepspeed.zero.member import Member
+from deepspeed.zero.optimizer import ZeroOptimizer
+from deepspeed.zero.param import is_managed
+from deepspeed.zero.parts import Part
+from deepspeed.zero.reducer import Reducer
+from deepspeed.zero.shard_group import ShardGroup, State
+from deepspeed.zero.waves import publish
+
+# The names by which checkpoints state how a layout cuts.
+LAYOUT_RULES = {"equal": by_group, "between": by_owner}
+
+
+class Hold:
+    """Makes everything of a group that rests outside of memory real for a while.
+
+    Args:
+        view: the state it belongs to.
+        group: whose.
+    """
+
+    def __init__(self, view: StateView, group: ShardGroup) -> None:
+        self._view, self._group = view, group
+
+    @contextmanager
+    def __call__(self, changed: bool = False) -> Iterator[None]:
+        """Inside, slots of the group have values; they are kept if `changed` says so."""
+        with ExitStack() as stack:
+            stack.enter_context(self._group.updated.borrowed(changed))
+            for holding in self._view.holdings(self._group):
+                stack.enter_context(holding.at_hand(changed))
+                if holding.bucket.filled:
+                    stack.enter_context(holding.bucket.total.borrowed(changed))
+            yield
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Elements [start, stop) of one field of a parameter or buffer, on this rank.
+
+    Args:
+        name: of the parameter or buffer.
+        start: first element, counted in the flattened tensor.
+        stop: one past the last.
+        dtype: of the elements.
+        values: gives them, 1-D and in place: what is written there stays.
+        hold: must be entered around `values` and its use; None: they are in memory.
+    """
+
+    name: str
+    start: int
+    stop: int
+    dtype: torch.dtype
+    values: Callable[[], torch.Tensor]
+    hold: Hold | None = None
+
+
+def _peek(stored: Stored) -> torch.Tensor:
+    """The values of what is in memory, or held around this call: borrowing again lends the same memory."""
+    if stored.memory is not None:
+        return stored.memory
+    lent = stored.borrow()
+    stored.give_back(changed=False)
+    return lent
+
+
+class WindowView:
+    """The gradients of a window that is not over."""
+
+    members: dict[str, Member]
+    reducer: Reducer | None
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether the window holds gradients; the same on all ranks."""
+        return self.reducer is not None and not self.reducer.clean
+
+    def bucket(self, group: ShardGroup) -> Bucket:
+        """The gradient side of a group."""
+        return next(b for b in self._buckets() if b.group is group)
+
+    def _buckets(self) -> list[Bucket]:
+        return [] if self.reducer is None else self.reducer.buckets
+
+    def settle_gradients(self, agree: Callable[[list[Any]], list[list[Any]]]) -> None:
+        """Wait for gradients that travel. All ranks call together.
+
+        Open rounds stay open, so that the sums of a run that saves are those of one that does not; only ranks that
+        have launched unequal numbers of rounds, as branches make them, are brought level.
+
+        Args:
+            agree: gives every rank's list.
+        """
+        if self.reducer is None or self.reducer.clean:
+            return
+        launches = agree([list(bucket.launches) for bucket in self._buckets()])
+        if all(row == launches[0] for row in launches):
+            self.reducer.wire.settle_all()
+        else:
+            self.reducer.finish()
+
+    def filled(self, group: ShardGroup) -> bool:
+        """Whether a group's window has a reduced part."""
+        return self.has_gradients and self.bucket(group).filled
+
+    def touched(self) -> list[str]:
+        """Parameters this rank had a gradient for in the window."""
+        return [m.name for b in self._buckets() for m in b.group.members if b.touched[m.index]]
+
+    def rounds(self) -> Iterator[tuple[ShardGroup, float, list[int], dict[str, torch.Tensor]]]:
+        """Gradients of this rank that have not travelled: (group, factor to come, fresh, gradients by name)."""
+        for bucket in self._buckets():
+            current = bucket.round
+            if current is not None:
+                held = {m.name: current.buffer[m.offset : m.offset + m.numel] for m in bucket.group.members}
+                names = {m.name for m in bucket.group.members if m.index in current.arrived}
+                kept = {name: values for name, values in held.items() if name in names}
+                yield bucket.group, current.at_owner, sorted(current.fresh), kept
+
+    def open_round(
+        self, group: ShardGroup, dtype: torch.dtype, at_owner: float, names: list[str], fresh: list[int]
+    ) -> dict[str, torch.Tensor]:
+        """Open a round as it was saved; gives the places of its gradients by name."""
+        bucket = self.bucket(group)
+        if self.reducer is None:
+            return {}
+        current = bucket.round = self.reducer._open(bucket, dtype, at_owner)
+        members = [self.members[name] for name in names]
+        current.arrived, current.fresh = {m.index for m in members}, set(fresh)
+        return {m.name: current.buffer[m.offset : m.offset + m.numel] for m in members}
+
+    def fill(self, group: ShardGroup) -> None:
+        """Declare the reduced part of a group's window to be there; its elements are set through `gradient`."""
+        bucket = self.bucket(group)
+        with bucket.total.borrowed(changed=True, read=False) as total:
+            total.zero_()
+        bucket.filled = True
+
+    def resume_window(self, touched: list[str], deferred: bool) -> None:
+        """Go on in a window whose gradients were put back."""
+        if self.reducer is None:
+            return
+        for name in touched:
+            member = self.members[name]
+            self.bucket(member.group).touched[member.index] = 1
+        self.reducer.clean, self.reducer.deferred = False, deferred
+
+
+class StateView(WindowView):
+    """All parameters, buffers and optimizer state of a model under an engine.
+
+    Args:
+        module: the model.
+        groups: its groups.
+        world: all data-parallel ranks; None: this process alone.
+        optimizer: None for an engine that does not train.
+        reducer: where its gradients are; None likewise.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        groups: list[ShardGroup],
+        world: Axis | None,
+        optimizer: ZeroOptimizer | None,
+        reducer: Reducer | None,
+    ) -> None:
+        self.module, self.groups, self.world = module, groups, world
+        self.optimizer, self.reducer = optimizer, reducer
+        self._holds = {id(group): Hold(self, group) for group in groups if self._moves(group)}
+        self.members = {member.name: member for group in groups for member in group.members}
+        named = dict(module.named_parameters())
+        self.plain = {name: param for name, param in named.items() if not is_managed(param)}
+        self.buffers = _persistent_buffers(module)
+        first = {id(tensor): name for name, tensor in named.items()}
+        every = module.named_parameters(remove_duplicate=False)
+        self.aliases = {name: first[id(param)] for name, param in every if first[id(param)] != name}
+
+    def holdings(self, group: ShardGroup) -> list[Holding]:
+        """What the optimizer works on in a group."""
+        return [] if self.optimizer is None else [h for h in self.optimizer.holdings if h.group is group]
+
+    def _moves(self, group: ShardGroup) -> bool:
+        sums = [h.bucket.sum for h in self.holdings(group) if h.bucket.sum is not None]
+        return any(stored.memory is None for stored in (group.updated, *sums))
+
+    def hold_of(self, group: ShardGroup) -> Hold | None:
+        """What must be entered to see values of a group; None when they are in memory."""
+        return self._holds.get(id(group))
+
+    # -- what there is ------------------------------------------------------------------------------------------------
+
+    def trained(self, member: Member) -> bool:
+        """Whether the optimizer updates a parameter."""
+        return self.optimizer is not None and member.uid in self.optimizer.parts
+
+    def value_dtype(self, member: Member) -> torch.dtype:
+        """The dtype of a parameter's best values: those of its master, where it has one."""
+        return member.group.updated.dtype
+
+    def written_pieces(self, group: ShardGroup) -> list[tuple[Member, int, int]]:
+        """What this rank stores of a group: (member, start, stop); every element is stored by one rank."""
+        if self.reducer is not None and self.reducer.wire.replicas is not None and self.reducer.wire.replicas.rank:
+            return []
+        pieces = group.layout.pieces(group.axis.rank)
+        return [(group.members[piece.index], piece.start, piece.stop) for piece in pieces]
+
+    def held_pieces(self, group: ShardGroup) -> list[tuple[Member, int, int]]:
+        """What this rank's best values cover of a group: (member, start, stop)."""
+        pieces = group.layout.pieces_within(group.low, group.high)
+        return [(group.members[piece.index], piece.start, piece.stop) for piece in pieces]
+
+    def parts_of(self, member: Member) -> list[Part]:
+        """This rank's parts of a parameter in the optimizer."""
+        return [] if self.optimizer is None else self.optimizer.parts.get(member.uid, [])
+
+    def state_of(self, part: Part) -> dict[str, Any]:
+        """The optimizer state of a part."""
+        return {} if self.optimizer is None else self.optimizer.optimizer.state.get(part.leaf, {})
+
+    def group_numbers(self) -> dict[int, int]:
+        """The optimizer group of each leaf on this rank, by the leaf's identity."""
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        return {id(leaf): number for number, group in enumerate(groups) for leaf in group["params"]}
+
+    def optimizer_order(self) -> dict[int, int]:
+        """The position of each parameter in the optimizer, by the member's uid."""
+        return {} if self.optimizer is None else {uid: i for i, uid in enumerate(self.optimizer.parts)}
+
+    def optimizer_names(self) -> list[str]:
+        """Names of the parameters in the order of the optimizer."""
+        order = self.optimizer_order()
+        names = {order[member.uid]: name for name, member in self.members.items() if member.uid in order}
+        return [names[place] for place in sorted(names)]
+
+    # -- slots --------------------------------------------------------------------------------------------------------
+
+    def value(self, member: Member, start: int, stop: int) -> Slot:
+        """Best values of a parameter; [start, stop) lies in what this rank holds of them."""
+        group, at = member.group, member.offset - member.group.low
+        span = slice(at + start, at + stop)
+        return self._slot(member, (start, stop), group.updated.dtype, lambda: _peek(group.updated)[span])
+
+    def _slot(
+        self, member: Member, span: tuple[int, int], dtype: torch.dtype, values: Callable[[], torch.Tensor]
+    ) -> Slot:
+        return Slot(member.name, *span, dtype, values, self.hold_of(member.group))
+
+    def plain_value(self, name: str) -> Slot:
+        """A buffer, or a parameter that is whole and not updated."""
+        flat = (self.plain[name] if name in self.plain else self.buffers[name]).detach().reshape(-1)
+        return Slot(name, 0, flat.numel(), flat.dtype, lambda: flat)
+
+    def state(self, part: Part, key: str, start: int, stop: int) -> Slot:
+        """A tensor of the optimizer state that is cut as the parameter is."""
+        low, high = start - part.piece.start, stop - part.piece.start
+
+        def values() -> torch.Tensor:
+            return self.state_of(part)[key].detach().reshape(-1)[low:high]
+
+        return self._slot(part.member, (start, stop), self.state_of(part)[key].dtype, values)
+
+    def whole_state(self, part: Part, key: str) -> Slot:
+        """A tensor of the optimizer state that has a shape of its own."""
+        tensor = self.state_of(part)[key]
+        values = lambda: self.state_of(part)[key].detach().reshape(-1)  # noqa: E731
+        return self._slot(part.member, (0, tensor.numel()), tensor.dtype, values)
+
+    def gradient(self, member: Member, start: int, stop: int) -> Slot:
+        """The reduced part of the window's gradient."""
+        bucket = self.bucket(member.group)
+        at = member.offset - bucket.low
+        span = slice(at + start, at + stop)
+        return self._slot(member, (start, stop), bucket.dtype, lambda: _peek(bucket.total)[span])
+
+    # -- before a save and after a load -------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Take over what the user changed in place, so that masters and parameters agree."""
+        for member in self.members.values():
+            if self.optimizer is not None:
+                self.optimizer.import_edits(member)
+
+    def prepare_state(self, part: Part, sliced: dict[str, torch.dtype], rest: dict[str, Any]) -> dict[str, Any]:
+        """An optimizer state with these keys for a part; live tensors that fit are kept.
+
+        Args:
+            part: what the optimizer sees.
+            sliced: dtypes of the tensors of the part's shape.
+            rest: everything else.
+
+        Returns:
+            The state; values of tensors in `sliced` are not set yet.
+        """
+        old = self.state_of(part)
+
+        def live(key: str, shape: torch.Size) -> torch.Tensor | None:
+            there = old.get(key)
+            return there if isinstance(there, torch.Tensor) and there.shape == shape else None
+
+        made: dict[str, Any] = {}
+        for key, dtype in sliced.items():
+            there = live(key, part.leaf.shape)
+            made[key] = torch.zeros(part.leaf.shape, dtype=dtype, device=part.leaf.device) if there is None else there
+        for key, value in rest.items():
+            there = live(key, value.shape) if isinstance(value, torch.Tensor) else None
+            # What the optimizer holds of a state that rests elsewhere is a placeholder.
+            made[key] = value if there is None or there.device.type == "meta" else there.copy_(value)
+        return made
+
+    def set_state(self, part: Part, state: dict[str, Any]) -> None:
+        """Make `state` the optimizer state of a part; an empty one takes it away."""
+        if self.optimizer is None:
+            return
+        if state:
+            self.optimizer.optimizer.state[part.leaf] = state
+        else:
+            self.optimizer.optimizer.state.pop(part.leaf, None)
+
+    def publish(self) -> None:
+        """Make loaded masters the parameters of every rank. All ranks call together."""
+        publish(self.groups)
+        for group in self.groups:
+            if group.policy.gathers_before_use and group.state is not State.SHARDED:
+                group.gather_together()
+            for member in group.members:
+                member.version, member.exposed = member.param._version, False
+            group.advance()
+
+
+def layout_rule(layout: Layout) -> str:
+    """Which rule of `deepspeed.zero.layout` a layout follows: `equal` or `between`."""
+    for name, rule in LAYOUT_RULES.items():
+        if rule(layout.numels, layout.ranks) == layout:
+            return name
+    raise ValueError(f"the layout {layout.cuts} follows none of the rules {', '.join(LAYOUT_RULES)}")
+
+
+def _persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for prefix, child in module.named_modules():
+        for name, buffer in child._buffers.items():
+            if buffer is not None and name not in child._non_persistent_buffers_set:
+                found[f"{prefix}.{name}" if prefix else name] = buffer
+    return found
