@@ -10,7 +10,6 @@ from deepspeed.comm.groups import get_local_rank
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.engine.build import Axes, Pieces
 from deepspeed.engine.report import gather_counts, state_bytes
-from deepspeed.errors import NotAvailableError
 from deepspeed.optim.precision import DTYPES
 
 
@@ -135,11 +134,3 @@ class StateAccessors:
     def zero_report(self) -> dict[str, int]:
         """Stage 3 in numbers: elements gathered now, at the peak, and gathers so far."""
         return gather_counts(self._pieces)
-
-    def save_checkpoint(self, *_: Any, **__: Any) -> bool:
-        """Checkpoints come with a later version."""
-        raise NotAvailableError("save_checkpoint is not available yet; gather weights with zero.GatheredParameters")
-
-    def load_checkpoint(self, *_: Any, **__: Any) -> Any:
-        """Checkpoints come with a later version."""
-        raise NotAvailableError("load_checkpoint is not available yet")

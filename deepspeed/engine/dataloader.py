@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
 from deepspeed.errors import DataError
@@ -17,11 +18,71 @@ class _Share(IterableDataset):  # type: ignore[type-arg]
 
     def __init__(self, stream: IterableDataset[Any], rank: int, world: int) -> None:
         self.stream, self.rank, self.world = stream, rank, world
+        self.start = 0  # samples of the stream that an earlier run has seen
+
+    def set_epoch(self, epoch: int) -> None:
+        """A stream has one order."""
 
     def __iter__(self) -> Iterator[Any]:
-        samples = iter(self.stream)
+        samples = itertools.islice(iter(self.stream), self.start, None)
         while len(one_round := list(itertools.islice(samples, self.world))) == self.world:
             yield one_round[self.rank]
+
+
+class _FromHere(Sampler[int]):
+    """This rank's indices of an epoch, from any position of it on, for any number of ranks.
+
+    The order of an epoch is that of torch's DistributedSampler and does not depend on the ranks; position p goes to
+    rank p modulo their number.
+    """
+
+    def __init__(self, whole: DistributedSampler[Any]) -> None:
+        self.whole = whole
+        self.start = 0  # samples of the epoch that all ranks together have seen
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the order."""
+        self.whole.set_epoch(epoch)
+
+    def _total(self) -> int:
+        samples, ranks = len(self.whole.dataset), self.whole.num_replicas  # type: ignore[arg-type]
+        left = max(0, samples - self.start)
+        return left // ranks * ranks if self.whole.drop_last else -(-left // ranks) * ranks
+
+    def __len__(self) -> int:
+        return self._total() // self.whole.num_replicas
+
+    def __iter__(self) -> Iterator[int]:
+        if not self.start:
+            return iter(self.whole)
+        one = DistributedSampler(
+            self.whole.dataset, 1, 0, shuffle=self.whole.shuffle, seed=self.whole.seed, drop_last=False
+        )
+        one.set_epoch(self.whole.epoch)
+        order = list(one)
+        ahead = order[self.start :]
+        short = self._total() - len(ahead)
+        padded = ahead + order[:short] if short >= 0 else ahead[:short]
+        return iter(padded[self.whole.rank :: self.whole.num_replicas])
+
+
+class _Skipping(Sampler[Any]):
+    """A client's sampler without the indices that an earlier run has taken."""
+
+    def __init__(self, sampler: Sampler[Any], ranks: int) -> None:
+        self.sampler, self.ranks = sampler, ranks
+        self.start = 0  # samples that all ranks together have seen
+
+    def set_epoch(self, epoch: int) -> None:
+        """Pass the epoch on, where the sampler wants to know."""
+        if hasattr(self.sampler, "set_epoch"):
+            self.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
+
+    def __len__(self) -> int:
+        return max(0, len(self.sampler) - self.start // self.ranks)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.islice(iter(self.sampler), self.start // self.ranks, None)
 
 
 class DeepSpeedDataLoader:
@@ -59,8 +120,13 @@ class DeepSpeedDataLoader:
         """
         if isinstance(dataset, DataLoader):
             raise DataError("training_data is a DataLoader; pass its dataset, or loop over the DataLoader yourself")
-        self.batch_size = batch_size
-        self.epoch = 0
+        self.batch_size, self.world = batch_size, world
+        self.epoch = 0  # of the next pass
+        self._running, self._taken = 0, 0  # epoch of the pass under way, batches it has given
+        self._resume_at, self._loads = 0, 0  # where the next pass begins, states that were loaded
+        collate = loader.get("collate_fn")
+        if collate is not None and not callable(collate):
+            raise DataError(f"collate_fn is a {type(collate).__name__}; pass a function that makes a batch of samples")
         drop_last = bool(loader.get("drop_last", False))
         if not isinstance(dataset, IterableDataset) and not hasattr(dataset, "__len__"):
             raise DataError(
@@ -68,12 +134,14 @@ class DeepSpeedDataLoader:
                 f"or a torch IterableDataset"
             )
         if isinstance(dataset, IterableDataset):
-            dataset = self._split(dataset, rank, world, sampler)
+            self._position = dataset = self._split(dataset, rank, world, sampler)
         elif sampler is None:
             if not len(dataset):  # type: ignore[arg-type]
                 raise DataError("training_data has no samples")
-            sampler = DistributedSampler(dataset, world, rank, shuffle=shuffle, drop_last=drop_last)
-        self.sampler = sampler
+            whole = DistributedSampler(dataset, world, rank, shuffle=shuffle, drop_last=drop_last)
+            self._position = sampler = _FromHere(whole)
+        else:
+            self._position = sampler = _Skipping(sampler, world)
         self.loader = DataLoader(dataset, batch_size, sampler=sampler, **loader)
         if sampler is not None and not len(self.loader):
             raise DataError(
@@ -82,15 +150,14 @@ class DeepSpeedDataLoader:
             )
 
     @staticmethod
-    def _split(stream: IterableDataset[Any], rank: int, world: int, sampler: object) -> IterableDataset[Any]:
+    def _split(stream: IterableDataset[Any], rank: int, world: int, sampler: object) -> _Share:
         if sampler is not None:
             raise DataError("a sampler chooses indices, but training_data is an IterableDataset, which has none")
-        if world == 1:
-            return stream
-        say_once(
-            f"{type(stream).__name__} is split by position over {world} data-parallel ranks; a stream that already "
-            "yields other samples on each rank should go into a DataLoader of its own"
-        )
+        if world > 1:
+            say_once(
+                f"{type(stream).__name__} is split by position over {world} data-parallel ranks; a stream that already "
+                "yields other samples on each rank should go into a DataLoader of its own"
+            )
         return _Share(stream, rank, world)
 
     @property
@@ -106,10 +173,52 @@ class DeepSpeedDataLoader:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
-        if hasattr(self.sampler, "set_epoch"):
-            self.sampler.set_epoch(self.epoch)  # type: ignore[union-attr]
+        """One pass. A pass under way when a state is loaded goes on from there."""
+        loads = -1
+        while loads != self._loads:
+            loads = self._loads
+            for batch in self._pass():
+                yield batch
+                if loads != self._loads:
+                    break
+
+    def _pass(self) -> Iterator[Any]:
+        self._position.set_epoch(self.epoch)
+        self._running, self._taken = self.epoch, 0
         self.epoch += 1
-        return iter(self.loader)
+        self._position.start, self._resume_at = self._resume_at, 0
+        # torch draws a seed for the workers when a pass begins; the pass that is continued has done so already.
+        drawn = torch.get_rng_state()
+        batches = iter(self.loader)
+        if self._position.start:
+            torch.set_rng_state(drawn)
+        for batch in batches:
+            self._taken += 1
+            yield batch
+        self._position.start = self._taken = 0
+        self._running = self.epoch
+
+    def state_dict(self) -> dict[str, int]:
+        """The epoch under way and how many of its samples all ranks together have taken."""
+        begun = self._resume_at or self._position.start
+        epoch = self.epoch if self._resume_at or not (self._taken or begun) else self._running
+        return {"epoch": epoch, "seen": begun + self._taken * self.batch_size * self.world}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on from a saved position, on any number of ranks and with any batch size."""
+        self.epoch, self._position.start = state["epoch"], state["seen"]
+        if not isinstance(self.dataset, IterableDataset) and not len(self.loader):  # that epoch is over
+            self.epoch, self._position.start = self.epoch + 1, 0
+        self._resume_at, self._taken = self._position.start, 0
+        self._loads += 1
+
+    def rewind(self, samples: int) -> None:
+        """Give the last `samples` samples, counted over all ranks, once more."""
+        state = self.state_dict()
+        epoch, seen = state["epoch"], state["seen"] - samples
+        if seen < 0 and epoch and not isinstance(self.dataset, IterableDataset):
+            epoch, seen = epoch - 1, seen + len(self.dataset)  # type: ignore[arg-type]
+        self.load_state_dict({"epoch": epoch, "seen": max(0, seen)})
 
 
 class RepeatingLoader:

@@ -206,3 +206,47 @@ def test_cycling_an_iterator_fails_on_all_ranks() -> None:
 def test_unknown_policy() -> None:
     with pytest.raises(DataError, match="did you mean 'drop'"):
         list(equal_steps([], agree=lambda flag: (flag, flag), policy="dorp", weigh=print))
+
+
+@pytest.mark.parametrize(("world", "other"), [(2, 2), (2, 3), (4, 1)])
+@pytest.mark.parametrize("kind", [Numbers, Stream])
+def test_a_pass_goes_on_from_a_saved_position(kind: Any, world: int, other: int) -> None:
+    before = [DeepSpeedDataLoader(kind(24), 2, rank=r, world=world) for r in range(world)]
+    passes = [iter(loader) for loader in before]
+    first = flat([next(batches).tolist() for batches in passes])
+    state = before[0].state_dict()
+    assert state == {"epoch": 0, "seen": 2 * world}
+    after = [DeepSpeedDataLoader(kind(24), 2, rank=r, world=other) for r in range(other)]
+    for loader in after:
+        loader.load_state_dict(state)
+    rest = [flat(read(loader)) for loader in after]
+    if kind is Numbers:  # the last round is filled up; a stream drops it
+        assert set(first + flat(rest)) == set(range(24)) and len(first + flat(rest)) - 24 < other
+    if world == other:
+        assert rest == [flat([batch.tolist() for batch in batches]) for batches in passes]
+    assert sorted(flat([flat(read(loader)) for loader in after])) == list(range(24 // other * other))
+
+
+def test_positions() -> None:
+    loader = DeepSpeedDataLoader(Numbers(8), 2)
+    batches = RepeatingLoader(loader)
+    seen = [next(batches).tolist() for _ in range(6)]
+    assert loader.state_dict() == {"epoch": 1, "seen": 4}
+    loader.rewind(2)
+    assert next(batches).tolist() == seen[5]  # the pass under way goes back too
+    loader.rewind(6)
+    assert [next(batches).tolist() for _ in range(3)] == seen[3:]
+    loader.load_state_dict({"epoch": 0, "seen": 8})
+    assert next(batches).tolist() == seen[4]  # that epoch is over
+    assert len(loader) == 4
+    own = DeepSpeedDataLoader(Numbers(4), 1, sampler=torch.utils.data.SequentialSampler(Numbers(4)))
+    own.load_state_dict({"epoch": 0, "seen": 3})
+    assert read(own) == [[3]] and read(own) == [[0], [1], [2], [3]]
+
+
+def test_a_resumed_pass_draws_no_random_number() -> None:
+    loader = DeepSpeedDataLoader(Numbers(8), 2)
+    loader.load_state_dict({"epoch": 0, "seen": 2})
+    before = torch.get_rng_state()
+    next(iter(loader))
+    assert torch.equal(torch.get_rng_state(), before)

@@ -1,0 +1,157 @@
+"""The command `ds_checkpoint`: list, verify, compare and export checkpoints."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import sys
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from deepspeed.checkpoint import files
+from deepspeed.checkpoint.consolidate import in_dtype, open_source, rows_of
+from deepspeed.checkpoint.export import write_sharded
+from deepspeed.checkpoint.find import look, place_of, read_latest, tags_of
+from deepspeed.checkpoint.manifest import Manifest, read_manifest, state_field
+from deepspeed.checkpoint.source import NativeSource, Source
+from deepspeed.checkpoint.tensorfile import TensorFile
+from deepspeed.errors import CheckpointCorruptError, CheckpointError
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "as-saved": None}
+
+
+def list_tags(folder: Path) -> Iterator[str]:
+    """One line for each tag of a folder."""
+    latest = read_latest(folder, files.LATEST)
+    for tag in tags_of(folder):
+        seen, path = look(folder, tag), place_of(folder, tag)
+        mark = "*" if tag == latest else " "
+        if seen.kind != "native":
+            yield f"{mark} {tag}: {'in upstream layout' if seen.kind else 'broken: ' + seen.problem}"
+            continue
+        manifest = read_manifest(path)
+        about, size = manifest.about, sum(seal.nbytes for seal in manifest.files.values())
+        when = datetime.datetime.fromtimestamp(about["saved_at"] / 1e9).isoformat(" ", "seconds")
+        parameters = sum(row.numel for row in manifest.rows)
+        absent = f", MISSING {', '.join(sorted(seen.absent))}" if seen.absent else ""
+        yield (
+            f"{mark} {tag}: step {about['global_steps']}, {when}, {parameters:,} elements, {size / 2**20:.1f} MiB, "
+            f"stage {about['stage']} {about['precision']} on {about['ranks']} rank(s){absent}"
+        )
+
+
+def verify(path: Path) -> list[str]:
+    """Read every byte of a native checkpoint; gives what is wrong."""
+    try:
+        manifest = read_manifest(path)
+    except CheckpointCorruptError as error:
+        return [str(error)]
+    return [problem for name in sorted(manifest.files) for problem in _verify_file(path, name, manifest)]
+
+
+def _verify_file(path: Path, name: str, manifest: Manifest) -> Iterator[str]:
+    seal = manifest.files[name]
+    try:
+        if name.endswith(".safetensors"):
+            with TensorFile(path / name, seal) as file:
+                file.verify()
+        else:
+            data = (path / name).read_bytes()
+            if (len(data), zlib.crc32(data)) != (seal.nbytes, seal.crc32):
+                yield f"{path / name} differs from what was written"
+    except (CheckpointCorruptError, OSError) as error:
+        yield str(error)
+
+
+def differences(one: Source, other: Source) -> Iterator[str]:
+    """What differs between two checkpoints: names, shapes, values and optimizer state, whatever cuts they have."""
+    ours, theirs = ({row.name: row for row in source.manifest.rows} for source in (one, other))
+    for name in sorted(ours.keys() ^ theirs.keys()):
+        yield f"{name}: only in {one.path if name in ours else other.path}"
+    for name in sorted(ours.keys() & theirs.keys()):
+        if ours[name].shape != theirs[name].shape:
+            yield f"{name}: {ours[name].shape} and {theirs[name].shape}"
+            continue
+        states = [source.manifest.state_of(rows[name]) for source, rows in ((one, ours), (other, theirs))]
+        keys = [set(state.sliced) if state is not None else set() for state in states]
+        if keys[0] != keys[1]:
+            yield f"{name}: optimizer state {sorted(keys[0])} and {sorted(keys[1])}"
+        for field in ["value", *(state_field(key) for key in sorted(keys[0] & keys[1]))]:
+            a, b = one.whole(name, field), other.whole(name, field)
+            wrong = (a != b) & ~(a.isnan() & b.isnan()) if a.is_floating_point() else a != b
+            if count := int(wrong.sum()):
+                yield f"{name} {field}: {count} of {a.numel()} elements differ"
+
+
+def export(source: Source, folder: Path, kind: str, dtype: torch.dtype | None, limit: str) -> list[Path]:
+    """Write the weights of a checkpoint for other libraries.
+
+    Args:
+        source: the checkpoint.
+        folder: made if it is not there.
+        kind: `hf` for safetensors and configuration, `torch` for a state dict.
+        dtype: of the weights; None: as they are stored.
+        limit: largest file.
+    """
+    state = {row.name: in_dtype(source.whole(row.name), dtype) for row in rows_of(source, False)}
+    state |= {alias: state[name] for alias, name in source.manifest.aliases.items() if name in state}
+    written = write_sharded(state, folder, limit, safe=kind == "hf")
+    config = source.manifest.about.get("model_config")
+    if kind == "hf" and config is not None:
+        (folder / "config.json").write_text(config)
+        written.append(folder / "config.json")
+    return written
+
+
+def _arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="ds_checkpoint", description="List, verify, compare and export checkpoints.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    listing = commands.add_parser("ls", help="the checkpoints of a folder; * is what loading without a tag takes")
+    checking = commands.add_parser("verify", help="read every byte and compare checksums")
+    comparing = commands.add_parser("diff", help="compare two checkpoints, whatever topology they were saved on")
+    exporting = commands.add_parser("export", help="write the weights for other libraries")
+    for command in (listing, checking, exporting):
+        command.add_argument("folder", type=Path, help="folder of checkpoints, or of one tag")
+    for name in ("one", "other"):
+        comparing.add_argument(name, type=Path, help="folder of checkpoints, or of one tag")
+    for command in (checking, exporting):
+        command.add_argument("-t", "--tag", help="which; default: the latest")
+    exporting.add_argument("output", type=Path)
+    exporting.add_argument("--to", choices=("hf", "torch"), default="hf", help="safetensors, or a torch state dict")
+    exporting.add_argument("--dtype", choices=_DTYPES, default="as-saved")
+    exporting.add_argument("--max-shard-size", default="5GB")
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; 0 when all is well."""
+    given = _arguments().parse_args(arguments)
+    try:
+        return _run(given)
+    except CheckpointError as error:
+        print(error, file=sys.stderr)
+        return 1
+
+
+def _run(given: argparse.Namespace) -> int:
+    if given.command == "ls":
+        lines = list(list_tags(given.folder))
+        print("\n".join(lines) or f"no checkpoints in {given.folder}")
+        return 0
+    if given.command == "diff":
+        found = list(differences(open_source(given.one), open_source(given.other)))
+        print("\n".join(found) or "equal")
+        return 1 if found else 0
+    source = open_source(given.folder, given.tag)
+    if given.command == "export":
+        for path in export(source, given.output, given.to, _DTYPES[given.dtype], given.max_shard_size):
+            print(path)
+        return 0
+    if not isinstance(source, NativeSource):
+        raise CheckpointError(f"{source.path} is in upstream's layout, which has no checksums to verify")
+    problems = verify(source.path)
+    print("\n".join(problems) or f"{source.path}: every byte is as it was written")
+    return 1 if problems else 0

@@ -1,0 +1,77 @@
+"""A source whose values are tensors at hand: a state dict, or the tensors of another library's files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deepspeed.checkpoint.manifest import BUFFER, FROZEN, VALUE, CutGroup, Manifest, Row, StateRule, entry_name
+from deepspeed.checkpoint.source import Source, Wanted
+from deepspeed.errors import CheckpointCorruptError
+
+Piece = tuple[int, torch.Tensor]  # first element in the flattened parameter, 1-D values
+
+
+class PiecesSource(Source):
+    """Values in memory, or mapped from files.
+
+    Args:
+        path: what they came from, for reports.
+        rows: parameters and buffers.
+        pieces: by `entry_name`, in any order.
+        states: as in `Manifest`.
+        state: what `state()` gives.
+        about: as in `Manifest`.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        rows: list[Row],
+        pieces: Mapping[str, list[Piece]],
+        states: Iterable[StateRule] = (),
+        state: dict[str, Any] | None = None,
+        about: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(path, Manifest(rows, [CutGroup(len(rows), "between", 1)], list(states), {}, about or {}))
+        self._pieces, self._state = pieces, state or {}
+
+    def read(self, wanted: Iterable[Wanted]) -> None:
+        """Copy elements.
+
+        Raises:
+            CheckpointCorruptError: some are in no piece.
+        """
+        for one in wanted:
+            name, copied = entry_name(one.field, one.row.name), 0
+            for start, values in self._pieces.get(name, ()):
+                low, high = max(one.start, start), min(one.stop, start + values.numel())
+                if low < high:
+                    one.into[low - one.start : high - one.start].copy_(values[low - start : high - start])
+                    copied += high - low
+            if copied != one.stop - one.start:
+                raise CheckpointCorruptError(
+                    f"{self.path}: elements {one.start} to {one.stop} of {name} are not all there ({copied} are)"
+                )
+
+    def state(self) -> dict[str, Any]:
+        """The small state of the run."""
+        return self._state
+
+
+def from_state_dict(state_dict: Mapping[str, Any], what: str) -> PiecesSource:
+    """A source over the tensors of a state dict.
+
+    Args:
+        state_dict: tensors by name; other values are left alone.
+        what: it is, for reports.
+    """
+    tensors = {name: value.detach() for name, value in state_dict.items() if isinstance(value, torch.Tensor)}
+    rows = [
+        Row(name, tuple(t.shape), t.dtype, FROZEN if t.is_floating_point() else BUFFER) for name, t in tensors.items()
+    ]
+    pieces = {entry_name(VALUE, name): [(0, tensor.reshape(-1))] for name, tensor in tensors.items()}
+    return PiecesSource(Path(what), rows, pieces)

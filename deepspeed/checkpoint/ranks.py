@@ -1,0 +1,62 @@
+"""The ranks that save or load together: small objects exchanged, and failures that every rank hears of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from deepspeed import comm
+from deepspeed.comm.axis import Axis
+from deepspeed.errors import CheckpointError, CommError
+
+
+class Ranks:
+    """The ranks of an axis.
+
+    Args:
+        axis: who saves or loads together; None: this process alone.
+        group: process group to talk over, where it is not the axis's own.
+    """
+
+    def __init__(self, axis: Axis | None = None, group: Any = None) -> None:
+        self.rank, self.size = (0, 1) if axis is None else (axis.rank, axis.size)
+        self.numbers = (0,) if axis is None else axis.ranks
+        self.group = group if group is not None or axis is None else axis.group
+
+    def gather(self, mine: Any) -> list[Any]:
+        """Everybody's object, in rank order. All ranks call together."""
+        if self.size == 1 or self.group is None:
+            return [mine] * self.size
+        every: list[Any] = [None] * self.size
+        comm.all_gather_object(every, mine, group=self.group)
+        return every
+
+    @contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """What fails inside on one rank raises on all of them, at the end.
+
+        Args:
+            what: is done inside, for the error of the other ranks.
+        """
+        error: Exception | None = None
+        try:
+            yield
+        except CommError:
+            raise
+        except Exception as problem:
+            error = problem
+        told = self.gather(None if error is None else f"{type(error).__name__}: {error}")
+        if error is not None:
+            raise error
+        for rank, text in enumerate(told):
+            if text is not None:
+                raise CheckpointError(f"{what} failed on rank {rank}: {text}")
+
+    def send(self, tensor: Any, to: int) -> None:
+        """Send a CPU tensor to a rank that receives it."""
+        comm.send(tensor, self.numbers[to], group=self.group)
+
+    def receive(self, tensor: Any, sender: int) -> None:
+        """Receive into a CPU tensor."""
+        comm.recv(tensor, self.numbers[sender], group=self.group)

@@ -1,0 +1,282 @@
+"""From a source into an engine's live tensors: each rank computes what it needs and reads that, in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from deepspeed.checkpoint.codec import Decoder
+from deepspeed.checkpoint.manifest import GRADIENT, LEFT_OUT, VALUE, Row, StateRule, entry_name, state_field
+from deepspeed.checkpoint.ranks import Ranks
+from deepspeed.checkpoint.source import Source, Wanted
+from deepspeed.checkpoint.tensorfile import DTYPES
+from deepspeed.errors import CheckpointError
+from deepspeed.zero.member import Member
+from deepspeed.zero.shard_group import ShardGroup
+from deepspeed.zero.state_view import Slot, StateView
+
+
+@dataclass
+class Loaded:
+    """What a load found.
+
+    Args:
+        missing: names of the model that the checkpoint does not have.
+        unexpected: names of the checkpoint that the model does not have.
+        left_out: frozen parameters the save left out.
+        elements: elements of parameters and buffers that were loaded.
+        total: elements the model has.
+    """
+
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    elements: int = 0
+    total: int = 0
+
+
+Slots = list[tuple[str, Row, Slot]]  # field, where it is stored, where it goes
+
+
+def _read(source: Source, slots: Slots) -> None:
+    """Read into slots that have values now. All ranks call together."""
+    with torch.no_grad():
+        source.read([Wanted(field_, row, s.start, s.stop, s.values()) for field_, row, s in slots])
+
+
+def _read_all(view: StateView, source: Source, slots_of: Callable[[ShardGroup], Slots], more: Slots) -> None:
+    """Read the slots of all groups: those in memory at once, the others group by group. All ranks call together.
+
+    Args:
+        view: the state.
+        source: the checkpoint.
+        slots_of: gives the slots of a group; it is called, and they are read, while the group is held.
+        more: slots of no group.
+    """
+    resident = [group for group in view.groups if view.hold_of(group) is None]
+    _read(source, more + [slot for group in resident for slot in slots_of(group)])
+    for group in view.groups:
+        hold = view.hold_of(group)
+        if hold is not None:
+            with hold(changed=True):
+                _read(source, slots_of(group))
+
+
+def compare(view: StateView, source: Source, strict: bool) -> tuple[dict[str, Row], Loaded]:
+    """Match names and shapes of the model and the checkpoint.
+
+    Args:
+        view: the model.
+        source: the checkpoint.
+        strict: any difference of names is an error.
+
+    Returns:
+        The rows by the model's names, and the differences.
+
+    Raises:
+        CheckpointError: names differ and `strict`, or a shape differs.
+    """
+    shapes = {name: tuple(member.shape) for name, member in view.members.items()}
+    shapes |= {name: tuple(t.shape) for name, t in (view.plain | view.buffers).items()}
+    rows, found = {}, Loaded(total=sum(torch.Size(shape).numel() for shape in shapes.values()))
+    wrong = []
+    for name, shape in shapes.items():
+        others = (alias for alias, of in view.aliases.items() if of == name)
+        row = next((row for row in map(source.manifest.row, (name, *others)) if row is not None), None)
+        if row is None:
+            found.missing.append(name)
+        elif row.kind == LEFT_OUT:
+            found.left_out.append(name)
+        elif row.shape != shape:
+            wrong.append(f"{name}: {row.shape} in the checkpoint, {shape} in the model")
+        else:
+            rows[name] = row
+            found.elements += row.numel
+    known = {row.name for row in rows.values()} | set(found.left_out) | set(view.aliases)
+    found.unexpected = [row.name for row in source.manifest.rows if row.name not in known and row.name not in shapes]
+    if wrong:
+        raise CheckpointError(f"{source.path} does not fit the model: {'; '.join(wrong[:8])}")
+    if strict and (found.missing or found.unexpected):
+        raise CheckpointError(
+            f"{source.path} and the model do not have the same parameters: missing in the checkpoint "
+            f"{found.missing[:8]}, unknown to the model {found.unexpected[:8]}; without strict, what fits is loaded"
+        )
+    return rows, found
+
+
+def load_values(view: StateView, source: Source, rows: dict[str, Row]) -> None:
+    """Read the values of parameters and buffers, and make them those of every rank. All ranks call together."""
+
+    def slots_of(group: ShardGroup) -> Slots:
+        pieces = [piece for piece in view.held_pieces(group) if piece[0].name in rows]
+        return [(VALUE, rows[m.name], view.value(m, start, stop)) for m, start, stop in pieces]
+
+    plain = [(VALUE, rows[name], view.plain_value(name)) for name in (*view.plain, *view.buffers) if name in rows]
+    _read_all(view, source, slots_of, plain)
+    view.publish()
+
+
+# -- optimizer --------------------------------------------------------------------------------------------------------
+
+
+def load_optimizer(
+    view: StateView, source: Source, rows: dict[str, Row], settings: list[dict[str, Any]], ranks: Ranks
+) -> None:
+    """Read the optimizer's state, and take over the settings of its groups. All ranks call together.
+
+    Args:
+        view: the engine's state.
+        source: the checkpoint.
+        rows: by the model's names.
+        settings: of each optimizer group, as they were saved.
+        ranks: who loads.
+
+    Raises:
+        CheckpointError: the groups are not the ones that were saved.
+    """
+    if view.optimizer is None:
+        return
+    with ranks.together("comparing the optimizer's groups"):
+        _check_groups(view, source, rows, settings)
+        for group, saved in zip(view.optimizer.param_groups, settings, strict=True):
+            for key, value in saved.items():
+                _set(group, key, value)
+
+    def slots_of(group: ShardGroup) -> Slots:
+        members = [member for member in group.members if member.name in rows]
+        return [slot for member in members for slot in _prepare(view, source, member, rows[member.name])]
+
+    _read_all(view, source, slots_of, [])
+
+
+def _set(group: dict[str, Any], key: str, value: Any) -> None:
+    """Set a setting of an optimizer group; a tensor keeps its identity (a learning rate that others hold)."""
+    there: Any = group.get(key)
+    if isinstance(there, torch.Tensor) and isinstance(value, (torch.Tensor, float, int)):
+        there.fill_(value)
+    else:
+        group[key] = value
+
+
+def _check_groups(view: StateView, source: Source, rows: dict[str, Row], settings: list[dict[str, Any]]) -> None:
+    have = len(view.optimizer.param_groups) if view.optimizer is not None else 0
+    advice = "build the optimizer as it was, or pass load_optimizer_states=False"
+    if have != len(settings):
+        raise CheckpointError(f"the checkpoint has {len(settings)} optimizer groups, the engine has {have}; {advice}")
+    numbers = view.group_numbers()
+    for name, row in rows.items():
+        rule = source.manifest.state_of(row)
+        parts = view.parts_of(view.members[name]) if name in view.members else []
+        for part in parts:
+            if rule is not None and rule.whole and part.piece.numel != row.numel:
+                raise CheckpointError(
+                    f"the optimizer keeps {sorted(rule.whole)} of '{name}' in shapes that cannot be cut, and here the "
+                    f"parameter is cut; use the optimizer it was saved with"
+                )
+            now = numbers.get(id(part.leaf), -1)
+            if row.group not in (-1, now):
+                raise CheckpointError(
+                    f"'{name}' was in optimizer group {row.group} and is in group {now} now; {advice}"
+                )
+
+
+def _prepare(view: StateView, source: Source, member: Member, row: Row) -> Slots:
+    """Give a parameter an optimizer state of the saved form; its tensors, still to be read."""
+    rule, slots = source.manifest.state_of(row), []
+    for part in view.parts_of(member):
+        if rule is None:
+            view.set_state(part, {})
+            continue
+        rest = dict(_numbers(rule))
+        for key, (dtype, shape) in rule.whole.items():
+            rest[key] = torch.zeros(shape, dtype=dtype, device=part.leaf.device)
+        view.set_state(part, view.prepare_state(part, rule.sliced, rest))
+        slots += [(state_field(key), row, view.whole_state(part, key)) for key in rule.whole]
+        span = (part.piece.start, part.piece.stop)
+        slots += [(state_field(key), row, view.state(part, key, *span)) for key in rule.sliced]
+    return slots
+
+
+def _numbers(rule: StateRule) -> Iterator[tuple[str, Any]]:
+    decoder = Decoder(lambda _: torch.empty(0))
+    for key, value in rule.values.items():
+        if isinstance(value, dict) and set(value) == {"number", "dtype"}:
+            yield key, torch.tensor(decoder.decode(value["number"]), dtype=DTYPES[value["dtype"]])
+        else:
+            yield key, decoder.decode(value)
+
+
+# -- the middle of a window -------------------------------------------------------------------------------------------
+
+
+def load_window(
+    view: StateView, source: Source, rows: dict[str, Row], rank: int, private: dict[str, Any]
+) -> tuple[bool, list[str]]:
+    """Put the gradients of an open window back. All ranks call together.
+
+    On the topology of the save every buffer becomes what it was; on another one the gradients so far are added up.
+
+    Args:
+        view: the engine's state.
+        source: the checkpoint.
+        rows: by the model's names.
+        rank: this rank.
+        private: its own state of the save; empty on another number of ranks.
+
+    Returns:
+        Whether it is the topology of the save, and the parameters that had a gradient.
+    """
+    about = source.manifest.about
+    same = bool(private) and [[g.name, g.layout.ranks] for g in view.groups] == about["group_names"]
+    filled = set(about["filled"])
+
+    def slots_of(group: ShardGroup) -> Slots:
+        pieces = [piece for piece in view.held_pieces(group) if piece[0].name in filled]
+        return [(GRADIENT, rows[m.name], view.gradient(m, start, stop)) for m, start, stop in pieces]
+
+    for group in view.groups:
+        if not same or group.members[0].name in filled:
+            view.fill(group)
+    _read_all(view, source, slots_of, [])
+    if same:
+        _open_rounds(view, source, rank, private["rounds"])
+        return True, private["touched"]
+    return False, _add_rounds(view, source)
+
+
+def _open_rounds(view: StateView, source: Source, rank: int, rounds: list[dict[str, Any]]) -> None:
+    groups = {group.name: group for group in view.groups}
+    wanted: dict[str, torch.Tensor] = {}
+    for one in rounds:
+        dtype = DTYPES[one["dtype"]]
+        places = view.open_round(groups[one["group"]], dtype, one["at_owner"], one["names"], one["fresh"])
+        wanted |= {entry_name("round", name): place for name, place in places.items()}
+    source.private_tensors(rank, wanted)
+
+
+def _add_rounds(view: StateView, source: Source) -> list[str]:
+    """Add what every rank of the save had not sent yet to the reduced part of this rank; the names with a gradient."""
+    touched: set[str] = set()
+    for rank in range(source.manifest.about["ranks"]):
+        own = source.private(rank)
+        touched |= set(own.get("touched", ()))
+        for one in own.get("rounds", ()):
+            for name in one["names"]:
+                member = view.members[name]
+                whole = torch.empty(member.numel, dtype=DTYPES[one["dtype"]])
+                source.private_tensors(rank, {entry_name("round", name): whole})
+                _add(view, member, whole, one["at_owner"])
+    return sorted(touched)
+
+
+def _add(view: StateView, member: Member, gradient: torch.Tensor, factor: float) -> None:
+    hold = view.hold_of(member.group)
+    with hold(changed=True) if hold is not None else nullcontext():
+        for other, start, stop in view.held_pieces(member.group):
+            if other is member:
+                here = view.gradient(member, start, stop).values()
+                here.add_(gradient[start:stop].to(here.device), alpha=factor)

@@ -1,0 +1,254 @@
+"""A checkpoint open for reading: native ones, from this rank's disk or through peers that see the files."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import zlib
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deepspeed.checkpoint.codec import Decoder
+from deepspeed.checkpoint.manifest import Manifest, Row, entry_name, rank_file
+from deepspeed.checkpoint.ranks import Ranks
+from deepspeed.checkpoint.save import STATE, STATE_PICKLE, STATE_TENSORS
+from deepspeed.checkpoint.tensorfile import Range, TensorFile, read_all
+from deepspeed.errors import CheckpointCorruptError, CheckpointError, CheckpointMissingError
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Elements [start, stop) of a field of a parameter, and where they go.
+
+    Args:
+        field: `value`, `gradient`, `state/<key>`.
+        row: the parameter.
+        start: first element of the flattened parameter.
+        stop: one past the last.
+        into: 1-D tensor of as many elements, any dtype and device.
+    """
+
+    field: str
+    row: Row
+    start: int
+    stop: int
+    into: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """A run of elements of one entry of one file."""
+
+    file: str
+    entry: str
+    start: int
+    stop: int
+    into: torch.Tensor = field(compare=False)
+
+
+class Source:
+    """What every kind of checkpoint offers a reader.
+
+    Args:
+        path: the folder.
+        manifest: rows and states.
+    """
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self.path, self.manifest = path, manifest
+
+    def read(self, wanted: Iterable[Wanted]) -> None:
+        """Read elements into tensors. All ranks that share the source call together."""
+        raise NotImplementedError
+
+    def state(self) -> dict[str, Any]:
+        """The small state of the run: `engine`, `client` and so on."""
+        raise NotImplementedError
+
+    def private(self, rank: int) -> dict[str, Any]:
+        """The own state of a rank of the run that saved; empty when there is none."""
+        return {}
+
+    def private_tensors(self, rank: int, wanted: dict[str, torch.Tensor]) -> None:
+        """Read a saved rank's own tensors into the ones given, by entry name."""
+
+    def whole(self, name: str, field_: str = "value") -> torch.Tensor:
+        """One tensor in its true shape and stored dtype."""
+        row = self.manifest.row(name)
+        if row is None:
+            raise CheckpointError(f"{self.path} holds no {name!r}")
+        rule = self.manifest.state_of(row)
+        key = field_.removeprefix("state/")
+        dtype = rule.sliced[key] if rule is not None and key != field_ else row.dtype
+        made = torch.empty(row.shape, dtype=dtype)
+        self.read([Wanted(field_, row, 0, row.numel, made.reshape(-1))])
+        return made
+
+
+class NativeSource(Source):
+    """A checkpoint in this package's format.
+
+    Args:
+        path: its folder on this rank's disk.
+        manifest: what it holds.
+        ranks: who reads together.
+        seen: by rank, the files that it can read; one rank reads for another what that one cannot.
+        allow_pickle: the pickle of a client's objects may be opened (`checkpoint.client_state_pickle`).
+    """
+
+    def __init__(
+        self, path: Path, manifest: Manifest, ranks: Ranks, seen: list[set[str]], allow_pickle: bool = False
+    ) -> None:
+        super().__init__(path, manifest)
+        self.ranks, self._seen, self._allow_pickle = ranks, seen, allow_pickle
+        self._here = seen[ranks.rank]
+        self._everywhere = all(one == seen[0] for one in seen)
+
+    def read(self, wanted: Iterable[Wanted]) -> None:
+        """Read elements into tensors; blocks are verified on the way. All ranks call together.
+
+        Raises:
+            CheckpointCorruptError: bytes differ from what was written.
+            CheckpointMissingError: a file is on no rank's disk.
+        """
+        fetches = []
+        for one in wanted:
+            if self.manifest.is_whole(one.field, one.row):
+                name = entry_name(one.field, one.row.name)
+                fetches.append(Fetch(self.manifest.home(one.row), name, one.start, one.stop, one.into))
+                continue
+            for read in self.manifest.reads(one.field, one.row, one.start, one.stop):
+                into = one.into[read.at : read.at + read.stop - read.start]
+                fetches.append(Fetch(read.file, read.entry, read.start, read.stop, into))
+        self._fetch(fetches)
+
+    def _fetch(self, fetches: list[Fetch]) -> None:
+        with self.ranks.together("reading the checkpoint"):
+            self._read_here([fetch for fetch in fetches if fetch.file in self._here])
+        if not self._everywhere:
+            self._read_through_peers([fetch for fetch in fetches if fetch.file not in self._here])
+
+    def _read_here(self, fetches: list[Fetch]) -> None:
+        with ExitStack() as stack:
+            opened: dict[str, TensorFile] = {}
+            wanted: dict[TensorFile, list[Range]] = {}
+            for fetch in fetches:
+                if fetch.file not in opened:
+                    seal = self.manifest.files.get(fetch.file)
+                    if seal is None:
+                        raise CheckpointCorruptError(f"the manifest of {self.path} does not name {fetch.file}")
+                    opened[fetch.file] = stack.enter_context(TensorFile(self.path / fetch.file, seal))
+                file = opened[fetch.file]
+                stored = file.find(fetch.entry)
+                size = stored.dtype.itemsize
+                if (fetch.stop - fetch.start) > (stored.end - stored.begin) // size - fetch.start:
+                    raise CheckpointCorruptError(f"{file.path}: {fetch.entry} is shorter than the manifest says")
+                begin = stored.begin + fetch.start * size
+                end = stored.begin + fetch.stop * size
+                wanted.setdefault(file, []).append(Range(begin, end, stored.dtype, fetch.into))
+            read_all(wanted)
+
+    def _read_through_peers(self, far: list[Fetch]) -> None:
+        """Everybody's wishes are known to all, and served in one order by the first rank that sees the file."""
+        mine = [(f.file, f.entry, f.start, f.stop, f.into.dtype) for f in far]
+        wishes = self.ranks.gather(mine)
+        for rank, listed in enumerate(wishes):
+            for number, (file, entry, start, stop, dtype) in enumerate(listed):
+                server = self.server(file)
+                if self.ranks.rank == server:
+                    values = torch.empty(stop - start, dtype=dtype)
+                    self._read_here([Fetch(file, entry, start, stop, values)])
+                    self.ranks.send(values, rank)
+                elif self.ranks.rank == rank:
+                    values = torch.empty(stop - start, dtype=dtype)
+                    self.ranks.receive(values, server)
+                    far[number].into.copy_(values)
+
+    def server(self, file: str) -> int:
+        """The rank that reads a file for those that do not see it.
+
+        Raises:
+            CheckpointMissingError: nobody sees it.
+        """
+        for rank, seen in enumerate(self._seen):
+            if file in seen:
+                return rank
+        raise missing(self.manifest, [file], self.path)
+
+    # -- small state ----------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """The small state of the run. All ranks call together.
+
+        Raises:
+            CheckpointError: it holds a pickle, and pickles are not allowed here.
+        """
+        server = self.server(STATE)
+        small: dict[str, bytes] = {}
+        tensors: dict[str, torch.Tensor] = {}
+        with self.ranks.together("reading the state of the run"):
+            if self.ranks.rank == server or self._everywhere:
+                small = {name: self._small(name) for name in (STATE, STATE_PICKLE) if name in self.manifest.files}
+                if STATE_TENSORS in self.manifest.files:
+                    with TensorFile(self.path / STATE_TENSORS, self.manifest.files[STATE_TENSORS]) as file:
+                        tensors = {name: file.load(name) for name in file.entries}
+        if not self._everywhere:
+            small, tensors = self.ranks.gather((small, tensors))[server]
+        pickled = self._unpickle(small[STATE_PICKLE]) if STATE_PICKLE in small else None
+        return Decoder(lambda number: tensors[str(number)], pickled).decode(json.loads(small[STATE]))
+
+    def _small(self, name: str) -> bytes:
+        data = (self.path / name).read_bytes()
+        if zlib.crc32(data) != self.manifest.files[name].crc32:
+            raise CheckpointCorruptError(f"{self.path / name} differs from what was written")
+        return data
+
+    def _unpickle(self, data: bytes) -> list[Any]:
+        if not self._allow_pickle:
+            raise CheckpointError(
+                f"{self.path / STATE_PICKLE} is a pickle, which runs code when it is opened: load with "
+                f"checkpoint.client_state_pickle: true if you trust where it comes from"
+            )
+        return pickle.loads(data)
+
+    def private(self, rank: int) -> dict[str, Any]:
+        """The own state of a rank of the run that saved. All ranks call together, each with a rank of its choice."""
+        name = rank_file(rank)
+        text, tensors = "{}", {}
+        with self.ranks.together("reading the ranks' own state"):
+            if name in self._here:
+                text, tensors = self._private_here(name)
+        if not self._everywhere:
+            wishes = self.ranks.gather(name)
+            mine = {wish: self._private_here(wish) for wish in wishes if self._serves(wish)}
+            for told in self.ranks.gather(mine):
+                text, tensors = told.get(name, (text, tensors))
+        return Decoder(lambda number: tensors[f"rank/{number}"]).decode(json.loads(text))
+
+    def _serves(self, file: str) -> bool:
+        return any(file in seen for seen in self._seen) and self.server(file) == self.ranks.rank
+
+    def _private_here(self, name: str) -> tuple[str, dict[str, torch.Tensor]]:
+        with TensorFile(self.path / name, self.manifest.files[name]) as file:
+            own = {entry: file.load(entry) for entry in file.entries if entry.startswith("rank/")}
+            return file.metadata.get("rank", "{}"), own
+
+    def private_tensors(self, rank: int, wanted: dict[str, torch.Tensor]) -> None:
+        """Read a saved rank's own tensors, by entry name, whole. All ranks call together."""
+        self._fetch([Fetch(rank_file(rank), entry, 0, into.numel(), into) for entry, into in wanted.items()])
+
+
+def missing(manifest: Manifest, names: list[str], path: Path) -> CheckpointMissingError:
+    """The error for files that no rank can see: each with the host that wrote it."""
+    hosts = manifest.about.get("hosts", [])
+    homes = {rank_file(rank): host for rank, host in enumerate(hosts)}
+    listed = ", ".join(f"{name} (written by host {homes.get(name, hosts[0] if hosts else '?')})" for name in names[:8])
+    return CheckpointMissingError(
+        f"no rank can read {listed}{' …' if len(names) > 8 else ''} of {path} in full length: start a rank where it "
+        f"is, or copy it"
+    )

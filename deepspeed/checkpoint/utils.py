@@ -1,0 +1,24 @@
+"""Small helpers that clients import from this address."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+
+def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
+    """A copy of a nest in which every tensor has a storage of its own, so that saving it saves no more than it shows.
+
+    Args:
+        item: tensors in dicts, lists and tuples.
+        device: where the copies go.
+    """
+    if isinstance(item, torch.Tensor):
+        return item.detach().clone().to(device)
+    if isinstance(item, Mapping):
+        return type(item)((key, clone_tensors_for_torch_save(value, device)) for key, value in item.items())  # type: ignore[call-arg]
+    if isinstance(item, (list, tuple)):
+        return type(item)(clone_tensors_for_torch_save(value, device) for value in item)
+    return item

@@ -1,0 +1,193 @@
+"""Weights in and out of an engine: whole state dicts, one 16-bit file, Hugging Face folders."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from deepspeed.checkpoint import files, restore
+from deepspeed.checkpoint.export import once
+from deepspeed.checkpoint.huggingface import load_into
+from deepspeed.checkpoint.pieces import from_state_dict
+from deepspeed.checkpoint.ranks import Ranks
+from deepspeed.config import DeepSpeedConfig
+from deepspeed.engine.build import Axes, Pieces
+from deepspeed.errors import ArgumentError
+from deepspeed.foundation.log import logger, say
+from deepspeed.zero.gathered import GatheredParameters
+from deepspeed.zero.state_view import StateView
+
+
+class WeightsIO:
+    """The engine's weights as users and clients pass them around."""
+
+    ds_config: DeepSpeedConfig
+    module: torch.nn.Module
+    _axes: Axes
+    _pieces: Pieces
+    _state_view: Callable[[], StateView]
+    _forget_window: Callable[[], None]
+
+    def save_16bit_model(
+        self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """Write the weights in the compute dtype into one file that `torch.load` opens; all ranks call together.
+
+        Args:
+            save_dir: folder.
+            save_filename: file in it; one that ends in `.safetensors` is written as such.
+            exclude_frozen_parameters: leave parameters out that do not require a gradient.
+
+        Returns:
+            False, with a message, at stage 3 without `stage3_gather_16bit_weights_on_model_save`.
+        """
+        if self.ds_config.zero.stage == 3 and not self.ds_config.zero.gather_16bit_weights_on_model_save:
+            logger.warning(
+                "save_16bit_model did not save: at stage 3 it gathers the whole model on rank 0, which "
+                "zero_optimization.stage3_gather_16bit_weights_on_model_save must allow"
+            )
+            return False
+        state = self._consolidated_16bit_state_dict(exclude_frozen_parameters)
+        ranks = Ranks(self._axes.world)
+        with ranks.together(f"saving {save_filename}"):
+            if state is not None:
+                write_weights(state, Path(save_dir) / save_filename)
+        return True
+
+    save_fp16_model = save_16bit_model
+
+    def _consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> OrderedDict[str, torch.Tensor] | None:
+        """The whole model on rank 0's CPU, group by group; None on the others. All ranks call together."""
+        first = self._axes.world.rank == 0
+        found: dict[str, torch.Tensor] = {}
+        view = self._state_view()
+        view.settle()
+        batches = [[member.param for member in group.members] for group in view.groups] + [list(view.plain.values())]
+        names = {id(param): name for name, param in self.module.named_parameters()}
+        for params in batches:
+            wanted = [p for p in params if p.requires_grad or not exclude_frozen_parameters]
+            with GatheredParameters(wanted):
+                if first:
+                    found |= {names[id(p)]: p.detach().cpu().clone() for p in wanted}
+        if not first:
+            return None
+        found |= {name: buffer.detach().cpu().clone() for name, buffer in view.buffers.items()}
+        found |= {alias: found[name] for alias, name in view.aliases.items() if name in found}
+        order = [name for name in self.module.state_dict() if name in found]
+        return OrderedDict((name, found[name]) for name in order)
+
+    def _zero3_consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> OrderedDict[str, torch.Tensor] | None:
+        """`_consolidated_16bit_state_dict`, for stage 3 alone."""
+        if self.ds_config.zero.stage != 3:
+            raise ArgumentError(
+                f"_zero3_consolidated_16bit_state_dict is for stage 3, the engine has {self.ds_config.zero.stage}"
+            )
+        return self._consolidated_16bit_state_dict(exclude_frozen_parameters)
+
+    def module_state_dict(
+        self,
+        destination: Any = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, Any]:
+        """The module's state dict; sharded parameters are stand-ins, which gather when they are read.
+
+        Args:
+            destination: a dict to fill.
+            prefix: before every name.
+            keep_vars: the parameters themselves.
+            exclude_frozen_parameters: leave parameters out that do not require a gradient.
+        """
+        state = self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        if exclude_frozen_parameters:
+            for name, param in self.module.named_parameters(remove_duplicate=False):
+                if not param.requires_grad:
+                    state.pop(prefix + name, None)
+        return state
+
+    def load_module_state_dict(
+        self,
+        checkpoint: Mapping[str, Any],
+        strict: bool = True,
+        custom_load_fn: Callable[..., Any] | None = None,
+        fetch_z3_params: bool = False,
+    ) -> restore.Loaded:
+        """Load whole weights into the module, sharded or not; all ranks call together with the same weights.
+
+        Args:
+            checkpoint: a state dict, or a dict that has one under `module`.
+            strict: names must be the same, and every element of the model is loaded.
+            custom_load_fn: called as `custom_load_fn(src=state_dict, dst=module)` instead.
+            fetch_z3_params: has no effect: sharded parameters are loaded as they are.
+
+        Returns:
+            What was loaded, and what differs.
+
+        Raises:
+            CheckpointError: names differ and `strict`, or a shape differs.
+        """
+        inside = checkpoint.get("module")
+        state = inside if isinstance(inside, Mapping) else checkpoint
+        self._forget_window()
+        view = self._state_view()
+        if custom_load_fn is not None:
+            with GatheredParameters(list(self.module.parameters()), modifier_rank=self._axes.world.ranks[0]):
+                custom_load_fn(src=state, dst=self.module)
+            view.settle()
+            return restore.Loaded()
+        source = from_state_dict(state, "the state dict")
+        rows, found = restore.compare(view, source, strict)
+        restore.load_values(view, source, rows)
+        say(f"loaded {found.elements:,} of {found.total:,} elements from the state dict")
+        return found
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:  # noqa: D102
+        """As of any module, and into sharded parameters too; names may begin with `module.`.
+
+        Args:
+            state_dict: whole weights, the same on all ranks; they call together.
+            strict: names must be the same, and every element of the model is loaded.
+            assign: not possible: parameters keep their identity.
+
+        Returns:
+            Missing and unexpected names, as torch gives them.
+        """
+        if assign:
+            raise ArgumentError("load_state_dict(assign=True) would replace parameters that the engine holds")
+        state = {name.removeprefix("module."): value for name, value in state_dict.items()}
+        found = self.load_module_state_dict({"module": state}, strict)
+        return torch.nn.modules.module._IncompatibleKeys(found.missing, found.unexpected)
+
+    def load_pretrained(self, path: str | Path, strict: bool = True) -> int:
+        """Stream Hugging Face safetensors into the engine; every rank reads what it holds and no more.
+
+        Args:
+            path: a folder as `save_pretrained` writes it, or a safetensors file.
+            strict: names must be the same on both sides.
+
+        Returns:
+            Elements loaded.
+        """
+        self._forget_window()
+        return load_into(self._state_view(), Path(path), Ranks(self._axes.world), strict)
+
+
+def write_weights(state: Mapping[str, torch.Tensor], path: Path) -> None:
+    """Write a state dict so that readers see the old file or the new one; `.safetensors` files hold no aliases."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.saving")
+    if path.suffix == ".safetensors":
+        save_file(once(state), beside, {"format": "pt"})
+    else:
+        torch.save(OrderedDict(state), beside)
+    files.current.rename(beside, path)

@@ -1,0 +1,118 @@
+"""Upstream's files load here, and ours in its layout are its own: losses go on as they would have there."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.upstream import make_checkpoints as upstream
+
+MADE = Path(upstream.__file__).parent / "made"
+CELLS = [f"stage{stage}-{precision}" for stage in range(4) for precision in ("fp32", "bf16")]
+
+
+def small_engine(stage: int, precision: str) -> Any:
+    import deepspeed
+
+    model = upstream.small(seed=5)
+    optimizer = torch.optim.AdamW(upstream.groups(model), lr=1e-2, eps=1e-4)
+    config = upstream.config(stage, precision)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    return engine
+
+
+def go_on(folder: str, stage: int, precision: str) -> tuple[list[float], dict[str, Any], int]:
+    with small_engine(stage, precision) as engine:
+        path, client = engine.load_checkpoint(folder)
+        assert path is not None and client is not None
+        losses = []
+        for step in range(3, 6):
+            loss = upstream.loss_of(engine, step)
+            losses.append(loss.item())
+            engine.backward(loss)
+            engine.step()
+        return losses, client, engine.global_steps
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("cell", CELLS)
+def test_upstreams_files_load(workers: Any, cell: str, stage: int) -> None:
+    precision = cell.partition("-")[2]
+    wanted = json.loads((MADE / cell / "expected.json").read_text())["losses"]
+    found = workers(2).run(go_on, str(MADE / cell), stage, precision, timeout=120)
+    for rank, (losses, client, steps) in enumerate(found):
+        assert client == {"best": 0.5, "names": ["a", "b"]} and steps == 6
+        assert losses[0] == pytest.approx(wanted[rank][0], rel=1e-6 if precision == "fp32" else 4e-3)
+        assert losses == pytest.approx(wanted[rank], rel=1e-5 if precision == "fp32" else 2e-2)
+
+
+def in_both_layouts(folder: str, stage: int, precision: str) -> tuple[dict[str, Any], list[float]]:
+    import deepspeed
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    model = upstream.small(seed=5)
+    optimizer = torch.optim.AdamW(upstream.groups(model), lr=1e-2, eps=1e-4)
+    config = upstream.config(stage, precision) | {"checkpoint": {"format": "deepspeed"}}
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    with engine:
+        for step in range(3):
+            engine.backward(upstream.loss_of(engine, step))
+            engine.step()
+        engine.save_checkpoint(folder, "small", client_state={"best": 0.5})
+        state = get_fp32_state_dict_from_zero_checkpoint(folder)
+        losses = []
+        for step in range(3, 6):
+            loss = upstream.loss_of(engine, step)
+            losses.append(loss.item())
+            engine.backward(loss)
+            engine.step()
+        return state, losses
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_both_layouts_of_one_save_are_equal(workers: Any, tmp_path: Path, cell: str) -> None:
+    from deepspeed.checkpoint.foreign import open_foreign
+    from deepspeed.checkpoint.manifest import MANIFEST
+
+    stage, precision = int(cell[5]), cell.partition("-")[2]
+    (state, losses), _ = workers(2).run(in_both_layouts, str(tmp_path), stage, precision, timeout=120)
+    for path in [tmp_path / "small" / MANIFEST, *(tmp_path / "small").glob("rank-*.safetensors")]:
+        path.unlink()
+    source = open_foreign(tmp_path / "small")
+    if stage:
+        assert all(torch.equal(source.whole(name).float(), state[name]) for name in state if source.manifest.row(name))
+        assert source.manifest.aliases == {"out.weight": "embed.weight"}
+    again = workers(2).run(go_on, str(tmp_path), stage, precision, timeout=120)
+    assert again[0][0] == losses and again[0][1] == {"best": 0.5}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("UPSTREAM_PYTHON" not in os.environ, reason="UPSTREAM_PYTHON names no interpreter with upstream")
+@pytest.mark.parametrize("cell", CELLS)
+def test_upstream_itself_reads_ours(workers: Any, tmp_path: Path, cell: str) -> None:
+    """Its converter gives our weights, and its engine goes on with our losses."""
+    stage, precision = int(cell[5]), cell.partition("-")[2]
+    every = workers(2).run(in_both_layouts, str(tmp_path), stage, precision, timeout=120)
+    script, output = Path(upstream.__file__).parent / "read_ours.py", tmp_path / "read.pt"
+    run = [os.environ["UPSTREAM_PYTHON"], "-m", "torch.distributed.run", "--nproc_per_node", "2", str(script)]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {
+        "DS_ACCELERATOR": "cpu"
+    }
+    done = subprocess.run(
+        [*run, str(tmp_path), str(stage), precision, str(output)], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    found = torch.load(output)
+    assert found["best"] == 0.5
+    for rank in range(2):
+        assert found["losses"][rank] == pytest.approx(every[rank][1], rel=1e-5 if precision == "fp32" else 2e-2)
+    if stage:
+        wanted = every[0][0]
+        assert found["state"].keys() == wanted.keys()
+        assert all(torch.equal(found["state"][name], wanted[name].float()) for name in wanted)

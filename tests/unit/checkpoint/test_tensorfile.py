@@ -1,0 +1,94 @@
+"""Tensor files: the safetensors library reads them, any range of them can be read, and any flipped bit is found."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from deepspeed.checkpoint import tensorfile
+from deepspeed.checkpoint.capture import fixed
+from deepspeed.checkpoint.tensorfile import Range, TensorFile, read_all, write_tensors
+from deepspeed.errors import CheckpointCorruptError
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    made = {
+        "odd": torch.randn(5),
+        "byte": torch.arange(7, dtype=torch.uint8),
+        "long": torch.arange(700_001),
+        "low": torch.randn(333_333).bfloat16(),
+        "scalar": torch.tensor(2.5),
+        "empty": torch.empty(0),
+        "flag": torch.tensor([True, False, True]),
+        "large": torch.randn(1_700_003),
+    }
+    return made
+
+
+def test_the_library_reads_what_is_written(tmp_path: Path) -> None:
+    wanted = tensors()
+    seal = write_tensors(tmp_path / "x", [fixed(name, t) for name, t in wanted.items()], {"note": "hello"})
+    assert (tmp_path / "x").stat().st_size == seal.nbytes
+    with safe_open(tmp_path / "x", "pt") as file:
+        assert file.metadata()["note"] == "hello"
+        assert all(torch.equal(file.get_tensor(name), tensor) for name, tensor in wanted.items())
+    with TensorFile(tmp_path / "x", seal) as file:
+        file.verify()
+        assert all(torch.equal(file.load(name), tensor) for name, tensor in wanted.items())
+
+
+def test_any_range_and_dtype(tmp_path: Path) -> None:
+    wanted, draw = tensors(), random.Random(0)
+    seal = write_tensors(tmp_path / "ours", [fixed(name, t) for name, t in wanted.items()], {})
+    save_file(wanted, tmp_path / "theirs")
+    for path, kept in ((tmp_path / "ours", seal), (tmp_path / "theirs", None)):
+        with TensorFile(path, kept) as file:
+            checks, ranges = [], []
+            for _ in range(60):
+                name = draw.choice(["long", "low", "large", "odd", "byte"])
+                start, stop = sorted(draw.randint(0, wanted[name].numel()) for _ in range(2))
+                stored, size = file.find(name), wanted[name].itemsize
+                into = torch.zeros(stop - start, dtype=draw.choice([wanted[name].dtype, torch.float64]))
+                ranges.append(Range(stored.begin + start * size, stored.begin + stop * size, stored.dtype, into))
+                checks.append((into, wanted[name][start:stop]))
+            read_all({file: ranges})
+            assert all(torch.equal(into, values.to(into.dtype)) for into, values in checks)
+
+
+def test_lent_tensors_are_copied_in_bounded_memory(tmp_path: Path) -> None:
+    values = torch.randn(3_000_000)
+    held = []
+
+    class Hold:
+        def __enter__(self) -> None:
+            held.append(values.clone())
+
+        def __exit__(self, *_: object) -> None:
+            held[-1].zero_()
+
+    lent = tensorfile.Entry("b", values.dtype, (values.numel(),), lambda: held[-1], Hold)
+    wanted = values.clone()
+    seal = write_tensors(tmp_path / "x", [lent], {})
+    with TensorFile(tmp_path / "x", seal) as file:
+        assert torch.equal(file.load("b"), wanted)
+
+
+def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
+    wanted, draw = tensors(), random.Random(1)
+    path = tmp_path / "x"
+    seal = write_tensors(path, [fixed(name, t) for name, t in wanted.items()], {})
+    data = path.read_bytes()
+    for at in [0, 7, 9, 100, seal.nbytes - 1, *(draw.randrange(seal.nbytes) for _ in range(40))]:
+        flipped = bytearray(data)
+        flipped[at] ^= 1 << draw.randrange(8)
+        path.write_bytes(flipped)
+        with pytest.raises(CheckpointCorruptError, match=str(path)), TensorFile(path, seal) as file:
+            file.verify()
+    path.write_bytes(data[:-1])
+    with pytest.raises(CheckpointCorruptError, match="bytes"):
+        TensorFile(path, seal)
