@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from deepspeed.runtime import (
+    activation_checkpointing,
     base_optimizer,
     bf16_optimizer,
     config,
@@ -15,6 +16,7 @@ from deepspeed.runtime import (
 )
 
 __all__ = [
+    "activation_checkpointing",
     "base_optimizer",
     "bf16_optimizer",
     "config",

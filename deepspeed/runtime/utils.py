@@ -5,6 +5,8 @@ from __future__ import annotations
 from deepspeed.accelerator.instruments import empty_cache, see_memory_usage
 from deepspeed.foundation.partition import partition_balanced, partition_uniform
 from deepspeed.foundation.script_helpers import (
+    DummyOptim,
+    call_to_str,
     ensure_directory_exists,
     move_to_device,
     noop_decorator,
@@ -13,6 +15,8 @@ from deepspeed.foundation.script_helpers import (
 from deepspeed.optim.grad_norm import clip_grad_norm_, get_global_norm, get_grad_norm
 
 __all__ = [
+    "DummyOptim",
+    "call_to_str",
     "clip_grad_norm_",
     "empty_cache",
     "ensure_directory_exists",

@@ -1,0 +1,1 @@
+"""Activation checkpointing: blocks keep their inputs only and are run again in backward."""

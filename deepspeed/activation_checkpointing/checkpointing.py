@@ -1,0 +1,149 @@
+"""The calls scripts make by hand: `deepspeed.checkpointing.configure`, `checkpoint` and the random states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from deepspeed.activation_checkpointing import rng
+from deepspeed.activation_checkpointing.recompute import Checkpointer, calls
+from deepspeed.activation_checkpointing.rng import RNGTracker
+from deepspeed.config import DeepSpeedConfig
+from deepspeed.config.sections.memory import ActivationCheckpointing
+from deepspeed.errors import ArgumentError
+
+_OF_TORCH = ("preserve_rng_state", "determinism_check", "debug")
+
+
+def configure(
+    mpu_: Any,
+    deepspeed_config: Any = None,
+    partition_activations: bool | None = None,
+    contiguous_checkpointing: bool | None = None,
+    num_checkpoints: int | None = None,
+    checkpoint_in_cpu: bool | None = None,
+    synchronize: bool | None = None,
+    profile: bool | None = None,
+) -> None:
+    """Set the flags under which `checkpoint` runs outside of an engine whose JSON sets them.
+
+    Args:
+        mpu_: a model-parallel unit (`get_model_parallel_group`, `…_rank`), or None.
+        deepspeed_config: dict, path or base64 of a JSON, whose block `activation_checkpointing` is the start.
+        partition_activations: each rank of the unit's group keeps a part of every saved input.
+        contiguous_checkpointing: saved inputs lie in one buffer (`contiguous_memory_optimization`).
+        num_checkpoints: checkpoints it has room for at the start (`number_checkpoints`).
+        checkpoint_in_cpu: saved inputs rest on the host (`cpu_checkpointing`).
+        synchronize: wait for the device around each checkpoint (`synchronize_checkpoint_boundary`).
+        profile: say the time of each checkpoint.
+
+    Raises:
+        DeepSpeedConfigError: the JSON is wrong.
+    """
+    flags = ActivationCheckpointing()
+    if deepspeed_config is not None:
+        config = deepspeed_config
+        if not isinstance(config, DeepSpeedConfig):
+            config = DeepSpeedConfig.for_init(config)
+        flags = config.top.activation_checkpointing
+    _change(
+        flags,
+        mpu_,
+        partition_activations=partition_activations,
+        contiguous_memory_optimization=contiguous_checkpointing,
+        number_checkpoints=num_checkpoints,
+        cpu_checkpointing=checkpoint_in_cpu,
+        synchronize_checkpoint_boundary=synchronize,
+        profile=profile,
+    )
+
+
+def _change(flags: ActivationCheckpointing, mpu: Any, **values: Any) -> None:
+    given = {name: value for name, value in values.items() if value is not None}
+    calls.configured = Checkpointer(ActivationCheckpointing(**flags.model_dump() | given), mpu)
+
+
+def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call `function` and keep its inputs only: backward calls it again, with the same random states.
+
+    Args:
+        function: a module or callable.
+        args: for it.
+        kwargs: for it; the keywords of `torch.utils.checkpoint.checkpoint` are taken out, since scripts put this
+            function in its place.
+
+    Returns:
+        What `function` returns.
+    """
+    calls.made += 1
+    options = {name: kwargs.pop(name) for name in _OF_TORCH if name in kwargs}
+    kwargs.pop("use_reentrant", None)  # the answer is always no
+    return calls.checkpointer().run(function, args, kwargs, **options)
+
+
+non_reentrant_checkpoint = checkpoint
+
+
+class CheckpointFunction:
+    """The form of an autograd function that Megatron's scripts call."""
+
+    @staticmethod
+    def apply(function: Callable[..., Any], all_outputs: list[Any], *args: Any) -> Any:
+        """`checkpoint(function, *args)`, whose outputs are also appended to `all_outputs`."""
+        outputs = checkpoint(function, *args)
+        all_outputs += outputs if isinstance(outputs, tuple) else (outputs,)
+        return outputs
+
+
+def is_configured() -> bool:
+    """Whether `configure` was called."""
+    return calls.configured is not None
+
+
+def reset() -> None:
+    """Let the contiguous buffers go; the flags stay."""
+    if calls.configured is not None and calls.configured.saver.arena is not None:
+        calls.configured.saver.arena.clear()
+
+
+def set_num_layers(nlayers: int) -> None:
+    """Number of checkpoints the contiguous buffer has room for at the start.
+
+    Raises:
+        ArgumentError: fewer than one.
+    """
+    if nlayers < 1:
+        raise ArgumentError(f"set_num_layers({nlayers}): a model has at least one layer")
+    _change(calls.checkpointer().flags, calls.checkpointer().mpu, number_checkpoints=nlayers)
+
+
+def partition_activations_in_checkpoint(partition_activation: bool) -> None:
+    """Turn the flag `partition_activations` on or off."""
+    _change(calls.checkpointer().flags, calls.checkpointer().mpu, partition_activations=partition_activation)
+
+
+def get_cuda_rng_tracker() -> RNGTracker:
+    """The named random states of the current device, whichever kind it is."""
+    return rng.tracker
+
+
+def _mpu() -> Any:
+    return calls.configured.mpu if calls.configured is not None else None
+
+
+def model_parallel_cuda_manual_seed(seed: int) -> None:
+    """Seed the device alike on all ranks of the unit given to `configure`, and "model-parallel-rng" apart on each.
+
+    Args:
+        seed: the same on every rank of the group.
+    """
+    rng.seed_model_parallel(seed, _mpu())
+
+
+def model_parallel_reconfigure_tp_seed(seed: int) -> None:
+    """Seed "model-parallel-rng" anew and leave the device's own state alone.
+
+    Args:
+        seed: the same on every rank of the group.
+    """
+    rng.reseed_model_parallel(seed, _mpu())

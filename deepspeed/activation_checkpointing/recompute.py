@@ -1,0 +1,164 @@
+"""Run a function now and again in backward instead of keeping what it computes.
+
+The mechanism is torch's non-reentrant checkpoint. Added are where the inputs rest (`saving`), named random states
+(`rng`), time, and the flags that hold where a call is made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import checkpoint as torch_checkpoint  # bound here: some scripts put ours in its place
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.activation_checkpointing import rng
+from deepspeed.activation_checkpointing.saving import Saver
+from deepspeed.comm.axis import group_axis
+from deepspeed.config.sections.memory import ActivationCheckpointing
+from deepspeed.foundation.log import say, say_once
+
+_inside: ContextVar[bool] = ContextVar("inside a checkpointed function", default=False)
+
+
+def inside_checkpoint() -> bool:
+    """Whether a checkpointed function is running, for the first time or again."""
+    return _inside.get()
+
+
+class Checkpointer:
+    """Runs functions under one set of flags.
+
+    Args:
+        flags: the section `activation_checkpointing` of the JSON.
+        mpu: a client's model-parallel unit, whose group holds the same activations on every rank; or None.
+    """
+
+    def __init__(self, flags: ActivationCheckpointing, mpu: Any = None) -> None:
+        self.flags, self.mpu = flags, mpu
+        axis = None
+        if flags.partition_activations:
+            group = rng.model_parallel_group(mpu)
+            if group is not None:
+                axis = group_axis("model", group, torch.device(get_accelerator().current_device_name()))
+            if axis is None or axis.size == 1:
+                say_once(
+                    "activation_checkpointing.partition_activations: no model-parallel group of several ranks is "
+                    "known (pass mpu), so saved inputs stay whole"
+                )
+        self.saver = Saver(flags, axis)
+
+    @contextlib.contextmanager
+    def governed(self, name: str) -> Iterator[None]:
+        """Around a call of any checkpoint of torch's: its inputs rest as the flags say.
+
+        Args:
+            name: for the lines of `profile`.
+        """
+        with self.saver.hooks(), self._boundary(f"{name}, forward"):
+            yield
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        again: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+        **options: Any,
+    ) -> Any:
+        """Call `function`; its backward calls it again on the same inputs with the same random states.
+
+        Args:
+            function: what to run.
+            args: for it.
+            kwargs: for it; tensors may stand anywhere in nests of lists, tuples and dicts.
+            again: a context to enter around the second call.
+            options: for torch's checkpoint.
+        """
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        # torch saves, and hands to the hooks, only tensors that are arguments themselves
+        leaves, spec = tree_flatten((args, kwargs))
+        name = getattr(function, "__qualname__", type(function).__name__)
+
+        def call(*leaves: Any) -> Any:
+            args, kwargs = tree_unflatten(leaves, spec)
+            return function(*args, **kwargs)
+
+        def contexts() -> tuple[Any, Any]:
+            states = rng.tracker.get_states()
+            return _marked(), _Fresh(lambda: self._second_call(name, states, again))
+
+        with self.governed(name):
+            return torch_checkpoint(call, *leaves, use_reentrant=False, context_fn=contexts, **options)
+
+    @contextlib.contextmanager
+    def _second_call(self, name: str, states: dict[str, torch.Tensor], again: Callable[[], Any]) -> Iterator[None]:
+        now = rng.tracker.get_states()
+        rng.tracker.set_states(states)
+        try:
+            with _marked(), again(), self._boundary(f"{name}, recomputation"):
+                yield
+        finally:
+            rng.tracker.set_states(now)
+
+    @contextlib.contextmanager
+    def _boundary(self, what: str) -> Iterator[None]:
+        wait = self.flags.synchronize_checkpoint_boundary or self.flags.profile
+        if wait:
+            get_accelerator().synchronize()
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            if wait:
+                get_accelerator().synchronize()
+            if self.flags.profile:
+                say(f"checkpoint of {what}: {1e3 * (time.perf_counter() - start):.2f} ms")
+
+
+class _Fresh:
+    """A context that may be entered again: a graph that is retained is run backward more than once."""
+
+    def __init__(self, make: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
+        self._make = make
+        self._entered: list[contextlib.AbstractContextManager[Any]] = []
+
+    def __enter__(self) -> None:
+        context = self._make()
+        context.__enter__()
+        self._entered.append(context)
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._entered.pop().__exit__(*error)
+
+
+@contextlib.contextmanager
+def _marked() -> Iterator[None]:
+    token = _inside.set(True)
+    try:
+        yield
+    finally:
+        _inside.reset(token)
+
+
+class Calls:
+    """Under which flags a call by hand runs: those of the engine whose forward is running, else of `configure`."""
+
+    def __init__(self) -> None:
+        self.configured: Checkpointer | None = None
+        self.running: ContextVar[Checkpointer | None] = ContextVar("of the engine whose forward runs", default=None)
+        self.made = 0  # calls so far
+        self._plain = Checkpointer(ActivationCheckpointing())
+
+    def checkpointer(self) -> Checkpointer:
+        """For a call made now."""
+        return self.running.get() or self.configured or self._plain
+
+
+calls = Calls()

@@ -1,0 +1,108 @@
+"""Named random states: ranks that share a tensor draw alike outside a fork, and each its own inside."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.errors import ArgumentError
+
+MODEL_PARALLEL = "model-parallel-rng"
+_OFFSET = 2718  # Megatron's, so that scripts written for it draw the same numbers
+
+
+class RNGTracker:
+    """Random states of the current device by name."""
+
+    def __init__(self) -> None:
+        self._states: dict[str, torch.Tensor] = {}
+
+    def reset(self) -> None:
+        """Forget all states."""
+        self._states.clear()
+
+    def get_states(self) -> dict[str, torch.Tensor]:
+        """A copy of the table; the states in it are never written to."""
+        return dict(self._states)
+
+    def set_states(self, states: dict[str, torch.Tensor]) -> None:
+        """Put back what `get_states` gave."""
+        self._states = dict(states)
+
+    def add(self, name: str, seed: int) -> None:
+        """A new state, as after `manual_seed(seed)`.
+
+        Raises:
+            ArgumentError: the name is taken.
+        """
+        if name in self._states:
+            raise ArgumentError(f"random state {name!r} exists already; reset() the tracker to seed anew")
+        self._states[name] = _state_after(seed)
+
+    @contextlib.contextmanager
+    def fork(self, name: str = MODEL_PARALLEL) -> Iterator[None]:
+        """Draw from the named state inside; the surrounding state goes on afterwards as if nothing had been drawn.
+
+        Raises:
+            ArgumentError: no state has that name.
+        """
+        if name not in self._states:
+            raise ArgumentError(
+                f"no random state is named {name!r} (there are {sorted(self._states)}); add it, or call "
+                f"model_parallel_cuda_manual_seed first"
+            )
+        accelerator = get_accelerator()
+        around = accelerator.get_rng_state()
+        accelerator.set_rng_state(self._states[name])
+        try:
+            yield
+        finally:
+            self._states[name] = accelerator.get_rng_state()
+            accelerator.set_rng_state(around)
+
+
+tracker = RNGTracker()
+
+
+def _state_after(seed: int) -> torch.Tensor:
+    accelerator = get_accelerator()
+    around = accelerator.get_rng_state()
+    accelerator.manual_seed(seed)
+    seeded = accelerator.get_rng_state()
+    accelerator.set_rng_state(around)
+    return seeded
+
+
+def seed_model_parallel(seed: int, mpu: Any) -> None:
+    """Seed the device alike on the ranks of a model-parallel group, and its named state apart on each.
+
+    Args:
+        seed: the same on every rank of the group.
+        mpu: names this process's rank in the group; None is rank 0.
+    """
+    tracker.reset()
+    get_accelerator().manual_seed(seed)
+    tracker.add(MODEL_PARALLEL, seed + _OFFSET + model_parallel_rank(mpu))
+
+
+def reseed_model_parallel(seed: int, mpu: Any) -> None:
+    """Seed the named state anew and leave the device's own state alone."""
+    states = tracker.get_states()
+    states[MODEL_PARALLEL] = _state_after(seed + _OFFSET + model_parallel_rank(mpu))
+    tracker.set_states(states)
+
+
+def model_parallel_rank(mpu: Any) -> int:
+    """This process's place in the model-parallel group of a client's unit."""
+    get = getattr(mpu, "get_tensor_model_parallel_rank", None) or getattr(mpu, "get_model_parallel_rank", None)
+    return get() if get is not None else 0
+
+
+def model_parallel_group(mpu: Any) -> Any:
+    """The model-parallel process group of a client's unit, or None."""
+    get = getattr(mpu, "get_tensor_model_parallel_group", None) or getattr(mpu, "get_model_parallel_group", None)
+    return get() if get is not None else None

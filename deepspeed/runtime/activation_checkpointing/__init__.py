@@ -1,0 +1,7 @@
+"""Old address of activation checkpointing."""
+
+from __future__ import annotations
+
+from deepspeed.runtime.activation_checkpointing import checkpointing
+
+__all__ = ["checkpointing"]

@@ -1,0 +1,149 @@
+"""Lightning's Trainer and Fabric, with and without this package; on CPU with thin subclasses of the strategies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tests.clients.common import ACCUMULATION, CLIP, MICRO, RATE, Run, Words, falling, fresh_clients, sentences, zero
+
+MIXED = {"fp32": "32-true", "bf16": "bf16-mixed"}
+
+
+def on_cpu(strategy: type) -> type:
+    """The strategy without its demand for CUDA."""
+
+    class OnCPU(strategy):
+        def setup_environment(self) -> None:
+            super(strategy, self).setup_environment()
+
+        @property
+        def root_device(self) -> torch.device:
+            return torch.device("cpu", self.local_rank)
+
+    return OnCPU
+
+
+def _no_device_check(module: Any) -> None:
+    module._validate_device_index_selection = lambda devices: None
+
+
+def trainer_strategy(stage: int | None, **values: Any) -> Any:
+    from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
+    from lightning.pytorch.strategies import deepspeed as home
+
+    _no_device_check(home)
+    return DDPStrategy() if stage is None else on_cpu(DeepSpeedStrategy)(stage=stage, **values)
+
+
+def lightning_module(run: Run, sharded: bool) -> Any:
+    import lightning.pytorch as pl
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net: Any = None
+            if not sharded:
+                self.configure_model()
+
+        def configure_model(self) -> None:
+            if self.net is None:
+                self.net = Words()
+
+        def training_step(self, tokens: torch.Tensor, index: int) -> torch.Tensor:
+            loss = self.net(tokens)
+            run.losses.append(loss.item())
+            run.rates.append(self.optimizers().param_groups[0]["lr"])  # type: ignore[union-attr]
+            return loss
+
+        def validation_step(self, tokens: torch.Tensor, index: int) -> None:
+            self.log("loss", self.net(tokens), sync_dist=True)
+
+        test_step = validation_step
+
+        def predict_step(self, tokens: torch.Tensor, index: int) -> torch.Tensor:
+            return self.net(tokens)
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.AdamW(self.parameters(), lr=RATE)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": falling(optimizer), "interval": "step"}}
+
+    return Module()
+
+
+def make_trainer(strategy: Any, precision: str, folder: str, **more: Any) -> Any:
+    import lightning.pytorch as pl
+
+    quiet = dict.fromkeys(["enable_progress_bar", "logger", "enable_checkpointing", "enable_model_summary"], False)
+    return pl.Trainer(
+        accelerator="cpu",
+        devices=torch.distributed.get_world_size(),
+        strategy=strategy,
+        precision=MIXED[precision],  # type: ignore[arg-type]
+        accumulate_grad_batches=ACCUMULATION,
+        gradient_clip_val=CLIP,
+        default_root_dir=folder,
+        **quiet | {"max_epochs": 1} | more,  # type: ignore[arg-type]
+    )
+
+
+def batches() -> Any:
+    ranks = torch.distributed.get_world_size()
+    return torch.utils.data.DataLoader(sentences(40 * ranks), batch_size=MICRO)
+
+
+def train(stage: int | None, precision: str) -> Run:
+    run = Run()
+    with fresh_clients() as folder:
+        trainer = make_trainer(trainer_strategy(stage), precision, folder)
+        module = lightning_module(run, sharded=stage is not None)
+        trainer.fit(module, batches())
+        run.updates = trainer.global_step
+        if stage is not None:
+            assert trainer.strategy.model.global_steps == run.updates
+            trainer.strategy.model.destroy()
+    return run
+
+
+def fabric_train(stage: int | None, precision: str) -> Run:
+    run = Run()
+    with fresh_clients():
+        from lightning.fabric import Fabric
+        from lightning.fabric.strategies import DDPStrategy, DeepSpeedStrategy
+        from lightning.fabric.strategies import deepspeed as home
+
+        _no_device_check(home)
+        strategy: Any = DDPStrategy()
+        if stage is not None:
+            strategy = on_cpu(DeepSpeedStrategy)(
+                config={
+                    "zero_optimization": zero(stage),
+                    "train_micro_batch_size_per_gpu": MICRO,
+                    "gradient_accumulation_steps": ACCUMULATION,
+                    "gradient_clipping": CLIP,
+                }
+            )
+        ranks = torch.distributed.get_world_size()
+        fabric = Fabric(accelerator="cpu", devices=ranks, strategy=strategy, precision=MIXED[precision])  # type: ignore[arg-type]
+        fabric.launch()
+        with fabric.init_module():
+            model: Any = Words()
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=RATE)
+        scheduler = falling(optimizer)  # torch's schedulers take torch's optimizers only; the groups are shared
+        model, optimizer = fabric.setup(model, optimizer)
+        for index, tokens in enumerate(fabric.setup_dataloaders(batches())):
+            loss = model(tokens)
+            fabric.backward(loss if stage is not None else loss / ACCUMULATION)  # the engine divides
+            run.losses.append(loss.item())
+            if (index + 1) % ACCUMULATION == 0:
+                if stage is None:
+                    fabric.clip_gradients(model, optimizer, max_norm=CLIP)
+                optimizer.step()
+                optimizer.zero_grad()
+                scheduler.step()
+                run.updates += 1
+            run.rates.append(optimizer.param_groups[0]["lr"])
+        if stage is not None:
+            model._forward_module.destroy()
+    return run

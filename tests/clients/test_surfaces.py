@@ -1,0 +1,94 @@
+"""Every name the clients look up is there, under the address they use; what is not there yet says so."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+from unittest import mock
+
+import pytest
+import torch
+
+import deepspeed
+
+NAMES = {
+    "deepspeed": "initialize init_distributed DeepSpeedEngine zero comm utils checkpointing runtime ops __version__",
+    "deepspeed.zero": "Init GatheredParameters register_external_parameter",
+    "deepspeed.comm": "is_initialized init_distributed get_rank",
+    "deepspeed.utils": "logger groups set_z3_leaf_modules safe_get_full_grad",
+    "deepspeed.utils.logging": "logger",
+    "deepspeed.utils.groups": "_get_sequence_parallel_group _get_sequence_parallel_world_size "
+    "_get_sequence_parallel_rank",
+    "deepspeed.utils.zero_to_fp32": "get_fp32_state_dict_from_zero_checkpoint get_model_state_file get_optim_files",
+    "deepspeed.runtime.engine": "DeepSpeedEngine",
+    "deepspeed.runtime.base_optimizer": "DeepSpeedOptimizer",
+    "deepspeed.runtime.lr_schedules": "VALID_LR_SCHEDULES WarmupLR",
+    "deepspeed.runtime.zero": "GatheredParameters partition_parameters",
+    "deepspeed.runtime.zero.partition_parameters": "ZeroParamStatus zero_wrapper_for_fp_tensor_constructor "
+    "_orig_torch_arange get_accelerator",
+    "deepspeed.runtime.zero.stage_1_and_2": "DeepSpeedZeroOptimizer",
+    "deepspeed.runtime.utils": "move_to_device",
+    "deepspeed.checkpoint.utils": "clone_tensors_for_torch_save",
+    "deepspeed.launcher.runner": "DEEPSPEED_ENVIRONMENT_NAME",
+    "deepspeed.accelerator": "get_accelerator",
+    "deepspeed.ops.adam": "DeepSpeedCPUAdam FusedAdam",
+    "deepspeed.ops.adagrad": "DeepSpeedCPUAdagrad",
+    "deepspeed.ops.lion": "DeepSpeedCPULion",
+    "deepspeed.checkpointing": "configure checkpoint",
+}
+
+
+@pytest.mark.parametrize("module", NAMES)
+def test_names_resolve(module: str) -> None:
+    found = importlib.import_module(module)
+    assert [name for name in NAMES[module].split() if not hasattr(found, name)] == []
+
+
+@pytest.mark.parametrize("name", ["tp_model_init"])
+def test_a_later_feature_says_so(name: str) -> None:
+    with pytest.raises(ImportError, match="not available yet"):
+        getattr(deepspeed, name)
+
+
+def test_the_package_is_seen_as_installed() -> None:
+    from accelerate.utils import compare_versions, is_deepspeed_available
+    from transformers.integrations import is_deepspeed_available as seen_by_transformers
+
+    assert importlib.util.find_spec("deepspeed")
+    assert importlib.metadata.version("deepspeed") == deepspeed.__version__
+    assert is_deepspeed_available() and seen_by_transformers()
+    assert compare_versions("deepspeed", ">=", "0.18.2")
+
+
+def test_targets_of_lightnings_mocks_are_in_use() -> None:
+    for target in ("deepspeed.zero.Init", "deepspeed.init_distributed", "deepspeed.checkpointing.configure"):
+        module, name = target.rsplit(".", 1)
+        with mock.patch(target) as patched:
+            assert getattr(importlib.import_module(module), name) is patched
+    assert importlib.import_module("deepspeed.checkpointing") is deepspeed.checkpointing
+
+
+def test_transformers_wrapper_of_constructors_is_in_use() -> None:
+    """A model born under zero.Init asks for its tensors by way of what Transformers put in place."""
+    from transformers.integrations.deepspeed import prevent_arange_dtype_change
+
+    from deepspeed.runtime.zero import partition_parameters
+
+    asked = []
+    own = partition_parameters.zero_wrapper_for_fp_tensor_constructor
+
+    def wrapper(fn: object, *args: object, **how: object) -> object:
+        asked.append(fn)
+        return own(fn, *args, **how)  # type: ignore[arg-type]
+
+    before = torch.arange
+    with mock.patch.object(partition_parameters, "zero_wrapper_for_fp_tensor_constructor", wrapper):
+        with prevent_arange_dtype_change(), deepspeed.zero.Init(dtype=torch.bfloat16):
+            assert torch.arange is not before  # Transformers' own
+            assert torch.arange(3, dtype=torch.float32).dtype == torch.float32
+            made = torch.nn.Linear(2, 2)
+    assert torch.arange is before
+    assert torch.zeros in asked and torch.arange not in asked
+    assert made.weight.dtype == torch.bfloat16
+    deepspeed.comm.destroy_process_group()
