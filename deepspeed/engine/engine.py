@@ -17,23 +17,35 @@ import torch
 from torch import nn
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.activation_checkpointing.wrapping import compile_block, wrap
 from deepspeed.comm import scalars
 from deepspeed.comm.logging import configure
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.engine.accessors import StateAccessors
-from deepspeed.engine.build import Pieces, build, call_with, choose_optimizer, data_axis, facts_of, find_axes, listed
+from deepspeed.engine.build import (
+    Pieces,
+    build,
+    choose_optimizer,
+    data_axis,
+    facts_of,
+    find_axes,
+    listed,
+    make_scheduler,
+)
+from deepspeed.engine.checkpoint_io import CheckpointIO
+from deepspeed.engine.clients import let_go, loss_is_divided, take_over
 from deepspeed.engine.config_accessors import ConfigAccessors
 from deepspeed.engine.feeding import Feeding
+from deepspeed.engine.offload_states import OffloadStates
 from deepspeed.engine.reporting import BACKWARD, FORWARD, STEP, Reporting
 from deepspeed.engine.statistics import RunningStatistics
-from deepspeed.errors import ArgumentError, NotAvailableError, SchedulerError, UsageError
+from deepspeed.errors import ArgumentError, NotAvailableError, UsageError
 from deepspeed.foundation.log import logger, say, say_once
 from deepspeed.foundation.timer import SynchronizedWallClockTimer
-from deepspeed.optim.lr_schedules import build_scheduler
 from deepspeed.optim.precision import DTYPES
 
 
-class DeepSpeedEngine(Reporting, StateAccessors, Feeding, ConfigAccessors, nn.Module):
+class DeepSpeedEngine(Reporting, StateAccessors, CheckpointIO, OffloadStates, Feeding, ConfigAccessors, nn.Module):
     """Trains a model under the stage, precision and schedule that the JSON names.
 
     Args:
@@ -81,12 +93,14 @@ class DeepSpeedEngine(Reporting, StateAccessors, Feeding, ConfigAccessors, nn.Mo
         self.client_optimizer, self.client_lr_scheduler = optimizer, lr_scheduler
         self.basic_optimizer = choose_optimizer(model, optimizer, listed(model_parameters), self.ds_config)
         self.module = model
+        take_over(model, self.destroy)
+        self._recompute = wrap(model, self.ds_config.top.activation_checkpointing, mpu)
         self._pieces: Pieces = build(model, self.basic_optimizer, self.ds_config, axes, self.device)
         self._statistics = RunningStatistics(model, axes.world)
         self.optimizer: Any = self._pieces.optimizer or self._pieces.lifecycle
         if self._pieces.optimizer is not None:
             self._pieces.optimizer._scale_loss = lambda loss, retain: self.backward(loss, retain_graph=retain)
-        self.lr_scheduler = self._make_scheduler(lr_scheduler)
+        self.lr_scheduler = make_scheduler(lr_scheduler, self.ds_config, self.basic_optimizer)
         self._reset_counters()
         self.training_dataloader = (
             self.deepspeed_io(training_data, collate_fn=collate_fn) if training_data is not None else None
@@ -113,24 +127,6 @@ class DeepSpeedEngine(Reporting, StateAccessors, Feeding, ConfigAccessors, nn.Mo
         self._open_feed()
         self._reported = (time.perf_counter(), 0)
 
-    def _make_scheduler(self, client: Any) -> Any:
-        section = self.ds_config.scheduler
-        if client is not None:
-            optimizer = self._torch_optimizer("an lr_scheduler")
-            if callable(client) and not hasattr(client, "step"):
-                client = call_with("lr_scheduler", client, optimizer)
-            if not hasattr(client, "step"):
-                raise SchedulerError(f"lr_scheduler is (or its callable returned) a {type(client).__name__}: no step()")
-            return client
-        if section is None or not section.type:
-            return None
-        return build_scheduler(section.type, dict(section.params or {}), self._torch_optimizer("a scheduler"))
-
-    def _torch_optimizer(self, what: str) -> torch.optim.Optimizer:
-        if self.basic_optimizer is None:
-            raise ArgumentError(f"{what} was given, but there is no optimizer; name one in the JSON or pass one")
-        return self.basic_optimizer
-
     def train(self, mode: bool = True) -> DeepSpeedEngine:
         """Switch to training, or with False to evaluation (with rank 0's running statistics, see BatchNorm)."""
         self._statistics.switch(training=mode)
@@ -152,7 +148,7 @@ class DeepSpeedEngine(Reporting, StateAccessors, Feeding, ConfigAccessors, nn.Mo
         reducer.clean = False  # on all ranks alike, whatever branch each takes
         thawed = [m for m in self._pieces.frozen if m.param.requires_grad]
         for member in thawed:
-            optimizer.activate(member, torch.float32)
+            optimizer.activate(member)
             self._pieces.frozen.remove(member)
         self._scaled_by_hand = False
         self._tell_reducer()
@@ -166,6 +162,7 @@ class DeepSpeedEngine(Reporting, StateAccessors, Feeding, ConfigAccessors, nn.Mo
         reducer.reduce_now = self.is_gradient_accumulation_boundary() and not self._in_no_sync
         reducer.deferred |= not reducer.reduce_now
         reducer.factor = self._factor(scaled=self._scaled_by_hand)
+        reducer.weight = None if self._weight is None else self._weight / self._micro
 
     def _factor(self, *, by_window: bool = True, items: bool = False, scaled: bool = False) -> float:
         """What a gradient is multiplied by when it enters the accumulator: the one rule of scaling.
@@ -180,7 +177,7 @@ class DeepSpeedEngine(Reporting, StateAccessors, Feeding, ConfigAccessors, nn.Mo
             return 1.0
         scale = optimizer.loss_scale if scaled else 1.0
         if self._weight is not None:
-            return self._weight / scale
+            return self._micro / scale
         if items:
             return 1.0 / scale
         ranks = self.world_size if self.ds_config.gradient_allreduce_op == "mean" else 1
@@ -213,14 +210,14 @@ class DeepSpeedEngine(Reporting, StateAccessors, Feeding, ConfigAccessors, nn.Mo
         self._check_loss(loss)
         optimizer, reducer = self._pieces.optimizer, self._pieces.reducer
         if optimizer is None or reducer is None:
-            raise UsageError(_NO_OPTIMIZER.format("backward"))
+            raise _without_optimizer("backward", self._pieces)
         if self._weight is None:
             optimizer.count(num_items)
         elif num_items is not None:
             raise UsageError("engine.loop already counts samples; do not pass num_items inside it")
         self._tell_reducer()
         scale = optimizer.loss_scale
-        by_window = scale_wrt_gas and num_items is None
+        by_window = scale_wrt_gas and num_items is None and not loss_is_divided(self.module)
         self._sums = not scale_wrt_gas
         reducer.factor = self._factor(by_window=by_window, items=num_items is not None, scaled=True)
         reducer.warn_unscaled = False
@@ -274,6 +271,12 @@ class DeepSpeedEngine(Reporting, StateAccessors, Feeding, ConfigAccessors, nn.Mo
             self._in_no_sync = False
             self._tell_reducer()
 
+    @contextlib.contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """Several backward passes inside are reduced together, by the `step` that follows (see `no_sync`)."""
+        with self.no_sync():
+            yield
+
     # -- the step -------------------------------------------------------------------------------------------------
 
     def is_gradient_accumulation_boundary(self) -> bool:
@@ -299,7 +302,7 @@ class DeepSpeedEngine(Reporting, StateAccessors, Feeding, ConfigAccessors, nn.Mo
         if self._in_no_sync:
             raise UsageError("step() inside no_sync(): gradients have not been reduced; call it after the context")
         if self._pieces.optimizer is None:
-            raise UsageError(_NO_OPTIMIZER.format("step"))
+            raise _without_optimizer("step", self._pieces)
         boundary = self.is_gradient_accumulation_boundary()
         self._seen += 1
         self.micro_steps += 1
@@ -316,7 +319,7 @@ class DeepSpeedEngine(Reporting, StateAccessors, Feeding, ConfigAccessors, nn.Mo
         All ranks call together; without a micro-batch in the window nothing happens.
         """
         if self._pieces.optimizer is None:
-            raise UsageError(_NO_OPTIMIZER.format("flush"))
+            raise _without_optimizer("flush", self._pieces)
         if self._seen:
             self._update(1.0 if self._sums else self._gas / self._seen, None)
             self._tell_reducer()
@@ -415,7 +418,7 @@ class DeepSpeedEngine(Reporting, StateAccessors, Feeding, ConfigAccessors, nn.Mo
         from deepspeed.zero.lifecycle import repeated_blocks
 
         for block in repeated_blocks(self.module) or [self.module]:
-            block.forward = torch.compile(block.forward, backend=backend, **(compile_kwargs or {}))
+            compile_block(block, backend=backend, **(compile_kwargs or {}))
         self._compiled = True
 
     @property
@@ -442,6 +445,7 @@ class DeepSpeedEngine(Reporting, StateAccessors, Feeding, ConfigAccessors, nn.Mo
 
         All ranks call together, since others may still pull this rank's slices; one that fails waits for nobody.
         """
+        self.wait_for_checkpoint()
         pieces = self._pieces
         if pieces.lifecycle is not None:
             if sys.exc_info()[0] is None:
@@ -452,9 +456,12 @@ class DeepSpeedEngine(Reporting, StateAccessors, Feeding, ConfigAccessors, nn.Mo
             pieces.optimizer.destroy()
         if pieces.caster is not None:
             pieces.caster.remove()
+        if self._recompute is not None:
+            self._recompute.remove()
         for group in pieces.groups:
             group.dissolve()
-        self._pieces = Pieces([], self._axes, pieces.dtype)
+        let_go(self.module)
+        self._pieces = Pieces([], self._axes, pieces.dtype, destroyed=True)
         self.optimizer = self.basic_optimizer = self.lr_scheduler = None
         self.client_optimizer = self.client_lr_scheduler = None
 
@@ -482,7 +489,10 @@ class DeepSpeedEngine(Reporting, StateAccessors, Feeding, ConfigAccessors, nn.Mo
         return sorted({*super().__dir__(), *dir(self.module)})
 
 
-_NO_OPTIMIZER = (
-    "{}() on an engine without an optimizer: pass model_parameters (AdamW is then the default), an optimizer, or name "
-    "one in the JSON under optimizer.type"
-)
+def _without_optimizer(call: str, pieces: Pieces) -> UsageError:
+    if pieces.destroyed:
+        return UsageError(f"{call}() on an engine that was destroyed; make a new one with deepspeed.initialize")
+    return UsageError(
+        f"{call}() on an engine without an optimizer: pass model_parameters (AdamW is then the default), an optimizer, "
+        f"or name one in the JSON under optimizer.type"
+    )

@@ -48,6 +48,23 @@ def noop_decorator(func: T) -> T:
     return func
 
 
+def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
+    """A call as it would be written, as for log lines: `base(1, key=2)`."""
+    return f"{base}({', '.join([*map(repr, args), *(f'{key}={value!r}' for key, value in kwargs.items())])})"
+
+
+class DummyOptim:
+    """Stands where an optimizer's `param_groups` are read and nothing is updated."""
+
+    def __init__(self, params: Any) -> None:
+        """Keep the parameters.
+
+        Args:
+            params: of the one group.
+        """
+        self.param_groups: list[dict[str, Any]] = [{"params": params}]
+
+
 @contextlib.contextmanager
 def OnDevice(
     dtype: torch.dtype, device: str | torch.device = "meta", enabled: bool = True

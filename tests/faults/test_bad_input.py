@@ -60,6 +60,12 @@ class Complex(Tiny):
         self.phase = nn.Parameter(torch.randn(3, dtype=torch.complex64))
 
 
+class Expanded(Tiny):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.zeros(1, 3).expand(4, 3))
+
+
 def foreign() -> torch.optim.Optimizer:
     return sgd(tiny(1).parameters())
 
@@ -105,6 +111,14 @@ BAD: dict[str, tuple[dict[str, Any], type[DeepSpeedError], str]] = {
     "scheduler callable that makes none": ({"lr_scheduler": returns_nothing}, ArgumentError, "NoneType"),
     "scheduler in words": ({"lr_scheduler": "WarmupLR"}, ArgumentError, "str"),
     "scheduler without optimizer": ({"lr_scheduler": lambda _: None, "config": PLAIN}, ArgumentError, "no optimizer"),
+    "scheduler of another optimizer": (
+        {"lr_scheduler": torch.optim.lr_scheduler.StepLR(foreign(), 1)},
+        ArgumentError,
+        "StepLR) schedules a SGD that this engine does not step",
+    ),
+    "expanded parameters": ({"model": Expanded}, ArgumentError, "'table' is expanded"),
+    "collate_fn in words": ({"training_data": [1, 2], "collate_fn": "stack"}, DeepSpeedError, "collate_fn is a str"),
+    "mpu without data parallelism": ({"mpu": object()}, ArgumentError, "get_data_parallel_group"),
     "unknown scheduler": ({"config": ADAM | {"scheduler": {"type": "WarmupXR"}}}, ArgumentError, "WarmupLR"),
     "no data": ({"training_data": []}, DeepSpeedError, "no samples"),
     "data without length": ({"training_data": iter([1, 2])}, DeepSpeedError, "no length"),
@@ -209,14 +223,14 @@ def engines_and_models(stage: int) -> None:
     model = tiny()
     engine = start(stage, model)
     train(engine, 0)
-    with raises(UsageError, "'layers.0.0.weight' belongs to another engine"):
-        start(stage, model)
+    with raises(UsageError, "'0.layers.0.0.weight' belongs to another engine"):
+        start(stage, nn.Sequential(model))
     train(engine, 1)
     engine.destroy()
     engine.destroy()
     engine(rows(0, 0))
     for call in (engine.step, engine.flush, lambda: engine.backward(engine(rows(0, 0)).sum())):
-        with raises(UsageError, "without an optimizer"):
+        with raises(UsageError, "destroyed"):
             call()
     with start(stage, model) as second:
         train(second, 2)

@@ -222,7 +222,7 @@ def test_signals_reach_the_ranks(run, number):
     script = """
         import os, signal, sys, time
         def stop(number, frame):
-            print("saved on", number, flush=True)
+            os.write(1, f"saved on {number}\\n".encode())
             sys.exit(0)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, stop)

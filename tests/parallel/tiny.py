@@ -17,7 +17,7 @@ from tests.parity.reference import Reference, largest_difference
 
 WIDTH = 6
 STAGES = (0, 1, 2, 3)
-ARGUMENTS = ("lr_scheduler", "training_data", "collate_fn")
+ARGUMENTS = ("lr_scheduler", "training_data", "collate_fn", "mpu")
 
 
 class Tiny(nn.Module):

@@ -106,3 +106,9 @@ def test_a_traced_function_is_the_same_function() -> None:
 def test_folders_are_made_for_files(tmp_path) -> None:
     utils.ensure_directory_exists(tmp_path / "a" / "b" / "file.txt")
     assert (tmp_path / "a" / "b").is_dir() and not (tmp_path / "a" / "b" / "file.txt").exists()
+
+
+def test_calls_in_words_and_an_optimizer_that_does_nothing() -> None:
+    parameters = [torch.nn.Parameter(torch.ones(2))]
+    assert utils.call_to_str("step", 1, "a", lr=0.5) == "step(1, 'a', lr=0.5)"
+    assert utils.DummyOptim(parameters).param_groups == [{"params": parameters}]
