@@ -7,7 +7,7 @@ READY := .venv/.ready
 TRAIN_ARGS ?=
 BENCH_ARGS ?=
 TEST_ARGS ?=
-FAST_TESTS := $(wildcard $(addprefix tests/,architecture harness unit parallel parity clients faults golden docs))
+FAST_TESTS := $(wildcard $(addprefix tests/,architecture harness unit parallel parity faults golden docs clients))
 
 .PHONY: train test test-all check bench docs
 

@@ -203,7 +203,7 @@ class _Watcher(threading.Thread):
         """Say goodbye and end the thread."""
         self._leaving = True
         self._wake.set()
-        self.join(FAREWELL_S + 1.0)
+        self.join(FAREWELL_S + 4.0)  # a thread inside the store when the interpreter ends would abort the process
 
     def run(self) -> None:
         """Look around until the watch is over."""

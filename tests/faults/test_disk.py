@@ -281,7 +281,7 @@ def trained(folder: Path, fault: str) -> Ended:
     return end
 
 
-@pytest.mark.parametrize(("fault", "word"), [("cut", "cut the file to 4096 bytes"), ("short", "File too large")])
+@pytest.mark.parametrize(("fault", "word"), [("cut", "cut the file to "), ("short", "File too large")])
 def test_a_fault_between_steps_ends_the_run_by_name(tmp_path, fault, word):
     end = trained(tmp_path, fault)
     last = end.err.strip().splitlines()[-1]

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 import deepspeed
+from deepspeed.foundation.log import logger
 from tests.harness.police import Police
 
 TIMEOUT = datetime.timedelta(seconds=60)  # of one collective
@@ -25,8 +26,11 @@ def answer(request: bytes) -> tuple[bool, Any]:
     """Run one pickled `(function, arguments)`; `(True, result)` or `(False, traceback)`."""
     try:
         fn, args = pickle.loads(request)
-        police = Police()
-        result = fn(*args)
+        police, level = Police(), logger.level
+        try:
+            result = fn(*args)
+        finally:
+            logger.setLevel(level)  # clients set it
         gc.collect()
         left = police.report()
         return (False, f"{fn.__qualname__} left behind: {left}") if left else (True, result)

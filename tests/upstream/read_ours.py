@@ -1,4 +1,4 @@
-"""Reads a checkpoint of this project with the upstream package: its converter, and its engine. Run it there.
+"""Goes on from a checkpoint of this project with the engine of the upstream package. Run it there.
 
 UPSTREAM/bin/torchrun --nproc_per_node 2 tests/upstream/read_ours.py FOLDER STAGE PRECISION OUTPUT
 """
@@ -17,7 +17,6 @@ from make_checkpoints import config, groups, loss_of, small
 
 def main() -> None:
     import deepspeed
-    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     folder, stage, precision, output = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4]
     deepspeed.init_distributed("gloo")
@@ -34,8 +33,7 @@ def main() -> None:
     every = [None] * dist.get_world_size()
     dist.all_gather_object(every, losses)
     if dist.get_rank() == 0:
-        state = get_fp32_state_dict_from_zero_checkpoint(folder) if stage else None
-        torch.save({"losses": every, "state": state, "best": client.get("best")}, output)
+        torch.save({"losses": every, "best": client.get("best")}, output)
 
 
 if __name__ == "__main__":
