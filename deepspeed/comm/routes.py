@@ -17,6 +17,9 @@ from deepspeed.comm.collectives import EXCHANGE, SPREAD, reduce_to_owners, sprea
 
 _SUMMED = (torch.float32, torch.bfloat16, torch.float16)
 _SUM = dist.ReduceOp.SUM
+# torch's functions by the newest of their names: the older one warns in a newer torch.
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _axes: dict[int, tuple[Any, Axis, int]] = {}  # by process group: the group, its axis, a channel
 _counter = itertools.count()
 
@@ -66,7 +69,7 @@ def reduce_scatter_tensor(
     plain = async_op or not (op is _SUM or op == _SUM) or input.dtype not in _SUMMED or output.dtype != input.dtype
     route = None if plain else _route(group, output, input)
     if route is None or output.numel() * route[0].size != input.numel():
-        return _backend("reduce_scatter")(output, input, op, group, async_op)
+        return _reduce_scatter(output, input, op, group, async_op)
     axis, channel = route
     cuts, flat = _even(input.numel(), axis.size), input.detach().view(-1)
     if axis.window is not None:
@@ -86,7 +89,7 @@ def all_gather_into_tensor(
         None if async_op or output_tensor.dtype != input_tensor.dtype else _route(group, output_tensor, input_tensor)
     )
     if route is None or input_tensor.numel() * route[0].size != output_tensor.numel():
-        return _backend("all_gather")(output_tensor, input_tensor, group, async_op)
+        return _all_gather(output_tensor, input_tensor, group, async_op)
     axis, channel = route
     cuts, full = _even(output_tensor.numel(), axis.size), output_tensor.detach().view(-1)
     if axis.window is not None:
@@ -114,13 +117,6 @@ def broadcast(
         return dist.broadcast(tensor, src, group, async_op)  # its error is the one users know
     window.broadcast(tensor, ranks.index(src) if group_src is None else group_src)
     return None
-
-
-def _backend(name: str) -> Any:
-    """torch's function by the first of its names this torch has: the older one warns in a newer torch."""
-    newer = {"reduce_scatter": "reduce_scatter_single", "all_gather": "all_gather_single"}[name]
-    older = {"reduce_scatter": "reduce_scatter_tensor", "all_gather": "all_gather_into_tensor"}[name]
-    return getattr(dist, newer, None) or getattr(dist, older)
 
 
 def forget_routes() -> None:

@@ -1,11 +1,11 @@
 """Shared memory between the ranks of one machine: posted buffers that peers read in place, and fast collectives.
 
-[Note: windows] A gloo message is copied four times and crosses the kernel twice. Ranks of one machine need not send at
-all. A *post* tells the peers where a buffer lies; whoever needs it reads it there, in any order, and acknowledges, so
-that the sender may reuse it. An *ordered* collective streams through small slots of the native library
-(`native/shm.cpp`); all ranks call these in one order. Both give the fp32 sum in rank order. A rank that waits for one
-thing lets `workers` finish others that peers may be waiting for. Memory is memfds opened through their
-owner's process (`comm/arena.py`): nothing has a name, so no death leaves anything behind.
+[Note: windows] Ranks of one machine need not send what the others can read. A *post* tells the peers where a buffer
+lies; whoever needs it reads it there, in any order, and acknowledges, so that the sender may reuse it. An *ordered*
+collective streams through small slots of the native library (`native/shm.cpp`); all ranks call these in one order.
+Both give the fp32 sum in rank order. A rank that waits for one thing lets `workers` finish others that peers may be
+waiting for. Memory is memfds opened through their owner's process (`comm/arena.py`): nothing has a name, so no death
+leaves anything behind.
 """
 
 from __future__ import annotations
