@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from deepspeed.comm.axis import Axis, group_axis
 from deepspeed.comm.collectives import EXCHANGE, SPREAD, reduce_to_owners, spread, sum_in_rank_order, tag_of
+from deepspeed.native import KINDS
 
-_SUMMED = (torch.float32, torch.bfloat16, torch.float16)
 _SUM = dist.ReduceOp.SUM
 # torch's functions by the newest of their names: the older one warns in a newer torch.
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -46,7 +46,7 @@ def _even(numel: int, ranks: int) -> list[int]:
 
 def all_reduce(tensor: torch.Tensor, op: Any = _SUM, group: Any = None, async_op: bool = False) -> Any:
     """As torch's; sums over CPU ranks are the fp32 sum in rank order."""
-    plain = async_op or not (op is _SUM or op == _SUM) or tensor.dtype not in _SUMMED
+    plain = async_op or not (op is _SUM or op == _SUM) or tensor.dtype not in KINDS
     route = None if plain else _route(group, tensor)
     if route is None or (route[0].window is None and route[0].size == 2 and tensor.dtype == torch.float32):
         return dist.all_reduce(tensor, op, group, async_op)
@@ -66,7 +66,7 @@ def reduce_scatter_tensor(
     output: torch.Tensor, input: torch.Tensor, op: Any = _SUM, group: Any = None, async_op: bool = False
 ) -> Any:
     """As torch's; sums over CPU ranks are the fp32 sum in rank order."""
-    plain = async_op or not (op is _SUM or op == _SUM) or input.dtype not in _SUMMED or output.dtype != input.dtype
+    plain = async_op or not (op is _SUM or op == _SUM) or input.dtype not in KINDS or output.dtype != input.dtype
     route = None if plain else _route(group, output, input)
     if route is None or output.numel() * route[0].size != input.numel():
         return _reduce_scatter(output, input, op, group, async_op)

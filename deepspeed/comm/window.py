@@ -33,7 +33,7 @@ from deepspeed.comm.arena import Arena, open_shared, shared_memory
 from deepspeed.comm.place import boot
 from deepspeed.errors import CommError
 from deepspeed.foundation.log import say_once
-from deepspeed.native import library
+from deepspeed.native import KINDS, library
 
 _TOKEN = 16  # bytes at the end of a segment: containers number their processes alike
 _SLOT = 1 << 18  # bytes of a slot, so that a chunk stays in the second-level cache
@@ -42,7 +42,6 @@ _SPIN_NS = 400_000  # a waiting rank looks at the memory for so long before it s
 _NAP_US = 20_000  # sleep between two looks at whether the peers are alive
 _MESSAGE = struct.Struct("=8Q")  # kind, tag, descriptor, bytes of the file, offset, bytes
 _POST, _ACK, _SERVE = range(1, 4)
-_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as in native/sum.h
 _MISMATCH = -1000
 _STOPPED = 1
 
@@ -264,10 +263,6 @@ class Window:
 
     # -- ordered collectives --------------------------------------------------------------------------------------
 
-    def can_sum(self, dtype: torch.dtype) -> bool:
-        """Whether the sums are formed here for `dtype`."""
-        return dtype in _KINDS
-
     def _run(self, function: Callable[..., int], *args: Any) -> None:
         with self._lock:
             self._deadline = 0.0  # set when the collective first has to wait
@@ -281,7 +276,7 @@ class Window:
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """tensor = the sum over ranks, in place; contiguous, fp32, bf16 or fp16."""
-        self._run(self._native.ds_shm_all_reduce, tensor.data_ptr(), tensor.numel(), _KINDS[tensor.dtype])
+        self._run(self._native.ds_shm_all_reduce, tensor.data_ptr(), tensor.numel(), KINDS[tensor.dtype])
 
     def reduce_scatter(self, flat: torch.Tensor, cuts: Sequence[int], out: torch.Tensor) -> None:
         """out = the sum of everybody's contribution to the own slice.
@@ -293,7 +288,7 @@ class Window:
         """
         bounds = (ctypes.c_uint64 * len(cuts))(*cuts)
         run = self._native.ds_shm_reduce_scatter
-        self._run(run, flat.data_ptr(), bounds, _KINDS[flat.dtype], out.data_ptr())
+        self._run(run, flat.data_ptr(), bounds, KINDS[flat.dtype], out.data_ptr())
 
     def all_gather(self, full: torch.Tensor, cuts: Sequence[int], own: torch.Tensor, mark: int = 0) -> None:
         """full = everybody's slices; any dtype.
@@ -344,12 +339,12 @@ class _Alive:
 def sum_natively(parts: Sequence[torch.Tensor], out: torch.Tensor, scale: float, add: bool) -> bool:
     """`collectives.sum_in_rank_order` in one pass; False where it cannot be done here."""
     native = library()
-    kinds = [_KINDS.get(part.dtype) for part in parts]
-    if native is None or out.dtype not in _KINDS or len(set(kinds)) > 1 or kinds[0] is None or out.device.type != "cpu":
+    kinds = [KINDS.get(part.dtype) for part in parts]
+    if native is None or out.dtype not in KINDS or len(set(kinds)) > 1 or kinds[0] is None or out.device.type != "cpu":
         return False
     pointers = (ctypes.c_void_p * len(parts))(*(part.data_ptr() for part in parts))
     _declare(native)
-    native.ds_sum(pointers, len(parts), out.numel(), kinds[0], out.data_ptr(), _KINDS[out.dtype], scale, add)
+    native.ds_sum(pointers, len(parts), out.numel(), kinds[0], out.data_ptr(), KINDS[out.dtype], scale, add)
     return True
 
 

@@ -58,7 +58,8 @@ else:
     if native == "1" and library() is not None:
         assert any("of the group runs another collective" in end.err for end in ends)
     else:
-        assert "CommTimeoutError: 'reduce layer.1.weight float32[1000]' timed out" in ends[0].err
+        late = r"CommTimeoutError: '(reduce layer.1.weight|broadcast layer.1.bias) float32\[1000\]' timed out"
+        assert any(re.search(late, end.err) for end in ends)  # of whichever rank's time ran out first
 
 
 def test_a_collective_that_one_of_three_ranks_skips():
