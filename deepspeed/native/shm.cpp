@@ -217,9 +217,9 @@ constexpr uint64_t kMaxRanks = 512;
   } while (0)
 
 // data (+)= everybody's, chunk by chunk; every rank sums all of it.
-int all_reduce_whole(Stream stream, char* data, uint64_t n, int dtype) {
+int all_reduce_whole(Stream stream, char* data, uint64_t n, ds::Kind dtype) {
   Context* context = stream.context;
-  const uint64_t width = ds::width_of(dtype), per_chunk = context->slot_bytes / width;
+  const uint64_t width = static_cast<uint64_t>(ds::width(dtype)), per_chunk = context->slot_bytes / width;
   const void* parts[kMaxRanks];
   for (uint64_t at = 0; at < n; at += per_chunk) {
     const uint64_t count = n - at < per_chunk ? n - at : per_chunk;
@@ -244,9 +244,9 @@ int all_reduce_whole(Stream stream, char* data, uint64_t n, int dtype) {
 }
 
 // As above, but every rank sums a share of each chunk and the others copy it.
-int all_reduce_shared(Stream stream, char* data, uint64_t n, int dtype) {
+int all_reduce_shared(Stream stream, char* data, uint64_t n, ds::Kind dtype) {
   Context* context = stream.context;
-  const uint64_t size = context->size, rank = context->rank, width = ds::width_of(dtype);
+  const uint64_t size = context->size, rank = context->rank, width = static_cast<uint64_t>(ds::width(dtype));
   const uint64_t per_chunk = context->slot_bytes / width / size * size, share = per_chunk / size;
   const void* parts[kMaxRanks];
   for (uint64_t at = 0; at < n; at += per_chunk) {
@@ -357,18 +357,18 @@ uint64_t ds_shm_channels() { return kVersions; }
 // The collectives return 0, what `meanwhile` returned, or -1000 - r when rank r is in another collective: another
 // operation, size or mark.
 
-int ds_shm_all_reduce(void* handle, void* data, uint64_t n, int dtype) {
+int ds_shm_all_reduce(void* handle, void* data, uint64_t n, ds::Kind dtype) {
   auto* context = static_cast<Context*>(handle);
-  const uint64_t bytes = n * ds::width_of(dtype);
+  const uint64_t bytes = n * static_cast<uint64_t>(ds::width(dtype));
   const Stream stream = begin(context, 1, bytes, static_cast<uint64_t>(dtype));
   const bool whole = context->size == 2 || bytes <= 32768;
   return (whole ? all_reduce_whole : all_reduce_shared)(stream, static_cast<char*>(data), n, dtype);
 }
 
 // `data` holds all slices, cut at `cuts` (size + 1 element counts); the sum of the own one goes to `out`.
-int ds_shm_reduce_scatter(void* handle, const void* data, const uint64_t* cuts, int dtype, void* out) {
+int ds_shm_reduce_scatter(void* handle, const void* data, const uint64_t* cuts, ds::Kind dtype, void* out) {
   auto* context = static_cast<Context*>(handle);
-  const uint64_t size = context->size, rank = context->rank, width = ds::width_of(dtype);
+  const uint64_t size = context->size, rank = context->rank, width = static_cast<uint64_t>(ds::width(dtype));
   Stream stream = begin(context, 2, cuts[size] * width, static_cast<uint64_t>(dtype));
   const uint64_t step = context->slot_bytes / width / (size - 1);
   const auto* source = static_cast<const char*>(data);
@@ -463,8 +463,8 @@ int ds_shm_broadcast(void* handle, void* data, uint64_t bytes, uint64_t root, ui
   return 0;
 }
 
-// out (+)= scale * (parts[0] + parts[1] + …) in fp32; dtypes: 0 fp32, 1 bf16, 2 fp16.
-void ds_sum(const void* const* parts, int count, uint64_t n, int dtype, void* out, int out_dtype, float scale,
+// out (+)= scale * (parts[0] + parts[1] + …) in fp32.
+void ds_sum(const void* const* parts, int count, uint64_t n, ds::Kind dtype, void* out, ds::Kind out_dtype, float scale,
             int add) {
   ds::sum(parts, count, n, dtype, out, out_dtype, scale, add != 0);
 }

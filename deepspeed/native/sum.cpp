@@ -1,63 +1,90 @@
-// Sums in rank order; `out` may be one of the contributions.
+// Sums in rank order, block by block.
+#include <algorithm>
+
 #include "sum.h"
 
+namespace ds {
 namespace {
 
-constexpr uint64_t kBlock = 2048;  // elements whose fp32 sum stays in the first-level cache
+constexpr int64_t BLOCK = 1024;  // elements whose fp32 values and sum stay in the first-level cache
 
-using ds::Bf16;
-using ds::Fp16;
-using ds::Fp32;
+struct Terms {
+    const void* const* parts;
+    int count;
+    Kind kind;
+    void* out;
+    Kind out_kind;
+    float scale;
+    bool add;
+};
 
-#define DS_ONE_TYPE(Type)                                                                              \
-  DS_CLONES void first_##Type(const void* part, uint64_t at, uint64_t n, float* total) {               \
-    const auto* x = static_cast<const Type::stored*>(part) + at;                                       \
-    for (uint64_t i = 0; i < n; ++i) total[i] = Type::load(x[i]);                                      \
-  }                                                                                                    \
-  DS_CLONES void next_##Type(const void* part, uint64_t at, uint64_t n, float* total) {                \
-    const auto* x = static_cast<const Type::stored*>(part) + at;                                       \
-    for (uint64_t i = 0; i < n; ++i) total[i] += Type::load(x[i]);                                     \
-  }                                                                                                    \
-  DS_CLONES void last_##Type(const float* total, uint64_t at, uint64_t n, float scale, void* out, bool add) { \
-    auto* y = static_cast<Type::stored*>(out) + at;                                                    \
-    if (add) {                                                                                         \
-      for (uint64_t i = 0; i < n; ++i) y[i] = Type::store(total[i] * scale + Type::load(y[i]));        \
-    } else {                                                                                           \
-      for (uint64_t i = 0; i < n; ++i) y[i] = Type::store(total[i] * scale);                           \
-    }                                                                                                  \
-  }
-
-DS_ONE_TYPE(Fp32)
-DS_ONE_TYPE(Bf16)
-DS_ONE_TYPE(Fp16)
-
-// Two fp32 contributions, the case of two ranks: one pass.
-DS_CLONES void two_fp32(const float* a, const float* b, uint64_t n, float* out) {
-  for (uint64_t i = 0; i < n; ++i) out[i] = a[i] + b[i];
+// total = sum + the values from `at` on
+DS_INLINE void plus(const float* sum, const void* base, Kind kind, int64_t at, int64_t count, float* total) {
+    const auto* whole = static_cast<const float*>(base) + at;
+    const auto* half = static_cast<const uint16_t*>(base) + at;
+    if (kind == FP32) {
+        for (int64_t i = 0; i < count; i++) total[i] = sum[i] + whole[i];
+    } else if (kind == BF16) {
+        for (int64_t i = 0; i < count; i++) total[i] = sum[i] + from_bf16(half[i]);
+    } else {
+        for (int64_t i = 0; i < count; i++) total[i] = sum[i] + from_fp16(half[i]);
+    }
 }
 
-using Load = void (*)(const void*, uint64_t, uint64_t, float*);
-using Store = void (*)(const float*, uint64_t, uint64_t, float, void*, bool);
+DS_INLINE void sum_range(const Terms& terms, int64_t elements) {
+    alignas(64) float total[BLOCK];
+    for (int64_t at = 0; at < elements; at += BLOCK) {
+        const int64_t count = std::min(BLOCK, elements - at);
+        const float* sum = total;
+        if (terms.kind == FP32)
+            sum = static_cast<const float*>(terms.parts[0]) + at;
+        else
+            widen(static_cast<const uint16_t*>(terms.parts[0]) + at, terms.kind, total, count);
+        for (int part = 1; part < terms.count; part++, sum = total)
+            plus(sum, terms.parts[part], terms.kind, at, count, total);
+        if (terms.scale != 1.0f) {
+            for (int64_t i = 0; i < count; i++) total[i] = sum[i] * terms.scale;
+            sum = total;
+        }
+        if (terms.add) {
+            plus(sum, terms.out, terms.out_kind, at, count, total);
+            sum = total;
+        }
+        if (terms.out_kind == FP32)
+            std::copy_n(sum, count, static_cast<float*>(terms.out) + at);
+        else
+            narrow(sum, terms.out_kind, static_cast<uint16_t*>(terms.out) + at, count);
+    }
+}
+
+void portable(const Terms& terms, int64_t elements) { sum_range(terms, elements); }
+DS_AVX2 void avx2(const Terms& terms, int64_t elements) { sum_range(terms, elements); }
+DS_AVX512 void avx512(const Terms& terms, int64_t elements) { sum_range(terms, elements); }
+
+DS_INLINE void add_range(const float* a, const float* b, int64_t elements, float* out) {
+    for (int64_t i = 0; i < elements; i++) out[i] = a[i] + b[i];
+}
+
+void portable_two(const float* a, const float* b, int64_t elements, float* out) { add_range(a, b, elements, out); }
+DS_AVX2 void avx2_two(const float* a, const float* b, int64_t elements, float* out) { add_range(a, b, elements, out); }
+DS_AVX512 void avx512_two(const float* a, const float* b, int64_t elements, float* out) {
+    add_range(a, b, elements, out);
+}
 
 }  // namespace
 
-namespace ds {
-
-void sum(const void* const* parts, int count, uint64_t n, int dtype, void* out, int out_dtype, float scale, bool add) {
-  if (count == 2 && dtype == kFp32 && out_dtype == kFp32 && scale == 1.0f && !add) {
-    two_fp32(static_cast<const float*>(parts[0]), static_cast<const float*>(parts[1]), n, static_cast<float*>(out));
-    return;
-  }
-  const Load firsts[] = {first_Fp32, first_Bf16, first_Fp16};
-  const Load nexts[] = {next_Fp32, next_Bf16, next_Fp16};
-  const Store lasts[] = {last_Fp32, last_Bf16, last_Fp16};
-  alignas(64) float total[kBlock];
-  for (uint64_t at = 0; at < n; at += kBlock) {
-    const uint64_t here = n - at < kBlock ? n - at : kBlock;
-    firsts[dtype](parts[0], at, here, total);
-    for (int p = 1; p < count; ++p) nexts[dtype](parts[p], at, here, total);
-    lasts[out_dtype](total, at, here, scale, out, add);
-  }
+void sum(const void* const* parts, int count, uint64_t n, Kind kind, void* out, Kind out_kind, float scale, bool add) {
+    const auto elements = static_cast<int64_t>(n);
+    if (count == 2 && kind == FP32 && out_kind == FP32 && scale == 1.0f && !add) {  // two ranks: one pass
+        using Function = void (*)(const float*, const float*, int64_t, float*);
+        const Function two = Versions<Function>{portable_two, avx2_two, avx512_two}.pick();
+        two(static_cast<const float*>(parts[0]), static_cast<const float*>(parts[1]), elements,
+            static_cast<float*>(out));
+        return;
+    }
+    using Function = void (*)(const Terms&, int64_t);
+    const Function range = Versions<Function>{portable, avx2, avx512}.pick();
+    range(Terms{parts, count, kind, out, out_kind, scale, add}, elements);
 }
 
 }  // namespace ds
