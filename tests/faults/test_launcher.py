@@ -21,7 +21,8 @@ ALL_GONE_WITHIN = 5.0  # seconds
 SHOW_RANK = """
     import os, sys
     names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_SIZE CROSS_RANK CROSS_SIZE MASTER_ADDR OMP_NUM_THREADS".split()
-    print(" ".join(os.environ[name] for name in names), *sys.argv[1:], flush=True)
+    line = " ".join([*(os.environ[name] for name in names), *sys.argv[1:]])
+    sys.stdout.write(line + "\\n")  # print writes twice: the lines of two ranks may mix
 """
 WAIT_FOREVER = """
     import os, subprocess, sys, time
@@ -116,7 +117,7 @@ def test_a_program_that_cannot_be_started_is_named(run):
 def test_each_rank_can_have_its_own_cores(run):
     cores = sorted(os.sched_getaffinity(0))
     first, last = cores[0], cores[-1]
-    script = "import os; print(sorted(os.sched_getaffinity(0)))"
+    script = "import os, sys; sys.stdout.write(f'{sorted(os.sched_getaffinity(0))}\\n')"
     done = run.to_end(script, "--num_gpus", "2", "--bind_cores_to_rank", "--bind_core_list", f"{first},{last}")
     assert sorted(done.stdout.splitlines()) == sorted([f"[{first}]", f"[{last}]"])
     refused = run.to_end(script, "--num_gpus", "2", "--bind_cores_to_rank", "--bind_core_list", str(first))
