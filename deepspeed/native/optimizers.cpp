@@ -27,7 +27,7 @@ struct Leaf {
 // Elements handled at once: all that a block touches stays in the first-level cache.
 constexpr int64_t BLOCK = 64;
 // Elements between the block at work and the one being fetched (measured; the hardware stops at each 4 KiB page).
-constexpr int64_t AHEAD = 256;
+constexpr int64_t AHEAD = 384;
 // From this length on the copy leaves the caches before anyone reads it, so it is written around them.
 constexpr int64_t STREAMED = 1 << 20;
 // Elements below which a second thread costs more than it brings.
@@ -40,12 +40,12 @@ DS_INLINE float lerp(float from, float to, float weight) {
 
 // The fields of a rule are the numbers that its optimizer gives, in this order.
 struct Adam {
-    float first_weight, second_decay, second_weight, step, root, eps, kept, l2;
+    float first_weight, second_decay, second_weight, step, eps, kept, l2;
     DS_INLINE void update(float& param, float gradient, float& first, float& second) const {
         gradient = std::fma(l2, param, gradient);
         first = lerp(first, gradient, first_weight);
         second = std::fma(second_weight * gradient, gradient, second * second_decay);
-        param = param * kept - step * first / (std::sqrt(second) / root + eps);
+        param = param * kept - step * first / (std::sqrt(second) + eps);
     }
 };
 

@@ -71,7 +71,8 @@ class DeepSpeedCPUAdam(HostOptimizer):
             step = float(state["step"])
             first, root = 1 - beta1**step, math.sqrt(1 - beta2**step)
         kept, l2 = (1 - lr * decay, 0.0) if self.adam_w_mode else (1.0, decay)
-        return 1 - beta1, beta2, 1 - beta2, lr / first, root, group["eps"], kept, l2
+        # Numerator and denominator of the step are multiplied by `root`, which saves a division per element.
+        return 1 - beta1, beta2, 1 - beta2, lr / first * root, group["eps"] * root, kept, l2
 
     def fresh_state(self, group: State, param: Tensor, dtype: torch.dtype) -> State:
         """The state before the first step, its moments of `dtype`."""
