@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import psutil
 
 from deepspeed.accelerator.real_accelerator import get_accelerator
-from deepspeed.foundation.log import say
+from deepspeed.foundation.log import log_dist, say
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 GB = 2**30
@@ -30,6 +30,29 @@ def see_memory_usage(message: str, force: bool = False) -> None:
         f"{device.max_memory_allocated() / GB:.2f} GB, reserved {device.memory_reserved() / GB:.2f} GB | "
         f"host: used {host.used / GB:.2f} GB of {host.total / GB:.2f} GB"
     )
+
+
+def get_ma_status() -> int:
+    """Bytes that tensors hold on the device."""
+    return get_accelerator().memory_allocated()
+
+
+def memory_status(msg: str, print_rank: int = -1, reset_max: bool = False) -> None:
+    """Log what the device holds.
+
+    Args:
+        msg: where in the script this is.
+        print_rank: the rank that logs; -1: all of them.
+        reset_max: count the highest figure anew from here on.
+    """
+    device = get_accelerator()
+    log_dist(
+        f"{msg} | device: allocated {device.memory_allocated() / GB:.2f} GB, highest "
+        f"{device.max_memory_allocated() / GB:.2f} GB",
+        ranks=[print_rank],
+    )
+    if reset_max:
+        device.reset_peak_memory_stats()
 
 
 def empty_cache() -> None:

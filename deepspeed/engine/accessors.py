@@ -10,6 +10,7 @@ from deepspeed.comm.groups import get_local_rank
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.engine.build import Axes, Pieces
 from deepspeed.engine.report import gather_counts, state_bytes
+from deepspeed.foundation.timer import SynchronizedWallClockTimer
 from deepspeed.optim.precision import DTYPES
 
 
@@ -24,6 +25,7 @@ class StateAccessors:
     _micro: int
     _in_no_sync: bool
     module: torch.nn.Module
+    timers: SynchronizedWallClockTimer
 
     @property
     def config(self) -> Any:
@@ -107,6 +109,10 @@ class StateAccessors:
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
         """(dtype of parameters, dtype of gradient accumulators)."""
         return self._pieces.dtype, DTYPES[self.ds_config.data_types.grad_accum_dtype]
+
+    def get_wall_clock_timers(self) -> SynchronizedWallClockTimer:
+        """The timers of forward, backward and step; they run under `wall_clock_breakdown: true`."""
+        return self.timers
 
     def get_data_parallel_rank(self) -> int:
         """This rank's number on the data-parallel axis."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from deepspeed.accelerator.instruments import empty_cache, see_memory_usage
+from deepspeed.accelerator.instruments import empty_cache, get_ma_status, memory_status, see_memory_usage
+from deepspeed.foundation.not_yet import not_yet
 from deepspeed.foundation.partition import partition_balanced, partition_uniform
 from deepspeed.foundation.script_helpers import (
     DummyOptim,
@@ -22,6 +23,8 @@ __all__ = [
     "ensure_directory_exists",
     "get_global_norm",
     "get_grad_norm",
+    "get_ma_status",
+    "memory_status",
     "move_to_device",
     "noop_decorator",
     "partition_balanced",
@@ -29,3 +32,10 @@ __all__ = [
     "see_memory_usage",
     "set_random_seed",
 ]
+__getattr__ = not_yet(
+    __name__,
+    {
+        "CheckOverflow": "engine.step() checks gradients, and engine.optimizer.overflow tells what it found",
+        "PartitionedTensor": "it belongs to pipeline parallelism",
+    },
+)

@@ -11,7 +11,7 @@ _LAZY = {
     "register_external_parameter": "deepspeed.zero.gathered",
     "unregister_external_parameter": "deepspeed.zero.gathered",
     "unwrap_model_for_generation": "deepspeed.zero.gathered",
-    "ZeroParamStatus": "deepspeed.zero.param",
+    "ZeroParamStatus": "deepspeed.zero.client_surface",
     "set_z3_leaf_modules": "deepspeed.zero.leaf",
 }
 __all__ = sorted(_LAZY)

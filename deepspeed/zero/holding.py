@@ -29,6 +29,15 @@ from deepspeed.zero.shard_group import ShardGroup
 _ALIGN = 64
 
 
+class _Away(torch.Tensor):
+    """A placeholder on the meta device; to be moved changes nothing, as clients move all state at their end."""
+
+    def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self
+
+    cpu = cuda = to
+
+
 @dataclass(frozen=True, eq=False)
 class _Entry:
     """One state tensor in the buffer of its group."""
@@ -94,7 +103,8 @@ class _Moments:
             if place.data_ptr() != value.data_ptr():  # the optimizer, or somebody else, put another tensor there
                 place.copy_(value)
                 changed = True
-            self._optimizer.state[entry.leaf][entry.key] = torch.empty_like(value, device="meta")
+            placeholder = torch.empty_like(value, device="meta").as_subclass(_Away)
+            self._optimizer.state[entry.leaf][entry.key] = placeholder
         if old is not None and old is not self._stored:
             old.give_back(changed=False)
             old.drop()

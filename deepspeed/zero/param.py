@@ -9,7 +9,6 @@ nil. Reads hand out private copies, so nothing a user holds ever aliases storage
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +17,7 @@ from torch._guards import TracingContext
 from torch.nn import Parameter
 
 from deepspeed.errors import ShardedParameterError
+from deepspeed.zero.client_surface import ClientSurface, elements_here
 from deepspeed.zero.transforms import in_transform, outside_transforms
 
 if TYPE_CHECKING:
@@ -54,14 +54,6 @@ _MOVES = frozenset("to cpu cuda type float double half bfloat16".split())
 _MOVED = "_ds_moved"  # on values moved to another device: whose, and their version then
 
 
-class ZeroParamStatus(enum.Enum):
-    """Where a parameter's values are right now."""
-
-    AVAILABLE = 1
-    NOT_AVAILABLE = 2
-    INFLIGHT = 3
-
-
 def raw_grad(param: torch.Tensor) -> torch.Tensor | None:
     """What autograd itself has put on `param`, past the property."""
     with torch._C.DisableTorchFunctionSubclass():
@@ -74,7 +66,7 @@ def clear_raw_grad(param: torch.Tensor) -> None:
         _raw_grad.__set__(param, None)
 
 
-class ManagedParameter(Parameter):
+class ManagedParameter(ClientSurface, Parameter):
     """A parameter some engine manages, whole at the moment; `.grad` reads the engine's accumulated mean gradient."""
 
     _ds_member: Member
@@ -124,85 +116,6 @@ class ManagedParameter(Parameter):
 
     def __reduce_ex__(self, proto: int) -> Any:
         return Parameter(self._ds_member.dense(), self.requires_grad).__reduce_ex__(proto)
-
-    # -- the public names under which clients look at a sharded parameter ----------------------------------------
-
-    @property
-    def ds_shape(self) -> torch.Size:
-        """The true shape."""
-        return self._ds_member.shape
-
-    @property
-    def ds_numel(self) -> int:
-        """The true number of elements."""
-        return self._ds_member.shape.numel()
-
-    @property
-    def ds_id(self) -> int:
-        """A number that identifies the parameter among all managed ones of the process."""
-        return self._ds_member.uid
-
-    @property
-    def ds_status(self) -> ZeroParamStatus:
-        """Whether the values are here."""
-        return self._ds_member.group.status
-
-    @property
-    def ds_tensor(self) -> torch.Tensor:
-        """This rank's piece: 1-D, compute dtype, possibly empty, with `ds_numel` set."""
-        piece = self._ds_member.own_piece()
-        piece.ds_numel = piece.numel()  # type: ignore[attr-defined]
-        return piece
-
-    @property
-    def ds_persist(self) -> bool:
-        """Whether the parameter stays whole (persistence threshold)."""
-        return not self._ds_member.group.policy.gathers_before_use
-
-    @property
-    def ds_process_group(self) -> Any:
-        """The process group of the ranks that hold the pieces."""
-        return self._ds_member.group.axis.group
-
-    def all_gather(self, param_list: list[ManagedParameter] | None = None) -> None:
-        """Make this parameter (or those of `param_list`) whole until `partition`; all ranks call together."""
-        for group in _groups_of(param_list or [self]):
-            if group.policy.gathers_before_use:
-                group.gather_together()
-            group.users += 1
-
-    def partition(self, param_list: list[ManagedParameter] | None = None, has_been_updated: bool = False) -> None:
-        """End what `all_gather` began.
-
-        Args:
-            param_list: the parameters that it named.
-            has_been_updated: every rank has changed them alike, and the change stays.
-        """
-        for group in _groups_of(param_list or [self]):
-            group.users = max(0, group.users - 1)
-            if has_been_updated:
-                group.keep_own()
-            if group.users == 0:
-                group.free(edits_allowed=has_been_updated)
-
-    def partition_numel(self) -> int:
-        """Elements of this rank's piece."""
-        return _here(self._ds_member)
-
-    def ds_summary(self) -> dict[str, Any]:
-        """What there is to know about the parameter's state, for logs."""
-        return {
-            "id": self.ds_id,
-            "name": self._ds_member.name,
-            "status": self.ds_status.name,
-            "ds_shape": tuple(self.ds_shape),
-            "partition_numel": self.partition_numel(),
-        }
-
-    @property
-    def ds_active_sub_modules(self) -> set[Any]:
-        """Kept for clients that clear it; use counts live in the group."""
-        return self._ds_member.active_modules
 
 
 # Torch hands these two to no class, so they are methods.
@@ -267,13 +180,8 @@ class ReadView(torch.Tensor):
 _GUARDED = (ShardedParameter, StandIn, ReadView)
 
 
-def _here(member: Member) -> int:
-    span = member.own_span()
-    return span.stop - span.start
-
-
 def _describe(kind: str, member: Member, dtype: torch.dtype) -> str:
-    return f"<sharded {kind} {member.name}: shape {tuple(member.shape)}, {dtype}, {_here(member)} here>"
+    return f"<sharded {kind} {member.name}: shape {tuple(member.shape)}, {dtype}, {elements_here(member)} here>"
 
 
 def _name_of(func: Any) -> str:
@@ -431,10 +339,6 @@ def _read(value: torch.Tensor, member: Member) -> torch.Tensor:
     if isinstance(value, (ShardedParameter, StandIn)) and value.requires_grad and torch.is_grad_enabled():
         return _Read.apply(value, copied)  # type: ignore[return-value]
     return copied
-
-
-def _groups_of(params: list[ManagedParameter]) -> list[Any]:
-    return list({id(param._ds_member.group): param._ds_member.group for param in params}.values())
 
 
 def dense_copy(tensor: Any) -> Any:

@@ -19,12 +19,12 @@ from deepspeed.comm.fetch import FetchService, SharedSlices, service_of
 from deepspeed.errors import ShardedParameterError
 from deepspeed.storage.resident import RESIDENT, Held
 from deepspeed.zero.at_rest import AtRest, Places
+from deepspeed.zero.client_surface import ZeroParamStatus
 from deepspeed.zero.layout import Layout
 from deepspeed.zero.member import Member
 from deepspeed.zero.param import (
     ManagedParameter,
     ShardedParameter,
-    ZeroParamStatus,
     dense_copy,
     manage,
     refuse_functionalize,
@@ -248,9 +248,10 @@ class ShardGroup(AtRest):
         if self.state is State.SHARDED or not self.policy.gathers_before_use:
             return
         self.finish_gather()
-        for member in self.members:
+        for member, view in zip(self.members, self.views, strict=True):
             param = member.param
-            if param._version != member.version and not edits_allowed:
+            if (param._version != member.version or _was_replaced(param, view)) and not edits_allowed:
+                param.data = view
                 member.version = param._version
                 raise ShardedParameterError(
                     f"parameter '{member.name}' was changed in place while it was gathered, and the change would be "
@@ -371,3 +372,10 @@ class ShardGroup(AtRest):
         self.full = torch.empty(0, dtype=self.dtype, device=self.device)
         self.values.drop()
         self.views = []
+
+
+def _was_replaced(param: torch.Tensor, view: torch.Tensor) -> bool:
+    """Whether `param.data = …` has put other values under a gathered parameter."""
+    if param.data_ptr() == view.data_ptr():
+        return False
+    return param.dtype != view.dtype or not torch.equal(param.detach(), view)

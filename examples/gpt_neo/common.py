@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 import sysconfig
+import urllib.error
+import urllib.request
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPTNeoConfig, PreTrainedTokenizerFast
@@ -100,6 +103,8 @@ def load_model(arguments: argparse.Namespace, tokenizer: Any) -> Any:
 
 
 def _or_explain(weights: str, load: Any) -> Any:
+    if not Path(weights).is_dir() and not _hub_answers():
+        huggingface_hub.constants.HF_HUB_OFFLINE = True  # what is in its cache loads; no minutes of retries
     try:
         return load(weights)
     except OSError as error:
@@ -109,6 +114,16 @@ def _or_explain(weights: str, load: Any) -> Any:
             f"and the hub cannot be reached or has no such model. Copy the model to a folder and pass "
             f"--weights FOLDER, or leave --weights out for random weights."
         ) from None
+
+
+def _hub_answers() -> bool:
+    try:
+        urllib.request.urlopen(huggingface_hub.constants.ENDPOINT, timeout=10).close()
+    except urllib.error.HTTPError:
+        return True
+    except OSError:
+        return False
+    return True
 
 
 def sequences(arguments: argparse.Namespace) -> tuple[Any, list[dict[str, Any]], list[dict[str, Any]]]:

@@ -65,7 +65,7 @@ class Clock(pl.Callback):
         self.updates = trainer.global_step - 1
 
 
-def fit(config: DictConfig, ranks: int) -> tuple[float, float, str]:
+def fit(config: DictConfig, rank: int, ranks: int) -> tuple[float, float, str]:
     """Seconds per update, last loss, and a note; by Lightning."""
     clock = Clock()
     trainer = pl.Trainer(
@@ -81,12 +81,13 @@ def fit(config: DictConfig, ranks: int) -> tuple[float, float, str]:
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
+        use_distributed_sampler=False,
     )
-    trainer.fit(ByteModel(config), loader(config))
+    trainer.fit(ByteModel(config), loader(config, rank, ranks))
     return (time.perf_counter() - clock.start) / clock.updates, float(trainer.callback_metrics["loss"]), ""
 
 
-def fit_fsdp2(config: DictConfig, ranks: int) -> tuple[float, float, str]:
+def fit_fsdp2(config: DictConfig, rank: int, ranks: int) -> tuple[float, float, str]:
     """The same model and data under torch's FSDP2: Lightning refuses FSDP without a GPU."""
     from torch.distributed.fsdp import fully_shard
 
@@ -98,7 +99,7 @@ def fit_fsdp2(config: DictConfig, ranks: int) -> tuple[float, float, str]:
     for block in [*net, net]:
         fully_shard(block, mesh=mesh)
     optimizer = torch.optim.AdamW(net.parameters(), lr=config.lr)
-    rows = list(loader(config, torch.utils.data.DistributedSampler))
+    rows = list(loader(config, rank, ranks))
     start, loss = 0.0, torch.zeros(())
     for step in range(config.steps):
         for batch in rows[step * config.accumulate : (step + 1) * config.accumulate]:
@@ -121,7 +122,7 @@ def main(config: DictConfig) -> None:
     """Train, and write the row of the table."""
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     run = fit_fsdp2 if config.strategy.kind == "fsdp" and CPU else fit
-    seconds, loss, note = run(config, ranks)
+    seconds, loss, note = run(config, rank, ranks)
     if CPU:
         import resource
 

@@ -84,6 +84,15 @@ def _forget() -> None:
         unset_hf_deepspeed_config()
 
 
+def whole_values(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of all parameters and buffers of a module that an engine may have sharded; all ranks call together."""
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(list(module.parameters())):
+        values = dict(module.named_parameters()) | dict(module.named_buffers())
+        return {name: value.detach().clone() for name, value in values.items()}
+
+
 @functools.cache
 def without(train: Callable[..., Run], precision: str) -> Run:
     """The client's own run, once per worker."""

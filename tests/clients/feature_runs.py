@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,7 @@ import torch.distributed as dist
 
 import deepspeed
 from tests.clients import lightning_runs, transformers_runs
-from tests.clients.accelerate_runs import accelerator_for
-from tests.clients.common import RATE, Run, Words, fresh_clients, sentences, zero
+from tests.clients.common import RATE, Run, Words, close, fresh_clients, sentences, whole_values, without, zero
 
 STAGE_3 = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": zero(3)}
 
@@ -51,155 +51,168 @@ def born_resized_and_generating(folder: str) -> None:
         del keep
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=STAGE_3)
     engine.eval()
-    prompt = torch.randint(3, words, (1, 4 + rank), generator=torch.Generator().manual_seed(rank))
-    wanted = plain.generate(prompt, max_new_tokens=4 + 6 * rank, do_sample=False)
-    assert torch.equal(engine.generate(prompt, max_new_tokens=4 + 6 * rank, do_sample=False), wanted)
+    draw = random.Random(rank)
+    for _ in range(4):  # every rank stops when it likes
+        prompt = torch.tensor([[draw.randrange(3, words) for _ in range(draw.randint(2, 8))]])
+        how = {"max_new_tokens": draw.randint(1, 24), "do_sample": False}
+        assert torch.equal(engine.generate(prompt, **how), plain.generate(prompt, **how))
     engine.train()
     engine.backward(engine(prompt, labels=prompt).loss)
     engine.step()
     engine.destroy()
 
 
-def adapters_alone(folder: str) -> None:
-    """LoRA at stage 3: what is trained, what a rank holds, what is on disk."""
-    from safetensors.torch import load_file
+def evaluated_then_trained() -> None:
+    """evaluate() with no training before it, and training after it."""
     from transformers import Trainer, TrainingArguments
 
-    with transformers_runs.trainer_state(3):
-        values = transformers_runs.settings(3, "fp32", folder, max_steps=2)
-        values["deepspeed"]["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
-        model = transformers_runs.with_adapters()
-        trained = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
-        total = sum(p.numel() for p in model.parameters())
-        trainer = Trainer(model=model, args=TrainingArguments(**values), train_dataset=transformers_runs.rows())
+    model, plain = transformers_runs.small_model(), transformers_runs.small_model()
+    with transformers_runs.trainer_state(3) as folder:
+        arguments = TrainingArguments(**transformers_runs.settings(3, "fp32", folder))
+        data = {"train_dataset": transformers_runs.rows(), "eval_dataset": transformers_runs.rows(8)}
+        trainer = Trainer(model=model, args=arguments, **data)  # type: ignore[arg-type]
+        found = trainer.evaluate()["eval_loss"]
+        batch = torch.stack([row["input_ids"] for row in transformers_runs.rows(8)])
+        close([found], [plain(input_ids=batch, labels=batch).loss.item()], 1e-5, "losses")
+        # A Trainer that has evaluated hands its engine without optimizer to training, unless it forgets it.
+        trainer.model_wrapped = trainer.model
+        trainer.accelerator.free_memory()
         trainer.train()
-        held = sum(p.ds_tensor.numel() for p in model.parameters())
-        share = total / dist.get_world_size()
-        assert share - 64 <= held <= share + 64, (held, share)
-        trainer.save_model()
-        dist.barrier()
-        saved = load_file(Path(folder) / "adapter_model.safetensors")
-        assert sum(t.numel() for t in saved.values()) == sum(trained.values())
-        assert all("lora_" in name for name in saved)
-        trainer.model_wrapped.destroy()
+        close(transformers_runs.noted(trainer).losses, without(transformers_runs.train, "fp32").losses, 1e-5, "losses")
 
 
-def importance_of_adapters() -> None:
-    """AdaLoRA reads weights and their gradients: the same at stage 3 as in plain PyTorch."""
-    from peft import AdaLoraConfig, get_peft_model
+def computed_again(reentrant: bool) -> None:
+    """Gradient checkpointing either way: the losses of a run without it and without this package."""
+    again = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
+    run = transformers_runs.run_trainer(3, "fp32", transformers_runs.small_model, **again)
+    close(run.losses, without(transformers_runs.train, "fp32").losses, 1e-5, "losses")
 
-    def build() -> Any:
-        kind = AdaLoraConfig(
-            init_r=4, target_r=2, tinit=1, tfinal=1, total_step=9, target_modules=["q_proj"], task_type="CAUSAL_LM"
+
+def model_saved(gathers: bool) -> None:
+    """save_model() at stage 3: a folder for from_pretrained, or without the flag a checkpoint to convert."""
+    from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    folders: list[Any] = [None]
+    with transformers_runs.trainer_state(3) as folder:
+        folders[0] = folder
+        dist.broadcast_object_list(folders)
+        settings = transformers_runs.settings(3, "fp32", folders[0], max_steps=2)
+        settings["deepspeed"]["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = gathers
+        trainer = Trainer(
+            model=transformers_runs.small_model(),
+            args=TrainingArguments(**settings),
+            train_dataset=transformers_runs.rows(),
         )
-        return get_peft_model(transformers_runs.small_model(), kind)
-
-    tokens = sentences(4)
-    torch.manual_seed(5)
-    plain = build()
-    torch.manual_seed(5)
-    model = build()
-    config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 3}}
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.SGD(trained, lr=RATE)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-    twin = torch.optim.SGD([p for p in plain.parameters() if p.requires_grad], lr=RATE)
-    for step in range(1, 4):
-        engine.backward(engine(input_ids=tokens, labels=tokens).loss)
-        model.base_model.update_and_allocate(step)
-        engine.step()
-        plain(input_ids=tokens, labels=tokens).loss.backward()
-        plain.base_model.update_and_allocate(step)
-        twin.step()
-        twin.zero_grad()
-        ours, theirs = model.base_model.rankallocator.ipt, plain.base_model.rankallocator.ipt
-        for name, value in theirs.items():
-            torch.testing.assert_close(ours[name], value, rtol=1e-5, atol=1e-9)
-    engine.destroy()
-
-
-def trainer_steps(stage: int, folder: str, resume: bool) -> list[float]:
-    """Losses of ten updates with a checkpoint after five, or of those after the checkpoint."""
-    from transformers import Trainer, TrainingArguments
-
-    with transformers_runs.trainer_state(stage):
-        more = {"save_strategy": "steps", "save_steps": 5, "save_total_limit": 2}
-        arguments = TrainingArguments(**transformers_runs.settings(stage, "fp32", folder, **more))
-        trainer = Trainer(model=transformers_runs.small_model(), args=arguments, train_dataset=transformers_runs.rows())
-        trainer.train(resume_from_checkpoint=str(Path(folder) / "checkpoint-5") if resume else None)
-        logs = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        trainer.train()
+        trainer.save_model()
+        values = whole_values(trainer.model_wrapped.module)
+        weights = {name: values[name] for name, _ in trainer.model.named_parameters()}
         trainer.model_wrapped.destroy()
-        return logs
+        if dist.get_rank() == 0:
+            unset_hf_deepspeed_config()
+            if gathers:
+                saved = AutoModelForCausalLM.from_pretrained(folders[0]).state_dict()
+            else:
+                saved = get_fp32_state_dict_from_zero_checkpoint(folders[0])
+            assert weights and all(torch.equal(saved[name], weights[name]) for name in weights)
+        dist.barrier()
 
 
-def accelerate_state(stage: int, folder: str) -> None:
-    """save_state, load_state and get_state_dict."""
-    with fresh_clients():
-        accelerator = accelerator_for(stage, "fp32")
-        model = Words()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
-        loader = torch.utils.data.DataLoader(sentences(16), batch_size=2)
-        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-
-        def train() -> list[float]:
-            losses = []
-            for tokens in loader:
-                with accelerator.accumulate(model):
-                    loss = model(tokens)
-                    accelerator.backward(loss)
-                    optimizer.step()
-                    optimizer.zero_grad()
-                losses.append(loss.item())
-            return losses
-
-        train()
-        accelerator.save_state(folder)
-        if stage < 3 or model.zero_gather_16bit_weights_on_model_save():
-            state = accelerator.get_state_dict(model)
-            if dist.get_rank() == 0:
-                assert {n: tuple(v.shape) for n, v in state.items()} == {
-                    n: tuple(v.shape) for n, v in Words().state_dict().items()
-                }
-        after = train()
-        accelerator.load_state(folder)
-        assert train() == after
-        model.destroy()
-
-
-def lightning_modes(stage: int, folder: str, offload: bool) -> None:
-    """fit, validate, test, predict with one Trainer; a checkpoint, resumed by another; its fp32 converter."""
-    how = {"offload_optimizer": offload, "offload_parameters": offload and stage == 3}
-
-    def trainer(**more: Any) -> Any:
-        strategy = lightning_runs.trainer_strategy(stage, **how)
-        return lightning_runs.make_trainer(strategy, "fp32", folder, enable_checkpointing=True, **more)
-
+def lightning_modes(name: str, folder: str) -> None:
+    """fit, validate, test, predict with one Trainer; its checkpoint, as Lightning's converter reads it."""
     with fresh_clients():
         from lightning.pytorch.callbacks import ModelCheckpoint
         from lightning.pytorch.utilities.deepspeed import convert_zero_checkpoint_to_fp32_state_dict
 
-        whole = Run()
-        first = trainer(
-            max_epochs=2, callbacks=[ModelCheckpoint(folder, filename="{epoch}", every_n_epochs=1, save_top_k=-1)]
-        )
-        module = lightning_runs.lightning_module(whole, sharded=True)
-        first.fit(module, lightning_runs.batches())
-        value = first.validate(module, lightning_runs.batches(), verbose=False)[0]["loss"]
-        assert first.test(module, lightning_runs.batches(), verbose=False)[0]["loss"] == value
-        assert len(first.predict(module, lightning_runs.batches())) == 20
-        first.strategy.model.destroy()
-        saved = Path(folder) / "epoch=0.ckpt"
-        rest = Run()
-        second = trainer(max_epochs=2)
-        second.fit(lightning_runs.lightning_module(rest, sharded=True), lightning_runs.batches(), ckpt_path=str(saved))
-        assert rest.losses == whole.losses[20:], (rest.losses, whole.losses)
-        second.strategy.model.destroy()
+        saves = ModelCheckpoint(folder, filename="last", save_weights_only=False)
+        more: dict[str, Any] = {"enable_checkpointing": True, "callbacks": [saves]}
+        strategy = lightning_runs.strategy_named(name, folder)
+        trainer = lightning_runs.make_trainer(strategy, "fp32", folder, **more)
+        run = Run()
+        module = lightning_runs.lightning_module(run, sharded=True)
+        trainer.fit(module, lightning_runs.batches())
+        close(run.losses, without(lightning_runs.train, "fp32").losses, 1e-5, "losses")
+        weights = whole_values(module)
+        engine = trainer.strategy.model
+        wanted = "nvme" if name == "nvme" else "cpu" if name.endswith("_offload") else "none"
+        found = engine.config["zero_optimization"].get("offload_optimizer", {"device": "none"})["device"]
+        assert (found, engine.zero_optimization_stage()) == (wanted, STAGES[name])
+        value = trainer.validate(module, lightning_runs.batches(), verbose=False)[0]["loss"]
+        assert trainer.test(module, lightning_runs.batches(), verbose=False)[0]["loss"] == value
+        assert len(trainer.predict(module, lightning_runs.batches())) == 20
+        trainer.strategy.model.destroy()
         if dist.get_rank() == 0:
-            state = convert_zero_checkpoint_to_fp32_state_dict(saved, Path(folder) / "whole.pt")["state_dict"]
-            assert {n.removeprefix("net."): tuple(v.shape) for n, v in state.items()} == {
-                n: tuple(v.shape) for n, v in Words().state_dict().items()
-            }
+            target = Path(folder) / "whole.pt"
+            state = convert_zero_checkpoint_to_fp32_state_dict(Path(folder) / "last.ckpt", target)["state_dict"]
+            assert state.keys() == weights.keys()
+            assert all(torch.equal(state[key], weights[key]) for key in weights)
         dist.barrier()
+
+
+STAGES = {"deepspeed": 2, "nvme": 3} | {
+    f"deepspeed_stage_{name}": int(name[0]) for name in ("1", "2", "2_offload", "3", "3_offload")
+}
+
+
+def fabric_named(name: str) -> None:
+    """Fabric by a strategy's name, whose defaults neither accumulate nor clip: as one process on the same batches."""
+    with fresh_clients():
+        fabric, model, optimizer, loader, _ = lightning_runs.fabric_parts(STAGES[name], "fp32", name)
+        plain = Words()
+        twin = torch.optim.AdamW(plain.parameters(), lr=RATE)
+        engine = model._forward_module
+        assert engine.zero_optimization_stage() == STAGES[name]
+        for tokens in list(loader)[:5]:
+            loss = model(tokens)
+            fabric.backward(loss)
+            optimizer.step()
+            shares = [torch.empty_like(tokens) for _ in range(dist.get_world_size())]
+            dist.all_gather(shares, tokens)
+            theirs = [plain(share) for share in shares]
+            close([loss.item()], [theirs[dist.get_rank()].item()], 1e-5, "losses")
+            twin.zero_grad()
+            (sum(theirs) / len(theirs)).backward()  # type: ignore[union-attr]
+            twin.step()
+        engine.destroy()
+
+
+def lightning_save(width: int) -> tuple[float, float, float]:
+    """Growth of this rank's RSS while Lightning saves at stage 3, the model's size, and what rank 0 finds on disk."""
+    import lightning.pytorch as pl
+
+    class Wide(pl.LightningModule):
+        def configure_model(self) -> None:
+            self.net = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(12)))
+
+        def training_step(self, rows: torch.Tensor, index: int) -> torch.Tensor:
+            return self.net(rows).square().mean()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), 1e-3, momentum=0.9)
+
+    with fresh_clients() as folder:
+        strategy = lightning_runs.trainer_strategy(3)
+        trainer = lightning_runs.make_trainer(strategy, "fp32", folder, max_steps=1, accumulate_grad_batches=1)
+        trainer.fit(Wide(), torch.utils.data.DataLoader(torch.zeros(2, width), batch_size=1))
+        before = _peak_from_now()
+        trainer.save_checkpoint(Path(folder) / "wide.ckpt")
+        growth = _resident("VmHWM") - before
+        stored = sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
+        trainer.strategy.model.destroy()
+    return growth, 12 * width * width * 4.0, stored
+
+
+def _resident(line: str) -> float:
+    status = Path("/proc/self/status").read_text()
+    return 1024.0 * int(next(row.split()[1] for row in status.splitlines() if row.startswith(line)))
+
+
+def _peak_from_now() -> float:
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is counted anew
+    return _resident("VmRSS")
 
 
 def module_moves() -> None:
@@ -253,3 +266,31 @@ def one_model_after_another() -> None:
     second.backward(second(sentences(2)))
     second.step()
     second.destroy()
+
+
+def values_put_under_parameters() -> None:
+    """A layer that repacks its weight in forward, as quantised ones do: equal values pass, others raise."""
+
+    class Repacking(torch.nn.Linear):
+        factor = 1.0
+
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            self.weight.data = self.weight.data * self.factor
+            return super().forward(rows)
+
+    model = Repacking(8, 8)
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=STAGE_3)
+    kinds = {p.ds_param_type.name for p in model.parameters()}
+    assert kinds == {"PARTITIONED"} and model.weight.aligned_size() == 64 + model.weight.padding_size()
+    engine.backward(engine(torch.ones(2, 8)).sum())
+    engine.step()
+    assert not engine.get_wall_clock_timers().timers
+    Repacking.factor = 2.0
+    try:
+        engine.backward(engine(torch.ones(2, 8)).sum())
+        engine.step()
+    except deepspeed.errors.ShardedParameterError as error:
+        assert "weight" in str(error)
+    else:
+        raise AssertionError("the repacked weight was lost without a word")
+    engine.destroy()

@@ -1,4 +1,4 @@
-"""Clients beside training: loading, generation, adapters, checkpoints, validation, moves."""
+"""Clients beside training: loading, generation, adapters, quantised bases, saved models, validation, moves."""
 
 from __future__ import annotations
 
@@ -7,47 +7,86 @@ from typing import Any
 
 import pytest
 
+from tests.clients import adapter_runs
 from tests.clients import feature_runs as runs
 
+slow = pytest.mark.slow
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=slow)])
 def test_models_are_born_resized_and_generate(workers: Any, ranks: int, tmp_path: Path) -> None:
     workers(ranks).run(runs.born_resized_and_generating, str(tmp_path), timeout=180)
 
 
 def test_only_adapters_are_trained_and_saved(workers: Any, tmp_path: Path) -> None:
-    workers(2).run(runs.adapters_alone, str(tmp_path), timeout=180)
-
-
-def test_adalora_sees_what_it_sees_in_plain_torch(workers: Any) -> None:
-    workers(2).run(runs.importance_of_adapters, timeout=180)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_the_trainer_resumes_in_a_new_process(workers: Any, stage: int, tmp_path: Path) -> None:
-    whole = workers(2).run(runs.trainer_steps, stage, str(tmp_path), False, timeout=240)
-    workers(2).kill()
-    again = workers(2).run(runs.trainer_steps, stage, str(tmp_path), True, timeout=240)
-    assert again == whole
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_accelerate_saves_and_loads(workers: Any, stage: int, tmp_path: Path) -> None:
-    workers(2).run(runs.accelerate_state, stage, str(tmp_path), timeout=180)
+    workers(2).run(adapter_runs.adapters_alone, str(tmp_path), timeout=180)
 
 
 @pytest.mark.parametrize(
-    ("stage", "offload"),
+    ("bits", "stage"),
     [
-        (3, False),
-        *(pytest.param(*cell, marks=pytest.mark.slow) for cell in [(1, False), (2, False), (2, True), (3, True)]),
+        pytest.param(bits, stage, marks=() if (bits, stage) == (4, 3) else slow)
+        for bits in (4, 8)
+        for stage in (0, 1, 2, 3)
     ],
 )
-def test_lightning_in_all_its_modes(workers: Any, stage: int, offload: bool, tmp_path: Path) -> None:
-    workers(2).run(runs.lightning_modes, stage, str(tmp_path), offload, timeout=240)
+def test_adapters_train_on_a_base_that_bitsandbytes_quantised(
+    workers: Any, bits: int, stage: int, tmp_path: Path
+) -> None:
+    workers(2).run(adapter_runs.quantised_base, bits, stage, str(tmp_path), timeout=180)
 
 
-@pytest.mark.parametrize("run", [runs.module_moves, runs.born_with_written_children, runs.one_model_after_another])
+def test_adalora_sees_what_it_sees_in_plain_torch(workers: Any) -> None:
+    workers(2).run(adapter_runs.importance_of_adapters, timeout=180)
+
+
+@slow
+def test_the_trainer_evaluates_before_it_trains(workers: Any) -> None:
+    workers(2).run(runs.evaluated_then_trained, timeout=180)
+
+
+@slow
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing_both_ways(workers: Any, reentrant: bool) -> None:
+    workers(2).run(runs.computed_again, reentrant, timeout=180)
+
+
+@slow
+@pytest.mark.parametrize("gathers", [True, False])
+def test_the_trainer_saves_its_model(workers: Any, gathers: bool) -> None:
+    workers(2).run(runs.model_saved, gathers, timeout=180)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "deepspeed_stage_3" else slow) for name in runs.STAGES]
+)
+def test_lightning_in_all_its_modes(workers: Any, name: str, tmp_path: Path) -> None:
+    workers(2).run(runs.lightning_modes, name, str(tmp_path), timeout=240)
+
+
+@slow
+@pytest.mark.parametrize("name", [name for name in runs.STAGES if name != "nvme"])
+def test_fabric_by_the_name_of_a_strategy(workers: Any, name: str) -> None:
+    workers(2).run(runs.fabric_named, name, timeout=120)
+
+
+@slow
+def test_lightning_saves_300_million_parameters_without_a_whole_model(workers: Any) -> None:
+    found = workers(2).run(runs.lightning_save, 5000, timeout=240)
+    assert found[0][2] > 2e9  # weights and momentum
+    for growth, whole, _ in found:
+        print(f"RSS grows by {growth / 2**20:.0f} MiB while a model of {whole / 2**20:.0f} MiB is saved")
+        assert whole == 1.2e9 and growth < whole / 2
+
+
+TAKEN = [
+    runs.module_moves,
+    runs.born_with_written_children,
+    runs.one_model_after_another,
+    runs.values_put_under_parameters,
+]
+
+
+@pytest.mark.parametrize("run", TAKEN)
 def test_what_clients_take_for_granted(workers: Any, run: Any) -> None:
     workers(2).run(run, timeout=90)

@@ -133,4 +133,5 @@ def with_adapters(**values: Any) -> Any:
 
 
 def train_adapters(stage: int | None, precision: str) -> Run:
-    return run_trainer(stage, precision, with_adapters, gradient_checkpointing=True)
+    again = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
+    return run_trainer(stage, precision, with_adapters, **again)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from deepspeed.runtime.zero import parameter_offload, partition_parameters, stage3, stage_1_and_2
+from deepspeed.zero.client_surface import ZeroParamStatus, ZeroParamType
 from deepspeed.zero.gathered import (
     GatheredParameters,
     register_external_parameter,
@@ -10,12 +11,12 @@ from deepspeed.zero.gathered import (
     unwrap_model_for_generation,
 )
 from deepspeed.zero.init_context import Init
-from deepspeed.zero.param import ZeroParamStatus
 
 __all__ = [
     "GatheredParameters",
     "Init",
     "ZeroParamStatus",
+    "ZeroParamType",
     "parameter_offload",
     "partition_parameters",
     "register_external_parameter",

@@ -5,14 +5,15 @@ from __future__ import annotations
 import sys
 
 from deepspeed.zero import init_context
+from deepspeed.zero.client_surface import ZeroParamStatus, ZeroParamType
 from deepspeed.zero.gathered import GatheredParameters, register_external_parameter, unregister_external_parameter
 from deepspeed.zero.init_context import Init, get_accelerator
-from deepspeed.zero.param import ZeroParamStatus
 
 __all__ = [
     "GatheredParameters",
     "Init",
     "ZeroParamStatus",
+    "ZeroParamType",
     "get_accelerator",
     "register_external_parameter",
     "unregister_external_parameter",

@@ -1,0 +1,140 @@
+"""The names under which clients look at a managed parameter: shape, status, its piece, gather and partition."""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from deepspeed.storage.resident import RESIDENT
+
+if TYPE_CHECKING:
+    from deepspeed.zero.member import Member
+
+
+class ZeroParamStatus(enum.Enum):
+    """Where a parameter's values are right now."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
+class ZeroParamType(enum.Enum):
+    """Where a parameter's values live between uses."""
+
+    NORMAL = 1  # whole on every rank
+    PARTITIONED = 2  # a piece on every rank
+    REMOTE = 3  # a piece in another tier
+
+
+class ClientSurface:
+    """What a managed parameter can be asked; it adds no field, so that parameters may change their class."""
+
+    __slots__ = ()
+
+    _ds_member: Member
+
+    @property
+    def ds_shape(self) -> torch.Size:
+        """The true shape."""
+        return self._ds_member.shape
+
+    @property
+    def ds_numel(self) -> int:
+        """The true number of elements."""
+        return self._ds_member.shape.numel()
+
+    @property
+    def ds_id(self) -> int:
+        """A number that identifies the parameter among all managed ones of the process."""
+        return self._ds_member.uid
+
+    @property
+    def ds_status(self) -> ZeroParamStatus:
+        """Whether the values are here."""
+        return self._ds_member.group.status
+
+    @property
+    def ds_param_type(self) -> ZeroParamType:
+        """Where the values live between uses."""
+        if self.ds_persist:
+            return ZeroParamType.NORMAL
+        here = self._ds_member.group.places.parameters is RESIDENT
+        return ZeroParamType.PARTITIONED if here else ZeroParamType.REMOTE
+
+    @property
+    def ds_tensor(self) -> torch.Tensor:
+        """This rank's piece: 1-D, compute dtype, possibly empty, with `ds_numel` set."""
+        piece = self._ds_member.own_piece()
+        piece.ds_numel = piece.numel()  # type: ignore[attr-defined]
+        return piece
+
+    @property
+    def ds_persist(self) -> bool:
+        """Whether the parameter stays whole (persistence threshold)."""
+        return not self._ds_member.group.policy.gathers_before_use
+
+    @property
+    def ds_process_group(self) -> Any:
+        """The process group of the ranks that hold the pieces."""
+        return self._ds_member.group.axis.group
+
+    def all_gather(self, param_list: list[Any] | None = None) -> None:
+        """Make this parameter (or those of `param_list`) whole until `partition`; all ranks call together."""
+        for group in _groups_of(param_list or [self]):
+            if group.policy.gathers_before_use:
+                group.gather_together()
+            group.users += 1
+
+    def partition(self, param_list: list[Any] | None = None, has_been_updated: bool = False) -> None:
+        """End what `all_gather` began.
+
+        Args:
+            param_list: the parameters that it named.
+            has_been_updated: every rank has changed them alike, and the change stays.
+        """
+        for group in _groups_of(param_list or [self]):
+            group.users = max(0, group.users - 1)
+            if has_been_updated:
+                group.keep_own()
+            if group.users == 0:
+                group.free(edits_allowed=has_been_updated)
+
+    def partition_numel(self) -> int:
+        """Elements of this rank's piece."""
+        return elements_here(self._ds_member)
+
+    def aligned_size(self) -> int:
+        """Elements with padding: slices are cut where they fall, so there is none."""
+        return self.ds_numel
+
+    def padding_size(self) -> int:
+        """Elements of padding."""
+        return 0
+
+    def ds_summary(self) -> dict[str, Any]:
+        """What there is to know about the parameter's state, for logs."""
+        return {
+            "id": self.ds_id,
+            "name": self._ds_member.name,
+            "status": self.ds_status.name,
+            "ds_shape": tuple(self.ds_shape),
+            "partition_numel": self.partition_numel(),
+        }
+
+    @property
+    def ds_active_sub_modules(self) -> set[Any]:
+        """Kept for clients that clear it; use counts live in the group."""
+        return self._ds_member.active_modules
+
+
+def elements_here(member: Member) -> int:
+    """Elements of this rank's piece."""
+    span = member.own_span()
+    return span.stop - span.start
+
+
+def _groups_of(params: list[Any]) -> list[Any]:
+    return list({id(param._ds_member.group): param._ds_member.group for param in params}.values())
