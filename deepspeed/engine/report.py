@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from deepspeed.zero.holding import Away
+
 if TYPE_CHECKING:
     from deepspeed.engine.build import Pieces
 
 
 def _bytes(tensors: Sequence[torch.Tensor | None]) -> int:
-    """Bytes of what is in memory, each storage once."""
-    here = [t.untyped_storage() for t in tensors if t is not None and t.device.type != "meta"]
+    """Bytes of what is in memory, each storage once; a simulation's meta tensors count as what they stand for."""
+    here = [t.untyped_storage() for t in tensors if t is not None and not isinstance(t, Away)]
     storages = {s._cdata: s.nbytes() for s in here}
     return sum(storages.values())
 

@@ -29,7 +29,7 @@ from deepspeed.zero.shard_group import ShardGroup
 _ALIGN = 64
 
 
-class _Away(torch.Tensor):
+class Away(torch.Tensor):
     """A placeholder on the meta device; to be moved changes nothing, as clients move all state at their end."""
 
     def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -103,7 +103,7 @@ class _Moments:
             if place.data_ptr() != value.data_ptr():  # the optimizer, or somebody else, put another tensor there
                 place.copy_(value)
                 changed = True
-            placeholder = torch.empty_like(value, device="meta").as_subclass(_Away)
+            placeholder = torch.empty_like(value, device="meta").as_subclass(Away)
             self._optimizer.state[entry.leaf][entry.key] = placeholder
         if old is not None and old is not self._stored:
             old.give_back(changed=False)
