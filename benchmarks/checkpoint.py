@@ -14,7 +14,6 @@ import statistics
 import subprocess
 import tempfile
 import time
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -101,10 +100,13 @@ class Rank:
 
     def bytes(self, side: str) -> None:
         """One pass of the checksum over this rank's bytes."""
+        from deepspeed.checkpoint.checksum import crc32
+        from deepspeed.checkpoint.tensorfile import BLOCK
+
         for tensor in self.tensors.values():
-            data = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
-            for at in range(0, len(data), 1 << 20):
-                zlib.crc32(data[at : at + (1 << 20)])
+            data = tensor.reshape(-1).view(torch.uint8)
+            for at in range(0, data.numel(), BLOCK):
+                crc32(data[at : at + BLOCK])
 
     def save(self, side: str) -> None:
         """Save, and wait until it is on the disk."""

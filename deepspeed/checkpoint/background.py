@@ -49,6 +49,7 @@ class Background:
             finish: what follows the writing.
         """
         saving.entries = self._copied(saving.entries)
+        saving.copy_small()
         saving.ranks = ranks
         self._thread = threading.Thread(target=self._run, args=(saving, finish), name="deepspeed-save", daemon=True)
         if not self._left:
@@ -76,6 +77,7 @@ class Background:
 
     def _run(self, saving: Saving, finish: Callable[[], None]) -> None:
         try:
+            saving.place()
             saving.write()
             finish()
         except Exception as error:  # raised by the next save, load or the end

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from deepspeed.errors import CheckpointError
@@ -17,6 +18,12 @@ LATEST_UNIVERSAL = "latest_universal"
 # A tag is one plain name: it never leaves the folder, and is never one of the hidden names of a save under way.
 _TAG = re.compile(r"[^/\\\x00-\x1f]{1,200}")
 _STAGING, _REPLACED = ".saving", ".replaced"
+
+# Linux only; elsewhere the disk starts when the file is synced.
+_START_WRITING = getattr(ctypes.CDLL(None) if os.name == "posix" else None, "sync_file_range", None)
+if _START_WRITING is not None:
+    _START_WRITING.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
+_SYNC_FILE_RANGE_WRITE = 2
 
 
 class FileSystem:
@@ -31,10 +38,13 @@ class FileSystem:
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
 
     def write(self, fd: int, data: memoryview, offset: int) -> None:
-        """Write all of `data` at `offset`."""
+        """Write all of `data` at `offset`; the disk begins with it at once, so that little is left to `sync`."""
+        first = offset
         while len(data):
             done = os.pwrite(fd, data, offset)
             data, offset = data[done:], offset + done
+        if _START_WRITING is not None:
+            _START_WRITING(fd, first, offset - first, _SYNC_FILE_RANGE_WRITE)  # a hint: what it says is of no interest
 
     def sync(self, fd: int) -> None:
         """Wait until the file is on the disk."""
@@ -79,19 +89,17 @@ def created(path: Path) -> Iterator[int]:
         os.close(fd)
 
 
-def write_file(path: Path, data: bytes, mode: int = 0o644) -> None:
-    """Write a small file in full, then sync it."""
-    with created(path) as fd:
-        current.write(fd, memoryview(data), 0)
-        os.fchmod(fd, mode)
+def write_files(contents: Mapping[Path, bytes]) -> None:
+    """Write small files in full, then sync them together: one commit of the file system's journal serves all.
 
-
-def replace_file(path: Path, data: bytes, mode: int = 0o644) -> None:
-    """Replace a small file in one step: readers see the old one or the new one."""
-    beside = path.with_name(f".{path.name}{_STAGING}")
-    write_file(beside, data, mode)
-    current.rename(beside, path)
-    current.sync_folder(path.parent)
+    Args:
+        contents: by path; a file that begins with `#!` can be executed.
+    """
+    with ExitStack() as stack:
+        for path, data in contents.items():
+            fd = stack.enter_context(created(path))
+            current.write(fd, memoryview(data), 0)
+            os.fchmod(fd, 0o755 if data.startswith(b"#!") else 0o644)
 
 
 def checked_tag(tag: object) -> str:
@@ -127,14 +135,24 @@ def tag_under_way(name: str) -> str | None:
     return None
 
 
-def publish(folder: Path, tag: str) -> None:
-    """Give a complete staging folder its name; what had it before stays whole until then."""
+def publish(folder: Path, tag: str, beside: Mapping[str, bytes]) -> None:
+    """Give a complete staging folder its name; what had it before stays whole until then.
+
+    Args:
+        folder: holds the tags.
+        tag: a checked tag.
+        beside: small files of `folder`, such as `latest`, each replaced in one step once the tag is there.
+    """
     final, old = folder / tag, replaced_of(folder, tag)
+    hidden = {name: folder / f".{name}{_STAGING}" for name in beside}
+    write_files({hidden[name]: data for name, data in beside.items()})
     if old.exists():
         current.remove(old)
     if final.exists():
         current.rename(final, old)
     current.rename(staging_of(folder, tag), final)
+    for name, path in hidden.items():
+        current.rename(path, folder / name)
     current.sync_folder(folder)
     if old.exists():
         current.remove(old)

@@ -87,15 +87,12 @@ def load_pretrained(module: nn.Module, path: str | Path, strict: bool = True) ->
         CheckpointMissingError: there are no weights.
         CheckpointError: names or shapes differ.
     """
-    managed: list[Any] = [param for param in module.parameters() if is_managed(param)]
-    groups: list[ShardGroup] = list({id(p._ds_member.group): p._ds_member.group for p in managed}.values())
+    managed: dict[str, Any] = {name: param for name, param in module.named_parameters() if is_managed(param)}
+    for name, param in managed.items():
+        param._ds_member.name = name  # it was born with the name it had in a part of the module
+    groups: list[ShardGroup] = list({id(p._ds_member.group): p._ds_member.group for p in managed.values()}.values())
     axis = groups[0].axis if groups else None
-    return load_into(StateView(module, groups, axis, None, None), Path(path), Ranks(axis), strict)
-
-
-def load_into(view: StateView, path: Path, ranks: Ranks, strict: bool) -> int:
-    """`load_pretrained` for a model whose state is known."""
-    source = FolderSource(path, ranks)
+    view, source = StateView(module, groups, axis, None, None), FolderSource(Path(path), Ranks(axis))
     rows, found = restore.compare(view, source, strict)
     restore.load_values(view, source, rows)
     say(f"loaded {found.elements:,} of {found.total:,} elements from {path}")

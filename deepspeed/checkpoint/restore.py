@@ -11,7 +11,6 @@ import torch
 
 from deepspeed.checkpoint.codec import Decoder
 from deepspeed.checkpoint.manifest import GRADIENT, LEFT_OUT, VALUE, Row, StateRule, entry_name, state_field
-from deepspeed.checkpoint.ranks import Ranks
 from deepspeed.checkpoint.source import Source, Wanted
 from deepspeed.checkpoint.tensorfile import DTYPES
 from deepspeed.errors import CheckpointError
@@ -108,13 +107,25 @@ def compare(view: StateView, source: Source, strict: bool) -> tuple[dict[str, Ro
     return rows, found
 
 
-def load_values(view: StateView, source: Source, rows: dict[str, Row]) -> None:
-    """Read the values of parameters and buffers, and make them those of every rank. All ranks call together."""
+def load_values(
+    view: StateView, source: Source, rows: dict[str, Row], settings: list[dict[str, Any]] | None = None
+) -> None:
+    """Read parameters and buffers, and make them those of every rank. All ranks call together.
+
+    Args:
+        view: the state.
+        source: the checkpoint.
+        rows: by the model's names.
+        settings: of each optimizer group, as they were saved: the optimizer's state is read in the same pass.
+    """
 
     def slots_of(group: ShardGroup) -> Slots:
         pieces = [piece for piece in view.held_pieces(group) if piece[0].name in rows]
-        return [(VALUE, rows[m.name], view.value(m, start, stop)) for m, start, stop in pieces]
+        slots = [(VALUE, rows[m.name], view.value(m, start, stop)) for m, start, stop in pieces]
+        return slots if settings is None else slots + _optimizer_slots(view, source, rows, group)
 
+    if settings is not None:
+        _take_settings(view, settings)
     plain = [(VALUE, rows[name], view.plain_value(name)) for name in (*view.plain, *view.buffers) if name in rows]
     _read_all(view, source, slots_of, plain)
     view.publish()
@@ -123,34 +134,29 @@ def load_values(view: StateView, source: Source, rows: dict[str, Row]) -> None:
 # -- optimizer --------------------------------------------------------------------------------------------------------
 
 
-def load_optimizer(
-    view: StateView, source: Source, rows: dict[str, Row], settings: list[dict[str, Any]], ranks: Ranks
-) -> None:
-    """Read the optimizer's state, and take over the settings of its groups. All ranks call together.
+def load_optimizer(view: StateView, source: Source, rows: dict[str, Row], settings: list[dict[str, Any]]) -> None:
+    """Read the optimizer's state alone, and take over the settings of its groups. All ranks call together.
 
     Args:
-        view: the engine's state.
+        view: the engine's state, which `check_optimizer` has found to fit.
         source: the checkpoint.
         rows: by the model's names.
         settings: of each optimizer group, as they were saved.
-        ranks: who loads.
-
-    Raises:
-        CheckpointError: the groups are not the ones that were saved.
     """
-    if view.optimizer is None:
-        return
-    with ranks.together("comparing the optimizer's groups"):
-        _check_groups(view, source, rows, settings)
-        for group, saved in zip(view.optimizer.param_groups, settings, strict=True):
-            for key, value in saved.items():
-                _set(group, key, value)
+    _take_settings(view, settings)
+    _read_all(view, source, lambda group: _optimizer_slots(view, source, rows, group), [])
 
-    def slots_of(group: ShardGroup) -> Slots:
-        members = [member for member in group.members if member.name in rows]
-        return [slot for member in members for slot in _prepare(view, source, member, rows[member.name])]
 
-    _read_all(view, source, slots_of, [])
+def _optimizer_slots(view: StateView, source: Source, rows: dict[str, Row], group: ShardGroup) -> Slots:
+    members = [member for member in group.members if member.name in rows]
+    return [slot for member in members for slot in _prepare(view, source, member, rows[member.name])]
+
+
+def _take_settings(view: StateView, settings: list[dict[str, Any]]) -> None:
+    groups = [] if view.optimizer is None else view.optimizer.param_groups
+    for group, saved in zip(groups, settings, strict=True):
+        for key, value in saved.items():
+            _set(group, key, value)
 
 
 def _set(group: dict[str, Any], key: str, value: Any) -> None:
@@ -162,7 +168,18 @@ def _set(group: dict[str, Any], key: str, value: Any) -> None:
         group[key] = value
 
 
-def _check_groups(view: StateView, source: Source, rows: dict[str, Row], settings: list[dict[str, Any]]) -> None:
+def check_optimizer(view: StateView, source: Source, rows: dict[str, Row], settings: list[dict[str, Any]]) -> None:
+    """See that an optimizer's state can be loaded; nothing is changed.
+
+    Args:
+        view: the engine's state.
+        source: the checkpoint.
+        rows: by the model's names.
+        settings: of each optimizer group, as they were saved.
+
+    Raises:
+        CheckpointError: the groups are not the ones that were saved, or a state cannot be cut as it is here.
+    """
     have = len(view.optimizer.param_groups) if view.optimizer is not None else 0
     advice = "build the optimizer as it was, or pass load_optimizer_states=False"
     if have != len(settings):

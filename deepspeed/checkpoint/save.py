@@ -91,13 +91,20 @@ class Saving:
         self._seal = Seal(0, 0)
 
     def begin(self) -> None:
-        """Find what cannot be stored, see that there is room, make the staging folder; nothing is lost if it fails.
+        """Find what cannot be stored. All ranks call together.
 
         Raises:
-            CheckpointError: something has no place in a checkpoint, the tags differ, or the disk is too full.
+            CheckpointError: something has no place in a checkpoint.
         """
         with self.ranks.together(f"preparing checkpoint '{self.target.tag}'"):
             self._encode()
+
+    def place(self) -> None:
+        """Agree on the tag, see that there is room and make the staging folder; nothing is lost if it fails.
+
+        Raises:
+            CheckpointError: the tags differ, or the disk is too full.
+        """
         captured, host = self.contents.captured, platform.node()
         need = file_bytes(self.entries) + _SMALL_FILES
         mine = (self.target.tag, self.target.leads, host, need, captured.reports)
@@ -123,6 +130,10 @@ class Saving:
         encoder = Encoder(aside, pickled)
         encoded = {key: encoder.encode(value, key) for key, value in contents.state.items()}
         self._small = {"json": encoded, "tensors": aside, "pickle": pickled}
+
+    def copy_small(self) -> None:
+        """Copy the tensors of the client's state, which may change while a thread writes."""
+        self._small["tensors"] = [tensor.detach().clone() for tensor in self._small["tensors"]]
 
     def _check_tags(self, tags: tuple[str, ...]) -> None:
         if len(set(tags)) == 1 or self.target.check_tag == "Ignore":
@@ -173,20 +184,18 @@ class Saving:
 
     def _complete(self, manifest: Manifest) -> None:
         staging, folder, seals = self.target.staging, self.target.folder, manifest.files
-        for name, data in self._small_files().items():
-            files.write_file(staging / name, data)
-            seals[name] = Seal(len(data), zlib.crc32(data))
+        small = self._small_files()
+        files.write_files({staging / name: data for name, data in small.items()})
+        seals |= {name: Seal(len(data), zlib.crc32(data)) for name, data in small.items()}
         if self._small["tensors"]:
             entries = [fixed(str(i), tensor) for i, tensor in enumerate(self._small["tensors"])]
             seals[STATE_TENSORS] = write_tensors(staging / STATE_TENSORS, entries, {})
-        files.write_file(staging / MANIFEST, manifest.to_bytes())
+        files.write_files({staging / MANIFEST: manifest.to_bytes()})
         files.current.sync_folder(staging)
-        files.publish(folder, self.target.tag)
-        for name, data in self.target.tools.items():
-            if not (folder / name).exists():
-                files.replace_file(folder / name, data, 0o755)
+        beside = {name: data for name, data in self.target.tools.items() if not (folder / name).exists()}
         if self.target.latest:
-            files.replace_file(folder / files.LATEST, f"{self.target.tag}\n".encode())
+            beside[files.LATEST] = f"{self.target.tag}\n".encode()
+        files.publish(folder, self.target.tag, beside)
         say(f"checkpoint '{self.target.tag}' is complete in {folder}")
 
     def _small_files(self) -> dict[str, bytes]:

@@ -23,11 +23,13 @@ from typing import Any
 import torch
 
 from deepspeed.checkpoint import files
+from deepspeed.checkpoint.checksum import crc32
 from deepspeed.errors import CheckpointCorruptError, CheckpointError
 
 BLOCK = 1 << 20
 _CHUNK = 4 * BLOCK  # bytes handed to one write
 _WRITERS, _READERS = 2, 4  # threads; they spend their time in the kernel and in crc32, which release the GIL
+_FEW = 8  # blocks that are not worth another reader
 _SCRATCH = _WRITERS + 1  # chunks in memory at most, where tensors are not written from their place
 _TABLE = "checksums"
 _MOST_HEADER = 1 << 28
@@ -208,10 +210,9 @@ class _Stream:
 
     def _write(self, chunk: torch.Tensor, at: int, scratch: torch.Tensor | None) -> None:
         try:
-            data = chunk.numpy().data
-            for start in range(0, len(data), BLOCK):
-                self._crcs[(at + start) // BLOCK] = zlib.crc32(data[start : start + BLOCK])
-            files.current.write(self._fd, data, self._base + at)
+            for start in range(0, chunk.numel(), BLOCK):
+                self._crcs[(at + start) // BLOCK] = crc32(chunk[start : start + BLOCK])
+            files.current.write(self._fd, chunk.numpy().data, self._base + at)
         finally:
             if scratch is not None:
                 self._free.put(scratch)
@@ -309,19 +310,19 @@ class TensorFile:
         """
         scratch = torch.empty(BLOCK, dtype=torch.uint8)
         for begin in range(self._base, self._end, BLOCK):
-            self._fill(scratch.numpy().data[: min(BLOCK, self._end - begin)], begin)
+            self._fill(self._fd, scratch[: min(BLOCK, self._end - begin)], begin)
 
-    def _fill(self, buffer: memoryview, begin: int) -> None:
+    def _fill(self, fd: int, block: torch.Tensor, begin: int) -> None:
         """Read one block and compare its checksum."""
-        done = 0
+        buffer, done = block.numpy().data, 0
         while done < len(buffer):
-            got = os.preadv(self._fd, [buffer[done:]], begin + done)
+            got = os.preadv(fd, [buffer[done:]], begin + done)
             if not got:
                 raise CheckpointCorruptError(f"{self.path} ends at byte {begin + done}")
             done += got
         if self._table:
             number = (begin - self._base) // BLOCK
-            if zlib.crc32(buffer) != int.from_bytes(self._table[4 * number : 4 * number + 4], "little"):
+            if crc32(block) != int.from_bytes(self._table[4 * number : 4 * number + 4], "little"):
                 end = begin + len(buffer)
                 inside = [name for name, e in self.entries.items() if e.begin < end and e.end > begin]
                 raise CheckpointCorruptError(
@@ -361,6 +362,9 @@ class Range:
     into: torch.Tensor
 
 
+_Block = tuple[int, int, list[Range]]  # first byte in the file, one past the last, what is wanted of them
+
+
 def read_all(wanted: dict[TensorFile, list[Range]]) -> None:
     """Read ranges of files into tensors; every block that is touched is verified.
 
@@ -370,14 +374,15 @@ def read_all(wanted: dict[TensorFile, list[Range]]) -> None:
     Raises:
         CheckpointCorruptError: a block differs from what was written.
     """
-    tasks: list[tuple[TensorFile, list[tuple[int, int, list[Range]]]]] = []
+    runs: list[tuple[TensorFile, list[_Block]]] = []
     for file, ranges in wanted.items():
         blocks: dict[tuple[int, int], list[Range]] = {}
         for one in ranges:
             for block in file.blocks(one.begin, one.end):
                 blocks.setdefault(block, []).append(one)
-        run = [(begin, end, inside) for (begin, end), inside in sorted(blocks.items())]
-        tasks += [(file, run[i : i + 8]) for i in range(0, len(run), 8)]
+        runs.append((file, [(begin, end, inside) for (begin, end), inside in sorted(blocks.items())]))
+    most = max(_FEW, -(-sum(len(run) for _, run in runs) // _READERS))
+    tasks = [(file, run[at : at + most]) for file, run in runs for at in range(0, len(run), most)]
     if len(tasks) <= 1:
         for file, run in tasks:
             _read_run(file, run)
@@ -392,18 +397,28 @@ def read_all(wanted: dict[TensorFile, list[Range]]) -> None:
                 future.result()
 
 
-def _read_run(file: TensorFile, run: list[tuple[int, int, list[Range]]]) -> None:
-    """Read consecutive blocks of a file."""
+def _read_run(file: TensorFile, run: list[_Block]) -> None:
+    """Read ascending blocks of a file, through a descriptor of its own: the kernel reads ahead for each of them."""
+    fd = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        _read_blocks(file, fd, run)
+    finally:
+        os.close(fd)
+
+
+def _read_blocks(file: TensorFile, fd: int, run: list[_Block]) -> None:
     scratch = torch.empty(BLOCK, dtype=torch.uint8)
     for begin, end, inside in run:
         only = inside[0]
         direct = only.into.dtype == only.dtype and only.into.device.type == "cpu" and only.into.is_contiguous()
         if len(inside) == 1 and direct and only.begin <= begin and only.end >= end:
             bytes_ = _bytes_of(only.into)[begin - only.begin : end - only.begin]
-            file._fill(bytes_.numpy().data, begin)
+            file._fill(fd, bytes_, begin)
             continue
         block = scratch[: end - begin]
-        file._fill(block.numpy().data, begin)
+        file._fill(fd, block, begin)
         for one in inside:
             low, high, size = max(begin, one.begin), min(end, one.end), one.dtype.itemsize
             values = block[low - begin : high - begin].view(one.dtype)

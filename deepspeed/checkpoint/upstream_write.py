@@ -1,4 +1,4 @@
-"""Upstream's files beside the native ones (`checkpoint.format: deepspeed`), so that its own tools convert them.
+"""Upstream's files beside the native ones (`checkpoint.format: deepspeed`), for its own tools and its engine.
 
 Each rank reads its part of upstream's layout out of the native files it has just helped to write: the two layouts cut
 differently, and the native one can be read in any ranges.
@@ -6,9 +6,12 @@ differently, and the native one can be read in any ranges.
 
 from __future__ import annotations
 
+import copy
+import pickle
 import zlib
 from collections import OrderedDict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -40,10 +43,34 @@ class _Sink:
         """Everything has been written."""
 
 
+class _LossScaler:
+    """Stands for upstream's object of a loss scale that is not dynamic; its engine takes it out of the file."""
+
+    def __init__(self, scale: float) -> None:
+        self.cur_scale, self.dynamic = scale, False
+
+
+_InPython: Any = pickle._Pickler  # the one in C writes names as it finds them
+
+
+class _Pickler(_InPython):
+    """Writes `_LossScaler` under upstream's name, which is another class in this process."""
+
+    def save_global(self, obj: Any, name: str | None = None) -> None:
+        if obj is not _LossScaler:
+            super().save_global(obj, name)
+            return
+        self.write(pickle.GLOBAL + b"deepspeed.runtime.fp16.loss_scaler\nLossScaler\n")
+        self.memoize(obj)
+
+
+_PICKLE = SimpleNamespace(__name__=__name__, Pickler=_Pickler)  # what `torch.save` asks of a module
+
+
 def _save(value: Any, path: Path) -> Seal:
     with files.created(path) as fd:
         sink = _Sink(fd)
-        torch.save(value, sink)  # type: ignore[arg-type]
+        torch.save(value, sink, pickle_module=_PICKLE)  # type: ignore[arg-type]
     return Seal(sink.nbytes, sink.crc32)
 
 
@@ -54,11 +81,14 @@ class UpstreamWriter:
         source: the native files, complete but for the manifest.
         ranks: all ranks; they call together.
         settings: of the optimizer's groups.
+        scale: of the loss; what is dynamic here goes on as a fixed one there.
         shared: what goes into every model file: counters, schedule, configuration, client state.
     """
 
-    def __init__(self, source: Source, ranks: Ranks, settings: list[dict[str, Any]], shared: dict[str, Any]) -> None:
-        self.source, self.ranks, self.settings, self.shared = source, ranks, settings, shared
+    def __init__(
+        self, source: Source, ranks: Ranks, settings: list[dict[str, Any]], scale: float, shared: dict[str, Any]
+    ) -> None:
+        self.source, self.ranks, self.settings, self.scale, self.shared = source, ranks, settings, scale, shared
         self.stage = source.manifest.about["stage"]
         self.low = _PRECISIONS[source.manifest.about["precision"]]
         rows = source.manifest.rows
@@ -86,8 +116,8 @@ class UpstreamWriter:
         self.source.read([Wanted(*one) for one in wanted])
 
     def _whole(self, rows: list[Row], dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
-        """Whole values, on rank 0 alone; masters in the compute dtype."""
-        if self.ranks.rank:
+        """Whole values, on the ranks that write a model file; masters in the compute dtype."""
+        if self.ranks.rank and self.stage < 3:
             rows = []
         made = {row.name: torch.empty(row.shape, dtype=dtype or row.dtype) for row in rows}
         self._read([(VALUE, row, 0, row.numel, made[row.name].reshape(-1)) for row in rows])
@@ -154,13 +184,15 @@ class UpstreamWriter:
             tensors = {key: self._field(group, key, dtype) for key, dtype in keys.items()}
             numbers.append(list(range(number, number + len(group))))
             for row in group:
-                state[number] = {**values, **{key: whole.get(row.name) for key, whole in tensors.items()}}
+                # Each its own: a step that is shared would be counted once for every parameter.
+                own = copy.deepcopy(values)
+                state[number] = {**own, **{key: whole.get(row.name) for key, whole in tensors.items()}}
                 number += 1
         groups = [{**one, "params": mine} for one, mine in zip(self.settings, numbers, strict=True)]
         inner = {"state": state, "param_groups": groups}
         if self.low == torch.float32:
             return inner
-        scale = {"dynamic_loss_scale": False, "cur_scale": 1.0, "cur_iter": self.shared.get("global_steps", 0)}
+        scale = {"dynamic_loss_scale": False, "cur_scale": self.scale, "cur_iter": self.shared.get("global_steps", 0)}
         return {**scale, "optimizer_state_dict": inner, "fp32_groups": masters}
 
     def _field(self, group: list[Row], key: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -178,8 +210,8 @@ class UpstreamWriter:
             states[number] = {**values, **{key: cut(group, state_field(key), dtype) for key, dtype in keys.items()}}
         groups = [{**one, "params": [number]} for number, one in enumerate(self.settings)]
         inner = {"state": states, "param_groups": groups}
-        made: dict[str, Any] = {"zero_stage": self.stage, "loss_scaler": None, "dynamic_loss_scale": False}
-        made |= {"overflow": False, "ds_version": __version__}
+        made: dict[str, Any] = {"zero_stage": self.stage, "ds_version": __version__, "overflow": False}
+        made |= {"loss_scaler": _LossScaler(self.scale), "dynamic_loss_scale": False}
         if self.stage == 3:
             made |= {"partition_count": self.ranks.size, "optimizer_state_dict": inner, "fp32_flat_groups": masters}
         else:
@@ -198,10 +230,10 @@ class UpstreamWriter:
         return self._step(group) * self.ranks.size - sum(row.numel for row in group) if last else 0
 
     def _by_group(self, group: list[Row], field: str, dtype: torch.dtype) -> torch.Tensor:
-        """Stages 1 and 2: an equal part of the concatenation, without its padding."""
+        """Stages 1 and 2: an equal part of the concatenation; masters without the padding at its end."""
         step, total = self._step(group), sum(row.numel for row in group)
         low, high = min(self.ranks.rank * step, total), min((self.ranks.rank + 1) * step, total)
-        made, wanted, offset = torch.empty(high - low, dtype=dtype), [], 0
+        made, wanted, offset = torch.zeros(high - low if field == VALUE else step, dtype=dtype), [], 0
         for row in group:
             start, stop = max(low, offset), min(high, offset + row.numel)
             if start < stop:

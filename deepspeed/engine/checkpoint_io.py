@@ -107,6 +107,7 @@ class CheckpointIO(WeightsIO):
         """
         started = time.perf_counter()
         self.wait_for_checkpoint()
+        self._check_whole()
         self._check_parallelism()
         settings = self.ds_config.top.checkpoint
         ranks = Ranks(self._axes.world)
@@ -125,6 +126,7 @@ class CheckpointIO(WeightsIO):
             aside = self._background.ranks(self._axes.world)
             self._background.start(saving, aside, lambda: self._finish(saving, aside, started))
         else:
+            saving.place()
             saving.write()
             self._finish(saving, ranks, started)
         return True
@@ -146,11 +148,12 @@ class CheckpointIO(WeightsIO):
         run, client = saving.contents.state["engine"], saving.contents.state["client_state"]
         counters = {name: run["counters"][name] for name in ("global_steps", "skipped_steps", "global_samples")}
         shared = {**counters, "lr_scheduler": run["scheduler"], "ds_config": self.config, **plain(client)}
-        settings = run["optimizer"]["groups"] if "optimizer" in run else []
+        optimizer = run.get("optimizer", {})
+        settings, scale = optimizer.get("groups", []), (optimizer.get("scaler") or {}).get("scale", 1.0)
 
         def write(folder: Path, manifest: Manifest) -> dict[str, Seal]:
             source = NativeSource(folder, manifest, ranks, [set(manifest.files)] * ranks.size)
-            return UpstreamWriter(source, ranks, settings, shared).write()
+            return UpstreamWriter(source, ranks, settings, scale, shared).write()
 
         return write
 
@@ -195,6 +198,8 @@ class CheckpointIO(WeightsIO):
 
     def _add_own_buffers(self, captured: Captured, view: StateView, ranks: Ranks) -> None:
         """Buffers that differ from rank 0's, as running statistics do, are this rank's own state."""
+        if not view.buffers:
+            return
         prints = ranks.gather({name: _fingerprint(buffer) for name, buffer in view.buffers.items()})
         own = [name for name, print_ in prints[ranks.rank].items() if print_ != prints[0].get(name)]
         captured.private["buffers"] = {name: view.buffers[name].detach().clone() for name in own}
@@ -233,6 +238,9 @@ class CheckpointIO(WeightsIO):
             CheckpointMissingError: the tag, or one of its files, is not there.
             CheckpointCorruptError: it is broken.
             CheckpointError: it does not fit the model.
+
+        A checkpoint that does not fit is refused before anything is changed. Bytes that turn out to be wrong are
+        found while tensors are replaced: the engine then raises `UsageError` until another load has gone through.
         """
         self.wait_for_checkpoint()
         ranks = Ranks(self._axes.world)
@@ -275,28 +283,39 @@ class CheckpointIO(WeightsIO):
 
     def _load(self, found: Source | Path, ranks: Ranks, what: _What) -> tuple[str, dict[str, Any]]:
         view = self._state_view()
-        with ranks.together("opening the checkpoint"):
-            source = found if isinstance(found, Source) else open_foreign(found, view.optimizer_names())
-        saved = source.state()
-        self._forget_window()
-        if what.custom is not None:
-            self._load_custom(source, view, what.custom)
-            rows, report = restore.compare(view, source, strict=False)
+        if isinstance(found, Source):
+            source = found
         else:
-            rows, report = restore.compare(view, source, what.strict)
-            restore.load_values(view, source, rows)
+            with ranks.together("opening the checkpoint"):
+                source = open_foreign(found, view.optimizer_names())
+        saved = source.state()
         run = saved.get("engine", {})
-        optimizer = run.get("optimizer")
-        if what.optimizer and optimizer is not None and self._pieces.optimizer is not None:
-            restore.load_optimizer(view, source, rows, optimizer["groups"], ranks)
-            run_state.restore_optimizer(self, optimizer)
-        if what.scheduler:
-            run_state.restore_scheduler(self, run.get("scheduler"))
-        for name, state in saved.get("module", {}).items():
-            self.module.get_submodule(name).set_extra_state(state)
-        if what.run:
-            self._restore_run(source, view, rows, run, what.optimizer)
-            self._restore_objects(saved.get("objects", []))
+        rows, report = restore.compare(view, source, what.strict and what.custom is None)
+        with ranks.together("comparing the checkpoint with the engine"):
+            optimizer = run.get("optimizer") if what.optimizer and self._pieces.optimizer is not None else None
+            settings = None if optimizer is None else optimizer["groups"]
+            if settings is not None:
+                restore.check_optimizer(view, source, rows, settings)
+            if what.run:
+                self._check_objects(saved.get("objects", []))
+        with self._replacing(optimizer is not None):
+            self._forget_window()
+            if what.custom is None:
+                restore.load_values(view, source, rows, settings)
+            else:
+                self._load_custom(source, view, what.custom)
+                if settings is not None:
+                    restore.load_optimizer(view, source, rows, settings)
+            if optimizer is not None:
+                run_state.restore_optimizer(self, optimizer)
+            if what.scheduler:
+                run_state.restore_scheduler(self, run.get("scheduler"))
+            for name, state in saved.get("module", {}).items():
+                self.module.get_submodule(name).set_extra_state(state)
+            if what.run:
+                self._restore_run(source, view, rows, run, what.optimizer)
+                for one, state in zip(self._extra_objects, saved.get("objects", []), strict=True):
+                    one.load_state_dict(state)
         self._tell_reducer()
         left = f", {len(report.left_out)} frozen parameters kept (the save left them out)" if report.left_out else ""
         gone = f", missing {report.missing[:4]}" if report.missing else ""
@@ -336,14 +355,12 @@ class CheckpointIO(WeightsIO):
             view.resume_window(touched, private["window"]["deferred"] if same else self._gas > 1)
         run_state.restore_window(self, run, private.get("window"), same_ranks)
 
-    def _restore_objects(self, states: list[Any]) -> None:
+    def _check_objects(self, states: list[Any]) -> None:
         if len(states) != len(self._extra_objects):
             raise CheckpointError(
                 f"the checkpoint holds the state of {len(states)} registered objects, and {len(self._extra_objects)} "
                 f"are registered here; call register_for_checkpointing with the same objects before loading"
             )
-        for one, state in zip(self._extra_objects, states, strict=True):
-            one.load_state_dict(state)
 
     def _load_custom(self, source: Source, view: StateView, load: Callable[..., Any]) -> None:
         """Hand the whole state dict and the gathered module to a client's function; rank 0's module counts."""

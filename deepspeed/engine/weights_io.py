@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,12 @@ from safetensors.torch import save_file
 
 from deepspeed.checkpoint import files, restore
 from deepspeed.checkpoint.export import once
-from deepspeed.checkpoint.huggingface import load_into
+from deepspeed.checkpoint.huggingface import FolderSource
 from deepspeed.checkpoint.pieces import from_state_dict
 from deepspeed.checkpoint.ranks import Ranks
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.engine.build import Axes, Pieces
-from deepspeed.errors import ArgumentError
+from deepspeed.errors import ArgumentError, UsageError
 from deepspeed.foundation.log import logger, say
 from deepspeed.zero.gathered import GatheredParameters
 from deepspeed.zero.state_view import StateView
@@ -32,6 +33,37 @@ class WeightsIO:
     _pieces: Pieces
     _state_view: Callable[[], StateView]
     _forget_window: Callable[[], None]
+    _mixed: str = ""  # what broke a load in the middle; empty: the state is of one piece
+    _mixed_optimizer: bool = False  # that load was of the optimizer too
+    _mixed_guard: Any = None
+
+    @contextmanager
+    def _replacing(self, optimizer: bool = False) -> Iterator[None]:
+        """Tensors are replaced inside: if that fails, the engine neither runs nor saves until a load has gone through.
+
+        Bytes are verified as they are read into place, so a failure may leave old and new values side by side.
+
+        Args:
+            optimizer: its state is replaced too.
+        """
+        try:
+            yield
+        except BaseException as error:
+            self._mixed = f"{type(error).__name__}: {error}"
+            self._mixed_optimizer |= optimizer
+            if self._mixed_guard is None:
+                self._mixed_guard = self.module.register_forward_pre_hook(lambda *_: self._check_whole())
+            raise
+        if self._mixed and optimizer >= self._mixed_optimizer:
+            self._mixed_guard.remove()
+            self._mixed, self._mixed_optimizer, self._mixed_guard = "", False, None
+
+    def _check_whole(self) -> None:
+        if self._mixed:
+            raise UsageError(
+                f"the last load failed in the middle and left old and new values side by side ({self._mixed}); load "
+                f"another checkpoint{', optimizer included,' if self._mixed_optimizer else ''} before going on"
+            )
 
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
@@ -52,6 +84,7 @@ class WeightsIO:
                 "zero_optimization.stage3_gather_16bit_weights_on_model_save must allow"
             )
             return False
+        self._check_whole()
         state = self._consolidated_16bit_state_dict(exclude_frozen_parameters)
         ranks = Ranks(self._axes.world)
         with ranks.together(f"saving {save_filename}"):
@@ -147,7 +180,8 @@ class WeightsIO:
             return restore.Loaded()
         source = from_state_dict(state, "the state dict")
         rows, found = restore.compare(view, source, strict)
-        restore.load_values(view, source, rows)
+        with self._replacing():
+            restore.load_values(view, source, rows)
         say(f"loaded {found.elements:,} of {found.total:,} elements from the state dict")
         return found
 
@@ -179,7 +213,12 @@ class WeightsIO:
             Elements loaded.
         """
         self._forget_window()
-        return load_into(self._state_view(), Path(path), Ranks(self._axes.world), strict)
+        view, source = self._state_view(), FolderSource(Path(path), Ranks(self._axes.world))
+        rows, found = restore.compare(view, source, strict)
+        with self._replacing():
+            restore.load_values(view, source, rows)
+        say(f"loaded {found.elements:,} of {found.total:,} elements from {path}")
+        return found.elements
 
 
 def write_weights(state: Mapping[str, torch.Tensor], path: Path) -> None:

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from deepspeed.checkpoint import files
 from deepspeed.checkpoint.beside import SCRIPTS
 from deepspeed.checkpoint.manifest import read_manifest
-from deepspeed.errors import CheckpointError, CheckpointMissingError
+from deepspeed.checkpoint.ranks import Ranks
+from deepspeed.errors import CheckpointError, CheckpointMissingError, UsageError
 from tests.harness.pool import free_port
 from tests.parallel.checkpointing import differences, everything, make, train
 from tests.parallel.tiny import raises, said, with_words
@@ -70,10 +71,11 @@ def save_with(engine: Any, folder: str, tag: str, at: int, how: str) -> bool:
         files.current = files.FileSystem()
 
 
-def every_operation(folder: str, how: str, tag: str) -> int:
-    """A fault at the first, second, … operation of a save, until one goes through."""
+def every_operation(folder: str, how: str, tag: str, victim: int) -> int:
+    """A fault at the first, second, … operation of one rank in a save, until one goes through."""
     before, after = f"{folder}/before", f"{folder}/after"
     with make(2) as engine:
+        rank, ranks = dist.get_rank(), Ranks(engine._axes.world)
         batches = iter(engine.training_dataloader)
         train(engine, batches, 2)
         engine.save_checkpoint(before, "first")
@@ -83,8 +85,11 @@ def every_operation(folder: str, how: str, tag: str) -> int:
         new = everything(engine)
         for at in range(1, 100):
             work = f"{folder}/{at}"
-            shutil.copytree(before, work)
-            through = save_with(engine, work, tag, at, how)
+            with ranks.together("copying"):
+                rank or shutil.copytree(before, work)
+            every = ranks.gather(save_with(engine, work, tag, at if rank == victim else 0, how))
+            through = all(every)
+            assert through or not any(every), "a save failed on some ranks only"
             engine.load_checkpoint(work)
             now = everything(engine)
             assert not differences(now, new) or not (through or differences(now, old)), at
@@ -94,7 +99,8 @@ def every_operation(folder: str, how: str, tag: str) -> int:
             assert {path.name for path in Path(work).iterdir()} == {"first", tag, "latest", *SCRIPTS}, at
             engine.load_checkpoint(work, tag)
             assert not differences(everything(engine), new), at
-            shutil.rmtree(work)
+            with ranks.together("removing"):
+                rank or shutil.rmtree(work)
             if through:
                 return at
     raise AssertionError("no save went through")
@@ -103,7 +109,16 @@ def every_operation(folder: str, how: str, tag: str) -> int:
 @pytest.mark.parametrize("tag", ["first", "second"])
 @pytest.mark.parametrize("how", ["fail", "cut", "kill"])
 def test_a_fault_at_any_operation_costs_no_checkpoint(workers: Any, tmp_path: Path, how: str, tag: str) -> None:
-    assert workers(1).run(every_operation, str(tmp_path), how, tag, timeout=120)[0] > 15
+    assert workers(1).run(every_operation, str(tmp_path), how, tag, 0, timeout=120)[0] > 15
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tag", ["first", "second"])
+@pytest.mark.parametrize("how", ["fail", "cut"])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_fault_of_one_of_two_ranks(workers: Any, tmp_path: Path, how: str, tag: str, victim: int) -> None:
+    tried = workers(2).run(every_operation, str(tmp_path), how, tag, victim, timeout=280)[0]
+    assert tried > (3 if victim else 15)  # the other rank writes its tensors and nothing else
 
 
 # -- what is found broken, and what is loaded instead -----------------------------------------------------------------
@@ -134,6 +149,25 @@ def broken_ones_are_passed_over(folder: str, name: str, how: str) -> None:
         assert dist.get_rank() or with_words(lines, "'bad' is skipped")
         with raises(CheckpointError, "bad"):
             engine.load_checkpoint(folder, "bad")
+        if name.startswith("rank") and how == "flip":  # found while tensors are replaced
+            stays_unusable_until_a_load_goes_through(engine, folder)
+        else:
+            assert not differences(everything(engine), good)
+
+
+def stays_unusable_until_a_load_goes_through(engine: Any, folder: str) -> None:
+    batches = iter(engine.training_dataloader)
+    with raises(UsageError, "the last load failed in the middle", "rank-00001.safetensors", "load another checkpoint"):
+        engine(next(batches))
+    with raises(UsageError, "the last load failed in the middle"):
+        engine.save_checkpoint(folder, "mixed")
+    assert not Path(folder, "mixed").exists()
+    engine.load_checkpoint(folder, "good", load_module_only=True)
+    with raises(UsageError, "optimizer included"):
+        engine(next(batches))
+    engine.load_checkpoint(folder, "good")
+    train(engine, batches, 1)
+    engine.save_checkpoint(folder, "whole")
 
 
 @pytest.mark.parametrize("how", ["flip", "cut", "gone"])

@@ -14,16 +14,19 @@ from tests.parallel.checkpointing import differences, everything, make, mean_los
 
 BATCH = 12  # divided by every number of ranks
 PRECISIONS = ("fp32", "bf16")
+Cell = tuple[int, int, str, str]  # stage, ranks, precision, tier
 
 
-def engine_of(cell: tuple[int, int, str], seed: int) -> Any:
-    stage, ranks, precision = cell
+def engine_of(cell: Cell, folder: str, seed: int) -> Any:
+    stage, ranks, precision, tier = cell
+    where = {"device": tier} | ({"nvme_path": folder} if tier == "nvme" else {})
+    zero = {} if tier == "device" else {"offload_optimizer": where} | ({"offload_param": where} if stage == 3 else {})
     sizes = {"train_micro_batch_size_per_gpu": BATCH // ranks}
-    return make(stage, precision, seed=seed, dropout=0.0, **sizes)
+    return make(stage, precision, seed=seed, dropout=0.0, zero=zero, **sizes)
 
 
-def save(cell: tuple[int, int, str], folder: str) -> dict[str, Any] | None:
-    with engine_of(cell, 0) as engine:
+def save(cell: Cell, folder: str) -> dict[str, Any] | None:
+    with engine_of(cell, folder, 0) as engine:
         mean_losses(engine, 2)
         engine.save_checkpoint(folder)
         state = everything(engine)
@@ -33,8 +36,8 @@ def save(cell: tuple[int, int, str], folder: str) -> dict[str, Any] | None:
         return {"state": state, "losses": losses} if dist.get_rank() == 0 else None
 
 
-def load(cell: tuple[int, int, str], folder: str, wanted: dict[str, Any], same_precision: bool) -> None:
-    with engine_of(cell, 1) as engine:
+def load(cell: Cell, folder: str, wanted: dict[str, Any], same_precision: bool) -> None:
+    with engine_of(cell, folder, 1) as engine:
         assert engine.load_checkpoint(folder)[0]
         found = differences(everything(engine), wanted["state"])
         # Frozen weights have no master: a run in another precision holds them in that one.
@@ -46,29 +49,34 @@ def load(cell: tuple[int, int, str], folder: str, wanted: dict[str, Any], same_p
             assert all(gap <= bar for gap, bar in zip(gaps, bars, strict=False)), gaps
 
 
-def trials(count: int, seed: int) -> list[tuple[tuple[int, int, str], tuple[int, int, str]]]:
+def trials(count: int, seed: int) -> list[tuple[Cell, Cell]]:
     draw = random.Random(seed)
-    cells = [(stage, ranks, precision) for stage in range(4) for ranks in (1, 2, 3, 4) for precision in PRECISIONS]
+    tiers = [(stage, tier) for stage in range(4) for tier in ("device", "cpu", "nvme") if stage or tier == "device"]
+    cells = [(s, ranks, precision, tier) for s, tier in tiers for ranks in (1, 2, 3, 4) for precision in PRECISIONS]
     return [(draw.choice(cells), draw.choice(cells)) for _ in range(count)]
 
 
-def run_trial(workers: Any, folder: Path, before: tuple[int, int, str], after: tuple[int, int, str]) -> None:
+def run_trial(workers: Any, folder: Path, before: Cell, after: Cell) -> None:
     wanted = workers(before[1]).run(save, before, str(folder), timeout=120)[0]
     workers(after[1]).run(load, after, str(folder), wanted, before[2] == after[2], timeout=120)
 
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [((3, 2, "bf16"), (1, 3, "fp32")), ((1, 3, "fp32"), (3, 2, "fp32")), ((2, 3, "fp32"), (0, 2, "bf16"))],
+    [
+        ((3, 2, "bf16", "device"), (1, 3, "fp32", "device")),
+        ((1, 3, "fp32", "cpu"), (3, 2, "fp32", "nvme")),
+        ((2, 3, "fp32", "device"), (0, 2, "bf16", "device")),
+    ],
 )
 def test_another_topology_loads_it(workers: Any, tmp_path: Path, before: Any, after: Any) -> None:
     run_trial(workers, tmp_path, before, after)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("trial", range(40))
+@pytest.mark.parametrize("trial", range(48))
 def test_random_pairs(workers: Any, tmp_path: Path, trial: int) -> None:
-    run_trial(workers, tmp_path, *trials(40, seed=5)[trial])
+    run_trial(workers, tmp_path, *trials(48, seed=5)[trial])
 
 
 def seen_samples(folder: str, ranks: int, micro: int, resume: bool) -> list[float]:

@@ -124,7 +124,6 @@ def test_upstreams_converter_gives_our_weights(workers: Any, tmp_path: Path, cel
 
 @pytest.mark.slow
 @NEEDS_UPSTREAM
-@pytest.mark.xfail(strict=True, reason="its engine loads our files and goes on with other losses, or ends; see status")
 @pytest.mark.parametrize("cell", CELLS)
 def test_upstreams_engine_goes_on_from_ours(workers: Any, tmp_path: Path, cell: str) -> None:
     stage, precision = int(cell[5]), cell.partition("-")[2]
@@ -135,4 +134,4 @@ def test_upstreams_engine_goes_on_from_ours(workers: Any, tmp_path: Path, cell: 
     found = torch.load(output)
     assert found["best"] == 0.5
     for rank in range(2):
-        assert found["losses"][rank] == pytest.approx(every[rank][1], rel=1e-5 if precision == "fp32" else 2e-2)
+        assert found["losses"][rank] == pytest.approx(every[rank][1], rel=1e-6 if precision == "fp32" else 2e-2)
