@@ -3,8 +3,9 @@
 Every side of every process runs once in each round, in random order; a ratio is that of two sides in one round. Both
 steps move 28 bytes per parameter: fp32 reads gradient, parameter and moments and writes all but the first; bf16 reads a
 2-byte gradient and writes a 2-byte copy. `z += a * x` in place moves 12 per element and runs over the same buffers and
-bytes: its time is the floor, the bytes over the bandwidth of the memory. Others get from bf16 to bf16 by a composition:
-cast the gradient, scale it, step, cast the parameter.
+bytes: its time is the floor, the bytes over the bandwidth of the memory. It reads twice what it writes; `z *= a` reads
+as much as it writes, as the bf16 step does, and shows what memory gives to that mix. Others get from bf16 to bf16 by a
+composition: cast the gradient, scale it, step, cast the parameter.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from torch import Tensor
 BYTES = 28
 FACTOR = 1.0 / 1024
 FEWEST_ROUNDS = 15
-OURS, AGAIN, TORCH, FLOOR = "ours", "ours again", "torch fused", "z += a x"
+OURS, AGAIN, TORCH, FLOOR, EVEN = "ours", "ours again", "torch fused", "z += a x", "z *= a"
+MEMORY = (EVEN, FLOOR)  # no optimizers, the same in both dtypes
 DTYPES = ("fp32", "bf16")
 BARS = {"fp32": 0.95, "bf16": 1.7, FLOOR: 1.05}
 Key = tuple[str, str, int]  # side, dtype, threads
@@ -86,6 +88,7 @@ def make_process(parameters: int, name: str) -> Callable[..., Any]:
             (AGAIN, "bf16"): folded,
             (TORCH, "bf16"): composed(fused, param, low, out),
             (FLOOR, "fp32"): floor_over([param.data, *moments], param.grad),
+            (EVEN, "fp32"): even_over([param.data, *moments], param.grad),
         }
 
     def handle(side: str | None = None, dtype: str = "", threads: int = 1) -> Any:
@@ -107,6 +110,17 @@ def floor_over(kept: list[Tensor], x: Tensor) -> Step:
     def step() -> None:
         for z, other in pairs:
             z.add_(other, alpha=1e-12)
+
+    return step
+
+
+def even_over(kept: list[Tensor], x: Tensor) -> Step:
+    """`z *= a` in place over as many bytes as a step moves: 28 / 8 of the elements."""
+    scaled = [*kept, x[: len(x) // 2]]
+
+    def step() -> None:
+        for z in scaled:
+            z.mul_(1.0)
 
     return step
 
@@ -151,8 +165,8 @@ def rows_of(rounds: list[dict[Key, float]], parameters: int) -> list[dict[str, A
     for threads in sorted({key[2] for key in rounds[0]}):
         for dtype in DTYPES:
             sides = sorted(side for side, kind, count in rounds[0] if (kind, count) == (dtype, threads))
-            others = [side for side in sides if side not in (OURS, AGAIN, FLOOR)]
-            rows += rows_against(rounds, parameters, (dtype, threads), [OURS, AGAIN, *others, FLOOR])
+            others = [side for side in sides if side not in (OURS, AGAIN, *MEMORY)]
+            rows += rows_against(rounds, parameters, (dtype, threads), [OURS, AGAIN, *others, *MEMORY])
     return rows
 
 
@@ -163,13 +177,13 @@ def rows_against(
     dtype, threads = cell
     rows = []
     for side in sides:
-        key = (side, "fp32" if side == FLOOR else dtype, threads)
+        key = (side, "fp32" if side in MEMORY else dtype, threads)
         ratio = median_interval([seconds[key] / seconds[OURS, dtype, threads] for seconds in rounds])
         median = statistics.median(seconds[key] for seconds in rounds)
         row = {"threads": threads, "dtype": dtype, "side": side, "ms": 1e3 * median}
         row |= {"gb_per_second": BYTES * parameters / median / 1e9, "bar": None, "reached": None}
         rows.append(row | {"ratio": ratio.median, "low": ratio.low, "high": ratio.high, "pairs": ratio.count})
-    fastest = min((row for row in rows if row["side"] not in (OURS, AGAIN, FLOOR)), key=lambda row: row["ms"])
+    fastest = min((row for row in rows if row["side"] not in (OURS, AGAIN, *MEMORY)), key=lambda row: row["ms"])
     for row, bar in ((fastest, BARS[dtype]), (rows[-1], BARS[FLOOR])):
         row |= {"bar": bar, "reached": row["ratio"] >= bar}
     return rows
