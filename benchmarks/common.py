@@ -247,3 +247,28 @@ def print_table(head: list[str], rows: list[list[str]]) -> None:
     widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
     for row in [head, *rows]:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip(), flush=True)
+
+
+def draw_ratios(names: list[str], rows: list[dict[str, Any]], label: str, path: Path) -> None:
+    """Bars of median paired ratios with their intervals; 1.0 is marked.
+
+    Args:
+        names: one for each row.
+        rows: `ratio`, `low` and `high` of each.
+        label: what the ratio is of.
+        path: the picture.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 0.32 * len(rows) + 1.2))
+    errors = [[row["ratio"] - row["low"] for row in rows], [row["high"] - row["ratio"] for row in rows]]
+    axes.barh(names, [row["ratio"] for row in rows], xerr=errors, color="tab:blue", alpha=0.7)
+    axes.axvline(1.0, color="black", linewidth=0.8)
+    axes.invert_yaxis()
+    axes.set_xlabel(f"{label} (median paired ratio, 95 % interval)")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from common import Interval, median_interval, print_table, results_folder, write_json
+from common import Interval, draw_ratios, median_interval, print_table, results_folder, write_json
 from torch import Tensor
 
 from deepspeed.native import library
@@ -121,21 +121,8 @@ def held(ratio: Interval, noise: Interval) -> bool:
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
     """Bars of the ratios with their intervals."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(8, 0.32 * len(rows) + 1.2))
-    errors = [[row["ratio"] - row["low"] for row in rows], [row["high"] - row["ratio"] for row in rows]]
     names = [f"{row['way']}, {row['side']}" for row in rows]
-    axes.barh(names, [row["ratio"] for row in rows], xerr=errors, color="tab:blue", alpha=0.7)
-    axes.axvline(1.0, color="black", linewidth=0.8)
-    axes.invert_yaxis()
-    axes.set_xlabel("bytes per second, × fio (median paired ratio, 95 % interval)")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    draw_ratios(names, rows, "bytes per second, × fio", path)
 
 
 def parse_arguments() -> argparse.Namespace:

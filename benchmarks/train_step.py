@@ -22,6 +22,7 @@ from common import (
     Shape,
     World,
     batch_of,
+    draw_ratios,
     median_interval,
     print_table,
     results_folder,
@@ -298,25 +299,12 @@ def _show_environment(rows: list[dict[str, Any]]) -> None:
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
     """Bars of the ratios with their intervals."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(8, 0.32 * len(rows) + 1.2))
     first = rows[0]["environment"]
     names = [
         f"{row['side']} {row['dtype']}" + ("" if row["environment"] == first else f" ({row['environment']})")
         for row in rows
     ]
-    errors = [[row["ratio"] - row["low"] for row in rows], [row["high"] - row["ratio"] for row in rows]]
-    axes.barh(names, [row["ratio"] for row in rows], xerr=errors, color="tab:blue", alpha=0.7)
-    axes.axvline(1.0, color="black", linewidth=0.8)
-    axes.invert_yaxis()
-    axes.set_xlabel("time of a step, × DDP (median paired ratio, 95 % interval)")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    draw_ratios(names, rows, "time of a step, × DDP", path)
 
 
 def parse_arguments() -> argparse.Namespace:
