@@ -22,28 +22,19 @@ from tests.harness.police import Police
 TIMEOUT = datetime.timedelta(seconds=60)  # of one collective
 
 
-_modules_frozen = 0
-
-
-def _collect() -> None:
-    """Free what the request left in cycles; what importing made is looked through once, not after every request."""
-    global _modules_frozen
-    gc.collect()
-    if len(sys.modules) > _modules_frozen:
-        _modules_frozen = len(sys.modules)
-        gc.freeze()
-
-
 def answer(request: bytes) -> tuple[bool, Any]:
     """Run one pickled `(function, arguments)`; `(True, result)` or `(False, traceback)`."""
     try:
+        modules = len(sys.modules)
         fn, args = pickle.loads(request)
         police, level = Police(), logger.level
         try:
             result = fn(*args)
         finally:
             logger.setLevel(level)  # clients set it
-        _collect()
+        gc.collect()
+        if len(sys.modules) > modules:
+            gc.freeze()  # what importing makes stays: looking through it after every request took most of the time
         left = police.report()
         return (False, f"{fn.__qualname__} left behind: {left}") if left else (True, result)
     except BaseException:  # also SystemExit: a rank must always answer
@@ -57,6 +48,7 @@ def main() -> None:
     warnings.filterwarnings("error", module=r"deepspeed(\.|$)")
     torch.set_num_threads(1)
     deepspeed.init_distributed("gloo", timeout=TIMEOUT)  # with the group lives a thread that watches it
+    gc.freeze()
     pipe = Connection(int(sys.argv[1]))
     while True:
         try:
