@@ -44,7 +44,7 @@ class Reducer:
         self.on_complete: Callable[[ShardGroup], None] | None = None  # all gradients of a group are here
         largest = max((g.numel for g in groups), default=0)
         self._device = groups[0].device if groups else torch.device("cpu")
-        self.wire = Wire(settings, largest, self._device, groups[0].axis if groups else world, replicas)
+        self.wire = Wire(settings, largest, self._device, groups[0].axis if groups else world, world, replicas)
         self._channel, self._finishes = world.channel(), 0
         self._touched_anywhere: dict[int, list[bool]] = {}
         self._handed_out: list[tuple[Member, torch.Tensor, int]] = []

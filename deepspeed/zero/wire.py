@@ -25,11 +25,18 @@ class Wire:
         largest: elements of the largest group; every transit buffer holds as many.
         device: where buffers live.
         axis: where rounds travel.
+        world: all ranks whose gradients are summed.
         replicas: ranks that hold the same slice (hybrid sharding); None when every slice exists once.
     """
 
     def __init__(
-        self, settings: ReduceSettings, largest: int, device: torch.device, axis: Axis, replicas: Axis | None = None
+        self,
+        settings: ReduceSettings,
+        largest: int,
+        device: torch.device,
+        axis: Axis,
+        world: Axis,
+        replicas: Axis | None = None,
     ) -> None:
         self.settings, self.axis, self.replicas = settings, axis, replicas
         self._largest, self._device = largest, device
@@ -38,8 +45,10 @@ class Wire:
         self._received: dict[tuple[torch.dtype, int], list[torch.Tensor]] = defaultdict(list)
         self._lent: set[int] = set()  # addresses of buffers to receive into that are in use
         self._settling: list[Bucket] = []  # whose rounds are being waited for right now
-        if axis.window is not None:
-            axis.window.workers.add(self)
+        # In whichever window this rank waits, peers may meanwhile be waiting for its rounds in another.
+        self._windows = [each.window for each in (axis, world, replicas) if each is not None and each.window]
+        for window in self._windows:
+            window.workers.add(self)
 
     def busy(self, bucket: Bucket) -> bool:
         """Whether a round of `bucket` is on its way."""
@@ -175,12 +184,13 @@ class Wire:
 
     def progress(self) -> None:
         """Sum what has arrived: a peer may be waiting for its buffer. Rounds of one bucket keep their order."""
-        earlier = {id(bucket) for bucket in self._settling}
+        seen = {id(bucket) for bucket in self._settling}
         for entry in list(self._in_flight):
             handle, bucket, _ = entry
-            if id(bucket) in earlier or not handle.ready(0.0):
-                earlier.add(id(bucket))
-            elif entry in self._in_flight:
+            if id(bucket) in seen:
+                continue
+            seen.add(id(bucket))
+            if handle.ready(0.0) and entry in self._in_flight:
                 self._in_flight.remove(entry)
                 self._settle(*entry)
 
@@ -190,8 +200,13 @@ class Wire:
         self._settling.remove(bucket)
         if following is None:
             self.release(current)
-        else:
-            self._in_flight.append((following, bucket, current))
+            return
+        # Behind the others: what peers need first, from this rank, is the first phase of every round. Later rounds of
+        # this bucket stay behind it: two ranks that had taken up different rounds would wait for each other.
+        later = [entry for entry in self._in_flight if entry[1] is bucket]
+        for entry in later:
+            self._in_flight.remove(entry)
+        self._in_flight += [(following, bucket, current), *later]
 
     def settle_all(self) -> None:
         """Wait for everything."""
@@ -206,5 +221,5 @@ class Wire:
     def close(self) -> None:
         """Let the transit buffers go."""
         self.forget_buffers()
-        if self.axis.window is not None:
-            self.axis.window.workers.discard(self)
+        for window in self._windows:
+            window.workers.discard(self)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import random
+import time
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -52,6 +55,31 @@ def hybrid() -> tuple[int, ...]:
 
 def test_hybrid_sharding_equals_stage_3_and_plain_torch(workers: Any) -> None:
     assert workers(RANKS).run(hybrid, timeout=60) == [(0, 1), (0, 1), (2, 3), (2, 3)]
+
+
+def trained_with_delays(seed: int) -> None:
+    """Two rounds of each bucket in flight, taken up at different times by the ranks of a group."""
+    from deepspeed.comm import collectives
+
+    draws = random.Random(1000 * seed + dist.get_rank())
+
+    def delay(_: str) -> None:
+        if draws.random() < 0.1:
+            time.sleep(0.05 * draws.random() ** 3)
+
+    collectives.PLANTED_DELAY = delay
+    try:
+        for _ in range(5):
+            with start(3, optimizer=adamw, accumulation=2, zero=MICS) as engine:
+                for step in range(6):
+                    micro_step(engine, step)
+    finally:
+        collectives.PLANTED_DELAY = None
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_ranks_that_wait_inside_and_across_groups_do_not_block_each_other(workers: Any, seed: int) -> None:
+    workers(RANKS).run(trained_with_delays, seed)
 
 
 def overflow_and_edits() -> None:

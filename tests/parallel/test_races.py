@@ -34,8 +34,10 @@ class Delays:
 
 
 def train(stage: int) -> dict[str, torch.Tensor]:
-    """Masters after a few steps, many small messages in flight."""
-    cell = Cell(stage, dist.get_world_size(), "fp32", 2, bucket=2000, optimizer="adamw", zero=(("overlap_comm", True),))
+    """Masters after a few steps, many small messages in flight; four ranks are two shard groups of two."""
+    ranks = dist.get_world_size()
+    zero = (("overlap_comm", True), *([("mics_shard_size", 2)] if ranks == 4 else []))
+    cell = Cell(stage, ranks, "fp32", 2, bucket=2000, optimizer="adamw", zero=zero)
     engine = build_engine(cell)
     for step in range(STEPS):
         for micro in range(cell.accumulation):
@@ -78,6 +80,18 @@ def expected_marks(stage: int) -> set[str]:
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_delays_change_no_bit(workers: Any, stage: int, ranks: int, seeds: range) -> None:
+    expect_no_difference(workers, stage, ranks, seeds)
+
+
+@pytest.mark.parametrize(
+    "seeds", [range(FEW), pytest.param(range(FEW, SCHEDULES), marks=pytest.mark.slow)], ids=["few", "rest"]
+)
+def test_delays_change_no_bit_under_hybrid_sharding(workers: Any, seeds: range) -> None:
+    """Two kinds of waits, inside shard groups and across them, in orders that differ between ranks."""
+    expect_no_difference(workers, 3, 4, seeds)
+
+
+def expect_no_difference(workers: Any, stage: int, ranks: int, seeds: range) -> None:
     for rank, (found, marks) in enumerate(workers(ranks).run(differing_schedules, stage, seeds, timeout=120)):
         assert not found, f"rank {rank}: {found}"
         assert set(marks) >= expected_marks(stage), f"rank {rank} was delayed only at {marks}"
