@@ -1,6 +1,5 @@
 // The traffic of one bf16 Adam step with next to no arithmetic: three fp32 streams read and written in place, a 2-byte
-// stream read, a 2-byte stream written; or all of that as one stream after another. Built by memory_mix.py; AVX2.
-#include <algorithm>
+// stream read, a 2-byte stream written. Built by memory_mix.py; AVX2.
 #include <cstdint>
 
 #include <immintrin.h>

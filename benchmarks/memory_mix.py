@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 from common import BENCHMARKS, median_interval, print_table, write_json
+from cpu_optimizer import BYTES, EVEN, FLOOR, even_over, floor_over
 
-BYTES = 28
 WAYS = (
     "copy around the caches",
     "copy and states around the caches",
@@ -29,7 +29,6 @@ WAYS = (
     "copy into the gradient",
 )
 AHEAD = (0, 1536, 4096, 8192)  # bytes between the block at work and the one being fetched
-FLOOR, EVEN = "z += a x", "z *= a"
 
 
 class Streams(ctypes.Structure):
@@ -56,20 +55,12 @@ def sides(touch: Any, count: int) -> dict[str, Callable[[int], Any]]:
     gradient, copy = torch.rand(count).bfloat16(), torch.rand(count).bfloat16()
     streams = Streams((ctypes.c_void_p * 3)(*[z.data_ptr() for z in kept]), gradient.data_ptr(), copy.data_ptr(), count)
     streams.tensors = (kept, gradient, copy)  # which stand as long as their addresses are used
-    third = count // 3
-
-    def floor(_: int) -> None:
-        for z, other in ((kept[0], x), (kept[1], x), (kept[2][:third], x[:third])):
-            z.add_(other, alpha=1e-12)
-
-    def even(_: int) -> None:
-        for z in (*kept, x[: count // 2]):
-            z.mul_(1.0)
+    floor, even = floor_over(kept, x), even_over(kept, x)
 
     def shaped(way: int, ahead: int) -> Callable[[int], Any]:
         return lambda threads: touch(ctypes.byref(streams), way, ctypes.c_int64(ahead), threads)
 
-    found: dict[str, Callable[[int], Any]] = {FLOOR: floor, EVEN: even}
+    found: dict[str, Callable[[int], Any]] = {FLOOR: lambda _: floor(), EVEN: lambda _: even()}
     for way, name in enumerate(WAYS):
         found |= {f"{name}, {ahead} ahead": shaped(way, ahead) for ahead in AHEAD}
     return found
