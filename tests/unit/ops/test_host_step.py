@@ -163,6 +163,37 @@ def test_native_forms_give_the_same_bits_and_agree_with_torch(case: str, monkeyp
             assert all((other != values).sum() <= 1e-3 * numel for other in ours if values.dtype != F32)
 
 
+@pytest.mark.parametrize("offset", [0, 8, 1])  # the copy starts at a line, at a part of one, anywhere
+@pytest.mark.parametrize("case", [name for name in CASES if CASES[name][0] is DeepSpeedCPUAdam])
+def test_copies_written_around_the_caches_have_the_same_bits(
+    case: str, offset: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cls, arguments = CASES[case]
+    numel = (1 << 20) + 77  # as long as STREAMED in optimizers.cpp, with a part of a block
+    gradient = draws(numel, 2, BF16, offset)
+    odd = [math.inf, -math.inf, math.nan, -0.0, 1e-40, -3e38]
+    for place in (0, 16, 1000, numel - 100, numel - len(odd)):
+        gradient[place : place + len(odd)] = torch.tensor(odd)
+    results = {}
+    for form in [TORCH, *available()]:
+        with using(form, monkeypatch):
+            param, out = torch.nn.Parameter(draws(numel, 1, F32, offset)), torch.zeros(numel + offset + 9, dtype=BF16)
+            optimizer = cls([param], **arguments)
+            optimizer.folds = {param: Fold(gradient, out[offset : offset + numel])}
+            optimizer.step()
+            results[form] = [values.nan_to_num(nan=7.0) for values in (param.detach(), out, *moments(optimizer, param))]
+            assert torch.equal(results[form][1][offset : offset + numel], results[form][0].to(BF16))
+            assert not out[:offset].any() and not out[offset + numel :].any()
+    plain, *native = results.values()
+    for found in native:
+        assert all(torch.equal(a, b) for a, b in zip(found, native[0], strict=True))
+        torch.testing.assert_close([found[0], *found[2:]], [plain[0], *plain[2:]], rtol=2e-6, atol=1e-6)
+
+
+def moments(optimizer: torch.optim.Optimizer, param: Tensor) -> list[Tensor]:
+    return [values for values in optimizer.state[param].values() if values.dim()]
+
+
 def test_halves_are_widened_and_rounded_as_torch_does(way: str) -> None:
     every = torch.arange(65536, dtype=torch.int32).to(torch.int16)
     random = torch.randint(-(2**31), 2**31, (200_000,), generator=torch.Generator().manual_seed(0)).to(torch.int32)
