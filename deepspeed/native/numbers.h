@@ -7,7 +7,7 @@
 #define DS_INLINE inline __attribute__((always_inline))
 
 #if defined(__x86_64__)
-#define DS_AVX512 __attribute__((target("fma,avx512f,avx512bw,avx512dq,avx512vl")))
+#define DS_AVX512 __attribute__((target("fma,avx512f,avx512bw,avx512dq,avx512vl,prfchw")))
 #define DS_AVX2 __attribute__((target("fma,avx2")))
 #else
 #define DS_AVX512

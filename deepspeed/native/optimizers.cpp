@@ -5,7 +5,10 @@
 
 #include <omp.h>
 #if defined(__x86_64__)
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC 12 warns of its own header (its bug 105593)
 #include <immintrin.h>
+#pragma GCC diagnostic pop
 #endif
 
 #include "numbers.h"
@@ -26,8 +29,8 @@ struct Leaf {
 
 // Elements handled at once: all that a block touches stays in the first-level cache.
 constexpr int64_t BLOCK = 64;
-// Elements between the block at work and the one being fetched (measured; the hardware stops at each 4 KiB page).
-constexpr int64_t AHEAD = 384;
+// Bytes between the block at work and the one being fetched (measured; the hardware stops at each 4 KiB page).
+constexpr int64_t AHEAD = 1792;
 // From this length on the copy leaves the caches before anyone reads it, so it is written around them.
 constexpr int64_t STREAMED = 1 << 20;
 // Elements below which a second thread costs more than it brings.
@@ -67,9 +70,17 @@ struct Lion {
     }
 };
 
-DS_INLINE void fetch(const void* base, Kind kind, int64_t element) {
-    const char* start = static_cast<const char*>(base) + element * width(kind);
-    for (int64_t byte = 0; byte < BLOCK * width(kind); byte += 64) __builtin_prefetch(start + byte, 1);
+// Fetch a block ahead of the one at work, to be read or to be written as well.
+template <bool written> DS_INLINE void fetch(const void* base, Kind kind, int64_t element) {
+    const char* start = static_cast<const char*>(base) + element * width(kind) + AHEAD;
+    for (int64_t byte = 0; byte < BLOCK * width(kind); byte += 64) __builtin_prefetch(start + byte, written);
+}
+
+DS_INLINE void fetch_all(const Leaf& leaf, int64_t element) {
+    fetch<true>(leaf.param, leaf.param_kind, element);
+    fetch<false>(leaf.gradient, leaf.gradient_kind, element);
+    fetch<true>(leaf.first, leaf.first_kind, element);
+    if (leaf.second) fetch<true>(leaf.second, leaf.second_kind, element);
 }
 
 // The values as fp32: in place, or widened into `scratch`.
@@ -105,10 +116,7 @@ template <class Rule> DS_INLINE void update_range(const Leaf& leaf, const Rule& 
     const bool streamed = leaf.count >= STREAMED && reinterpret_cast<uintptr_t>(leaf.out) % 16 == 0;
     for (int64_t start = begin; start < end; start += BLOCK) {
         const int64_t count = std::min(BLOCK, end - start);
-        fetch(leaf.param, leaf.param_kind, start + AHEAD);
-        fetch(leaf.gradient, leaf.gradient_kind, start + AHEAD);
-        fetch(leaf.first, leaf.first_kind, start + AHEAD);
-        if (leaf.second) fetch(leaf.second, leaf.second_kind, start + AHEAD);
+        fetch_all(leaf, start);
         float* param = as_fp32(leaf.param, leaf.param_kind, start, count, params);
         const float* gradient = as_fp32(leaf.gradient, leaf.gradient_kind, start, count, gradients);
         float* first = as_fp32(leaf.first, leaf.first_kind, start, count, firsts);
@@ -177,10 +185,7 @@ template <> DS_AVX512 void avx512<Adam>(const Leaf& leaf, const Adam& rule, int6
     const int64_t whole = lines && wide && halves && rule.first_weight < 0.5f ? end - (end - begin) % BLOCK : begin;
     auto* out = static_cast<uint16_t*>(leaf.out);
     for (int64_t start = begin; start < whole; start += BLOCK) {
-        fetch(leaf.param, FP32, start + AHEAD);
-        fetch(leaf.gradient, BF16, start + AHEAD);
-        fetch(leaf.first, FP32, start + AHEAD);
-        fetch(leaf.second, FP32, start + AHEAD);
+        fetch_all(leaf, start);
         for (int64_t i = start; i < start + BLOCK; i += 32) {
             const __m256i low = update_lanes(leaf, rule, i), high = update_lanes(leaf, rule, i + 16);
             const __m512i line = _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
