@@ -42,6 +42,11 @@ class Place:
         """Whether this process is in a collective."""
         return self._page[_STATE_AT] == INSIDE
 
+    @property
+    def label(self) -> str:
+        """What was written last."""
+        return bytes(self.snapshot()[_HEAD.size :]).decode(errors="replace")
+
     def snapshot(self) -> bytes:
         """The page as it is now."""
         return bytes(self._page[: _HEAD.size + _HEAD.unpack_from(self._page)[3]])

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from deepspeed.comm import watch
 from deepspeed.comm.axis import Axis, group_axis
 from deepspeed.comm.collectives import EXCHANGE, SPREAD, reduce_to_owners, spread, sum_in_rank_order, tag_of
 from deepspeed.native import KINDS
@@ -54,11 +55,12 @@ def all_reduce(tensor: torch.Tensor, op: Any = _SUM, group: Any = None, async_op
     if axis.window is not None:
         axis.window.all_reduce(tensor)
         return None
+    label = watch.noted()
     flat, cuts, seq = tensor.detach().view(-1), _even(tensor.numel(), axis.size), next(_counter)
     own = flat[cuts[axis.rank] : cuts[axis.rank + 1]]
     finish = lambda parts: sum_in_rank_order(parts, own, 1.0, add=False)  # noqa: E731
-    reduce_to_owners(axis, flat, cuts, tag_of(channel, EXCHANGE, seq), "all_reduce", finish).wait()
-    spread(axis, flat, cuts, tag_of(channel, SPREAD, seq), "all_reduce").wait()
+    reduce_to_owners(axis, flat, cuts, tag_of(channel, EXCHANGE, seq), label, finish).wait()
+    spread(axis, flat, cuts, tag_of(channel, SPREAD, seq), label).wait()
     return None
 
 
@@ -77,7 +79,7 @@ def reduce_scatter_tensor(
         return None
     out = output.detach().view(-1)
     finish = lambda parts: sum_in_rank_order(parts, out, 1.0, add=False)  # noqa: E731
-    reduce_to_owners(axis, flat, cuts, tag_of(channel, EXCHANGE, next(_counter)), "reduce_scatter", finish).wait()
+    reduce_to_owners(axis, flat, cuts, tag_of(channel, EXCHANGE, next(_counter)), watch.noted(), finish).wait()
     return None
 
 
@@ -96,7 +98,7 @@ def all_gather_into_tensor(
         axis.window.all_gather(full, cuts, input_tensor)
         return None
     full[cuts[axis.rank] : cuts[axis.rank + 1]] = input_tensor.detach().view(-1)
-    spread(axis, full, cuts, tag_of(channel, SPREAD, next(_counter)), "all_gather").wait()
+    spread(axis, full, cuts, tag_of(channel, SPREAD, next(_counter)), watch.noted()).wait()
     return None
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from mmap import mmap
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch.distributed as dist
@@ -34,6 +35,7 @@ Store: TypeAlias = Any  # a store of torch.distributed, whose type stubs lack `c
 POLL_S = 0.5
 ANSWER_S = 2.5  # how long a report waits for ranks that do not answer
 GRACE_S = 1.0  # how long a rank that was told may take to end by its own exception
+LET_GO_S = 1.0  # how long the end of the process waits for the backend's threads
 FAREWELL_S = 1.5  # how long rank 0 waits until the others can do without the store
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 
@@ -80,6 +82,11 @@ def heed(label: str = "") -> None:
         raise CommError(f"'{label}' was not started: {_here.verdict}" if label else _here.verdict)
 
 
+def noted() -> str:
+    """The label of the collective this process is in: that of its phases too."""
+    return _here.place.label
+
+
 def note_done() -> None:
     """Leave a collective."""
     _here.place.turn(OUTSIDE)
@@ -123,7 +130,7 @@ def start(store: Store, rank: int, world: int, timeout: timedelta) -> None:
         own = dist.PrefixStore(f"deepspeed.watch.{_here.watches}", store.clone())
         _here.watcher = _Watcher(own, rank, world)
         _here.watcher.start()
-        atexit.register(stop)
+    atexit.register(_at_exit)
 
 
 def settle() -> None:
@@ -137,6 +144,29 @@ def stop() -> None:
     watcher, _here.watcher = _here.watcher, None
     if watcher is not None:
         watcher.leave()
+
+
+def _at_exit() -> None:
+    """End the watch, and let gloo's threads let go of the tensors of their last collectives.
+
+    They need the interpreter for that. One that asks for it while it ends is ended by it, inside C++ code that does not
+    allow this: the process aborts (torch 2.13). They are at rest once all have slept twice while it was free.
+    """
+    stop()
+    end, rests = time.monotonic() + LET_GO_S, 0
+    while rests < 2 and time.monotonic() < end:
+        time.sleep(0.002)
+        rests = 0 if _gloo_is_busy() else rests + 1
+
+
+def _gloo_is_busy() -> bool:
+    """Whether a thread of gloo's runs, or would if a core were free; only Linux tells."""
+    for thread in Path("/proc/self/task").glob("*"):
+        with suppress(OSError):  # it has ended
+            name, _, rest = (thread / "stat").read_text().partition("(")[2].rpartition(") ")
+            if "gloo" in name and not rest.startswith("S"):
+                return True
+    return False
 
 
 def allow(timeout: timedelta) -> None:

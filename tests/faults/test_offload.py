@@ -102,6 +102,7 @@ def too_small(_: str) -> None:
             self.wide = torch.nn.Linear(2000, 8000)
 
     model = Wide()
+    adamw(model.parameters())  # the first one imports a good part of torch
     resource.setrlimit(resource.RLIMIT_DATA, (held + 120_000_000, before[1]))
     try:
         with raises(MemoryExhaustedError, "offload_optimizer", "offload_param", "nvme"):

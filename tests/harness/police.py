@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import time
@@ -42,6 +43,7 @@ class Police:
         found = self._changes(allowed_children())
         end = time.monotonic() + PATIENCE
         while found and time.monotonic() < end:
+            gc.collect()  # once more: tensors that C++ holds are let go layer by layer
             time.sleep(0.02)
             found = self._changes(allowed_children())
         return "; ".join(found)

@@ -17,6 +17,8 @@ from tests.harness.pool import free_port
 REPOSITORY = Path(__file__).resolve().parents[3]
 LAUNCHERS = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "SLURM_", "OMPI_", "PMI_", "PMIX_", "SM_", "AZ", "TORCHELASTIC")
 
+ABSENT = ("native library:", "no shared memory among")
+
 PRELUDE = """
 import os, signal, sys, time, warnings
 warnings.filterwarnings("error", module="deepspeed")
@@ -39,6 +41,11 @@ class Ended:
     begun: float
     last_word: float  # when it last wrote to stderr
     ended: float
+
+    @property
+    def complaints(self) -> list[str]:
+        """The lines of stderr but those that say that the native library is not there."""
+        return [line for line in self.err.splitlines() if not any(words in line for words in ABSENT)]
 
 
 def torchrun(rank: int, world: int, port: int) -> dict[str, str]:
