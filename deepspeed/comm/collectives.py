@@ -127,6 +127,11 @@ class Handle:
         then, self.then = self.then, None
         return then() if then is not None else None
 
+    def unrecorded(self) -> Handle:
+        """This handle, out of the comms logger: a phase of a call that is recorded as a whole."""
+        self._size = 0
+        return self
+
     def followed_by(self, then: Callable[[], Handle | None]) -> Handle:
         """This handle, with `then` called when all its phases are over."""
         inner = self.then

@@ -59,8 +59,8 @@ def all_reduce(tensor: torch.Tensor, op: Any = _SUM, group: Any = None, async_op
     flat, cuts, seq = tensor.detach().view(-1), _even(tensor.numel(), axis.size), next(_counter)
     own = flat[cuts[axis.rank] : cuts[axis.rank + 1]]
     finish = lambda parts: sum_in_rank_order(parts, own, 1.0, add=False)  # noqa: E731
-    reduce_to_owners(axis, flat, cuts, tag_of(channel, EXCHANGE, seq), label, finish).wait()
-    spread(axis, flat, cuts, tag_of(channel, SPREAD, seq), label).wait()
+    reduce_to_owners(axis, flat, cuts, tag_of(channel, EXCHANGE, seq), label, finish).unrecorded().wait()
+    spread(axis, flat, cuts, tag_of(channel, SPREAD, seq), label).unrecorded().wait()
     return None
 
 
@@ -79,7 +79,8 @@ def reduce_scatter_tensor(
         return None
     out = output.detach().view(-1)
     finish = lambda parts: sum_in_rank_order(parts, out, 1.0, add=False)  # noqa: E731
-    reduce_to_owners(axis, flat, cuts, tag_of(channel, EXCHANGE, next(_counter)), watch.noted(), finish).wait()
+    tag = tag_of(channel, EXCHANGE, next(_counter))
+    reduce_to_owners(axis, flat, cuts, tag, watch.noted(), finish).unrecorded().wait()
     return None
 
 
@@ -98,7 +99,7 @@ def all_gather_into_tensor(
         axis.window.all_gather(full, cuts, input_tensor)
         return None
     full[cuts[axis.rank] : cuts[axis.rank + 1]] = input_tensor.detach().view(-1)
-    spread(axis, full, cuts, tag_of(channel, SPREAD, next(_counter)), watch.noted()).wait()
+    spread(axis, full, cuts, tag_of(channel, SPREAD, next(_counter)), watch.noted()).unrecorded().wait()
     return None
 
 

@@ -115,12 +115,15 @@ def the_log() -> None:
     dist.configure({"comms_logger": {"enabled": True, "prof_all": False, "prof_ops": ["all_reduce"]}})
     dist.all_reduce(torch.ones(1000))
     dist.all_reduce(torch.ones(1000), async_op=True).wait()
+    dist.all_reduce(torch.ones(1000, dtype=torch.bfloat16))  # one call, by however many messages
     dist.barrier()
     dist.broadcast(torch.ones(10), 0, prof=True)
-    row = dist.log_summary(show_straggler=True, return_dict=True)["all_reduce"][4000]
+    summary = dist.log_summary(show_straggler=True, return_dict=True)["all_reduce"]
+    assert summary[2000]["count"] == 1
+    row = summary[4000]
     assert row["count"] == 2 and row["busbw_gbs"] > 0 and row["straggler_ms"] >= 0
     assert dist.get_logged_comm_ops() == ["all_reduce", "broadcast"]
-    assert (dist.get_comm_operation_count(), dist.get_comm_operation_count("broadcast")) == (3, 1)
+    assert (dist.get_comm_operation_count(), dist.get_comm_operation_count("broadcast")) == (4, 1)
     dist.reset_log()
     assert not dist.has_comm_data()
 

@@ -10,9 +10,11 @@ from deepspeed.comm.logging import CommsLogger, as_table
 from tests.unit.comm.ranks import run_ranks
 
 
-def test_every_name_on_two_ranks():
+@pytest.mark.parametrize("switched", [{}, {"DS_NATIVE": "0"}], ids=["native", "messages"])
+def test_every_name_on_two_ranks(switched):
     script = Path(__file__).with_name("every_name.py").read_text()
-    ends = run_ranks("warnings.simplefilter('error')\n" + script.replace("from __future__ import annotations\n", ""), 2)
+    script = script.replace("from __future__ import annotations\n", "")
+    ends = run_ranks("warnings.simplefilter('error')\n" + script, 2, **switched)
     assert [(end.code, end.out) for end in ends] == [(0, "all as expected\n")] * 2, [end.err for end in ends]
     assert "all_reduce   4000" in ends[0].err and "straggler_ms" in ends[0].err
 
