@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import Variable
 from torch.autograd.graph import register_multi_grad_hook
 
 from deepspeed.comm import collectives
@@ -57,8 +58,9 @@ class _Call:
     """One forward of a unit, until its backward is over."""
 
     unit: nn.Module
-    has_inputs: bool  # inputs whose gradient marks the end of the unit's backward
+    inputs: int  # how many have a gradient that marks the end of the unit's backward
     using: bool = False
+    arrived: dict[int, int] = field(default_factory=dict)  # gradients of inputs so far, by backward pass
 
 
 def in_backward() -> bool:
@@ -211,9 +213,13 @@ class Lifecycle:
     def _watch_inputs(self, unit: nn.Module, args: Any, kwargs: Any) -> _Call:
         inputs = [t for t in tensors_in((args, kwargs)) if t.requires_grad]
         # A leaf's gradient cannot be waited for under autograd.grad, so its unit's backward has no known end.
-        call = _Call(unit, bool(inputs) and not any(t.is_leaf for t in inputs))
-        if call.has_inputs:
-            register_multi_grad_hook(inputs, Hook(lambda _grads: self._after_backward(call)), mode="all")
+        call = _Call(unit, 0 if any(t.is_leaf for t in inputs) else len(inputs))
+        if call.inputs:
+            # Not torch's hook of several tensors: it keeps their nodes, which keep it, so that the graph of every
+            # forward would stand until a garbage collection, one unit of it at a time.
+            hook = Hook(lambda _grad: self._input_gradient(call))
+            for tensor in inputs:
+                tensor.register_hook(hook)
         return call
 
     def _before_backward(self, call: _Call) -> None:
@@ -224,8 +230,17 @@ class Lifecycle:
         for group in self.units[call.unit]:
             group.users += 1
             self.keeper.gather(group)
-            if not call.has_inputs:
+            if not call.inputs:
                 self._open_ended[id(group)].append(call)
+        if call.inputs > 1:  # of which this pass may not ask for all
+            Variable._execution_engine.queue_callback(lambda: self._after_backward(call))
+
+    def _input_gradient(self, call: _Call) -> None:
+        task = torch._C._current_graph_task_id()
+        call.arrived[task] = call.arrived.get(task, 0) + 1
+        if call.arrived[task] == call.inputs:
+            del call.arrived[task]
+            self._after_backward(call)
 
     def _after_backward(self, call: _Call) -> None:
         collectives.delay("after a unit's backward")
