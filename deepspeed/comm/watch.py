@@ -28,7 +28,8 @@ from deepspeed.errors import CommError, CommTimeoutError
 # by itself is ended: the backend's connections are unusable by then, and a rank left alone would wait for ever. Ranks
 # on one machine map each other's pages, so the place of one that died without a word (gloo aborts the process when
 # sizes differ) is known exactly. The store lives in rank 0's process: before rank 0 leaves it tells the others
-# (`alarm` = "ending"), who copy what they need and go on without a store.
+# (`alarm` = "ending"), who copy what they need and go on without a store. Last of all a process waits until the
+# threads of the backend rest (`_at_exit`).
 
 Store: TypeAlias = Any  # a store of torch.distributed, whose type stubs lack `clone`, `append` and values in bytes
 

@@ -177,7 +177,7 @@ DS_AVX512 inline __m256i update_lanes(const Leaf& leaf, const Adam& rule, int64_
 }
 
 // From a bf16 gradient to a bf16 copy no element waits in memory for its neighbours, and the copy leaves by whole lines:
-// what the compiler makes of the general form costs 3 % of the bandwidth (benchmarks/cpu_optimizer.py).
+// what the compiler makes of the general form costs about 2 % of the bandwidth (docs/status.md).
 template <> DS_AVX512 void avx512<Adam>(const Leaf& leaf, const Adam& rule, int64_t begin, int64_t end) {
     const bool lines = leaf.count >= STREAMED && leaf.out && reinterpret_cast<uintptr_t>(leaf.out) % 64 == 0;
     const bool wide = leaf.param_kind == FP32 && leaf.first_kind == FP32 && leaf.second_kind == FP32;

@@ -1,4 +1,4 @@
-"""Bytes of training state on live tensors against the formula, and the estimators against the same formula."""
+"""Bytes of training state on live tensors and by the estimators against the formula; what steps leave behind."""
 
 from __future__ import annotations
 
