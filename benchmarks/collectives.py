@@ -36,7 +36,7 @@ def sides_of(operation: str, dtype: torch.dtype, nbytes: int) -> tuple[dict[str,
 
     dist = torch.distributed
     axis = group_axis("benchmark", dist.group.WORLD)
-    window, messages = axis.window, dataclasses.replace(axis, window=None)
+    shared, messages = axis.shared, dataclasses.replace(axis, shared=None)
     rank, size = axis.rank, axis.size
     numel = nbytes // dtype.itemsize // size * size
     source = torch.randn(numel, generator=torch.Generator().manual_seed(rank)).to(dtype)
@@ -64,14 +64,14 @@ def sides_of(operation: str, dtype: torch.dtype, nbytes: int) -> tuple[dict[str,
         spread(messages, full, cuts, tag(SPREAD), "spread").wait()
 
     table: dict[str, tuple[Side, Side, Side, Side, Tensor]] = {
-        "all_reduce": (lambda: comm.all_reduce(data), lambda: window.all_reduce(data), lambda: dist.all_reduce(data),
+        "all_reduce": (lambda: comm.all_reduce(data), lambda: shared.all_reduce(data), lambda: dist.all_reduce(data),
                        composed_sum, data),
         "reduce_scatter": (lambda: comm.reduce_scatter_tensor(out, source),
-                           lambda: window.reduce_scatter(source, cuts, out),
+                           lambda: shared.reduce_scatter(source, cuts, out),
                            lambda: dist.reduce_scatter_tensor(out, source), lambda: owners(source, out), out),
-        "all_gather": (lambda: comm.all_gather_into_tensor(full, own), lambda: window.all_gather(full, cuts, own),
+        "all_gather": (lambda: comm.all_gather_into_tensor(full, own), lambda: shared.all_gather(full, cuts, own),
                        lambda: dist.all_gather_into_tensor(full, own), composed_gather, full),
-        "broadcast": (lambda: comm.broadcast(data, 0), lambda: window.broadcast(data, 0),
+        "broadcast": (lambda: comm.broadcast(data, 0), lambda: shared.broadcast(data, 0),
                       lambda: dist.broadcast(data, 0), lambda: dist.broadcast(data, 0), data),
     }  # fmt: skip
     ours, bare, gloo, composition, result = table[operation]

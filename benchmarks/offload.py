@@ -109,9 +109,11 @@ def memory(case: dict[str, Any]) -> dict[str, Any]:
         peaks.append(engine.zero_report()["peak"])
     asked = allocations(engine, shape, case["steps"])
     predicted = predictions[0]
-    pools = {id(tier.pool): tier.pool for g in engine._pieces.groups for tier in vars(g.places).values() if tier.pool}
+    pools = {
+        id(tier.pool): tier.pool for g in engine._components.groups for tier in vars(g.tiers).values() if tier.pool
+    }
     buffers = sum(pool.nbytes for pool in pools.values()) if case["optimizer"] == "nvme" else 0
-    transit = sum(b.nbytes for free in engine._pieces.reducer.wire._pool.values() for b in free)
+    transit = sum(b.nbytes for free in engine._components.reducer.wire._pool.values() for b in free)
     at_rest = predicted[DEVICE] + predicted[HOST]
     parameters = sum(p.numel() for p in model.parameters())
     block = sum(p.numel() for p in model.blocks[0].parameters())

@@ -102,8 +102,8 @@ def is_configured() -> bool:
 
 def reset() -> None:
     """Let the contiguous buffers go; the flags stay."""
-    if calls.configured is not None and calls.configured.saver.arena is not None:
-        calls.configured.saver.arena.clear()
+    if calls.configured is not None and calls.configured.saver.buffers is not None:
+        calls.configured.saver.buffers.clear()
 
 
 def set_num_layers(nlayers: int) -> None:

@@ -51,7 +51,7 @@ class _Row:
             self.filled = 0
 
 
-class Arena:
+class ActivationBuffers:
     """One buffer per dtype and place, in which tensors lie one behind the other until all are given back.
 
     It has room for the most that was ever lent at once; what exceeds it, as in the first pass, lies on its own.
@@ -103,13 +103,15 @@ class Saver:
     def __init__(self, flags: ActivationCheckpointing, axis: Axis | None) -> None:
         self._axis = axis if flags.partition_activations and axis is not None and axis.size > 1 else None
         self._host = flags.cpu_checkpointing
-        self.arena = Arena(flags.number_checkpoints or 1) if flags.contiguous_memory_optimization else None
+        self.buffers = (
+            ActivationBuffers(flags.number_checkpoints or 1) if flags.contiguous_memory_optimization else None
+        )
         self._channel = self._axis.channel() if self._axis is not None else 0
         self._turns = itertools.count()
 
     def hooks(self) -> contextlib.AbstractContextManager[Any]:
         """Around a call of torch's checkpoint: the only tensors saved outside of its own hooks are its inputs."""
-        if self._axis is None and not self._host and self.arena is None:
+        if self._axis is None and not self._host and self.buffers is None:
             return contextlib.nullcontext()
         return saved_tensors_hooks(self._pack, self._unpack)
 
@@ -129,10 +131,10 @@ class Saver:
         place = torch.device("cpu") if self._host else flat.device
         pinned = self._host and flat.device.type != "cpu"
         row = None
-        if self.arena is None:
+        if self.buffers is None:
             values = empty(flat.numel(), flat.dtype, place, pinned)
         else:
-            values, row = self.arena.take(flat.numel(), flat.dtype, place, pinned)
+            values, row = self.buffers.take(flat.numel(), flat.dtype, place, pinned)
         values.copy_(flat, non_blocking=True)
         saved = Saved(values, whole.shape, whole.stride(), flat.device, "host" if self._host else "device")
         if row is not None:

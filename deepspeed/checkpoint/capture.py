@@ -25,8 +25,8 @@ from deepspeed.checkpoint.manifest import (
 )
 from deepspeed.checkpoint.tensorfile import DTYPES, NAMES, Entry, name_of
 from deepspeed.errors import CheckpointError
+from deepspeed.zero.fragment import Fragment
 from deepspeed.zero.member import Member
-from deepspeed.zero.parts import Part
 from deepspeed.zero.state_view import Slot, StateView, layout_rule
 
 
@@ -39,7 +39,7 @@ class Captured:
         groups: how they are cut.
         entries: what this rank writes.
         reports: by parameter, its optimizer state as JSON and its optimizer group; from the rank of its first element.
-        filled: parameters whose window has a reduced part.
+        filled: parameters whose window has a reduced fragment.
         private: this rank's own state; tensors are allowed.
     """
 
@@ -72,7 +72,7 @@ def capture(view: StateView, leave_out_frozen: bool) -> Captured:
         filled = view.filled(group)
         if filled:
             made.filled += [member.name for member in group.members]
-        for member, start, stop in view.written_pieces(group):
+        for member, start, stop in view.written_ranges(group):
             if _kind(member.param, leave_out_frozen) != LEFT_OUT:
                 made.entries.append(_entry(VALUE, view.value(member, start, stop)))
             if filled:
@@ -92,47 +92,47 @@ def _entry(field_: str, slot: Slot) -> Entry:
 
 
 def _add_state(
-    made: Captured, view: StateView, member: Member, piece: tuple[int, int], numbers: dict[int, int]
+    made: Captured, view: StateView, member: Member, range_: tuple[int, int], numbers: dict[int, int]
 ) -> None:
-    start, stop = piece
-    for part in view.parts_of(member):
-        if not part.piece.start <= start < part.piece.stop:
+    start, stop = range_
+    for fragment in view.fragments_of(member):
+        if not fragment.range.start <= start < fragment.range.stop:
             continue
-        rule = _rule_of(view, part)
+        rule = _rule_of(view, fragment)
         if rule is not None:
             for key in rule.sliced:
-                made.entries.append(_entry(state_field(key), view.state(part, key, start, stop)))
+                made.entries.append(_entry(state_field(key), view.state(fragment, key, start, stop)))
         if start == 0:
             for key in rule.whole if rule is not None else ():
-                made.entries.append(_entry(state_field(key), view.whole_state(part, key)))
-            made.reports[member.name] = (rule and rule.to_json(), numbers.get(id(part.leaf), -1))
+                made.entries.append(_entry(state_field(key), view.whole_state(fragment, key)))
+            made.reports[member.name] = (rule and rule.to_json(), numbers.get(id(fragment.leaf), -1))
 
 
-def _rule_of(view: StateView, part: Part) -> StateRule | None:
+def _rule_of(view: StateView, fragment: Fragment) -> StateRule | None:
     """The rule of a part's optimizer state."""
-    state = view.state_of(part)
+    state = view.state_of(fragment)
     if not state:
         return None
     rule = StateRule({}, {}, {})
     encoder = Encoder([])
     for key, value in state.items():
-        name = f"optimizer state {key!r} of {part.member.name}"
+        name = f"optimizer state {key!r} of {fragment.member.name}"
         if not isinstance(value, torch.Tensor):
             rule.values[key] = encoder.encode(value, name)
-        elif value.shape == part.leaf.shape:
+        elif value.shape == fragment.leaf.shape:
             rule.sliced[key] = DTYPES[name_of(value.dtype, name)]
         elif value.dim() == 0:
             rule.values[key] = {"number": encoder.encode(value.item(), name), "dtype": NAMES[value.dtype]}
-        elif part.piece.numel == part.member.numel:
+        elif fragment.range.numel == fragment.member.numel:
             rule.whole[key] = (DTYPES[name_of(value.dtype, name)], tuple(value.shape))
         else:
             raise CheckpointError(
-                f"{name} has shape {tuple(value.shape)}, but this rank holds {part.piece.numel} of the parameter's "
-                f"{part.member.numel} elements: it cannot be loaded anywhere else. Use an optimizer whose state has "
-                f"the shape of the parameter, or stage 0"
+                f"{name} has shape {tuple(value.shape)}, but this rank holds {fragment.range.numel} of the "
+                f"parameter's {fragment.member.numel} elements: it cannot be loaded anywhere else. Use an optimizer "
+                f"whose state has the shape of the parameter, or stage 0"
             )
     if encoder.tensors:
-        raise CheckpointError(f"the optimizer state of {part.member.name} holds tensors inside of containers")
+        raise CheckpointError(f"the optimizer state of {fragment.member.name} holds tensors inside of containers")
     return rule
 
 
@@ -155,7 +155,7 @@ def _add_rest(made: Captured, view: StateView, leave_out_frozen: bool) -> None:
         made.groups.append(group)
         made.rows += group_rows
         if rank < count:
-            for index in group.layout([row.numel for row in group_rows]).pieces(rank):
+            for index in group.layout([row.numel for row in group_rows]).ranges(rank):
                 row = group_rows[index.index]
                 if row.kind != LEFT_OUT:
                     made.entries.append(_entry(VALUE, view.plain_value(row.name)))

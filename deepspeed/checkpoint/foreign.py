@@ -20,7 +20,7 @@ from deepspeed.checkpoint.manifest import (
     entry_name,
     state_field,
 )
-from deepspeed.checkpoint.pieces import Piece, PiecesSource
+from deepspeed.checkpoint.tensor_source import Chunk, TensorSource
 from deepspeed.checkpoint.tensorfile import NAMES
 from deepspeed.checkpoint.unpickle import load_pt
 from deepspeed.errors import CheckpointCorruptError, CheckpointError, CheckpointMissingError
@@ -34,7 +34,7 @@ _OWN_KEYS = frozenset(
 )
 
 
-def open_foreign(path: Path, trained: Iterable[str] = ()) -> PiecesSource:
+def open_foreign(path: Path, trained: Iterable[str] = ()) -> TensorSource:
     """A source over a folder in upstream's layout; tensors stay in its files until they are read.
 
     Args:
@@ -57,16 +57,16 @@ def _numbered(path: Path, pattern: str) -> list[Path]:
 
 
 class _Reading:
-    """Rows and pieces as they are found."""
+    """Rows and chunks as they are found."""
 
     def __init__(self, path: Path, trained: list[str]) -> None:
         self.path, self.trained = path, trained
         self.rows: dict[str, Row] = {}
-        self.pieces: dict[str, list[Piece]] = {}
+        self.chunks: dict[str, list[Chunk]] = {}
         self.states: list[StateRule] = []
         self.optimizer: dict[str, Any] | None = None
 
-    def source(self) -> PiecesSource:
+    def source(self) -> TensorSource:
         """Read the small parts of all files."""
         if list(self.path.glob("*mp_rank_01*")):
             raise CheckpointError(f"{self.path} is of several model-parallel ranks; convert it to the universal form")
@@ -84,7 +84,7 @@ class _Reading:
         client = {key: value for key, value in model.items() if key not in _OWN_KEYS}
         about = {"aliases": dict(model.get("shared_params") or {}), "stage": self._stage}
         state = {"engine": engine, "client_state": client}
-        return PiecesSource(self.path, list(self.rows.values()), self.pieces, self.states, state, about)
+        return TensorSource(self.path, list(self.rows.values()), self.chunks, self.states, state, about)
 
     def _model_files(self) -> list[Path]:
         found = _numbered(self.path, "zero_pp_rank_*_mp_rank_00_model_states.pt")
@@ -142,9 +142,9 @@ class _Reading:
         order = 0
         for group, named in enumerate(shapes):
             cut = self._by_parameter if self._stage == 3 else self._by_group
-            for name, pieces in cut(ranks, group, {n: torch.Size(s) for n, s in named.items()}):
-                self._add(name, torch.Size(named[name]), [(at, values) for at, values, _ in pieces], (order, group))
-                self._add_state(name, [(at, values.numel(), state) for at, values, state in pieces])
+            for name, chunks in cut(ranks, group, {n: torch.Size(s) for n, s in named.items()}):
+                self._add(name, torch.Size(named[name]), [(at, values) for at, values, _ in chunks], (order, group))
+                self._add_state(name, [(at, values.numel(), state) for at, values, state in chunks])
                 order += 1
         inner = first["optimizer_state_dict" if self._stage == 3 else "base_optimizer_state"]
         self._take_groups(inner["param_groups"], _scaler(first.get("loss_scaler")))
@@ -164,14 +164,14 @@ class _Reading:
         states = [rank["base_optimizer_state"]["state"].get(group, {}) for rank in ranks]
         offset = 0
         for name, shape in shapes.items():
-            pieces, at = [], 0
+            chunks, at = [], 0
             for part, state in zip(parts, states, strict=True):
                 low, high = max(offset, at), min(offset + shape.numel(), at + part.numel())
                 if low < high:
                     cut = {k: v[low - at : high - at] if _cut(v, part) else v for k, v in state.items()}
-                    pieces.append((low - offset, part[low - at : high - at], cut))
+                    chunks.append((low - offset, part[low - at : high - at], cut))
                 at += part.numel()
-            yield name, pieces
+            yield name, chunks
             offset += shape.numel()
 
     def _by_parameter(
@@ -181,14 +181,14 @@ class _Reading:
         parts = [_joined(rank, group) for rank in ranks]
         at = 0
         for name, shape in shapes.items():
-            step, pieces = -(-shape.numel() // len(ranks)), []
+            step, chunks = -(-shape.numel() // len(ranks)), []
             for rank, (part, state) in enumerate(parts):
                 start = rank * step
                 size = min(step, shape.numel() - start)
                 if size > 0:
                     cut = {k: v[at : at + size] if _cut(v, part) else v for k, v in state.items()}
-                    pieces.append((start, part[at : at + size], cut))
-            yield name, pieces
+                    chunks.append((start, part[at : at + size], cut))
+            yield name, chunks
             at += step
 
     # -- universal ------------------------------------------------------------------------------------------------
@@ -215,19 +215,19 @@ class _Reading:
 
     # -- rows -----------------------------------------------------------------------------------------------------
 
-    def _add(self, name: str, shape: torch.Size, pieces: list[Piece], place: tuple[int, int]) -> None:
-        dtype = pieces[0][1].dtype if pieces else torch.float32
+    def _add(self, name: str, shape: torch.Size, chunks: list[Chunk], place: tuple[int, int]) -> None:
+        dtype = chunks[0][1].dtype if chunks else torch.float32
         self.rows[name] = Row(name, tuple(shape), dtype, TRAINED, None, *place)
-        self.pieces[entry_name(VALUE, name)] = pieces
+        self.chunks[entry_name(VALUE, name)] = chunks
 
-    def _add_state(self, name: str, pieces: list[tuple[int, int, dict[str, Any]]]) -> None:
-        """Optimizer state of a parameter: tensors as long as their piece are cut with it, others are values."""
+    def _add_state(self, name: str, chunks: list[tuple[int, int, dict[str, Any]]]) -> None:
+        """Optimizer state of a parameter: tensors as long as their chunk are cut with it, others are values."""
         rule = StateRule({}, {}, {})
-        for start, numel, state in pieces:
+        for start, numel, state in chunks:
             for key, value in state.items():
                 if isinstance(value, torch.Tensor) and value.dim() and value.numel() == numel:
                     rule.sliced[key] = value.dtype
-                    self.pieces.setdefault(entry_name(state_field(key), name), []).append((start, value.reshape(-1)))
+                    self.chunks.setdefault(entry_name(state_field(key), name), []).append((start, value.reshape(-1)))
                 elif isinstance(value, torch.Tensor):
                     rule.values[key] = {"number": value.item(), "dtype": NAMES[value.dtype]}
                 else:
@@ -245,26 +245,26 @@ class _Reading:
         self.optimizer = {"groups": settings, "scaler": scaler}
 
     def _rest(self, models: list[dict[str, Any]]) -> None:
-        """Frozen parameters, whole or in pieces, and buffers."""
+        """Frozen parameters, whole or in chunks, and buffers."""
         model = models[0]
         frozen = model.get("frozen_param_shapes") or {}
         for name, shape in frozen.items():
-            at, pieces = 0, []
+            at, chunks = 0, []
             for one in models:
                 fragment = (one.get("frozen_param_fragments") or {}).get(name)
                 if fragment is not None:
                     values = fragment.reshape(-1)[: torch.Size(shape).numel() - at]
-                    pieces.append((at, values))
+                    chunks.append((at, values))
                     at += values.numel()
-            kind = FROZEN if pieces else LEFT_OUT
-            self.rows[name] = Row(name, tuple(shape), pieces[0][1].dtype if pieces else torch.float32, kind)
-            self.pieces[entry_name(VALUE, name)] = pieces
+            kind = FROZEN if chunks else LEFT_OUT
+            self.rows[name] = Row(name, tuple(shape), chunks[0][1].dtype if chunks else torch.float32, kind)
+            self.chunks[entry_name(VALUE, name)] = chunks
         aliases, buffers = model.get("shared_params") or {}, set(model.get("buffer_names") or ())
         for name, value in (model.get("module") or {}).items():
             if name not in self.rows and name not in aliases and isinstance(value, torch.Tensor):
                 kind = BUFFER if name in buffers else FROZEN
                 self.rows[name] = Row(name, tuple(value.shape), value.dtype, kind)
-                self.pieces[entry_name(VALUE, name)] = [(0, value.reshape(-1))]
+                self.chunks[entry_name(VALUE, name)] = [(0, value.reshape(-1))]
 
 
 def _cut(value: Any, part: torch.Tensor) -> bool:

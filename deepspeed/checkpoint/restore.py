@@ -120,8 +120,8 @@ def load_values(
     """
 
     def slots_of(group: ShardGroup) -> Slots:
-        pieces = [piece for piece in view.held_pieces(group) if piece[0].name in rows]
-        slots = [(VALUE, rows[m.name], view.value(m, start, stop)) for m, start, stop in pieces]
+        ranges = [range_ for range_ in view.held_ranges(group) if range_[0].name in rows]
+        slots = [(VALUE, rows[m.name], view.value(m, start, stop)) for m, start, stop in ranges]
         return slots if settings is None else slots + _optimizer_slots(view, source, rows, group)
 
     if settings is not None:
@@ -187,14 +187,14 @@ def check_optimizer(view: StateView, source: Source, rows: dict[str, Row], setti
     numbers = view.group_numbers()
     for name, row in rows.items():
         rule = source.manifest.state_of(row)
-        parts = view.parts_of(view.members[name]) if name in view.members else []
-        for part in parts:
-            if rule is not None and rule.whole and part.piece.numel != row.numel:
+        fragments = view.fragments_of(view.members[name]) if name in view.members else []
+        for fragment in fragments:
+            if rule is not None and rule.whole and fragment.range.numel != row.numel:
                 raise CheckpointError(
                     f"the optimizer keeps {sorted(rule.whole)} of '{name}' in shapes that cannot be cut, and here the "
                     f"parameter is cut; use the optimizer it was saved with"
                 )
-            now = numbers.get(id(part.leaf), -1)
+            now = numbers.get(id(fragment.leaf), -1)
             if row.group not in (-1, now):
                 raise CheckpointError(
                     f"'{name}' was in optimizer group {row.group} and is in group {now} now; {advice}"
@@ -204,17 +204,17 @@ def check_optimizer(view: StateView, source: Source, rows: dict[str, Row], setti
 def _prepare(view: StateView, source: Source, member: Member, row: Row) -> Slots:
     """Give a parameter an optimizer state of the saved form; its tensors, still to be read."""
     rule, slots = source.manifest.state_of(row), []
-    for part in view.parts_of(member):
+    for fragment in view.fragments_of(member):
         if rule is None:
-            view.set_state(part, {})
+            view.set_state(fragment, {})
             continue
         rest = dict(_numbers(rule))
         for key, (dtype, shape) in rule.whole.items():
-            rest[key] = torch.zeros(shape, dtype=dtype, device=part.leaf.device)
-        view.set_state(part, view.prepare_state(part, rule.sliced, rest))
-        slots += [(state_field(key), row, view.whole_state(part, key)) for key in rule.whole]
-        span = (part.piece.start, part.piece.stop)
-        slots += [(state_field(key), row, view.state(part, key, *span)) for key in rule.sliced]
+            rest[key] = torch.zeros(shape, dtype=dtype, device=fragment.leaf.device)
+        view.set_state(fragment, view.prepare_state(fragment, rule.sliced, rest))
+        slots += [(state_field(key), row, view.whole_state(fragment, key)) for key in rule.whole]
+        span = (fragment.range.start, fragment.range.stop)
+        slots += [(state_field(key), row, view.state(fragment, key, *span)) for key in rule.sliced]
     return slots
 
 
@@ -252,8 +252,8 @@ def load_window(
     filled = set(about["filled"])
 
     def slots_of(group: ShardGroup) -> Slots:
-        pieces = [piece for piece in view.held_pieces(group) if piece[0].name in filled]
-        return [(GRADIENT, rows[m.name], view.gradient(m, start, stop)) for m, start, stop in pieces]
+        ranges = [range_ for range_ in view.held_ranges(group) if range_[0].name in filled]
+        return [(GRADIENT, rows[m.name], view.gradient(m, start, stop)) for m, start, stop in ranges]
 
     for group in view.groups:
         if not same or group.members[0].name in filled:
@@ -293,7 +293,7 @@ def _add_rounds(view: StateView, source: Source) -> list[str]:
 def _add(view: StateView, member: Member, gradient: torch.Tensor, factor: float) -> None:
     hold = view.hold_of(member.group)
     with hold(changed=True) if hold is not None else nullcontext():
-        for other, start, stop in view.held_pieces(member.group):
+        for other, start, stop in view.held_ranges(member.group):
             if other is member:
                 here = view.gradient(member, start, stop).values()
                 here.add_(gradient[start:stop].to(here.device), alpha=factor)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from deepspeed.comm.window import Window, forget_windows, window_of
+from deepspeed.comm.shared_memory import SharedMemory, forget_shared_memory, shared_memory_of
 from deepspeed.errors import ArgumentError
 
 
@@ -24,7 +24,7 @@ class Axis:
         rank: position of this process in `ranks`.
         group: the process group of `ranks`; None when nothing travels: one rank, or tensors without bytes.
         tagged: messages carry tags (gloo on CPU), so their order may differ from rank to rank.
-        window: the memory its ranks share, where they are on one machine's CPU.
+        shared: the memory its ranks share, where they are on one machine's CPU.
     """
 
     name: str
@@ -32,7 +32,7 @@ class Axis:
     rank: int
     group: dist.ProcessGroup | None
     tagged: bool
-    window: Window | None = field(default=None, repr=False)
+    shared: SharedMemory | None = field(default=None, repr=False)
     _channels: itertools.count = field(default_factory=lambda: itertools.count(1), repr=False)
 
     @property
@@ -51,8 +51,8 @@ class Axis:
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A 1-D tensor of any values, for what the other ranks are to read: without a copy, where memory is shared."""
-        if self.window is not None and device.type == "cpu":
-            return self.window.empty(numel, dtype)
+        if self.shared is not None and device.type == "cpu":
+            return self.shared.empty(numel, dtype)
         return torch.empty(numel, dtype=dtype, device=device)
 
 
@@ -112,7 +112,7 @@ def _axis(name: str, ranks: tuple[int, ...], group: dist.ProcessGroup | None, de
         backend = str(dist.get_backend(group))
         tagged = device.type == "cpu" and "fake" not in backend
         known = _axes[key] = Axis(
-            name, ranks, me, group, tagged, window_of(group) if tagged and group is not None else None
+            name, ranks, me, group, tagged, shared_memory_of(group) if tagged and group is not None else None
         )
     return known
 
@@ -120,4 +120,4 @@ def _axis(name: str, ranks: tuple[int, ...], group: dist.ProcessGroup | None, de
 def forget_axes() -> None:
     """The process groups are gone."""
     _axes.clear()
-    forget_windows()
+    forget_shared_memory()

@@ -11,8 +11,8 @@
 | all-reduce, fp32   | reduce to owners, share   | two ranks: the backend's own  | as on the left                   |
 | swap (two ranks)   | post, both read           | a message each way            | –                                |
 
-The left column is `comm/window`, and is taken where ranks share memory. Every entry gives the same bits: the fp32 sum
-in rank order.
+The left column is `comm/shared_memory`, and is taken where ranks share memory. Every entry gives the same bits: the
+fp32 sum in rank order.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import torch.distributed as dist
 from deepspeed.comm import watch
 from deepspeed.comm.axis import Axis
 from deepspeed.comm.logging import comms_logger
-from deepspeed.comm.window import Until, Window, sum_natively
+from deepspeed.comm.shared_memory import SharedMemory, Until, sum_natively
 
 # Kinds of messages on one channel; with the channel and a sequence number they make the tag.
 EXCHANGE, SPREAD, PULL, READ, SMALL = range(5)
@@ -271,15 +271,15 @@ def reduce_to_owners(
         finish: called with the contributions in rank order; sums them (`sum_in_rank_order`).
         scratch: makes the buffers to receive into.
     """
-    if axis.window is not None:
-        return _read_posts(axis, axis.window, flat, cuts, tag, label, finish)
+    if axis.shared is not None:
+        return _read_posts(axis, axis.shared, flat, cuts, tag, label, finish)
     works, parts = exchange(axis, flat, cuts, tag, label, scratch)
     return Handle(axis, label, works, lambda: finish(parts), flat)
 
 
 def _read_posts(
     axis: Axis,
-    window: Window,
+    shared: SharedMemory,
     flat: torch.Tensor,
     cuts: Sequence[int],
     tag: int,
@@ -292,12 +292,12 @@ def _read_posts(
     givers = axis.peers if high > low else []
 
     def arrived() -> Handle:
-        parts = [flat if r == axis.rank or not givers else window.read(r, tag, flat.dtype) for r in range(axis.size)]
+        parts = [flat if r == axis.rank or not givers else shared.read(r, tag, flat.dtype) for r in range(axis.size)]
         following = finish([part[low:high] for part in parts])
-        window.acknowledge(tag, givers)
-        return Handle(axis, label, [window.acknowledged(tag, takers)], lambda: following)
+        shared.acknowledge(tag, givers)
+        return Handle(axis, label, [shared.acknowledged(tag, takers)], lambda: following)
 
-    works = post(axis, label, lambda: window.post(tag, flat, takers) or [window.posted(tag, givers)])
+    works = post(axis, label, lambda: shared.post(tag, flat, takers) or [shared.posted(tag, givers)])
     return Handle(axis, label, works, arrived, flat)
 
 
@@ -315,11 +315,11 @@ def spread(axis: Axis, full: torch.Tensor, cuts: Sequence[int], tag: int, label:
     if group is None:
         return Handle(axis, label, [])
     slices = [full[cuts[r] : cuts[r + 1]] for r in range(axis.size)]
-    own, window = slices[axis.rank], axis.window
+    own, shared = slices[axis.rank], axis.shared
 
     def start() -> list[Any]:
-        if window is not None:
-            window.all_gather(full, cuts, own, tag)
+        if shared is not None:
+            shared.all_gather(full, cuts, own, tag)
             return []
         if axis.tagged:
             works = [group.recv([slices[r]], r, tag) for r in axis.peers if slices[r].numel()]
@@ -335,8 +335,8 @@ def spread(axis: Axis, full: torch.Tensor, cuts: Sequence[int], tag: int, label:
 
 def share(axis: Axis, full: torch.Tensor, cuts: Sequence[int], tag: int, label: str) -> Handle:
     """`spread` for ranks that may call in different orders, where the axis allows it."""
-    window = axis.window
-    if window is None:
+    shared = axis.shared
+    if shared is None:
         return spread(axis, full, cuts, tag, label)
     slices = [full[cuts[r] : cuts[r + 1]] for r in range(axis.size)]
     own = slices[axis.rank]
@@ -345,11 +345,11 @@ def share(axis: Axis, full: torch.Tensor, cuts: Sequence[int], tag: int, label: 
 
     def arrived() -> Handle:
         for r in givers:
-            slices[r].copy_(window.read(r, tag, full.dtype))
-        window.acknowledge(tag, givers)
-        return Handle(axis, label, [window.acknowledged(tag, takers)])
+            slices[r].copy_(shared.read(r, tag, full.dtype))
+        shared.acknowledge(tag, givers)
+        return Handle(axis, label, [shared.acknowledged(tag, takers)])
 
-    works = post(axis, label, lambda: window.post(tag, own, takers) or [window.posted(tag, givers)])
+    works = post(axis, label, lambda: shared.post(tag, own, takers) or [shared.posted(tag, givers)])
     return Handle(axis, label, works, arrived, full)
 
 
@@ -362,16 +362,16 @@ def swap(
     scratch: Scratch = torch.empty_like,
 ) -> Handle:
     """Two ranks exchange the whole of `flat`; `finish` gets both contributions in rank order."""
-    group, peer, window = axis.group, 1 - axis.rank, axis.window
-    if window is not None:
+    group, peer, shared = axis.group, 1 - axis.rank, axis.shared
+    if shared is not None:
 
         def arrived() -> Handle:
-            theirs = window.read(peer, tag, flat.dtype)
+            theirs = shared.read(peer, tag, flat.dtype)
             following = finish([flat, theirs] if axis.rank == 0 else [theirs, flat])
-            window.acknowledge(tag, [peer])
-            return Handle(axis, label, [window.acknowledged(tag, [peer])], lambda: following)
+            shared.acknowledge(tag, [peer])
+            return Handle(axis, label, [shared.acknowledged(tag, [peer])], lambda: following)
 
-        posted = post(axis, label, lambda: window.post(tag, flat, [peer]) or [window.posted(tag, [peer])])
+        posted = post(axis, label, lambda: shared.post(tag, flat, [peer]) or [shared.posted(tag, [peer])])
         return Handle(axis, label, posted, arrived, flat)
     other = scratch(flat)
     parts = [flat, other] if axis.rank == 0 else [other, flat]
@@ -383,7 +383,7 @@ def swap(
 
 def can_all_reduce(axis: Axis, dtype: torch.dtype) -> bool:
     """Whether `all_reduce_sum` gives the sum in rank order."""
-    return axis.window is not None or (dtype == torch.float32 and axis.size == 2)
+    return axis.shared is not None or (dtype == torch.float32 and axis.size == 2)
 
 
 def all_reduce_sum(
@@ -404,7 +404,7 @@ def all_reduce_sum(
         label: for reports.
         then: called once, when `flat` holds the sum.
     """
-    if axis.window is not None:
+    if axis.shared is not None:
         # In place: a rank's slice is read by that rank alone until it holds the sum.
         def add(parts: list[torch.Tensor]) -> Handle:
             sum_in_rank_order(parts, flat[cuts[axis.rank] : cuts[axis.rank + 1]], 1.0, add=False)
@@ -417,9 +417,9 @@ def all_reduce_sum(
 
 def broadcast(axis: Axis, flat: torch.Tensor, src: int, label: str) -> None:
     """Axis rank `src` sends `flat` to all, blocking."""
-    window, group = axis.window, axis.group
-    if window is not None:
-        post(axis, label, lambda: window.broadcast(flat, src, zlib.crc32(label.encode())) or [])
+    shared, group = axis.shared, axis.group
+    if shared is not None:
+        post(axis, label, lambda: shared.broadcast(flat, src, zlib.crc32(label.encode())) or [])
     elif group is not None:
         works = post(axis, label, lambda: [dist.broadcast(flat, src=axis.ranks[src], group=group, async_op=True)])
         wait_all(axis, label, works)

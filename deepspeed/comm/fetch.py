@@ -29,7 +29,7 @@ import torch.distributed as dist
 from deepspeed.comm import watch
 from deepspeed.comm.axis import Axis
 from deepspeed.comm.collectives import PULL, Handle, delay, post, tag_of
-from deepspeed.comm.window import require
+from deepspeed.comm.shared_memory import require
 from deepspeed.errors import CommError, StorageError
 from deepspeed.foundation.log import logger
 
@@ -233,11 +233,11 @@ class SharedSlices:
     """The same where the ranks share memory: slices are read where they lie, and nobody has to answer.
 
     Args:
-        axis: an axis with a window.
+        axis: an axis with a shared.
     """
 
     def __init__(self, axis: Axis) -> None:
-        self.axis, self._window = axis, require(axis.window)
+        self.axis, self._window = axis, require(axis.shared)
 
     def serve(self, channel: int, slice_: torch.Tensor) -> None:
         """Let others pull `slice_` on `channel`."""
@@ -252,14 +252,14 @@ class SharedSlices:
 
     def pull(self, channel: int, full: torch.Tensor, cuts: tuple[int, ...], label: str) -> Handle:
         """Copy every owner's slice into `full` once it has this rank's version; arguments as above."""
-        window = self._window
+        shared = self._window
         givers = [r for r in self.axis.peers if cuts[r + 1] > cuts[r]]
 
         def copy() -> None:
             for r in givers:
-                full[cuts[r] : cuts[r + 1]].copy_(window.served(r, channel, full.dtype))
+                full[cuts[r] : cuts[r + 1]].copy_(shared.served(r, channel, full.dtype))
 
-        return Handle(self.axis, label, [window.reached(channel, givers)], copy, full)
+        return Handle(self.axis, label, [shared.reached(channel, givers)], copy, full)
 
 
 _services: dict[int, FetchService] = {}

@@ -49,11 +49,11 @@ def all_reduce(tensor: torch.Tensor, op: Any = _SUM, group: Any = None, async_op
     """As torch's; sums over CPU ranks are the fp32 sum in rank order."""
     plain = async_op or not (op is _SUM or op == _SUM) or tensor.dtype not in KINDS
     route = None if plain else _route(group, tensor)
-    if route is None or (route[0].window is None and route[0].size == 2 and tensor.dtype == torch.float32):
+    if route is None or (route[0].shared is None and route[0].size == 2 and tensor.dtype == torch.float32):
         return dist.all_reduce(tensor, op, group, async_op)
     axis, channel = route
-    if axis.window is not None:
-        axis.window.all_reduce(tensor)
+    if axis.shared is not None:
+        axis.shared.all_reduce(tensor)
         return None
     label = watch.noted()
     flat, cuts, seq = tensor.detach().view(-1), _even(tensor.numel(), axis.size), next(_counter)
@@ -74,8 +74,8 @@ def reduce_scatter_tensor(
         return _reduce_scatter(output, input, op, group, async_op)
     axis, channel = route
     cuts, flat = _even(input.numel(), axis.size), input.detach().view(-1)
-    if axis.window is not None:
-        axis.window.reduce_scatter(flat, cuts, output)
+    if axis.shared is not None:
+        axis.shared.reduce_scatter(flat, cuts, output)
         return None
     out = output.detach().view(-1)
     finish = lambda parts: sum_in_rank_order(parts, out, 1.0, add=False)  # noqa: E731
@@ -95,8 +95,8 @@ def all_gather_into_tensor(
         return _all_gather(output_tensor, input_tensor, group, async_op)
     axis, channel = route
     cuts, full = _even(output_tensor.numel(), axis.size), output_tensor.detach().view(-1)
-    if axis.window is not None:
-        axis.window.all_gather(full, cuts, input_tensor)
+    if axis.shared is not None:
+        axis.shared.all_gather(full, cuts, input_tensor)
         return None
     full[cuts[axis.rank] : cuts[axis.rank + 1]] = input_tensor.detach().view(-1)
     spread(axis, full, cuts, tag_of(channel, SPREAD, next(_counter)), watch.noted()).unrecorded().wait()
@@ -112,13 +112,13 @@ def broadcast(
 ) -> Any:
     """As torch's."""
     route = None if async_op else _route(group, tensor)
-    window = None if route is None else route[0].window
-    if route is None or window is None or (src is None) == (group_src is None):
+    shared = None if route is None else route[0].shared
+    if route is None or shared is None or (src is None) == (group_src is None):
         return dist.broadcast(tensor, src, group, async_op, group_src)
     ranks = route[0].ranks
     if group_src is None and src not in ranks:
         return dist.broadcast(tensor, src, group, async_op)  # its error is the one users know
-    window.broadcast(tensor, ranks.index(src) if group_src is None else group_src)
+    shared.broadcast(tensor, ranks.index(src) if group_src is None else group_src)
     return None
 
 

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 import torch.distributed as dist
 
-from deepspeed.comm.place import INSIDE, LEFT, OUTSIDE, Place, boot, describe, neighbour
+from deepspeed.comm.status_page import INSIDE, LEFT, OUTSIDE, StatusPage, boot, describe, neighbour
 from deepspeed.errors import CommError, CommTimeoutError
 
 # [Note: the watch]
@@ -51,7 +51,7 @@ class _Here:
     """What the threads of this process share with its watcher."""
 
     def __init__(self) -> None:
-        self.place = Place()
+        self.page = StatusPage()
         self.verdict: str | None = None  # another rank's alarm, raised by the next `note`
         self.raised = False  # this process is already ending with a CommError
         self.timeout = DEFAULT_TIMEOUT
@@ -72,8 +72,8 @@ def note(label: str) -> None:
         CommError: another rank has reported a failure, so this collective could never complete.
     """
     heed(label)
-    _here.place.number += 1
-    _here.place.write(label, INSIDE)
+    _here.page.number += 1
+    _here.page.write(label, INSIDE)
 
 
 def heed(label: str = "") -> None:
@@ -85,12 +85,12 @@ def heed(label: str = "") -> None:
 
 def noted() -> str:
     """The label of the collective this process is in: that of its phases too."""
-    return _here.place.label
+    return _here.page.label
 
 
 def note_done() -> None:
     """Leave a collective."""
-    _here.place.turn(OUTSIDE)
+    _here.page.turn(OUTSIDE)
 
 
 def failed(label: str, error: BaseException, ranks: Sequence[int] | None = None) -> CommError:
@@ -109,7 +109,7 @@ def failed(label: str, error: BaseException, ranks: Sequence[int] | None = None)
     timed_out = isinstance(error, TimeoutError) or "timed out" in cause.lower()
     what = f"'{label}' {'timed out' if timed_out else 'failed'}: {cause}"
     _here.raised = True
-    report = _here.watcher.ask(what, ranks) if _here.watcher else _line(0, _here.place.snapshot(), True)
+    report = _here.watcher.ask(what, ranks) if _here.watcher else _line(0, _here.page.snapshot(), True)
     note_done()
     return (CommTimeoutError if timed_out else CommError)(_full(what, report))
 
@@ -259,11 +259,11 @@ class _Watcher(threading.Thread):
             self._sound(self._question)
             return True
         if self._leaving:
-            _here.place.turn(LEFT)
+            _here.page.turn(LEFT)
             self._with_store(self._say_goodbye)
             return True
         if self._hangs():
-            where, _ = describe(_here.place.snapshot())
+            where, _ = describe(_here.page.snapshot())
             what = f"rank {self._rank} still waits in {where}; the limit is {_here.timeout.total_seconds():g} s"
             self._sound(what)
             self._end_process(what)
@@ -282,20 +282,20 @@ class _Watcher(threading.Thread):
 
     def _hangs(self) -> bool:
         """Whether the main thread has been in one collective for longer than the timeout."""
-        number, now = _here.place.number, time.monotonic()
-        if number != self._collective[0] or not _here.place.inside:
+        number, now = _here.page.number, time.monotonic()
+        if number != self._collective[0] or not _here.page.inside:
             self._collective = (number, now)
         return now - self._collective[1] > _here.timeout.total_seconds()
 
     def _introduce(self, store: Store) -> None:
         """Offer this rank's page to the others on the machine."""
-        address = _here.place.share()
+        address = _here.page.share()
         if address and store.has_extended_api():
             store.append(f"pages/{boot()}", f"{self._rank} {address}\n")
 
     def _listen(self, store: Store) -> str | None:
         """Publish this rank's place, map the pages of new neighbours, and return the alarm when there is one."""
-        place = _here.place.snapshot()
+        place = _here.page.snapshot()
         if place != self._published:
             store.set(f"seen/{self._rank}", place)
             self._published = place
@@ -323,13 +323,13 @@ class _Watcher(threading.Thread):
         lines = []
         for rank in self._ranks:
             answered = rank == self._rank or rank in self._answered
-            heard = _here.place.snapshot() if rank == self._rank else self._heard.get(rank)
+            heard = _here.page.snapshot() if rank == self._rank else self._heard.get(rank)
             lines.append(_line(rank, heard if answered else self._neighbours.get(rank, heard), answered))
         return "\n".join(lines)
 
     def _hear(self, store: Store) -> None:
         """Answer, and wait at most `ANSWER_S` seconds for the answers of the listed ranks."""
-        store.set(f"answer/{self._rank}", _here.place.snapshot())
+        store.set(f"answer/{self._rank}", _here.page.snapshot())
         end = time.monotonic() + ANSWER_S
         answers = [f"answer/{rank}" for rank in self._ranks]
         while not store.check(answers) and time.monotonic() < end:
@@ -348,7 +348,7 @@ class _Watcher(threading.Thread):
 
     def _say_goodbye(self, store: Store) -> None:
         """Leave a last word; on rank 0, wait until the others have copied what they need."""
-        store.set(f"answer/{self._rank}", _here.place.snapshot())
+        store.set(f"answer/{self._rank}", _here.page.snapshot())
         store.set(f"free/{self._rank}", "")
         if self._rank == 0 and store.compare_set("alarm", "", _ENDING) == _ENDING.encode():
             everyone = [f"free/{rank}" for rank in range(self._world)]

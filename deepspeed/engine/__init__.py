@@ -1,1 +1,1 @@
-"""Puts the pieces together: the engine users hold, and what builds it."""
+"""Puts the components together: the engine users hold, and what builds it."""

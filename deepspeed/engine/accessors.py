@@ -8,7 +8,7 @@ import torch
 
 from deepspeed.comm.groups import get_local_rank
 from deepspeed.config import DeepSpeedConfig
-from deepspeed.engine.build import Axes, Pieces
+from deepspeed.engine.build import Axes, Components
 from deepspeed.engine.report import gather_counts, state_bytes
 from deepspeed.foundation.timer import SynchronizedWallClockTimer
 from deepspeed.optim.precision import DTYPES
@@ -20,7 +20,7 @@ class StateAccessors:
     ds_config: DeepSpeedConfig
     basic_optimizer: torch.optim.Optimizer | None
     _axes: Axes
-    _pieces: Pieces
+    _components: Components
     _gas: int
     _micro: int
     _in_no_sync: bool
@@ -100,15 +100,15 @@ class StateAccessors:
 
     def get_global_grad_norm(self) -> float | None:
         """Norm of the last update's mean gradient, before clipping; None before the first update."""
-        return None if self._pieces.optimizer is None else self._pieces.optimizer._global_grad_norm
+        return None if self._components.optimizer is None else self._components.optimizer._global_grad_norm
 
     def loss_scale(self) -> float:
         """The factor fp16 losses are multiplied by."""
-        return 1.0 if self._pieces.optimizer is None else self._pieces.optimizer.loss_scale
+        return 1.0 if self._components.optimizer is None else self._components.optimizer.loss_scale
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
         """(dtype of parameters, dtype of gradient accumulators)."""
-        return self._pieces.dtype, DTYPES[self.ds_config.data_types.grad_accum_dtype]
+        return self._components.dtype, DTYPES[self.ds_config.data_types.grad_accum_dtype]
 
     def get_wall_clock_timers(self) -> SynchronizedWallClockTimer:
         """The timers of forward, backward and step; they run under `wall_clock_breakdown: true`."""
@@ -135,8 +135,8 @@ class StateAccessors:
 
     def memory_breakdown(self) -> dict[str, int]:
         """Bytes of training state on this rank: parameters, masters, gradients, optimizer state."""
-        return state_bytes(self._pieces)
+        return state_bytes(self._components)
 
     def zero_report(self) -> dict[str, int]:
         """Stage 3 in numbers: elements gathered now, at the peak, and gathers so far."""
-        return gather_counts(self._pieces)
+        return gather_counts(self._components)

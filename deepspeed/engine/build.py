@@ -1,4 +1,4 @@
-"""From model, arguments and configuration to the pieces an engine is made of."""
+"""From model, arguments and configuration to the components an engine is made of."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Axes:
 
 
 @dataclass
-class Pieces:
+class Components:
     """What an engine puts in order."""
 
     groups: list[ShardGroup]
@@ -226,7 +226,7 @@ def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, names: 
 @suggests_offload("the training state of an engine was made")
 def build(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, config: DeepSpeedConfig, axes: Axes, device: torch.device
-) -> Pieces:
+) -> Components:
     """Cast, move, group and hook a model.
 
     Args:
@@ -259,15 +259,15 @@ def build(
     for param, dtype in wanted.items():
         if not is_managed(param):
             param.data = param.data.to(dtype)
-    pieces = Pieces(groups, axes, low)
+    components = Components(groups, axes, low)
     if wanted and config.auto_cast:
-        pieces.caster = InputCaster(model, wanted, low, Hook)
+        components.caster = InputCaster(model, wanted, low, Hook)
     sharded = [g for g in groups if g.policy.gathers_before_use]
     if sharded:
-        pieces.lifecycle = _lifecycle(model, sharded, config, axes)
+        components.lifecycle = _lifecycle(model, sharded, config, axes)
     if optimizer is not None:
-        _add_optimizer(pieces, optimizer, config)
-    return pieces
+        _add_optimizer(components, optimizer, config)
+    return components
 
 
 def _check_parameters(model: nn.Module) -> None:
@@ -347,10 +347,10 @@ def _lifecycle(model: nn.Module, sharded: list[ShardGroup], config: DeepSpeedCon
     return Lifecycle(model, Keeper(sharded, limits))
 
 
-def _add_optimizer(pieces: Pieces, optimizer: torch.optim.Optimizer, config: DeepSpeedConfig) -> None:
+def _add_optimizer(components: Components, optimizer: torch.optim.Optimizer, config: DeepSpeedConfig) -> None:
     fp16 = config.fp16.enabled
-    low = pieces.dtype != torch.float32
-    ranks = pieces.axes.world.size if config.gradient_allreduce_op == "mean" else 1
+    low = components.dtype != torch.float32
+    ranks = components.axes.world.size if config.gradient_allreduce_op == "mean" else 1
     wire = DTYPES[config.communication_data_type] if config.communication_data_type else None
     predivide = config.gradient_predivide_factor
     settings = ReduceSettings(
@@ -363,23 +363,23 @@ def _add_optimizer(pieces: Pieces, optimizer: torch.optim.Optimizer, config: Dee
         prescale=1.0 / ranks if config.prescale_gradients else 1.0 / predivide if predivide != 1.0 else None,
         watch_ranks=low,
     )
-    pieces.reducer = Reducer(pieces.axes.world, pieces.groups, settings, pieces.axes.replicas)
+    components.reducer = Reducer(components.axes.world, components.groups, settings, components.axes.replicas)
     steps = StepSettings(
         clip=config.gradient_clipping,
         refuse_unused=not config.zero.ignore_unused_parameters,
         norm=config.zero.compute_grad_norm,
         check=fp16 or (low and config.bf16.check_grad_overflow),
-        master=master_dtype(config, pieces.dtype),
+        master=master_dtype(config, components.dtype),
     )
     scaler = loss_scale.from_config(config.fp16) if fp16 else None
-    pieces.optimizer = ZeroOptimizer(optimizer, pieces.reducer, steps, scaler, pieces.lifecycle)
-    if pieces.lifecycle is not None:
-        pieces.reducer.on_complete = pieces.lifecycle.gradients_complete
-    pieces.frozen = [
+    components.optimizer = ZeroOptimizer(optimizer, components.reducer, steps, scaler, components.lifecycle)
+    if components.lifecycle is not None:
+        components.reducer.on_complete = components.lifecycle.gradients_complete
+    components.frozen = [
         m
-        for g in pieces.groups
+        for g in components.groups
         for m in g.members
-        if m.uid in pieces.optimizer.parts and not m.param.requires_grad and m.param.is_floating_point()
+        if m.uid in components.optimizer.fragments and not m.param.requires_grad and m.param.is_floating_point()
     ]
 
 

@@ -184,7 +184,7 @@ class CheckpointIO(WeightsIO):
             "ranks": ranks.size,
             "global_steps": self.global_steps,
             "stage": self.ds_config.zero.stage,
-            "precision": str(self._pieces.dtype).removeprefix("torch."),
+            "precision": str(self._components.dtype).removeprefix("torch."),
             "aliases": view.aliases,
             "group_names": [[group.name, group.layout.ranks] for group in view.groups],
             "has_gradients": view.has_gradients,
@@ -205,8 +205,8 @@ class CheckpointIO(WeightsIO):
         captured.private["buffers"] = {name: view.buffers[name].detach().clone() for name in own}
 
     def _state_view(self) -> StateView:
-        pieces = self._pieces
-        return StateView(self.module, pieces.groups, self._axes.world, pieces.optimizer, pieces.reducer)
+        components = self._components
+        return StateView(self.module, components.groups, self._axes.world, components.optimizer, components.reducer)
 
     # -- loading --------------------------------------------------------------------------------------------------
 
@@ -292,7 +292,7 @@ class CheckpointIO(WeightsIO):
         run = saved.get("engine", {})
         rows, report = restore.compare(view, source, what.strict and what.custom is None)
         with ranks.together("comparing the checkpoint with the engine"):
-            optimizer = run.get("optimizer") if what.optimizer and self._pieces.optimizer is not None else None
+            optimizer = run.get("optimizer") if what.optimizer and self._components.optimizer is not None else None
             settings = None if optimizer is None else optimizer["groups"]
             if settings is not None:
                 restore.check_optimizer(view, source, rows, settings)
@@ -324,10 +324,10 @@ class CheckpointIO(WeightsIO):
         return str(source.path), saved.get("client_state", {})
 
     def _forget_window(self) -> None:
-        if self._pieces.optimizer is not None:
-            self._pieces.optimizer.zero_grad()
-        if self._pieces.lifecycle is not None:
-            self._pieces.lifecycle.keeper.free_idle()
+        if self._components.optimizer is not None:
+            self._components.optimizer.zero_grad()
+        if self._components.lifecycle is not None:
+            self._components.lifecycle.keeper.free_idle()
         self._seen = 0
 
     def _restore_run(

@@ -23,7 +23,7 @@ from deepspeed.comm.logging import configure
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.engine.accessors import StateAccessors
 from deepspeed.engine.build import (
-    Pieces,
+    Components,
     build,
     choose_optimizer,
     data_axis,
@@ -95,11 +95,11 @@ class DeepSpeedEngine(Reporting, StateAccessors, CheckpointIO, OffloadStates, Fe
         self.module = model
         take_over(model, self.destroy)
         self._recompute = wrap(model, self.ds_config.top.activation_checkpointing, mpu)
-        self._pieces: Pieces = build(model, self.basic_optimizer, self.ds_config, axes, self.device)
+        self._components: Components = build(model, self.basic_optimizer, self.ds_config, axes, self.device)
         self._statistics = RunningStatistics(model, axes.world)
-        self.optimizer: Any = self._pieces.optimizer or self._pieces.lifecycle
-        if self._pieces.optimizer is not None:
-            self._pieces.optimizer._scale_loss = lambda loss, retain: self.backward(loss, retain_graph=retain)
+        self.optimizer: Any = self._components.optimizer or self._components.lifecycle
+        if self._components.optimizer is not None:
+            self._components.optimizer._scale_loss = lambda loss, retain: self.backward(loss, retain_graph=retain)
         self.lr_scheduler = make_scheduler(lr_scheduler, self.ds_config, self.basic_optimizer)
         self._reset_counters()
         self.training_dataloader = (
@@ -108,7 +108,7 @@ class DeepSpeedEngine(Reporting, StateAccessors, CheckpointIO, OffloadStates, Fe
         self.timers = SynchronizedWallClockTimer(accelerator.synchronize)
         self._say_plan()
         self._tell_reducer()
-        if self._pieces.lifecycle is not None:  # a slice can be pulled only when its owner serves it
+        if self._components.lifecycle is not None:  # a slice can be pulled only when its owner serves it
             self._agree(0, "all ranks have their engine")
 
     # -- making ---------------------------------------------------------------------------------------------------
@@ -142,21 +142,21 @@ class DeepSpeedEngine(Reporting, StateAccessors, CheckpointIO, OffloadStates, Fe
             return self.module(*inputs, **kwargs)
 
     def _before_micro_batch(self) -> None:
-        optimizer, reducer = self._pieces.optimizer, self._pieces.reducer
+        optimizer, reducer = self._components.optimizer, self._components.reducer
         if optimizer is None or reducer is None:
             return
         reducer.clean = False  # on all ranks alike, whatever branch each takes
-        thawed = [m for m in self._pieces.frozen if m.param.requires_grad]
+        thawed = [m for m in self._components.frozen if m.param.requires_grad]
         for member in thawed:
             optimizer.activate(member)
-            self._pieces.frozen.remove(member)
+            self._components.frozen.remove(member)
         self._scaled_by_hand = False
         self._tell_reducer()
         reducer.warn_unscaled = optimizer.scaler is not None
 
     def _tell_reducer(self) -> None:
         """Tell the gradient side where in the window we are, and what the next gradients are to be multiplied by."""
-        reducer = self._pieces.reducer
+        reducer = self._components.reducer
         if reducer is None:
             return
         reducer.reduce_now = self.is_gradient_accumulation_boundary() and not self._in_no_sync
@@ -172,7 +172,7 @@ class DeepSpeedEngine(Reporting, StateAccessors, CheckpointIO, OffloadStates, Fe
             items: the loss is a sum over items; the division comes in `step`, when their global count is known.
             scaled: the loss carries the loss scale.
         """
-        optimizer, settings = self._pieces.optimizer, self._pieces.reducer
+        optimizer, settings = self._components.optimizer, self._components.reducer
         if optimizer is None or settings is None:
             return 1.0
         scale = optimizer.loss_scale if scaled else 1.0
@@ -208,9 +208,9 @@ class DeepSpeedEngine(Reporting, StateAccessors, CheckpointIO, OffloadStates, Fe
             UsageError: the engine has no optimizer, or a window mixes ways of counting.
         """
         self._check_loss(loss)
-        optimizer, reducer = self._pieces.optimizer, self._pieces.reducer
+        optimizer, reducer = self._components.optimizer, self._components.reducer
         if optimizer is None or reducer is None:
-            raise _without_optimizer("backward", self._pieces)
+            raise _without_optimizer("backward", self._components)
         if self._weight is None:
             optimizer.count(num_items)
         elif num_items is not None:
@@ -242,13 +242,13 @@ class DeepSpeedEngine(Reporting, StateAccessors, CheckpointIO, OffloadStates, Fe
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss with the loss scale applied, for a `.backward()` of one's own under fp16."""
         self._check_loss(loss)
-        optimizer = self._pieces.optimizer
+        optimizer = self._components.optimizer
         if optimizer is None or optimizer.loss_scale == 1.0:
             return loss
         self._scaled_by_hand = True
         self._tell_reducer()
-        if self._pieces.reducer is not None:
-            self._pieces.reducer.warn_unscaled = False
+        if self._components.reducer is not None:
+            self._components.reducer.warn_unscaled = False
         return loss.float() * optimizer.loss_scale
 
     @contextlib.contextmanager
@@ -301,8 +301,8 @@ class DeepSpeedEngine(Reporting, StateAccessors, CheckpointIO, OffloadStates, Fe
         """
         if self._in_no_sync:
             raise UsageError("step() inside no_sync(): gradients have not been reduced; call it after the context")
-        if self._pieces.optimizer is None:
-            raise _without_optimizer("step", self._pieces)
+        if self._components.optimizer is None:
+            raise _without_optimizer("step", self._components)
         boundary = self.is_gradient_accumulation_boundary()
         self._seen += 1
         self.micro_steps += 1
@@ -318,14 +318,14 @@ class DeepSpeedEngine(Reporting, StateAccessors, CheckpointIO, OffloadStates, Fe
 
         All ranks call together; without a micro-batch in the window nothing happens.
         """
-        if self._pieces.optimizer is None:
-            raise _without_optimizer("flush", self._pieces)
+        if self._components.optimizer is None:
+            raise _without_optimizer("flush", self._components)
         if self._seen:
             self._update(1.0 if self._sums else self._gas / self._seen, None)
             self._tell_reducer()
 
     def _update(self, rescale: float, lr_kwargs: dict[str, Any] | None) -> None:
-        optimizer = self._pieces.optimizer
+        optimizer = self._components.optimizer
         if optimizer is None:
             return
         with self._timed(STEP):
@@ -351,8 +351,8 @@ class DeepSpeedEngine(Reporting, StateAccessors, CheckpointIO, OffloadStates, Fe
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Throw the gradients of the window away. All ranks call together."""
-        if self._pieces.optimizer is not None:
-            self._pieces.optimizer.zero_grad()
+        if self._components.optimizer is not None:
+            self._components.optimizer.zero_grad()
         else:
             self.module.zero_grad(set_to_none)
 
@@ -375,7 +375,7 @@ class DeepSpeedEngine(Reporting, StateAccessors, CheckpointIO, OffloadStates, Fe
         if self._seen:
             raise UsageError("set_train_batch_size in the middle of a window; call it after an update")
         self._gas = train_batch_size // step
-        reducer = self._pieces.reducer
+        reducer = self._components.reducer
         if reducer is not None:
             reducer.set_accumulates(self._gas > 1)
         self._tell_reducer()
@@ -428,8 +428,8 @@ class DeepSpeedEngine(Reporting, StateAccessors, CheckpointIO, OffloadStates, Fe
 
     def empty_partition_cache(self) -> None:
         """Free gathered parameters that are not in use."""
-        if self._pieces.lifecycle is not None:
-            self._pieces.lifecycle.keeper.free_idle()
+        if self._components.lifecycle is not None:
+            self._components.lifecycle.keeper.free_idle()
 
     def allreduce_gradients(self, bucket_size: int = 500_000_000) -> None:
         """Reduce what the window has so far, now rather than in `step`. All ranks call together.
@@ -437,8 +437,8 @@ class DeepSpeedEngine(Reporting, StateAccessors, CheckpointIO, OffloadStates, Fe
         Args:
             bucket_size: accepted for old scripts; bucket sizes are fixed by the JSON.
         """
-        if self._pieces.reducer is not None:
-            self._pieces.reducer.finish()
+        if self._components.reducer is not None:
+            self._components.reducer.finish()
 
     def destroy(self) -> None:
         """Take the hooks off and let optimizer state and gradients go; the model stays, plain or sharded.
@@ -446,22 +446,22 @@ class DeepSpeedEngine(Reporting, StateAccessors, CheckpointIO, OffloadStates, Fe
         All ranks call together, since others may still pull this rank's slices; one that fails waits for nobody.
         """
         self.wait_for_checkpoint()
-        pieces = self._pieces
-        if pieces.lifecycle is not None:
+        components = self._components
+        if components.lifecycle is not None:
             if sys.exc_info()[0] is None:
                 self._agree(0, "all ranks are done with their engine")
-            pieces.lifecycle.settle()
-            pieces.lifecycle.detach()
-        if pieces.optimizer is not None:
-            pieces.optimizer.destroy()
-        if pieces.caster is not None:
-            pieces.caster.remove()
+            components.lifecycle.settle()
+            components.lifecycle.detach()
+        if components.optimizer is not None:
+            components.optimizer.destroy()
+        if components.caster is not None:
+            components.caster.remove()
         if self._recompute is not None:
             self._recompute.remove()
-        for group in pieces.groups:
+        for group in components.groups:
             group.dissolve()
         let_go(self.module)
-        self._pieces = Pieces([], self._axes, pieces.dtype, destroyed=True)
+        self._components = Components([], self._axes, components.dtype, destroyed=True)
         self.optimizer = self.basic_optimizer = self.lr_scheduler = None
         self.client_optimizer = self.client_lr_scheduler = None
 
@@ -489,8 +489,8 @@ class DeepSpeedEngine(Reporting, StateAccessors, CheckpointIO, OffloadStates, Fe
         return sorted({*super().__dir__(), *dir(self.module)})
 
 
-def _without_optimizer(call: str, pieces: Pieces) -> UsageError:
-    if pieces.destroyed:
+def _without_optimizer(call: str, components: Components) -> UsageError:
+    if components.destroyed:
         return UsageError(f"{call}() on an engine that was destroyed; make a new one with deepspeed.initialize")
     return UsageError(
         f"{call}() on an engine without an optimizer: pass model_parameters (AdamW is then the default), an optimizer, "

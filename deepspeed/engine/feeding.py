@@ -10,7 +10,7 @@ import torch
 from deepspeed.comm import scalars
 from deepspeed.comm.collectives import SMALL, tag_of
 from deepspeed.config import DeepSpeedConfig
-from deepspeed.engine.build import Axes, Pieces
+from deepspeed.engine.build import Axes, Components
 from deepspeed.engine.dataloader import DeepSpeedDataLoader
 from deepspeed.engine.loop import equal_steps
 
@@ -22,7 +22,7 @@ class Feeding:
     device: torch.device
     training: bool
     _axes: Axes
-    _pieces: Pieces
+    _components: Components
     _seen: int
     _micro: int
     _weight: float | None
@@ -77,7 +77,7 @@ class Feeding:
 
         try:
             yield from equal_steps(loader, agree=self._agree, policy=policy, weigh=self._weigh)
-            if self.training and self._pieces.optimizer is not None and self._seen:
+            if self.training and self._components.optimizer is not None and self._seen:
                 self.flush()
         finally:
             self._weight = None
@@ -92,7 +92,7 @@ class Feeding:
 
     def _weigh(self, samples: float) -> None:
         """The next micro-batch counts for so many samples."""
-        if self.training and self._pieces.optimizer is not None:
+        if self.training and self._components.optimizer is not None:
             self._weight = samples
-            self._pieces.optimizer.count(samples)
+            self._components.optimizer.count(samples)
             self._tell_reducer()

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.engine.build import Pieces
+from deepspeed.engine.build import Components
 from deepspeed.errors import ArgumentError, UsageError
 from deepspeed.storage.buffer_pool import BufferPool
-from deepspeed.storage.resident import RESIDENT, Held
+from deepspeed.storage.resident import RESIDENT, Resident
 
 
 class OffloadDeviceEnum(str, enum.Enum):
@@ -34,7 +34,7 @@ class OffloadStateTypeEnum(str, enum.Enum):
 class OffloadStates:
     """The side of the engine that moves what rests on the device."""
 
-    _pieces: Pieces
+    _components: Components
     _away: BufferPool | None = None
     _returning: BufferPool | None = None  # what the last reload copies from, perhaps still
     _refusal: Any = None
@@ -64,19 +64,19 @@ class OffloadStates:
         if device != "cpu":
             raise ArgumentError(f"offload_states(device={device!r}): state can be moved to 'cpu'")
         kinds = [OffloadStateTypeEnum(kind) for kind in _known(include)]
-        reducer, optimizer = self._pieces.reducer, self._pieces.optimizer
+        reducer, optimizer = self._components.reducer, self._components.optimizer
         if self._away is not None:
             raise UsageError("offload_states: state was moved already; call reload_states() first")
         if reducer is not None and not reducer.clean:
             raise UsageError("offload_states in the middle of a window: its gradients are on the device; step first")
-        if self._pieces.lifecycle is not None:
-            self._pieces.lifecycle.settle()
+        if self._components.lifecycle is not None:
+            self._components.lifecycle.settle()
         pool = self._away = BufferPool(pin=pin_memory)
         for held in self._held(kinds):
             held.evict(pool)
         if optimizer is not None and OffloadStateTypeEnum.optim_states in kinds:
-            for holding in optimizer.holdings:
-                holding.evict_state(pool)
+            for shard in optimizer.shards:
+                shard.evict_state(pool)
         if reducer is not None and OffloadStateTypeEnum.contiguous_grad_buffer in kinds:
             reducer.wire.forget_buffers()
         self._refusal = self.register_forward_pre_hook(_refuse)  # type: ignore[attr-defined]
@@ -92,23 +92,23 @@ class OffloadStates:
             return
         for held in self._held(list(OffloadStateTypeEnum)):
             held.restore(non_blocking)
-        if self._pieces.optimizer is not None:
-            for holding in self._pieces.optimizer.holdings:
-                holding.restore_state(non_blocking)
+        if self._components.optimizer is not None:
+            for shard in self._components.optimizer.shards:
+                shard.restore_state(non_blocking)
         self._refusal.remove()
         self._returning, self._away, self._refusal = self._away, None, None
 
-    def _held(self, kinds: list[OffloadStateTypeEnum]) -> list[Held]:
+    def _held(self, kinds: list[OffloadStateTypeEnum]) -> list[Resident]:
         """What rests on the device, of these kinds."""
         found: list[Any] = []
-        for group in self._pieces.groups:
-            if OffloadStateTypeEnum.hp_params in kinds and group.places.optimizer is RESIDENT:
+        for group in self._components.groups:
+            if OffloadStateTypeEnum.hp_params in kinds and group.tiers.optimizer is RESIDENT:
                 found.append(group.master)
             if OffloadStateTypeEnum.lp_params in kinds and group.policy.gathers_before_use:
-                found.append(group.values if group.places.parameters is RESIDENT else None)
-        if OffloadStateTypeEnum.lp_grads in kinds and self._pieces.reducer is not None:
-            found += [b.sum for b in self._pieces.reducer.buckets if b.group.places.optimizer is RESIDENT]
-        return [stored for stored in found if isinstance(stored, Held)]
+                found.append(group.values if group.tiers.parameters is RESIDENT else None)
+        if OffloadStateTypeEnum.lp_grads in kinds and self._components.reducer is not None:
+            found += [b.sum for b in self._components.reducer.buckets if b.group.tiers.optimizer is RESIDENT]
+        return [stored for stored in found if isinstance(stored, Resident)]
 
 
 def _known(include: Iterable[OffloadStateTypeEnum | str] | None) -> Iterable[OffloadStateTypeEnum | str]:

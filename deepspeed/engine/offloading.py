@@ -17,9 +17,9 @@ from deepspeed.storage.host import HostTier
 from deepspeed.storage.nvme import NvmeTier
 from deepspeed.storage.resident import RESIDENT
 from deepspeed.storage.tier import Tier
-from deepspeed.zero.at_rest import Places
 from deepspeed.zero.estimate import DEVICE, HOST, NVME, GroupState, rest_bytes
 from deepspeed.zero.layout import Layout
+from deepspeed.zero.local_shard import Tiers
 from deepspeed.zero.policy import Policy
 
 _PLACES = {"none": DEVICE, "cpu": HOST, "nvme": NVME}
@@ -45,7 +45,7 @@ class Offload:
         """Whether anything rests elsewhere than on the device."""
         return self.optimizer.device != "none" or self.parameters.device != "none"
 
-    def place(self, state: GroupState) -> Places:
+    def place(self, state: GroupState) -> Tiers:
         """Where the next group rests."""
         offloads = state.master and self._offloads(state.numel)
         optimizer = self._tier(self.optimizer.device, for_optimizer=True) if offloads else RESIDENT
@@ -55,7 +55,7 @@ class Offload:
             if device == "nvme" and self._in_cpu + state.own <= self.parameters.max_in_cpu:
                 device, self._in_cpu = "cpu", self._in_cpu + state.own
             parameters = self._tier(device, for_optimizer=False)
-        return Places(optimizer, parameters)
+        return Tiers(optimizer, parameters)
 
     def _offloads(self, numel: float) -> bool:
         """Spread the offloaded groups evenly, so that their share of the elements so far is nearest to `ratio`."""
@@ -85,7 +85,7 @@ class Offload:
             )
         return self._disks[path]
 
-    def announce(self, groups: Sequence[tuple[GroupState, Places]]) -> dict[str, float]:
+    def announce(self, groups: Sequence[tuple[GroupState, Tiers]]) -> dict[str, float]:
         """Say in one line what will rest where, and look whether the disks have room and how fast they are.
 
         Args:

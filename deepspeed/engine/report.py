@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from deepspeed.zero.holding import Away
+from deepspeed.zero.optimizer_shard import Away
 
 if TYPE_CHECKING:
-    from deepspeed.engine.build import Pieces
+    from deepspeed.engine.build import Components
 
 
 def _bytes(tensors: Sequence[torch.Tensor | None]) -> int:
@@ -20,19 +20,23 @@ def _bytes(tensors: Sequence[torch.Tensor | None]) -> int:
     return sum(storages.values())
 
 
-def state_bytes(pieces: Pieces) -> dict[str, int]:
+def state_bytes(components: Components) -> dict[str, int]:
     """Bytes by kind of training state on this rank; storages shared between kinds count for the first.
 
     Args:
-        pieces: of an engine.
+        components: of an engine.
     """
-    groups = pieces.groups
+    groups = components.groups
     params = [g.values.memory for g in groups]
     masters = [g.master.memory for g in groups if g.master is not None]
-    sums = [b.sum.memory for b in pieces.reducer.buckets if b.sum is not None] if pieces.reducer is not None else []
+    sums = (
+        [b.sum.memory for b in components.reducer.buckets if b.sum is not None]
+        if components.reducer is not None
+        else []
+    )
     moments = []
-    if pieces.optimizer is not None:
-        for state in pieces.optimizer.state.values():
+    if components.optimizer is not None:
+        for state in components.optimizer.state.values():
             moments += [v for v in state.values() if isinstance(v, torch.Tensor) and v.dim()]
     return {
         "parameters": _bytes(params),
@@ -42,15 +46,15 @@ def state_bytes(pieces: Pieces) -> dict[str, int]:
     }
 
 
-def gather_counts(pieces: Pieces) -> dict[str, int]:
+def gather_counts(components: Components) -> dict[str, int]:
     """What is gathered now, what was at most, and how often.
 
     Args:
-        pieces: of an engine.
+        components: of an engine.
     """
-    if pieces.lifecycle is None:
+    if components.lifecycle is None:
         return {"live": 0, "peak": 0, "gathers": 0, "groups": 0}
-    keeper = pieces.lifecycle.keeper
+    keeper = components.lifecycle.keeper
     return {
         "live": keeper.live(),
         "peak": keeper.peak,

@@ -22,7 +22,7 @@ def capture_run(engine: Any) -> dict[str, Any]:
     Args:
         engine: the engine.
     """
-    optimizer, loader = engine._pieces.optimizer, engine.training_dataloader
+    optimizer, loader = engine._components.optimizer, engine.training_dataloader
     made: dict[str, Any] = {
         "counters": {name: getattr(engine, name) for name in COUNTERS},
         "window": {"seen": engine._seen, "sums": engine._sums},
@@ -39,7 +39,7 @@ def capture_run(engine: Any) -> dict[str, Any]:
 
 def capture_private(engine: Any) -> dict[str, Any]:
     """The state that belongs to this rank alone."""
-    optimizer, reducer = engine._pieces.optimizer, engine._pieces.reducer
+    optimizer, reducer = engine._components.optimizer, engine._components.reducer
     made: dict[str, Any] = {"random": capture_random()}
     if optimizer is not None and reducer is not None and engine._seen + (not reducer.clean):
         counts = (optimizer._items, optimizer._counts_items, optimizer._micro_batches)
@@ -76,7 +76,7 @@ def restore_run(engine: Any, saved: dict[str, Any]) -> None:
 
 def restore_optimizer(engine: Any, saved: dict[str, Any]) -> None:
     """Take back the loss scaler; say so when the optimizer is another one."""
-    optimizer = engine._pieces.optimizer
+    optimizer = engine._components.optimizer
     if optimizer.scaler is not None and saved.get("scaler") is not None:
         optimizer.scaler.load_state_dict(saved["scaler"])
     now, before = type(optimizer.optimizer).__name__, saved.get("class")
@@ -117,7 +117,7 @@ def restore_window(engine: Any, saved: dict[str, Any], window: dict[str, Any] | 
         window: this rank's own part of it.
         same_ranks: as many ranks as saved.
     """
-    then, optimizer = saved["batch"], engine._pieces.optimizer
+    then, optimizer = saved["batch"], engine._components.optimizer
     engine._seen = saved["window"]["seen"] * then["micro"] * then["ranks"] // (engine._micro * engine.world_size)
     engine._sums = saved["window"]["sums"]
     if window is not None and same_ranks:

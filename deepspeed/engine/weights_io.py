@@ -14,10 +14,10 @@ from safetensors.torch import save_file
 from deepspeed.checkpoint import files, restore
 from deepspeed.checkpoint.export import once
 from deepspeed.checkpoint.huggingface import FolderSource
-from deepspeed.checkpoint.pieces import from_state_dict
 from deepspeed.checkpoint.ranks import Ranks
+from deepspeed.checkpoint.tensor_source import from_state_dict
 from deepspeed.config import DeepSpeedConfig
-from deepspeed.engine.build import Axes, Pieces
+from deepspeed.engine.build import Axes, Components
 from deepspeed.errors import ArgumentError, UsageError
 from deepspeed.foundation.log import logger, say
 from deepspeed.zero.gathered import GatheredParameters
@@ -30,7 +30,7 @@ class WeightsIO:
     ds_config: DeepSpeedConfig
     module: torch.nn.Module
     _axes: Axes
-    _pieces: Pieces
+    _components: Components
     _state_view: Callable[[], StateView]
     _forget_window: Callable[[], None]
     _mixed: str = ""  # what broke a load in the middle; empty: the state is of one piece

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 
 from deepspeed.storage.buffer_pool import BufferPool
-from deepspeed.storage.resident import Held
+from deepspeed.storage.resident import Resident
 from deepspeed.storage.tier import Stored, Tier
 
 CPU = torch.device("cpu")
 
 
-class _Pooled(Held):
+class _Pooled(Resident):
     """A tensor over a buffer of a pool, which gets it back at the end."""
 
     def __init__(self, label: str, pool: BufferPool, numel: int, dtype: torch.dtype) -> None:

@@ -32,7 +32,7 @@ class Evicted:
             self._pool.put(self._buffer)
 
 
-class Held(Stored):
+class Resident(Stored):
     """A tensor that is computed on where it rests.
 
     Args:
@@ -86,7 +86,7 @@ class ResidentTier(Tier):
 
     def store(self, label: str, numel: int, dtype: torch.dtype, device: torch.device) -> Stored:
         """Zeros on `device`."""
-        return Held(label, torch.zeros(numel, dtype=dtype, device=device))
+        return Resident(label, torch.zeros(numel, dtype=dtype, device=device))
 
     def lends_on(self, device: torch.device) -> torch.device:
         """The device."""

@@ -15,7 +15,7 @@ import torch
 
 from deepspeed.comm.collectives import Handle, sum_in_rank_order
 from deepspeed.storage.mover import mover_of
-from deepspeed.storage.resident import RESIDENT, Held
+from deepspeed.storage.resident import RESIDENT, Resident
 from deepspeed.storage.tier import Stored
 from deepspeed.zero.shard_group import ShardGroup
 
@@ -86,12 +86,12 @@ class Bucket:
         if self.sum is not None:
             return
         group, label = self.group, f"gradients of {self.group.name}"
-        tier = group.places.optimizer
+        tier = group.tiers.optimizer
         if self.sums_locally:
             self.local = group.axis.empty(group.numel, self.dtype, group.device).zero_()
         if self.local is not None and tier is RESIDENT:
             # Where gradients are summed before they travel, the reduced sum takes the place of the own part.
-            self.sum = Held(label, self.local[self.low : self.high])
+            self.sum = Resident(label, self.local[self.low : self.high])
         else:
             self.sum = tier.store(label, self.high - self.low, self.dtype, group.device)
 
@@ -128,7 +128,7 @@ class Bucket:
         """Sum on the device and send the sum to the borrowed accumulator, which is given back when it is there."""
         gone = torch.empty(total.numel(), dtype=total.dtype, device=self.group.device)
         sum_in_rank_order(parts, gone, scale, add=False)
-        pool = self.group.places.optimizer.pool
+        pool = self.group.tiers.optimizer.pool
         staged = pool.take(total.nbytes).view(total.dtype) if self.filled and pool is not None else None
         copied = mover_of(self.group.device).copy(total if staged is None else staged, gone)
 

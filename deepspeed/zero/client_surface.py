@@ -1,4 +1,4 @@
-"""The names under which clients look at a managed parameter: shape, status, its piece, gather and partition."""
+"""The names under which clients look at a managed parameter: shape, status, its fragment, gather and partition."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class ZeroParamType(enum.Enum):
     """Where a parameter's values live between uses."""
 
     NORMAL = 1  # whole on every rank
-    PARTITIONED = 2  # a piece on every rank
-    REMOTE = 3  # a piece in another tier
+    PARTITIONED = 2  # a fragment on every rank
+    REMOTE = 3  # a fragment in another tier
 
 
 class ClientSurface:
@@ -61,15 +61,15 @@ class ClientSurface:
         """Where the values live between uses."""
         if self.ds_persist:
             return ZeroParamType.NORMAL
-        here = self._ds_member.group.places.parameters is RESIDENT
+        here = self._ds_member.group.tiers.parameters is RESIDENT
         return ZeroParamType.PARTITIONED if here else ZeroParamType.REMOTE
 
     @property
     def ds_tensor(self) -> torch.Tensor:
-        """This rank's piece: 1-D, compute dtype, possibly empty, with `ds_numel` set."""
-        piece = self._ds_member.own_piece()
-        piece.ds_numel = piece.numel()  # type: ignore[attr-defined]
-        return piece
+        """This rank's fragment: 1-D, compute dtype, possibly empty, with `ds_numel` set."""
+        values = self._ds_member.own_values()
+        values.ds_numel = values.numel()  # type: ignore[attr-defined]
+        return values
 
     @property
     def ds_persist(self) -> bool:
@@ -78,7 +78,7 @@ class ClientSurface:
 
     @property
     def ds_process_group(self) -> Any:
-        """The process group of the ranks that hold the pieces."""
+        """The process group of the ranks that hold the fragments."""
         return self._ds_member.group.axis.group
 
     def all_gather(self, param_list: list[Any] | None = None) -> None:
@@ -103,7 +103,7 @@ class ClientSurface:
                 group.free(edits_allowed=has_been_updated)
 
     def partition_numel(self) -> int:
-        """Elements of this rank's piece."""
+        """Elements of this rank's fragment."""
         return elements_here(self._ds_member)
 
     def aligned_size(self) -> int:
@@ -131,7 +131,7 @@ class ClientSurface:
 
 
 def elements_here(member: Member) -> int:
-    """Elements of this rank's piece."""
+    """Elements of this rank's fragment."""
     span = member.own_span()
     return span.stop - span.start
 

@@ -135,7 +135,7 @@ def unwrap_model_for_generation(model: Any) -> Generator[nn.Module, None, None]:
     Yields:
         Its module.
     """
-    lifecycle = model._pieces.lifecycle
+    lifecycle = model._components.lifecycle
     with GatheredParameters(list(model.module.parameters())):
         if lifecycle is not None:
             lifecycle.detach()

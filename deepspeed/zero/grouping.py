@@ -13,9 +13,9 @@ from torch.nn import Parameter
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.axis import Axis
 from deepspeed.foundation.log import say_once
-from deepspeed.zero.at_rest import Places
 from deepspeed.zero.layout import Layout, by_group, by_owner
 from deepspeed.zero.lifecycle import repeated_blocks
+from deepspeed.zero.local_shard import Tiers
 from deepspeed.zero.member import Member
 from deepspeed.zero.param import is_managed
 from deepspeed.zero.policy import KEPT_WHOLE, Policy
@@ -147,7 +147,7 @@ def build_group(
     names: dict[Parameter, str],
     plan: GroupingPlan,
     dtypes: tuple[torch.dtype, torch.dtype | None],
-    places: Places | None = None,
+    tiers: Tiers | None = None,
 ) -> ShardGroup:
     """One group; parameters born sharded (zero.Init) are gathered, re-laid and their old slices dropped.
 
@@ -158,7 +158,7 @@ def build_group(
         names: their names.
         plan: sizes.
         dtypes: (compute dtype, master dtype or None).
-        places: where its state rests.
+        tiers: where its state rests.
     """
     born: list[ShardGroup] = [param._ds_member.group for param in params if is_managed(param)]  # type: ignore[attr-defined]
     for group in born:
@@ -166,7 +166,7 @@ def build_group(
         group.dissolve()
     members = [Member(param, names[param]) for param in params]
     layout = cut(plan, policy, [p.numel() for p in params], axis.size)
-    made = ShardGroup(axis, policy, layout, members, dtype=dtypes[0], master=dtypes[1], places=places)
+    made = ShardGroup(axis, policy, layout, members, dtype=dtypes[0], master=dtypes[1], tiers=tiers)
     if born:
         for group in born:
             group.drop()

@@ -28,9 +28,9 @@ from deepspeed.storage.host import HostTier
 from deepspeed.storage.nvme import NvmeTier
 from deepspeed.storage.resident import RESIDENT
 from deepspeed.storage.tier import Tier
-from deepspeed.zero.at_rest import Places
 from deepspeed.zero.exhaustion import exhausted, is_exhaustion
 from deepspeed.zero.layout import by_group
+from deepspeed.zero.local_shard import Tiers
 from deepspeed.zero.member import Member
 from deepspeed.zero.param import birth_writers, is_managed
 from deepspeed.zero.policy import policy_for
@@ -120,7 +120,7 @@ class Init:
         source = config_dict_or_path if config_dict_or_path is not None else config
         parsed = DeepSpeedConfig.for_init(source, world=self.axis.size) if source is not None else None
         self.dtype = dtype or _dtype_of(parsed)
-        self.places = Places(parameters=_tier(remote_device, parsed, pin_memory))
+        self.tiers = Tiers(parameters=_tier(remote_device, parsed, pin_memory))
         self.wraps_apply = parsed is None or parsed.zero.override_module_apply
         self._patches = _Patches()
         self._unshared = 0  # bytes of whole parameters freed since the last trim
@@ -163,7 +163,7 @@ class Init:
             self._unshared += param.numel() * param.itemsize
             member = Member(param, f"{type(module).__name__}.{name}")
             layout = by_group([param.numel()], self.axis.size)
-            ShardGroup(self.axis, policy_for(3), layout, [member], places=self.places)
+            ShardGroup(self.axis, policy_for(3), layout, [member], tiers=self.tiers)
         for buffer in module._buffers.values():
             if buffer is not None and buffer.device.type != "meta":
                 broadcast_tensors(self.axis, [buffer], f"birth of a buffer of {type(module).__name__}")

@@ -11,14 +11,14 @@ ALIGN = 8
 
 
 @dataclass(frozen=True)
-class Piece:
+class ParamRange:
     """The part of one parameter that lies in one rank's slice.
 
     Args:
         index: which parameter of the group.
         start: first element, counted in the flattened parameter.
         stop: one past the last element, in the flattened parameter.
-        at: where the piece begins, counted in the group.
+        at: where it begins, counted in the group.
     """
 
     index: int
@@ -28,7 +28,7 @@ class Piece:
 
     @property
     def numel(self) -> int:
-        """Elements in the piece."""
+        """Elements in the fragment."""
         return self.stop - self.start
 
 
@@ -68,17 +68,17 @@ class Layout:
         """Elements of a rank's slice."""
         return self.cuts[rank + 1] - self.cuts[rank]
 
-    def pieces(self, rank: int) -> list[Piece]:
+    def ranges(self, rank: int) -> list[ParamRange]:
         """What of each parameter lies in a rank's slice, in order; parameters without a part there are left out."""
-        return self.pieces_within(self.cuts[rank], self.cuts[rank + 1])
+        return self.ranges_within(self.cuts[rank], self.cuts[rank + 1])
 
-    def pieces_within(self, low: int, high: int) -> list[Piece]:
+    def ranges_within(self, low: int, high: int) -> list[ParamRange]:
         """What of each parameter lies in [low, high) of the group."""
-        found: list[Piece] = []
+        found: list[ParamRange] = []
         for index, (offset, numel) in enumerate(zip(self.offsets, self.numels, strict=True)):
             start, stop = max(low, offset), min(high, offset + numel)
             if start < stop:
-                found.append(Piece(index, start - offset, stop - offset, start))
+                found.append(ParamRange(index, start - offset, stop - offset, start))
         return found
 
     def cuts_of(self, index: int) -> tuple[int, ...]:

@@ -71,12 +71,12 @@ class Member:
         low = max(self.offset + cuts[rank] - group.layout.cuts[rank], 0)
         return slice(low, low + cuts[rank + 1] - cuts[rank])
 
-    def own_piece(self) -> torch.Tensor:
+    def own_values(self) -> torch.Tensor:
         """This rank's part of the values, 1-D: a view of the slice where that rests in memory, else a copy."""
         values = self.group.values
         with values.borrowed() as lent:
-            piece = lent[self.own_span()]
-            return piece if values.memory is not None else piece.clone()
+            own = lent[self.own_span()]
+            return own if values.memory is not None else own.clone()
 
     def rejoin(self) -> None:
         """Take back values that were put under the gathered parameter by `param.data = …`.

@@ -1,4 +1,4 @@
-"""The optimizer users hold: any torch optimizer, run on this rank's pieces of the parameters."""
+"""The optimizer users hold: any torch optimizer, run on this rank's fragments of the parameters."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from deepspeed.comm.collectives import SMALL, tag_of
 from deepspeed.errors import ArgumentError, OptimizerError, UsageError
 from deepspeed.optim.clip import clip_factor
 from deepspeed.zero.exhaustion import suggests_offload
-from deepspeed.zero.holding import Holding, whole_state
+from deepspeed.zero.fragment import Fragment, cut_state, unused_names
 from deepspeed.zero.lifecycle import Lifecycle
 from deepspeed.zero.member import Member
 from deepspeed.zero.norm import explain_overflow, global_norm
+from deepspeed.zero.optimizer_shard import OptimizerShard, whole_state
 from deepspeed.zero.param import is_managed
-from deepspeed.zero.parts import Part, cut_state, unused_names
 from deepspeed.zero.reducer import Reducer
 from deepspeed.zero.shard_group import ShardGroup
 from deepspeed.zero.waves import update, waves_of
@@ -72,8 +72,8 @@ class ZeroOptimizer:
         self._channel, self._rounds = reducer.world.channel(), 0
         self._items, self._counts_items, self._micro_batches = 0.0, False, 0
         self._scale_loss: Callable[[torch.Tensor, bool], Any] | None = None
-        self.holdings = [Holding(bucket, inner) for bucket in reducer.buckets]
-        self.parts: dict[int, list[Part]] = {}
+        self.shards = [OptimizerShard(bucket, inner) for bucket in reducer.buckets]
+        self.fragments: dict[int, list[Fragment]] = {}
         self._leaves, self._stepping = 0, False
         self._take_over()
         self._guard = inner.register_step_pre_hook(self._refuse_strangers)
@@ -81,7 +81,7 @@ class ZeroOptimizer:
     # -- the inner optimizer --------------------------------------------------------------------------------------
 
     def _take_over(self) -> None:
-        """Replace the model's parameters in the inner optimizer's groups by this rank's pieces."""
+        """Replace the model's parameters in the inner optimizer's groups by this rank's fragments."""
         seen: set[int] = set()
         for group in self.optimizer.param_groups:
             leaves: list[Parameter] = []
@@ -93,25 +93,25 @@ class ZeroOptimizer:
                 seen.add(id(param))
                 state = self.optimizer.state.pop(param, None)
                 member = param._ds_member
-                parts = self.parts[member.uid] = self.holding_of(member).add(member)
+                fragments = self.fragments[member.uid] = self.shard_of(member).add(member)
                 member.owner = self
-                for part in parts:
-                    leaves.append(part.leaf)
+                for fragment in fragments:
+                    leaves.append(fragment.leaf)
                     if state:
-                        self.optimizer.state[part.leaf] = cut_state(state, part)
+                        self.optimizer.state[fragment.leaf] = cut_state(state, fragment)
             group["params"] = leaves
             self._leaves += len(leaves)
-        for holding in self.holdings:
-            holding.store_state()
+        for shard in self.shards:
+            shard.store_state()
 
-    def holding_of(self, member: Member) -> Holding:
+    def shard_of(self, member: Member) -> OptimizerShard:
         """The leaves and the state of a member's group."""
-        return next(h for h in self.holdings if h.group is member.group)
+        return next(h for h in self.shards if h.group is member.group)
 
     def activate(self, member: Member) -> None:
         """A frozen parameter was unfrozen: listen to its gradients, update its master copy from now on."""
         member.group.thaw(self.settings.master)
-        self.holding_of(member).point()
+        self.shard_of(member).point()
         self.reducer.listen(member)
 
     @property
@@ -130,7 +130,7 @@ class ZeroOptimizer:
 
     @property
     def state(self) -> Any:
-        """The inner optimizer's state, keyed by the pieces."""
+        """The inner optimizer's state, keyed by the fragments."""
         return self.optimizer.state
 
     @property
@@ -184,7 +184,7 @@ class ZeroOptimizer:
         items = self.reducer.finish(self._items)
         self.reducer.adopt_edits()
         if self.settings.refuse_unused:
-            unused = unused_names(self.reducer, self.parts)
+            unused = unused_names(self.reducer, self.fragments)
             if unused:
                 self._end_window()
                 raise UsageError(
@@ -195,7 +195,7 @@ class ZeroOptimizer:
             rescale = 1.0 / items if items else 1.0  # the items count a partial window by themselves
         norm = None
         if self.settings.norm or self.settings.check or self.settings.clip:
-            updated = [b for b in self.reducer.buckets if any(m.uid in self.parts for m in b.group.members)]
+            updated = [b for b in self.reducer.buckets if any(m.uid in self.fragments for m in b.group.members)]
             norm = global_norm(updated, self.settings.clip > 0, self._tag()) * abs(rescale)
         self._global_grad_norm = norm
         self.overflow = self.settings.check and norm is not None and not math.isfinite(norm)
@@ -217,7 +217,7 @@ class ZeroOptimizer:
         return tag_of(self._channel, SMALL, self._rounds)
 
     def _refuse_strangers(self, *_: Any) -> None:
-        """Before each step of the inner optimizer: it must come from here, over the pieces made at the start."""
+        """Before each step of the inner optimizer: it must come from here, over the fragments made at the start."""
         if not self._stepping:
             raise UsageError(
                 "step() of the optimizer passed to initialize would find no gradients; call engine.step(), or step() "
@@ -236,7 +236,7 @@ class ZeroOptimizer:
         self._stepping = True
         try:
             with suggests_offload("parameters were updated"):
-                handles = update(self.optimizer, waves_of(self.holdings, self.reducer), factor)
+                handles = update(self.optimizer, waves_of(self.shards, self.reducer), factor)
         finally:
             self._stepping = False
         for handle in handles:
@@ -271,15 +271,15 @@ class ZeroOptimizer:
         return self._scale_loss(loss, retain_graph)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state: the inner optimizer's over its pieces, and the loss scaler's."""
+        """This rank's state: the inner optimizer's over its fragments, and the loss scaler's."""
         scaler = None if self.scaler is None else self.scaler.state_dict()
-        return {"optimizer": whole_state(self.optimizer, self.holdings), "loss_scaler": scaler}
+        return {"optimizer": whole_state(self.optimizer, self.shards), "loss_scaler": scaler}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict` gave, on the same rank and topology."""
         self.optimizer.load_state_dict(state["optimizer"])
-        for holding in self.holdings:
-            holding.store_state()
+        for shard in self.shards:
+            shard.store_state()
         if self.scaler is not None and state.get("loss_scaler") is not None:
             self.scaler.load_state_dict(state["loss_scaler"])
 
@@ -292,8 +292,8 @@ class ZeroOptimizer:
         """Stop listening to gradients and let the state go."""
         self.reducer.detach()
         self._guard.remove()
-        for holding in self.holdings:
-            holding.drop()
-        self.holdings, self.parts = [], {}
+        for shard in self.shards:
+            shard.drop()
+        self.shards, self.fragments = [], {}
         self.optimizer.state.clear()
         self._scale_loss = None

@@ -17,10 +17,10 @@ from deepspeed.comm.axis import Axis
 from deepspeed.comm.collectives import READ, SPREAD, Handle, spread, tag_of
 from deepspeed.comm.fetch import FetchService, SharedSlices, service_of
 from deepspeed.errors import ShardedParameterError
-from deepspeed.storage.resident import RESIDENT, Held
-from deepspeed.zero.at_rest import AtRest, Places
+from deepspeed.storage.resident import RESIDENT, Resident
 from deepspeed.zero.client_surface import ZeroParamStatus
 from deepspeed.zero.layout import Layout
+from deepspeed.zero.local_shard import LocalShard, Tiers
 from deepspeed.zero.member import Member
 from deepspeed.zero.param import (
     ManagedParameter,
@@ -54,7 +54,7 @@ _STATUS = {
 }
 
 
-class ShardGroup(AtRest):
+class ShardGroup(LocalShard):
     """A group of parameters under one policy.
 
     Args:
@@ -65,7 +65,7 @@ class ShardGroup(AtRest):
         dtype: compute dtype; None: that of the parameters.
         master: dtype of a master copy of what the optimizer updates here; None, or the compute dtype: none is needed,
             the values are the master.
-        places: where slice, master and gradient accumulators rest; None: on the device.
+        tiers: where slice, master and gradient accumulators rest; None: on the device.
     """
 
     def __init__(
@@ -77,13 +77,13 @@ class ShardGroup(AtRest):
         *,
         dtype: torch.dtype | None = None,
         master: torch.dtype | None = None,
-        places: Places | None = None,
+        tiers: Tiers | None = None,
     ) -> None:
         first = members[0].param
         self.axis, self.policy, self.layout, self.members = axis, policy, layout, members
         self.offsets = layout.offsets  # computed once; the layout derives it anew at each call
         self.dtype, self.device = dtype or first.dtype, first.device
-        self.places = places or Places()
+        self.tiers = tiers or Tiers()
         self.channel = axis.channel()
         self.name = members[0].name + (f" … {members[-1].name}" if len(members) > 1 else "")
         self.users = 0  # modules and contexts that need the values right now
@@ -106,7 +106,7 @@ class ShardGroup(AtRest):
         # What the optimizer updates here.
         self.low, self.high = (low, high) if policy.owns_a_slice else (0, layout.padded)
         span = self.full[low:high] if policy.owns_a_slice else self.full
-        self.values = Held(f"values of {self.name}", span)
+        self.values = Resident(f"values of {self.name}", span)
         if master is not None:
             self.add_master(master)
         self._adopt()
@@ -230,7 +230,7 @@ class ShardGroup(AtRest):
         Growing a buffer anew costs a page fault per page, more than the gather itself on small models. Where parameters
         rest elsewhere, the device is short of memory, and nothing is kept.
         """
-        if self.places.parameters is not RESIDENT:
+        if self.tiers.parameters is not RESIDENT:
             return
         self.full.untyped_storage().resize_(self._bytes)
         self.retains = True
@@ -279,7 +279,7 @@ class ShardGroup(AtRest):
             return self.assemble(member, values, READ, f"read of {member.name}").view(member.shape)
 
     def assemble(self, member: Member, of: torch.Tensor, kind: int, label: str) -> torch.Tensor:
-        """All pieces of one member, as every rank holds them in `of`.
+        """All fragments of one member, as every rank holds them in `of`.
 
         Args:
             member: the parameter.
@@ -327,11 +327,11 @@ class ShardGroup(AtRest):
         Args:
             any_graph: ranks may need groups in different orders.
         """
-        window, memory = self.axis.window, self.values.memory
-        if window is not None and memory is not None and self.places.parameters is RESIDENT:
+        shared, memory = self.axis.shared, self.values.memory
+        if shared is not None and memory is not None and self.tiers.parameters is RESIDENT:
             memory = self.axis.empty(memory.numel(), self.dtype, self.device).copy_(memory)
-            self.values = Held(self.values.label, memory)
-        if window is not None and memory is not None and window.can_serve(self.channel, memory):
+            self.values = Resident(self.values.label, memory)
+        if shared is not None and memory is not None and shared.can_serve(self.channel, memory):
             self.fetch = SharedSlices(self.axis)
             self.fetch.serve(self.channel, memory)
         elif any_graph:

@@ -16,12 +16,12 @@ from torch import nn
 from deepspeed.comm.axis import Axis
 from deepspeed.storage.tier import Stored
 from deepspeed.zero.buckets import Bucket
-from deepspeed.zero.holding import Holding
+from deepspeed.zero.fragment import Fragment
 from deepspeed.zero.layout import Layout, by_group, by_owner
 from deepspeed.zero.member import Member
 from deepspeed.zero.optimizer import ZeroOptimizer
+from deepspeed.zero.optimizer_shard import OptimizerShard
 from deepspeed.zero.param import is_managed
-from deepspeed.zero.parts import Part
 from deepspeed.zero.reducer import Reducer
 from deepspeed.zero.shard_group import ShardGroup, State
 from deepspeed.zero.waves import publish
@@ -46,10 +46,10 @@ class Hold:
         """Inside, slots of the group have values; they are kept if `changed` says so."""
         with ExitStack() as stack:
             stack.enter_context(self._group.updated.borrowed(changed))
-            for holding in self._view.holdings(self._group):
-                stack.enter_context(holding.at_hand(changed))
-                if holding.bucket.filled:
-                    stack.enter_context(holding.bucket.total.borrowed(changed))
+            for shard in self._view.shards(self._group):
+                stack.enter_context(shard.at_hand(changed))
+                if shard.bucket.filled:
+                    stack.enter_context(shard.bucket.total.borrowed(changed))
             yield
 
 
@@ -195,12 +195,12 @@ class StateView(WindowView):
         every = module.named_parameters(remove_duplicate=False)
         self.aliases = {name: first[id(param)] for name, param in every if first[id(param)] != name}
 
-    def holdings(self, group: ShardGroup) -> list[Holding]:
+    def shards(self, group: ShardGroup) -> list[OptimizerShard]:
         """What the optimizer works on in a group."""
-        return [] if self.optimizer is None else [h for h in self.optimizer.holdings if h.group is group]
+        return [] if self.optimizer is None else [h for h in self.optimizer.shards if h.group is group]
 
     def _moves(self, group: ShardGroup) -> bool:
-        sums = [h.bucket.sum for h in self.holdings(group) if h.bucket.sum is not None]
+        sums = [h.bucket.sum for h in self.shards(group) if h.bucket.sum is not None]
         return any(stored.memory is None for stored in (group.updated, *sums))
 
     def hold_of(self, group: ShardGroup) -> Hold | None:
@@ -211,31 +211,31 @@ class StateView(WindowView):
 
     def trained(self, member: Member) -> bool:
         """Whether the optimizer updates a parameter."""
-        return self.optimizer is not None and member.uid in self.optimizer.parts
+        return self.optimizer is not None and member.uid in self.optimizer.fragments
 
     def value_dtype(self, member: Member) -> torch.dtype:
         """The dtype of a parameter's best values: those of its master, where it has one."""
         return member.group.updated.dtype
 
-    def written_pieces(self, group: ShardGroup) -> list[tuple[Member, int, int]]:
+    def written_ranges(self, group: ShardGroup) -> list[tuple[Member, int, int]]:
         """What this rank stores of a group: (member, start, stop); every element is stored by one rank."""
         if self.reducer is not None and self.reducer.wire.replicas is not None and self.reducer.wire.replicas.rank:
             return []
-        pieces = group.layout.pieces(group.axis.rank)
-        return [(group.members[piece.index], piece.start, piece.stop) for piece in pieces]
+        ranges = group.layout.ranges(group.axis.rank)
+        return [(group.members[range_.index], range_.start, range_.stop) for range_ in ranges]
 
-    def held_pieces(self, group: ShardGroup) -> list[tuple[Member, int, int]]:
+    def held_ranges(self, group: ShardGroup) -> list[tuple[Member, int, int]]:
         """What this rank's best values cover of a group: (member, start, stop)."""
-        pieces = group.layout.pieces_within(group.low, group.high)
-        return [(group.members[piece.index], piece.start, piece.stop) for piece in pieces]
+        ranges = group.layout.ranges_within(group.low, group.high)
+        return [(group.members[range_.index], range_.start, range_.stop) for range_ in ranges]
 
-    def parts_of(self, member: Member) -> list[Part]:
+    def fragments_of(self, member: Member) -> list[Fragment]:
         """This rank's parts of a parameter in the optimizer."""
-        return [] if self.optimizer is None else self.optimizer.parts.get(member.uid, [])
+        return [] if self.optimizer is None else self.optimizer.fragments.get(member.uid, [])
 
-    def state_of(self, part: Part) -> dict[str, Any]:
-        """The optimizer state of a part."""
-        return {} if self.optimizer is None else self.optimizer.optimizer.state.get(part.leaf, {})
+    def state_of(self, fragment: Fragment) -> dict[str, Any]:
+        """The optimizer state of a fragment."""
+        return {} if self.optimizer is None else self.optimizer.optimizer.state.get(fragment.leaf, {})
 
     def group_numbers(self) -> dict[int, int]:
         """The optimizer group of each leaf on this rank, by the leaf's identity."""
@@ -244,7 +244,7 @@ class StateView(WindowView):
 
     def optimizer_order(self) -> dict[int, int]:
         """The position of each parameter in the optimizer, by the member's uid."""
-        return {} if self.optimizer is None else {uid: i for i, uid in enumerate(self.optimizer.parts)}
+        return {} if self.optimizer is None else {uid: i for i, uid in enumerate(self.optimizer.fragments)}
 
     def optimizer_names(self) -> list[str]:
         """Names of the parameters in the order of the optimizer."""
@@ -270,20 +270,20 @@ class StateView(WindowView):
         flat = (self.plain[name] if name in self.plain else self.buffers[name]).detach().reshape(-1)
         return Slot(name, 0, flat.numel(), flat.dtype, lambda: flat)
 
-    def state(self, part: Part, key: str, start: int, stop: int) -> Slot:
+    def state(self, fragment: Fragment, key: str, start: int, stop: int) -> Slot:
         """A tensor of the optimizer state that is cut as the parameter is."""
-        low, high = start - part.piece.start, stop - part.piece.start
+        low, high = start - fragment.range.start, stop - fragment.range.start
 
         def values() -> torch.Tensor:
-            return self.state_of(part)[key].detach().reshape(-1)[low:high]
+            return self.state_of(fragment)[key].detach().reshape(-1)[low:high]
 
-        return self._slot(part.member, (start, stop), self.state_of(part)[key].dtype, values)
+        return self._slot(fragment.member, (start, stop), self.state_of(fragment)[key].dtype, values)
 
-    def whole_state(self, part: Part, key: str) -> Slot:
+    def whole_state(self, fragment: Fragment, key: str) -> Slot:
         """A tensor of the optimizer state that has a shape of its own."""
-        tensor = self.state_of(part)[key]
-        values = lambda: self.state_of(part)[key].detach().reshape(-1)  # noqa: E731
-        return self._slot(part.member, (0, tensor.numel()), tensor.dtype, values)
+        tensor = self.state_of(fragment)[key]
+        values = lambda: self.state_of(fragment)[key].detach().reshape(-1)  # noqa: E731
+        return self._slot(fragment.member, (0, tensor.numel()), tensor.dtype, values)
 
     def gradient(self, member: Member, start: int, stop: int) -> Slot:
         """The reduced part of the window's gradient."""
@@ -300,18 +300,18 @@ class StateView(WindowView):
             if self.optimizer is not None:
                 self.optimizer.import_edits(member)
 
-    def prepare_state(self, part: Part, sliced: dict[str, torch.dtype], rest: dict[str, Any]) -> dict[str, Any]:
+    def prepare_state(self, fragment: Fragment, sliced: dict[str, torch.dtype], rest: dict[str, Any]) -> dict[str, Any]:
         """An optimizer state with these keys for a part; live tensors that fit are kept.
 
         Args:
-            part: what the optimizer sees.
+            fragment: what the optimizer sees.
             sliced: dtypes of the tensors of the part's shape.
             rest: everything else.
 
         Returns:
             The state; values of tensors in `sliced` are not set yet.
         """
-        old = self.state_of(part)
+        old = self.state_of(fragment)
 
         def live(key: str, shape: torch.Size) -> torch.Tensor | None:
             there = old.get(key)
@@ -319,22 +319,24 @@ class StateView(WindowView):
 
         made: dict[str, Any] = {}
         for key, dtype in sliced.items():
-            there = live(key, part.leaf.shape)
-            made[key] = torch.zeros(part.leaf.shape, dtype=dtype, device=part.leaf.device) if there is None else there
+            there = live(key, fragment.leaf.shape)
+            made[key] = (
+                torch.zeros(fragment.leaf.shape, dtype=dtype, device=fragment.leaf.device) if there is None else there
+            )
         for key, value in rest.items():
             there = live(key, value.shape) if isinstance(value, torch.Tensor) else None
             # What the optimizer holds of a state that rests elsewhere is a placeholder.
             made[key] = value if there is None or there.device.type == "meta" else there.copy_(value)
         return made
 
-    def set_state(self, part: Part, state: dict[str, Any]) -> None:
+    def set_state(self, fragment: Fragment, state: dict[str, Any]) -> None:
         """Make `state` the optimizer state of a part; an empty one takes it away."""
         if self.optimizer is None:
             return
         if state:
-            self.optimizer.optimizer.state[part.leaf] = state
+            self.optimizer.optimizer.state[fragment.leaf] = state
         else:
-            self.optimizer.optimizer.state.pop(part.leaf, None)
+            self.optimizer.optimizer.state.pop(fragment.leaf, None)
 
     def publish(self) -> None:
         """Make loaded masters the parameters of every rank. All ranks call together."""

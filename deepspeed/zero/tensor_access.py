@@ -1,4 +1,4 @@
-"""Read and write whole training state by parameter: `safe_get_full_*`, `safe_set_full_*`, and this rank's pieces.
+"""Read and write whole training state by parameter: `safe_get_full_*`, `safe_set_full_*`, and this rank's fragments.
 
 All full-tensor functions are collective over the ranks that share the parameter; gradients exist between backward and
 step. A parameter that no engine manages gives None.
@@ -14,10 +14,10 @@ import torch
 
 from deepspeed.comm.collectives import READ
 from deepspeed.errors import ArgumentError, UsageError
+from deepspeed.zero.fragment import Fragment
 from deepspeed.zero.member import Member
 from deepspeed.zero.optimizer import ZeroOptimizer
 from deepspeed.zero.param import is_managed
-from deepspeed.zero.parts import Part
 from deepspeed.zero.waves import publish
 
 
@@ -25,27 +25,27 @@ def _member(param: torch.nn.Parameter) -> Member | None:
     return param._ds_member if is_managed(param) else None  # type: ignore[attr-defined]
 
 
-def _parts(member: Member) -> list[Part]:
+def _fragments(member: Member) -> list[Fragment]:
     owner = member.owner
-    return owner.parts.get(member.uid, []) if isinstance(owner, ZeroOptimizer) else []
+    return owner.fragments.get(member.uid, []) if isinstance(owner, ZeroOptimizer) else []
 
 
 def _at_hand(member: Member, changed: bool = False) -> AbstractContextManager[None]:
     """Leaves and optimizer state of the member's group are real tensors inside."""
     owner = member.owner
-    known = isinstance(owner, ZeroOptimizer) and member.uid in owner.parts
-    return owner.holding_of(member).at_hand(changed) if owner is not None and known else nullcontext()
+    known = isinstance(owner, ZeroOptimizer) and member.uid in owner.fragments
+    return owner.shard_of(member).at_hand(changed) if owner is not None and known else nullcontext()
 
 
-def _whole(member: Member, pick: Callable[[Part], torch.Tensor | None], label: str) -> torch.Tensor:
-    """Assemble what `pick` gives for this rank's pieces with everybody else's; NaN where no rank has anything."""
+def _whole(member: Member, pick: Callable[[Fragment], torch.Tensor | None], label: str) -> torch.Tensor:
+    """Assemble what `pick` gives for this rank's fragments with everybody else's; NaN where no rank has anything."""
     group = member.group
     here = torch.full((group.high - group.low,), torch.nan, dtype=torch.float32, device=group.device)
     with _at_hand(member):
-        for part in _parts(member):
-            value = pick(part)
+        for fragment in _fragments(member):
+            value = pick(fragment)
             if value is not None:
-                here[part.span].copy_(value.reshape(-1))
+                here[fragment.span].copy_(value.reshape(-1))
     if not group.policy.owns_a_slice:
         return here[member.offset : member.offset + member.numel].view(member.shape)
     return group.assemble(member, here, READ, label).view(member.shape)
@@ -61,11 +61,11 @@ def safe_get_full_fp32_param(param: torch.nn.Parameter) -> torch.Tensor | None:
         float32 tensor of the true shape, a copy; None for a parameter no optimizer updates.
     """
     member = _member(param)
-    if member is None or member.owner is None or member.uid not in member.owner.parts:
+    if member is None or member.owner is None or member.uid not in member.owner.fragments:
         return None
     member.owner.import_edits(member)
     with member.group.updated.borrowed() as masters:
-        return _whole(member, lambda part: masters[part.span], f"master of {member.name}")
+        return _whole(member, lambda fragment: masters[fragment.span], f"master of {member.name}")
 
 
 def safe_get_full_grad(param: torch.nn.Parameter) -> torch.Tensor | None:
@@ -94,13 +94,13 @@ def safe_get_full_optimizer_state(param: torch.nn.Parameter, optim_state_key: st
         float32 tensor of the true shape; None before the first step or for an unmanaged parameter.
     """
     member = _member(param)
-    if member is None or member.owner is None or member.uid not in member.owner.parts:
+    if member is None or member.owner is None or member.uid not in member.owner.fragments:
         return None
     state = member.owner.optimizer.state
 
-    def pick(part: Part) -> torch.Tensor | None:
-        value = state.get(part.leaf, {}).get(optim_state_key)
-        return value if isinstance(value, torch.Tensor) and value.numel() == part.piece.numel else None
+    def pick(fragment: Fragment) -> torch.Tensor | None:
+        value = state.get(fragment.leaf, {}).get(optim_state_key)
+        return value if isinstance(value, torch.Tensor) and value.numel() == fragment.range.numel else None
 
     whole = _whole(member, pick, f"{optim_state_key} of {member.name}")
     return None if whole.isnan().all() else whole
@@ -138,13 +138,13 @@ def safe_set_full_optimizer_state(param: torch.nn.Parameter, value: torch.Tensor
         optim_state_key: `exp_avg`, `momentum_buffer`, …
     """
     member = _checked(param, value)
-    if safe_get_full_optimizer_state(param, optim_state_key) is None:  # the same on all ranks, also without a piece
+    if safe_get_full_optimizer_state(param, optim_state_key) is None:  # the same on all ranks, also without a fragment
         raise UsageError(f"'{member.name}' has no optimizer state {optim_state_key!r} (yet)")
     flat = value.detach().reshape(-1)
     with _at_hand(member, changed=True):
-        for part in _parts(member):
-            state = _state_of(member, part)
-            _replace(state, optim_state_key, flat[part.piece.start : part.piece.stop], member)
+        for fragment in _fragments(member):
+            state = _state_of(member, fragment)
+            _replace(state, optim_state_key, flat[fragment.range.start : fragment.range.stop], member)
 
 
 def _checked(param: torch.nn.Parameter, value: torch.Tensor) -> Member:
@@ -156,64 +156,64 @@ def _checked(param: torch.nn.Parameter, value: torch.Tensor) -> Member:
     return member
 
 
-def _state_of(member: Member, part: Part) -> dict[str, Any]:
-    return member.owner.optimizer.state[part.leaf] if member.owner is not None else {}
+def _state_of(member: Member, fragment: Fragment) -> dict[str, Any]:
+    return member.owner.optimizer.state[fragment.leaf] if member.owner is not None else {}
 
 
-def _replace(state: dict[str, Any], key: str, piece: torch.Tensor, member: Member) -> None:
+def _replace(state: dict[str, Any], key: str, values: torch.Tensor, member: Member) -> None:
     if key not in state:
         raise UsageError(f"'{member.name}' has no optimizer state {key!r} (yet); there is {sorted(state)}")
-    state[key].copy_(piece.view(state[key].shape))
+    state[key].copy_(values.view(state[key].shape))
 
 
-def _local(param: torch.nn.Parameter, pick: Callable[[Part], torch.Tensor | None]) -> torch.Tensor | None:
+def _local(param: torch.nn.Parameter, pick: Callable[[Fragment], torch.Tensor | None]) -> torch.Tensor | None:
     member = _member(param)
-    if member is None or not _parts(member):
+    if member is None or not _fragments(member):
         return None
     with _at_hand(member):
-        found = pick(_parts(member)[0])
+        found = pick(_fragments(member)[0])
         if found is None:
             return None
-        lent = member.group.places.optimizer.moves
+        lent = member.group.tiers.optimizer.moves
         return found.reshape(-1).clone() if lent else found.reshape(-1)
 
 
 def safe_get_local_fp32_param(param: torch.nn.Parameter) -> torch.Tensor | None:
-    """This rank's piece of the master values: 1-D, a view where they rest in memory; None when it holds none."""
+    """This rank's fragment of the master values: 1-D, a view where they rest in memory; None when it holds none."""
     member = _member(param)
-    if member is None or member.owner is None or not _parts(member):
+    if member is None or member.owner is None or not _fragments(member):
         return None
     member.owner.import_edits(member)
     with member.group.updated.borrowed() as masters:
-        found = masters[_parts(member)[0].span]
+        found = masters[_fragments(member)[0].span]
         return found if member.group.updated.memory is not None else found.clone()
 
 
 def safe_get_local_grad(param: torch.nn.Parameter) -> torch.Tensor | None:
-    """This rank's piece of the mean gradient, in the accumulator's dtype; all ranks call together."""
+    """This rank's fragment of the mean gradient, in the accumulator's dtype; all ranks call together."""
     member = _member(param)
     if member is None or member.reducer is None:
         return None
     if member.reducer.clean:
         return None
     member.reducer.finish()
-    if not _parts(member):
+    if not _fragments(member):
         return None
-    part = _parts(member)[0]
-    with part.bucket.total.borrowed() as total:
-        return total[part.span].to(part.leaf.dtype, copy=part.bucket.total.memory is None)
+    fragment = _fragments(member)[0]
+    with fragment.bucket.total.borrowed() as total:
+        return total[fragment.span].to(fragment.leaf.dtype, copy=fragment.bucket.total.memory is None)
 
 
 def safe_get_local_optimizer_state(param: torch.nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """This rank's piece of one optimizer state tensor, a view where it rests in memory."""
+    """This rank's fragment of one optimizer state tensor, a view where it rests in memory."""
     member = _member(param)
     if member is None:
         return None
-    return _local(param, lambda part: _state_of(member, part).get(optim_state_key))
+    return _local(param, lambda fragment: _state_of(member, fragment).get(optim_state_key))
 
 
 def safe_set_local_fp32_param(param: torch.nn.Parameter, value: torch.Tensor) -> None:
-    """Replace this rank's piece of the values; every rank sets its own.
+    """Replace this rank's fragment of the values; every rank sets its own.
 
     Args:
         param: a parameter of an engine's model.
@@ -223,28 +223,28 @@ def safe_set_local_fp32_param(param: torch.nn.Parameter, value: torch.Tensor) ->
     if member is not None:
         group = member.group
         with group.updated.borrowed(changed=True) as masters:
-            for part in _parts(member):
-                masters[part.span].copy_(value.reshape(-1))
+            for fragment in _fragments(member):
+                masters[fragment.span].copy_(value.reshape(-1))
         publish([group])
         group.advance()
 
 
 def safe_set_local_grad(param: torch.nn.Parameter, value: torch.Tensor) -> None:
-    """Replace this rank's piece of the mean gradient; all ranks call together."""
+    """Replace this rank's fragment of the mean gradient; all ranks call together."""
     member = _member(param)
     if member is None or member.reducer is None:
         raise ArgumentError("the parameter belongs to no engine; set .grad directly")
     member.reducer.finish()
-    for part in _parts(member):
-        with part.bucket.total.borrowed(changed=True) as total:
-            total[part.span].copy_(value.reshape(-1))
+    for fragment in _fragments(member):
+        with fragment.bucket.total.borrowed(changed=True) as total:
+            total[fragment.span].copy_(value.reshape(-1))
 
 
 def safe_set_local_optimizer_state(param: torch.nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
-    """Replace this rank's piece of one optimizer state tensor."""
+    """Replace this rank's fragment of one optimizer state tensor."""
     member = _member(param)
     if member is None:
         raise ArgumentError("the parameter belongs to no engine")
     with _at_hand(member, changed=True):
-        for part in _parts(member):
-            _replace(_state_of(member, part), optim_state_key, value, member)
+        for fragment in _fragments(member):
+            _replace(_state_of(member, fragment), optim_state_key, value, member)

@@ -18,8 +18,8 @@ import torch
 from deepspeed.comm.collectives import Handle
 from deepspeed.ops.host_step import Fold, HostOptimizer
 from deepspeed.storage.resident import RESIDENT
-from deepspeed.zero.holding import Holding
-from deepspeed.zero.parts import Part
+from deepspeed.zero.fragment import Fragment
+from deepspeed.zero.optimizer_shard import OptimizerShard
 from deepspeed.zero.reducer import Reducer
 from deepspeed.zero.shard_group import ShardGroup
 
@@ -28,18 +28,18 @@ class Wave:
     """Groups that are updated by one step of the inner optimizer.
 
     Args:
-        holdings: their leaves and state.
-        touched: the parts that have a gradient.
+        shards: their leaves and state.
+        touched: the fragments that have a gradient.
     """
 
-    def __init__(self, holdings: list[Holding], touched: list[Part]) -> None:
-        self.holdings, self.touched = holdings, touched
+    def __init__(self, shards: list[OptimizerShard], touched: list[Fragment]) -> None:
+        self.shards, self.touched = shards, touched
 
     def ahead(self) -> None:
         """The wave is next."""
-        for holding in self.holdings:
-            holding.ahead()
-            holding.bucket.total.ahead()
+        for shard in self.shards:
+            shard.ahead()
+            shard.bucket.total.ahead()
 
     @contextlib.contextmanager
     def prepared(self, optimizer: torch.optim.Optimizer, factor: float) -> Iterator[bool]:
@@ -54,68 +54,71 @@ class Wave:
         """
         with contextlib.ExitStack() as stack:
             totals: dict[int, torch.Tensor] = {}
-            for holding in self.holdings:
-                stack.enter_context(holding.at_hand(changed=True))
-                totals[id(holding.bucket)] = stack.enter_context(holding.bucket.total.borrowed())
-            gradients = {part: totals[id(part.bucket)][part.span].view(part.leaf.shape) for part in self.touched}
+            for shard in self.shards:
+                stack.enter_context(shard.at_hand(changed=True))
+                totals[id(shard.bucket)] = stack.enter_context(shard.bucket.total.borrowed())
+            gradients = {
+                fragment: totals[id(fragment.bucket)][fragment.span].view(fragment.leaf.shape)
+                for fragment in self.touched
+            }
             if isinstance(optimizer, HostOptimizer) and all(t.device.type == "cpu" for t in totals.values()):
                 rounds = self._fold(optimizer, gradients, factor, stack)
             else:
                 rounds = False
                 for total in totals.values() if factor != 1.0 else ():
                     total.mul_(factor)
-                for part, gradient in gradients.items():
-                    part.leaf.grad = gradient.to(part.leaf.dtype)
+                for fragment, gradient in gradients.items():
+                    fragment.leaf.grad = gradient.to(fragment.leaf.dtype)
             try:
                 yield rounds
             finally:
-                for part in self.touched:
-                    part.leaf.grad = None
+                for fragment in self.touched:
+                    fragment.leaf.grad = None
 
     def _fold(
         self,
         optimizer: HostOptimizer,
-        gradients: dict[Part, torch.Tensor],
+        gradients: dict[Fragment, torch.Tensor],
         factor: float,
         stack: contextlib.ExitStack,
     ) -> bool:
         """Let one pass over memory scale gradients, update, and round; see `HostOptimizer.folds`."""
         rounded: dict[int, torch.Tensor] = {}
-        groups = [holding.group for holding in self.holdings if holding.group.master is not None]
-        keeps = len(self.touched) < sum(len(holding.parts) for holding in self.holdings)  # some have no gradient
+        groups = [shard.group for shard in self.shards if shard.group.master is not None]
+        keeps = len(self.touched) < sum(len(shard.fragments) for shard in self.shards)  # some have no gradient
         for group in groups:
             on_host = group.values.memory is None or group.values.memory.device.type == "cpu"
             if on_host and group.dtype.itemsize < torch.float32.itemsize:
                 rounded[id(group)] = stack.enter_context(group.values.borrowed(changed=True, read=keeps))
         folds = {}
-        for part, gradient in gradients.items():
-            out = rounded.get(id(part.member.group))
-            folds[part.leaf] = Fold(gradient, None if out is None else out[part.span])
+        for fragment, gradient in gradients.items():
+            out = rounded.get(id(fragment.member.group))
+            folds[fragment.leaf] = Fold(gradient, None if out is None else out[fragment.span])
         optimizer.folds, optimizer.factor = folds, factor
         stack.callback(_unfold, optimizer)
         return len(rounded) == len(groups)
 
 
-def waves_of(holdings: Sequence[Holding], reducer: Reducer) -> list[Wave]:
+def waves_of(shards: Sequence[OptimizerShard], reducer: Reducer) -> list[Wave]:
     """The waves of a step: only groups with a gradient on some rank take part. Valid after `finish`.
 
     Args:
-        holdings: all groups.
+        shards: all groups.
         reducer: knows who had a gradient.
     """
     together, waves = Wave([], []), []
-    for holding in holdings:
-        bucket = holding.bucket
-        marks = [bucket.filled and reducer.touched(bucket, member) for member in holding.group.members]
+    for shard in shards:
+        bucket = shard.bucket
+        marks = [bucket.filled and reducer.touched(bucket, member) for member in shard.group.members]
         if not any(marks):
             continue
-        touched = [part for part in holding.parts if marks[part.member.index]]
-        if holding.group.places.optimizer is RESIDENT:
-            together.holdings.append(holding)
+        touched = [fragment for fragment in shard.fragments if marks[fragment.member.index]]
+        if shard.group.tiers.optimizer is RESIDENT:
+            together.shards.append(shard)
             together.touched += touched
         else:
-            waves.append(Wave([holding], touched))
-    return [together, *waves] if together.holdings or not waves else waves
+            waves.append(Wave([shard], touched))
+    return [together, *waves] if together.shards or not waves else waves
 
 
 def update(optimizer: torch.optim.Optimizer, waves: list[Wave], factor: float) -> list[Handle]:
@@ -139,7 +142,7 @@ def update(optimizer: torch.optim.Optimizer, waves: list[Wave], factor: float) -
                 _restore(optimizer, before)
             with _hooks(optimizer, first=index == 0, last=index == len(waves) - 1):
                 optimizer.step()
-            handles += start_publish([holding.group for holding in wave.holdings], rounds)
+            handles += start_publish([shard.group for shard in wave.shards], rounds)
     return handles
 
 

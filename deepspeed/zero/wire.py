@@ -46,9 +46,9 @@ class Wire:
         self._lent: set[int] = set()  # addresses of buffers to receive into that are in use
         self._settling: list[Bucket] = []  # whose rounds are being waited for right now
         # In whichever window this rank waits, peers may meanwhile be waiting for its rounds in another.
-        self._windows = [each.window for each in (axis, world, replicas) if each is not None and each.window]
-        for window in self._windows:
-            window.workers.add(self)
+        self._shared_memories = [each.shared for each in (axis, world, replicas) if each is not None and each.shared]
+        for shared in self._shared_memories:
+            shared.workers.add(self)
 
     def busy(self, bucket: Bucket) -> bool:
         """Whether a round of `bucket` is on its way."""
@@ -112,7 +112,7 @@ class Wire:
         self._in_flight.append((self._send(bucket, current, seq), bucket, current))
         if not self.settings.overlap:
             self.settle_all()
-        elif self.axis.window is not None:
+        elif self.axis.shared is not None:
             self.progress()
 
     def _send(self, bucket: Bucket, current: Round, seq: int) -> Handle:
@@ -221,5 +221,5 @@ class Wire:
     def close(self) -> None:
         """Let the transit buffers go."""
         self.forget_buffers()
-        for window in self._windows:
-            window.workers.discard(self)
+        for shared in self._shared_memories:
+            shared.workers.discard(self)

@@ -22,7 +22,7 @@ def engine_on(folder: str, stage: int = 3) -> Any:
 
 
 def descriptor(engine: Any) -> int:
-    return engine.optimizer.groups[0].places.optimizer.disk._file.plain
+    return engine.optimizer.groups[0].tiers.optimizer.disk._file.plain
 
 
 def healthy(folder: str) -> None:

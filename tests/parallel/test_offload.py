@@ -190,7 +190,7 @@ def test_between_steps_nothing_stands_in_memory_for_state_on_disk(workers: Any) 
 
 def standing_still(stage: int, tier: str) -> None:
     engine = begin(stage, tier, precision="bf16", accumulation=2)
-    pools = {t.pool for g in engine.optimizer.groups for t in (g.places.optimizer, g.places.parameters) if t.pool}
+    pools = {t.pool for g in engine.optimizer.groups for t in (g.tiers.optimizer, g.tiers.parameters) if t.pool}
     assert pools
 
     def window(step: int) -> tuple[Any, ...]:
@@ -222,7 +222,7 @@ def shares() -> None:
         zero = {"offload_optimizer": {"device": "cpu", "ratio": ratio}}
         engine = begin(2, "device", zero=zero)
         groups = engine.optimizer.groups
-        away = sum(g.numel for g in groups if g.places.optimizer.name == "cpu")
+        away = sum(g.numel for g in groups if g.tiers.optimizer.name == "cpu")
         total, largest = sum(g.numel for g in groups), max(g.numel for g in groups)
         assert abs(away - ratio * total) <= largest
         engine.destroy()
@@ -247,7 +247,7 @@ def low_masters(precision: str) -> None:
         engine = begin(stage, tier, **block)
         outcomes.append(trained(engine, 3))
         assert all(g.updated.dtype == g.dtype for g in engine.optimizer.groups)
-        assert all(b.total.dtype == b.group.dtype for b in engine._pieces.reducer.buckets)
+        assert all(b.total.dtype == b.group.dtype for b in engine._components.reducer.buckets)
         engine.destroy()
     assert all(same(found, outcomes[0]) for found in outcomes[1:])
 
@@ -261,7 +261,7 @@ def kept_in_memory() -> None:
     zero = tier_of("nvme-nvme")
     zero["offload_param"]["max_in_cpu"] = 30
     engine = begin(3, "device", zero=zero)
-    slices = [(g.places.parameters.name, g.values.numel) for g in engine.optimizer.groups]
+    slices = [(g.tiers.parameters.name, g.values.numel) for g in engine.optimizer.groups]
     assert 0 < sum(numel for name, numel in slices if name == "cpu") <= 30
     assert any(name == "nvme" for name, _ in slices)
     engine.destroy()
@@ -295,7 +295,7 @@ def born(remote: str | None, tier: str) -> None:
     json = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3, **sections}}
     with deepspeed.zero.Init(remote_device=remote, config_dict_or_path=json):
         model = tiny()
-    place = model.out.weight._ds_member.group.places.parameters.name
+    place = model.out.weight._ds_member.group.tiers.parameters.name
     assert place == (remote or sections["offload_param"]["device"])
     with torch.no_grad():
         assert all(p.isfinite().all() for p in model.parameters())
@@ -342,8 +342,8 @@ def test_states_move_away_and_come_back(workers: Any, stage: int) -> None:
 def leaving() -> None:
     """The way gradients take from a device to the host; its copies and streams are plain ones on the CPU."""
     engine = begin(2, "cpu", precision="bf16")
-    bucket = engine._pieces.reducer.buckets[0]
-    pool, numel = bucket.group.places.optimizer.pool, bucket.total.numel
+    bucket = engine._components.reducer.buckets[0]
+    pool, numel = bucket.group.tiers.optimizer.pool, bucket.total.numel
     for round_, wanted in enumerate((1.5, 3.0, 4.5)):
         bucket.filled = round_ > 0
         total = bucket.total.borrow()

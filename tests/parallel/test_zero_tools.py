@@ -260,7 +260,7 @@ def local_access(precision: str) -> None:
             micro_step(engine, 0)
             engine.backward(loss_of(engine, rows(1, dist.get_rank())))
             for param in engine.module.parameters():
-                check_pieces(stage, param)
+                check_fragments(stage, param)
             for param in engine.module.parameters():
                 for getter, setter, key in (
                     (utils.safe_get_local_fp32_param, utils.safe_set_local_fp32_param, ()),
@@ -277,7 +277,7 @@ def local_access(precision: str) -> None:
             engine.step()
 
 
-def check_pieces(stage: int, param: Any) -> None:
+def check_fragments(stage: int, param: Any) -> None:
     """The ranks' pieces, laid end to end, are the whole tensor; at stage 0 every rank has all of it."""
     for full, local, key in (
         (utils.safe_get_full_fp32_param, utils.safe_get_local_fp32_param, ()),

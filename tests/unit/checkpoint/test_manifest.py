@@ -36,9 +36,9 @@ def plan_of(manifest: Manifest, rank: int, ranks: int) -> int:
     for group in manifest.groups:
         members = manifest.rows[at : at + group.count]
         at += group.count
-        for piece in CutGroup(group.count, "equal", ranks).layout([row.numel for row in members]).pieces(rank):
+        for range_ in CutGroup(group.count, "equal", ranks).layout([row.numel for row in members]).ranges(rank):
             for field in (VALUE, "state/exp_avg", "state/exp_avg_sq"):
-                count += len(list(manifest.reads(field, members[piece.index], piece.start, piece.stop)))
+                count += len(list(manifest.reads(field, members[range_.index], range_.start, range_.stop)))
     return count
 
 
@@ -64,7 +64,7 @@ def test_reads_cover_every_element_once(sizes: list[int], rule: str, ranks: int,
     stored: dict[tuple[str, str], list[int]] = {}
     layout = manifest.groups[0].layout(sizes)
     for rank in range(ranks):
-        for piece in layout.pieces(rank):
+        for piece in layout.ranges(rank):
             stored[rank_file(rank), f"value/p{piece.index}"] = list(range(piece.start, piece.stop))
     index = data.draw(st.integers(0, len(rows) - 1))
     start = data.draw(st.integers(0, sizes[index]))

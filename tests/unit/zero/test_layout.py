@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed.zero.layout import ALIGN, Layout, Piece, by_group, by_owner
+from deepspeed.zero.layout import ALIGN, Layout, ParamRange, by_group, by_owner
 
 SIZES = st.lists(st.integers(1, 200), min_size=1, max_size=8)
 RANKS = st.integers(1, 7)
@@ -22,7 +22,7 @@ def test_every_element_has_one_owner(make, numels: list[int], ranks: int) -> Non
     owned: list[list[int]] = [[] for _ in numels]
     for rank in range(ranks):
         at = layout.cuts[rank]
-        for piece in layout.pieces(rank):
+        for piece in layout.ranges(rank):
             assert piece.at >= at and piece.at == layout.offsets[piece.index] + piece.start
             at = piece.at + piece.numel
             assert at <= layout.cuts[rank + 1]
@@ -31,13 +31,13 @@ def test_every_element_has_one_owner(make, numels: list[int], ranks: int) -> Non
 
 
 @given(MAKERS, SIZES, RANKS)
-def test_cuts_of_a_parameter_are_its_pieces(make, numels: list[int], ranks: int) -> None:
+def test_cuts_of_a_parameter_are_its_ranges(make, numels: list[int], ranks: int) -> None:
     layout = make(numels, ranks)
     for index, numel in enumerate(numels):
         cuts = layout.cuts_of(index)
         assert cuts[0] == 0 and cuts[-1] == numel
         for rank in range(ranks):
-            found = [(p.start, p.stop) for p in layout.pieces(rank) if p.index == index]
+            found = [(p.start, p.stop) for p in layout.ranges(rank) if p.index == index]
             assert found == ([(cuts[rank], cuts[rank + 1])] if cuts[rank] < cuts[rank + 1] else [])
 
 
@@ -56,17 +56,17 @@ def test_by_owner_never_cuts_a_parameter(numels: list[int], ranks: int) -> None:
     layout = by_owner(numels, ranks)
     assert layout.padded == layout.numel
     for rank in range(ranks):
-        assert all(p.numel == numels[p.index] for p in layout.pieces(rank))
+        assert all(p.numel == numels[p.index] for p in layout.ranges(rank))
 
 
 @pytest.mark.parametrize(
     ("low", "high", "wanted"),
     [
-        (0, 10, [Piece(0, 0, 4, 0), Piece(1, 0, 6, 4)]),
-        (3, 5, [Piece(0, 3, 4, 3), Piece(1, 0, 1, 4)]),
+        (0, 10, [ParamRange(0, 0, 4, 0), ParamRange(1, 0, 6, 4)]),
+        (3, 5, [ParamRange(0, 3, 4, 3), ParamRange(1, 0, 1, 4)]),
         (4, 4, []),
-        (9, 99, [Piece(1, 5, 6, 9)]),
+        (9, 99, [ParamRange(1, 5, 6, 9)]),
     ],
 )
-def test_pieces_within(low: int, high: int, wanted: list[Piece]) -> None:
-    assert Layout((4, 6), (0, 5, 10)).pieces_within(low, high) == wanted
+def test_ranges_within(low: int, high: int, wanted: list[ParamRange]) -> None:
+    assert Layout((4, 6), (0, 5, 10)).ranges_within(low, high) == wanted

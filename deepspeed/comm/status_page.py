@@ -17,7 +17,7 @@ _HEAD = struct.Struct("=QdBH16s")  # number of the collective, wall-clock second
 _STATE_AT = struct.calcsize("=Qd")
 
 
-class Place:
+class StatusPage:
     """The page this process writes. One `write` costs under two microseconds."""
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class Place:
         if not hasattr(os, "memfd_create"):
             return ""
         if self._descriptor < 0:
-            self._descriptor = os.memfd_create("deepspeed.place")
+            self._descriptor = os.memfd_create("deepspeed.status")
             os.ftruncate(self._descriptor, _SIZE)
             shared = mmap.mmap(self._descriptor, _SIZE)
             shared[:] = bytes(self._page)
@@ -65,7 +65,7 @@ class Place:
 
 
 def neighbour(address: str) -> mmap.mmap | None:
-    """The page at an address of `Place.share`; None when its process is gone or hidden from this one."""
+    """The page at an address of `StatusPage.share`; None when its process is gone or hidden from this one."""
     process, descriptor, token = address.split(" ")
     try:
         with open(f"/proc/{process}/fd/{descriptor}", "rb") as file:

@@ -1,11 +1,11 @@
 """Shared memory between the ranks of one machine: posted buffers that peers read in place, and fast collectives.
 
-[Note: windows] Ranks of one machine need not send what the others can read. A *post* tells the peers where a buffer
-lies; whoever needs it reads it there, in any order, and acknowledges, so that the sender may reuse it. An *ordered*
-collective streams through small slots of the native library (`native/shm.cpp`); all ranks call these in one order.
-Both give the fp32 sum in rank order. A rank that waits for one thing lets `workers` finish others that peers may be
-waiting for. Memory is memfds opened through their owner's process (`comm/arena.py`): nothing has a name, so no death
-leaves anything behind.
+[Note: shared memory] Ranks of one machine need not send what the others can read. A *post* tells the peers where a
+buffer lies; whoever needs it reads it there, in any order, and acknowledges, so that the sender may reuse it. An
+*ordered* collective streams through small slots of the native library (`native/shm.cpp`); all ranks call these in one
+order. Both give the fp32 sum in rank order. A rank that waits for one thing lets `workers` finish others that peers may
+be waiting for. Memory is memfds opened through their owner's process (`comm/shared_allocator.py`): nothing has a name,
+so no death leaves anything behind.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ import torch
 import torch.distributed as dist
 
 from deepspeed.comm import watch
-from deepspeed.comm.arena import Arena, open_shared, shared_memory
-from deepspeed.comm.place import boot
+from deepspeed.comm.shared_allocator import SharedAllocator, open_shared, shared_memory
+from deepspeed.comm.status_page import boot
 from deepspeed.errors import CommError
 from deepspeed.foundation.log import say_once
 from deepspeed.native import KINDS, library
@@ -58,8 +58,8 @@ class Worker(Protocol):
 class Until:
     """Something that will have come true; takes the place of a backend's handle."""
 
-    def __init__(self, window: Window, comes_true: Callable[[], bool]) -> None:
-        self._window, self._comes_true = window, comes_true
+    def __init__(self, shared: SharedMemory, comes_true: Callable[[], bool]) -> None:
+        self._window, self._comes_true = shared, comes_true
         self._is_true = False
 
     def ready(self) -> bool:
@@ -85,15 +85,15 @@ class Until:
             raise RuntimeError(f"timed out after {limit:g} s")
 
 
-class Window:
-    """This process's side of the shared memory of a group; made by `window_of`."""
+class SharedMemory:
+    """This process's side of the shared memory of a group; made by `shared_memory_of`."""
 
     def __init__(self, rank: int, segments: Sequence[mmap], processes: Sequence[int], slot: int, spin_ns: int) -> None:
         native = library()
         if native is None:
-            raise RuntimeError("a window needs the native library")
+            raise RuntimeError("a shared needs the native library")
         self.rank, self.size = rank, len(segments)
-        self.arena = Arena()
+        self.allocator = SharedAllocator()
         self.workers: weakref.WeakSet[Worker] = weakref.WeakSet()  # have something to do while this rank waits
         self._native, self._segments, self._processes = native, segments, processes
         self._lock = threading.RLock()
@@ -111,7 +111,7 @@ class Window:
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A 1-D tensor that posts without a copy, of any values."""
-        return self.arena.empty(numel, dtype)
+        return self.allocator.empty(numel, dtype)
 
     # -- waiting --------------------------------------------------------------------------------------------------
 
@@ -174,7 +174,7 @@ class Window:
                     (self._posts if kind == _POST else self._served)[peer][tag] = tuple(where[:4])
 
     def _locate(self, tensor: torch.Tensor) -> Location | None:
-        place = self.arena.place(tensor)
+        place = self.allocator.place(tensor)
         return None if place is None else (*place, tensor.numel() * tensor.itemsize)
 
     def post(self, tag: int, flat: torch.Tensor, peers: Sequence[int]) -> None:
@@ -373,22 +373,24 @@ def _declare(native: ctypes.CDLL) -> None:
         function.argtypes, function.restype = arguments, result
 
 
-_windows: dict[int, tuple[Any, Window | None]] = {}  # by process group, with the group: ids are used again
+_shared_memories: dict[
+    int, tuple[Any, SharedMemory | None]
+] = {}  # by process group, with the group: ids are used again
 
 
-def window_of(group: dist.ProcessGroup) -> Window | None:
-    """The window of a gloo group; None where its ranks share no memory. All ranks of the group call together.
+def shared_memory_of(group: dist.ProcessGroup) -> SharedMemory | None:
+    """The shared memory of a gloo group; None where its ranks share no memory. All ranks of the group call together.
 
     Args:
         group: at least two ranks.
     """
-    known = _windows.get(id(group))
+    known = _shared_memories.get(id(group))
     if known is None or known[0] is not group:
-        known = _windows[id(group)] = (group, _open(group))
+        known = _shared_memories[id(group)] = (group, _open(group))
     return known[1]
 
 
-def _open(group: dist.ProcessGroup) -> Window | None:
+def _open(group: dist.ProcessGroup) -> SharedMemory | None:
     native, size, rank = library(), dist.get_world_size(group), dist.get_rank(group)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     crowded = size > cores
@@ -411,7 +413,7 @@ def _open(group: dist.ProcessGroup) -> Window | None:
         why = f"{machines} machines" if machines > 1 else "not every rank has the native library, or can map the others"
         say_once(f"no shared memory among {size} CPU ranks ({why}): their messages go through gloo")
         return None
-    return Window(rank, segments, [offer[2] for offer in offers], slot, 0 if crowded else _SPIN_NS)
+    return SharedMemory(rank, segments, [offer[2] for offer in offers], slot, 0 if crowded else _SPIN_NS)
 
 
 def _map(offers: list[Any], rank: int, mine: mmap | None) -> list[mmap] | None:
@@ -430,16 +432,16 @@ def _map(offers: list[Any], rank: int, mine: mmap | None) -> list[mmap] | None:
     return segments
 
 
-def forget_windows() -> None:
+def forget_shared_memory() -> None:
     """The process groups are gone."""
-    for _, window in _windows.values():
-        if window is not None:
-            window.close()
-    _windows.clear()
+    for _, shared in _shared_memories.values():
+        if shared is not None:
+            shared.close()
+    _shared_memories.clear()
 
 
-def require(window: Window | None) -> Window:
-    """The window of an axis that has one."""
-    if window is None:
+def require(shared: SharedMemory | None) -> SharedMemory:
+    """The shared memory of an axis that has one."""
+    if shared is None:
         raise CommError("these ranks share no memory")
-    return window
+    return shared

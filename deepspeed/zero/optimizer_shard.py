@@ -2,7 +2,7 @@
 
 [Note: placeholders] Where the optimizer's tier lends memory only for a while (NVMe), a leaf holds one NaN expanded to
 its shape between updates, and `optimizer.state` holds meta tensors: true shapes, no memory, nothing to mistake for
-values. Inside `Holding.at_hand` both are real.
+values. Inside `OptimizerShard.at_hand` both are real.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from deepspeed.storage.buffer_pool import BufferPool
 from deepspeed.storage.resident import RESIDENT, Evicted
 from deepspeed.storage.tier import Stored
 from deepspeed.zero.buckets import Bucket
+from deepspeed.zero.fragment import Fragment
 from deepspeed.zero.member import Member
-from deepspeed.zero.parts import Part
 from deepspeed.zero.shard_group import ShardGroup
 
 # State tensors begin at multiples of this many bytes in the buffer they share.
@@ -84,14 +84,14 @@ class _Moments:
                 if isinstance(there := state.get(entry.key), torch.Tensor) and there.device.type == "meta":
                     state[entry.key] = entry.view(self._buffer)
 
-    def take_away(self, parts: list[Part], changed: bool) -> None:
+    def take_away(self, fragments: list[Fragment], changed: bool) -> None:
         """Bring what is in the optimizer's state to the tier, and leave placeholders."""
         wanted, found = [], []
         end = 0
-        for part in parts:
-            for key, value in self._optimizer.state.get(part.leaf, {}).items():
+        for fragment in fragments:
+            for key, value in self._optimizer.state.get(fragment.leaf, {}).items():
                 if isinstance(value, torch.Tensor) and value.dim() and value.device.type != "meta":
-                    wanted.append(_Entry(part.leaf, key, value.shape, value.dtype, end))
+                    wanted.append(_Entry(fragment.leaf, key, value.shape, value.dtype, end))
                     found.append(value)
                     end = -(-(end + wanted[-1].nbytes) // _ALIGN) * _ALIGN
         old = self._stored
@@ -116,7 +116,7 @@ class _Moments:
         group = self._group
         if not nbytes:
             return None
-        return group.places.optimizer.store(f"optimizer state of {group.name}", nbytes, torch.uint8, group.device)
+        return group.tiers.optimizer.store(f"optimizer state of {group.name}", nbytes, torch.uint8, group.device)
 
     def drop(self) -> None:
         """They are not needed any more."""
@@ -126,7 +126,7 @@ class _Moments:
             self._entries = []
 
 
-class Holding:
+class OptimizerShard:
     """Leaves and state of one group.
 
     Args:
@@ -136,7 +136,7 @@ class Holding:
 
     def __init__(self, bucket: Bucket, optimizer: torch.optim.Optimizer) -> None:
         self.bucket, self.group = bucket, bucket.group
-        self.parts: list[Part] = []
+        self.fragments: list[Fragment] = []
         self._optimizer, self._moments = optimizer, _Moments(self.group, optimizer)
         self._users = 0
         self._evicted: list[Evicted] = []
@@ -147,38 +147,38 @@ class Holding:
         under = self.group.under_leaves
         return under is not None and under.memory is None
 
-    def add(self, member: Member) -> list[Part]:
-        """Make the leaves over the pieces of a member that this rank updates."""
+    def add(self, member: Member) -> list[Fragment]:
+        """Make the leaves over the fragments of a member that this rank updates."""
         group, made = self.group, []
-        for piece in group.layout.pieces_within(group.low, group.high):
-            if piece.index == member.index:
+        for range_ in group.layout.ranges_within(group.low, group.high):
+            if range_.index == member.index:
                 # Whole: optimizers that look at the shape see the true one.
-                shape = member.shape if piece.numel == member.numel else torch.Size([piece.numel])
+                shape = member.shape if range_.numel == member.numel else torch.Size([range_.numel])
                 values = self._rest(shape)
                 # Integer parameters, as quantized weights are, may be listed; they never have a gradient.
                 leaf = Parameter(values, requires_grad=values.is_floating_point())
                 # What users mark parameters with (Muon's use_muon) is for the optimizer to see.
                 vars(leaf).update({key: mark for key, mark in vars(member.param).items() if key != "_ds_member"})
-                made.append(Part(member, piece, leaf, self.bucket))
-        self.parts += made
+                made.append(Fragment(member, range_, leaf, self.bucket))
+        self.fragments += made
         self.point(made)
         return made
 
     def _rest(self, shape: torch.Size) -> torch.Tensor:
         group, dtype = self.group, self.group.updated.dtype
         nothing = float("nan") if dtype.is_floating_point else 0
-        return torch.full((), nothing, dtype=dtype, device=group.places.optimizer.lends_on(group.device)).expand(shape)
+        return torch.full((), nothing, dtype=dtype, device=group.tiers.optimizer.lends_on(group.device)).expand(shape)
 
-    def point(self, parts: list[Part] | None = None) -> None:
+    def point(self, fragments: list[Fragment] | None = None) -> None:
         """Lay leaves (all, or these) over the master where it rests in memory; placeholders otherwise."""
         under = self.group.under_leaves
         memory = None if under is None else under.memory
-        for part in self.parts if parts is None else parts:
-            shape = part.leaf.shape
-            part.leaf.data = self._rest(shape) if memory is None else memory[part.span].view(shape)
+        for fragment in self.fragments if fragments is None else fragments:
+            shape = fragment.leaf.shape
+            fragment.leaf.data = self._rest(shape) if memory is None else memory[fragment.span].view(shape)
 
     def ahead(self) -> None:
-        """The holding will be at hand soon."""
+        """The shard will be at hand soon."""
         if self.moves:
             self.group.updated.ahead()
             self._moments.ahead()
@@ -194,23 +194,23 @@ class Holding:
         with self.group.updated.borrowed(changed) as master:
             self._users += 1
             if self._users == 1:
-                for part in self.parts:
-                    part.leaf.data = master[part.span].view(part.leaf.shape)
+                for fragment in self.fragments:
+                    fragment.leaf.data = master[fragment.span].view(fragment.leaf.shape)
                 self._moments.bring()
             try:
                 yield
             finally:
                 self._users -= 1
                 if self._users == 0:
-                    self._moments.take_away(self.parts, changed)
+                    self._moments.take_away(self.fragments, changed)
                     self.point()
 
     def evict_state(self, pool: BufferPool) -> None:
         """Move state tensors that rest on the device to host memory, until `restore_state`."""
-        if self._evicted or self.group.places.optimizer is not RESIDENT:
+        if self._evicted or self.group.tiers.optimizer is not RESIDENT:
             return
-        for part in self.parts:
-            for value in self._optimizer.state.get(part.leaf, {}).values():
+        for fragment in self.fragments:
+            for value in self._optimizer.state.get(fragment.leaf, {}).values():
                 if isinstance(value, torch.Tensor) and value.dim() and value.untyped_storage().resizable():
                     self._evicted.append(Evicted(value, pool))
 
@@ -224,18 +224,18 @@ class Holding:
         """State tensors that were put into the optimizer from outside go where they rest."""
         if self.moves:
             self._moments.bring()
-            self._moments.take_away(self.parts, changed=True)
+            self._moments.take_away(self.fragments, changed=True)
 
     def drop(self) -> None:
         """The optimizer is gone."""
         self._moments.drop()
 
 
-def whole_state(optimizer: torch.optim.Optimizer, holdings: list[Holding]) -> dict[str, Any]:
+def whole_state(optimizer: torch.optim.Optimizer, shards: list[OptimizerShard]) -> dict[str, Any]:
     """The optimizer's `state_dict` with real tensors; those that rest on disk are copied into memory, all of them."""
     with contextlib.ExitStack() as stack:
-        for holding in holdings:
-            stack.enter_context(holding.at_hand())
+        for shard in shards:
+            stack.enter_context(shard.at_hand())
         state = optimizer.state_dict()
         # What is at hand is lent.
-        return copy.deepcopy(state) if any(holding.moves for holding in holdings) else state
+        return copy.deepcopy(state) if any(shard.moves for shard in shards) else state

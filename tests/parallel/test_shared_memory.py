@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from deepspeed import comm
-from deepspeed.comm.arena import Arena
 from deepspeed.comm.axis import world_axis
 from deepspeed.comm.collectives import EXCHANGE, SPREAD, Handle, reduce_to_owners, share, sum_in_rank_order, tag_of
+from deepspeed.comm.shared_allocator import SharedAllocator
 from deepspeed.native import library
 
 # Empty, one element, odd, more than one slot, more than all slots of a stream.
@@ -35,7 +35,7 @@ def rank_order_sum(size: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 def collectives() -> None:
     rank, size = comm.get_rank(), comm.get_world_size()
-    assert (world_axis().window is None) == (library() is None)  # without it messages give the same bits
+    assert (world_axis().shared is None) == (library() is None)  # without it messages give the same bits
     for numel, dtype in itertools.product(SIZES, DTYPES):
         mine, wanted = contribution(rank, numel, dtype), rank_order_sum(size, numel, dtype)
         summed = mine.clone()
@@ -97,23 +97,23 @@ def test_posts_are_read_in_any_order(workers: Any, size: int) -> None:
 
 
 def test_shared_memory_is_used_again() -> None:
-    arena, regions = Arena(), []
+    allocator, regions = SharedAllocator(), []
     for _ in range(8):
-        tensors = [arena.empty(n, torch.float32) for n in (5_000_000, 3, 2_000_000)]
+        tensors = [allocator.empty(n, torch.float32) for n in (5_000_000, 3, 2_000_000)]
         tensors[1].fill_(1)
         kept = tensors[0][10:20]
         del tensors
         gc.collect()
-        again = arena.empty(2_000_000, torch.float32)  # not over what is still seen through `kept`
+        again = allocator.empty(2_000_000, torch.float32)  # not over what is still seen through `kept`
         assert again.data_ptr() + again.nbytes <= kept.data_ptr() or kept.data_ptr() + kept.nbytes <= again.data_ptr()
         del kept, again
         gc.collect()
-        regions.append(len(arena._regions))
+        regions.append(len(allocator._regions))
     assert regions[-1] == regions[0]
 
 
 def test_a_forked_child_takes_nothing_away() -> None:
-    kept = [Arena().empty(1_000_000, torch.float32).fill_(7)]
+    kept = [SharedAllocator().empty(1_000_000, torch.float32).fill_(7)]
     child = os.fork()
     if child == 0:
         kept.clear()

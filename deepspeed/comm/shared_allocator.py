@@ -81,7 +81,7 @@ class _Region:
         self.free = merged
 
 
-class Arena:
+class SharedAllocator:
     """Tensors in shared memory; a block is free again when the last tensor over it is gone."""
 
     def __init__(self) -> None:

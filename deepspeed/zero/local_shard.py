@@ -16,7 +16,7 @@ from deepspeed.zero.policy import Policy
 
 
 @dataclass(frozen=True)
-class Places:
+class Tiers:
     """In which tiers the state of a group rests.
 
     Args:
@@ -28,7 +28,7 @@ class Places:
     parameters: Tier = RESIDENT
 
 
-class AtRest:
+class LocalShard:
     """The side of a group that rests in tiers.
 
     Attributes:
@@ -41,7 +41,7 @@ class AtRest:
     axis: Axis
     policy: Policy
     layout: Layout
-    places: Places
+    tiers: Tiers
     name: str
     dtype: torch.dtype
     device: torch.device
@@ -58,43 +58,43 @@ class AtRest:
             values: 1-D, of the compute dtype, on the device.
         """
         label = f"values of {self.name}"
-        self.values = self.places.parameters.store(label, values.numel(), self.dtype, self.device)
+        self.values = self.tiers.parameters.store(label, values.numel(), self.dtype, self.device)
         with self.values.borrowed(changed=True, read=False) as lent:
             lent.copy_(values)
 
     def overwrite_master(self, member: Member, values: torch.Tensor) -> None:
         """Take one member's values, dense and flat, into the master copy, if there is one."""
-        pieces = [p for p in self.layout.pieces_within(self.low, self.high) if p.index == member.index]
-        if self.master is None or not pieces:
+        ranges = [p for p in self.layout.ranges_within(self.low, self.high) if p.index == member.index]
+        if self.master is None or not ranges:
             return
         with self.master.borrowed(changed=True) as master:
-            for piece in pieces:
-                at = piece.at - self.low
-                master[at : at + piece.numel].copy_(values[piece.start : piece.stop])
+            for range_ in ranges:
+                at = range_.at - self.low
+                master[at : at + range_.numel].copy_(values[range_.start : range_.stop])
 
     def import_edits(self, member: Member) -> None:
         """Take those values of a whole member into the master copy that are not its rounded master already."""
-        pieces = [p for p in self.layout.pieces_within(self.low, self.high) if p.index == member.index]
-        if self.master is None or not pieces:
+        ranges = [p for p in self.layout.ranges_within(self.low, self.high) if p.index == member.index]
+        if self.master is None or not ranges:
             return
         with self.master.borrowed(changed=True) as lent:
-            for piece in pieces:
-                master = lent[piece.at - self.low :][: piece.numel]
-                values = self.full[member.offset + piece.start : member.offset + piece.stop].to(master.device)
+            for range_ in ranges:
+                master = lent[range_.at - self.low :][: range_.numel]
+                values = self.full[member.offset + range_.start : member.offset + range_.stop].to(master.device)
                 torch.where(master.to(self.dtype) == values, master, values.to(master.dtype), out=master)
 
     def add_master(self, dtype: torch.dtype) -> Stored | None:
         """Make the master copy, of zeros, unless the values themselves can be updated where they rest."""
         if self.master is None and (dtype != self.dtype or self._apart):
             label = f"master of {self.name}"
-            self.master = self.places.optimizer.store(label, self.high - self.low, dtype, self.device)
+            self.master = self.tiers.optimizer.store(label, self.high - self.low, dtype, self.device)
         return self.master
 
     @property
     def _apart(self) -> bool:
         """Whether the values rest elsewhere than what the optimizer updates."""
-        rests = self.places.parameters if self.policy.gathers_before_use else RESIDENT
-        return rests is not self.places.optimizer
+        rests = self.tiers.parameters if self.policy.gathers_before_use else RESIDENT
+        return rests is not self.tiers.optimizer
 
     @property
     def under_leaves(self) -> Stored | None:
@@ -119,7 +119,7 @@ class AtRest:
         """Cast updated masters into the compute dtype."""
         if self.master is not None:
             with self.master.borrowed() as master, self.values.borrowed(changed=True, read=False) as values:
-                if values.device == master.device or self.places.optimizer.pool is None:
+                if values.device == master.device or self.tiers.optimizer.pool is None:
                     values.copy_(master)
                 else:
-                    mover_of(self.device).deliver(values, master, self.places.optimizer.pool)
+                    mover_of(self.device).deliver(values, master, self.tiers.optimizer.pool)

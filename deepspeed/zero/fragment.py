@@ -9,44 +9,44 @@ import torch
 from torch.nn import Parameter
 
 from deepspeed.zero.buckets import Bucket
-from deepspeed.zero.layout import Piece
+from deepspeed.zero.layout import ParamRange
 from deepspeed.zero.member import Member
 from deepspeed.zero.reducer import Reducer
 
 
 @dataclass(eq=False)
-class Part:
+class Fragment:
     """What the optimizer sees of one parameter: a leaf tensor over the master values, and where its gradient is."""
 
     member: Member
-    piece: Piece
+    range: ParamRange
     leaf: Parameter
     bucket: Bucket
 
     @property
     def span(self) -> slice:
-        """Where the piece lies in this rank's master and in the accumulator."""
-        at = self.piece.at - self.bucket.low
-        return slice(at, at + self.piece.numel)
+        """Where the fragment lies in this rank's master and in the accumulator."""
+        at = self.range.at - self.bucket.low
+        return slice(at, at + self.range.numel)
 
 
-def cut_state(state: dict[str, Any], part: Part) -> dict[str, Any]:
-    """The part of an optimizer state, made for the whole parameter, that belongs to a piece."""
+def cut_state(state: dict[str, Any], fragment: Fragment) -> dict[str, Any]:
+    """The part of an optimizer state, made for the whole parameter, that belongs to a fragment."""
     made = {}
     for key, value in state.items():
-        if isinstance(value, torch.Tensor) and value.shape == part.member.shape and value.dim():
-            flat = value.detach().reshape(-1)[part.piece.start : part.piece.stop]
-            made[key] = flat.clone().view(part.leaf.shape).to(part.leaf.device)
+        if isinstance(value, torch.Tensor) and value.shape == fragment.member.shape and value.dim():
+            flat = value.detach().reshape(-1)[fragment.range.start : fragment.range.stop]
+            made[key] = flat.clone().view(fragment.leaf.shape).to(fragment.leaf.device)
         else:
             made[key] = value.clone() if isinstance(value, torch.Tensor) else value
     return made
 
 
-def unused_names(reducer: Reducer, parts: dict[int, list[Part]]) -> list[str]:
+def unused_names(reducer: Reducer, fragments: dict[int, list[Fragment]]) -> list[str]:
     """Trainable parameters that no rank had a gradient for; valid after `finish`."""
     return [
         member.name
         for bucket in reducer.buckets
         for member in bucket.group.members
-        if member.param.requires_grad and member.uid in parts and not reducer.touched(bucket, member)
+        if member.param.requires_grad and member.uid in fragments and not reducer.touched(bucket, member)
     ]

@@ -12,16 +12,16 @@ from deepspeed.checkpoint.manifest import BUFFER, FROZEN, VALUE, CutGroup, Manif
 from deepspeed.checkpoint.source import Source, Wanted
 from deepspeed.errors import CheckpointCorruptError
 
-Piece = tuple[int, torch.Tensor]  # first element in the flattened parameter, 1-D values
+Chunk = tuple[int, torch.Tensor]  # first element in the flattened parameter, 1-D values
 
 
-class PiecesSource(Source):
+class TensorSource(Source):
     """Values in memory, or mapped from files.
 
     Args:
         path: what they came from, for reports.
         rows: parameters and buffers.
-        pieces: by `entry_name`, in any order.
+        chunks: by `entry_name`, in any order.
         states: as in `Manifest`.
         state: what `state()` gives.
         about: as in `Manifest`.
@@ -31,23 +31,23 @@ class PiecesSource(Source):
         self,
         path: Path,
         rows: list[Row],
-        pieces: Mapping[str, list[Piece]],
+        chunks: Mapping[str, list[Chunk]],
         states: Iterable[StateRule] = (),
         state: dict[str, Any] | None = None,
         about: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(path, Manifest(rows, [CutGroup(len(rows), "between", 1)], list(states), {}, about or {}))
-        self._pieces, self._state = pieces, state or {}
+        self._chunks, self._state = chunks, state or {}
 
     def read(self, wanted: Iterable[Wanted]) -> None:
         """Copy elements.
 
         Raises:
-            CheckpointCorruptError: some are in no piece.
+            CheckpointCorruptError: some are in no chunk.
         """
         for one in wanted:
             name, copied = entry_name(one.field, one.row.name), 0
-            for start, values in self._pieces.get(name, ()):
+            for start, values in self._chunks.get(name, ()):
                 low, high = max(one.start, start), min(one.stop, start + values.numel())
                 if low < high:
                     one.into[low - one.start : high - one.start].copy_(values[low - start : high - start])
@@ -62,7 +62,7 @@ class PiecesSource(Source):
         return self._state
 
 
-def from_state_dict(state_dict: Mapping[str, Any], what: str) -> PiecesSource:
+def from_state_dict(state_dict: Mapping[str, Any], what: str) -> TensorSource:
     """A source over the tensors of a state dict.
 
     Args:
@@ -73,5 +73,5 @@ def from_state_dict(state_dict: Mapping[str, Any], what: str) -> PiecesSource:
     rows = [
         Row(name, tuple(t.shape), t.dtype, FROZEN if t.is_floating_point() else BUFFER) for name, t in tensors.items()
     ]
-    pieces = {entry_name(VALUE, name): [(0, tensor.reshape(-1))] for name, tensor in tensors.items()}
-    return PiecesSource(Path(what), rows, pieces)
+    chunks = {entry_name(VALUE, name): [(0, tensor.reshape(-1))] for name, tensor in tensors.items()}
+    return TensorSource(Path(what), rows, chunks)
