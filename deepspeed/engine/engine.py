@@ -448,9 +448,9 @@ class DeepSpeedEngine(Reporting, StateAccessors, CheckpointIO, OffloadStates, Fe
         self.wait_for_checkpoint()
         components = self._components
         if components.lifecycle is not None:
+            components.lifecycle.settle()  # what is under way is pulled while its owner still serves it
             if sys.exc_info()[0] is None:
                 self._agree(0, "all ranks are done with their engine")
-            components.lifecycle.settle()
             components.lifecycle.detach()
         if components.optimizer is not None:
             components.optimizer.destroy()

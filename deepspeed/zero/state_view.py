@@ -23,7 +23,7 @@ from deepspeed.zero.optimizer import ZeroOptimizer
 from deepspeed.zero.optimizer_shard import OptimizerShard
 from deepspeed.zero.param import is_managed
 from deepspeed.zero.reducer import Reducer
-from deepspeed.zero.shard_group import ShardGroup, State
+from deepspeed.zero.shard_group import ShardGroup
 from deepspeed.zero.waves import publish
 
 # The names by which checkpoints state how a layout cuts.
@@ -342,11 +342,10 @@ class StateView(WindowView):
         """Make loaded masters the parameters of every rank. All ranks call together."""
         publish(self.groups)
         for group in self.groups:
-            if group.policy.gathers_before_use and group.state is not State.SHARDED:
-                group.gather_together()
             for member in group.members:
                 member.version, member.exposed = member.param._version, False
             group.advance()
+            group.refresh()
 
 
 def layout_rule(layout: Layout) -> str:

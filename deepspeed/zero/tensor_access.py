@@ -18,6 +18,7 @@ from deepspeed.zero.fragment import Fragment
 from deepspeed.zero.member import Member
 from deepspeed.zero.optimizer import ZeroOptimizer
 from deepspeed.zero.param import is_managed
+from deepspeed.zero.shard_group import meet_before_change
 from deepspeed.zero.waves import publish
 
 
@@ -213,7 +214,7 @@ def safe_get_local_optimizer_state(param: torch.nn.Parameter, optim_state_key: s
 
 
 def safe_set_local_fp32_param(param: torch.nn.Parameter, value: torch.Tensor) -> None:
-    """Replace this rank's fragment of the values; every rank sets its own.
+    """Replace this rank's fragment of the values; every rank sets its own, all call together.
 
     Args:
         param: a parameter of an engine's model.
@@ -222,11 +223,13 @@ def safe_set_local_fp32_param(param: torch.nn.Parameter, value: torch.Tensor) ->
     member = _member(param)
     if member is not None:
         group = member.group
+        meet_before_change([group])
         with group.updated.borrowed(changed=True) as masters:
             for fragment in _fragments(member):
                 masters[fragment.span].copy_(value.reshape(-1))
         publish([group])
         group.advance()
+        group.refresh()
 
 
 def safe_set_local_grad(param: torch.nn.Parameter, value: torch.Tensor) -> None:
