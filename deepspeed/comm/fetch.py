@@ -3,9 +3,9 @@
 [Note: any graph] When ranks take different branches they need different groups, so a gather that every rank must join
 would hang. Here the rank that needs a group asks each owner over a socket; a small thread of the owner answers with a
 tagged message. Nobody else takes part, so no agreement is needed: a branch taken on one rank costs the others nothing.
-A request carries the version it wants, and one from a rank that is already a version ahead waits for the owner to arrive
-there. A slice changes only where all ranks have met since their last pull: inside `step`, which agrees on gradients
-first, and behind `meet` for edits and loads. So nobody reads the future; who would all the same, says so and fails.
+A request carries the version it wants, and one from a rank that is already a version ahead waits for the owner to
+arrive there. A slice changes only where all ranks have met since their last pull: inside `step`, which agrees on
+gradients first, and behind `meet` for edits and loads. So nobody reads the future; who would, fails and says so.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from deepspeed.optim import loss_scale
 from deepspeed.optim.build import build_optimizer, leave_embeddings_to_adam, needs_whole_tensors, refuse_unsupported
 from deepspeed.optim.lr_schedules import build_scheduler
 from deepspeed.optim.precision import DTYPES, InputCaster, compute_dtypes
+from deepspeed.zero.accumulation import AccumulationWindow
 from deepspeed.zero.buckets import ReduceSettings
 from deepspeed.zero.exhaustion import suggests_offload
 from deepspeed.zero.grouping import GroupingPlan, build_group, cut, named_parameters, plan_groups
@@ -57,6 +58,7 @@ class Components:
     groups: list[ShardGroup]
     axes: Axes
     dtype: torch.dtype
+    window: AccumulationWindow
     reducer: Reducer | None = None
     optimizer: ZeroOptimizer | None = None
     lifecycle: Lifecycle | None = None
@@ -259,7 +261,7 @@ def build(
     for param, dtype in wanted.items():
         if not is_managed(param):
             param.data = param.data.to(dtype)
-    components = Components(groups, axes, low)
+    components = Components(groups, axes, low, _window(config, axes))
     if wanted and config.auto_cast:
         components.caster = InputCaster(model, wanted, low, Hook)
     sharded = [g for g in groups if g.policy.gathers_before_use]
@@ -268,6 +270,11 @@ def build(
     if optimizer is not None:
         _add_optimizer(components, optimizer, config)
     return components
+
+
+def _window(config: DeepSpeedConfig, axes: Axes) -> AccumulationWindow:
+    ranks = axes.world.size if config.gradient_allreduce_op == "mean" else 1
+    return AccumulationWindow(config.gradient_accumulation_steps, config.train_micro_batch_size_per_gpu, ranks)
 
 
 def _check_parameters(model: nn.Module) -> None:
@@ -354,7 +361,6 @@ def _add_optimizer(components: Components, optimizer: torch.optim.Optimizer, con
     wire = DTYPES[config.communication_data_type] if config.communication_data_type else None
     predivide = config.gradient_predivide_factor
     settings = ReduceSettings(
-        mean_over=config.gradient_accumulation_steps * ranks,
         accumulates=config.gradient_accumulation_steps > 1,
         accumulator=accumulator_dtype(config),
         wire=wire,
@@ -363,7 +369,8 @@ def _add_optimizer(components: Components, optimizer: torch.optim.Optimizer, con
         prescale=1.0 / ranks if config.prescale_gradients else 1.0 / predivide if predivide != 1.0 else None,
         watch_ranks=low,
     )
-    components.reducer = Reducer(components.axes.world, components.groups, settings, components.axes.replicas)
+    axes = components.axes
+    components.reducer = Reducer(axes.world, components.groups, settings, components.window, axes.replicas)
     steps = StepSettings(
         clip=config.gradient_clipping,
         refuse_unused=not config.zero.ignore_unused_parameters,
@@ -371,7 +378,7 @@ def _add_optimizer(components: Components, optimizer: torch.optim.Optimizer, con
         check=fp16 or (low and config.bf16.check_grad_overflow),
         master=master_dtype(config, components.dtype),
     )
-    scaler = loss_scale.from_config(config.fp16) if fp16 else None
+    scaler = components.window.scaler = loss_scale.from_config(config.fp16) if fp16 else None
     components.optimizer = ZeroOptimizer(optimizer, components.reducer, steps, scaler, components.lifecycle)
     if components.lifecycle is not None:
         components.reducer.on_complete = components.lifecycle.gradients_complete

@@ -11,7 +11,9 @@ import torch
 from deepspeed.comm import collectives, scalars
 from deepspeed.comm.axis import Axis
 from deepspeed.comm.collectives import READ, SMALL, tag_of
+from deepspeed.errors import UsageError
 from deepspeed.foundation.log import warn_once
+from deepspeed.zero.accumulation import WIDTH, AccumulationWindow, Agreed, Purpose
 from deepspeed.zero.buckets import Bucket, ReduceSettings, Round
 from deepspeed.zero.member import Member
 from deepspeed.zero.param import clear_raw_grad, raw_grad
@@ -26,21 +28,22 @@ class Reducer:
         world: all ranks whose gradients are summed; they enter `finish` together.
         groups: the engine's groups.
         settings: how to sum.
+        window: where its driver stands; says what gradients are multiplied by, and whether they travel now.
         replicas: ranks that hold the same slice (hybrid sharding); None when every slice exists once.
     """
 
     def __init__(
-        self, world: Axis, groups: list[ShardGroup], settings: ReduceSettings, replicas: Axis | None = None
+        self,
+        world: Axis,
+        groups: list[ShardGroup],
+        settings: ReduceSettings,
+        window: AccumulationWindow,
+        replicas: Axis | None = None,
     ) -> None:
-        self.world, self.settings = world, settings
+        self.world, self.settings, self.window = world, settings, window
         self.buckets = [Bucket(group, settings.accumulator, settings.accumulates) for group in groups]
         self._of = {id(b.group): b for b in self.buckets}
-        self.reduce_now = True  # this micro-batch ends the window
-        self.deferred = settings.accumulates  # the window holds micro-batches that are summed before they travel
-        self.factor = 1.0 / settings.mean_over  # of the running backward pass, the same on all ranks
-        self.weight: float | None = None  # of this rank's micro-batch beside a full one, when a loop counts samples
         self.clean = True
-        self.warn_unscaled = False  # the next gradients come from a bare backward under a loss scale
         self.on_complete: Callable[[ShardGroup], None] | None = None  # all gradients of a group are here
         largest = max((g.numel for g in groups), default=0)
         self._device = groups[0].device if groups else torch.device("cpu")
@@ -72,7 +75,8 @@ class Reducer:
         collectives.delay(f"gradient of {member.name}")
         clear_raw_grad(member.param)
         self.clean = False
-        if self.warn_unscaled:
+        self.window.entering()
+        if self.window.unscaled:
             warn_once("loss.backward() under fp16 is taken as unscaled and may underflow; use engine.backward or scale")
         bucket = self._of[id(member.group)]
         bucket.touched[member.index] = 1
@@ -88,17 +92,20 @@ class Reducer:
                 self._launch(bucket)
 
     def _sends_now(self, bucket: Bucket) -> bool:
-        return self.reduce_now or bucket.group.policy.reduces_as_gradients_arrive
+        return self.window.reduce_now or bucket.group.policy.reduces_as_gradients_arrive
 
     def _sums_before_travel(self, bucket: Bucket) -> bool:
-        return self.deferred and not bucket.group.policy.reduces_as_gradients_arrive
+        return self.window.deferred and not bucket.group.policy.reduces_as_gradients_arrive
 
     def _enter(self, bucket: Bucket, member: Member, gradient: torch.Tensor) -> None:
         """Copy or add one gradient into the open round."""
         dtype = self._travel_dtype(bucket)
         exact = dtype == self.settings.accumulator
-        weight = 1.0 if self.weight is None else self.weight
-        entry, at_owner = (self.factor * weight, 1.0) if exact else (self._before_wire, self._after_wire)
+        factor, weight = self.window.factor, self.window.weight
+        if exact:
+            entry, at_owner = factor * (1.0 if weight is None else weight), 1.0
+        else:
+            entry, at_owner = self._before_wire, factor / self._before_wire
         current = bucket.round
         if current is not None:
             again = member.index in current.arrived and not exact  # a sum in low precision would round
@@ -124,13 +131,8 @@ class Reducer:
         """Factor on low-precision gradients before they travel."""
         return 1.0 if self.settings.prescale is None else self.settings.prescale
 
-    @property
-    def _after_wire(self) -> float:
-        """Factor on their sum; all ranks must use the same, since with a two-rank swap both sides sum."""
-        return self.factor / self._before_wire
-
     def _travel_dtype(self, bucket: Bucket) -> torch.dtype:
-        if self._sums_before_travel(bucket) or self.weight is not None:
+        if self._sums_before_travel(bucket) or self.window.weight is not None:
             return self.settings.accumulator
         return self.settings.wire or bucket.group.dtype
 
@@ -145,7 +147,10 @@ class Reducer:
         """Send the open round of a bucket."""
         current, bucket.round = bucket.round, None
         if current is not None:
-            self.wire.launch(bucket, self._narrowed(current))
+            current = self._narrowed(current)
+            if current.buffer.dtype != self.settings.accumulator:
+                bucket.note_factor(current.at_owner)
+            self.wire.launch(bucket, current)
 
     def _narrowed(self, current: Round) -> Round:
         """A round in the dtype that was asked for the wire, also when it was summed in another before."""
@@ -153,45 +158,87 @@ class Reducer:
         if dtype is None or current.buffer.dtype == dtype:
             return current
         narrow = self.wire.acquire(dtype, current.buffer.numel())
-        torch.mul(current.buffer, 1.0 / self._after_wire, out=narrow)
+        at_owner = self.window.travel_factor / self._before_wire
+        torch.mul(current.buffer, 1.0 / at_owner, out=narrow)
         self.wire.release(current)
-        return Round(narrow, self._after_wire, True, arrived=current.arrived)
+        return Round(narrow, at_owner, True, arrived=current.arrived)
 
     # -- the end of a window --------------------------------------------------------------------------------------
 
-    def finish(self, extra: float = 0.0) -> float:
+    def finish(self, purpose: Purpose = Purpose.READ, detail: int = 0) -> Agreed:
         """Send what is left, bring all ranks to the same number of rounds, wait. All ranks call together.
 
         Args:
-            extra: a number of this rank.
+            purpose: why the ranks meet.
+            detail: place of the parameter that is read or written, else 0.
 
         Returns:
-            The sum of all ranks' numbers.
+            What the ranks have agreed on.
+
+        Raises:
+            UsageError: on all ranks, when they differ in what each of them decides alone; the window is dropped.
         """
         for bucket in self.buckets:
             self._launch(bucket)
-        row = [extra]
+        edits = sum(tensor._version != version for _, tensor, version in self._handed_out)
+        row = self.window.row(purpose, detail, edits)
         for bucket in self.buckets:
-            row += [*bucket.launches, *bucket.touched]
+            launches = bucket.launches if bucket.sum is not None else (-1, -1)
+            row += [*launches, bucket.factor, *bucket.touched]
         self._finishes += 1
         tag = tag_of(self._channel, SMALL, self._finishes)
         table = scalars.current.table(self.world, row, tag, "agreement on gradients", self._device)
+        trouble = self.window.disagreement(table) or self._uneven(table)
         most = [max(column) for column in zip(*table, strict=True)]
-        at = 1
+        at = WIDTH
         for bucket in self.buckets:
-            for exact in (0, 1):
-                while bucket.launches[exact] < most[at + exact]:
-                    self._send_zeros(bucket, exact)
+            self._catch_up(bucket, most[at : at + 2], most[at + 2])
             count = len(bucket.touched)
-            self._touched_anywhere[id(bucket)] = [mark > 0 for mark in most[at + 2 : at + 2 + count]]
-            at += 2 + count
+            self._touched_anywhere[id(bucket)] = [mark > 0 for mark in most[at + 3 : at + 3 + count]]
+            at += 3 + count
+        if trouble is not None:
+            self._refuse(trouble)
         self.wire.settle_all()
-        return sum(numbers[0] for numbers in table)
+        return self.window.agreed(table)
 
-    def _send_zeros(self, bucket: Bucket, exact: int) -> None:
+    def _uneven(self, table: list[list[float]]) -> str | None:
+        """What the rows say that no zeros can mend; None when there is nothing."""
+        at = WIDTH
+        for bucket in self.buckets:
+            launches, factors = [row[at : at + 2] for row in table], {row[at + 2] for row in table} - {0.0}
+            at += 3 + len(bucket.touched)
+            frozen = [rank for rank, counts in enumerate(launches) if counts[0] < 0]
+            if frozen and any(max(counts) > 0 for counts in launches):
+                return f"{bucket.group.name} is trained on some ranks, and frozen on rank {', '.join(map(str, frozen))}"
+            mixed = any(factor < 0 for factor in factors) and len({counts[0] for counts in launches}) > 1
+            if len(factors) > 1 or mixed:
+                return (
+                    f"gradients of {bucket.group.name} that travel in low precision are multiplied by other factors on "
+                    f"other ranks: their backward passes differ (num_items, scale_wrt_gas, loss scale)"
+                )
+        return None
+
+    def _refuse(self, trouble: str) -> None:
+        """All ranks drop the window and raise the same error."""
+        self.wire.settle_all()
+        self.clear()
+        self.window.restart()
+        raise UsageError(
+            f"ranks disagree about the window of gradients: {trouble}. All ranks must make the same calls; nothing was "
+            f"updated, and the window's gradients are dropped"
+        )
+
+    def _catch_up(self, bucket: Bucket, launches: list[float], factor: float) -> None:
+        """Send zeros for the rounds that others have launched and this rank has not."""
+        for exact in (0, 1):
+            while bucket.launches[exact] < launches[exact]:
+                bucket.prepare()  # nothing to do, unless the group is frozen here alone; then all raise after this
+                self._send_zeros(bucket, exact, factor)
+
+    def _send_zeros(self, bucket: Bucket, exact: int, factor: float) -> None:
         low = self.settings.wire or bucket.group.dtype
         dtype = self.settings.accumulator if exact else low
-        at_owner = 1.0 if exact else self._after_wire
+        at_owner = 1.0 if exact else abs(factor) or 1.0
         bucket.round = Round(self.wire.acquire(dtype, bucket.group.numel), at_owner, pooled=True)
         self._launch(bucket)
 
@@ -214,18 +261,18 @@ class Reducer:
         self._touched_anywhere.clear()
         self._handed_out.clear()
         self.clean = True
-        self.deferred = self.settings.accumulates
+        self.window.forget()
 
     def drop(self) -> None:
         """Throw the gradients of the window away (`zero_grad`). All ranks call together."""
         if not self.clean:
-            self.finish()
+            self.finish(Purpose.ZERO_GRAD)
             self.clear()
+        self.window.forget()
 
     def set_accumulates(self, accumulates: bool) -> None:
         """The number of micro-batches per window has changed, between windows."""
         self.settings = self.wire.settings = replace(self.settings, accumulates=accumulates)
-        self.deferred = accumulates
 
     def detach(self) -> None:
         """Stop listening."""
@@ -245,12 +292,12 @@ class Reducer:
         if self.clean:
             return None
         bucket = self.bucket_of(member)
-        if self._sums_before_travel(bucket) and not self.reduce_now:
+        if self._sums_before_travel(bucket) and not self.window.reduce_now:
             current = bucket.round
             if current is None or member.index not in current.arrived:
                 return None
             return current.buffer[member.offset : member.offset + member.numel].view(member.shape)
-        self.finish()
+        self.finish(Purpose.READ, member.place)
         if not self.touched(bucket, member):
             return None
         if bucket.whole:
@@ -266,7 +313,7 @@ class Reducer:
         if value is None and self.clean:
             return
         self.clean = False
-        self.finish()
+        self.finish(Purpose.WRITE, member.place)
         bucket = self.bucket_of(member)
         bucket.touched[member.index] = int(value is not None)
         self._touched_anywhere[id(bucket)][member.index] = value is not None

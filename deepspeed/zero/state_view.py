@@ -162,7 +162,7 @@ class WindowView:
         for name in touched:
             member = self.members[name]
             self.bucket(member.group).touched[member.index] = 1
-        self.reducer.clean, self.reducer.deferred = False, deferred
+        self.reducer.clean, self.reducer.window.deferred = False, deferred
 
 
 class StateView(WindowView):

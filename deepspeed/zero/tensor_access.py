@@ -14,6 +14,7 @@ import torch
 
 from deepspeed.comm.collectives import READ
 from deepspeed.errors import ArgumentError, UsageError
+from deepspeed.zero.accumulation import Purpose
 from deepspeed.zero.fragment import Fragment
 from deepspeed.zero.member import Member
 from deepspeed.zero.optimizer import ZeroOptimizer
@@ -197,7 +198,7 @@ def safe_get_local_grad(param: torch.nn.Parameter) -> torch.Tensor | None:
         return None
     if member.reducer.clean:
         return None
-    member.reducer.finish()
+    member.reducer.finish(Purpose.READ, member.place)
     if not _fragments(member):
         return None
     fragment = _fragments(member)[0]
@@ -237,7 +238,7 @@ def safe_set_local_grad(param: torch.nn.Parameter, value: torch.Tensor) -> None:
     member = _member(param)
     if member is None or member.reducer is None:
         raise ArgumentError("the parameter belongs to no engine; set .grad directly")
-    member.reducer.finish()
+    member.reducer.finish(Purpose.WRITE, member.place)
     for fragment in _fragments(member):
         with fragment.bucket.total.borrowed(changed=True) as total:
             total[fragment.span].copy_(value.reshape(-1))

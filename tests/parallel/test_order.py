@@ -1,4 +1,4 @@
-"""Reads of the program's own order: edits, loads and forwards under random delays are those of one process, bit for bit.
+"""Edits, loads and forwards under random delays are those of one process, bit for bit.
 
 At stage 3 a rank that is late in an earlier forward still pulls slices, one-sidedly, while the others go on to an edit.
 Values are small integers, so every sum is exact and one plain process gives the bits that all ranks must give.
