@@ -378,7 +378,8 @@ def _add_optimizer(components: Components, optimizer: torch.optim.Optimizer, con
         check=fp16 or (low and config.bf16.check_grad_overflow),
         master=master_dtype(config, components.dtype),
     )
-    scaler = components.window.scaler = loss_scale.from_config(config.fp16) if fp16 else None
+    scaler = loss_scale.from_config(config.fp16) if fp16 else None
+    components.window.set_scaler(scaler)
     components.optimizer = ZeroOptimizer(optimizer, components.reducer, steps, scaler, components.lifecycle)
     if components.lifecycle is not None:
         components.reducer.on_complete = components.lifecycle.gradients_complete

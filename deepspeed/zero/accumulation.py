@@ -257,6 +257,11 @@ class AccumulationWindow:
         self.samples = samples
         self.refresh()
 
+    def set_scaler(self, scaler: Any) -> None:
+        """Losses are scaled from now on, or with None are not."""
+        self.scaler = scaler
+        self.refresh()
+
     def set_micro(self, micro: int) -> None:
         """Change the number of samples per rank and micro-batch."""
         self.micro = micro
