@@ -7,34 +7,31 @@ from typing import Any
 import torch
 
 from deepspeed.comm.groups import get_local_rank
-from deepspeed.config import DeepSpeedConfig
-from deepspeed.engine.build import Axes, Components
 from deepspeed.engine.report import gather_counts, state_bytes
+from deepspeed.engine.state import EngineState
 from deepspeed.foundation.timer import SynchronizedWallClockTimer
 from deepspeed.optim.precision import DTYPES
-from deepspeed.zero.accumulation import AccumulationWindow
 
 
 class StateAccessors:
-    """Read-only side of the engine."""
+    """Answers about an engine.
 
-    ds_config: DeepSpeedConfig
-    basic_optimizer: torch.optim.Optimizer | None
-    _axes: Axes
-    _components: Components
-    _window: AccumulationWindow
-    module: torch.nn.Module
-    timers: SynchronizedWallClockTimer
+    Args:
+        state: of the engine.
+    """
+
+    def __init__(self, state: EngineState) -> None:
+        self._state = state
 
     @property
     def config(self) -> Any:
         """The user's own configuration dict."""
-        return self.ds_config.raw
+        return self._state.ds_config.raw
 
     @property
     def world_size(self) -> int:
         """Data-parallel ranks."""
-        return self._axes.world.size
+        return self._state.axes.world.size
 
     dp_world_size = world_size
 
@@ -43,7 +40,7 @@ class StateAccessors:
     @property
     def global_rank(self) -> int:
         """This process among the data-parallel ranks' global numbers."""
-        return self._axes.world.ranks[self._axes.world.rank]
+        return self._state.axes.world.ranks[self._state.axes.world.rank]
 
     @property
     def local_rank(self) -> int:
@@ -53,69 +50,77 @@ class StateAccessors:
     @property
     def data_parallel_group(self) -> Any:
         """The process group of the data-parallel ranks."""
-        return self._axes.world.group
+        return self._state.axes.world.group
 
     mp_world_size = sequence_parallel_size = 1
 
     def train_batch_size(self) -> int:
         """Samples per update, over all ranks."""
-        return self.train_micro_batch_size_per_gpu() * self._window.steps * self.world_size
+        return self.train_micro_batch_size_per_gpu() * self._state.window.steps * self.world_size
 
     def train_micro_batch_size_per_gpu(self) -> int:
         """Samples per rank and micro-batch."""
-        return self._window.micro
+        return self._state.window.micro
 
     def gradient_accumulation_steps(self) -> int:
         """Micro-batches per update."""
-        return self._window.steps
+        return self._state.window.steps
 
     def get_batch_info(self) -> tuple[int, int, int]:
         """(train batch, micro-batch, accumulation steps)."""
-        return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self._window.steps
+        return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self._state.window.steps
 
     @property
     def inside_no_sync_ctxt(self) -> bool:
         """Whether a `no_sync` context is open."""
-        return self._window.holding
+        return self._state.window.holding
 
     @property
     def param_names(self) -> dict[torch.nn.Parameter, str]:
         """The name of every parameter."""
-        return {param: name for name, param in self.module.named_parameters()}
+        return {param: name for name, param in self._state.module.named_parameters()}
 
     def get_lr(self) -> list[float]:
         """Learning rate of each optimizer group."""
-        return [float(g["lr"]) for g in self.basic_optimizer.param_groups] if self.basic_optimizer is not None else []
+        return (
+            [float(g["lr"]) for g in self._state.basic_optimizer.param_groups]
+            if self._state.basic_optimizer is not None
+            else []
+        )
 
     def get_mom(self) -> list[Any]:
         """Momentum, or betas, of each optimizer group."""
-        if self.basic_optimizer is None:
+        if self._state.basic_optimizer is None:
             return []
-        return [g.get("betas", g.get("momentum")) for g in self.basic_optimizer.param_groups]
+        return [g.get("betas", g.get("momentum")) for g in self._state.basic_optimizer.param_groups]
 
     def get_type(self) -> list[Any]:
         """The `type` entry of each optimizer group, where users set one."""
-        return [g.get("type") for g in self.basic_optimizer.param_groups] if self.basic_optimizer is not None else []
+        return (
+            [g.get("type") for g in self._state.basic_optimizer.param_groups]
+            if self._state.basic_optimizer is not None
+            else []
+        )
 
     def get_global_grad_norm(self) -> float | None:
         """Norm of the last update's mean gradient, before clipping; None before the first update."""
-        return None if self._components.optimizer is None else self._components.optimizer._global_grad_norm
+        return None if self._state.components.optimizer is None else self._state.components.optimizer._global_grad_norm
 
     def loss_scale(self) -> float:
         """The factor fp16 losses are multiplied by."""
-        return self._window.loss_scale
+        return self._state.window.loss_scale
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
         """(dtype of parameters, dtype of gradient accumulators)."""
-        return self._components.dtype, DTYPES[self.ds_config.data_types.grad_accum_dtype]
+        return self._state.components.dtype, DTYPES[self._state.ds_config.data_types.grad_accum_dtype]
 
     def get_wall_clock_timers(self) -> SynchronizedWallClockTimer:
         """The timers of forward, backward and step; they run under `wall_clock_breakdown: true`."""
-        return self.timers
+        return self._state.timers
 
     def get_data_parallel_rank(self) -> int:
         """This rank's number on the data-parallel axis."""
-        return self._axes.world.rank
+        return self._state.axes.world.rank
 
     def get_model_parallel_rank(self) -> int:
         """0: a rank holds whole layers."""
@@ -126,16 +131,16 @@ class StateAccessors:
     @property
     def communication_data_type(self) -> torch.dtype:
         """The dtype in which gradients travel; fp32 unless `communication_data_type` says otherwise."""
-        return DTYPES[self.ds_config.communication_data_type or "fp32"]
+        return DTYPES[self._state.ds_config.communication_data_type or "fp32"]
 
     def torch_autocast_dtype(self) -> torch.dtype:
         """The dtype of `torch_autocast`."""
-        return DTYPES[self.ds_config.torch_autocast.dtype]
+        return DTYPES[self._state.ds_config.torch_autocast.dtype]
 
     def memory_breakdown(self) -> dict[str, int]:
         """Bytes of training state on this rank: parameters, masters, gradients, optimizer state."""
-        return state_bytes(self._components)
+        return state_bytes(self._state.components)
 
     def zero_report(self) -> dict[str, int]:
         """Stage 3 in numbers: elements gathered now, at the peak, and gathers so far."""
-        return gather_counts(self._components)
+        return gather_counts(self._state.components)

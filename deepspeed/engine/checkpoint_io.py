@@ -6,7 +6,6 @@ import time
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +24,13 @@ from deepspeed.checkpoint.save import Contents, Saving, Target
 from deepspeed.checkpoint.source import NativeSource, Source
 from deepspeed.checkpoint.tensorfile import Seal
 from deepspeed.checkpoint.upstream_write import UpstreamWriter
+from deepspeed.comm.groups import get_local_rank
 from deepspeed.engine import run_state
+from deepspeed.engine.state import EngineState
 from deepspeed.engine.weights_io import WeightsIO
 from deepspeed.errors import CheckpointCorruptError, CheckpointError, NotAvailableError
 from deepspeed.foundation.log import say, warn_once
 from deepspeed.version import __version__
-from deepspeed.zero.accumulation import AccumulationWindow
 from deepspeed.zero.gathered import GatheredParameters
 from deepspeed.zero.state_view import StateView
 
@@ -46,23 +46,18 @@ class _What:
     custom: Callable[..., Any] | None
 
 
-class CheckpointIO(WeightsIO):
-    """The checkpoint side of the engine."""
+class CheckpointIO:
+    """The checkpoints of an engine.
 
-    mpu: Any
-    optimizer: Any
-    global_steps: int
-    local_rank: Any
-    _window: AccumulationWindow
-    config: Any
+    Args:
+        state: of the engine.
+        weights: refuses what a load has left in pieces.
+    """
 
-    @cached_property
-    def _background(self) -> Background:
-        return Background()
-
-    @cached_property
-    def _extra_objects(self) -> list[Any]:
-        return []
+    def __init__(self, state: EngineState, weights: WeightsIO) -> None:
+        self._state, self._weights = state, weights
+        self._background = Background()
+        self._extra_objects: list[Any] = []
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Save and load the state of these objects with every checkpoint.
@@ -106,14 +101,14 @@ class CheckpointIO(WeightsIO):
         """
         started = time.perf_counter()
         self.wait_for_checkpoint()
-        self._check_whole()
+        self._weights.check_whole()
         self._check_parallelism()
-        settings = self.ds_config.top.checkpoint
-        ranks = Ranks(self._axes.world)
-        node_local = settings.use_node_local_storage and self.local_rank == 0
+        settings = self._state.ds_config.top.checkpoint
+        ranks = Ranks(self._state.axes.world)
+        node_local = settings.use_node_local_storage and get_local_rank() == 0
         target = Target(
             Path(save_dir),
-            files.checked_tag(tag if tag is not None else f"global_step{self.global_steps}"),
+            files.checked_tag(tag if tag is not None else f"global_step{self._state.global_steps}"),
             ranks.rank == 0 or node_local,
             save_latest,
             SCRIPTS,
@@ -122,7 +117,7 @@ class CheckpointIO(WeightsIO):
         saving = Saving(target, self._contents(ranks, client_state or {}, exclude_frozen_parameters), ranks)
         saving.begin()
         if settings.async_save or settings.writer.decoupled:
-            aside = self._background.ranks(self._axes.world)
+            aside = self._background.ranks(self._state.axes.world)
             self._background.start(saving, aside, lambda: self._finish(saving, aside, started))
         else:
             saving.place()
@@ -132,7 +127,7 @@ class CheckpointIO(WeightsIO):
 
     def _finish(self, saving: Saving, ranks: Ranks, started: float) -> None:
         """What follows once all tensors are written."""
-        settings, target = self.ds_config.top.checkpoint, saving.target
+        settings, target = self._state.ds_config.top.checkpoint, saving.target
         saving.commit(self._upstream_files(saving, ranks) if settings.format == "deepspeed" else None)
         if settings.keep_last is not None:
             with ranks.together("removing old checkpoints"):
@@ -146,7 +141,7 @@ class CheckpointIO(WeightsIO):
         """What writes upstream's files next to the native ones of a save."""
         run, client = saving.contents.state["engine"], saving.contents.state["client_state"]
         counters = {name: run["counters"][name] for name in ("global_steps", "skipped_steps", "global_samples")}
-        shared = {**counters, "lr_scheduler": run["scheduler"], "ds_config": self.config, **plain(client)}
+        shared = {**counters, "lr_scheduler": run["scheduler"], "ds_config": self._state.ds_config.raw, **plain(client)}
         optimizer = run.get("optimizer", {})
         settings, scale = optimizer.get("groups", []), (optimizer.get("scaler") or {}).get("scale", 1.0)
 
@@ -161,35 +156,35 @@ class CheckpointIO(WeightsIO):
         self._background.wait()
 
     def _check_parallelism(self) -> None:
-        size = getattr(self.mpu, "get_model_parallel_world_size", lambda: 1)()
+        size = getattr(self._state.mpu, "get_model_parallel_world_size", lambda: 1)()
         if size != 1:
             raise NotAvailableError(f"checkpoints of {size} model-parallel ranks are not available yet")
 
     def _contents(self, ranks: Ranks, client_state: dict[str, Any], leave_out_frozen: bool) -> Contents:
-        view = self._state_view()
+        view = self._state.view()
         view.settle()
         view.settle_gradients(ranks.gather)
         captured = capture(view, leave_out_frozen)
-        captured.private |= run_state.capture_private(self)
+        captured.private |= run_state.capture_private(self._state)
         self._add_own_buffers(captured, view, ranks)
         state = {
-            "engine": run_state.capture_run(self),
+            "engine": run_state.capture_run(self._state),
             "client_state": client_state,
             "objects": [one.state_dict() for one in self._extra_objects],
-            "module": _extra_state(self.module),
+            "module": _extra_state(self._state.module),
         }
         about = {
             "package": __version__,
             "ranks": ranks.size,
-            "global_steps": self.global_steps,
-            "stage": self.ds_config.zero.stage,
-            "precision": str(self._components.dtype).removeprefix("torch."),
+            "global_steps": self._state.global_steps,
+            "stage": self._state.ds_config.zero.stage,
+            "precision": str(self._state.components.dtype).removeprefix("torch."),
             "aliases": view.aliases,
             "group_names": [[group.name, group.layout.ranks] for group in view.groups],
             "has_gradients": view.has_gradients,
-            "model_config": _model_config(self.module),
+            "model_config": _model_config(self._state.module),
         }
-        settings = self.ds_config.top.checkpoint
+        settings = self._state.ds_config.top.checkpoint
         beside = {}
         if ranks.rank == 0 and settings.format == "native":
             beside = upstream_names(client_state, about, state["engine"]["counters"])
@@ -202,10 +197,6 @@ class CheckpointIO(WeightsIO):
         prints = ranks.gather({name: _fingerprint(buffer) for name, buffer in view.buffers.items()})
         own = [name for name, print_ in prints[ranks.rank].items() if print_ != prints[0].get(name)]
         captured.private["buffers"] = {name: view.buffers[name].detach().clone() for name in own}
-
-    def _state_view(self) -> StateView:
-        components = self._components
-        return StateView(self.module, components.groups, self._axes.world, components.optimizer, components.reducer)
 
     # -- loading --------------------------------------------------------------------------------------------------
 
@@ -242,8 +233,8 @@ class CheckpointIO(WeightsIO):
         found while tensors are replaced: the engine then raises `UsageError` until another load has gone through.
         """
         self.wait_for_checkpoint()
-        ranks = Ranks(self._axes.world)
-        finder = Finder(Path(load_dir), ranks, self.ds_config.top.checkpoint.client_state_pickle)
+        ranks = Ranks(self._state.axes.world)
+        finder = Finder(Path(load_dir), ranks, self._state.ds_config.top.checkpoint.client_state_pickle)
         what = _What(
             load_module_strict,
             load_optimizer_states and not load_module_only,
@@ -257,7 +248,7 @@ class CheckpointIO(WeightsIO):
         return self._load_latest(finder, ranks, what)
 
     def _load_latest(self, finder: Finder, ranks: Ranks, what: _What) -> tuple[str | None, dict[str, Any] | None]:
-        name = files.LATEST_UNIVERSAL if self.ds_config.top.checkpoint.load_universal else files.LATEST
+        name = files.LATEST_UNIVERSAL if self._state.ds_config.top.checkpoint.load_universal else files.LATEST
         tag = finder.latest(name)
         if tag is None and name == files.LATEST_UNIVERSAL:
             raise CheckpointError(f"{finder.folder} has no '{name}' (checkpoint.load_universal)")
@@ -281,7 +272,7 @@ class CheckpointIO(WeightsIO):
                 finder.skip(found.path.name, str(error))
 
     def _load(self, found: Source | Path, ranks: Ranks, what: _What) -> tuple[str, dict[str, Any]]:
-        view = self._state_view()
+        view = self._state.view()
         if isinstance(found, Source):
             source = found
         else:
@@ -291,14 +282,16 @@ class CheckpointIO(WeightsIO):
         run = saved.get("engine", {})
         rows, report = restore.compare(view, source, what.strict and what.custom is None)
         with ranks.together("comparing the checkpoint with the engine"):
-            optimizer = run.get("optimizer") if what.optimizer and self._components.optimizer is not None else None
+            optimizer = (
+                run.get("optimizer") if what.optimizer and self._state.components.optimizer is not None else None
+            )
             settings = None if optimizer is None else optimizer["groups"]
             if settings is not None:
                 restore.check_optimizer(view, source, rows, settings)
             if what.run:
                 self._check_objects(saved.get("objects", []))
-        with self._replacing(optimizer is not None):
-            self._forget_window()
+        with self._weights.replacing(optimizer is not None):
+            self._state.forget_window()
             if what.custom is None:
                 restore.load_values(view, source, rows, settings)
             else:
@@ -306,11 +299,11 @@ class CheckpointIO(WeightsIO):
                 if settings is not None:
                     restore.load_optimizer(view, source, rows, settings)
             if optimizer is not None:
-                run_state.restore_optimizer(self, optimizer)
+                run_state.restore_optimizer(self._state, optimizer)
             if what.scheduler:
-                run_state.restore_scheduler(self, run.get("scheduler"))
+                run_state.restore_scheduler(self._state, run.get("scheduler"))
             for name, state in saved.get("module", {}).items():
-                self.module.get_submodule(name).set_extra_state(state)
+                self._state.module.get_submodule(name).set_extra_state(state)
             if what.run:
                 self._restore_run(source, view, rows, run, what.optimizer)
                 for one, state in zip(self._extra_objects, saved.get("objects", []), strict=True):
@@ -321,19 +314,12 @@ class CheckpointIO(WeightsIO):
         say(f"loaded {report.elements:,} of {report.total:,} elements from {source.path}{left}{gone}{more}")
         return str(source.path), saved.get("client_state", {})
 
-    def _forget_window(self) -> None:
-        if self._components.optimizer is not None:
-            self._components.optimizer.zero_grad()
-        if self._components.lifecycle is not None:
-            self._components.lifecycle.keeper.free_idle()
-        self._window.restart()
-
     def _restore_run(
         self, source: Source, view: StateView, rows: dict[str, Any], run: dict[str, Any], gradients: bool
     ) -> None:
         """Counters, data position, this rank's randomness, and the gradients of an open window."""
-        run_state.restore_run(self, run)
-        world = self._axes.world
+        run_state.restore_run(self._state, run)
+        world = self._state.axes.world
         same_ranks = source.manifest.about.get("ranks") == world.size
         private = source.private(world.rank) if same_ranks else {}
         if "random" in private:
@@ -345,13 +331,13 @@ class CheckpointIO(WeightsIO):
         has_gradients = bool(source.manifest.about.get("has_gradients"))
         if not (window.get("seen") or has_gradients):
             return
-        if not (gradients and run_state.window_fits(self, run)):
-            run_state.restart_window(self, run)
+        if not (gradients and run_state.window_fits(self._state, run)):
+            run_state.restart_window(self._state, run)
             return
         if has_gradients:
             same, touched = restore.load_window(view, source, rows, world.rank, private)
-            view.resume_window(touched, private["window"]["deferred"] if same else self._window.steps > 1)
-        run_state.restore_window(self, run, private.get("window"), same_ranks)
+            view.resume_window(touched, private["window"]["deferred"] if same else self._state.window.steps > 1)
+        run_state.restore_window(self._state, run, private.get("window"), same_ranks)
 
     def _check_objects(self, states: list[Any]) -> None:
         if len(states) != len(self._extra_objects):
@@ -365,8 +351,8 @@ class CheckpointIO(WeightsIO):
         rows = [row for row in source.manifest.rows if row.kind != LEFT_OUT]
         state = {row.name: source.whole(row.name) for row in rows}
         state |= {alias: state[name] for alias, name in source.manifest.aliases.items() if name in state}
-        with GatheredParameters(list(self.module.parameters()), modifier_rank=self._axes.world.ranks[0]):
-            load(src=state, dst=self.module)
+        with GatheredParameters(list(self._state.module.parameters()), modifier_rank=self._state.axes.world.ranks[0]):
+            load(src=state, dst=self._state.module)
         view.settle()
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from deepspeed.config import DeepSpeedConfig
+
 # getter: JSON path of the resolved value
 GETTERS = {
     "zero_optimization_stage": "zero_optimization.stage",
@@ -62,9 +64,14 @@ def _getter(name: str, path: str) -> Callable[[Any], Any]:
 
 
 class ConfigAccessors:
-    """Getters of `GETTERS`, and those that combine several values."""
+    """Getters of `GETTERS`, and those that combine several values.
 
-    ds_config: Any
+    Args:
+        config: resolved configuration.
+    """
+
+    def __init__(self, config: DeepSpeedConfig) -> None:
+        self.ds_config = config
 
     def zero_optimization(self) -> bool:
         """Whether a stage above 0 is on."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import sys
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -38,7 +37,10 @@ from deepspeed.engine.config_accessors import ConfigAccessors
 from deepspeed.engine.feeding import Feeding
 from deepspeed.engine.offload_states import OffloadStates
 from deepspeed.engine.reporting import BACKWARD, FORWARD, STEP, Reporting
+from deepspeed.engine.state import EngineState
 from deepspeed.engine.statistics import RunningStatistics
+from deepspeed.engine.surface import EngineSurface
+from deepspeed.engine.weights_io import WeightsIO
 from deepspeed.errors import ArgumentError, NotAvailableError, UsageError
 from deepspeed.foundation.log import logger, say, say_once
 from deepspeed.foundation.timer import SynchronizedWallClockTimer
@@ -46,7 +48,7 @@ from deepspeed.optim.precision import DTYPES
 from deepspeed.zero.accumulation import Purpose, Way
 
 
-class DeepSpeedEngine(Reporting, StateAccessors, CheckpointIO, OffloadStates, Feeding, ConfigAccessors, nn.Module):
+class DeepSpeedEngine(EngineSurface, nn.Module):
     """Trains a model under the stage, precision and schedule that the JSON names.
 
     Args:
@@ -80,45 +82,46 @@ class DeepSpeedEngine(Reporting, StateAccessors, CheckpointIO, OffloadStates, Fe
         if not isinstance(model, nn.Module):
             raise ArgumentError(f"deepspeed.initialize requires a model: model is {type(model).__name__}, not a Module")
         accelerator = get_accelerator()
-        self.device = scalars.current.device or torch.device(accelerator.current_device_name())
-        self.mpu = mpu
-        world = data_axis(mpu, self.device)
+        device = scalars.current.device or torch.device(accelerator.current_device_name())
+        world = data_axis(mpu, device)
         raw = DeepSpeedConfig.for_init(config, world=world.size)
-        axes = find_axes(raw.zero.mics_shard_size, world, self.device)
-        self.ds_config = DeepSpeedConfig(config, world=axes.world.size, facts=facts_of(model, optimizer, self.device))
-        if self.ds_config.log_level:
-            logger.setLevel(self.ds_config.log_level.upper())
-        if self.ds_config.comms_logger.enabled:
-            configure(self.ds_config)
-        self._axes = axes
+        axes = find_axes(raw.zero.mics_shard_size, world, device)
+        resolved = DeepSpeedConfig(config, world=axes.world.size, facts=facts_of(model, optimizer, device))
+        if resolved.log_level:
+            logger.setLevel(resolved.log_level.upper())
+        if resolved.comms_logger.enabled:
+            configure(resolved)
         self.client_optimizer, self.client_lr_scheduler = optimizer, lr_scheduler
-        self.basic_optimizer = choose_optimizer(model, optimizer, listed(model_parameters), self.ds_config)
+        chosen = choose_optimizer(model, optimizer, listed(model_parameters), resolved)
         self.module = model
         take_over(model, self.destroy)
-        self._recompute = wrap(model, self.ds_config.top.activation_checkpointing, mpu)
-        self._components: Components = build(model, self.basic_optimizer, self.ds_config, axes, self.device)
-        self._statistics = RunningStatistics(model, axes.world)
-        self.optimizer: Any = self._components.optimizer or self._components.lifecycle
-        if self._components.optimizer is not None:
-            self._components.optimizer._scale_loss = lambda loss, retain: self.backward(loss, retain_graph=retain)
-        self.lr_scheduler = make_scheduler(lr_scheduler, self.ds_config, self.basic_optimizer)
-        self._reset_counters()
-        self.training_dataloader = (
-            self.deepspeed_io(training_data, collate_fn=collate_fn) if training_data is not None else None
-        )
-        self.timers = SynchronizedWallClockTimer(accelerator.synchronize)
-        self._say_plan()
-        if self._components.lifecycle is not None:  # a slice can be pulled only when its owner serves it
-            self._agree(0, "all ranks have their engine")
+        self._recompute = wrap(model, resolved.top.activation_checkpointing, mpu)
+        components = build(model, chosen, resolved, axes, device)
+        timers = SynchronizedWallClockTimer(accelerator.synchronize)
+        self._state = EngineState(resolved, model, device, mpu, components, chosen, timers)
+        self._hold_parts()
+        self.optimizer: Any = components.optimizer or components.lifecycle
+        if components.optimizer is not None:
+            components.optimizer._scale_loss = lambda loss, retain: self.backward(loss, retain_graph=retain)
+        self.lr_scheduler = make_scheduler(lr_scheduler, resolved, chosen)
+        if training_data is not None:
+            self.training_dataloader = self.deepspeed_io(training_data, collate_fn=collate_fn)
+        self._reports.say_plan()
+        if components.lifecycle is not None:  # a slice can be pulled only when its owner serves it
+            self._feeding.agree(0, "all ranks have their engine")
 
     # -- making ---------------------------------------------------------------------------------------------------
 
-    def _reset_counters(self) -> None:
-        self.global_steps = self.micro_steps = self.global_samples = self.skipped_steps = 0
-        self._window = self._components.window
+    def _hold_parts(self) -> None:
+        """The components that `EngineSurface` names."""
+        state = self._state
+        self._statistics = RunningStatistics(state.module, state.axes.world)
+        self._facts, self._settings = StateAccessors(state), ConfigAccessors(state.ds_config)
+        self._reports, self._offload = Reporting(state), OffloadStates(state, self.register_forward_pre_hook)
+        self._feeding = Feeding(state, lambda: self.training, self.flush)
+        self._weights = WeightsIO(state)
+        self._checkpoints = CheckpointIO(state, self._weights)
         self._applied = False
-        self._open_feed()
-        self._reported = (time.perf_counter(), 0)
 
     def train(self, mode: bool = True) -> DeepSpeedEngine:
         """Switch to training, or with False to evaluation (with rank 0's running statistics, see BatchNorm)."""
@@ -293,7 +296,7 @@ class DeepSpeedEngine(Reporting, StateAccessors, CheckpointIO, OffloadStates, Fe
             self.lr_scheduler.step(**(lr_kwargs or {}))
         if self.ds_config.disable_python_gc:
             gc.collect()
-        self._report()
+        self._reports.report()
 
     def was_step_applied(self) -> bool:
         """Whether the last `step` updated the parameters."""
@@ -400,7 +403,7 @@ class DeepSpeedEngine(Reporting, StateAccessors, CheckpointIO, OffloadStates, Fe
         if components.lifecycle is not None:
             components.lifecycle.settle()  # what is under way is pulled while its owner still serves it
             if sys.exc_info()[0] is None:
-                self._agree(0, "all ranks are done with their engine")
+                self._feeding.agree(0, "all ranks are done with their engine")
             components.lifecycle.detach()
         if components.optimizer is not None:
             components.optimizer.destroy()
@@ -411,7 +414,7 @@ class DeepSpeedEngine(Reporting, StateAccessors, CheckpointIO, OffloadStates, Fe
         for group in components.groups:
             group.dissolve()
         let_go(self.module)
-        self._components = Components([], self._axes, components.dtype, self._window, destroyed=True)
+        self._state.components = Components([], self._axes, components.dtype, self._window, destroyed=True)
         self.optimizer = self.basic_optimizer = self.lr_scheduler = None
         self.client_optimizer = self.client_lr_scheduler = None
 

@@ -5,30 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import torch
-
 from deepspeed.comm import scalars
 from deepspeed.comm.collectives import SMALL, tag_of
-from deepspeed.config import DeepSpeedConfig
-from deepspeed.engine.build import Axes, Components
 from deepspeed.engine.dataloader import DeepSpeedDataLoader
 from deepspeed.engine.loop import equal_steps
-from deepspeed.zero.accumulation import AccumulationWindow
+from deepspeed.engine.state import EngineState
 
 
 class Feeding:
-    """The data side of the engine."""
+    """The data side of an engine.
 
-    ds_config: DeepSpeedConfig
-    device: torch.device
-    training: bool
-    _axes: Axes
-    _components: Components
-    _window: AccumulationWindow
-    flush: Callable[[], None]
+    Args:
+        state: of the engine.
+        training: whether it trains, and not evaluates.
+        flush: applies a window that is not full.
+    """
 
-    def _open_feed(self) -> None:
-        self._loop_channel = self._axes.world.channel()
+    def __init__(self, state: EngineState, training: Callable[[], bool], flush: Callable[[], None]) -> None:
+        self._state, self._training, self._flush = state, training, flush
+        self._loop_channel = state.axes.world.channel()
         self._agreements = 0
 
     def deepspeed_io(
@@ -54,15 +49,15 @@ class Feeding:
         """
         return DeepSpeedDataLoader(
             dataset,
-            batch_size or self._window.micro,
-            rank=self._axes.world.rank,
-            world=self._axes.world.size,
+            batch_size or self._state.window.micro,
+            rank=self._state.axes.world.rank,
+            world=self._state.axes.world.size,
             sampler=data_sampler,
             shuffle=route == "train",
-            pin_memory=pin_memory and self.device.type != "cpu",
+            pin_memory=pin_memory and self._state.device.type != "cpu",
             collate_fn=collate_fn,
             num_workers=num_local_io_workers or 0,
-            drop_last=self.ds_config.dataloader_drop_last,
+            drop_last=self._state.ds_config.dataloader_drop_last,
         )
 
     def loop(self, loader: Iterable[Any], policy: str = "drop") -> Iterator[Any]:
@@ -74,21 +69,21 @@ class Feeding:
         """
 
         try:
-            yield from equal_steps(loader, agree=self._agree, policy=policy, weigh=self._weigh)
-            if self.training and self._components.optimizer is not None:
-                self.flush()
+            yield from equal_steps(loader, agree=self.agree, policy=policy, weigh=self._weigh)
+            if self._training() and self._state.components.optimizer is not None:
+                self._flush()
         finally:
-            self._window.weigh(None)
+            self._state.window.weigh(None)
 
-    def _agree(self, flag: int, label: str = "agreement on the next batch") -> tuple[int, int]:
+    def agree(self, flag: int, label: str = "agreement on the next batch") -> tuple[int, int]:
         """(least, greatest) of all ranks' flags."""
         self._agreements += 1
         tag = tag_of(self._loop_channel, SMALL, self._agreements)
-        table = scalars.current.table(self._axes.world, [float(flag)], tag, label, self.device)
+        table = scalars.current.table(self._state.axes.world, [float(flag)], tag, label, self._state.device)
         flags = [int(row[0]) for row in table]
         return min(flags), max(flags)
 
     def _weigh(self, samples: float) -> None:
         """The next micro-batch counts for so many samples."""
-        if self.training and self._components.optimizer is not None:
-            self._window.weigh(samples)
+        if self._training() and self._state.components.optimizer is not None:
+            self._state.window.weigh(samples)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.engine.build import Components
+from deepspeed.engine.state import EngineState
 from deepspeed.errors import ArgumentError, UsageError
 from deepspeed.storage.buffer_pool import BufferPool
 from deepspeed.storage.resident import RESIDENT, Resident
@@ -33,12 +33,18 @@ class OffloadStateTypeEnum(str, enum.Enum):
 
 
 class OffloadStates:
-    """The side of the engine that moves what rests on the device."""
+    """Moves what rests on the device.
 
-    _components: Components
-    _away: BufferPool | None = None
-    _returning: BufferPool | None = None  # what the last reload copies from, perhaps still
-    _refusal: Any = None
+    Args:
+        state: of the engine.
+        before_forward: has a function called before each forward of the engine; gives a handle that ends this.
+    """
+
+    def __init__(self, state: EngineState, before_forward: Callable[[Callable[..., None]], Any]) -> None:
+        self._state, self._before_forward = state, before_forward
+        self._away: BufferPool | None = None
+        self._returning: BufferPool | None = None  # what the last reload copies from, perhaps still
+        self._refusal: Any = None
 
     def offload_states(
         self,
@@ -65,14 +71,14 @@ class OffloadStates:
         if device != "cpu":
             raise ArgumentError(f"offload_states(device={device!r}): state can be moved to 'cpu'")
         kinds = [OffloadStateTypeEnum(kind) for kind in _known(include)]
-        reducer, optimizer = self._components.reducer, self._components.optimizer
+        reducer, optimizer = self._state.components.reducer, self._state.components.optimizer
         if self._away is not None:
             raise UsageError("offload_states: state was moved already; call reload_states() first")
         if reducer is not None and not reducer.clean:
             raise UsageError("offload_states in the middle of a window: its gradients are on the device; step first")
-        if self._components.lifecycle is not None:
-            self._components.lifecycle.settle()
-            meet_before_change(self._components.groups)  # a late rank may still pull what is moved away here
+        if self._state.components.lifecycle is not None:
+            self._state.components.lifecycle.settle()
+            meet_before_change(self._state.components.groups)  # a late rank may still pull what is moved away here
         pool = self._away = BufferPool(pin=pin_memory)
         for held in self._held(kinds):
             held.evict(pool)
@@ -81,7 +87,7 @@ class OffloadStates:
                 shard.evict_state(pool)
         if reducer is not None and OffloadStateTypeEnum.contiguous_grad_buffer in kinds:
             reducer.wire.forget_buffers()
-        self._refusal = self.register_forward_pre_hook(_refuse)  # type: ignore[attr-defined]
+        self._refusal = self._before_forward(_refuse)
         get_accelerator().empty_cache()
 
     def reload_states(self, non_blocking: bool = False) -> None:
@@ -94,8 +100,8 @@ class OffloadStates:
             return
         for held in self._held(list(OffloadStateTypeEnum)):
             held.restore(non_blocking)
-        if self._components.optimizer is not None:
-            for shard in self._components.optimizer.shards:
+        if self._state.components.optimizer is not None:
+            for shard in self._state.components.optimizer.shards:
                 shard.restore_state(non_blocking)
         self._refusal.remove()
         self._returning, self._away, self._refusal = self._away, None, None
@@ -103,13 +109,13 @@ class OffloadStates:
     def _held(self, kinds: list[OffloadStateTypeEnum]) -> list[Resident]:
         """What rests on the device, of these kinds."""
         found: list[Any] = []
-        for group in self._components.groups:
+        for group in self._state.components.groups:
             if OffloadStateTypeEnum.hp_params in kinds and group.tiers.optimizer is RESIDENT:
                 found.append(group.master)
             if OffloadStateTypeEnum.lp_params in kinds and group.policy.gathers_before_use:
                 found.append(group.values if group.tiers.parameters is RESIDENT else None)
-        if OffloadStateTypeEnum.lp_grads in kinds and self._components.reducer is not None:
-            found += [b.sum for b in self._components.reducer.buckets if b.group.tiers.optimizer is RESIDENT]
+        if OffloadStateTypeEnum.lp_grads in kinds and self._state.components.reducer is not None:
+            found += [b.sum for b in self._state.components.reducer.buckets if b.group.tiers.optimizer is RESIDENT]
         return [stored for stored in found if isinstance(stored, Resident)]
 
 

@@ -19,8 +19,8 @@ from deepspeed.storage.resident import RESIDENT
 from deepspeed.storage.tier import Tier
 from deepspeed.zero.estimate import DEVICE, HOST, NVME, GroupState, rest_bytes
 from deepspeed.zero.layout import Layout
-from deepspeed.zero.local_shard import Tiers
 from deepspeed.zero.policy import Policy
+from deepspeed.zero.tiers import Tiers
 
 _PLACES = {"none": DEVICE, "cpu": HOST, "nvme": NVME}
 

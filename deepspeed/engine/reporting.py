@@ -3,76 +3,69 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import Any
-
-import torch
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.explain import as_text
+from deepspeed.engine.accessors import StateAccessors
+from deepspeed.engine.state import EngineState
 from deepspeed.foundation.log import say, say_once
-from deepspeed.foundation.timer import SynchronizedWallClockTimer
 
 FORWARD, BACKWARD, STEP = "forward", "backward", "step"
 
 
 class Reporting:
-    """The speaking side of the engine."""
+    """The speaking side of an engine.
 
-    ds_config: DeepSpeedConfig
-    module: torch.nn.Module
-    basic_optimizer: torch.optim.Optimizer | None
-    timers: SynchronizedWallClockTimer
-    global_steps: int
-    global_samples: int
-    skipped_steps: int
-    world_size: Any
-    get_batch_info: Callable[[], tuple[int, int, int]]
-    get_lr: Callable[[], list[float]]
-    get_global_grad_norm: Callable[[], float | None]
-    memory_breakdown: Callable[[], dict[str, int]]
-    _reported: tuple[float, int]
+    Args:
+        state: of the engine.
+    """
 
-    def _say_plan(self) -> None:
-        config, (batch, micro, steps) = self.ds_config, self.get_batch_info()
+    def __init__(self, state: EngineState) -> None:
+        self._state, self._facts = state, StateAccessors(state)
+        self._reported = (time.perf_counter(), 0)
+
+    def say_plan(self) -> None:
+        """What trains how."""
+        state, (batch, micro, steps) = self._state, self._facts.get_batch_info()
+        config, chosen = state.ds_config, state.basic_optimizer
         precision = "fp16" if config.fp16.enabled else "bf16" if config.bf16.enabled else "fp32"
         if config.torch_autocast.enabled:
             precision = f"autocast {config.torch_autocast.dtype}"
-        count = sum(p.numel() for p in self.module.parameters())
-        name = type(self.basic_optimizer).__name__ if self.basic_optimizer is not None else "no optimizer"
+        count, model = sum(p.numel() for p in state.module.parameters()), type(state.module).__name__
+        name = type(chosen).__name__ if chosen is not None else "no optimizer"
         say(
-            f"{type(self.module).__name__}: {count:,} parameters, ZeRO stage {config.zero.stage}, {precision}, {name}, "
-            f"{self.world_size} rank(s), batch {batch} = {micro} x {steps} x {self.world_size}"
+            f"{model}: {count:,} parameters, ZeRO stage {config.zero.stage}, {precision}, {name}, "
+            f"{state.world_size} rank(s), batch {batch} = {micro} x {steps} x {state.world_size}"
         )
-        if self.basic_optimizer is not None and not config.gradient_clipping:
+        if chosen is not None and not config.gradient_clipping:
             say_once("gradient_clipping is not set: gradients are not clipped")
         if config.dump_state:
             say(as_text(config.explain()))
 
-    def _report(self) -> None:
-        every = self.ds_config.steps_per_print
-        if not every or self.global_steps % every:
+    def report(self) -> None:
+        """A line, every `steps_per_print` updates."""
+        every = self._state.ds_config.steps_per_print
+        if not every or self._state.global_steps % every:
             return
-        rates = ", ".join(f"{rate:.3g}" for rate in self.get_lr())
-        norm = self.get_global_grad_norm()
+        rates = ", ".join(f"{rate:.3g}" for rate in self._facts.get_lr())
+        norm = self._facts.get_global_grad_norm()
         say(
-            f"step {self.global_steps}: skipped {self.skipped_steps}, lr {rates}"
+            f"step {self._state.global_steps}: skipped {self._state.skipped_steps}, lr {rates}"
             + (f", gradient norm {norm:.4g}" if norm is not None else "")
             + self._throughput()
         )
-        if self.ds_config.wall_clock_breakdown:
-            self.timers.log([FORWARD, BACKWARD, STEP])
-        if self.ds_config.memory_breakdown:
-            say("state bytes: " + ", ".join(f"{k} {v:,}" for k, v in self.memory_breakdown().items()))
+        if self._state.ds_config.wall_clock_breakdown:
+            self._state.timers.log([FORWARD, BACKWARD, STEP])
+        if self._state.ds_config.memory_breakdown:
+            say("state bytes: " + ", ".join(f"{k} {v:,}" for k, v in self._facts.memory_breakdown().items()))
 
     def _throughput(self) -> str:
         """Samples per second since the last report."""
-        section = self.ds_config.timers.throughput
+        section = self._state.ds_config.timers.throughput
         if not section.enabled:
             return ""
         if section.synchronized:
             get_accelerator().synchronize()
         now = time.perf_counter()
-        (then, samples), self._reported = self._reported, (now, self.global_samples)
-        return f", {(self.global_samples - samples) / max(now - then, 1e-9):.4g} samples/s"
+        (then, samples), self._reported = self._reported, (now, self._state.global_samples)
+        return f", {(self._state.global_samples - samples) / max(now - then, 1e-9):.4g} samples/s"

@@ -10,6 +10,7 @@ import torch
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.engine.dataloader import DeepSpeedDataLoader
+from deepspeed.engine.state import EngineState
 from deepspeed.errors import CheckpointError
 from deepspeed.foundation.log import say
 from deepspeed.zero.accumulation import Way
@@ -17,19 +18,19 @@ from deepspeed.zero.accumulation import Way
 COUNTERS = ("global_steps", "micro_steps", "global_samples", "skipped_steps")
 
 
-def capture_run(engine: Any) -> dict[str, Any]:
+def capture_run(state: EngineState) -> dict[str, Any]:
     """The state that all ranks share.
 
     Args:
-        engine: the engine.
+        state: of the engine.
     """
-    optimizer, loader, window = engine._components.optimizer, engine.training_dataloader, engine._window
+    optimizer, loader, window = state.components.optimizer, state.training_dataloader, state.window
     made: dict[str, Any] = {
-        "counters": {name: getattr(engine, name) for name in COUNTERS},
+        "counters": {name: getattr(state, name) for name in COUNTERS},
         "window": {"seen": window.seen, "sums": bool(window.ways & Way.SUM)},
-        "batch": {"micro": window.micro, "gas": window.steps, "ranks": engine.world_size},
+        "batch": {"micro": window.micro, "gas": window.steps, "ranks": state.world_size},
         "data": loader.state_dict() if isinstance(loader, DeepSpeedDataLoader) else None,
-        "scheduler": engine.lr_scheduler.state_dict() if hasattr(engine.lr_scheduler, "state_dict") else None,
+        "scheduler": state.lr_scheduler.state_dict() if hasattr(state.lr_scheduler, "state_dict") else None,
     }
     if optimizer is not None:
         groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
@@ -38,11 +39,11 @@ def capture_run(engine: Any) -> dict[str, Any]:
     return made
 
 
-def capture_private(engine: Any) -> dict[str, Any]:
+def capture_private(state: EngineState) -> dict[str, Any]:
     """The state that belongs to this rank alone."""
-    optimizer, reducer = engine._components.optimizer, engine._components.reducer
+    optimizer, reducer = state.components.optimizer, state.components.reducer
     made: dict[str, Any] = {"random": capture_random()}
-    window = engine._window
+    window = state.window
     if optimizer is not None and reducer is not None and window.seen + (not reducer.clean):
         made["window"] = {"ways": window.ways, "items": window.items, "deferred": window.deferred}
     return made
@@ -66,18 +67,20 @@ def restore_random(saved: dict[str, Any]) -> None:
         get_accelerator().set_rng_state(saved["device"])
 
 
-def restore_run(engine: Any, saved: dict[str, Any]) -> None:
+def restore_run(state: EngineState, saved: dict[str, Any]) -> None:
     """Take back counters and data position; those of the window come with its gradients."""
     for name, value in saved.get("counters", {}).items():
-        setattr(engine, name, value)
-    loader = engine.training_dataloader
+        setattr(state, name, value)
+    loader = state.training_dataloader
     if saved.get("data") is not None and isinstance(loader, DeepSpeedDataLoader):
         loader.load_state_dict(saved["data"])
 
 
-def restore_optimizer(engine: Any, saved: dict[str, Any]) -> None:
+def restore_optimizer(state: EngineState, saved: dict[str, Any]) -> None:
     """Take back the loss scaler; say so when the optimizer is another one."""
-    optimizer = engine._components.optimizer
+    optimizer = state.components.optimizer
+    if optimizer is None:
+        return
     if optimizer.scaler is not None and saved.get("scaler") is not None:
         optimizer.scaler.load_state_dict(saved["scaler"])
     now, before = type(optimizer.optimizer).__name__, saved.get("class")
@@ -85,41 +88,41 @@ def restore_optimizer(engine: Any, saved: dict[str, Any]) -> None:
         say(f"the checkpoint is of {before}, the engine has {now}: the state is taken over by its keys")
 
 
-def restore_scheduler(engine: Any, saved: Any) -> None:
+def restore_scheduler(state: EngineState, saved: Any) -> None:
     """Take back the schedule."""
-    if saved is None or engine.lr_scheduler is None:
+    if saved is None or state.lr_scheduler is None:
         return
     try:
-        engine.lr_scheduler.load_state_dict(saved)
+        state.lr_scheduler.load_state_dict(saved)
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
-            f"the scheduler {type(engine.lr_scheduler).__name__} does not take the saved state ({error!r}); load with "
+            f"the scheduler {type(state.lr_scheduler).__name__} does not take the saved state ({error!r}); load with "
             f"load_lr_scheduler_states=False if it is meant to be another one"
         ) from error
 
 
-def window_fits(engine: Any, saved: dict[str, Any]) -> bool:
+def window_fits(state: EngineState, saved: dict[str, Any]) -> bool:
     """Whether the micro-batches of a saved window are a whole number of micro-batches here, of an equal batch."""
     then, seen = saved.get("batch"), saved.get("window", {}).get("seen", 0)
     if then is None:
         return False
-    now = (engine._window.micro, engine.world_size)
+    now = (state.window.micro, state.world_size)
     samples = seen * then["micro"] * then["ranks"]
     batch = then["micro"] * then["ranks"] * then["gas"]
-    return batch == now[0] * now[1] * engine._window.steps and samples % (now[0] * now[1]) == 0
+    return batch == now[0] * now[1] * state.window.steps and samples % (now[0] * now[1]) == 0
 
 
-def restore_window(engine: Any, saved: dict[str, Any], window: dict[str, Any] | None, same_ranks: bool) -> None:
+def restore_window(state: EngineState, saved: dict[str, Any], window: dict[str, Any] | None, same_ranks: bool) -> None:
     """Go on in the middle of a window, once its gradients are back.
 
     Args:
-        engine: the engine.
+        state: of the engine.
         saved: what `capture_run` gave.
         window: this rank's own part of it.
         same_ranks: as many ranks as saved.
     """
-    then, now = saved["batch"], engine._window
-    seen = saved["window"]["seen"] * then["micro"] * then["ranks"] // (now.micro * engine.world_size)
+    then, now = saved["batch"], state.window
+    seen = saved["window"]["seen"] * then["micro"] * then["ranks"] // (now.micro * state.world_size)
     ways, items = int(Way.SUM if saved["window"]["sums"] else Way.NONE), 0.0
     if window is not None and same_ranks:
         ways, items = _counted(window, ways)
@@ -134,14 +137,14 @@ def _counted(window: dict[str, Any], sums: int) -> tuple[int, float]:
     return int(Way.ITEMS) if counts else sums or int(Way.MEAN if backwards else Way.NONE), items
 
 
-def restart_window(engine: Any, saved: dict[str, Any]) -> None:
+def restart_window(state: EngineState, saved: dict[str, Any]) -> None:
     """Go on from the beginning of a window: its gradients are dropped, its samples come again."""
     seen, then = saved["window"]["seen"], saved["batch"]
-    loader = engine.training_dataloader
+    loader = state.training_dataloader
     if isinstance(loader, DeepSpeedDataLoader):
         loader.rewind(seen * then["micro"] * then["ranks"])
-    engine.micro_steps -= seen
+    state.micro_steps -= seen
     say(
         f"the checkpoint was saved after {seen} of {then['gas']} micro-batches of a window, which are no whole number "
-        f"of micro-batches on {engine.world_size} rank(s): the window starts again"
+        f"of micro-batches on {state.world_size} rank(s): the window starts again"
     )

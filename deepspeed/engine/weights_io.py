@@ -16,30 +16,28 @@ from deepspeed.checkpoint.export import once
 from deepspeed.checkpoint.huggingface import FolderSource
 from deepspeed.checkpoint.ranks import Ranks
 from deepspeed.checkpoint.tensor_source import from_state_dict
-from deepspeed.config import DeepSpeedConfig
-from deepspeed.engine.build import Axes, Components
+from deepspeed.engine.state import EngineState
 from deepspeed.errors import ArgumentError, UsageError
 from deepspeed.foundation.log import logger, say
 from deepspeed.zero.gathered import GatheredParameters
 from deepspeed.zero.shard_group import meet_before_change
-from deepspeed.zero.state_view import StateView
 
 
 class WeightsIO:
-    """The engine's weights as users and clients pass them around."""
+    """An engine's weights as users and clients pass them around.
 
-    ds_config: DeepSpeedConfig
-    module: torch.nn.Module
-    _axes: Axes
-    _components: Components
-    _state_view: Callable[[], StateView]
-    _forget_window: Callable[[], None]
-    _mixed: str = ""  # what broke a load in the middle; empty: the state is of one piece
-    _mixed_optimizer: bool = False  # that load was of the optimizer too
-    _mixed_guard: Any = None
+    Args:
+        state: of the engine.
+    """
+
+    def __init__(self, state: EngineState) -> None:
+        self._state = state
+        self._mixed = ""  # what broke a load in the middle; empty: the state is of one piece
+        self._mixed_optimizer = False  # that load was of the optimizer too
+        self._mixed_guard: Any = None
 
     @contextmanager
-    def _replacing(self, optimizer: bool = False) -> Iterator[None]:
+    def replacing(self, optimizer: bool = False) -> Iterator[None]:
         """Tensors are replaced inside: if that fails, the engine neither runs nor saves until a load has gone through.
 
         Bytes are verified as they are read into place, so a failure may leave old and new values side by side.
@@ -47,20 +45,21 @@ class WeightsIO:
         Args:
             optimizer: its state is replaced too.
         """
-        meet_before_change(self._components.groups)
+        meet_before_change(self._state.components.groups)
         try:
             yield
         except BaseException as error:
             self._mixed = f"{type(error).__name__}: {error}"
             self._mixed_optimizer |= optimizer
             if self._mixed_guard is None:
-                self._mixed_guard = self.module.register_forward_pre_hook(lambda *_: self._check_whole())
+                self._mixed_guard = self._state.module.register_forward_pre_hook(lambda *_: self.check_whole())
             raise
         if self._mixed and optimizer >= self._mixed_optimizer:
             self._mixed_guard.remove()
             self._mixed, self._mixed_optimizer, self._mixed_guard = "", False, None
 
-    def _check_whole(self) -> None:
+    def check_whole(self) -> None:
+        """Raise when a load has failed in the middle."""
         if self._mixed:
             raise UsageError(
                 f"the last load failed in the middle and left old and new values side by side ({self._mixed}); load "
@@ -80,15 +79,15 @@ class WeightsIO:
         Returns:
             False, with a message, at stage 3 without `stage3_gather_16bit_weights_on_model_save`.
         """
-        if self.ds_config.zero.stage == 3 and not self.ds_config.zero.gather_16bit_weights_on_model_save:
+        if self._state.ds_config.zero.stage == 3 and not self._state.ds_config.zero.gather_16bit_weights_on_model_save:
             logger.warning(
                 "save_16bit_model did not save: at stage 3 it gathers the whole model on rank 0, which "
                 "zero_optimization.stage3_gather_16bit_weights_on_model_save must allow"
             )
             return False
-        self._check_whole()
+        self.check_whole()
         state = self._consolidated_16bit_state_dict(exclude_frozen_parameters)
-        ranks = Ranks(self._axes.world)
+        ranks = Ranks(self._state.axes.world)
         with ranks.together(f"saving {save_filename}"):
             if state is not None:
                 write_weights(state, Path(save_dir) / save_filename)
@@ -100,12 +99,12 @@ class WeightsIO:
         self, exclude_frozen_parameters: bool = False
     ) -> OrderedDict[str, torch.Tensor] | None:
         """The whole model on rank 0's CPU, group by group; None on the others. All ranks call together."""
-        first = self._axes.world.rank == 0
+        first = self._state.axes.world.rank == 0
         found: dict[str, torch.Tensor] = {}
-        view = self._state_view()
+        view = self._state.view()
         view.settle()
         batches = [[member.param for member in group.members] for group in view.groups] + [list(view.plain.values())]
-        names = {id(param): name for name, param in self.module.named_parameters()}
+        names = {id(param): name for name, param in self._state.module.named_parameters()}
         for params in batches:
             wanted = [p for p in params if p.requires_grad or not exclude_frozen_parameters]
             with GatheredParameters(wanted):
@@ -115,17 +114,16 @@ class WeightsIO:
             return None
         found |= {name: buffer.detach().cpu().clone() for name, buffer in view.buffers.items()}
         found |= {alias: found[name] for alias, name in view.aliases.items() if name in found}
-        order = [name for name in self.module.state_dict() if name in found]
+        order = [name for name in self._state.module.state_dict() if name in found]
         return OrderedDict((name, found[name]) for name in order)
 
     def _zero3_consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False
     ) -> OrderedDict[str, torch.Tensor] | None:
         """`_consolidated_16bit_state_dict`, for stage 3 alone."""
-        if self.ds_config.zero.stage != 3:
-            raise ArgumentError(
-                f"_zero3_consolidated_16bit_state_dict is for stage 3, the engine has {self.ds_config.zero.stage}"
-            )
+        stage = self._state.ds_config.zero.stage
+        if stage != 3:
+            raise ArgumentError(f"_zero3_consolidated_16bit_state_dict is for stage 3, the engine has {stage}")
         return self._consolidated_16bit_state_dict(exclude_frozen_parameters)
 
     def module_state_dict(
@@ -143,9 +141,9 @@ class WeightsIO:
             keep_vars: the parameters themselves.
             exclude_frozen_parameters: leave parameters out that do not require a gradient.
         """
-        state = self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        state = self._state.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         if exclude_frozen_parameters:
-            for name, param in self.module.named_parameters(remove_duplicate=False):
+            for name, param in self._state.module.named_parameters(remove_duplicate=False):
                 if not param.requires_grad:
                     state.pop(prefix + name, None)
         return state
@@ -173,16 +171,18 @@ class WeightsIO:
         """
         inside = checkpoint.get("module")
         state = inside if isinstance(inside, Mapping) else checkpoint
-        self._forget_window()
-        view = self._state_view()
+        self._state.forget_window()
+        view = self._state.view()
         if custom_load_fn is not None:
-            with GatheredParameters(list(self.module.parameters()), modifier_rank=self._axes.world.ranks[0]):
-                custom_load_fn(src=state, dst=self.module)
+            with GatheredParameters(
+                list(self._state.module.parameters()), modifier_rank=self._state.axes.world.ranks[0]
+            ):
+                custom_load_fn(src=state, dst=self._state.module)
             view.settle()
             return restore.Loaded()
         source = from_state_dict(state, "the state dict")
         rows, found = restore.compare(view, source, strict)
-        with self._replacing():
+        with self.replacing():
             restore.load_values(view, source, rows)
         say(f"loaded {found.elements:,} of {found.total:,} elements from the state dict")
         return found
@@ -214,10 +214,10 @@ class WeightsIO:
         Returns:
             Elements loaded.
         """
-        self._forget_window()
-        view, source = self._state_view(), FolderSource(Path(path), Ranks(self._axes.world))
+        self._state.forget_window()
+        view, source = self._state.view(), FolderSource(Path(path), Ranks(self._state.axes.world))
         rows, found = restore.compare(view, source, strict)
-        with self._replacing():
+        with self.replacing():
             restore.load_values(view, source, rows)
         say(f"loaded {found.elements:,} of {found.total:,} elements from {path}")
         return found.elements

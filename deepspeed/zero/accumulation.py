@@ -292,28 +292,6 @@ class AccumulationWindow:
         own = (self.items, self.ways, purpose, detail, self.seen, self.steps, self.micro, self.loss_scale, edits)
         return [*map(float, own), float(hash(rates) % (1 << 52))]
 
-    @staticmethod
-    def agreed(table: Sequence[Sequence[float]]) -> Agreed:
-        """What the rows of all ranks come to."""
-        ways = Way.NONE
-        for row in table:
-            ways |= Way(int(row[1]))
-        return Agreed(sum(row[0] for row in table), ways)
-
-    def disagreement(self, table: Sequence[Sequence[float]]) -> str | None:
-        """What differs between the rows of all ranks, in words; None when nothing does."""
-        rows = [row[2:WIDTH] for row in table]
-        if any(row != rows[0] for row in rows):
-            return "; ".join(_differences(rows))
-        mixed = _mixes(self.agreed(table).ways)
-        if mixed:
-            told = ", ".join(f"rank {r}: {_said(Way(int(row[1])))}" for r, row in enumerate(table))
-            return f"the window mixes {mixed} ({told})"
-        both = Way.MEAN | Way.SUM
-        if self.flushing and self.agreed(table).ways & both == both:
-            return "flush() of a window that mixes plain backward with scale_wrt_gas=False: its mean is not defined"
-        return None
-
     def rescale(self, agreed: Agreed) -> float:
         """Factor on the window's gradients in the update."""
         if agreed.ways & _BY_COUNT:
@@ -332,6 +310,29 @@ _FIELDS: tuple[tuple[str, Callable[[float], str]], ...] = (
     ("has learning rates of the print", lambda value: f"{int(value):x}"),
 )
 WIDTH = 2 + len(_FIELDS)  # numbers in a row
+
+
+def agreed(table: Sequence[Sequence[float]]) -> Agreed:
+    """What the rows of all ranks come to."""
+    ways = Way.NONE
+    for row in table:
+        ways |= Way(int(row[1]))
+    return Agreed(sum(row[0] for row in table), ways)
+
+
+def disagreement(table: Sequence[Sequence[float]]) -> str | None:
+    """What differs between the rows of all ranks, in words; None when nothing does."""
+    rows = [row[2:WIDTH] for row in table]
+    if any(row != rows[0] for row in rows):
+        return "; ".join(_differences(rows))
+    ways = agreed(table).ways
+    mixed = _mixes(ways)
+    if mixed:
+        told = ", ".join(f"rank {r}: {_said(Way(int(row[1])))}" for r, row in enumerate(table))
+        return f"the window mixes {mixed} ({told})"
+    if rows[0][0] == Purpose.FLUSH and ways & Way.MEAN and ways & Way.SUM:
+        return "flush() of a window that mixes plain backward with scale_wrt_gas=False: its mean is not defined"
+    return None
 
 
 def _differences(rows: Sequence[Sequence[float]]) -> Iterator[str]:

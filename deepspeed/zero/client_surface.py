@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 import enum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from deepspeed.storage.resident import RESIDENT
-
-if TYPE_CHECKING:
-    from deepspeed.zero.member import Member
-
-
-class ZeroParamStatus(enum.Enum):
-    """Where a parameter's values are right now."""
-
-    AVAILABLE = 1
-    NOT_AVAILABLE = 2
-    INFLIGHT = 3
+from deepspeed.zero.member import Member
+from deepspeed.zero.roles import ZeroParamStatus
 
 
 class ZeroParamType(enum.Enum):

@@ -30,11 +30,11 @@ from deepspeed.storage.resident import RESIDENT
 from deepspeed.storage.tier import Tier
 from deepspeed.zero.exhaustion import exhausted, is_exhaustion
 from deepspeed.zero.layout import by_group
-from deepspeed.zero.local_shard import Tiers
 from deepspeed.zero.member import Member
 from deepspeed.zero.param import birth_writers, is_managed
 from deepspeed.zero.policy import policy_for
 from deepspeed.zero.shard_group import ShardGroup
+from deepspeed.zero.tiers import Tiers
 
 
 @dataclass

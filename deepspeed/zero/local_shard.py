@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from deepspeed.comm.axis import Axis
 from deepspeed.storage.mover import mover_of
 from deepspeed.storage.resident import RESIDENT
-from deepspeed.storage.tier import Stored, Tier
+from deepspeed.storage.tier import Stored
 from deepspeed.zero.layout import Layout
 from deepspeed.zero.member import Member
 from deepspeed.zero.policy import Policy
-
-
-@dataclass(frozen=True)
-class Tiers:
-    """In which tiers the state of a group rests.
-
-    Args:
-        optimizer: master, gradient accumulators, moments (`offload_optimizer`).
-        parameters: the slices of parameters that are gathered before use (`offload_param`).
-    """
-
-    optimizer: Tier = RESIDENT
-    parameters: Tier = RESIDENT
+from deepspeed.zero.tiers import Tiers
 
 
 class LocalShard:

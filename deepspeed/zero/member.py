@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn import Parameter
 
 from deepspeed.errors import UsageError
-
-if TYPE_CHECKING:
-    from deepspeed.zero.optimizer import ZeroOptimizer
-    from deepspeed.zero.reducer import Reducer
-    from deepspeed.zero.shard_group import ShardGroup
+from deepspeed.zero.roles import Gradients, Group
 
 _uids = itertools.count()
 
@@ -36,10 +32,10 @@ class Member:
     place: int = 0
     shape: torch.Size = field(init=False)
     uid: int = field(default_factory=lambda: next(_uids))
-    group: ShardGroup = field(init=False, repr=False)
+    group: Group = field(init=False, repr=False)
     placeholder: torch.Tensor = field(init=False, repr=False)
-    reducer: Reducer | None = field(default=None, repr=False)
-    owner: ZeroOptimizer | None = field(default=None, repr=False)  # the optimizer that updates it
+    reducer: Gradients | None = field(default=None, repr=False)
+    owner: object | None = field(default=None, repr=False)  # the optimizer that updates it
     active_modules: set[Any] = field(default_factory=set, repr=False)
     version: int = 0  # the parameter's version counter when it was last known to agree with its slice
     exposed: bool = False  # `param.data` was handed out, and writes through it are not counted

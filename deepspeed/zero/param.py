@@ -10,7 +10,7 @@ nil. Reads hand out private copies, so nothing a user holds ever aliases storage
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._guards import TracingContext
@@ -18,10 +18,8 @@ from torch.nn import Parameter
 
 from deepspeed.errors import ShardedParameterError
 from deepspeed.zero.client_surface import ClientSurface, elements_here
+from deepspeed.zero.member import Member
 from deepspeed.zero.transforms import in_transform, outside_transforms
-
-if TYPE_CHECKING:
-    from deepspeed.zero.member import Member
 
 # While zero.Init is open, what carries out a write to a parameter that is sharded already.
 birth_writers: list[Callable[[str, Any, tuple[Any, ...], dict[str, Any]], Any]] = []

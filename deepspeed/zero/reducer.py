@@ -13,7 +13,7 @@ from deepspeed.comm.axis import Axis
 from deepspeed.comm.collectives import READ, SMALL, tag_of
 from deepspeed.errors import UsageError
 from deepspeed.foundation.log import warn_once
-from deepspeed.zero.accumulation import WIDTH, AccumulationWindow, Agreed, Purpose
+from deepspeed.zero.accumulation import WIDTH, AccumulationWindow, Agreed, Purpose, agreed, disagreement
 from deepspeed.zero.buckets import Bucket, ReduceSettings, Round
 from deepspeed.zero.member import Member
 from deepspeed.zero.param import clear_raw_grad, raw_grad
@@ -188,7 +188,7 @@ class Reducer:
         self._finishes += 1
         tag = tag_of(self._channel, SMALL, self._finishes)
         table = scalars.current.table(self.world, row, tag, "agreement on gradients", self._device)
-        trouble = self.window.disagreement(table) or self._uneven(table)
+        trouble = disagreement(table) or _uneven(self.buckets, table)
         most = [max(column) for column in zip(*table, strict=True)]
         at = WIDTH
         for bucket in self.buckets:
@@ -199,24 +199,7 @@ class Reducer:
         if trouble is not None:
             self._refuse(trouble)
         self.wire.settle_all()
-        return self.window.agreed(table)
-
-    def _uneven(self, table: list[list[float]]) -> str | None:
-        """What the rows say that no zeros can mend; None when there is nothing."""
-        at = WIDTH
-        for bucket in self.buckets:
-            launches, factors = [row[at : at + 2] for row in table], {row[at + 2] for row in table} - {0.0}
-            at += 3 + len(bucket.touched)
-            frozen = [rank for rank, counts in enumerate(launches) if counts[0] < 0]
-            if frozen and any(max(counts) > 0 for counts in launches):
-                return f"{bucket.group.name} is trained on some ranks, and frozen on rank {', '.join(map(str, frozen))}"
-            mixed = any(factor < 0 for factor in factors) and len({counts[0] for counts in launches}) > 1
-            if len(factors) > 1 or mixed:
-                return (
-                    f"gradients of {bucket.group.name} that travel in low precision are multiplied by other factors on "
-                    f"other ranks: their backward passes differ (num_items, scale_wrt_gas, loss scale)"
-                )
-        return None
+        return agreed(table)
 
     def _refuse(self, trouble: str) -> None:
         """All ranks drop the window and raise the same error."""
@@ -331,3 +314,21 @@ class Reducer:
                     at = range_.at - bucket.low
                     total[at : at + range_.numel].copy_(flat[range_.start : range_.stop])
         bucket.filled = True
+
+
+def _uneven(buckets: list[Bucket], table: list[list[float]]) -> str | None:
+    """What the rows say that no zeros can mend; None when there is nothing."""
+    at = WIDTH
+    for bucket in buckets:
+        launches, factors = [row[at : at + 2] for row in table], {row[at + 2] for row in table} - {0.0}
+        at += 3 + len(bucket.touched)
+        frozen = [rank for rank, counts in enumerate(launches) if counts[0] < 0]
+        if frozen and any(max(counts) > 0 for counts in launches):
+            return f"{bucket.group.name} is trained on some ranks, and frozen on rank {', '.join(map(str, frozen))}"
+        mixed = any(factor < 0 for factor in factors) and len({counts[0] for counts in launches}) > 1
+        if len(factors) > 1 or mixed:
+            return (
+                f"gradients of {bucket.group.name} that travel in low precision are multiplied by other factors on "
+                f"other ranks: their backward passes differ (num_items, scale_wrt_gas, loss scale)"
+            )
+    return None

@@ -10,7 +10,7 @@ import contextlib
 import enum
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, cast
 
 import torch
 
@@ -19,9 +19,9 @@ from deepspeed.comm.collectives import READ, SPREAD, Handle, spread, tag_of
 from deepspeed.comm.fetch import FetchService, SharedSlices, meet, service_of
 from deepspeed.errors import ShardedParameterError
 from deepspeed.storage.resident import RESIDENT, Resident
-from deepspeed.zero.client_surface import ZeroParamStatus
+from deepspeed.storage.tier import Stored
 from deepspeed.zero.layout import Layout
-from deepspeed.zero.local_shard import LocalShard, Tiers
+from deepspeed.zero.local_shard import LocalShard
 from deepspeed.zero.member import Member
 from deepspeed.zero.param import (
     ManagedParameter,
@@ -34,10 +34,9 @@ from deepspeed.zero.param import (
     was_replaced,
 )
 from deepspeed.zero.policy import Policy
+from deepspeed.zero.roles import Gatherer, ZeroParamStatus
+from deepspeed.zero.tiers import Tiers
 from deepspeed.zero.transforms import feed_transforms, outside_transforms
-
-if TYPE_CHECKING:
-    from deepspeed.zero.lifecycle import Lifecycle
 
 
 class State(enum.Enum):
@@ -82,7 +81,7 @@ class ShardGroup(LocalShard):
     ) -> None:
         first = members[0].param
         self.axis, self.policy, self.layout, self.members = axis, policy, layout, members
-        self.offsets = layout.offsets  # computed once; the layout derives it anew at each call
+        self.offsets: Sequence[int] = layout.offsets  # computed once; the layout derives it anew at each call
         self.dtype, self.device = dtype or first.dtype, first.device
         self.tiers = tiers or Tiers()
         self.channel = axis.channel()
@@ -90,7 +89,7 @@ class ShardGroup(LocalShard):
         self.users = 0  # modules and contexts that need the values right now
         self.retains = False  # freeing keeps the memory of the full buffer
         self.fetch: FetchService | SharedSlices | None = None
-        self.lifecycle: Lifecycle | None = None  # of the engine that gathers it
+        self.lifecycle: Gatherer | None = None  # of the engine that gathers it
         self._handle: Handle | None = None
         self._owes_own = False  # the own slice is on its way from its tier, and not in the full buffer yet
         self._seq = itertools.count()
@@ -107,7 +106,7 @@ class ShardGroup(LocalShard):
         # What the optimizer updates here.
         self.low, self.high = (low, high) if policy.owns_a_slice else (0, layout.padded)
         span = self.full[low:high] if policy.owns_a_slice else self.full
-        self.values = Resident(f"values of {self.name}", span)
+        self.values: Stored = Resident(f"values of {self.name}", span)
         if master is not None:
             self.add_master(master)
         self._adopt()
@@ -381,6 +380,11 @@ class ShardGroup(LocalShard):
         self.full = torch.empty(0, dtype=self.dtype, device=self.device)
         self.values.drop()
         self.views = []
+
+
+def group_of(member: Member) -> ShardGroup:
+    """The group of a parameter, with all that a group can do."""
+    return cast(ShardGroup, member.group)
 
 
 def meet_before_change(groups: Sequence[ShardGroup]) -> None:

@@ -23,6 +23,7 @@ from deepspeed.zero.optimizer import ZeroOptimizer
 from deepspeed.zero.optimizer_shard import OptimizerShard
 from deepspeed.zero.param import is_managed
 from deepspeed.zero.reducer import Reducer
+from deepspeed.zero.roles import Group
 from deepspeed.zero.shard_group import ShardGroup
 from deepspeed.zero.waves import publish
 
@@ -94,7 +95,7 @@ class WindowView:
         """Whether the window holds gradients; the same on all ranks."""
         return self.reducer is not None and not self.reducer.clean
 
-    def bucket(self, group: ShardGroup) -> Bucket:
+    def bucket(self, group: Group) -> Bucket:
         """The gradient side of a group."""
         return next(b for b in self._buckets() if b.group is group)
 
@@ -203,7 +204,7 @@ class StateView(WindowView):
         sums = [h.bucket.sum for h in self.shards(group) if h.bucket.sum is not None]
         return any(stored.memory is None for stored in (group.updated, *sums))
 
-    def hold_of(self, group: ShardGroup) -> Hold | None:
+    def hold_of(self, group: Group) -> Hold | None:
         """What must be entered to see values of a group; None when they are in memory."""
         return self._holds.get(id(group))
 
@@ -224,7 +225,7 @@ class StateView(WindowView):
         ranges = group.layout.ranges(group.axis.rank)
         return [(group.members[range_.index], range_.start, range_.stop) for range_ in ranges]
 
-    def held_ranges(self, group: ShardGroup) -> list[tuple[Member, int, int]]:
+    def held_ranges(self, group: Group) -> list[tuple[Member, int, int]]:
         """What this rank's best values cover of a group: (member, start, stop)."""
         ranges = group.layout.ranges_within(group.low, group.high)
         return [(group.members[range_.index], range_.start, range_.stop) for range_ in ranges]

@@ -19,7 +19,8 @@ from deepspeed.zero.fragment import Fragment
 from deepspeed.zero.member import Member
 from deepspeed.zero.optimizer import ZeroOptimizer
 from deepspeed.zero.param import is_managed
-from deepspeed.zero.shard_group import meet_before_change
+from deepspeed.zero.reducer import Reducer
+from deepspeed.zero.shard_group import group_of, meet_before_change
 from deepspeed.zero.waves import publish
 
 
@@ -27,16 +28,26 @@ def _member(param: torch.nn.Parameter) -> Member | None:
     return param._ds_member if is_managed(param) else None  # type: ignore[attr-defined]
 
 
-def _fragments(member: Member) -> list[Fragment]:
+def _owner(member: Member) -> ZeroOptimizer | None:
+    """The optimizer that updates a parameter."""
     owner = member.owner
-    return owner.fragments.get(member.uid, []) if isinstance(owner, ZeroOptimizer) else []
+    return owner if isinstance(owner, ZeroOptimizer) and member.uid in owner.fragments else None
+
+
+def _reducer(member: Member | None) -> Reducer | None:
+    """Where its gradients are."""
+    return member.reducer if member is not None and isinstance(member.reducer, Reducer) else None
+
+
+def _fragments(member: Member) -> list[Fragment]:
+    owner = _owner(member)
+    return [] if owner is None else owner.fragments[member.uid]
 
 
 def _at_hand(member: Member, changed: bool = False) -> AbstractContextManager[None]:
     """Leaves and optimizer state of the member's group are real tensors inside."""
-    owner = member.owner
-    known = isinstance(owner, ZeroOptimizer) and member.uid in owner.fragments
-    return owner.shard_of(member).at_hand(changed) if owner is not None and known else nullcontext()
+    owner = _owner(member)
+    return nullcontext() if owner is None else owner.shard_of(member).at_hand(changed)
 
 
 def _whole(member: Member, pick: Callable[[Fragment], torch.Tensor | None], label: str) -> torch.Tensor:
@@ -63,9 +74,10 @@ def safe_get_full_fp32_param(param: torch.nn.Parameter) -> torch.Tensor | None:
         float32 tensor of the true shape, a copy; None for a parameter no optimizer updates.
     """
     member = _member(param)
-    if member is None or member.owner is None or member.uid not in member.owner.fragments:
+    owner = None if member is None else _owner(member)
+    if member is None or owner is None:
         return None
-    member.owner.import_edits(member)
+    owner.import_edits(member)
     with member.group.updated.borrowed() as masters:
         return _whole(member, lambda fragment: masters[fragment.span], f"master of {member.name}")
 
@@ -96,9 +108,10 @@ def safe_get_full_optimizer_state(param: torch.nn.Parameter, optim_state_key: st
         float32 tensor of the true shape; None before the first step or for an unmanaged parameter.
     """
     member = _member(param)
-    if member is None or member.owner is None or member.uid not in member.owner.fragments:
+    owner = None if member is None else _owner(member)
+    if member is None or owner is None:
         return None
-    state = member.owner.optimizer.state
+    state = owner.optimizer.state
 
     def pick(fragment: Fragment) -> torch.Tensor | None:
         value = state.get(fragment.leaf, {}).get(optim_state_key)
@@ -159,7 +172,8 @@ def _checked(param: torch.nn.Parameter, value: torch.Tensor) -> Member:
 
 
 def _state_of(member: Member, fragment: Fragment) -> dict[str, Any]:
-    return member.owner.optimizer.state[fragment.leaf] if member.owner is not None else {}
+    owner = _owner(member)
+    return {} if owner is None else owner.optimizer.state[fragment.leaf]
 
 
 def _replace(state: dict[str, Any], key: str, values: torch.Tensor, member: Member) -> None:
@@ -183,9 +197,10 @@ def _local(param: torch.nn.Parameter, pick: Callable[[Fragment], torch.Tensor | 
 def safe_get_local_fp32_param(param: torch.nn.Parameter) -> torch.Tensor | None:
     """This rank's fragment of the master values: 1-D, a view where they rest in memory; None when it holds none."""
     member = _member(param)
-    if member is None or member.owner is None or not _fragments(member):
+    owner = None if member is None else _owner(member)
+    if member is None or owner is None or not _fragments(member):
         return None
-    member.owner.import_edits(member)
+    owner.import_edits(member)
     with member.group.updated.borrowed() as masters:
         found = masters[_fragments(member)[0].span]
         return found if member.group.updated.memory is not None else found.clone()
@@ -194,11 +209,10 @@ def safe_get_local_fp32_param(param: torch.nn.Parameter) -> torch.Tensor | None:
 def safe_get_local_grad(param: torch.nn.Parameter) -> torch.Tensor | None:
     """This rank's fragment of the mean gradient, in the accumulator's dtype; all ranks call together."""
     member = _member(param)
-    if member is None or member.reducer is None:
+    reducer = _reducer(member)
+    if member is None or reducer is None or reducer.clean:
         return None
-    if member.reducer.clean:
-        return None
-    member.reducer.finish(Purpose.READ, member.place)
+    reducer.finish(Purpose.READ, member.place)
     if not _fragments(member):
         return None
     fragment = _fragments(member)[0]
@@ -223,7 +237,7 @@ def safe_set_local_fp32_param(param: torch.nn.Parameter, value: torch.Tensor) ->
     """
     member = _member(param)
     if member is not None:
-        group = member.group
+        group = group_of(member)
         meet_before_change([group])
         with group.updated.borrowed(changed=True) as masters:
             for fragment in _fragments(member):
@@ -236,9 +250,10 @@ def safe_set_local_fp32_param(param: torch.nn.Parameter, value: torch.Tensor) ->
 def safe_set_local_grad(param: torch.nn.Parameter, value: torch.Tensor) -> None:
     """Replace this rank's fragment of the mean gradient; all ranks call together."""
     member = _member(param)
-    if member is None or member.reducer is None:
+    reducer = _reducer(member)
+    if member is None or reducer is None:
         raise ArgumentError("the parameter belongs to no engine; set .grad directly")
-    member.reducer.finish(Purpose.WRITE, member.place)
+    reducer.finish(Purpose.WRITE, member.place)
     for fragment in _fragments(member):
         with fragment.bucket.total.borrowed(changed=True) as total:
             total[fragment.span].copy_(value.reshape(-1))

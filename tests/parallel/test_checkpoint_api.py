@@ -267,10 +267,10 @@ def asynchronous(folder: str, stage: int) -> None:
         average = torch.ones(3)
         engine.save_checkpoint(folder, "one", client_state={"average": average})
         average.zero_()
-        place = engine._background._buffer.data_ptr()
+        place = engine._checkpoints._background._buffer.data_ptr()
         train(engine, batches, 2)  # the copy is what is written, whatever training does meanwhile
         engine.save_checkpoint(folder, "two")
-        assert engine._background._buffer.data_ptr() == place
+        assert engine._checkpoints._background._buffer.data_ptr() == place
         _, client = engine.load_checkpoint(folder, "one")
         assert not differences(everything(engine), wanted) and torch.equal(client["average"], torch.ones(3))
         if dist.get_rank() == 1:
