@@ -118,8 +118,10 @@ def run_engine(engine: Any, operations: list[tuple[str, int]]) -> list[torch.Ten
     for kind, number in operations:
         x = whole_numbers(number + dist.get_rank(), 2, WIDTH)
         if kind == "evaluate":
+            engine.eval()
             with torch.no_grad():
                 seen.append(engine(x))
+            engine.train()
         elif kind == "read":
             seen.append(safe_get_full_fp32_param(chosen(engine.module, number)[0]))
         elif kind in ("forward", "train"):
