@@ -33,7 +33,10 @@ class Reducer:
         self, world: Axis, groups: list[ShardGroup], settings: ReduceSettings, replicas: Axis | None = None
     ) -> None:
         self.world, self.settings = world, settings
-        self.buckets = [Bucket(group, settings.accumulator, settings.accumulates) for group in groups]
+        self.buckets = [
+            Bucket(group, settings.accumulator, settings.accumulates, replicas.channel() if replicas else 0)
+            for group in groups
+        ]
         self._of = {id(b.group): b for b in self.buckets}
         self.reduce_now = True  # this micro-batch ends the window
         self.deferred = settings.accumulates  # the window holds micro-batches that are summed before they travel

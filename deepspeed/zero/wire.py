@@ -151,7 +151,7 @@ class Wire:
 
     def _across_replicas(self, bucket: Bucket, total: torch.Tensor, seq: int) -> Handle:
         """Hybrid sharding: the same slice lives on several ranks; every one of them sums all of their totals."""
-        axis, channel = self.replicas, bucket.group.channel
+        axis, channel = self.replicas, bucket.replica_channel
         if axis is None:
             raise RuntimeError("no replicate axis")
         n, label = total.numel(), f"reduce across replicas of {bucket.group.name}"
