@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from deepspeed.comm.groups import get_local_rank
+from deepspeed.comm.mesh import MODEL, Mesh
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.engine.build import Axes, Components
 from deepspeed.engine.report import gather_counts, state_bytes
@@ -33,18 +34,39 @@ class StateAccessors:
         return self.ds_config.raw
 
     @property
+    def mesh(self) -> Mesh:
+        """The coordinates of all ranks."""
+        return self._axes.mesh
+
+    @property
     def world_size(self) -> int:
-        """Data-parallel ranks."""
+        """All ranks."""
+        return self._axes.mesh.world
+
+    @property
+    def dp_world_size(self) -> int:
+        """Ranks that see different samples."""
+        return self._axes.data.size
+
+    @property
+    def seq_dp_world_size(self) -> int:
+        """Ranks that hold the same slice of the model."""
         return self._axes.world.size
 
-    dp_world_size = world_size
+    @property
+    def mp_world_size(self) -> int:
+        """Ranks that hold one copy of the model together."""
+        return self._axes.mesh.size(*MODEL)
 
-    seq_dp_world_size = dp_world_size
+    @property
+    def sequence_parallel_size(self) -> int:
+        """Ranks that share a sequence."""
+        return self._axes.mesh.size("sp")
 
     @property
     def global_rank(self) -> int:
-        """This process among the data-parallel ranks' global numbers."""
-        return self._axes.world.ranks[self._axes.world.rank]
+        """This process among all ranks."""
+        return self._axes.mesh.rank
 
     @property
     def local_rank(self) -> int:
@@ -54,13 +76,11 @@ class StateAccessors:
     @property
     def data_parallel_group(self) -> Any:
         """The process group of the data-parallel ranks."""
-        return self._axes.world.group
-
-    mp_world_size = sequence_parallel_size = 1
+        return self._axes.data.group
 
     def train_batch_size(self) -> int:
         """Samples per update, over all ranks."""
-        return self.train_micro_batch_size_per_gpu() * self._gas * self.world_size
+        return self.train_micro_batch_size_per_gpu() * self._gas * self.dp_world_size
 
     def train_micro_batch_size_per_gpu(self) -> int:
         """Samples per rank and micro-batch."""
@@ -116,13 +136,15 @@ class StateAccessors:
 
     def get_data_parallel_rank(self) -> int:
         """This rank's number on the data-parallel axis."""
-        return self._axes.world.rank
+        return self._axes.data.rank
 
     def get_model_parallel_rank(self) -> int:
-        """0: a rank holds whole layers."""
-        return 0
+        """This rank's number among those that hold one copy of the model together."""
+        return self._axes.mesh.axis(*MODEL).rank
 
-    get_tensor_parallel_rank = get_model_parallel_rank
+    def get_tensor_parallel_rank(self) -> int:
+        """This rank's number among those that share its matrices."""
+        return self._axes.mesh.axis("tp").rank
 
     @property
     def communication_data_type(self) -> torch.dtype:

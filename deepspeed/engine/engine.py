@@ -24,11 +24,10 @@ from deepspeed.config import DeepSpeedConfig
 from deepspeed.engine.accessors import StateAccessors
 from deepspeed.engine.build import (
     Components,
+    axes_of,
     build,
     choose_optimizer,
-    data_axis,
     facts_of,
-    find_axes,
     listed,
     make_scheduler,
 )
@@ -43,6 +42,7 @@ from deepspeed.errors import ArgumentError, NotAvailableError, UsageError
 from deepspeed.foundation.log import logger, say, say_once
 from deepspeed.foundation.timer import SynchronizedWallClockTimer
 from deepspeed.optim.precision import DTYPES
+from deepspeed.zero.mesh import find_mesh
 
 
 class DeepSpeedEngine(Reporting, StateAccessors, CheckpointIO, OffloadStates, Feeding, ConfigAccessors, nn.Module):
@@ -56,7 +56,8 @@ class DeepSpeedEngine(Reporting, StateAccessors, CheckpointIO, OffloadStates, Fe
         lr_scheduler: a scheduler, a callable that makes one of an optimizer, or None.
         training_data: dataset for `training_dataloader`.
         collate_fn: for that loader.
-        mpu: a client's model-parallel unit.
+        mpu: a client's model-parallel unit, or a `Mesh`.
+        mesh_param: sizes of mesh axes by name, or (data-parallel ranks, ranks of a sequence).
 
     Example:
         >>> engine, _, _, _ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config="ds.json")
@@ -74,6 +75,7 @@ class DeepSpeedEngine(Reporting, StateAccessors, CheckpointIO, OffloadStates, Fe
         training_data: Any = None,
         collate_fn: Any = None,
         mpu: Any = None,
+        mesh_param: Any = None,
     ) -> None:
         super().__init__()
         if not isinstance(model, nn.Module):
@@ -81,10 +83,9 @@ class DeepSpeedEngine(Reporting, StateAccessors, CheckpointIO, OffloadStates, Fe
         accelerator = get_accelerator()
         self.device = scalars.current.device or torch.device(accelerator.current_device_name())
         self.mpu = mpu
-        world = data_axis(mpu, self.device)
-        raw = DeepSpeedConfig.for_init(config, world=world.size)
-        axes = find_axes(raw.zero.mics_shard_size, world, self.device)
-        self.ds_config = DeepSpeedConfig(config, world=axes.world.size, facts=facts_of(model, optimizer, self.device))
+        axes = axes_of(find_mesh(DeepSpeedConfig.for_init(config), mpu, mesh_param, self.device))
+        facts = facts_of(model, optimizer, self.device)
+        self.ds_config = DeepSpeedConfig(config, world=axes.data.size, holders=axes.world.size, facts=facts)
         if self.ds_config.log_level:
             logger.setLevel(self.ds_config.log_level.upper())
         if self.ds_config.comms_logger.enabled:
@@ -180,7 +181,7 @@ class DeepSpeedEngine(Reporting, StateAccessors, CheckpointIO, OffloadStates, Fe
             return self._micro / scale
         if items:
             return 1.0 / scale
-        ranks = self.world_size if self.ds_config.gradient_allreduce_op == "mean" else 1
+        ranks = self.dp_world_size if self.ds_config.gradient_allreduce_op == "mean" else 1
         return 1.0 / (ranks * (self._gas if by_window else 1) * scale)
 
     def backward(
@@ -331,7 +332,7 @@ class DeepSpeedEngine(Reporting, StateAccessors, CheckpointIO, OffloadStates, Fe
         with self._timed(STEP):
             optimizer.step(rescale=rescale)
             self._statistics.publish()
-        self.global_samples += self._seen * self._micro * self.world_size
+        self.global_samples += self._seen * self._micro * self.dp_world_size
         self._seen, self._sums = 0, False
         self.global_steps += 1
         self._applied = not optimizer.overflow
@@ -369,7 +370,7 @@ class DeepSpeedEngine(Reporting, StateAccessors, CheckpointIO, OffloadStates, Fe
             ArgumentError: the number is not a multiple of micro-batch times ranks.
             UsageError: in the middle of a window.
         """
-        step = self.train_micro_batch_size_per_gpu() * self.world_size
+        step = self.train_micro_batch_size_per_gpu() * self.dp_world_size
         if train_batch_size <= 0 or train_batch_size % step:
             raise ArgumentError(f"train_batch_size {train_batch_size} is not a multiple of micro x ranks = {step}")
         if self._seen:

@@ -30,7 +30,7 @@ class Feeding:
     flush: Callable[[], None]
 
     def _open_feed(self) -> None:
-        self._loop_channel = self._axes.world.channel()
+        self._loop_channel = self._axes.everyone.channel()
         self._agreements = 0
 
     def deepspeed_io(
@@ -57,8 +57,8 @@ class Feeding:
         return DeepSpeedDataLoader(
             dataset,
             batch_size or self._micro,
-            rank=self._axes.world.rank,
-            world=self._axes.world.size,
+            rank=self._axes.data.rank,
+            world=self._axes.data.size,
             sampler=data_sampler,
             shuffle=route == "train",
             pin_memory=pin_memory and self.device.type != "cpu",
@@ -86,7 +86,7 @@ class Feeding:
         """(least, greatest) of all ranks' flags."""
         self._agreements += 1
         tag = tag_of(self._loop_channel, SMALL, self._agreements)
-        table = scalars.current.table(self._axes.world, [float(flag)], tag, label, self.device)
+        table = scalars.current.table(self._axes.everyone, [float(flag)], tag, label, self.device)
         flags = [int(row[0]) for row in table]
         return min(flags), max(flags)
 

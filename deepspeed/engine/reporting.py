@@ -27,7 +27,8 @@ class Reporting:
     global_steps: int
     global_samples: int
     skipped_steps: int
-    world_size: Any
+    dp_world_size: Any
+    mesh: Any
     get_batch_info: Callable[[], tuple[int, int, int]]
     get_lr: Callable[[], list[float]]
     get_global_grad_norm: Callable[[], float | None]
@@ -43,7 +44,7 @@ class Reporting:
         name = type(self.basic_optimizer).__name__ if self.basic_optimizer is not None else "no optimizer"
         say(
             f"{type(self.module).__name__}: {count:,} parameters, ZeRO stage {config.zero.stage}, {precision}, {name}, "
-            f"{self.world_size} rank(s), batch {batch} = {micro} x {steps} x {self.world_size}"
+            f"{self.mesh.world} rank(s), batch {batch} = {micro} x {steps} x {self.dp_world_size}"
         )
         if self.basic_optimizer is not None and not config.gradient_clipping:
             say_once("gradient_clipping is not set: gradients are not clipped")

@@ -26,7 +26,7 @@ def capture_run(engine: Any) -> dict[str, Any]:
     made: dict[str, Any] = {
         "counters": {name: getattr(engine, name) for name in COUNTERS},
         "window": {"seen": engine._seen, "sums": engine._sums},
-        "batch": {"micro": engine._micro, "gas": engine._gas, "ranks": engine.world_size},
+        "batch": {"micro": engine._micro, "gas": engine._gas, "ranks": engine.dp_world_size},
         "data": loader.state_dict() if isinstance(loader, DeepSpeedDataLoader) else None,
         "scheduler": engine.lr_scheduler.state_dict() if hasattr(engine.lr_scheduler, "state_dict") else None,
     }
@@ -102,7 +102,7 @@ def window_fits(engine: Any, saved: dict[str, Any]) -> bool:
     then, seen = saved.get("batch"), saved.get("window", {}).get("seen", 0)
     if then is None:
         return False
-    now = (engine._micro, engine.world_size)
+    now = (engine._micro, engine.dp_world_size)
     samples = seen * then["micro"] * then["ranks"]
     batch = then["micro"] * then["ranks"] * then["gas"]
     return batch == now[0] * now[1] * engine._gas and samples % (now[0] * now[1]) == 0
@@ -118,7 +118,7 @@ def restore_window(engine: Any, saved: dict[str, Any], window: dict[str, Any] | 
         same_ranks: as many ranks as saved.
     """
     then, optimizer = saved["batch"], engine._components.optimizer
-    engine._seen = saved["window"]["seen"] * then["micro"] * then["ranks"] // (engine._micro * engine.world_size)
+    engine._seen = saved["window"]["seen"] * then["micro"] * then["ranks"] // (engine._micro * engine.dp_world_size)
     engine._sums = saved["window"]["sums"]
     if window is not None and same_ranks:
         optimizer._items, optimizer._counts_items, optimizer._micro_batches = window["counts"]
@@ -134,5 +134,5 @@ def restart_window(engine: Any, saved: dict[str, Any]) -> None:
     engine.micro_steps -= seen
     say(
         f"the checkpoint was saved after {seen} of {then['gas']} micro-batches of a window, which are no whole number "
-        f"of micro-batches on {engine.world_size} rank(s): the window starts again"
+        f"of micro-batches on {engine.dp_world_size} rank(s): the window starts again"
     )

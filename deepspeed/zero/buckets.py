@@ -64,13 +64,10 @@ class Bucket:
         group: the parameters.
         accumulator: dtype of the accumulated sum.
         sums_locally: several micro-batches are summed here before they travel.
-        replica_channel: of the group on the axis of its replicas, which numbers channels for itself.
     """
 
-    def __init__(
-        self, group: ShardGroup, accumulator: torch.dtype, sums_locally: bool, replica_channel: int = 0
-    ) -> None:
-        self.group, self.replica_channel = group, replica_channel
+    def __init__(self, group: ShardGroup, accumulator: torch.dtype, sums_locally: bool) -> None:
+        self.group = group
         self.whole = not group.policy.owns_a_slice
         self.low, self.high = group.low, group.high
         self.dtype = accumulator

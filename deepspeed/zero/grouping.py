@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import nn
 from torch.nn import Parameter
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.comm.axis import Axis
 from deepspeed.foundation.log import say_once
+from deepspeed.zero.holders import DATA_PARALLEL, Holders, Signature
 from deepspeed.zero.layout import Layout, by_group, by_owner
 from deepspeed.zero.lifecycle import repeated_blocks
 from deepspeed.zero.local_shard import Tiers
@@ -70,7 +71,8 @@ def plan_groups(
     updated: set[Parameter],
     policy: Policy,
     plan: GroupingPlan,
-    dtypes: dict[Parameter, torch.dtype],
+    dtypes: Mapping[Parameter, torch.dtype],
+    signatures: Mapping[Parameter, Signature] = MappingProxyType({}),
 ) -> list[tuple[Policy, list[Parameter]]]:
     """The groups of a model.
 
@@ -81,9 +83,11 @@ def plan_groups(
         policy: what the stage splits.
         plan: sizes.
         dtypes: compute dtypes of the parameters that are to be cast.
+        signatures: of parameters that do not stand as in plain data parallelism.
 
     Returns:
-        (policy, parameters) per group; every group is of one dtype and device, trainable or frozen, updated or not.
+        (policy, parameters) per group; every group is of one dtype, device and signature, trainable or frozen, updated
+        or not.
     """
     unit_of = _units(module) if policy.gathers_before_use else {}
     kinds: dict[tuple[object, ...], list[Parameter]] = defaultdict(list)
@@ -97,8 +101,8 @@ def plan_groups(
         elif not policy.gathers_before_use and param not in updated:
             continue  # neither split nor updated: nothing to manage
         unit = unit_of.get(param) if own.gathers_before_use else None
-        dtype = dtypes.get(param, param.dtype)
-        kinds[(own, unit, dtype, param.device, param.requires_grad, param in updated)].append(param)
+        dtype, signature = dtypes.get(param, param.dtype), signatures.get(param, DATA_PARALLEL)
+        kinds[(own, unit, dtype, param.device, param.requires_grad, param in updated, signature)].append(param)
     groups: list[tuple[Policy, list[Parameter]]] = []
     total = sum(p.numel() for p in names)
     share = max(total // _LEAST_BUCKETS, _SMALLEST_SHARE)
@@ -141,7 +145,7 @@ def cut(plan: GroupingPlan, policy: Policy, numels: list[int], ranks: int) -> La
 
 
 def build_group(
-    axis: Axis,
+    holders: Holders,
     policy: Policy,
     params: list[Parameter],
     names: dict[Parameter, str],
@@ -152,7 +156,7 @@ def build_group(
     """One group; parameters born sharded (zero.Init) are gathered, re-laid and their old slices dropped.
 
     Args:
-        axis: the ranks that share the state.
+        holders: the ranks around it.
         policy: what is split.
         params: the members, with equal values on all ranks.
         names: their names.
@@ -165,8 +169,8 @@ def build_group(
         group.finish_gather()
         group.dissolve()
     members = [Member(param, names[param]) for param in params]
-    layout = cut(plan, policy, [p.numel() for p in params], axis.size)
-    made = ShardGroup(axis, policy, layout, members, dtype=dtypes[0], master=dtypes[1], tiers=tiers)
+    layout = cut(plan, policy, [p.numel() for p in params], holders.shard.size)
+    made = ShardGroup(holders, policy, layout, members, dtype=dtypes[0], master=dtypes[1], tiers=tiers)
     if born:
         for group in born:
             group.drop()

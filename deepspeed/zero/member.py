@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import Parameter
 
 from deepspeed.errors import UsageError
+from deepspeed.zero.placement import Placement, placement_of
 
 if TYPE_CHECKING:
     from deepspeed.zero.optimizer import ZeroOptimizer
@@ -56,6 +58,27 @@ class Member:
     def offset(self) -> int:
         """Where it begins in the group."""
         return self.group.offsets[self.index]
+
+    @property
+    def placement(self) -> Placement:
+        """Its row of the table of placements."""
+        return placement_of(self.param)
+
+    @cached_property
+    def padded(self) -> bool:
+        """Whether some of its elements are no part of the global tensor."""
+        return any(cut.padding for cut in self.placement.cuts)
+
+    def without_padding(self, values: torch.Tensor) -> torch.Tensor:
+        """A copy of values of its shape, with zeros for padding."""
+        values = values.clone()
+        for cut in self.placement.cuts:
+            at = 0
+            for start, length in cut.segments:
+                if start < 0:
+                    values.narrow(cut.dim, at, length).zero_()
+                at += length
+        return values
 
     def rest(self) -> None:
         """Make what stands for the values while they are away: true shape, no memory, every element NaN (or large)."""

@@ -70,6 +70,7 @@ class ZeroOptimizer:
         self.skip_reason: str | None = None
         self._global_grad_norm: float | None = None
         self._channel, self._rounds = reducer.world.channel(), 0
+        self._norm_channel, self._norms = reducer.one_copy.channel(), 0
         self._items, self._counts_items, self._micro_batches = 0.0, False, 0
         self._scale_loss: Callable[[torch.Tensor, bool], Any] | None = None
         self.shards = [OptimizerShard(bucket, inner) for bucket in reducer.buckets]
@@ -196,7 +197,9 @@ class ZeroOptimizer:
         norm = None
         if self.settings.norm or self.settings.check or self.settings.clip:
             updated = [b for b in self.reducer.buckets if any(m.uid in self.fragments for m in b.group.members)]
-            norm = global_norm(updated, self.settings.clip > 0, self._tag()) * abs(rescale)
+            self._norms += 1
+            tag = tag_of(self._norm_channel, SMALL, self._norms)
+            norm = global_norm(updated, self.settings.clip > 0, self.reducer, tag) * abs(rescale)
         self._global_grad_norm = norm
         self.overflow = self.settings.check and norm is not None and not math.isfinite(norm)
         self.skip_reason = explain_overflow(self.reducer, (self._tag(), self._tag())) if self.overflow else None

@@ -24,19 +24,14 @@ class Reducer:
 
     Args:
         world: all ranks whose gradients are summed; they enter `finish` together.
+        one_copy: all ranks that hold one copy of the whole model's state together.
         groups: the engine's groups.
         settings: how to sum.
-        replicas: ranks that hold the same slice (hybrid sharding); None when every slice exists once.
     """
 
-    def __init__(
-        self, world: Axis, groups: list[ShardGroup], settings: ReduceSettings, replicas: Axis | None = None
-    ) -> None:
-        self.world, self.settings = world, settings
-        self.buckets = [
-            Bucket(group, settings.accumulator, settings.accumulates, replicas.channel() if replicas else 0)
-            for group in groups
-        ]
+    def __init__(self, world: Axis, one_copy: Axis, groups: list[ShardGroup], settings: ReduceSettings) -> None:
+        self.world, self.one_copy, self.settings = world, one_copy, settings
+        self.buckets = [Bucket(group, settings.accumulator, settings.accumulates) for group in groups]
         self._of = {id(b.group): b for b in self.buckets}
         self.reduce_now = True  # this micro-batch ends the window
         self.deferred = settings.accumulates  # the window holds micro-batches that are summed before they travel
@@ -46,9 +41,16 @@ class Reducer:
         self.warn_unscaled = False  # the next gradients come from a bare backward under a loss scale
         self.on_complete: Callable[[ShardGroup], None] | None = None  # all gradients of a group are here
         largest = max((g.numel for g in groups), default=0)
-        self._device = groups[0].device if groups else torch.device("cpu")
-        self.wire = Wire(settings, largest, self._device, groups[0].axis if groups else world, world, replicas)
-        self._channel, self._finishes = world.channel(), 0
+        self.device = groups[0].device if groups else torch.device("cpu")
+        self.wire = Wire(settings, largest, self.device, {world, *_axes_of(groups)})
+        # Ranks agree on a group with all that have its parameters, and all meet on their axes in one order.
+        meeting = {world: [], **{group.holders.everyone: [] for group in groups}}
+        self._meetings: list[tuple[Axis, int, list[Bucket]]] = [
+            (axis, axis.channel(), meeting[axis]) for axis in sorted(meeting, key=lambda axis: axis.ranks)
+        ]
+        for bucket in self.buckets:
+            meeting[bucket.group.holders.everyone].append(bucket)
+        self._finishes = 0
         self._touched_anywhere: dict[int, list[bool]] = {}
         self._handed_out: list[tuple[Member, torch.Tensor, int]] = []
         self._hooks: dict[int, Any] = {}
@@ -110,6 +112,8 @@ class Reducer:
                 current = None
         if current is None:
             current = bucket.round = self._open(bucket, dtype, at_owner)
+        if member.padded:
+            gradient = member.without_padding(gradient)
         place = current.buffer[member.offset : member.offset + member.numel].view(member.shape)
         if member.index in current.arrived:
             place.add_(gradient.to(dtype), alpha=entry)
@@ -142,22 +146,22 @@ class Reducer:
         local = bucket.local
         if local is not None and local.dtype == dtype and not bucket.filled and not self.wire.busy(bucket):
             return Round(local, at_owner, False, expected)
-        return Round(self.wire.acquire(dtype, bucket.group.numel), at_owner, True, expected)
+        return Round(self.wire.acquire(bucket, dtype), at_owner, True, expected)
 
     def _launch(self, bucket: Bucket) -> None:
         """Send the open round of a bucket."""
         current, bucket.round = bucket.round, None
         if current is not None:
-            self.wire.launch(bucket, self._narrowed(current))
+            self.wire.launch(bucket, self._narrowed(bucket, current))
 
-    def _narrowed(self, current: Round) -> Round:
+    def _narrowed(self, bucket: Bucket, current: Round) -> Round:
         """A round in the dtype that was asked for the wire, also when it was summed in another before."""
         dtype = self.settings.wire
         if dtype is None or current.buffer.dtype == dtype:
             return current
-        narrow = self.wire.acquire(dtype, current.buffer.numel())
+        narrow = self.wire.acquire(bucket, dtype)
         torch.mul(current.buffer, 1.0 / self._after_wire, out=narrow)
-        self.wire.release(current)
+        self.wire.release(bucket, current)
         return Round(narrow, self._after_wire, True, arrived=current.arrived)
 
     # -- the end of a window --------------------------------------------------------------------------------------
@@ -173,29 +177,36 @@ class Reducer:
         """
         for bucket in self.buckets:
             self._launch(bucket)
-        row = [extra]
-        for bucket in self.buckets:
-            row += [*bucket.launches, *bucket.touched]
         self._finishes += 1
-        tag = tag_of(self._channel, SMALL, self._finishes)
-        table = scalars.current.table(self.world, row, tag, "agreement on gradients", self._device)
-        most = [max(column) for column in zip(*table, strict=True)]
-        at = 1
-        for bucket in self.buckets:
+        total = 0.0
+        for axis, channel, buckets in self._meetings:
+            row = [extra]
+            for bucket in buckets:
+                row += [*bucket.launches, *bucket.touched]
+            tag = tag_of(channel, SMALL, self._finishes)
+            table = scalars.current.table(axis, row, tag, "agreement on gradients", self.device)
+            if axis is self.world:
+                total = sum(numbers[0] for numbers in table)
+            self._level(buckets, [max(column) for column in zip(*table, strict=True)][1:])
+        self.wire.settle_all()
+        return total
+
+    def _level(self, buckets: list[Bucket], most: list[float]) -> None:
+        """Send zeros for the rounds that this rank has not launched and others have."""
+        at = 0
+        for bucket in buckets:
             for exact in (0, 1):
                 while bucket.launches[exact] < most[at + exact]:
                     self._send_zeros(bucket, exact)
             count = len(bucket.touched)
             self._touched_anywhere[id(bucket)] = [mark > 0 for mark in most[at + 2 : at + 2 + count]]
             at += 2 + count
-        self.wire.settle_all()
-        return sum(numbers[0] for numbers in table)
 
     def _send_zeros(self, bucket: Bucket, exact: int) -> None:
         low = self.settings.wire or bucket.group.dtype
         dtype = self.settings.accumulator if exact else low
         at_owner = 1.0 if exact else self._after_wire
-        bucket.round = Round(self.wire.acquire(dtype, bucket.group.numel), at_owner, pooled=True)
+        bucket.round = Round(self.wire.acquire(bucket, dtype), at_owner, pooled=True)
         self._launch(bucket)
 
     def touched(self, bucket: Bucket, member: Member) -> bool:
@@ -287,3 +298,9 @@ class Reducer:
                     at = range_.at - bucket.low
                     total[at : at + range_.numel].copy_(flat[range_.start : range_.stop])
         bucket.filled = True
+
+
+def _axes_of(groups: list[ShardGroup]) -> set[Axis]:
+    """All axes along which gradients travel."""
+    holders = [group.holders for group in groups]
+    return {axis for each in holders for axis in (each.shard, each.everyone, each.copies) if axis is not None}

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from deepspeed.comm.axis import Axis
 from deepspeed.comm.collectives import READ, SPREAD, Handle, spread, tag_of
 from deepspeed.comm.fetch import FetchService, SharedSlices, service_of
 from deepspeed.errors import ShardedParameterError
 from deepspeed.storage.resident import RESIDENT, Resident
 from deepspeed.zero.client_surface import ZeroParamStatus
+from deepspeed.zero.holders import Holders
 from deepspeed.zero.layout import Layout
 from deepspeed.zero.local_shard import LocalShard, Tiers
 from deepspeed.zero.member import Member
@@ -58,7 +58,7 @@ class ShardGroup(LocalShard):
     """A group of parameters under one policy.
 
     Args:
-        axis: the ranks that share the state.
+        holders: the ranks around it.
         policy: what is split.
         layout: how the concatenation is cut.
         members: the parameters, in the order of the layout, with their values in `param.data`.
@@ -70,7 +70,7 @@ class ShardGroup(LocalShard):
 
     def __init__(
         self,
-        axis: Axis,
+        holders: Holders,
         policy: Policy,
         layout: Layout,
         members: list[Member],
@@ -80,11 +80,12 @@ class ShardGroup(LocalShard):
         tiers: Tiers | None = None,
     ) -> None:
         first = members[0].param
-        self.axis, self.policy, self.layout, self.members = axis, policy, layout, members
+        axis = holders.shard
+        self.holders, self.axis, self.policy, self.layout, self.members = holders, axis, policy, layout, members
         self.offsets = layout.offsets  # computed once; the layout derives it anew at each call
         self.dtype, self.device = dtype or first.dtype, first.device
         self.tiers = tiers or Tiers()
-        self.channel = axis.channel()
+        self.channel, self.copies_channel = holders.open_channels()
         self.name = members[0].name + (f" … {members[-1].name}" if len(members) > 1 else "")
         self.users = 0  # modules and contexts that need the values right now
         self.retains = False  # freeing keeps the memory of the full buffer

@@ -219,7 +219,7 @@ class StateView(WindowView):
 
     def written_ranges(self, group: ShardGroup) -> list[tuple[Member, int, int]]:
         """What this rank stores of a group: (member, start, stop); every element is stored by one rank."""
-        if self.reducer is not None and self.reducer.wire.replicas is not None and self.reducer.wire.replicas.rank:
+        if not group.holders.first:
             return []
         ranges = group.layout.ranges(group.axis.rank)
         return [(group.members[range_.index], range_.start, range_.stop) for range_ in ranges]

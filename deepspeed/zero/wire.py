@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from collections.abc import Iterable
 
 import torch
 
@@ -24,29 +25,19 @@ class Wire:
         settings: how to sum.
         largest: elements of the largest group; every transit buffer holds as many.
         device: where buffers live.
-        axis: where rounds travel.
-        world: all ranks whose gradients are summed.
-        replicas: ranks that hold the same slice (hybrid sharding); None when every slice exists once.
+        axes: where this rank waits for gradients.
     """
 
-    def __init__(
-        self,
-        settings: ReduceSettings,
-        largest: int,
-        device: torch.device,
-        axis: Axis,
-        world: Axis,
-        replicas: Axis | None = None,
-    ) -> None:
-        self.settings, self.axis, self.replicas = settings, axis, replicas
+    def __init__(self, settings: ReduceSettings, largest: int, device: torch.device, axes: Iterable[Axis]) -> None:
+        self.settings = settings
         self._largest, self._device = largest, device
         self._in_flight: deque[tuple[Handle, Bucket, Round]] = deque()
-        self._pool: dict[torch.dtype, list[torch.Tensor]] = defaultdict(list)
+        self._pool: dict[tuple[Axis, torch.dtype], list[torch.Tensor]] = defaultdict(list)
         self._received: dict[tuple[torch.dtype, int], list[torch.Tensor]] = defaultdict(list)
         self._lent: set[int] = set()  # addresses of buffers to receive into that are in use
         self._settling: list[Bucket] = []  # whose rounds are being waited for right now
         # In whichever window this rank waits, peers may meanwhile be waiting for its rounds in another.
-        self._shared_memories = [each.shared for each in (axis, world, replicas) if each is not None and each.shared]
+        self._shared_memories = {id(axis.shared): axis.shared for axis in axes if axis.shared is not None}.values()
         for shared in self._shared_memories:
             shared.workers.add(self)
 
@@ -54,14 +45,15 @@ class Wire:
         """Whether a round of `bucket` is on its way."""
         return any(b is bucket for _, b, _ in self._in_flight)
 
-    def acquire(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
-        """A transit buffer; waits for one to come back when too much is in flight."""
+    def acquire(self, bucket: Bucket, dtype: torch.dtype) -> torch.Tensor:
+        """A transit buffer for a round; waits for one to come back when too much is in flight."""
+        axis, numel = bucket.group.axis, bucket.group.numel
         self._make_room(numel)
-        free = self._pool[dtype]
+        free = self._pool[axis, dtype]
         for index, buffer in enumerate(free):
             if buffer.numel() >= numel:
                 return free.pop(index)[:numel]
-        return self.axis.empty(self._largest, dtype, self._device)[:numel]
+        return axis.empty(self._largest, dtype, self._device)[:numel]
 
     def _make_room(self, numel: int) -> None:
         """Wait until `numel` more elements may be in flight."""
@@ -74,11 +66,11 @@ class Wire:
             if self._in_flight and self._in_flight[0] is first:  # else `progress` has settled it meanwhile
                 self._settle(*self._in_flight.popleft())
 
-    def release(self, round_: Round) -> None:
+    def release(self, bucket: Bucket, round_: Round) -> None:
         """Take back the transit buffer of a round."""
         if round_.pooled:
             base = round_.buffer._base
-            self._pool[round_.buffer.dtype].append(round_.buffer if base is None else base)
+            self._pool[bucket.group.axis, round_.buffer.dtype].append(round_.buffer if base is None else base)
 
     def _scratch(self, like: torch.Tensor) -> torch.Tensor:
         """A buffer to receive into; comes back with `_finished`."""
@@ -112,7 +104,7 @@ class Wire:
         self._in_flight.append((self._send(bucket, current, seq), bucket, current))
         if not self.settings.overlap:
             self.settle_all()
-        elif self.axis.shared is not None:
+        elif bucket.group.axis.shared is not None:
             self.progress()
 
     def _send(self, bucket: Bucket, current: Round, seq: int) -> Handle:
@@ -140,21 +132,19 @@ class Wire:
 
     def _add(self, bucket: Bucket, parts: list[torch.Tensor], current: Round, seq: int) -> Handle | None:
         """The owner has all contributions: sum them into the accumulator."""
-        if self.replicas is not None and self.replicas.size > 1:
+        if bucket.group.holders.copies is not None:
             total = torch.empty(bucket.total.numel, dtype=torch.float32, device=bucket.group.device)
             sum_in_rank_order(parts, total, current.at_owner, add=False)
             self._finished(parts)
-            return self._across_replicas(bucket, total, seq)
+            return self._across_copies(bucket, bucket.group.holders.copies, total, seq)
         leaving = bucket.add(parts, current.at_owner)
         self._finished(parts)
         return leaving
 
-    def _across_replicas(self, bucket: Bucket, total: torch.Tensor, seq: int) -> Handle:
-        """Hybrid sharding: the same slice lives on several ranks; every one of them sums all of their totals."""
-        axis, channel = self.replicas, bucket.replica_channel
-        if axis is None:
-            raise RuntimeError("no replicate axis")
-        n, label = total.numel(), f"reduce across replicas of {bucket.group.name}"
+    def _across_copies(self, bucket: Bucket, axis: Axis, total: torch.Tensor, seq: int) -> Handle:
+        """The same slice lives on several ranks (hybrid sharding, tied weights): each of them sums all their totals."""
+        channel = bucket.group.copies_channel
+        n, label = total.numel(), f"reduce across copies of {bucket.group.name}"
         table = total.new_empty(axis.size * n)
         table[axis.rank * n : (axis.rank + 1) * n] = total
 
@@ -199,7 +189,7 @@ class Wire:
         following = handle.advance()
         self._settling.remove(bucket)
         if following is None:
-            self.release(current)
+            self.release(bucket, current)
             return
         # Behind the others: what peers need first, from this rank, is the first phase of every round. Later rounds of
         # this bucket stay behind it: two ranks that had taken up different rounds would wait for each other.
