@@ -84,21 +84,28 @@ INTERLEAVED = """
 
     dist.init_distributed("gloo")
     rank, every, pair = dist.get_rank(), dist.new_group([0, 1, 2]), dist.new_group([0, 1])
-    dp, wrong = world_axis("dp"), []
-    for n in range(6):
-        mine, out = torch.full((6,), 1.0 + rank), torch.empty(2)
-        public = torch.full((60,), 100.0 * (1 + rank), dtype=torch.bfloat16)
-        axis = dp if n % 2 else group_axis("mpu", every)
-        tag = tag_of(axis.channel(), EXCHANGE, n)
+
+    def round_on(axis, seq, value):
+        out, tag = torch.empty(2), tag_of(axis.channel(), EXCHANGE, seq)
         add = lambda parts: sum_in_rank_order(parts, out, 1.0, add=False)
-        start = lambda: reduce_to_owners(axis, mine, (0, 2, 4, 6), tag, "round", add)
-        handle = start() if rank == 0 else None  # a round may start before or after what the client does
+        mine = torch.full((6,), value * (1.0 + rank))
+        return out, lambda: reduce_to_owners(axis, mine, (0, 2, 4, 6), tag, f"round {value}", add)
+
+    wrong = []
+    for n in range(6):
+        rounds = [round_on(world_axis(name), n, 10.0**at) for at, name in enumerate(["dp", "replicate"])]
+        rounds.append(round_on(group_axis("mpu", every), n, 1000.0))
+        # A round may start before or after others, and before or after what the client does.
+        handles = [start() for _, start in rounds] if rank == 0 else []
         if rank < 2 and n % 3 == 0:
             dist.all_reduce(torch.ones(6, dtype=torch.bfloat16), group=pair)  # rank 2 knows nothing of it
+        public = torch.full((60,), 100.0 * (1 + rank), dtype=torch.bfloat16)
         dist.all_reduce(public, group=every if n % 2 else None)
-        handle = handle or start()
-        handle.wait()
-        wrong += [n] if (out != 6).any() or (public != 600).any() else []
+        handles = handles or [start() for _, start in rounds[::-1]][::-1]
+        for handle in handles:
+            handle.wait()
+        sums = [out.tolist() for out, _ in rounds] + [public[:2].tolist()]
+        wrong += [] if sums == [[6.0] * 2, [60.0] * 2, [6000.0] * 2, [600.0] * 2] else [sums]
     print("wrong:", wrong)
 """
 
