@@ -168,10 +168,8 @@ class Twin:
         mesh: whose shares are summed.
     """
 
-    def __init__(
-        self, mesh: Mesh, blocks: int, tied: bool, empty: bool, exact: bool, clip: float, optimizer: Any
-    ) -> None:
-        self.mesh, self.exact, self.clip, self.empty, self.blocks = mesh, exact, clip, empty, blocks
+    def __init__(self, mesh: Mesh, blocks: int, tied: bool, exact: bool, clip: float, optimizer: Any) -> None:
+        self.mesh, self.exact, self.clip = mesh, exact, clip
         self.kinds = kinds(blocks, tied)
         self.params = {
             name: nn.Parameter(drawn(kind.shape, name, "value", exact=exact), requires_grad=not kind.frozen)
