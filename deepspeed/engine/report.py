@@ -21,12 +21,17 @@ def _bytes(tensors: Sequence[torch.Tensor | None]) -> int:
 
 
 def state_bytes(components: Components) -> dict[str, int]:
-    """Bytes by kind of training state on this rank; storages shared between kinds count for the first.
+    """Bytes by kind of training state on this rank, each storage once.
 
     Args:
         components: of an engine.
+
+    Returns:
+        `parameters` at rest, `masters`, `gradients`, `optimizer`, and `gathered`: at stage 3 the full buffers that stand
+        beside the slices now, in use or kept.
     """
     groups = components.groups
+    gathered = [g.full for g in groups if g.policy.gathers_before_use]
     params = [g.values.memory for g in groups]
     masters = [g.master.memory for g in groups if g.master is not None]
     sums = (
@@ -43,6 +48,7 @@ def state_bytes(components: Components) -> dict[str, int]:
         "masters": _bytes(masters),
         "gradients": _bytes(sums),
         "optimizer": _bytes(moments),
+        "gathered": _bytes(gathered),
     }
 
 

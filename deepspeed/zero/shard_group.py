@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import itertools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -81,7 +82,7 @@ class ShardGroup(LocalShard):
     ) -> None:
         first = members[0].param
         self.axis, self.policy, self.layout, self.members = axis, policy, layout, members
-        self.offsets = layout.offsets  # computed once; the layout derives it anew at each call
+        self.offsets, self.numel = layout.offsets, layout.padded  # numel: elements of the full buffer
         self.dtype, self.device = dtype or first.dtype, first.device
         self.tiers = tiers or Tiers()
         self.channel = axis.channel()
@@ -90,6 +91,7 @@ class ShardGroup(LocalShard):
         self.retains = False  # freeing keeps the memory of the full buffer
         self.fetch: FetchService | SharedSlices | None = None
         self.lifecycle: Lifecycle | None = None  # of the engine that gathers it
+        self.observer: Callable[[ShardGroup], None] | None = None  # told when the state has changed
         self._handle: Handle | None = None
         self._owes_own = False  # the own slice is on its way from its tier, and not in the full buffer yet
         self._seq = itertools.count()
@@ -116,9 +118,15 @@ class ShardGroup(LocalShard):
             self.free()
 
     @property
-    def numel(self) -> int:
-        """Elements of the full buffer."""
-        return self.layout.padded
+    def state(self) -> State:
+        """Where the full buffer is."""
+        return self._state
+
+    @state.setter
+    def state(self, state: State) -> None:
+        self._state = state
+        if self.observer is not None:
+            self.observer(self)
 
     @property
     def status(self) -> ZeroParamStatus:
@@ -358,7 +366,7 @@ class ShardGroup(LocalShard):
         if self.fetch is not None:
             self.fetch.withdraw(self.channel)
             self.fetch = None
-        self.lifecycle = None
+        self.lifecycle = self.observer = None
         if self.master is not None:
             self.master.drop()
             self.master = None
