@@ -100,8 +100,10 @@ def stage_side(name: str, model: Tower) -> Side:
     """An engine with a group for every layer; `stage3-free` frees each one after its use."""
     import deepspeed
 
-    zero: dict[str, Any] = {"stage": int(name[len("stage")]), "reduce_bucket_size": LAYER}
-    zero |= {"stage3_param_persistence_threshold": 0}
+    stage = int(name[len("stage")])
+    zero: dict[str, Any] = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    if stage < 3:
+        zero["reduce_bucket_size"] = LAYER  # at stage 3 units are groups whatever the size of buckets
     if name == "stage3-free":
         zero |= {"stage3_max_reuse_distance": 0, "stage3_max_live_parameters": 4 * LAYER}
     config = {

@@ -53,17 +53,18 @@ def state_bytes(components: Components) -> dict[str, int]:
 
 
 def gather_counts(components: Components) -> dict[str, int]:
-    """What is gathered now, what was at most, and how often.
+    """What is gathered now, what was at most, how often, and how often not ahead although the order was known.
 
     Args:
         components: of an engine.
     """
     if components.lifecycle is None:
-        return {"live": 0, "peak": 0, "gathers": 0, "groups": 0}
+        return {"live": 0, "peak": 0, "gathers": 0, "late": 0, "groups": 0}
     keeper = components.lifecycle.keeper
     return {
         "live": keeper.live(),
         "peak": keeper.peak,
         "gathers": keeper.gathers,
+        "late": keeper.late,
         "groups": len(keeper.groups),
     }

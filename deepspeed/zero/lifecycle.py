@@ -129,6 +129,22 @@ class Lifecycle:
 
         visit(self.module, None)
 
+    def bound(self) -> str:
+        """How many elements may be gathered at once, and what decides it, in words."""
+        limits = self.keeper.limits
+        names = {module: name or "the root module" for name, module in self.module.named_modules()}
+        units = [(sum(g.numel for g in groups), names.get(unit, "?")) for unit, groups in self.units.items()]
+        ahead = limits.prefetch > 0
+        pairs = zip(units, units[1:] or units, strict=False)
+        most, first, second = max((a + b, of, then) for (a, of), (b, then) in pairs)
+        if limits.live >= sum(numel for numel, _ in units):
+            text = f"everything may be, stage3_max_live_parameters is {limits.live:,}"
+        elif limits.live >= most:
+            text = f"{limits.live:,} elements (stage3_max_live_parameters)"
+        else:
+            text = f"{most:,} elements ({first} and {second}; stage3_max_live_parameters is {limits.live:,})"
+        return f"gathered at once: {text}; {'at least one unit' if ahead else 'nothing'} is gathered ahead of its use"
+
     def attach(self) -> None:
         """Put the hooks on (again)."""
         vars(self.module)[_EXTERNALS] = Hook(_no_externals)
