@@ -156,7 +156,7 @@ class StateAccessors:
         return DTYPES[self.ds_config.torch_autocast.dtype]
 
     def memory_breakdown(self) -> dict[str, int]:
-        """Bytes of training state on this rank: parameters, masters, gradients, optimizer state."""
+        """Bytes of training state on this rank: parameters, masters, gradients, optimizer state, gathered buffers."""
         return state_bytes(self._components)
 
     def zero_report(self) -> dict[str, int]:

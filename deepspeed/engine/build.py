@@ -18,7 +18,7 @@ from deepspeed.comm.mesh import DATA, DIMS, REPLICATED, SHARD, Mesh
 from deepspeed.config import DeepSpeedConfig, Facts
 from deepspeed.engine.offloading import Offload, accumulator_dtype, master_dtype, state_of_group
 from deepspeed.errors import ArgumentError, OptimizerError, SchedulerError, UsageError
-from deepspeed.foundation.log import say_once
+from deepspeed.foundation.log import say, say_once
 from deepspeed.optim import loss_scale
 from deepspeed.optim.build import build_optimizer, leave_embeddings_to_adam, needs_whole_tensors, refuse_unsupported
 from deepspeed.optim.lr_schedules import build_scheduler
@@ -330,7 +330,9 @@ def _lifecycle(model: nn.Module, sharded: list[ShardGroup], config: DeepSpeedCon
     any_graph = axes.shard.tagged and axes.shard.size > 1 and not zero.stage3_fixed_graph
     for group in sharded:
         group.serve(any_graph)
-    return Lifecycle(model, Keeper(sharded, limits))
+    lifecycle = Lifecycle(model, Keeper(sharded, limits))
+    say(lifecycle.bound())
+    return lifecycle
 
 
 def _add_optimizer(components: Components, optimizer: torch.optim.Optimizer, config: DeepSpeedConfig) -> None:

@@ -8,7 +8,7 @@ group is kept or freed by the limits; the gradient of the unit's outputs gathers
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -60,6 +60,7 @@ class _Call:
     unit: nn.Module
     inputs: int  # how many have a gradient that marks the end of the unit's backward
     using: bool = False
+    open: set[int] = field(default_factory=set)  # groups whose gradients end it, where inputs have none
     arrived: dict[int, int] = field(default_factory=dict)  # gradients of inputs so far, by backward pass
 
 
@@ -73,16 +74,15 @@ def repeated_blocks(module: nn.Module) -> list[nn.Module]:
     found: list[nn.Module] = []
 
     def visit(parent: nn.Module) -> None:
+        contains = isinstance(parent, (nn.ModuleList, nn.Sequential, nn.ModuleDict))
+        siblings = Counter(type(child) for child in parent.children()) if contains else {}
         for child in parent.children():
             if getattr(child, LEAF_MARK, False):
                 found.append(child)
-                continue
-            if isinstance(parent, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
-                siblings = sum(type(other) is type(child) for other in parent.children())
-                if siblings > 1 and any(True for _ in child.children()):
-                    found.append(child)
-                    continue
-            visit(child)
+            elif siblings.get(type(child), 0) > 1 and any(True for _ in child.children()):
+                found.append(child)
+            else:
+                visit(child)
 
     visit(module)
     return found
@@ -103,6 +103,9 @@ class Lifecycle:
         self.running: list[nn.Module] = []  # units whose forward is on the stack
         self._calls: list[_Call | None] = []
         self._open_ended: dict[int, list[_Call]] = defaultdict(list)
+        self._alone: set[nn.Module] = set()  # units that ran outside of the root's forward in a pass of their own
+        self._turned = True  # the last pass is over: backward has run since it began, or it has none
+        self._with_grad = True
         # TRL takes these off for generation, empties the lists, and has `_register_deepspeed_module` put them back.
         self.forward_hooks: list[Any] = []
         self.backward_hooks: list[Any] = []
@@ -125,6 +128,22 @@ class Lifecycle:
                 visit(child, unit)
 
         visit(self.module, None)
+
+    def bound(self) -> str:
+        """How many elements may be gathered at once, and what decides it, in words."""
+        limits = self.keeper.limits
+        names = {module: name or "the root module" for name, module in self.module.named_modules()}
+        units = [(sum(g.numel for g in groups), names.get(unit, "?")) for unit, groups in self.units.items()]
+        ahead = limits.prefetch > 0
+        pairs = zip(units, units[1:] or units, strict=False)
+        most, first, second = max((a + b, of, then) for (a, of), (b, then) in pairs)
+        if limits.live >= sum(numel for numel, _ in units):
+            text = f"everything may be, stage3_max_live_parameters is {limits.live:,}"
+        elif limits.live >= most:
+            text = f"{limits.live:,} elements (stage3_max_live_parameters)"
+        else:
+            text = f"{most:,} elements ({first} and {second}; stage3_max_live_parameters is {limits.live:,})"
+        return f"gathered at once: {text}; {'at least one unit' if ahead else 'nothing'} is gathered ahead of its use"
 
     def attach(self) -> None:
         """Put the hooks on (again)."""
@@ -178,19 +197,39 @@ class Lifecycle:
 
     def _enter_root(self, module: nn.Module, args: Any) -> None:
         if not in_backward() and self.depth == 0:
-            self.keeper.trace.restart()
+            self._begin_pass(module)
         self.depth += 1
 
     def _leave_root(self, module: nn.Module, args: Any, output: Any) -> None:
         self.depth -= 1
         if self.depth == 0 and not in_backward() and not torch.is_grad_enabled():
             self.keeper.free_idle()
+            self._turned = True  # without a backward to come, what follows is another pass
+
+    def _begin_pass(self, first: nn.Module) -> None:
+        """The order of the last pass that began like this one is expected."""
+        self.keeper.trace.restart((first, torch.is_grad_enabled()))
+        self._with_grad, self._turned = torch.is_grad_enabled(), False
+        self._alone.clear()
+
+    def _run_alone(self, unit: nn.Module) -> None:
+        """A unit is driven through a child or a method: no forward of the root says where a pass begins.
+
+        It begins with the first unit after a backward, in another mode of autograd, or that runs for a second time.
+        """
+        if self._turned or self._with_grad != torch.is_grad_enabled() or unit in self._alone:
+            if not torch.is_grad_enabled():
+                self.keeper.free_idle()  # what the last pass expected and did not use
+            self._begin_pass(unit)
+            self._alone.add(unit)
+        elif self._alone:
+            self._alone.add(unit)
 
     def _before(self, unit: nn.Module, args: Any, kwargs: Any) -> None:
         collectives.delay("before a unit")
-        for group in self.units[unit]:
-            group.users += 1
-            self.keeper.gather(group)
+        if self.depth == 0 and not self.running and not in_backward():
+            self._run_alone(unit)
+        self._gather(unit)
         self.running.append(unit)
         self._calls.append(self._watch_inputs(unit, args, kwargs) if torch.is_grad_enabled() else None)
 
@@ -207,6 +246,13 @@ class Lifecycle:
             group.users -= 1
             if not in_backward():
                 self.keeper.release(group)
+
+    def _gather(self, unit: nn.Module) -> None:
+        """Have the groups of a unit here until they are released."""
+        groups = self.units[unit]
+        for group in groups:
+            group.users += 1
+        self.keeper.gather(*groups)
 
     # -- backward -------------------------------------------------------------------------------------------------
 
@@ -226,11 +272,11 @@ class Lifecycle:
         collectives.delay("before a unit's backward")
         if call.using:
             return
-        call.using = True
-        for group in self.units[call.unit]:
-            group.users += 1
-            self.keeper.gather(group)
-            if not call.inputs:
+        call.using = self._turned = True
+        self._gather(call.unit)
+        if not call.inputs:
+            for group in self.units[call.unit]:
+                call.open.add(id(group))
                 self._open_ended[id(group)].append(call)
         if call.inputs > 1:  # of which this pass may not ask for all
             Variable._execution_engine.queue_callback(lambda: self._after_backward(call))
@@ -254,12 +300,14 @@ class Lifecycle:
     def gradients_complete(self, group: ShardGroup) -> None:
         """All gradients of a group have arrived: backward of units without inputs to differentiate is over."""
         for call in self._open_ended.pop(id(group), ()):
-            if call.using and not any(call in calls for calls in self._open_ended.values()):
+            call.open.discard(id(group))
+            if call.using and not call.open:
                 self._after_backward(call)
 
     def settle(self) -> None:
         """The window is over: nothing is in use, everything is freed."""
         self._open_ended.clear()
+        self._turned = True
         self.running.clear()
         self._calls.clear()
         self.depth = 0

@@ -74,6 +74,7 @@ class ZeroOptimizer:
         self._items, self._counts_items, self._micro_batches = 0.0, False, 0
         self._scale_loss: Callable[[torch.Tensor, bool], Any] | None = None
         self.shards = [OptimizerShard(bucket, inner) for bucket in reducer.buckets]
+        self._shard_of = {id(shard.group): shard for shard in self.shards}
         self.fragments: dict[int, list[Fragment]] = {}
         self._leaves, self._stepping = 0, False
         self._take_over()
@@ -107,7 +108,7 @@ class ZeroOptimizer:
 
     def shard_of(self, member: Member) -> OptimizerShard:
         """The leaves and the state of a member's group."""
-        return next(h for h in self.shards if h.group is member.group)
+        return self._shard_of[id(member.group)]
 
     def activate(self, member: Member) -> None:
         """A frozen parameter was unfrozen: listen to its gradients, update its master copy from now on."""
@@ -297,6 +298,6 @@ class ZeroOptimizer:
         self._guard.remove()
         for shard in self.shards:
             shard.drop()
-        self.shards, self.fragments = [], {}
+        self.shards, self.fragments, self._shard_of = [], {}, {}
         self.optimizer.state.clear()
         self._scale_loss = None

@@ -293,10 +293,10 @@ class Reducer:
         with bucket.total.borrowed(changed=True, read=bucket.filled) as total:
             if not bucket.filled:
                 total.zero_()
-            for range_ in member.group.layout.ranges_within(bucket.low, bucket.high):
-                if range_.index == member.index:
-                    at = range_.at - bucket.low
-                    total[at : at + range_.numel].copy_(flat[range_.start : range_.stop])
+            range_ = member.group.layout.range_of(member.index, bucket.low, bucket.high)
+            if range_ is not None:
+                at = range_.at - bucket.low
+                total[at : at + range_.numel].copy_(flat[range_.start : range_.stop])
         bucket.filled = True
 
 

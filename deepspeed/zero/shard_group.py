@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import itertools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -82,7 +83,7 @@ class ShardGroup(LocalShard):
         first = members[0].param
         axis = holders.shard
         self.holders, self.axis, self.policy, self.layout, self.members = holders, axis, policy, layout, members
-        self.offsets = layout.offsets  # computed once; the layout derives it anew at each call
+        self.offsets, self.numel = layout.offsets, layout.padded  # numel: elements of the full buffer
         self.dtype, self.device = dtype or first.dtype, first.device
         self.tiers = tiers or Tiers()
         self.channel, self.copies_channel = holders.open_channels()
@@ -91,6 +92,7 @@ class ShardGroup(LocalShard):
         self.retains = False  # freeing keeps the memory of the full buffer
         self.fetch: FetchService | SharedSlices | None = None
         self.lifecycle: Lifecycle | None = None  # of the engine that gathers it
+        self.observer: Callable[[ShardGroup], None] | None = None  # told when the state has changed
         self._handle: Handle | None = None
         self._owes_own = False  # the own slice is on its way from its tier, and not in the full buffer yet
         self._seq = itertools.count()
@@ -117,9 +119,15 @@ class ShardGroup(LocalShard):
             self.free()
 
     @property
-    def numel(self) -> int:
-        """Elements of the full buffer."""
-        return self.layout.padded
+    def state(self) -> State:
+        """Where the full buffer is."""
+        return self._state
+
+    @state.setter
+    def state(self, state: State) -> None:
+        self._state = state
+        if self.observer is not None:
+            self.observer(self)
 
     @property
     def status(self) -> ZeroParamStatus:
@@ -359,7 +367,7 @@ class ShardGroup(LocalShard):
         if self.fetch is not None:
             self.fetch.withdraw(self.channel)
             self.fetch = None
-        self.lifecycle = None
+        self.lifecycle = self.observer = None
         if self.master is not None:
             self.master.drop()
             self.master = None
