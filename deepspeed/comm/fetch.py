@@ -3,8 +3,9 @@
 [Note: any graph] When ranks take different branches they need different groups, so a gather that every rank must join
 would hang. Here the rank that needs a group asks each owner over a socket; a small thread of the owner answers with a
 tagged message. Nobody else takes part, so no agreement is needed: a branch taken on one rank costs the others nothing.
-Slices change only inside `step`, which all ranks enter together; a request carries the version it wants, and a request
-from a rank that is already one version ahead waits for the owner to arrive there.
+A request carries the version it wants, and one from a rank that is already a version ahead waits for the owner to
+arrive there. A slice changes only where all ranks have met since their last pull: inside `step`, which agrees on
+gradients first, and behind `meet` for edits and loads. So nobody reads the future; who would, fails and says so.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import torch.distributed as dist
 
 from deepspeed.comm import watch
 from deepspeed.comm.axis import Axis
-from deepspeed.comm.collectives import PULL, Handle, delay, post, tag_of
+from deepspeed.comm.collectives import PULL, SMALL, Handle, delay, post, spread, tag_of
 from deepspeed.comm.shared_memory import require
 from deepspeed.errors import CommError, StorageError
 from deepspeed.foundation.log import logger
@@ -36,6 +37,7 @@ from deepspeed.foundation.log import logger
 _REQUEST = struct.Struct("<iiqq")  # requesting rank, channel, version, sequence number
 _TOKEN_BYTES = 16
 _PATIENCE_S = 5.0
+_FUTURE = "rank {} of the group reads a slice that has changed since: an edit or load was not called by all ranks"
 
 
 # A slice in memory, or what lends one for as long as it takes to send it.
@@ -183,6 +185,8 @@ class FetchService:
                 return
             if version > served.version:
                 served.waiting.append((version, rank, seq))
+            elif version < served.version:
+                raise watch.failed(f"serve of a slice on channel {channel}", RuntimeError(_FUTURE.format(rank)))
             else:
                 self._send(channel, served, rank, seq)
 
@@ -258,8 +262,23 @@ class SharedSlices:
         def copy() -> None:
             for r in givers:
                 full[cuts[r] : cuts[r + 1]].copy_(shared.served(r, channel, full.dtype))
+                if not shared.level(r, channel):
+                    raise watch.failed(label, RuntimeError(_FUTURE.format(shared.rank)), list(self.axis.ranks))
 
         return Handle(self.axis, label, [shared.reached(channel, givers)], copy, full)
+
+
+def meet(axis: Axis, channel: int, seq: int, label: str) -> None:
+    """Wait until every rank has come to this point: what they pulled before it, they have. All ranks call together.
+
+    Args:
+        axis: the ranks that pull from each other.
+        channel: of a group.
+        seq: tells meetings on the channel apart, the same on all ranks.
+        label: for reports.
+    """
+    here = torch.zeros(axis.size, dtype=torch.float64, device="cpu")
+    spread(axis, here, range(axis.size + 1), tag_of(channel, SMALL, seq), label).wait()
 
 
 _services: dict[int, FetchService] = {}

@@ -236,6 +236,11 @@ class SharedMemory:
 
         return Until(self, ready)
 
+    def level(self, peer: int, channel: int) -> bool:
+        """Whether a peer's slice has this rank's version."""
+        version = self._native.ds_shm_version
+        return version(self._context, peer, channel) == version(self._context, self.rank, channel)
+
     def served(self, peer: int, channel: int, dtype: torch.dtype) -> torch.Tensor:
         """A peer's slice, where it lies."""
         return self._view(peer, self._served[peer][channel]).view(dtype)

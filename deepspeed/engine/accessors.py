@@ -13,6 +13,7 @@ from deepspeed.engine.build import Axes, Components
 from deepspeed.engine.report import gather_counts, state_bytes
 from deepspeed.foundation.timer import SynchronizedWallClockTimer
 from deepspeed.optim.precision import DTYPES
+from deepspeed.zero.accumulation import AccumulationWindow
 
 
 class StateAccessors:
@@ -22,9 +23,7 @@ class StateAccessors:
     basic_optimizer: torch.optim.Optimizer | None
     _axes: Axes
     _components: Components
-    _gas: int
-    _micro: int
-    _in_no_sync: bool
+    _window: AccumulationWindow
     module: torch.nn.Module
     timers: SynchronizedWallClockTimer
 
@@ -80,24 +79,24 @@ class StateAccessors:
 
     def train_batch_size(self) -> int:
         """Samples per update, over all ranks."""
-        return self.train_micro_batch_size_per_gpu() * self._gas * self.dp_world_size
+        return self.train_micro_batch_size_per_gpu() * self._window.steps * self.dp_world_size
 
     def train_micro_batch_size_per_gpu(self) -> int:
         """Samples per rank and micro-batch."""
-        return self._micro
+        return self._window.micro
 
     def gradient_accumulation_steps(self) -> int:
         """Micro-batches per update."""
-        return self._gas
+        return self._window.steps
 
     def get_batch_info(self) -> tuple[int, int, int]:
         """(train batch, micro-batch, accumulation steps)."""
-        return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self._gas
+        return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self._window.steps
 
     @property
     def inside_no_sync_ctxt(self) -> bool:
         """Whether a `no_sync` context is open."""
-        return self._in_no_sync
+        return self._window.holding
 
     @property
     def param_names(self) -> dict[torch.nn.Parameter, str]:
@@ -124,7 +123,7 @@ class StateAccessors:
 
     def loss_scale(self) -> float:
         """The factor fp16 losses are multiplied by."""
-        return 1.0 if self._components.optimizer is None else self._components.optimizer.loss_scale
+        return self._window.loss_scale
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
         """(dtype of parameters, dtype of gradient accumulators)."""

@@ -12,9 +12,7 @@ from torch import nn
 from torch.nn import Parameter
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.comm.axis import Axis
 from deepspeed.comm.collectives import broadcast_tensors
-from deepspeed.comm.mesh import DATA, DIMS, REPLICATED, SHARD, Mesh
 from deepspeed.config import DeepSpeedConfig, Facts
 from deepspeed.engine.offloading import Offload, accumulator_dtype, master_dtype, state_of_group
 from deepspeed.errors import ArgumentError, OptimizerError, SchedulerError, UsageError
@@ -23,10 +21,11 @@ from deepspeed.optim import loss_scale
 from deepspeed.optim.build import build_optimizer, leave_embeddings_to_adam, needs_whole_tensors, refuse_unsupported
 from deepspeed.optim.lr_schedules import build_scheduler
 from deepspeed.optim.precision import DTYPES, InputCaster, compute_dtypes
+from deepspeed.zero.accumulation import AccumulationWindow
 from deepspeed.zero.buckets import ReduceSettings
 from deepspeed.zero.exhaustion import suggests_offload
 from deepspeed.zero.grouping import GroupingPlan, build_group, cut, named_parameters, plan_groups
-from deepspeed.zero.holders import Relations, Signature, equalise, find_tied, signatures_of
+from deepspeed.zero.holders import Axes, Relations, Signature, equalise, find_tied, signatures_of
 from deepspeed.zero.leaf import mark_leaves
 from deepspeed.zero.lifecycle import Hook, Lifecycle
 from deepspeed.zero.optimizer import StepSettings, ZeroOptimizer
@@ -38,36 +37,13 @@ from deepspeed.zero.shard_group import ShardGroup
 
 
 @dataclass
-class Axes:
-    """The ranks of an engine's mesh by what they share.
-
-    Args:
-        mesh: all of it.
-        everyone: all ranks.
-        world: ranks with the same slice of the model, whose gradients are summed.
-        data: those of them that see other samples.
-        shard: those of them that hold one copy of the split state together.
-    """
-
-    mesh: Mesh
-    everyone: Axis
-    world: Axis
-    data: Axis
-    shard: Axis
-
-
-def axes_of(mesh: Mesh) -> Axes:
-    """The axes an engine asks for again and again."""
-    return Axes(mesh, mesh.axis(*DIMS), mesh.axis(*REPLICATED), mesh.axis(*DATA), mesh.axis(*SHARD))
-
-
-@dataclass
 class Components:
     """What an engine puts in order."""
 
     groups: list[ShardGroup]
     axes: Axes
     dtype: torch.dtype
+    window: AccumulationWindow
     reducer: Reducer | None = None
     optimizer: ZeroOptimizer | None = None
     lifecycle: Lifecycle | None = None
@@ -244,7 +220,7 @@ def build(
     for param, dtype in wanted.items():
         if not is_managed(param):
             param.data = param.data.to(dtype)
-    components = Components(groups, axes, low)
+    components = Components(groups, axes, low, _window(config, axes))
     if wanted and config.auto_cast:
         components.caster = InputCaster(model, wanted, low, Hook)
     sharded = [g for g in groups if g.policy.gathers_before_use]
@@ -253,6 +229,11 @@ def build(
     if optimizer is not None:
         _add_optimizer(components, optimizer, config)
     return components
+
+
+def _window(config: DeepSpeedConfig, axes: Axes) -> AccumulationWindow:
+    ranks = axes.world.size if config.gradient_allreduce_op == "mean" else 1
+    return AccumulationWindow(config.gradient_accumulation_steps, config.train_micro_batch_size_per_gpu, ranks)
 
 
 def _check_parameters(model: nn.Module) -> None:
@@ -342,7 +323,6 @@ def _add_optimizer(components: Components, optimizer: torch.optim.Optimizer, con
     wire = DTYPES[config.communication_data_type] if config.communication_data_type else None
     predivide = config.gradient_predivide_factor
     settings = ReduceSettings(
-        mean_over=config.gradient_accumulation_steps * ranks,
         accumulates=config.gradient_accumulation_steps > 1,
         accumulator=accumulator_dtype(config),
         wire=wire,
@@ -352,7 +332,7 @@ def _add_optimizer(components: Components, optimizer: torch.optim.Optimizer, con
         watch_ranks=low,
     )
     axes = components.axes
-    components.reducer = Reducer(axes.world, axes.mesh.axis("pp", *SHARD, "tp"), components.groups, settings)
+    components.reducer = Reducer(axes, components.groups, settings, components.window)
     steps = StepSettings(
         clip=config.gradient_clipping,
         refuse_unused=not config.zero.ignore_unused_parameters,
@@ -361,6 +341,7 @@ def _add_optimizer(components: Components, optimizer: torch.optim.Optimizer, con
         master=master_dtype(config, components.dtype),
     )
     scaler = loss_scale.from_config(config.fp16) if fp16 else None
+    components.window.set_scaler(scaler)
     components.optimizer = ZeroOptimizer(optimizer, components.reducer, steps, scaler, components.lifecycle)
     if components.lifecycle is not None:
         components.reducer.on_complete = components.lifecycle.gradients_complete

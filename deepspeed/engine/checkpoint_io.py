@@ -30,6 +30,7 @@ from deepspeed.engine.weights_io import WeightsIO
 from deepspeed.errors import CheckpointCorruptError, CheckpointError, NotAvailableError
 from deepspeed.foundation.log import say, warn_once
 from deepspeed.version import __version__
+from deepspeed.zero.accumulation import AccumulationWindow
 from deepspeed.zero.gathered import GatheredParameters
 from deepspeed.zero.state_view import StateView
 
@@ -52,10 +53,8 @@ class CheckpointIO(WeightsIO):
     optimizer: Any
     global_steps: int
     local_rank: Any
-    _seen: int
-    _gas: int
+    _window: AccumulationWindow
     config: Any
-    _tell_reducer: Callable[[], None]
 
     @cached_property
     def _background(self) -> Background:
@@ -316,7 +315,6 @@ class CheckpointIO(WeightsIO):
                 self._restore_run(source, view, rows, run, what.optimizer)
                 for one, state in zip(self._extra_objects, saved.get("objects", []), strict=True):
                     one.load_state_dict(state)
-        self._tell_reducer()
         left = f", {len(report.left_out)} frozen parameters kept (the save left them out)" if report.left_out else ""
         gone = f", missing {report.missing[:4]}" if report.missing else ""
         more = f", not used {report.unexpected[:4]}" if report.unexpected else ""
@@ -328,7 +326,7 @@ class CheckpointIO(WeightsIO):
             self._components.optimizer.zero_grad()
         if self._components.lifecycle is not None:
             self._components.lifecycle.keeper.free_idle()
-        self._seen = 0
+        self._window.restart()
 
     def _restore_run(
         self, source: Source, view: StateView, rows: dict[str, Any], run: dict[str, Any], gradients: bool
@@ -352,7 +350,7 @@ class CheckpointIO(WeightsIO):
             return
         if has_gradients:
             same, touched = restore.load_window(view, source, rows, world.rank, private)
-            view.resume_window(touched, private["window"]["deferred"] if same else self._gas > 1)
+            view.resume_window(touched, private["window"]["deferred"] if same else self._window.steps > 1)
         run_state.restore_window(self, run, private.get("window"), same_ranks)
 
     def _check_objects(self, states: list[Any]) -> None:

@@ -24,7 +24,6 @@ from deepspeed.config import DeepSpeedConfig
 from deepspeed.engine.accessors import StateAccessors
 from deepspeed.engine.build import (
     Components,
-    axes_of,
     build,
     choose_optimizer,
     facts_of,
@@ -42,6 +41,8 @@ from deepspeed.errors import ArgumentError, NotAvailableError, UsageError
 from deepspeed.foundation.log import logger, say, say_once
 from deepspeed.foundation.timer import SynchronizedWallClockTimer
 from deepspeed.optim.precision import DTYPES
+from deepspeed.zero.accumulation import Purpose, Way
+from deepspeed.zero.holders import axes_of
 from deepspeed.zero.mesh import find_mesh
 
 
@@ -108,7 +109,6 @@ class DeepSpeedEngine(Reporting, StateAccessors, CheckpointIO, OffloadStates, Fe
         )
         self.timers = SynchronizedWallClockTimer(accelerator.synchronize)
         self._say_plan()
-        self._tell_reducer()
         if self._components.lifecycle is not None:  # a slice can be pulled only when its owner serves it
             self._agree(0, "all ranks have their engine")
 
@@ -116,15 +116,8 @@ class DeepSpeedEngine(Reporting, StateAccessors, CheckpointIO, OffloadStates, Fe
 
     def _reset_counters(self) -> None:
         self.global_steps = self.micro_steps = self.global_samples = self.skipped_steps = 0
-        self._seen = 0  # micro-batches of the running window
-        self._sums = False  # the window sums over its micro-batches (scale_wrt_gas=False)
-        self._forced_boundary: bool | None = None
-        self._in_no_sync = False
-        self._weight: float | None = None  # real samples of the next micro-batch, when a loop counts them
-        self._scaled_by_hand = False
+        self._window = self._components.window
         self._applied = False
-        self._gas = self.ds_config.gradient_accumulation_steps
-        self._micro = self.ds_config.train_micro_batch_size_per_gpu
         self._open_feed()
         self._reported = (time.perf_counter(), 0)
 
@@ -147,42 +140,15 @@ class DeepSpeedEngine(Reporting, StateAccessors, CheckpointIO, OffloadStates, Fe
         if optimizer is None or reducer is None:
             return
         reducer.clean = False  # on all ranks alike, whatever branch each takes
-        thawed = [m for m in self._components.frozen if m.param.requires_grad]
-        for member in thawed:
-            optimizer.activate(member)
-            self._components.frozen.remove(member)
-        self._scaled_by_hand = False
-        self._tell_reducer()
-        reducer.warn_unscaled = optimizer.scaler is not None
+        self._thaw()
 
-    def _tell_reducer(self) -> None:
-        """Tell the gradient side where in the window we are, and what the next gradients are to be multiplied by."""
-        reducer = self._components.reducer
-        if reducer is None:
-            return
-        reducer.reduce_now = self.is_gradient_accumulation_boundary() and not self._in_no_sync
-        reducer.deferred |= not reducer.reduce_now
-        reducer.factor = self._factor(scaled=self._scaled_by_hand)
-        reducer.weight = None if self._weight is None else self._weight / self._micro
-
-    def _factor(self, *, by_window: bool = True, items: bool = False, scaled: bool = False) -> float:
-        """What a gradient is multiplied by when it enters the accumulator: the one rule of scaling.
-
-        Args:
-            by_window: divide by `gradient_accumulation_steps`.
-            items: the loss is a sum over items; the division comes in `step`, when their global count is known.
-            scaled: the loss carries the loss scale.
-        """
-        optimizer, settings = self._components.optimizer, self._components.reducer
-        if optimizer is None or settings is None:
-            return 1.0
-        scale = optimizer.loss_scale if scaled else 1.0
-        if self._weight is not None:
-            return self._micro / scale
-        if items:
-            return 1.0 / scale
-        ranks = self.dp_world_size if self.ds_config.gradient_allreduce_op == "mean" else 1
-        return 1.0 / (ranks * (self._gas if by_window else 1) * scale)
+    def _thaw(self) -> None:
+        """Parameters that were frozen, and no longer are, are updated from now on."""
+        optimizer, frozen = self._components.optimizer, self._components.frozen
+        for member in [m for m in frozen if m.param.requires_grad]:
+            if optimizer is not None:
+                optimizer.activate(member)
+            frozen.remove(member)
 
     def backward(
         self,
@@ -212,19 +178,17 @@ class DeepSpeedEngine(Reporting, StateAccessors, CheckpointIO, OffloadStates, Fe
         optimizer, reducer = self._components.optimizer, self._components.reducer
         if optimizer is None or reducer is None:
             raise _without_optimizer("backward", self._components)
-        if self._weight is None:
-            optimizer.count(num_items)
-        elif num_items is not None:
+        window, counts = self._window, num_items is not None
+        way = Way.ITEMS if counts else Way.MEAN if scale_wrt_gas else Way.SUM
+        if window.samples is None:
+            window.count(way, num_items)
+        elif counts:
             raise UsageError("engine.loop already counts samples; do not pass num_items inside it")
-        self._tell_reducer()
-        scale = optimizer.loss_scale
-        by_window = scale_wrt_gas and num_items is None and not loss_is_divided(self.module)
-        self._sums = not scale_wrt_gas
-        reducer.factor = self._factor(by_window=by_window, items=num_items is not None, scaled=True)
-        reducer.warn_unscaled = False
-        with self._timed(BACKWARD):
+        by_window = way is Way.MEAN and not loss_is_divided(self.module)
+        scale = window.loss_scale
+        with self._timed(BACKWARD), window.backward_pass(way, by_window=by_window):
             (loss.float() * scale if scale != 1.0 else loss).backward(retain_graph=retain_graph)
-        return loss / self._gas if by_window and self._gas > 1 else loss
+        return loss / window.steps if by_window and window.steps > 1 else loss
 
     def _check_loss(self, loss: Any) -> None:
         if not isinstance(loss, torch.Tensor):
@@ -243,14 +207,7 @@ class DeepSpeedEngine(Reporting, StateAccessors, CheckpointIO, OffloadStates, Fe
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss with the loss scale applied, for a `.backward()` of one's own under fp16."""
         self._check_loss(loss)
-        optimizer = self._components.optimizer
-        if optimizer is None or optimizer.loss_scale == 1.0:
-            return loss
-        self._scaled_by_hand = True
-        self._tell_reducer()
-        if self._components.reducer is not None:
-            self._components.reducer.warn_unscaled = False
-        return loss.float() * optimizer.loss_scale
+        return loss if self._window.scaler is None else self._window.scaled(loss)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -258,19 +215,17 @@ class DeepSpeedEngine(Reporting, StateAccessors, CheckpointIO, OffloadStates, Fe
 
         Stages 2 and 3 keep no whole gradients, so they reduce into their slices all the same: the result is equal.
         """
-        if self._in_no_sync:
+        if self._window.holding:
             raise UsageError("no_sync contexts cannot be nested")
         if self.ds_config.zero.stage >= 2:
             say_once(
                 "no_sync at stage 2 and 3: gradients are still reduced into each rank's slice; the sum is the same"
             )
-        self._in_no_sync = True
-        self._tell_reducer()
+        self._window.hold(True)
         try:
             yield
         finally:
-            self._in_no_sync = False
-            self._tell_reducer()
+            self._window.hold(False)
 
     @contextlib.contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
@@ -282,14 +237,11 @@ class DeepSpeedEngine(Reporting, StateAccessors, CheckpointIO, OffloadStates, Fe
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the running micro-batch is the last of its window."""
-        if self._forced_boundary is not None:
-            return self._forced_boundary
-        return (self._seen + 1) % self._gas == 0
+        return self._window.boundary
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Decide the boundary instead of the engine, from the next backward on."""
-        self._forced_boundary = bool(is_boundary)
-        self._tell_reducer()
+        self._window.force(bool(is_boundary))
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """End a micro-batch; at the window's last one clip, update, publish, and step the schedule.
@@ -300,19 +252,14 @@ class DeepSpeedEngine(Reporting, StateAccessors, CheckpointIO, OffloadStates, Fe
         Raises:
             UsageError: inside `no_sync`, or without an optimizer.
         """
-        if self._in_no_sync:
+        if self._window.holding:
             raise UsageError("step() inside no_sync(): gradients have not been reduced; call it after the context")
         if self._components.optimizer is None:
             raise _without_optimizer("step", self._components)
-        boundary = self.is_gradient_accumulation_boundary()
-        self._seen += 1
         self.micro_steps += 1
         self._applied = False
-        if boundary:
-            self._update(1.0, lr_kwargs)
-        self._weight = None
-        self._scaled_by_hand = False
-        self._tell_reducer()
+        if self._window.end_micro_batch():
+            self._update(lr_kwargs)
 
     def flush(self) -> None:
         """Apply a window that is not full, as at the end of an epoch: the mean is over the micro-batches seen.
@@ -321,19 +268,22 @@ class DeepSpeedEngine(Reporting, StateAccessors, CheckpointIO, OffloadStates, Fe
         """
         if self._components.optimizer is None:
             raise _without_optimizer("flush", self._components)
-        if self._seen:
-            self._update(1.0 if self._sums else self._gas / self._seen, None)
-            self._tell_reducer()
+        with self._window.flush():
+            if self._window.seen:
+                self._update(None)
+            elif self._components.reducer is not None:
+                self._components.reducer.finish(Purpose.FLUSH)  # unless all ranks have nothing to apply, they say so
 
-    def _update(self, rescale: float, lr_kwargs: dict[str, Any] | None) -> None:
+    def _update(self, lr_kwargs: dict[str, Any] | None) -> None:
         optimizer = self._components.optimizer
         if optimizer is None:
             return
+        self._thaw()  # also where this rank had no forward in the window
+        samples = self._window.seen * self._window.micro * self.dp_world_size
         with self._timed(STEP):
-            optimizer.step(rescale=rescale)
+            optimizer.step()
             self._statistics.publish()
-        self.global_samples += self._seen * self._micro * self.dp_world_size
-        self._seen, self._sums = 0, False
+        self.global_samples += samples
         self.global_steps += 1
         self._applied = not optimizer.overflow
         if optimizer.overflow:
@@ -361,7 +311,7 @@ class DeepSpeedEngine(Reporting, StateAccessors, CheckpointIO, OffloadStates, Fe
         """Tell the engine that micro-batches have another size from now on; the global batch changes with it."""
         if micro_batch_size <= 0:
             raise ArgumentError(f"a micro-batch has at least one sample, got {micro_batch_size}")
-        self._micro = micro_batch_size
+        self._window.set_micro(micro_batch_size)
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change the global batch by changing the accumulation steps, between windows.
@@ -373,13 +323,11 @@ class DeepSpeedEngine(Reporting, StateAccessors, CheckpointIO, OffloadStates, Fe
         step = self.train_micro_batch_size_per_gpu() * self.dp_world_size
         if train_batch_size <= 0 or train_batch_size % step:
             raise ArgumentError(f"train_batch_size {train_batch_size} is not a multiple of micro x ranks = {step}")
-        if self._seen:
+        if self._window.seen:
             raise UsageError("set_train_batch_size in the middle of a window; call it after an update")
-        self._gas = train_batch_size // step
-        reducer = self._components.reducer
-        if reducer is not None:
-            reducer.set_accumulates(self._gas > 1)
-        self._tell_reducer()
+        self._window.set_steps(train_batch_size // step)
+        if self._components.reducer is not None:
+            self._components.reducer.set_accumulates(self._window.steps > 1)
 
     # -- modes and contexts ---------------------------------------------------------------------------------------
 
@@ -396,8 +344,10 @@ class DeepSpeedEngine(Reporting, StateAccessors, CheckpointIO, OffloadStates, Fe
             return
         timer = self.timers(name)
         timer.start()
-        yield
-        timer.stop()
+        try:
+            yield
+        finally:  # a caller may go on after an error
+            timer.stop()
 
     def compile(  # type: ignore[override]
         self,
@@ -439,7 +389,7 @@ class DeepSpeedEngine(Reporting, StateAccessors, CheckpointIO, OffloadStates, Fe
             bucket_size: accepted for old scripts; bucket sizes are fixed by the JSON.
         """
         if self._components.reducer is not None:
-            self._components.reducer.finish()
+            self._components.reducer.finish(Purpose.REDUCE)
 
     def destroy(self) -> None:
         """Take the hooks off and let optimizer state and gradients go; the model stays, plain or sharded.
@@ -449,9 +399,9 @@ class DeepSpeedEngine(Reporting, StateAccessors, CheckpointIO, OffloadStates, Fe
         self.wait_for_checkpoint()
         components = self._components
         if components.lifecycle is not None:
+            components.lifecycle.settle()  # what is under way is pulled while its owner still serves it
             if sys.exc_info()[0] is None:
                 self._agree(0, "all ranks are done with their engine")
-            components.lifecycle.settle()
             components.lifecycle.detach()
         if components.optimizer is not None:
             components.optimizer.destroy()
@@ -462,7 +412,7 @@ class DeepSpeedEngine(Reporting, StateAccessors, CheckpointIO, OffloadStates, Fe
         for group in components.groups:
             group.dissolve()
         let_go(self.module)
-        self._components = Components([], self._axes, components.dtype, destroyed=True)
+        self._components = Components([], self._axes, components.dtype, self._window, destroyed=True)
         self.optimizer = self.basic_optimizer = self.lr_scheduler = None
         self.client_optimizer = self.client_lr_scheduler = None
 

@@ -13,6 +13,7 @@ from deepspeed.config import DeepSpeedConfig
 from deepspeed.engine.build import Axes, Components
 from deepspeed.engine.dataloader import DeepSpeedDataLoader
 from deepspeed.engine.loop import equal_steps
+from deepspeed.zero.accumulation import AccumulationWindow
 
 
 class Feeding:
@@ -23,10 +24,7 @@ class Feeding:
     training: bool
     _axes: Axes
     _components: Components
-    _seen: int
-    _micro: int
-    _weight: float | None
-    _tell_reducer: Callable[[], None]
+    _window: AccumulationWindow
     flush: Callable[[], None]
 
     def _open_feed(self) -> None:
@@ -56,7 +54,7 @@ class Feeding:
         """
         return DeepSpeedDataLoader(
             dataset,
-            batch_size or self._micro,
+            batch_size or self._window.micro,
             rank=self._axes.data.rank,
             world=self._axes.data.size,
             sampler=data_sampler,
@@ -77,10 +75,10 @@ class Feeding:
 
         try:
             yield from equal_steps(loader, agree=self._agree, policy=policy, weigh=self._weigh)
-            if self.training and self._components.optimizer is not None and self._seen:
+            if self.training and self._components.optimizer is not None:
                 self.flush()
         finally:
-            self._weight = None
+            self._window.weigh(None)
 
     def _agree(self, flag: int, label: str = "agreement on the next batch") -> tuple[int, int]:
         """(least, greatest) of all ranks' flags."""
@@ -93,6 +91,4 @@ class Feeding:
     def _weigh(self, samples: float) -> None:
         """The next micro-batch counts for so many samples."""
         if self.training and self._components.optimizer is not None:
-            self._weight = samples
-            self._components.optimizer.count(samples)
-            self._tell_reducer()
+            self._window.weigh(samples)

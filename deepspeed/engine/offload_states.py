@@ -11,6 +11,7 @@ from deepspeed.engine.build import Components
 from deepspeed.errors import ArgumentError, UsageError
 from deepspeed.storage.buffer_pool import BufferPool
 from deepspeed.storage.resident import RESIDENT, Resident
+from deepspeed.zero.shard_group import meet_before_change
 
 
 class OffloadDeviceEnum(str, enum.Enum):
@@ -71,6 +72,7 @@ class OffloadStates:
             raise UsageError("offload_states in the middle of a window: its gradients are on the device; step first")
         if self._components.lifecycle is not None:
             self._components.lifecycle.settle()
+            meet_before_change(self._components.groups)  # a late rank may still pull what is moved away here
         pool = self._away = BufferPool(pin=pin_memory)
         for held in self._held(kinds):
             held.evict(pool)

@@ -12,6 +12,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.engine.dataloader import DeepSpeedDataLoader
 from deepspeed.errors import CheckpointError
 from deepspeed.foundation.log import say
+from deepspeed.zero.accumulation import Way
 
 COUNTERS = ("global_steps", "micro_steps", "global_samples", "skipped_steps")
 
@@ -22,11 +23,11 @@ def capture_run(engine: Any) -> dict[str, Any]:
     Args:
         engine: the engine.
     """
-    optimizer, loader = engine._components.optimizer, engine.training_dataloader
+    optimizer, loader, window = engine._components.optimizer, engine.training_dataloader, engine._window
     made: dict[str, Any] = {
         "counters": {name: getattr(engine, name) for name in COUNTERS},
-        "window": {"seen": engine._seen, "sums": engine._sums},
-        "batch": {"micro": engine._micro, "gas": engine._gas, "ranks": engine.dp_world_size},
+        "window": {"seen": window.seen, "sums": bool(window.ways & Way.SUM)},
+        "batch": {"micro": window.micro, "gas": window.steps, "ranks": engine.dp_world_size},
         "data": loader.state_dict() if isinstance(loader, DeepSpeedDataLoader) else None,
         "scheduler": engine.lr_scheduler.state_dict() if hasattr(engine.lr_scheduler, "state_dict") else None,
     }
@@ -41,9 +42,9 @@ def capture_private(engine: Any) -> dict[str, Any]:
     """The state that belongs to this rank alone."""
     optimizer, reducer = engine._components.optimizer, engine._components.reducer
     made: dict[str, Any] = {"random": capture_random()}
-    if optimizer is not None and reducer is not None and engine._seen + (not reducer.clean):
-        counts = (optimizer._items, optimizer._counts_items, optimizer._micro_batches)
-        made["window"] = {"counts": counts, "deferred": reducer.deferred}
+    window = engine._window
+    if optimizer is not None and reducer is not None and window.seen + (not reducer.clean):
+        made["window"] = {"ways": window.ways, "items": window.items, "deferred": window.deferred}
     return made
 
 
@@ -102,10 +103,10 @@ def window_fits(engine: Any, saved: dict[str, Any]) -> bool:
     then, seen = saved.get("batch"), saved.get("window", {}).get("seen", 0)
     if then is None:
         return False
-    now = (engine._micro, engine.dp_world_size)
+    now = (engine._window.micro, engine.dp_world_size)
     samples = seen * then["micro"] * then["ranks"]
     batch = then["micro"] * then["ranks"] * then["gas"]
-    return batch == now[0] * now[1] * engine._gas and samples % (now[0] * now[1]) == 0
+    return batch == now[0] * now[1] * engine._window.steps and samples % (now[0] * now[1]) == 0
 
 
 def restore_window(engine: Any, saved: dict[str, Any], window: dict[str, Any] | None, same_ranks: bool) -> None:
@@ -117,12 +118,20 @@ def restore_window(engine: Any, saved: dict[str, Any], window: dict[str, Any] | 
         window: this rank's own part of it.
         same_ranks: as many ranks as saved.
     """
-    then, optimizer = saved["batch"], engine._components.optimizer
-    engine._seen = saved["window"]["seen"] * then["micro"] * then["ranks"] // (engine._micro * engine.dp_world_size)
-    engine._sums = saved["window"]["sums"]
+    then, now = saved["batch"], engine._window
+    seen = saved["window"]["seen"] * then["micro"] * then["ranks"] // (now.micro * engine.dp_world_size)
+    ways, items = int(Way.SUM if saved["window"]["sums"] else Way.NONE), 0.0
     if window is not None and same_ranks:
-        optimizer._items, optimizer._counts_items, optimizer._micro_batches = window["counts"]
-    engine._tell_reducer()
+        ways, items = _counted(window, ways)
+    now.resume(seen, ways, items)
+
+
+def _counted(window: dict[str, Any], sums: int) -> tuple[int, float]:
+    """(ways of counting, items) of a rank's window; earlier checkpoints say (items, whether they count, backwards)."""
+    if "ways" in window:
+        return window["ways"], window["items"]
+    items, counts, backwards = window["counts"]
+    return int(Way.ITEMS) if counts else sums or int(Way.MEAN if backwards else Way.NONE), items
 
 
 def restart_window(engine: Any, saved: dict[str, Any]) -> None:

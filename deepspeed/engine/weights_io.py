@@ -21,6 +21,7 @@ from deepspeed.engine.build import Axes, Components
 from deepspeed.errors import ArgumentError, UsageError
 from deepspeed.foundation.log import logger, say
 from deepspeed.zero.gathered import GatheredParameters
+from deepspeed.zero.shard_group import meet_before_change
 from deepspeed.zero.state_view import StateView
 
 
@@ -46,6 +47,7 @@ class WeightsIO:
         Args:
             optimizer: its state is replaced too.
         """
+        meet_before_change(self._components.groups)
         try:
             yield
         except BaseException as error:

@@ -25,7 +25,6 @@ class ReduceSettings:
     """How gradients are summed.
 
     Args:
-        mean_over: number the sum over micro-batches and ranks is divided by, per micro-batch of weight one.
         accumulates: windows have several micro-batches (`gradient_accumulation_steps` > 1).
         accumulator: dtype of the accumulators (`data_types.grad_accum_dtype`).
         wire: dtype gradients travel in (`communication_data_type`); None: as they are.
@@ -35,7 +34,6 @@ class ReduceSettings:
         watch_ranks: be able to tell which rank sent non-finite values.
     """
 
-    mean_over: float
     accumulates: bool = False
     accumulator: torch.dtype = torch.float32
     wire: torch.dtype | None = None
@@ -78,6 +76,7 @@ class Bucket:
         self._leaving: Handle | None = None  # the last round, while it leaves the device
         self.round: Round | None = None
         self.launches = [0, 0]  # rounds sent in low precision, in the accumulator's precision
+        self.factor = 0.0  # what the sums of the former are multiplied by; below 0: a print of several; 0: none yet
         self.touched = bytearray(len(group.members))
         self.sent: list[torch.Tensor] = []  # sum of each round this rank sent: not finite if one of its elements is not
 
@@ -145,9 +144,16 @@ class Bucket:
         rank, cuts = self.group.axis.rank, self.group.layout.cuts
         return total[cuts[rank] - self.low : cuts[rank + 1] - self.low]
 
+    def note_factor(self, factor: float) -> None:
+        """A round in low precision is sent, whose sum the owner multiplies by `factor`."""
+        if self.factor in (0.0, factor):
+            self.factor = factor
+        else:
+            self.factor = -1.0 - hash((self.factor, self.launches[0], factor)) % (1 << 40)
+
     def clear(self) -> None:
         """Forget the window."""
         self.filled = False
-        self.launches = [0, 0]
+        self.launches, self.factor = [0, 0], 0.0
         self.touched = bytearray(len(self.group.members))
         self.sent = []

@@ -18,7 +18,7 @@ from torch.nn import Parameter
 from deepspeed.comm.api import all_gather_object
 from deepspeed.comm.axis import Axis
 from deepspeed.comm.collectives import broadcast_tensors
-from deepspeed.comm.mesh import REPLICATED, SHARD, Mesh
+from deepspeed.comm.mesh import DATA, DIMS, REPLICATED, SHARD, Mesh
 from deepspeed.errors import ArgumentError, MeshError
 from deepspeed.zero.param import is_managed
 from deepspeed.zero.placement import Relation, placement_of
@@ -46,6 +46,33 @@ def signature_of(tensor: torch.Tensor, name: str) -> Signature:
     if getattr(tensor, _COUNTED_ELSEWHERE, False):
         pp = Relation.EQUAL
     return (tp, pp), name if pp is Relation.PARTIAL else ""
+
+
+@dataclass(frozen=True, eq=False)
+class Axes:
+    """The ranks of an engine's mesh by what they share.
+
+    Args:
+        mesh: all of it.
+        everyone: all ranks.
+        world: ranks with the same slice of the model, whose gradients are summed.
+        data: those of them that see other samples.
+        shard: those of them that hold one copy of the split state together.
+        one_copy: ranks that hold one copy of the whole model's state together.
+    """
+
+    mesh: Mesh
+    everyone: Axis
+    world: Axis
+    data: Axis
+    shard: Axis
+    one_copy: Axis
+
+
+def axes_of(mesh: Mesh) -> Axes:
+    """The axes that an engine asks for again and again."""
+    one_copy = mesh.axis("pp", *SHARD, "tp")
+    return Axes(mesh, mesh.axis(*DIMS), mesh.axis(*REPLICATED), mesh.axis(*DATA), mesh.axis(*SHARD), one_copy)
 
 
 @dataclass(frozen=True, eq=False)

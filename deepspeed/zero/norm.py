@@ -29,7 +29,7 @@ def global_norm(buckets: list[Bucket], exact: bool, reducer: Reducer, tag: int) 
         The norm; NaN or infinity when a gradient is not finite.
     """
     mine = _squares([b for b in buckets if b.filled and b.group.holders.counted], exact)
-    total = sum(row[0] for row in scalars.current.table(reducer.one_copy, [mine], tag, _LABEL, reducer.device))
+    total = sum(row[0] for row in scalars.current.table(reducer.axes.one_copy, [mine], tag, _LABEL, reducer.device))
     return math.sqrt(total) if total >= 0 else math.nan
 
 
@@ -59,7 +59,7 @@ def explain_overflow(reducer: Reducer, tags: tuple[int, int]) -> str:
     mine = float(next(broken, len(ordered)))
     first = int(min(row[0] for row in scalars.current.table(reducer.world, [mine], tags[0], _LABEL, device)))
     if first == len(ordered):
-        whole = set(reducer.one_copy.ranks) <= set(reducer.world.ranks)
+        whole = set(reducer.axes.one_copy.ranks) <= set(reducer.world.ranks)
         return f"the gradient norm overflows although every gradient{'' if whole else ' of this model slice'} is finite"
     _, bucket, member = ordered[first]
     sent = float(any(not math.isfinite(float(total)) for total in bucket.sent))

@@ -11,7 +11,7 @@ import torch
 from torch.nn import Parameter
 
 from deepspeed.comm.collectives import SMALL, tag_of
-from deepspeed.errors import ArgumentError, OptimizerError, UsageError
+from deepspeed.errors import OptimizerError, UsageError
 from deepspeed.optim.clip import clip_factor
 from deepspeed.zero.exhaustion import suggests_offload
 from deepspeed.zero.fragment import Fragment, cut_state, unused_names
@@ -70,8 +70,9 @@ class ZeroOptimizer:
         self.skip_reason: str | None = None
         self._global_grad_norm: float | None = None
         self._channel, self._rounds = reducer.world.channel(), 0
-        self._norm_channel, self._norms = reducer.one_copy.channel(), 0
-        self._items, self._counts_items, self._micro_batches = 0.0, False, 0
+        self._norm_channel, self._norms = reducer.axes.one_copy.channel(), 0
+        self.window = reducer.window
+        self.window.rates = self._rates
         self._scale_loss: Callable[[torch.Tensor, bool], Any] | None = None
         self.shards = [OptimizerShard(bucket, inner) for bucket in reducer.buckets]
         self._shard_of = {id(shard.group): shard for shard in self.shards}
@@ -143,7 +144,7 @@ class ZeroOptimizer:
     @property
     def loss_scale(self) -> float:
         """Factor on the loss (1 when losses are not scaled)."""
-        return 1.0 if self.scaler is None else float(self.scaler.scale)
+        return self.window.loss_scale
 
     cur_scale = loss_scale
 
@@ -152,30 +153,18 @@ class ZeroOptimizer:
         """The clipping limit, 0 for none."""
         return self.settings.clip
 
-    # -- counting -------------------------------------------------------------------------------------------------
-
-    def count(self, items: float | None) -> None:
-        """A micro-batch was run backward.
-
-        Args:
-            items: its share of the window's divisor; None for the plain mean over micro-batches.
-        """
-        if self._micro_batches and self._counts_items != (items is not None):
-            raise UsageError("a window mixes backward(num_items=…) with plain backward; use one of them throughout")
-        if items is not None and not (isinstance(items, (int, float)) and 0 <= items < math.inf):
-            raise ArgumentError(f"num_items is this rank's count of items, a number of 0 or more; got {items!r}")
-        self._counts_items = items is not None
-        self._items += items or 0.0
-        self._micro_batches += 1
+    def _rates(self) -> list[float]:
+        """Learning rates as this rank has them: one that a rank sets alone would update its slices by another rule."""
+        rates = (group.get("lr") for group in self.optimizer.param_groups)
+        return [float(rate) for rate in rates if isinstance(rate, (int, float))]
 
     # -- the step -------------------------------------------------------------------------------------------------
 
-    def step(self, closure: Callable[[], Any] | None = None, rescale: float = 1.0) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update: agree, norm, check, clip, update, publish.
 
         Args:
             closure: evaluated first, as torch optimizers do.
-            rescale: extra factor on the gradients (a partial window counts the micro-batches it saw).
 
         Returns:
             What the closure returned.
@@ -183,7 +172,7 @@ class ZeroOptimizer:
         loss = closure() if closure is not None else None
         if self.lifecycle is not None:
             self.lifecycle.settle()
-        items = self.reducer.finish(self._items)
+        agreed = self.reducer.finish(self.window.update)
         self.reducer.adopt_edits()
         if self.settings.refuse_unused:
             unused = unused_names(self.reducer, self.fragments)
@@ -193,8 +182,7 @@ class ZeroOptimizer:
                     f"no rank had a gradient for {', '.join(unused[:8])}{' …' if len(unused) > 8 else ''}, and "
                     f"zero_optimization.ignore_unused_parameters is false; freeze them or drop the key"
                 )
-        if self._counts_items:
-            rescale = 1.0 / items if items else 1.0  # the items count a partial window by themselves
+        rescale = self.window.rescale(agreed)
         norm = None
         if self.settings.norm or self.settings.check or self.settings.clip:
             updated = [b for b in self.reducer.buckets if any(m.uid in self.fragments for m in b.group.members)]
@@ -259,14 +247,13 @@ class ZeroOptimizer:
 
     def _end_window(self) -> None:
         self.reducer.clear()
-        self._items, self._counts_items, self._micro_batches = 0.0, False, 0
+        self.window.restart()
 
     # -- what clients call ----------------------------------------------------------------------------------------
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Throw the gradients of the window away. All ranks call together."""
         self.reducer.drop()
-        self._items, self._counts_items, self._micro_batches = 0.0, False, 0
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> Any:
         """Run `loss` backward through the engine."""
@@ -295,6 +282,7 @@ class ZeroOptimizer:
     def destroy(self) -> None:
         """Stop listening to gradients and let the state go."""
         self.reducer.detach()
+        self.window.rates = list
         self._guard.remove()
         for shard in self.shards:
             shard.drop()

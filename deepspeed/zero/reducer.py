@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -11,12 +11,30 @@ import torch
 from deepspeed.comm import collectives, scalars
 from deepspeed.comm.axis import Axis
 from deepspeed.comm.collectives import READ, SMALL, tag_of
+from deepspeed.errors import UsageError
 from deepspeed.foundation.log import warn_once
+from deepspeed.zero.accumulation import WIDTH, AccumulationWindow, Agreed, Purpose
 from deepspeed.zero.buckets import Bucket, ReduceSettings, Round
+from deepspeed.zero.holders import Axes
 from deepspeed.zero.member import Member
 from deepspeed.zero.param import clear_raw_grad, raw_grad
 from deepspeed.zero.shard_group import ShardGroup
 from deepspeed.zero.wire import Wire
+
+
+@dataclass(eq=False)
+class _Meeting:
+    """Ranks that agree on the groups whose parameters they all have."""
+
+    axis: Axis
+    channel: int
+    buckets: list[Bucket] = field(default_factory=list)
+    count: int = 0
+
+    def tag(self) -> int:
+        """Of the next row."""
+        self.count += 1
+        return tag_of(self.channel, SMALL, self.count)
 
 
 class Reducer:
@@ -27,30 +45,30 @@ class Reducer:
         one_copy: all ranks that hold one copy of the whole model's state together.
         groups: the engine's groups.
         settings: how to sum.
+        axes: all ranks, by what they share; they enter `finish` together.
+        groups: the engine's groups.
+        settings: how to sum.
+        window: where its driver stands; says what gradients are multiplied by, and whether they travel now.
     """
 
-    def __init__(self, world: Axis, one_copy: Axis, groups: list[ShardGroup], settings: ReduceSettings) -> None:
-        self.world, self.one_copy, self.settings = world, one_copy, settings
+    def __init__(
+        self, axes: Axes, groups: list[ShardGroup], settings: ReduceSettings, window: AccumulationWindow
+    ) -> None:
+        self.axes, self.world, self.settings, self.window = axes, axes.world, settings, window
         self.buckets = [Bucket(group, settings.accumulator, settings.accumulates) for group in groups]
         self._of = {id(b.group): b for b in self.buckets}
-        self.reduce_now = True  # this micro-batch ends the window
-        self.deferred = settings.accumulates  # the window holds micro-batches that are summed before they travel
-        self.factor = 1.0 / settings.mean_over  # of the running backward pass, the same on all ranks
-        self.weight: float | None = None  # of this rank's micro-batch beside a full one, when a loop counts samples
         self.clean = True
-        self.warn_unscaled = False  # the next gradients come from a bare backward under a loss scale
         self.on_complete: Callable[[ShardGroup], None] | None = None  # all gradients of a group are here
         largest = max((g.numel for g in groups), default=0)
         self.device = groups[0].device if groups else torch.device("cpu")
-        self.wire = Wire(settings, largest, self.device, {world, *_axes_of(groups)})
+        self.wire = Wire(settings, largest, self.device, {self.world, *_axes_of(groups)})
         # Ranks agree on a group with all that have its parameters, and all meet on their axes in one order.
-        meeting = {world: [], **{group.holders.everyone: [] for group in groups}}
-        self._meetings: list[tuple[Axis, int, list[Bucket]]] = [
-            (axis, axis.channel(), meeting[axis]) for axis in sorted(meeting, key=lambda axis: axis.ranks)
-        ]
+        where = {self.world, *(group.holders.everyone for group in groups)}
+        self._meetings = [_Meeting(axis, axis.channel()) for axis in sorted(where, key=lambda axis: axis.ranks)]
         for bucket in self.buckets:
-            meeting[bucket.group.holders.everyone].append(bucket)
-        self._finishes = 0
+            self._meeting_of(bucket.group).buckets.append(bucket)
+        apart = axes.everyone is not self.world
+        self._everyone = _Meeting(axes.everyone, axes.everyone.channel()) if apart else None
         self._touched_anywhere: dict[int, list[bool]] = {}
         self._handed_out: list[tuple[Member, torch.Tensor, int]] = []
         self._hooks: dict[int, Any] = {}
@@ -77,7 +95,8 @@ class Reducer:
         collectives.delay(f"gradient of {member.name}")
         clear_raw_grad(member.param)
         self.clean = False
-        if self.warn_unscaled:
+        self.window.entering()
+        if self.window.unscaled:
             warn_once("loss.backward() under fp16 is taken as unscaled and may underflow; use engine.backward or scale")
         bucket = self._of[id(member.group)]
         bucket.touched[member.index] = 1
@@ -93,17 +112,20 @@ class Reducer:
                 self._launch(bucket)
 
     def _sends_now(self, bucket: Bucket) -> bool:
-        return self.reduce_now or bucket.group.policy.reduces_as_gradients_arrive
+        return self.window.reduce_now or bucket.group.policy.reduces_as_gradients_arrive
 
     def _sums_before_travel(self, bucket: Bucket) -> bool:
-        return self.deferred and not bucket.group.policy.reduces_as_gradients_arrive
+        return self.window.deferred and not bucket.group.policy.reduces_as_gradients_arrive
 
     def _enter(self, bucket: Bucket, member: Member, gradient: torch.Tensor) -> None:
         """Copy or add one gradient into the open round."""
         dtype = self._travel_dtype(bucket)
         exact = dtype == self.settings.accumulator
-        weight = 1.0 if self.weight is None else self.weight
-        entry, at_owner = (self.factor * weight, 1.0) if exact else (self._before_wire, self._after_wire)
+        factor, weight = self.window.factor, self.window.weight
+        if exact:
+            entry, at_owner = factor * (1.0 if weight is None else weight), 1.0
+        else:
+            entry, at_owner = self._before_wire, factor / self._before_wire
         current = bucket.round
         if current is not None:
             again = member.index in current.arrived and not exact  # a sum in low precision would round
@@ -131,13 +153,8 @@ class Reducer:
         """Factor on low-precision gradients before they travel."""
         return 1.0 if self.settings.prescale is None else self.settings.prescale
 
-    @property
-    def _after_wire(self) -> float:
-        """Factor on their sum; all ranks must use the same, since with a two-rank swap both sides sum."""
-        return self.factor / self._before_wire
-
     def _travel_dtype(self, bucket: Bucket) -> torch.dtype:
-        if self._sums_before_travel(bucket) or self.weight is not None:
+        if self._sums_before_travel(bucket) or self.window.weight is not None:
             return self.settings.accumulator
         return self.settings.wire or bucket.group.dtype
 
@@ -152,7 +169,10 @@ class Reducer:
         """Send the open round of a bucket."""
         current, bucket.round = bucket.round, None
         if current is not None:
-            self.wire.launch(bucket, self._narrowed(bucket, current))
+            current = self._narrowed(bucket, current)
+            if current.buffer.dtype != self.settings.accumulator:
+                bucket.note_factor(current.at_owner)
+            self.wire.launch(bucket, current)
 
     def _narrowed(self, bucket: Bucket, current: Round) -> Round:
         """A round in the dtype that was asked for the wire, also when it was summed in another before."""
@@ -160,52 +180,110 @@ class Reducer:
         if dtype is None or current.buffer.dtype == dtype:
             return current
         narrow = self.wire.acquire(bucket, dtype)
-        torch.mul(current.buffer, 1.0 / self._after_wire, out=narrow)
+        at_owner = self.window.travel_factor / self._before_wire
+        torch.mul(current.buffer, 1.0 / at_owner, out=narrow)
         self.wire.release(bucket, current)
-        return Round(narrow, self._after_wire, True, arrived=current.arrived)
+        return Round(narrow, at_owner, True, arrived=current.arrived)
 
     # -- the end of a window --------------------------------------------------------------------------------------
 
-    def finish(self, extra: float = 0.0) -> float:
+    def finish(self, purpose: Purpose = Purpose.READ, of: Member | None = None) -> Agreed:
         """Send what is left, bring all ranks to the same number of rounds, wait. All ranks call together.
 
         Args:
-            extra: a number of this rank.
+            purpose: why the ranks meet.
+            of: the parameter that is read or written; only ranks that have it take part. None: all.
 
         Returns:
-            The sum of all ranks' numbers.
+            What the ranks have agreed on.
+
+        Raises:
+            UsageError: on all ranks, when they differ in what each of them decides alone; the window is dropped.
         """
         for bucket in self.buckets:
             self._launch(bucket)
-        self._finishes += 1
-        total = 0.0
-        for axis, channel, buckets in self._meetings:
-            row = [extra]
-            for bucket in buckets:
-                row += [*bucket.launches, *bucket.touched]
-            tag = tag_of(channel, SMALL, self._finishes)
-            table = scalars.current.table(axis, row, tag, "agreement on gradients", self.device)
-            if axis is self.world:
-                total = sum(numbers[0] for numbers in table)
-            self._level(buckets, [max(column) for column in zip(*table, strict=True)][1:])
-        self.wire.settle_all()
-        return total
+        edits = sum(tensor._version != version for _, tensor, version in self._handed_out)
+        trouble, agreed = None, None
+        for meeting in self._meetings:
+            if of is not None and meeting is not self._meeting_of(of.group):
+                continue  # ranks of other slices and stages do not look at this parameter
+            table = self._meet(meeting, self.window.row(purpose, of.place if of is not None else 0, edits))
+            trouble = trouble or self.window.disagreement(table) or self._uneven(meeting, table)
+            self._catch_up(meeting, table)
+            if agreed is None or meeting.axis is self.world:
+                agreed = self.window.agreed(table)
+        if of is None:
+            trouble = self._share(trouble, purpose)
+        if trouble is not None:
+            self._refuse(trouble)
+        self.wire.settle(None if of is None else self._meeting_of(of.group).buckets)
+        if agreed is None:
+            raise RuntimeError("a bucket without a meeting")
+        return agreed
 
-    def _level(self, buckets: list[Bucket], most: list[float]) -> None:
-        """Send zeros for the rounds that this rank has not launched and others have."""
-        at = 0
-        for bucket in buckets:
+    def _meet(self, meeting: _Meeting, row: list[float]) -> list[list[float]]:
+        for bucket in meeting.buckets:
+            launches = bucket.launches if bucket.sum is not None else (-1, -1)
+            row += [*launches, bucket.factor, *bucket.touched]
+        return scalars.current.table(meeting.axis, row, meeting.tag(), "agreement on gradients", self.device)
+
+    def _share(self, trouble: str | None, purpose: Purpose) -> str | None:
+        """Slices and stages of a model go on together, or stop together."""
+        meeting = self._everyone
+        if meeting is None:
+            return trouble
+        row = [*self.window.row(purpose, 0, 0, rates=False), float(trouble is not None)]
+        table = scalars.current.table(meeting.axis, row, meeting.tag(), "agreement of all slices", self.device)
+        others = [str(meeting.axis.ranks[rank]) for rank, numbers in enumerate(table) if numbers[-1]]
+        told = f"rank {', '.join(others)} says why" if others else None
+        return trouble or self.window.disagreement([numbers[:-1] for numbers in table]) or told
+
+    def _meeting_of(self, group: ShardGroup) -> _Meeting:
+        return next(meeting for meeting in self._meetings if meeting.axis is group.holders.everyone)
+
+    def _uneven(self, meeting: _Meeting, table: list[list[float]]) -> str | None:
+        """What the rows say that no zeros can mend; None when there is nothing."""
+        at = WIDTH
+        for bucket in meeting.buckets:
+            launches, factors = [row[at : at + 2] for row in table], {row[at + 2] for row in table} - {0.0}
+            at += 3 + len(bucket.touched)
+            frozen = [rank for rank, counts in enumerate(launches) if counts[0] < 0]
+            if frozen and any(max(counts) > 0 for counts in launches):
+                return f"{bucket.group.name} is trained on some ranks, and frozen on rank {', '.join(map(str, frozen))}"
+            mixed = any(factor < 0 for factor in factors) and len({counts[0] for counts in launches}) > 1
+            if len(factors) > 1 or mixed:
+                return (
+                    f"gradients of {bucket.group.name} that travel in low precision are multiplied by other factors on "
+                    f"other ranks: their backward passes differ (num_items, scale_wrt_gas, loss scale)"
+                )
+        return None
+
+    def _refuse(self, trouble: str) -> None:
+        """All ranks drop the window and raise the same error."""
+        self.wire.settle()
+        self.clear()
+        self.window.restart()
+        raise UsageError(
+            f"ranks disagree about the window of gradients: {trouble}. All ranks must make the same calls; nothing was "
+            f"updated, and the window's gradients are dropped"
+        )
+
+    def _catch_up(self, meeting: _Meeting, table: list[list[float]]) -> None:
+        """Send zeros for the rounds that others have launched and this rank has not."""
+        most, at = [max(column) for column in zip(*table, strict=True)], WIDTH
+        for bucket in meeting.buckets:
             for exact in (0, 1):
                 while bucket.launches[exact] < most[at + exact]:
-                    self._send_zeros(bucket, exact)
+                    bucket.prepare()  # nothing to do, unless the group is frozen here alone; then all raise after this
+                    self._send_zeros(bucket, exact, most[at + 2])
             count = len(bucket.touched)
-            self._touched_anywhere[id(bucket)] = [mark > 0 for mark in most[at + 2 : at + 2 + count]]
-            at += 2 + count
+            self._touched_anywhere[id(bucket)] = [mark > 0 for mark in most[at + 3 : at + 3 + count]]
+            at += 3 + count
 
-    def _send_zeros(self, bucket: Bucket, exact: int) -> None:
+    def _send_zeros(self, bucket: Bucket, exact: int, factor: float) -> None:
         low = self.settings.wire or bucket.group.dtype
         dtype = self.settings.accumulator if exact else low
-        at_owner = 1.0 if exact else self._after_wire
+        at_owner = 1.0 if exact else abs(factor) or 1.0
         bucket.round = Round(self.wire.acquire(bucket, dtype), at_owner, pooled=True)
         self._launch(bucket)
 
@@ -228,18 +306,18 @@ class Reducer:
         self._touched_anywhere.clear()
         self._handed_out.clear()
         self.clean = True
-        self.deferred = self.settings.accumulates
+        self.window.forget()
 
     def drop(self) -> None:
         """Throw the gradients of the window away (`zero_grad`). All ranks call together."""
         if not self.clean:
-            self.finish()
+            self.finish(Purpose.ZERO_GRAD)
             self.clear()
+        self.window.forget()
 
     def set_accumulates(self, accumulates: bool) -> None:
         """The number of micro-batches per window has changed, between windows."""
         self.settings = self.wire.settings = replace(self.settings, accumulates=accumulates)
-        self.deferred = accumulates
 
     def detach(self) -> None:
         """Stop listening."""
@@ -259,12 +337,12 @@ class Reducer:
         if self.clean:
             return None
         bucket = self.bucket_of(member)
-        if self._sums_before_travel(bucket) and not self.reduce_now:
+        if self._sums_before_travel(bucket) and not self.window.reduce_now:
             current = bucket.round
             if current is None or member.index not in current.arrived:
                 return None
             return current.buffer[member.offset : member.offset + member.numel].view(member.shape)
-        self.finish()
+        self.finish(Purpose.READ, member)
         if not self.touched(bucket, member):
             return None
         if bucket.whole:
@@ -280,7 +358,7 @@ class Reducer:
         if value is None and self.clean:
             return
         self.clean = False
-        self.finish()
+        self.finish(Purpose.WRITE, member)
         bucket = self.bucket_of(member)
         bucket.touched[member.index] = int(value is not None)
         self._touched_anywhere[id(bucket)][member.index] = value is not None

@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 import enum
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from deepspeed.comm.collectives import READ, SPREAD, Handle, spread, tag_of
-from deepspeed.comm.fetch import FetchService, SharedSlices, service_of
+from deepspeed.comm.fetch import FetchService, SharedSlices, meet, service_of
 from deepspeed.errors import ShardedParameterError
 from deepspeed.storage.resident import RESIDENT, Resident
 from deepspeed.zero.client_surface import ZeroParamStatus
@@ -154,8 +154,7 @@ class ShardGroup(LocalShard):
             values: dense, any shape of the right number of elements, the same on all ranks.
         """
         flat = values.detach().reshape(-1)
-        if self.state is State.INFLIGHT:
-            self.finish_gather()
+        meet_before_change([self])
         self.overwrite_master(member, flat)
         if self.state is State.GATHERED:
             self.full[member.offset : member.offset + member.numel].copy_(flat)
@@ -308,6 +307,7 @@ class ShardGroup(LocalShard):
 
     def keep_own(self) -> None:
         """Take this rank's part of the full buffer as the new slice (after an edit of gathered parameters)."""
+        meet_before_change([self])
         if self.policy.gathers_before_use:
             low, high = self.layout.cuts[self.axis.rank], self.layout.cuts[self.axis.rank + 1]
             with self.values.borrowed(changed=True, read=False) as values:
@@ -322,6 +322,14 @@ class ShardGroup(LocalShard):
         """The slice has new values: ranks that ask for this version are served now."""
         if self.fetch is not None:
             self.fetch.advance(self.channel)
+
+    def refresh(self) -> None:
+        """The slices have new values: a full buffer of the old ones is let go, or where it is in use filled anew."""
+        if self.policy.gathers_before_use and self.state is not State.SHARDED:
+            if self.users:
+                self.gather_together()
+            else:
+                self.free()
 
     def start_publish(self) -> Handle | None:
         """Send the updated slice to the other ranks; None when nothing travels."""
@@ -381,6 +389,20 @@ class ShardGroup(LocalShard):
         self.full = torch.empty(0, dtype=self.dtype, device=self.device)
         self.values.drop()
         self.views = []
+
+
+def meet_before_change(groups: Sequence[ShardGroup]) -> None:
+    """Slices are about to change outside of `step`: let everybody have what they still pull. All ranks call together.
+
+    Args:
+        groups: of one engine.
+    """
+    for group in groups:
+        if group.state is State.INFLIGHT:
+            group.finish_gather()
+    served = next((group for group in groups if group.fetch is not None), None)
+    if served is not None:
+        meet(served.axis, served.channel, next(served._seq), f"agreement before a change of {served.name}")
 
 
 def _was_replaced(param: torch.Tensor, view: torch.Tensor) -> bool:

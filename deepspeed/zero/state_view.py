@@ -23,7 +23,7 @@ from deepspeed.zero.optimizer import ZeroOptimizer
 from deepspeed.zero.optimizer_shard import OptimizerShard
 from deepspeed.zero.param import is_managed
 from deepspeed.zero.reducer import Reducer
-from deepspeed.zero.shard_group import ShardGroup, State
+from deepspeed.zero.shard_group import ShardGroup
 from deepspeed.zero.waves import publish
 
 # The names by which checkpoints state how a layout cuts.
@@ -114,7 +114,7 @@ class WindowView:
             return
         launches = agree([list(bucket.launches) for bucket in self._buckets()])
         if all(row == launches[0] for row in launches):
-            self.reducer.wire.settle_all()
+            self.reducer.wire.settle()
         else:
             self.reducer.finish()
 
@@ -162,7 +162,7 @@ class WindowView:
         for name in touched:
             member = self.members[name]
             self.bucket(member.group).touched[member.index] = 1
-        self.reducer.clean, self.reducer.deferred = False, deferred
+        self.reducer.clean, self.reducer.window.deferred = False, deferred
 
 
 class StateView(WindowView):
@@ -342,11 +342,10 @@ class StateView(WindowView):
         """Make loaded masters the parameters of every rank. All ranks call together."""
         publish(self.groups)
         for group in self.groups:
-            if group.policy.gathers_before_use and group.state is not State.SHARDED:
-                group.gather_together()
             for member in group.members:
                 member.version, member.exposed = member.param._version, False
             group.advance()
+            group.refresh()
 
 
 def layout_rule(layout: Layout) -> str:

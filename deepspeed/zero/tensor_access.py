@@ -14,10 +14,12 @@ import torch
 
 from deepspeed.comm.collectives import READ
 from deepspeed.errors import ArgumentError, UsageError
+from deepspeed.zero.accumulation import Purpose
 from deepspeed.zero.fragment import Fragment
 from deepspeed.zero.member import Member
 from deepspeed.zero.optimizer import ZeroOptimizer
 from deepspeed.zero.param import is_managed
+from deepspeed.zero.shard_group import meet_before_change
 from deepspeed.zero.waves import publish
 
 
@@ -196,7 +198,7 @@ def safe_get_local_grad(param: torch.nn.Parameter) -> torch.Tensor | None:
         return None
     if member.reducer.clean:
         return None
-    member.reducer.finish()
+    member.reducer.finish(Purpose.READ, member)
     if not _fragments(member):
         return None
     fragment = _fragments(member)[0]
@@ -213,7 +215,7 @@ def safe_get_local_optimizer_state(param: torch.nn.Parameter, optim_state_key: s
 
 
 def safe_set_local_fp32_param(param: torch.nn.Parameter, value: torch.Tensor) -> None:
-    """Replace this rank's fragment of the values; every rank sets its own.
+    """Replace this rank's fragment of the values; every rank sets its own, all call together.
 
     Args:
         param: a parameter of an engine's model.
@@ -222,11 +224,13 @@ def safe_set_local_fp32_param(param: torch.nn.Parameter, value: torch.Tensor) ->
     member = _member(param)
     if member is not None:
         group = member.group
+        meet_before_change([group])
         with group.updated.borrowed(changed=True) as masters:
             for fragment in _fragments(member):
                 masters[fragment.span].copy_(value.reshape(-1))
         publish([group])
         group.advance()
+        group.refresh()
 
 
 def safe_set_local_grad(param: torch.nn.Parameter, value: torch.Tensor) -> None:
@@ -234,7 +238,7 @@ def safe_set_local_grad(param: torch.nn.Parameter, value: torch.Tensor) -> None:
     member = _member(param)
     if member is None or member.reducer is None:
         raise ArgumentError("the parameter belongs to no engine; set .grad directly")
-    member.reducer.finish()
+    member.reducer.finish(Purpose.WRITE, member)
     for fragment in _fragments(member):
         with fragment.bucket.total.borrowed(changed=True) as total:
             total[fragment.span].copy_(value.reshape(-1))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -103,7 +103,7 @@ class Wire:
         bucket.launches[exact] += 1
         self._in_flight.append((self._send(bucket, current, seq), bucket, current))
         if not self.settings.overlap:
-            self.settle_all()
+            self.settle()
         elif bucket.group.axis.shared is not None:
             self.progress()
 
@@ -198,10 +198,11 @@ class Wire:
             self._in_flight.remove(entry)
         self._in_flight += [(following, bucket, current), *later]
 
-    def settle_all(self) -> None:
-        """Wait for everything."""
-        while self._in_flight:
-            self._settle(*self._in_flight.popleft())
+    def settle(self, buckets: Sequence[Bucket] | None = None) -> None:
+        """Wait for the rounds of these buckets, or for everything."""
+        while entry := next((each for each in self._in_flight if buckets is None or each[1] in buckets), None):
+            self._in_flight.remove(entry)
+            self._settle(*entry)
 
     def forget_buffers(self) -> None:
         """Let the transit buffers go that are not in use; new ones are made when they are needed."""

@@ -1,6 +1,6 @@
 """Simulated model parallelism: plain modules that hold a slice, whose gradients are known, and their dense twin.
 
-The loss is linear in every parameter, with coefficients drawn by (name, step, sample, part): each rank computes its part
+The loss is linear in every parameter, with coefficients drawn by (name, step, sample, part): each rank computes a part
 of a gradient that is known as a whole. On small integers all sums are exact, so their order cannot be seen.
 """
 

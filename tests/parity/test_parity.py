@@ -168,7 +168,7 @@ def sum_instead_of_mean(patch: pytest.MonkeyPatch) -> None:
     enter = Reducer._enter
 
     def planted(reducer: Any, *args: Any) -> None:
-        reducer.factor = 1.0
+        reducer.window.factor = 1.0
         enter(reducer, *args)
 
     patch.setattr(Reducer, "_enter", planted)
