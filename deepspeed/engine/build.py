@@ -232,7 +232,7 @@ def build(
 
 
 def _window(config: DeepSpeedConfig, axes: Axes) -> AccumulationWindow:
-    ranks = axes.world.size if config.gradient_allreduce_op == "mean" else 1
+    ranks = axes.data.size if config.gradient_allreduce_op == "mean" else 1
     return AccumulationWindow(config.gradient_accumulation_steps, config.train_micro_batch_size_per_gpu, ranks)
 
 

@@ -44,6 +44,7 @@ from deepspeed.optim.precision import DTYPES
 from deepspeed.zero.accumulation import Purpose, Way
 from deepspeed.zero.holders import axes_of
 from deepspeed.zero.mesh import find_mesh
+from deepspeed.zero.policy import policy_for
 
 
 class DeepSpeedEngine(Reporting, StateAccessors, CheckpointIO, OffloadStates, Feeding, ConfigAccessors, nn.Module):
@@ -109,7 +110,7 @@ class DeepSpeedEngine(Reporting, StateAccessors, CheckpointIO, OffloadStates, Fe
         )
         self.timers = SynchronizedWallClockTimer(accelerator.synchronize)
         self._say_plan()
-        if self._components.lifecycle is not None:  # a slice can be pulled only when its owner serves it
+        if self._shards_parameters:  # a slice can be pulled only when its owner serves it
             self._agree(0, "all ranks have their engine")
 
     # -- making ---------------------------------------------------------------------------------------------------
@@ -391,6 +392,11 @@ class DeepSpeedEngine(Reporting, StateAccessors, CheckpointIO, OffloadStates, Fe
         if self._components.reducer is not None:
             self._components.reducer.finish(Purpose.REDUCE)
 
+    @property
+    def _shards_parameters(self) -> bool:
+        """Whether parameters are pulled from owners: on all ranks alike, also where a stage of the model has none."""
+        return policy_for(self.ds_config.zero.stage).gathers_before_use
+
     def destroy(self) -> None:
         """Take the hooks off and let optimizer state and gradients go; the model stays, plain or sharded.
 
@@ -400,8 +406,9 @@ class DeepSpeedEngine(Reporting, StateAccessors, CheckpointIO, OffloadStates, Fe
         components = self._components
         if components.lifecycle is not None:
             components.lifecycle.settle()  # what is under way is pulled while its owner still serves it
-            if sys.exc_info()[0] is None:
-                self._agree(0, "all ranks are done with their engine")
+        if self._shards_parameters and not components.destroyed and sys.exc_info()[0] is None:
+            self._agree(0, "all ranks are done with their engine")
+        if components.lifecycle is not None:
             components.lifecycle.detach()
         if components.optimizer is not None:
             components.optimizer.destroy()
