@@ -114,7 +114,6 @@ def test_groups_in_use_are_never_freed() -> None:
     assert (a.state, b.state) == (State.GATHERED, State.SHARDED)
 
 
-
 Units = list[list[Group]]
 
 
