@@ -27,8 +27,8 @@ def state_bytes(components: Components) -> dict[str, int]:
         components: of an engine.
 
     Returns:
-        `parameters` at rest, `masters`, `gradients`, `optimizer`, and `gathered`: at stage 3 the full buffers
-        that stand beside the slices now, in use or kept.
+        `parameters` at rest, `masters`, `gradients`, `optimizer`, and `gathered`: at stage 3 the full buffers that
+        stand beside the slices now, in use or kept.
     """
     groups = components.groups
     gathered = [g.full for g in groups if g.policy.gathers_before_use]

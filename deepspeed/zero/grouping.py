@@ -15,7 +15,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.foundation.log import say_once
 from deepspeed.zero.holders import DATA_PARALLEL, Holders, Signature
 from deepspeed.zero.layout import Layout, by_group, by_owner
-from deepspeed.zero.lifecycle import repeated_blocks
+from deepspeed.zero.lifecycle import repeated_blocks, units_of
 from deepspeed.zero.local_shard import Tiers
 from deepspeed.zero.member import Member
 from deepspeed.zero.param import is_managed
@@ -89,7 +89,7 @@ def plan_groups(
         (policy, parameters) per group; every group is of one dtype, device and signature, trainable or frozen, updated
         or not.
     """
-    unit_of = _units(module) if policy.gathers_before_use else {}
+    unit_of = _announced_units(module) if policy.gathers_before_use else {}
     kinds: dict[tuple[object, ...], list[Parameter]] = defaultdict(list)
     kept = 0
     for param in names:
@@ -118,23 +118,11 @@ def plan_groups(
     return groups
 
 
-def _units(module: nn.Module) -> dict[Parameter, nn.Module]:
-    """The unit each parameter belongs to: the outermost repeated block around it, else the module that owns it."""
-    blocks = set(repeated_blocks(module))
-    homes: dict[Parameter, nn.Module] = {}
-
-    def visit(current: nn.Module, block: nn.Module | None) -> None:
-        block = block or (current if current in blocks else None)
-        for param in current._parameters.values():
-            if param is not None:
-                homes.setdefault(param, block or current)
-        for child in current.children():
-            visit(child, block)
-
-    visit(module, None)
+def _announced_units(module: nn.Module) -> dict[Parameter, nn.Module]:
+    blocks = repeated_blocks(module)
     if blocks:
         say_once(f"sharding {len(blocks)} repeated blocks as units, other modules one by one", key=id(module))
-    return homes
+    return units_of(module)
 
 
 def cut(plan: GroupingPlan, policy: Policy, numels: list[int], ranks: int) -> Layout:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.autograd import Variable
 from torch.autograd.graph import register_multi_grad_hook
+from torch.nn import Parameter
 
 from deepspeed.comm import collectives
 from deepspeed.foundation.tree import tensors_in
@@ -86,6 +87,23 @@ def repeated_blocks(module: nn.Module) -> list[nn.Module]:
 
     visit(module)
     return found
+
+
+def units_of(module: nn.Module) -> dict[Parameter, nn.Module]:
+    """The unit each parameter belongs to: the outermost repeated block around it, else the module that owns it."""
+    blocks = set(repeated_blocks(module))
+    homes: dict[Parameter, nn.Module] = {}
+
+    def visit(current: nn.Module, block: nn.Module | None) -> None:
+        block = block or (current if current in blocks else None)
+        for param in current._parameters.values():
+            if param is not None:
+                homes.setdefault(param, block or current)
+        for child in current.children():
+            visit(child, block)
+
+    visit(module, None)
+    return homes
 
 
 class Lifecycle:

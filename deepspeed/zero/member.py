@@ -37,6 +37,7 @@ class Member:
     index: int = 0
     place: int = 0
     shape: torch.Size = field(init=False)
+    numel: int = field(init=False)
     uid: int = field(default_factory=lambda: next(_uids))
     group: ShardGroup = field(init=False, repr=False)
     placeholder: torch.Tensor = field(init=False, repr=False)
@@ -48,11 +49,7 @@ class Member:
 
     def __post_init__(self) -> None:
         self.shape = self.param.shape
-
-    @property
-    def numel(self) -> int:
-        """Elements."""
-        return self.shape.numel()
+        self.numel = self.shape.numel()
 
     @property
     def offset(self) -> int:

@@ -9,7 +9,7 @@ from collections import defaultdict
 import torch
 
 from deepspeed.comm import scalars
-from deepspeed.optim.clip import sum_of_squares
+from deepspeed.optim.clip import native_sum_of_squares, sum_of_squares
 from deepspeed.zero.buckets import Bucket
 from deepspeed.zero.reducer import Reducer
 
@@ -35,13 +35,23 @@ def global_norm(buckets: list[Bucket], exact: bool, reducer: Reducer, tag: int) 
 
 def _squares(buckets: list[Bucket], exact: bool) -> float:
     """This rank's part of the sum; accumulators that rest elsewhere are read one after the other."""
-    found: dict[torch.device, list[torch.Tensor]] = defaultdict(list)
+    found: dict[torch.device, list[torch.Tensor | float]] = defaultdict(list)
     for bucket, coming in itertools.zip_longest(buckets, buckets[1:]):
         if coming is not None:
             coming.total.ahead()
         with bucket.total.borrowed() as total:
-            found[total.device].append(sum_of_squares(bucket.own(total), exact))
-    return sum(scalars.current.value(torch.stack(squares).sum()) for squares in found.values())
+            own = bucket.own(total)
+            quick = native_sum_of_squares(own)
+            found[total.device].append(sum_of_squares(own, exact) if quick is None else quick)
+    return sum(scalars.current.value(_sum(squares)) for squares in found.values())
+
+
+def _sum(squares: list[torch.Tensor | float]) -> torch.Tensor:
+    """In one order, whether they are numbers or 0-d float64 tensors."""
+    tensors = [square for square in squares if isinstance(square, torch.Tensor)]
+    if not tensors:
+        return torch.tensor(squares, dtype=torch.float64).sum()
+    return torch.stack([s if isinstance(s, torch.Tensor) else tensors[0].new_tensor(s) for s in squares]).sum()
 
 
 def explain_overflow(reducer: Reducer, tags: tuple[int, int]) -> str:

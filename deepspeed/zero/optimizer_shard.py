@@ -147,6 +147,11 @@ class OptimizerShard:
         under = self.group.under_leaves
         return under is not None and under.memory is None
 
+    @property
+    def rests_at_hand(self) -> bool:
+        """Whether `at_hand` changes nothing: all of it rests where it is updated."""
+        return not self._evicted and self.group.tiers.optimizer is RESIDENT and not self.moves
+
     def add(self, member: Member) -> list[Fragment]:
         """Make the leaves over the fragments of a member that this rank updates."""
         range_ = self.group.layout.range_of(member.index, self.group.low, self.group.high)

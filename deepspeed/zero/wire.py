@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -32,6 +32,8 @@ class Wire:
         self.settings = settings
         self._largest, self._device = largest, device
         self._in_flight: deque[tuple[Handle, Bucket, Round]] = deque()
+        self._rounds: Counter[int] = Counter()  # of each bucket in flight, by its identity
+        self._elements = 0  # in flight
         self._pool: dict[tuple[Axis, torch.dtype], list[torch.Tensor]] = defaultdict(list)
         self._received: dict[tuple[torch.dtype, int], list[torch.Tensor]] = defaultdict(list)
         self._lent: set[int] = set()  # addresses of buffers to receive into that are in use
@@ -43,7 +45,7 @@ class Wire:
 
     def busy(self, bucket: Bucket) -> bool:
         """Whether a round of `bucket` is on its way."""
-        return any(b is bucket for _, b, _ in self._in_flight)
+        return self._rounds[id(bucket)] > 0
 
     def acquire(self, bucket: Bucket, dtype: torch.dtype) -> torch.Tensor:
         """A transit buffer for a round; waits for one to come back when too much is in flight."""
@@ -58,13 +60,24 @@ class Wire:
     def _make_room(self, numel: int) -> None:
         """Wait until `numel` more elements may be in flight."""
         limit = max(self.settings.in_flight, numel)
-        while self._in_flight and sum(r.buffer.numel() for *_, r in self._in_flight) + numel > limit:
+        while self._in_flight and self._elements + numel > limit:
             first = self._in_flight[0]
             if not first[0].ready(_PATIENCE_S):
                 warn_once("gradients wait for a rank that runs another branch (or is slow); taking a fresh buffer")
                 break
             if self._in_flight and self._in_flight[0] is first:  # else `progress` has settled it meanwhile
-                self._settle(*self._in_flight.popleft())
+                self._settle(*self._land(self._in_flight.popleft()))
+
+    def _fly(self, entry: tuple[Handle, Bucket, Round]) -> None:
+        self._in_flight.append(entry)
+        self._rounds[id(entry[1])] += 1
+        self._elements += entry[2].buffer.numel()
+
+    def _land(self, entry: tuple[Handle, Bucket, Round]) -> tuple[Handle, Bucket, Round]:
+        """`entry` has just been taken out of what is in flight."""
+        self._rounds[id(entry[1])] -= 1
+        self._elements -= entry[2].buffer.numel()
+        return entry
 
     def release(self, bucket: Bucket, round_: Round) -> None:
         """Take back the transit buffer of a round."""
@@ -90,18 +103,19 @@ class Wire:
         """Send a round; parameters without a gradient in it count as zero."""
         if not current.pooled:  # an accumulator that is sent from its place has buffers to receive into all the same
             self._make_room(current.buffer.numel())
-        group, end = bucket.group, 0
-        for member in group.members:
-            if member.index not in current.arrived:
-                current.buffer[member.offset : member.offset + member.numel].zero_()
-            end = member.offset + member.numel
-        current.buffer[end:].zero_()
+        group, layout = bucket.group, bucket.group.layout
+        if len(current.arrived) < len(group.members):
+            for member in group.members:
+                if member.index not in current.arrived:
+                    current.buffer[member.offset : member.offset + member.numel].zero_()
+        if layout.numel < layout.padded:
+            current.buffer[layout.numel :].zero_()
         if self.settings.watch_ranks:
             bucket.sent.append(current.buffer.sum(dtype=torch.float32))
         exact = int(current.buffer.dtype == self.settings.accumulator)
         seq = 2 * bucket.launches[exact] + exact
         bucket.launches[exact] += 1
-        self._in_flight.append((self._send(bucket, current, seq), bucket, current))
+        self._fly((self._send(bucket, current, seq), bucket, current))
         if not self.settings.overlap:
             self.settle()
         elif bucket.group.axis.shared is not None:
@@ -182,7 +196,7 @@ class Wire:
             seen.add(id(bucket))
             if handle.ready(0.0) and entry in self._in_flight:
                 self._in_flight.remove(entry)
-                self._settle(*entry)
+                self._settle(*self._land(entry))
 
     def _settle(self, handle: Handle, bucket: Bucket, current: Round) -> None:
         self._settling.append(bucket)
@@ -193,16 +207,19 @@ class Wire:
             return
         # Behind the others: what peers need first, from this rank, is the first phase of every round. Later rounds of
         # this bucket stay behind it: two ranks that had taken up different rounds would wait for each other.
-        later = [entry for entry in self._in_flight if entry[1] is bucket]
+        later = [entry for entry in self._in_flight if entry[1] is bucket] if self.busy(bucket) else []
         for entry in later:
             self._in_flight.remove(entry)
-        self._in_flight += [(following, bucket, current), *later]
+            self._land(entry)
+        for entry in ((following, bucket, current), *later):
+            self._fly(entry)
 
     def settle(self, buckets: Sequence[Bucket] | None = None) -> None:
         """Wait for the rounds of these buckets, or for everything."""
-        while entry := next((each for each in self._in_flight if buckets is None or each[1] in buckets), None):
+        wanted = None if buckets is None else {id(bucket) for bucket in buckets}
+        while entry := next((each for each in self._in_flight if wanted is None or id(each[1]) in wanted), None):
             self._in_flight.remove(entry)
-            self._settle(*entry)
+            self._settle(*self._land(entry))
 
     def forget_buffers(self) -> None:
         """Let the transit buffers go that are not in use; new ones are made when they are needed."""
