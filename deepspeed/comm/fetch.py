@@ -10,6 +10,7 @@ from a rank that is already one version ahead waits for the owner to arrive ther
 from __future__ import annotations
 
 import contextlib
+import gc
 import hmac
 import os
 import secrets
@@ -94,6 +95,11 @@ class FetchService:
         with self._lock:
             self._served.pop(channel, None)
             self._sent = deque((entry for entry in self._sent if entry[0] != channel), self._sent.maxlen)
+
+    @property
+    def serves(self) -> bool:
+        """Whether anything may be pulled."""
+        return bool(self._served)
 
     def advance(self, channel: int) -> None:
         """The own slice of `channel` has its next version; requests that waited for it are answered."""
@@ -244,7 +250,8 @@ class SharedSlices:
         self._window.serve(channel, slice_)
 
     def withdraw(self, channel: int) -> None:
-        """Nobody pulls any more; nothing was promised that is to be taken back."""
+        """Nobody pulls any more."""
+        self._window.withdraw(channel)
 
     def advance(self, channel: int) -> None:
         """The own slice of `channel` has its next version."""
@@ -260,6 +267,28 @@ class SharedSlices:
                 full[cuts[r] : cuts[r + 1]].copy_(shared.served(r, channel, full.dtype))
 
         return Handle(self.axis, label, [shared.reached(channel, givers)], copy, full)
+
+
+def release_abandoned(axis: Axis) -> None:
+    """Withdraw the slices whose groups every rank has let go without an end. All ranks of the axis call together.
+
+    A rank that has dropped its engine must serve on: others, which have not, may still pull.
+    """
+    group = axis.group
+    if group is None or not axis.tagged:
+        return
+    service, shared = _services.get(id(axis)), axis.shared
+    if (shared is not None and shared.serves) or (service is not None and service.serves):
+        gc.collect()  # dropped engines are cycles; a rank whose next collection is far away keeps all others waiting
+    abandoned: list[Any] = [None] * axis.size
+    mine = list(axis.abandoned)
+    post(axis, "release of dropped engines", lambda: dist.all_gather_object(abandoned, mine, group=group) or [])
+    for channel in sorted(set.intersection(*map(set, abandoned))):
+        axis.abandoned.remove(channel)
+        if shared is not None:
+            shared.withdraw(channel)
+        if service is not None:
+            service.withdraw(channel)
 
 
 _services: dict[int, FetchService] = {}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import itertools
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -89,6 +90,7 @@ class ShardGroup(LocalShard):
         self.users = 0  # modules and contexts that need the values right now
         self.retains = False  # freeing keeps the memory of the full buffer
         self.fetch: FetchService | SharedSlices | None = None
+        self._dropped: weakref.finalize | None = None
         self.lifecycle: Lifecycle | None = None  # of the engine that gathers it
         self._handle: Handle | None = None
         self._owes_own = False  # the own slice is on its way from its tier, and not in the full buffer yet
@@ -337,6 +339,9 @@ class ShardGroup(LocalShard):
         elif any_graph:
             self.fetch = service_of(self.axis)
             self.fetch.serve(self.channel, self.values.borrowed if memory is None else memory)
+        if self.fetch is not None:  # dropped without an end, its slice is still pulled by slower ranks
+            self._dropped = weakref.finalize(self, self.axis.abandoned.append, self.channel)
+            self._dropped.atexit = False
 
     def register_user(self, module: Any) -> None:
         """`module` uses this group although its parameters are not below it."""
@@ -358,6 +363,8 @@ class ShardGroup(LocalShard):
         if self.fetch is not None:
             self.fetch.withdraw(self.channel)
             self.fetch = None
+        if self._dropped is not None:
+            self._dropped.detach()
         self.lifecycle = None
         if self.master is not None:
             self.master.drop()
