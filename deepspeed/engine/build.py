@@ -334,7 +334,7 @@ def _groups(
     ]
     places = {param: place for place, param in enumerate(names)}
     for member in (member for group in groups for member in group.members):
-        member.place = places[member.param]
+        member.place, member.group.world = places[member.param], axes.world
     return groups
 
 

@@ -63,11 +63,12 @@ class GatheredParameters:
             if group.policy.gathers_before_use:
                 group.gather_together()
             group.users += 1
+            group.editors += 1
 
     def __exit__(self, error: Any, *_: Any) -> None:
         changed = self._take_over() if self.modifier_rank is not None and error is None else set()
         for group in self._groups:
-            group.users = max(0, group.users - 1)
+            group.users, group.editors = max(0, group.users - 1), group.editors - 1
             if id(group) in changed:
                 group.keep_own()
             if group.users == 0:
@@ -82,17 +83,15 @@ class GatheredParameters:
                 continue
             axis = _edited_by(group)
             member.rejoin()
-            flat = group.full[member.offset : member.offset + member.numel]
-            broadcast(axis, flat, axis.ranks.index(self.modifier_rank), f"edit of {member.name}")
-            group.overwrite_master(member, flat)
+            broadcast(axis, member.flat(), axis.ranks.index(self.modifier_rank), f"edit of {member.name}")
+            group.import_edits(member)
             changed.add(id(group))
         return changed
 
 
 def _edited_by(group: ShardGroup) -> Axis:
     """The ranks that take over an edit: all that hold the parameter, replicas of hybrid sharding too."""
-    owner = group.members[0].reducer
-    return group.axis if owner is None else owner.world
+    return group.axis if group.world is None else group.world
 
 
 def _listed(params: Any) -> list[torch.Tensor | None]:

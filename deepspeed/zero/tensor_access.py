@@ -227,6 +227,7 @@ def safe_set_local_fp32_param(param: torch.nn.Parameter, value: torch.Tensor) ->
                 masters[fragment.span].copy_(value.reshape(-1))
         publish([group])
         group.advance()
+        group.refresh()
 
 
 def safe_set_local_grad(param: torch.nn.Parameter, value: torch.Tensor) -> None:
