@@ -67,8 +67,7 @@ class Aliases:
         """Give the memory of the freed group back, unless it is retained or somebody holds a view of it."""
         self.lent = self.others() > 0
         for member in self._group.members:
-            member.exposed = self.lent and member.exposed
-            member.snapshot = member.flat().clone() if member.exposed else None
+            member.snapshot = member.flat().clone() if self.lent else None
         if not self.lent and not self._group.retains:
             self._storage.resize_(0)
 

@@ -19,6 +19,7 @@ from torch.autograd import Variable
 from torch.autograd.graph import register_multi_grad_hook
 
 from deepspeed.comm import collectives
+from deepspeed.errors import ShardedParameterError
 from deepspeed.foundation.tree import tensors_in
 from deepspeed.zero import aliases
 from deepspeed.zero.param import is_managed
@@ -192,7 +193,11 @@ class Lifecycle:
         collectives.delay("before a unit")
         for group in self.units[unit]:
             group.users += 1
-            self.keeper.gather(group)
+            try:
+                self.keeper.gather(group)
+            except ShardedParameterError:  # a write that would be lost; this forward does not take place
+                group.users -= 1
+                raise
         self.running.append(unit)
         self._calls.append(self._watch_inputs(unit, args, kwargs) if torch.is_grad_enabled() else None)
 

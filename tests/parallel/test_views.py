@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.parallel.tiny import WIDTH, adamw, rows, start, tiny
+from tests.parallel.view_programs import run_programs
 
 RANKS = 2
 NOTHING = dict.fromkeys(("live_parameters", "reuse_distance", "prefetch_bucket_size", "param_persistence_threshold"), 0)
@@ -165,3 +166,19 @@ def perceiver() -> None:
 
 def test_perceiver_trains_with_everything_freed(workers: Any) -> None:
     workers(RANKS).run(perceiver, timeout=90)
+
+
+def check_programs(workers: Any, numbers: list[int], timeout: float) -> None:
+    for wrong, refused in workers(RANKS).run(run_programs, numbers, timeout=timeout):
+        assert not wrong, "\n".join(wrong)
+        assert refused < len(numbers) / 2
+
+
+def test_random_programs_over_views(workers: Any) -> None:
+    check_programs(workers, list(range(72)), 120)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, 2000, 100))
+def test_2000_random_programs_over_views(workers: Any, first: int) -> None:
+    check_programs(workers, list(range(first, first + 100)), 300)
