@@ -61,11 +61,12 @@ class GatheredParameters:
             if group.policy.gathers_before_use:
                 group.gather_together()
             group.users += 1
+            group.editors += 1
 
     def __exit__(self, error: Any, *_: Any) -> None:
         changed = self._take_over() if self.modifier_rank is not None and error is None else set()
         for group in self._groups:
-            group.users = max(0, group.users - 1)
+            group.users, group.editors = max(0, group.users - 1), group.editors - 1
             if id(group) in changed:
                 group.keep_own()
             if group.users == 0:
@@ -79,10 +80,9 @@ class GatheredParameters:
             if group.state is State.SHARDED:  # a step inside has freed it, and has seen that nothing was changed
                 continue
             member.rejoin()
-            flat = group.full[member.offset : member.offset + member.numel]
             editor = group.holders.position(self.modifier_rank or 0)
-            broadcast(group.holders.everyone, flat, editor, f"edit of {member.name}")
-            group.overwrite_master(member, flat)
+            broadcast(group.holders.everyone, member.flat(), editor, f"edit of {member.name}")
+            group.import_edits(member)
             changed.add(id(group))
         return changed
 

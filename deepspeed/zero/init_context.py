@@ -283,12 +283,18 @@ def _restore(patches: _Patches) -> None:
 
 
 def _gathered_apply(self: nn.Module, fn: Callable[[nn.Module], None]) -> nn.Module:
-    """`Module.apply` that lets `fn` see and change whole parameters; rank 0's result counts."""
+    """`Module.apply` that lets `fn` see and change whole parameters; the result of the first rank of each counts."""
     from deepspeed.zero.gathered import GatheredParameters
 
     for child in self.children():
         child.apply(fn)
-    with GatheredParameters(list(self._parameters.values()), modifier_rank=0):
+    by_rank: dict[int, list[torch.Tensor]] = {}
+    for param in self._parameters.values():
+        if is_managed(param):
+            by_rank.setdefault(param._ds_member.group.axis.ranks[0], []).append(param)  # type: ignore[union-attr]
+    with contextlib.ExitStack() as stack:
+        for rank, params in by_rank.items():
+            stack.enter_context(GatheredParameters(params, modifier_rank=rank))
         fn(self)
     return self
 

@@ -20,7 +20,9 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.nn import Parameter
 
 from deepspeed.comm import collectives
+from deepspeed.errors import ShardedParameterError
 from deepspeed.foundation.tree import tensors_in
+from deepspeed.zero import aliases
 from deepspeed.zero.param import is_managed
 from deepspeed.zero.prefetch import Keeper, Trace
 from deepspeed.zero.shard_group import ShardGroup
@@ -60,6 +62,7 @@ class _Call:
 
     unit: nn.Module
     inputs: int  # how many have a gradient that marks the end of the unit's backward
+    since: int  # autograd's count of nodes before it
     using: bool = False
     open: set[int] = field(default_factory=set)  # groups whose gradients end it, where inputs have none
     arrived: dict[int, int] = field(default_factory=dict)  # gradients of inputs so far, by backward pass
@@ -247,7 +250,12 @@ class Lifecycle:
         collectives.delay("before a unit")
         if self.depth == 0 and not self.running and not in_backward():
             self._run_alone(unit)
-        self._gather(unit)
+        try:
+            self._gather(unit)
+        except ShardedParameterError:  # a write that would be lost; this forward does not take place
+            for group in self.units[unit]:
+                group.users -= 1
+            raise
         self.running.append(unit)
         self._calls.append(self._watch_inputs(unit, args, kwargs) if torch.is_grad_enabled() else None)
 
@@ -260,6 +268,10 @@ class Lifecycle:
         outputs = [t for t in tensors_in(output) if t.requires_grad] if call is not None else []
         if call is not None and outputs:
             register_multi_grad_hook(outputs, Hook(lambda _grad: self._before_backward(call)), mode="any")
+        if outputs and call is not None and not in_backward():
+            viewed = [g for g in self.units[unit] if not g.retains and g.aliases.others() > len(g.members)]
+            if viewed:
+                aliases.keep_places(outputs, call.since, viewed)
         for group in self.units[unit]:
             group.users -= 1
             if not in_backward():
@@ -277,7 +289,7 @@ class Lifecycle:
     def _watch_inputs(self, unit: nn.Module, args: Any, kwargs: Any) -> _Call:
         inputs = [t for t in tensors_in((args, kwargs)) if t.requires_grad]
         # A leaf's gradient cannot be waited for under autograd.grad, so its unit's backward has no known end.
-        call = _Call(unit, 0 if any(t.is_leaf for t in inputs) else len(inputs))
+        call = _Call(unit, 0 if any(t.is_leaf for t in inputs) else len(inputs), aliases.now())
         if call.inputs:
             # Not torch's hook of several tensors: it keeps their nodes, which keep it, so that the graph of every
             # forward would stand until a garbage collection, one unit of it at a time.
@@ -332,3 +344,6 @@ class Lifecycle:
         for group in self.keeper.groups:
             group.users = 0
         self.keeper.free_idle()
+        for group in self.keeper.groups:
+            group.aliases.refuse_lost_writes()
+            group.aliases.refuse_stale()

@@ -46,6 +46,7 @@ class Member:
     active_modules: set[Any] = field(default_factory=set, repr=False)
     version: int = 0  # the parameter's version counter when it was last known to agree with its slice
     exposed: bool = False  # `param.data` was handed out, and writes through it are not counted
+    snapshot: torch.Tensor | None = field(default=None, repr=False)  # 1-D values then, where a write would be lost
 
     def __post_init__(self) -> None:
         self.shape = self.param.shape
@@ -76,6 +77,10 @@ class Member:
                     values.narrow(cut.dim, at, length).zero_()
                 at += length
         return values
+
+    def flat(self) -> torch.Tensor:
+        """Its place in the full buffer, 1-D; values while that has its memory."""
+        return self.group.full[self.offset : self.offset + self.numel]
 
     def rest(self) -> None:
         """Make what stands for the values while they are away: true shape, no memory, every element NaN (or large)."""

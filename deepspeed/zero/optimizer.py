@@ -14,7 +14,7 @@ from deepspeed.comm.collectives import SMALL, tag_of
 from deepspeed.errors import OptimizerError, UsageError
 from deepspeed.optim.clip import clip_factor
 from deepspeed.zero.exhaustion import suggests_offload
-from deepspeed.zero.fragment import Fragment, cut_state, unused_names
+from deepspeed.zero.fragment import Fragment, count_update, cut_state, unused_names
 from deepspeed.zero.lifecycle import Lifecycle
 from deepspeed.zero.member import Member
 from deepspeed.zero.norm import explain_overflow, global_norm
@@ -235,6 +235,9 @@ class ZeroOptimizer:
             handle.wait()
         for group in self.groups:
             group.advance()
+        for group in self.groups:
+            group.refresh()
+        count_update(self.reducer, self.fragments)
 
     def import_edits(self, member: Member) -> None:
         """A parameter changed in place by the user since the last step (weight clipping) updates its master."""

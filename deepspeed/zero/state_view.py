@@ -15,6 +15,7 @@ from torch import nn
 
 from deepspeed.comm.axis import Axis
 from deepspeed.storage.tier import Stored
+from deepspeed.zero.aliases import version_of
 from deepspeed.zero.buckets import Bucket
 from deepspeed.zero.fragment import Fragment
 from deepspeed.zero.layout import Layout, by_group, by_owner
@@ -343,8 +344,9 @@ class StateView(WindowView):
         publish(self.groups)
         for group in self.groups:
             for member in group.members:
-                member.version, member.exposed = member.param._version, False
+                member.version, member.exposed = version_of(member), False
             group.advance()
+        for group in self.groups:
             group.refresh()
 
 
