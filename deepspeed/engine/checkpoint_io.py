@@ -351,7 +351,7 @@ class CheckpointIO(WeightsIO):
             run_state.restart_window(self, run)
             return
         if has_gradients:
-            same, touched = restore.load_window(view, source, rows, world.rank, private)
+            same, touched = restore.load_window(view, source, rows, Ranks(world), private)
             view.resume_window(touched, private["window"]["deferred"] if same else self._gas > 1)
         run_state.restore_window(self, run, private.get("window"), same_ranks)
 

@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 
@@ -131,6 +131,12 @@ class Copy:
         """Elements."""
         return math.prod(self.sizes)
 
+    @property
+    def source_end(self) -> int:
+        """One past its last element in the source."""
+        steps = zip(self.sizes, self.source_strides, strict=True)
+        return self.source + sum((size - 1) * stride for size, stride in steps) + 1
+
     def __call__(self, source: torch.Tensor, into: torch.Tensor, add: float | None = None) -> None:
         """Copy between 1-D tensors, or add `add` times the source."""
         values = _strided(source, self.sizes, self.source_strides, self.source)
@@ -138,7 +144,7 @@ class Copy:
         if add is None:
             there.copy_(values)
         else:
-            there.add_(values.to(there.device), alpha=add)
+            there.add_(values.to(there.device), alpha=add)  # in the destination's dtype
 
     def rows(self, into: torch.Tensor) -> Iterator[tuple[int, int, torch.Tensor]]:
         """As runs of contiguous elements at one distance: (first source index, distance, (rows, run) destination)."""
@@ -166,6 +172,11 @@ class BoxRange:
     start: int
     stop: int
 
+    @property
+    def real_numel(self) -> int:
+        """Elements that are no padding."""
+        return self.box.packed_index(self.stop) - self.box.packed_index(self.start)
+
 
 def copies(source: BoxRange, into: BoxRange) -> Iterator[Copy]:
     """How a range of a tensor is filled from another one; elements that the source lacks are left out.
@@ -179,14 +190,11 @@ def copies(source: BoxRange, into: BoxRange) -> Iterator[Copy]:
         if low < high:
             yield Copy((high - low,), low - source.start, (1,), low - into.start, (1,))
         return
-    sizes = _joined_dims(source.box, into.box)
-    ours, theirs = ([_scaled(box.segments, *dim) for dim in sizes] for box in (source.box, into.box))
-    common = [list(_overlaps(a, b)) for a, b in zip(ours, theirs, strict=True)]
-    if not all(common):
+    shapes, strides, cells = _common(source.box, into.box)
+    if not cells:
         return
-    strides = [_row_major(_sizes(one)) for one in (ours, theirs)]
-    rects = [_rects(_sizes(one), r.start, r.stop) for one, r in ((ours, source), (theirs, into))]
-    for cell, a, b in itertools.product(itertools.product(*common), *rects):
+    rects = [_rects(shapes[0], source.start, source.stop), _rects(shapes[1], into.start, into.stop)]
+    for cell, (a, b) in itertools.product(cells, list(itertools.product(*rects))):
         found = _meet(cell, a, b)
         if found is not None:
             (here, there), counts = found
@@ -195,12 +203,34 @@ def copies(source: BoxRange, into: BoxRange) -> Iterator[Copy]:
             yield _collapsed(counts, first, strides[0], place, strides[1])
 
 
-def _sizes(dims: Sequence[Segments]) -> list[int]:
-    return [sum(length for _, length in segments) for segments in dims]
+def extent(box: Box, wanted: BoxRange) -> tuple[int, int]:
+    """The elements of a flattened box between which all lie that a range of another one takes from it."""
+    every = BoxRange(wanted.box, 0, wanted.box.numel)
+    return _full_extent(box, wanted.box) if wanted == every else _extent(box, wanted)
+
+
+def _extent(box: Box, wanted: BoxRange) -> tuple[int, int]:
+    ends = [(copy.source, copy.source_end) for copy in copies(BoxRange(box, 0, box.numel), wanted)]
+    return min((first for first, _ in ends), default=0), max((last for _, last in ends), default=0)
+
+
+@lru_cache(maxsize=4096)
+def _full_extent(box: Box, other: Box) -> tuple[int, int]:
+    return _extent(box, BoxRange(other, 0, other.numel))
 
 
 _Cell = tuple[tuple[int, int, int], ...]  # by dim: first element in the source, in the destination, length
 _Rect = list[tuple[int, int]]  # by dim: first element, one past the last
+
+
+@lru_cache(maxsize=4096)
+def _common(a: Box, b: Box) -> tuple[list[list[int]], list[list[int]], list[_Cell]]:
+    """Shapes and strides of two boxes of a tensor in as few dims as tell them apart, and the cells they share."""
+    dims = _joined_dims(a, b)
+    segments = [[_scaled(box.segments, *dim) for dim in dims] for box in (a, b)]
+    shapes = [[sum(length for _, length in of_dim) for of_dim in one] for one in segments]
+    common = [list(_overlaps(ours, theirs)) for ours, theirs in zip(*segments, strict=True)]
+    return shapes, [_row_major(shape) for shape in shapes], list(itertools.product(*common))
 
 
 def _joined_dims(a: Box, b: Box) -> list[tuple[int, int]]:

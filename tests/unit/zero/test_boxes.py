@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed.checkpoint.boxes import Box, BoxRange, copies, uncovered
+from deepspeed.zero.boxes import Box, BoxRange, copies, uncovered
 from deepspeed.zero.placement import Cut, Placement
 
 
