@@ -53,6 +53,10 @@ class FolderSource(Source):
                 with TensorFile(path) as file:
                     read_all({file: [range_ for one in some for range_ in _ranges(file, one)]})
 
+    def most(self, count: int) -> int:
+        """The largest count of any rank."""
+        return max(self._ranks.gather(count))
+
 
 def _ranges(file: TensorFile, one: Wanted) -> Iterator[Range]:
     stored = file.find(one.row.name)

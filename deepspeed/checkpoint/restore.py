@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -62,20 +62,24 @@ def _read_all(view: StateView, source: Source, slots_of: Callable[[ShardGroup], 
     """
     resident = [group for group in view.groups if view.hold_of(group) is None]
     _read(source, more + [slot for group in resident for slot in slots_of(group)])
-    for group in view.groups:
-        hold = view.hold_of(group)
-        if hold is not None:
-            with hold(changed=True):
-                _read(source, slots_of(group))
+    elsewhere = [(group, hold) for group in view.groups if (hold := view.hold_of(group)) is not None]
+    for group, hold in elsewhere:
+        with hold(changed=True):
+            _read(source, slots_of(group))
+    for _ in range(source.most(len(elsewhere)) - len(elsewhere)):
+        _read(source, [])  # another stage has more groups
 
 
-def compare(view: StateView, source: Source, strict: bool) -> tuple[dict[str, Row], Loaded]:
+def compare(
+    view: StateView, source: Source, strict: bool, elsewhere: Collection[str] = ()
+) -> tuple[dict[str, Row], Loaded]:
     """Match names and shapes of the model and the checkpoint.
 
     Args:
         view: the model.
         source: the checkpoint.
         strict: any difference of names is an error.
+        elsewhere: names of the model that other ranks hold.
 
     Returns:
         The rows by the model's names, and the differences.
@@ -98,7 +102,7 @@ def compare(view: StateView, source: Source, strict: bool) -> tuple[dict[str, Ro
         else:
             rows[name] = row
             found.elements += row.numel
-    known = {row.name for row in rows.values()} | set(found.left_out) | set(view.aliases)
+    known = {row.name for row in rows.values()} | set(found.left_out) | set(view.aliases) | set(elsewhere)
     found.unexpected = [row.name for row in source.manifest.rows if row.name not in known and row.name not in shapes]
     if wrong:
         raise CheckpointError(f"{source.path} does not fit the model: {'; '.join(wrong[:8])}")

@@ -98,6 +98,10 @@ class Source:
         """Read elements into tensors. All ranks that share the source call together."""
         raise NotImplementedError
 
+    def most(self, count: int) -> int:
+        """The largest count of any rank that reads; all ranks that share the source call together."""
+        return count
+
     def state(self) -> dict[str, Any]:
         """The small state of the run: `engine`, `client` and so on."""
         raise NotImplementedError
@@ -202,6 +206,10 @@ class NativeSource(Source):
                     values = torch.empty(shape, dtype=dtype)
                     self.ranks.receive(values, server)
                     far[number].into.copy_(values)
+
+    def most(self, count: int) -> int:
+        """The largest count of any rank."""
+        return max(self.ranks.gather(count))
 
     def server(self, file: str) -> int:
         """The rank that reads a file for those that do not see it.

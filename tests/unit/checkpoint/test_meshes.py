@@ -1,0 +1,82 @@
+"""Any mesh loads what any other has stored: simulated ranks, real files; what no rank holds or two mean is refused."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from deepspeed.checkpoint.manifest import LEFT_OUT, Row
+from deepspeed.checkpoint.offers import Offer, take
+from deepspeed.checkpoint.tensorfile import TensorFile
+from deepspeed.errors import CheckpointError
+from deepspeed.zero.boxes import Box
+from deepspeed.zero.placement import Cut
+from tests.unit.checkpoint.simulated_mesh import FIELDS, MODEL, Mesh, load, save, values_of
+
+
+def pairs(count: int, seed: int) -> list[tuple[Mesh, Mesh]]:
+    draw = random.Random(seed)
+
+    def mesh() -> Mesh:
+        return Mesh(draw.randint(1, 2), draw.randint(1, 2), draw.randint(1, 3), draw.randint(1, 4), draw.randint(0, 99))
+
+    return [(mesh(), mesh()) for _ in range(count)]
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 10))])
+def test_twenty_random_pairs_of_meshes(tmp_path: Path, seed: int) -> None:
+    for number, (before, after) in enumerate(pairs(20, seed)):
+        (tmp_path / str(number)).mkdir()
+        save_and_load(tmp_path / str(number), before, after)
+
+
+def save_and_load(tmp_path: Path, before: Mesh, after: Mesh) -> None:
+    manifest = save(before, tmp_path)
+    assert load(after, tmp_path, manifest) > 0
+    stored = {field: 0 for field in FIELDS}
+    for name, seal in manifest.files.items():
+        with TensorFile(tmp_path / name, seal) as file:
+            for entry, where in file.entries.items():
+                field = entry.rpartition("/")[0]
+                stored[field] += (where.end - where.begin) // where.dtype.itemsize
+                assert not (file.load(entry) == -5).any()  # padding
+    # Every element once, but for the halves of a fused box whose other half is a copy.
+    total = sum(values_of(FIELDS[0], name).numel() for name, *_ in MODEL)
+    assert all(total <= numel <= total + 24 * 5 for numel in stored.values())
+    if before.tp <= 2:
+        assert set(stored.values()) == {total}
+
+
+def cut(start: int, length: int) -> Box:
+    return Box((8, 2), (Cut(0, 8, ((start, length),)),))
+
+
+def offer(rank: int, box: Box, **changes: object) -> Offer:
+    return replace(Offer([Row("w", box.shape, torch.float32)], [box], "equal", (rank,)), **changes)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    with pytest.raises(CheckpointError, match=r"no rank has element \[3, 0\] of 'w'"):
+        take([offer(0, cut(0, 3)), offer(1, cut(4, 4))], range(2))
+    with pytest.raises(CheckpointError, match="one name must mean one global tensor"):
+        take([offer(0, Box((8, 2))), offer(1, Box((8, 3)))], range(2))
+    alone = {"alone": {"w": frozenset({"pp"})}}
+    stages = [offer(0, Box((8, 2)), at={"pp": 0}, **alone), offer(1, Box((8, 2)), at={"pp": 1}, **alone)]
+    with pytest.raises(CheckpointError, match="rank 0 and rank 1 both have 'w'.*along pp"):
+        take(stages, range(2))
+    left = Row("w", (8, 2), torch.float32, LEFT_OUT)
+    assert take([offer(0, cut(0, 3), rows=[left])], range(2)).rows == [left]  # its values are stored nowhere
+
+
+def test_of_equal_copies_the_lowest_rank_stores_one() -> None:
+    taken = take([offer(3, cut(0, 4)), offer(5, cut(4, 4)), offer(6, cut(0, 4)), offer(7, Box((8, 2)))], [3, 5, 6, 7])
+    assert taken.leaders == {"w": {3, 5, 7}}
+    assert [group.files for group in taken.groups] == [
+        ("rank-00000.safetensors",),
+        ("rank-00001.safetensors",),
+        ("rank-00003.safetensors",),
+    ]
