@@ -135,6 +135,8 @@ def load_values(
         _take_settings(view, settings)
     plain = [(VALUE, rows[name], view.plain_value(name)) for name in (*view.plain, *view.buffers) if name in rows]
     _read_all(view, source, slots_of, plain)
+    for _, _, slot in plain:
+        view.write_back(slot)
     view.publish()
 
 

@@ -158,6 +158,8 @@ class WindowView:
     def fill(self, group: ShardGroup) -> None:
         """Declare the reduced part of a group's window to be there; its elements are set through `gradient`."""
         bucket = self.bucket(group)
+        if bucket.sum is None:  # nothing of it is trained
+            return
         with bucket.total.borrowed(changed=True, read=False) as total:
             total.zero_()
         bucket.filled = True
@@ -312,6 +314,13 @@ class StateView(WindowView):
         """A buffer, or a parameter that is whole and not updated."""
         flat = (self.plain[name] if name in self.plain else self.buffers[name]).detach().reshape(-1)
         return Slot(name, self.box(name), 0, flat.numel(), flat.dtype, lambda: flat)
+
+    def write_back(self, slot: Slot) -> None:
+        """Take over what was written into a `plain_value`, where the tensor is no view of it."""
+        tensor = self._tensors[slot.name]
+        if not tensor.is_contiguous():  # transposed, or channels last: its flat form is a copy
+            with torch.no_grad():
+                tensor.copy_(slot.values().view(tensor.shape))
 
     def state(self, fragment: Fragment, key: str, start: int, stop: int) -> Slot:
         """A tensor of the optimizer state that is cut as the parameter is."""

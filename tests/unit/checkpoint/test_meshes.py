@@ -9,11 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from deepspeed.checkpoint.manifest import LEFT_OUT, Row
+from deepspeed.checkpoint.capture import fixed
+from deepspeed.checkpoint.manifest import LEFT_OUT, Manifest, Row, rank_file
 from deepspeed.checkpoint.offers import Offer, take
-from deepspeed.checkpoint.tensorfile import TensorFile
+from deepspeed.checkpoint.ranks import Ranks
+from deepspeed.checkpoint.source import NativeSource, Wanted
+from deepspeed.checkpoint.tensorfile import TensorFile, write_tensors
 from deepspeed.errors import CheckpointError
-from deepspeed.zero.boxes import Box
+from deepspeed.zero.boxes import Box, BoxRange
 from deepspeed.zero.placement import Cut
 from tests.unit.checkpoint.simulated_mesh import FIELDS, MODEL, Mesh, load, save, values_of
 
@@ -80,3 +83,41 @@ def test_of_equal_copies_the_lowest_rank_stores_one() -> None:
         ("rank-00001.safetensors",),
         ("rank-00003.safetensors",),
     ]
+
+
+def read_thirds_of_halves(folder: Path, rows: int, width: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
+    """Load three slices of columns from two; gives the number of runs asked for, and of blocks read."""
+    whole = torch.arange(rows * width, dtype=torch.int32).view(rows, width)
+    boxes = [
+        [Box((rows, width), (Cut(1, width, ((i * width // of, width // of),)),)) for i in range(of)] for of in (2, 3)
+    ]
+    offers, seals = [], {}
+    for rank, box in enumerate(boxes[0]):
+        offers.append(Offer([Row("w", box.shape, torch.int32)], [box], "equal", (rank,)))
+        entry = fixed("value/w", whole.chunk(2, dim=1)[rank].reshape(-1))
+        seals[rank_file(rank)] = write_tensors(folder / rank_file(rank), [entry], {})
+    manifest = Manifest(*take(offers, range(2)).with_states([]), seals, {})
+    source, filled, asked = NativeSource(folder, manifest, Ranks(), [set(seals)]), [], []
+    fill, fetch = TensorFile._fill, NativeSource._fetch
+    with monkeypatch.context() as patch:
+        patch.setattr(TensorFile, "_fill", lambda self, *a: (filled.append(a), fill(self, *a)))
+        patch.setattr(NativeSource, "_fetch", lambda self, one: (asked.extend(one), fetch(self, one)))
+        for box, right in zip(boxes[1], whole.chunk(3, dim=1), strict=True):
+            into = torch.zeros(box.numel, dtype=torch.int32)
+            source.read([Wanted("value", manifest.rows[0], BoxRange(box, 0, box.numel), into)])
+            assert torch.equal(into.view(rows, -1), right)
+    return len(asked), len(filled)
+
+
+@pytest.mark.parametrize("width", [6, 600])
+def test_rows_are_not_read_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    elements = 2_000_000
+    counts = []
+    for times in (1, 2):
+        (tmp_path / str(times)).mkdir()
+        rows = times * elements // width
+        counts.append(read_thirds_of_halves(tmp_path / str(times), rows, width, monkeypatch))
+    asked, filled = zip(*counts, strict=True)
+    assert asked == (4, 4)  # slices in common, whatever the number of rows
+    # Each of three reads goes through a file or two, block by block.
+    assert filled[0] <= 4 * (elements * 4 / 2 / 2**20 + 1) and filled[1] <= 2.2 * filled[0]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import pickle
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed.zero.boxes import Box, BoxRange, copies, uncovered
-from deepspeed.zero.placement import Cut, Placement
+from deepspeed.zero.placement import Cut, Placement, place, placement_of
 
 
 @st.composite
@@ -62,12 +63,12 @@ def test_copies_are_those_of_each_element(shape: tuple[int, ...], data: st.DataO
     wanted = torch.tensor([value if value in known else 0 for value in flats[1].tolist()], dtype=torch.int64)
     for by_rows in (False, True):
         into, filled = torch.zeros_like(wanted), 0
-        for copy in copies(*ranges):
-            filled += copy.numel
+        for one in copies(*ranges):
+            filled += one.numel
             if not by_rows:
-                copy(flats[0], into)
+                one(flats[0], into)
                 continue
-            for first, distance, there in copy.rows(into):
+            for first, distance, there in one.rows(into):
                 rows, run = there.shape
                 for row in range(rows):
                     begin = first + row * distance
@@ -109,13 +110,18 @@ def test_equal_boxes_are_equal_however_they_are_told() -> None:
     assert Box.of(Placement((Cut(1, 4, ((0, 4), (-1, 1))),)), (3, 5)).packed.whole
 
 
+def test_a_placed_tensor_is_pickled_with_its_placement() -> None:
+    placed = place(torch.nn.Parameter(torch.zeros(2, 3)), Placement((Cut(0, 4, ((2, 2),)),)))
+    assert placement_of(pickle.loads(pickle.dumps(placed))) == placement_of(placed)
+
+
 def test_few_copies_whatever_the_rows() -> None:
     rows = 5000
     halves = [Box((rows, 64), (Cut(1, 64, ((32 * i, 32),)),)) for i in range(2)]
     thirds = Box((rows, 64), (Cut(1, 64, ((20, 24),)),))
     for half in halves:
         found = list(copies(BoxRange(half, 7, rows * 32 - 9), BoxRange(thirds, 11, rows * 24 - 3)))
-        assert len(found) <= 9 and max(len(copy.sizes) for copy in found) == 2
+        assert len(found) <= 9 and max(len(one.sizes) for one in found) == 2
     whole = Box((rows, 64))
     column = Box((rows, 64), (Cut(0, rows, ((1000, 2000),)),))
     (only,) = copies(BoxRange(whole, 0, whole.numel), BoxRange(column, 0, column.numel))
