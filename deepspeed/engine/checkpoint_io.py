@@ -164,7 +164,7 @@ class CheckpointIO(WeightsIO):
         """Upstream's files are of data-parallel ranks: refuse where another rank has another slice of the model."""
         if self.ds_config.top.checkpoint.format == "deepspeed":
             sliced = ranks.gather(self._state_view().cut)
-            if any(sliced) or ranks.size != self._axes.world.size:
+            if any(sliced) or self._sliced:
                 raise CheckpointError(
                     "checkpoint.format: deepspeed cannot be written: ranks hold slices of the model, and the files of "
                     "its layout here are those of whole models; save natively and export with ds_checkpoint"
@@ -220,8 +220,7 @@ class CheckpointIO(WeightsIO):
 
     def _state_view(self) -> StateView:
         components = self._components
-        mesh: Any = getattr(self._axes, "mesh", None)
-        at = mesh.coordinates if mesh is not None else {}
+        at = self._axes.mesh.coordinates
         return StateView(self.module, components.groups, self._axes.world, components.optimizer, components.reducer, at)
 
     # -- loading --------------------------------------------------------------------------------------------------

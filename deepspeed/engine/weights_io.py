@@ -20,6 +20,7 @@ from deepspeed.checkpoint.slices import join_slices
 from deepspeed.checkpoint.source import Source
 from deepspeed.checkpoint.tensor_source import from_state_dict
 from deepspeed.comm.axis import Axis
+from deepspeed.comm.mesh import DATA
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.engine.build import Axes, Components
 from deepspeed.errors import ArgumentError, UsageError
@@ -44,18 +45,17 @@ class WeightsIO:
     @property
     def _everyone(self) -> Axis:
         """All ranks of the engine, those with other slices of the model included."""
-        return getattr(self._axes, "everyone", self._axes.world)
+        return self._axes.everyone
 
     @property
     def _sliced(self) -> bool:
         """Whether ranks have different slices of the model."""
-        return self._everyone.size != self._axes.world.size
+        return not self._axes.mesh.is_data_parallel
 
     @property
     def _model_dims(self) -> dict[str, int]:
         """Sizes of the mesh along which ranks have other slices or other parts of a sample."""
-        mesh: Any = getattr(self._axes, "mesh", None)
-        return {} if mesh is None else {dim: mesh.sizes[dim] for dim in ("pp", "sp", "tp") if mesh.sizes[dim] > 1}
+        return {dim: size for dim, size in self._axes.mesh.sizes.items() if dim not in DATA and size > 1}
 
     def _names_elsewhere(self, view: StateView) -> set[str]:
         """Names of the model that other ranks hold. All ranks call together."""

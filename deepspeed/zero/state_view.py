@@ -18,6 +18,7 @@ from deepspeed.storage.tier import Stored
 from deepspeed.zero.boxes import Box
 from deepspeed.zero.buckets import Bucket
 from deepspeed.zero.fragment import Fragment
+from deepspeed.zero.holders import signature_of
 from deepspeed.zero.layout import Layout, by_group, by_owner
 from deepspeed.zero.member import Member
 from deepspeed.zero.optimizer import ZeroOptimizer
@@ -27,9 +28,6 @@ from deepspeed.zero.placement import Relation, placement_of
 from deepspeed.zero.reducer import Reducer
 from deepspeed.zero.shard_group import ShardGroup, State
 from deepspeed.zero.waves import publish
-
-# Axes of the mesh along which ranks have other samples or other parts of them: their gradients are parts of the sum.
-_DATA = ("dp_replicate", "dp_shard", "sp")
 
 # The names by which checkpoints state how a layout cuts.
 LAYOUT_RULES = {"equal": by_group, "between": by_owner}
@@ -238,14 +236,16 @@ class StateView(WindowView):
 
     def alone_along(self, name: str) -> frozenset[str]:
         """The axes of the mesh along which no other rank has a copy."""
-        relations = placement_of(self._tensors[name]).relations
+        tensor = self._tensors[name]
+        relations = dict(placement_of(tensor).relations)
+        if name not in self.buffers:
+            relations["tp"], relations["pp"] = signature_of(tensor, name)[0]
         return frozenset(axis for axis, relation in relations.items() if relation is Relation.ABSENT)
 
     def counts(self, name: str) -> bool:
         """Whether this rank's gradient is one of those whose sum is the whole gradient: of equal ones, one is."""
-        relations = placement_of(self._tensors[name]).relations
-        named = {axis for axis, relation in relations.items() if relation is not Relation.EQUAL}
-        return not any(at for axis, at in self.coordinates.items() if axis not in named and axis not in _DATA)
+        relations = zip(("tp", "pp"), signature_of(self._tensors[name], name)[0], strict=True)
+        return not any(relation is Relation.EQUAL and self.coordinates.get(axis) for axis, relation in relations)
 
     def topology(self) -> list[Any]:
         """The groups and cuts of this rank: where they are equal, its own state of another run fits."""

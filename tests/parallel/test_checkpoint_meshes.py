@@ -102,13 +102,6 @@ def engine_of(mesh: Mesh, stage: int, seed: int, optimizer: Any = adamw, **setti
         unit[f"get_{name}_rank"] = lambda dim=dim: at[dim]
     settings["train_micro_batch_size_per_gpu"] = 2 // mesh[1]  # equal batches, so that windows go on
     engine = start(stage, Sliced(mesh, at, seed), optimizer, accumulation=2, mpu=SimpleNamespace(**unit), **settings)
-    if not hasattr(engine._axes, "everyone"):  # until engines hold a mesh
-        from deepspeed.comm.axis import world_axis
-
-        names = ("pp", "dp_shard", "tp")
-        sizes = dict(zip(names, mesh, strict=True)) | {"sp": 1}
-        engine._axes.everyone = world_axis("everyone")
-        engine._axes.mesh = SimpleNamespace(coordinates=dict(zip(names, at, strict=True)), sizes=sizes)
     return engine, at
 
 
