@@ -172,7 +172,51 @@ class WindowView:
         self.reducer.clean, self.reducer.deferred = False, deferred
 
 
-class StateView(WindowView):
+class PlacedView:
+    """What this rank's tensors are of the global ones."""
+
+    groups: list[ShardGroup]
+    members: dict[str, Member]
+    buffers: dict[str, torch.Tensor]
+    coordinates: dict[str, int]
+    _tensors: dict[str, torch.Tensor]
+    _boxes: dict[str, Box]
+
+    def box(self, name: str) -> Box:
+        """What this rank has of a parameter or buffer."""
+        if name not in self._boxes:
+            tensor = self._tensors[name]
+            shape = self.members[name].shape if name in self.members else tensor.shape
+            self._boxes[name] = Box.of(placement_of(tensor), shape)
+        return self._boxes[name]
+
+    @property
+    def cut(self) -> bool:
+        """Whether this rank has less than the whole of any tensor."""
+        return any(not self.box(name).whole for name in self._tensors)
+
+    def alone_along(self, name: str) -> frozenset[str]:
+        """The axes of the mesh along which no other rank has a copy."""
+        tensor = self._tensors[name]
+        relations = dict(placement_of(tensor).relations)
+        if name not in self.buffers:
+            relations["tp"], relations["pp"] = signature_of(tensor, name)[0]
+        return frozenset(axis for axis, relation in relations.items() if relation is Relation.ABSENT)
+
+    def counts(self, name: str) -> bool:
+        """Whether this rank's gradient is one of those whose sum is the whole gradient: of equal ones, one is."""
+        relations = zip(("tp", "pp"), signature_of(self._tensors[name], name)[0], strict=True)
+        return not any(relation is Relation.EQUAL and self.coordinates.get(axis) for axis, relation in relations)
+
+    def topology(self) -> list[Any]:
+        """The groups and cuts of this rank: where they are equal, its own state of another run fits."""
+        return [
+            [group.name, group.layout.ranks, [tuple(map(astuple, self.box(m.name).cuts)) for m in group.members]]
+            for group in self.groups
+        ]
+
+
+class StateView(WindowView, PlacedView):
     """All parameters, buffers and optimizer state of a model under an engine.
 
     Args:
@@ -218,41 +262,6 @@ class StateView(WindowView):
     def hold_of(self, group: ShardGroup) -> Hold | None:
         """What must be entered to see values of a group; None when they are in memory."""
         return self._holds.get(id(group))
-
-    # -- places in the mesh -------------------------------------------------------------------------------------------
-
-    def box(self, name: str) -> Box:
-        """What this rank has of a parameter or buffer."""
-        if name not in self._boxes:
-            tensor = self._tensors[name]
-            shape = self.members[name].shape if name in self.members else tensor.shape
-            self._boxes[name] = Box.of(placement_of(tensor), shape)
-        return self._boxes[name]
-
-    @property
-    def cut(self) -> bool:
-        """Whether this rank has less than the whole of any tensor."""
-        return any(not self.box(name).whole for name in self._tensors)
-
-    def alone_along(self, name: str) -> frozenset[str]:
-        """The axes of the mesh along which no other rank has a copy."""
-        tensor = self._tensors[name]
-        relations = dict(placement_of(tensor).relations)
-        if name not in self.buffers:
-            relations["tp"], relations["pp"] = signature_of(tensor, name)[0]
-        return frozenset(axis for axis, relation in relations.items() if relation is Relation.ABSENT)
-
-    def counts(self, name: str) -> bool:
-        """Whether this rank's gradient is one of those whose sum is the whole gradient: of equal ones, one is."""
-        relations = zip(("tp", "pp"), signature_of(self._tensors[name], name)[0], strict=True)
-        return not any(relation is Relation.EQUAL and self.coordinates.get(axis) for axis, relation in relations)
-
-    def topology(self) -> list[Any]:
-        """The groups and cuts of this rank: where they are equal, its own state of another run fits."""
-        return [
-            [group.name, group.layout.ranks, [tuple(map(astuple, self.box(m.name).cuts)) for m in group.members]]
-            for group in self.groups
-        ]
 
     # -- what there is ------------------------------------------------------------------------------------------------
 

@@ -43,7 +43,7 @@ def test_a_kept_checkpoint_loads(workers: Any, tmp_path: Path, kept: str, cell: 
     shutil.copytree(FOLDER / kept / cell, folder)
     ranks = CELLS[cell][1]
     for here in (ranks, 1):
-        workers(here).run(load, cell, str(folder), here == ranks, timeout=60)
+        workers(here).run(load, cell, str(folder), here == ranks, timeout=240)
     assert cli.main(["verify", str(folder)]) == 0
     assert cli.main(["diff", str(folder), str(folder)]) == 0
     assert cli.main(["ls", str(folder)]) == 0 and f"step {BEFORE // 3}," in capsys.readouterr().out

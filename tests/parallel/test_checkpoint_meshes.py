@@ -82,14 +82,14 @@ class Sliced(nn.Module):
             self.register_buffer("last", torch.full((3,), float(seed)))
 
     def forward(self, scale: torch.Tensor) -> torch.Tensor:
-        return sum((weight * self.targets[key]).sum() * scale for key, weight in self.weights.items())
+        return torch.stack([(w * self.targets[key]).sum() for key, w in self.weights.items()]).sum() * scale
 
 
-def engine_of(mesh: Mesh, stage: int, seed: int, optimizer: Any = adamw, **settings: Any) -> Any:
+def engine_of(mesh: Mesh, stage: int, seed: int, optimizer: Any = adamw, **settings: Any) -> tuple[Any, Any]:
     """An engine on a mesh, built from a unit of the kind that Megatron has."""
     shape = [range(size) for size in mesh]
     ranks = {at: rank for rank, at in enumerate(itertools.product(*shape))}
-    at = next(at for at, rank in ranks.items() if rank == dist.get_rank())
+    at: Any = next(at for at, rank in ranks.items() if rank == dist.get_rank())
     unit = {}
     for dim, name in enumerate(("pipeline_model_parallel", "data_parallel", "tensor_model_parallel")):
         rows = {}
@@ -113,6 +113,11 @@ def train(engine: Any, at: Mesh, dp: int, first: int, count: int) -> None:
         engine.step()
 
 
+def _copy(tensor: torch.Tensor | None) -> torch.Tensor:
+    assert tensor is not None
+    return tensor.clone()
+
+
 def state_of(engine: Any) -> dict[str, torch.Tensor]:
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state
 
@@ -122,7 +127,7 @@ def state_of(engine: Any) -> dict[str, torch.Tensor]:
         found[name] = param.detach().float().clone() if master is None else master.clone()
         if param.requires_grad:
             for key in ("exp_avg", "exp_avg_sq"):
-                found[f"{name} {key}"] = safe_get_full_optimizer_state(param, key).clone()
+                found[f"{name} {key}"] = _copy(safe_get_full_optimizer_state(param, key))
             gradient = safe_get_full_grad(param)
             found[f"{name} gradient"] = torch.zeros_like(param) if gradient is None else gradient.clone()
     return found
@@ -158,9 +163,12 @@ def joined(mesh: Mesh, states: list[dict[str, torch.Tensor]]) -> dict[str, torch
         for name, tensor in state.items():
             shape, dim = shapes[name.split()[0]]
             placed, into = placement(shape, dim, at[2], mesh[2]), whole.setdefault(name, torch.full(shape, torch.nan))
-            cut = next(iter(placed.cuts), None)
-            here = 0
-            for begin, length in cut.segments if cut is not None else ():
+            if not placed.cuts:
+                assert into.isnan().all() or torch.equal(into, tensor), name
+                into.copy_(tensor)
+                continue
+            cut, here = placed.cuts[0], 0
+            for begin, length in cut.segments:
                 part = tensor.narrow(cut.dim, here, length)
                 here += length
                 if begin < 0:
@@ -169,9 +177,6 @@ def joined(mesh: Mesh, states: list[dict[str, torch.Tensor]]) -> dict[str, torch
                     there = into.narrow(cut.dim, begin, length)
                     assert there.isnan().all() or torch.equal(there, part), name
                     there.copy_(part)
-            if cut is None:
-                assert into.isnan().all() or torch.equal(into, tensor), name
-                into.copy_(tensor)
     return whole
 
 
