@@ -14,8 +14,13 @@ from safetensors.torch import save_file
 from deepspeed.checkpoint import files, restore
 from deepspeed.checkpoint.export import once
 from deepspeed.checkpoint.huggingface import FolderSource
+from deepspeed.checkpoint.manifest import Row
 from deepspeed.checkpoint.ranks import Ranks
+from deepspeed.checkpoint.slices import join_slices
+from deepspeed.checkpoint.source import Source
 from deepspeed.checkpoint.tensor_source import from_state_dict
+from deepspeed.comm.axis import Axis
+from deepspeed.comm.mesh import DATA
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.engine.build import Axes, Components
 from deepspeed.errors import ArgumentError, UsageError
@@ -37,6 +42,35 @@ class WeightsIO:
     _mixed: str = ""  # what broke a load in the middle; empty: the state is of one piece
     _mixed_optimizer: bool = False  # that load was of the optimizer too
     _mixed_guard: Any = None
+
+    @property
+    def _everyone(self) -> Axis:
+        """All ranks of the engine, those with other slices of the model included."""
+        return self._axes.everyone
+
+    @property
+    def _sliced(self) -> bool:
+        """Whether ranks have different slices of the model."""
+        return not self._axes.mesh.is_data_parallel
+
+    @property
+    def _model_dims(self) -> dict[str, int]:
+        """Sizes of the mesh along which ranks have other slices or other parts of a sample."""
+        return {dim: size for dim, size in self._axes.mesh.sizes.items() if dim not in DATA and size > 1}
+
+    def _names_elsewhere(self, view: StateView) -> set[str]:
+        """Names of the model that other ranks hold. All ranks call together."""
+        if not self._sliced:
+            return set()
+        mine = [*view.members, *view.plain, *view.buffers, *view.aliases] if self._axes.world.rank == 0 else []
+        return {name for names in Ranks(self._everyone).gather(mine) for name in names}
+
+    def _check_custom(self, view: StateView) -> None:
+        """Refuse a client's function where whole tensors do not fit the module."""
+        if view.cut:
+            raise ArgumentError(
+                "custom_load_fn gets whole tensors, and this rank holds slices of the model; load without it"
+            )
 
     @contextmanager
     def _replacing(self, optimizer: bool = False) -> Iterator[None]:
@@ -88,7 +122,7 @@ class WeightsIO:
             return False
         self._check_whole()
         state = self._consolidated_16bit_state_dict(exclude_frozen_parameters)
-        ranks = Ranks(self._axes.world)
+        ranks = Ranks(self._everyone)
         with ranks.together(f"saving {save_filename}"):
             if state is not None:
                 write_weights(state, Path(save_dir) / save_filename)
@@ -111,12 +145,16 @@ class WeightsIO:
             with GatheredParameters(wanted):
                 if first:
                     found |= {names[id(p)]: p.detach().cpu().clone() for p in wanted}
-        if not first:
+        if first:
+            found |= {name: buffer.detach().cpu().clone() for name, buffer in view.buffers.items()}
+        aliases = view.aliases
+        if self._sliced:
+            found, aliases = join_slices(view, found, Ranks(self._everyone))
+        if self._everyone.rank:
             return None
-        found |= {name: buffer.detach().cpu().clone() for name, buffer in view.buffers.items()}
-        found |= {alias: found[name] for alias, name in view.aliases.items() if name in found}
+        found |= {alias: found[name] for alias, name in aliases.items() if name in found}
         order = [name for name in self.module.state_dict() if name in found]
-        return OrderedDict((name, found[name]) for name in order)
+        return OrderedDict((name, found[name]) for name in dict.fromkeys([*order, *found]))
 
     def _zero3_consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False
@@ -176,15 +214,25 @@ class WeightsIO:
         self._forget_window()
         view = self._state_view()
         if custom_load_fn is not None:
+            self._check_custom(view)
             with GatheredParameters(list(self.module.parameters()), modifier_rank=self._axes.world.ranks[0]):
                 custom_load_fn(src=state, dst=self.module)
             view.settle()
             return restore.Loaded()
         source = from_state_dict(state, "the state dict")
-        rows, found = restore.compare(view, source, strict)
+        rows, found = self._compare(view, source, strict)
         with self._replacing():
             restore.load_values(view, source, rows)
         say(f"loaded {found.elements:,} of {found.total:,} elements from the state dict")
+        return found
+
+    def _compare(self, view: StateView, source: Source, strict: bool) -> tuple[dict[str, Row], restore.Loaded]:
+        """`restore.compare`, with one outcome for all ranks."""
+        if not self._sliced:
+            return restore.compare(view, source, strict)
+        elsewhere = self._names_elsewhere(view)
+        with Ranks(self._everyone).together(f"comparing {source.path} with the engine"):
+            found = restore.compare(view, source, strict, elsewhere)
         return found
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:  # noqa: D102
@@ -215,8 +263,8 @@ class WeightsIO:
             Elements loaded.
         """
         self._forget_window()
-        view, source = self._state_view(), FolderSource(Path(path), Ranks(self._axes.world))
-        rows, found = restore.compare(view, source, strict)
+        view, source = self._state_view(), FolderSource(Path(path), Ranks(self._everyone))
+        rows, found = self._compare(view, source, strict)
         with self._replacing():
             restore.load_values(view, source, rows)
         say(f"loaded {found.elements:,} of {found.total:,} elements from {path}")
