@@ -27,6 +27,10 @@ class UsageError(DeepSpeedError, RuntimeError, AssertionError):
     """A call came at a moment when it cannot be served."""
 
 
+class MeshError(DeepSpeedConfigError, ArgumentError):
+    """The mesh of ranks that was asked for contradicts itself, or cannot be made of the ranks that were started."""
+
+
 class OptimizerError(ArgumentError):
     """The optimizer does not fit the model, the stage or the precision."""
 

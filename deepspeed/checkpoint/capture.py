@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 import torch
@@ -17,17 +17,18 @@ from deepspeed.checkpoint.manifest import (
     LEFT_OUT,
     TRAINED,
     VALUE,
-    CutGroup,
     Row,
     StateRule,
     entry_name,
     state_field,
 )
+from deepspeed.checkpoint.offers import Offer
 from deepspeed.checkpoint.tensorfile import DTYPES, NAMES, Entry, name_of
 from deepspeed.errors import CheckpointError
+from deepspeed.zero.boxes import BoxRange, copies
 from deepspeed.zero.fragment import Fragment
 from deepspeed.zero.member import Member
-from deepspeed.zero.state_view import Slot, StateView, layout_rule
+from deepspeed.zero.state_view import LAYOUT_RULES, Slot, StateView, layout_rule
 
 
 @dataclass
@@ -35,20 +36,27 @@ class Captured:
     """What one rank contributes to a checkpoint.
 
     Args:
-        rows: parameters and buffers, the same on all ranks; states and groups come with the reports.
-        groups: how they are cut.
-        entries: what this rank writes.
-        reports: by parameter, its optimizer state as JSON and its optimizer group; from the rank of its first element.
-        filled: parameters whose window has a reduced fragment.
-        private: this rank's own state; tensors are allowed.
+        offers: what it holds, together with others.
+        entries: what it writes of that where its offer is taken, as (name, entry).
+        reports: optimizer states and groups of the parameters whose first element it holds.
+        own: what it writes in any case.
+        private: its own state; tensors are allowed.
     """
 
-    rows: list[Row]
-    groups: list[CutGroup]
-    entries: list[Entry]
-    reports: dict[str, tuple[dict[str, Any] | None, int]]
-    filled: list[str] = field(default_factory=list)
+    offers: list[Offer] = field(default_factory=list)
+    entries: list[tuple[str, Entry]] = field(default_factory=list)
+    reports: dict[tuple[str, int], tuple[str | None, int]] = field(default_factory=dict)
+    own: list[Entry] = field(default_factory=list)
     private: dict[str, Any] = field(default_factory=dict)
+
+    def taken(self, leaders: Mapping[str, set[int]]) -> list[Entry]:
+        """What this rank writes.
+
+        Args:
+            leaders: as in `Taken`.
+        """
+        mine = {row.name: offer.leader for offer in self.offers for row in offer.rows}
+        return [entry for name, entry in self.entries if mine[name] in leaders.get(name, ())] + self.own
 
 
 def capture(view: StateView, leave_out_frozen: bool) -> Captured:
@@ -61,34 +69,53 @@ def capture(view: StateView, leave_out_frozen: bool) -> Captured:
     Raises:
         CheckpointError: the optimizer keeps state that cannot be cut.
     """
-    made = Captured([], [], [], {})
+    made = Captured()
     order, numbers = view.optimizer_order(), view.group_numbers()
     for group in view.groups:
-        made.groups.append(CutGroup(len(group.members), layout_rule(group.layout), group.layout.ranks))
+        rows = []
         for member in group.members:
-            kind = _kind(member.param, leave_out_frozen)
-            dtype = view.value_dtype(member)
-            made.rows.append(Row(member.name, tuple(member.shape), dtype, kind, None, order.get(member.uid, -1)))
-        filled = view.filled(group)
-        if filled:
-            made.filled += [member.name for member in group.members]
+            kind, dtype = _kind(member.param, leave_out_frozen), view.value_dtype(member)
+            rows.append(Row(member.name, view.box(member.name).shape, dtype, kind, None, order.get(member.uid, -1)))
+        offer = _offer(view, rows, layout_rule(group.layout), group.axis.ranks, view.filled(group))
+        made.offers.append(offer)
         for member, start, stop in view.written_ranges(group):
             if _kind(member.param, leave_out_frozen) != LEFT_OUT:
-                made.entries.append(_entry(VALUE, view.value(member, start, stop)))
-            if filled:
-                made.entries.append(_entry(GRADIENT, view.gradient(member, start, stop)))
+                _add(made, VALUE, view.value(member, start, stop))
+            if offer.filled:
+                _add(made, GRADIENT, view.gradient(member, start, stop))
             _add_state(made, view, member, (start, stop), numbers)
     _add_rest(made, view, leave_out_frozen)
     _add_rounds(made, view)
     return made
 
 
+def _offer(view: StateView, rows: list[Row], rule: str, ranks: tuple[int, ...], filled: bool = False) -> Offer:
+    boxes = [view.box(row.name) for row in rows]
+    alone = {row.name: axes for row in rows if (axes := view.alone_along(row.name))}
+    return Offer(rows, boxes, rule, ranks, filled, view.coordinates, alone)
+
+
 def _kind(param: torch.Tensor, leave_out_frozen: bool) -> str:
     return TRAINED if param.requires_grad else LEFT_OUT if leave_out_frozen else FROZEN
 
 
-def _entry(field_: str, slot: Slot) -> Entry:
-    return Entry(entry_name(field_, slot.name), slot.dtype, (slot.stop - slot.start,), slot.values, slot.hold)
+def _add(made: Captured, field_: str, slot: Slot) -> None:
+    """Add what files hold of a slot: its elements that are no padding."""
+    name, values, numel = entry_name(field_, slot.name), slot.values, slot.stop - slot.start
+    box = slot.box.packed
+    if box is not slot.box:
+        padded = BoxRange(slot.box, slot.start, slot.stop)
+        packed = BoxRange(box, slot.box.packed_index(slot.start), slot.box.packed_index(slot.stop))
+        numel, values = padded.real_numel, lambda: _packed(padded, packed, slot.values())
+    if numel:
+        made.entries.append((slot.name, Entry(name, slot.dtype, (numel,), values, slot.hold)))
+
+
+def _packed(padded: BoxRange, packed: BoxRange, values: torch.Tensor) -> torch.Tensor:
+    made = torch.empty(padded.real_numel, dtype=values.dtype, device=values.device)
+    for copy in copies(padded, packed):
+        copy(values.detach(), made)
+    return made
 
 
 def _add_state(
@@ -101,11 +128,14 @@ def _add_state(
         rule = _rule_of(view, fragment)
         if rule is not None:
             for key in rule.sliced:
-                made.entries.append(_entry(state_field(key), view.state(fragment, key, start, stop)))
+                _add(made, state_field(key), view.state(fragment, key, start, stop))
         if start == 0:
             for key in rule.whole if rule is not None else ():
-                made.entries.append(_entry(state_field(key), view.whole_state(fragment, key)))
-            made.reports[member.name] = (rule and rule.to_json(), numbers.get(id(fragment.leaf), -1))
+                slot = view.whole_state(fragment, key)
+                entry = Entry(entry_name(state_field(key), slot.name), slot.dtype, (slot.stop,), slot.values, slot.hold)
+                made.entries.append((slot.name, entry))
+            text = None if rule is None else json.dumps(rule.to_json())
+            made.reports[member.name, member.group.axis.ranks[0]] = (text, numbers.get(id(fragment.leaf), -1))
 
 
 def _rule_of(view: StateView, fragment: Fragment) -> StateRule | None:
@@ -143,49 +173,33 @@ def fixed(name: str, tensor: torch.Tensor) -> Entry:
 
 
 def _add_rest(made: Captured, view: StateView, leave_out_frozen: bool) -> None:
-    """Parameters no group has, each in the file of one rank, and rank 0's buffers."""
-    rank, world = (0, 1) if view.world is None else (view.world.rank, view.world.size)
-    ranks = view.groups[0].layout.ranks if view.groups else world
-    rows = [Row(n, tuple(p.shape), p.dtype, _kind(p, leave_out_frozen)) for n, p in view.plain.items()]
-    buffers = [Row(n, tuple(b.shape), b.dtype, BUFFER) for n, b in view.buffers.items()]
-    for group_rows, count in ((rows, ranks), (buffers, 1)):
+    """Parameters no group has, each in the file of one rank, and the first rank's buffers."""
+    rank, ranks = (0, (0,)) if view.world is None else (view.world.rank, view.world.ranks)
+    rows = [Row(n, view.box(n).shape, p.dtype, _kind(p, leave_out_frozen)) for n, p in view.plain.items()]
+    buffers = [Row(n, view.box(n).shape, b.dtype, BUFFER) for n, b in view.buffers.items()]
+    for group_rows, together in ((rows, ranks), (buffers, ranks[:1])):
         if not group_rows:
             continue
-        group = CutGroup(len(group_rows), "between", count)
-        made.groups.append(group)
-        made.rows += group_rows
-        if rank < count:
-            for index in group.layout([row.numel for row in group_rows]).ranges(rank):
-                row = group_rows[index.index]
-                if row.kind != LEFT_OUT:
-                    made.entries.append(_entry(VALUE, view.plain_value(row.name)))
+        made.offers.append(_offer(view, group_rows, "between", together))
+        layout = LAYOUT_RULES["between"]([view.box(row.name).numel for row in group_rows], len(together))
+        for range_ in layout.ranges(rank) if rank < len(together) else ():
+            row = group_rows[range_.index]
+            if row.kind != LEFT_OUT:
+                _add(made, VALUE, view.plain_value(row.name))
 
 
 def _add_rounds(made: Captured, view: StateView) -> None:
     """Gradients of this rank that have not travelled yet."""
+    made.private["groups"] = view.topology()
     if not view.has_gradients:
         return
     rounds = []
     for group, at_owner, fresh, held in view.rounds():
         dtype = next((NAMES[values.dtype] for values in held.values()), "F32")
+        # Copies with equal gradients stand in one of them when they are added up elsewhere.
+        once = [name for name in held if view.counts(name)]
+        cuts = {name: tuple(map(astuple, view.box(name).cuts)) for name in held}
         named = {"group": group.name, "at_owner": at_owner, "fresh": fresh, "names": list(held), "dtype": dtype}
-        rounds.append(named)
-        made.entries += [fixed(entry_name("round", name), values) for name, values in held.items()]
+        rounds.append({**named, "once": once, "cuts": {name: cut for name, cut in cuts.items() if cut}})
+        made.own += [fixed(entry_name("round", name), values) for name, values in held.items()]
     made.private["rounds"], made.private["touched"] = rounds, view.touched()
-
-
-def merge(captured: Captured, reports: Iterable[dict[str, Any]]) -> tuple[list[Row], list[StateRule]]:
-    """The rows with their optimizer states and groups, and the different states.
-
-    Args:
-        captured: of this rank.
-        reports: `Captured.reports` of all ranks.
-    """
-    told = {name: report for one in reports for name, report in one.items()}
-    states: dict[str, int] = {}
-    rows = []
-    for row in captured.rows:
-        state, group = told.get(row.name, (None, -1))
-        number = None if state is None else states.setdefault(json.dumps(state), len(states))
-        rows.append(replace(row, state=number, group=group))
-    return rows, [StateRule.from_json(json.loads(text)) for text in states]

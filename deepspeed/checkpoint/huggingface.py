@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from deepspeed.checkpoint import restore
-from deepspeed.checkpoint.manifest import FROZEN, CutGroup, Manifest, Row
+from deepspeed.checkpoint.manifest import FROZEN, Manifest, Row
 from deepspeed.checkpoint.ranks import Ranks
-from deepspeed.checkpoint.source import Source, Wanted
+from deepspeed.checkpoint.source import Source, Wanted, byte_range, clear_padding, runs
 from deepspeed.checkpoint.tensorfile import Range, TensorFile, read_all
 from deepspeed.errors import CheckpointCorruptError, CheckpointMissingError
 from deepspeed.foundation.log import say
+from deepspeed.zero.boxes import copies
 from deepspeed.zero.param import is_managed
 from deepspeed.zero.shard_group import ShardGroup
 from deepspeed.zero.state_view import StateView
@@ -40,7 +41,7 @@ class FolderSource(Source):
                 for name, stored in opened.entries.items():
                     self._file_of[name] = file
                     rows.append(Row(name, stored.shape, stored.dtype, FROZEN))
-        super().__init__(path, Manifest(rows, [CutGroup(len(rows), "between", 1)], [], {}, {}))
+        super().__init__(path, Manifest(rows, [], [], {}, {}))
 
     def read(self, wanted: Iterable[Wanted]) -> None:
         """Read elements into tensors, converting on the way."""
@@ -50,13 +51,19 @@ class FolderSource(Source):
                 by_file.setdefault(self._file_of[one.row.name], []).append(one)
             for path, some in by_file.items():
                 with TensorFile(path) as file:
-                    read_all({file: [_range(file, one) for one in some]})
+                    read_all({file: [range_ for one in some for range_ in _ranges(file, one)]})
+
+    def most(self, count: int) -> int:
+        """The largest count of any rank."""
+        return max(self._ranks.gather(count))
 
 
-def _range(file: TensorFile, one: Wanted) -> Range:
+def _ranges(file: TensorFile, one: Wanted) -> Iterator[Range]:
     stored = file.find(one.row.name)
-    size = stored.dtype.itemsize
-    return Range(stored.begin + one.start * size, stored.begin + one.stop * size, stored.dtype, one.into)
+    clear_padding(one)
+    for copy in copies(one.row.everything, one.range):
+        for start, distance, place in runs(copy, one.into):
+            yield byte_range(stored, start, distance, place)
 
 
 def _files(path: Path) -> list[Path]:

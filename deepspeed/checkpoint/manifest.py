@@ -1,4 +1,8 @@
-"""What a checkpoint holds and how it is cut, stated by rule; every reader computes its own reads from it."""
+"""What a checkpoint holds and how it is cut, stated by rule; every reader computes its own reads from it.
+
+[Note: formats] In format 2 a group names its rows, the box of each in the global tensor, and the file of each slice.
+Format 1 knew whole tensors only, and slice r was in the file of rank r; it is read for ever and written no more.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +11,21 @@ import json
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import accumulate
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from deepspeed.checkpoint.tensorfile import DTYPES, NAMES, Seal
-from deepspeed.errors import CheckpointCorruptError
+from deepspeed.errors import CheckpointCorruptError, CheckpointError
+from deepspeed.zero.boxes import Box, BoxRange, Copy, copies, extent
 from deepspeed.zero.layout import Layout
+from deepspeed.zero.placement import Cut
 from deepspeed.zero.state_view import LAYOUT_RULES
 
 MANIFEST = "manifest.json"
-VERSION = 1
+VERSION = 2
 _PREFIX = '{"crc32": "%08x",\n"manifest": '
 
 # Kinds of rows.
@@ -70,6 +76,11 @@ class Row:
         """Elements."""
         return torch.Size(self.shape).numel()
 
+    @property
+    def everything(self) -> BoxRange:
+        """All of its elements."""
+        return BoxRange(Box(self.shape), 0, self.numel)
+
 
 @dataclass(frozen=True)
 class StateRule:
@@ -99,40 +110,62 @@ class StateRule:
 
 @dataclass(frozen=True)
 class CutGroup:
-    """Consecutive rows that are cut together.
+    """Tensors that are cut together: slices of the concatenation of one rank's boxes.
 
     Args:
-        count: how many rows.
+        rows: which, as positions in the manifest.
+        boxes: what the flattened tensors are of the global ones.
         rule: `equal` slices of their concatenation, or cuts `between` them.
-        ranks: number of slices; slice r is in the file of rank r.
+        files: slice r is in the r-th.
+        stored: False for a tensor whose equal copy another group stores; empty: all are stored.
+        states: optimizer states as in `Row`, where they are not those of the rows; empty otherwise.
     """
 
-    count: int
+    rows: tuple[int, ...]
+    boxes: tuple[Box, ...]
     rule: str
-    ranks: int
+    files: tuple[str, ...]
+    stored: tuple[bool, ...] = ()
+    states: tuple[int | None, ...] = ()
 
-    def layout(self, numels: list[int]) -> Layout:
-        """The layout of members with so many elements."""
-        return LAYOUT_RULES[self.rule](numels, self.ranks)
+    @cached_property
+    def layout(self) -> Layout:
+        """Where the concatenation is cut, padding included."""
+        return LAYOUT_RULES[self.rule]([box.numel for box in self.boxes], len(self.files))
+
+    @cached_property
+    def _offsets(self) -> tuple[int, ...]:
+        return self.layout.offsets
+
+    def pieces(self, index: int, low: int, high: int) -> Iterator[tuple[str, BoxRange]]:
+        """The stored pieces of a tensor, as (file, range of its packed box), that have elements of [low, high) there.
+
+        Args:
+            index: position in the group.
+            low: first element of the flattened packed box.
+            high: one past the last.
+        """
+        box, cuts, offset = self.boxes[index], self.layout.cuts, self._offsets[index]
+        end = offset + box.numel
+        for rank in range(max(bisect.bisect_right(cuts, offset) - 1, 0), len(self.files)):
+            if cuts[rank] >= end:
+                break
+            start, stop = (box.packed_index(min(max(cut, offset), end) - offset) for cut in cuts[rank : rank + 2])
+            if max(start, low) < min(stop, high):
+                yield self.files[rank], BoxRange(box.packed, start, stop)
 
 
 @dataclass(frozen=True)
 class Read:
-    """A run of elements of one stored piece.
+    """Elements of one stored piece, and where they go.
 
     Args:
         file: file name.
-        entry: name in the file.
-        start: first element, counted in the piece.
-        stop: one past the last.
-        at: where the run begins in the destination.
+        copy: from the piece to the destination.
     """
 
     file: str
-    entry: str
-    start: int
-    stop: int
-    at: int
+    copy: Copy
 
 
 @dataclass
@@ -140,8 +173,8 @@ class Manifest:
     """The contents of `manifest.json`.
 
     Args:
-        rows: parameters and buffers, in the order of the groups.
-        groups: how they are cut.
+        rows: parameters and buffers.
+        groups: how they are cut and where they lie; none where the values are elsewhere.
         states: the different optimizer states; rows refer to them by number.
         files: every file beside the manifest, with its seal.
         about: everything else: counters, who saved, typed JSON of small state.
@@ -152,18 +185,16 @@ class Manifest:
     states: list[StateRule]
     files: dict[str, Seal]
     about: dict[str, Any]
-    _where: dict[str, tuple[int, int]] = field(init=False, repr=False)
-    _cuts: list[tuple[Layout, list[int], int]] = field(init=False, repr=False)
+    _numbers: dict[str, int] = field(init=False, repr=False)
+    _stored: dict[str, list[tuple[CutGroup, int]]] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self._where, self._cuts = {}, []
-        at = 0
-        for number, group in enumerate(self.groups):
-            members = self.rows[at : at + group.count]
-            numels = [row.numel for row in members]
-            self._cuts.append((group.layout(numels), [0, *accumulate(numels)], at))
-            self._where |= {row.name: (number, at + i) for i, row in enumerate(members)}
-            at += group.count
+        self._numbers = {row.name: number for number, row in enumerate(self.rows)}
+        self._stored = {}
+        for group in self.groups:
+            for index, number in enumerate(group.rows):
+                if not group.stored or group.stored[index]:
+                    self._stored.setdefault(self.rows[number].name, []).append((group, index))
 
     # -- asking ---------------------------------------------------------------------------------------------------
 
@@ -174,65 +205,74 @@ class Manifest:
 
     def row(self, name: str) -> Row | None:
         """The row of a parameter or buffer, by any of its names."""
-        place = self._where.get(self.aliases.get(name, name))
-        return None if place is None else self.rows[place[1]]
+        number = self._numbers.get(self.aliases.get(name, name))
+        return None if number is None else self.rows[number]
 
-    def state_of(self, row: Row) -> StateRule | None:
-        """The optimizer state of a parameter."""
-        return None if row.state is None else self.states[row.state]
+    def state_of(self, row: Row, box: Box | None = None) -> StateRule | None:
+        """The optimizer state of a parameter; of one box, where boxes have different ones.
+
+        Args:
+            row: the parameter.
+            box: None: any.
+        """
+        found = None if box is None else self._find(row, box)
+        number = row.state if found is None or not found[0].states else found[0].states[found[1]]
+        return None if number is None else self.states[number]
 
     def is_whole(self, field_: str, row: Row) -> bool:
         """Whether a field of a parameter has a shape of its own and is not cut."""
         rule = self.state_of(row)
         return rule is not None and any(field_ == state_field(key) for key in rule.whole)
 
-    def reads(self, field_: str, row: Row, start: int, stop: int) -> Iterator[Read]:
-        """The runs that make up elements [start, stop) of a field of a parameter.
+    def _find(self, row: Row, box: Box) -> tuple[CutGroup, int] | None:
+        stored = self._stored.get(row.name, ())
+        return next(((group, index) for group, index in stored if group.boxes[index] == box), None)
 
-        Args:
-            field_: `value`, `gradient` or a `state_field`.
-            row: the parameter.
-            start: first element of the flattened parameter.
-            stop: one past the last.
-        """
-        number, index = self._where[row.name]
-        layout, edges, first = self._cuts[number]
-        offset, entry = edges[index - first], entry_name(field_, row.name)
-        low, end = offset + start, offset + stop
-        rank = bisect.bisect_right(layout.cuts, low) - 1
-        while low < end:
-            high = min(end, layout.cuts[rank + 1])
-            if low < high:
-                begin = max(layout.cuts[rank], offset)
-                yield Read(rank_file(rank), entry, low - begin, high - begin, low - offset - start)
-                low = high
-            rank += 1
+    def has_box(self, row: Row, box: Box) -> bool:
+        """Whether a box is stored as it is, so that state that cannot be cut fits it."""
+        return self._find(row, box) is not None if self.groups else box.whole
 
-    def home(self, row: Row) -> str:
-        """The file that holds a parameter's first element, and the state that is not cut."""
-        for read in self.reads(VALUE, row, 0, min(1, row.numel)):
-            return read.file
-        return rank_file(0)
+    def reads(self, row: Row, wanted: BoxRange) -> Iterator[Read]:
+        """What must be read for a range of any box of a parameter; the same for every field that is cut as it is."""
+        for group, index in self._stored.get(row.name, ()):
+            low, high = extent(group.boxes[index].packed, wanted)
+            for file, piece in group.pieces(index, low, high):
+                for copy in copies(piece, wanted):
+                    yield Read(file, copy)
+
+    def home(self, row: Row, box: Box) -> str:
+        """The file that holds the first element of a box, and its state that is not cut."""
+        found = self._find(row, box)
+        if found is None:
+            raise CheckpointError(f"the checkpoint does not hold '{row.name}' cut as it is here")
+        for file, _ in found[0].pieces(found[1], 0, 1):
+            return file
+        return found[0].files[0]
 
     # -- on disk --------------------------------------------------------------------------------------------------
 
     def to_bytes(self) -> bytes:
         """The file's contents."""
-        rows = [
-            [r.name, list(r.shape), NAMES[r.dtype], r.kind, r.state, r.order, r.group] for r in self.rows
-        ]  # one line each
+        boxes, files = _Numbers({(): 0}), _Numbers()
+        groups = [[list(g.rows), list(_signed(g, boxes)), g.rule, files(g.files), list(g.states)] for g in self.groups]
         body = {
             "format": "deepspeed",
             "version": VERSION,
             **self.about,
             "files": {name: [seal.nbytes, f"{seal.crc32:08x}"] for name, seal in sorted(self.files.items())},
-            "groups": [[g.count, g.rule, g.ranks] for g in self.groups],
             "states": [state.to_json() for state in self.states],
             "columns": ["name", "shape", "dtype", "kind", "state", "order", "group"],
         }
-        text = json.dumps(body, indent=1)[:-2] + ',\n "rows": [\n'
-        text += ",\n".join("  " + json.dumps(row) for row in rows) + "\n ]\n}"
-        encoded = text.encode()
+        lines = {
+            "boxes": [[[cut.dim, cut.size, cut.segments] for cut in cuts] for cuts in boxes.seen],
+            "slices": list(files.seen),
+            "groups": groups,
+            "rows": [[r.name, r.shape, NAMES[r.dtype], r.kind, r.state, r.order, r.group] for r in self.rows],
+        }
+        text = json.dumps(body, indent=1)[:-2]
+        for key, listed in lines.items():
+            text += f',\n "{key}": [\n' + ",\n".join("  " + json.dumps(one) for one in listed) + "\n ]"
+        encoded = (text + "\n}").encode()
         return (_PREFIX % zlib.crc32(encoded)).encode() + encoded + b"}\n"
 
     @staticmethod
@@ -248,10 +288,11 @@ class Manifest:
             if zlib.crc32(data[size:-2]) != told or data[:size] != (_PREFIX % told).encode() or data[-2:] != b"}\n":
                 raise CheckpointCorruptError(f"{where} differs from what was written (its checksum does not hold)")
             body = json.loads(data[size:-2])
-            if body.pop("format") != "deepspeed" or body.pop("version") != VERSION:
+            version = body.pop("version")
+            if body.pop("format") != "deepspeed" or version not in _READERS:
                 raise CheckpointCorruptError(f"{where} was written by a newer version of this package")
             rows = [Row(r[0], tuple(r[1]), DTYPES[r[2]], *r[3:]) for r in body.pop("rows")]
-            groups = [CutGroup(*group) for group in body.pop("groups")]
+            groups = list(_READERS[version](rows, body))
             states = [StateRule.from_json(state) for state in body.pop("states")]
             seals = {name: Seal(size, int(crc, 16)) for name, (size, crc) in body.pop("files").items()}
             body.pop("columns")
@@ -262,6 +303,49 @@ class Manifest:
         if any("/" in name or name.startswith(".") for name in seals):
             raise CheckpointCorruptError(f"{where} names files outside of its folder")
         return Manifest(rows, groups, states, seals, body)
+
+
+class _Numbers:
+    """Numbers things in the order in which they are seen."""
+
+    def __init__(self, seen: dict[Any, int] | None = None) -> None:
+        self.seen = seen or {}
+
+    def __call__(self, one: Any) -> int:
+        return self.seen.setdefault(one, len(self.seen))
+
+
+def _signed(group: CutGroup, boxes: _Numbers) -> Iterator[int]:
+    """The number of each tensor's box; -1 minus it where the tensor is stored by another group."""
+    stored = group.stored or [True] * len(group.rows)
+    for box, here in zip(group.boxes, stored, strict=True):
+        number = boxes(box.cuts)
+        yield number if here else -1 - number
+
+
+def _groups_of_format_2(rows: list[Row], body: dict[str, Any]) -> Iterator[CutGroup]:
+    cuts = [
+        tuple(Cut(dim, size, tuple((start, length) for start, length in segments)) for dim, size, segments in box)
+        for box in body.pop("boxes")
+    ]
+    slices = [tuple(files) for files in body.pop("slices")]
+    for numbers, signed, rule, files, states in body.pop("groups"):
+        stored = () if all(number >= 0 for number in signed) else tuple(number >= 0 for number in signed)
+        positions = (number if number >= 0 else -1 - number for number in signed)
+        boxes = tuple(Box(rows[n].shape, cuts[at]) for n, at in zip(numbers, positions, strict=True))
+        yield CutGroup(tuple(numbers), boxes, rule, slices[files], stored, tuple(states))
+
+
+def _groups_of_format_1(rows: list[Row], body: dict[str, Any]) -> Iterator[CutGroup]:
+    at = 0
+    for count, rule, ranks in body.pop("groups"):
+        numbers = tuple(range(at, at + count))
+        boxes = tuple(Box(row.shape) for row in rows[at : at + count])
+        yield CutGroup(numbers, boxes, rule, tuple(map(rank_file, range(ranks))))
+        at += count
+
+
+_READERS = {1: _groups_of_format_1, VERSION: _groups_of_format_2}
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,10 +11,13 @@ import torch
 
 from deepspeed.checkpoint.codec import Decoder
 from deepspeed.checkpoint.manifest import GRADIENT, LEFT_OUT, VALUE, Row, StateRule, entry_name, state_field
+from deepspeed.checkpoint.ranks import Ranks
 from deepspeed.checkpoint.source import Source, Wanted
 from deepspeed.checkpoint.tensorfile import DTYPES
-from deepspeed.errors import CheckpointError
+from deepspeed.errors import CheckpointCorruptError, CheckpointError
+from deepspeed.zero.boxes import Box, BoxRange, copies
 from deepspeed.zero.member import Member
+from deepspeed.zero.placement import Cut
 from deepspeed.zero.shard_group import ShardGroup
 from deepspeed.zero.state_view import Slot, StateView
 
@@ -44,7 +47,8 @@ Slots = list[tuple[str, Row, Slot]]  # field, where it is stored, where it goes
 def _read(source: Source, slots: Slots) -> None:
     """Read into slots that have values now. All ranks call together."""
     with torch.no_grad():
-        source.read([Wanted(field_, row, s.start, s.stop, s.values()) for field_, row, s in slots])
+        wanted = [(field_, row, BoxRange(s.box, s.start, s.stop), s.values()) for field_, row, s in slots]
+        source.read([Wanted(*one) for one in wanted])
 
 
 def _read_all(view: StateView, source: Source, slots_of: Callable[[ShardGroup], Slots], more: Slots) -> None:
@@ -58,20 +62,24 @@ def _read_all(view: StateView, source: Source, slots_of: Callable[[ShardGroup], 
     """
     resident = [group for group in view.groups if view.hold_of(group) is None]
     _read(source, more + [slot for group in resident for slot in slots_of(group)])
-    for group in view.groups:
-        hold = view.hold_of(group)
-        if hold is not None:
-            with hold(changed=True):
-                _read(source, slots_of(group))
+    elsewhere = [(group, hold) for group in view.groups if (hold := view.hold_of(group)) is not None]
+    for group, hold in elsewhere:
+        with hold(changed=True):
+            _read(source, slots_of(group))
+    for _ in range(source.most(len(elsewhere)) - len(elsewhere)):
+        _read(source, [])  # another stage has more groups
 
 
-def compare(view: StateView, source: Source, strict: bool) -> tuple[dict[str, Row], Loaded]:
+def compare(
+    view: StateView, source: Source, strict: bool, elsewhere: Collection[str] = ()
+) -> tuple[dict[str, Row], Loaded]:
     """Match names and shapes of the model and the checkpoint.
 
     Args:
         view: the model.
         source: the checkpoint.
         strict: any difference of names is an error.
+        elsewhere: names of the model that other ranks hold.
 
     Returns:
         The rows by the model's names, and the differences.
@@ -79,8 +87,7 @@ def compare(view: StateView, source: Source, strict: bool) -> tuple[dict[str, Ro
     Raises:
         CheckpointError: names differ and `strict`, or a shape differs.
     """
-    shapes = {name: tuple(member.shape) for name, member in view.members.items()}
-    shapes |= {name: tuple(t.shape) for name, t in (view.plain | view.buffers).items()}
+    shapes = {name: view.box(name).shape for name in (*view.members, *view.plain, *view.buffers)}
     rows, found = {}, Loaded(total=sum(torch.Size(shape).numel() for shape in shapes.values()))
     wrong = []
     for name, shape in shapes.items():
@@ -95,7 +102,7 @@ def compare(view: StateView, source: Source, strict: bool) -> tuple[dict[str, Ro
         else:
             rows[name] = row
             found.elements += row.numel
-    known = {row.name for row in rows.values()} | set(found.left_out) | set(view.aliases)
+    known = {row.name for row in rows.values()} | set(found.left_out) | set(view.aliases) | set(elsewhere)
     found.unexpected = [row.name for row in source.manifest.rows if row.name not in known and row.name not in shapes]
     if wrong:
         raise CheckpointError(f"{source.path} does not fit the model: {'; '.join(wrong[:8])}")
@@ -128,6 +135,8 @@ def load_values(
         _take_settings(view, settings)
     plain = [(VALUE, rows[name], view.plain_value(name)) for name in (*view.plain, *view.buffers) if name in rows]
     _read_all(view, source, slots_of, plain)
+    for _, _, slot in plain:
+        view.write_back(slot)
     view.publish()
 
 
@@ -186,13 +195,16 @@ def check_optimizer(view: StateView, source: Source, rows: dict[str, Row], setti
         raise CheckpointError(f"the checkpoint has {len(settings)} optimizer groups, the engine has {have}; {advice}")
     numbers = view.group_numbers()
     for name, row in rows.items():
-        rule = source.manifest.state_of(row)
         fragments = view.fragments_of(view.members[name]) if name in view.members else []
         for fragment in fragments:
-            if rule is not None and rule.whole and fragment.range.numel != row.numel:
+            box = view.box(name)
+            rule = source.manifest.state_of(row, box)
+            whole = fragment.range.numel == box.numel and source.manifest.has_box(row, box)
+            if rule is not None and rule.whole and not whole:
                 raise CheckpointError(
                     f"the optimizer keeps {sorted(rule.whole)} of '{name}' in shapes that cannot be cut, and here the "
-                    f"parameter is cut; use the optimizer it was saved with"
+                    f"parameter is cut in another way; load with the optimizer and the model slices it was saved with, "
+                    f"or pass load_optimizer_states=False"
                 )
             now = numbers.get(id(fragment.leaf), -1)
             if row.group not in (-1, now):
@@ -203,7 +215,7 @@ def check_optimizer(view: StateView, source: Source, rows: dict[str, Row], setti
 
 def _prepare(view: StateView, source: Source, member: Member, row: Row) -> Slots:
     """Give a parameter an optimizer state of the saved form; its tensors, still to be read."""
-    rule, slots = source.manifest.state_of(row), []
+    rule, slots = source.manifest.state_of(row, view.box(member.name)), []
     for fragment in view.fragments_of(member):
         if rule is None:
             view.set_state(fragment, {})
@@ -231,7 +243,7 @@ def _numbers(rule: StateRule) -> Iterator[tuple[str, Any]]:
 
 
 def load_window(
-    view: StateView, source: Source, rows: dict[str, Row], rank: int, private: dict[str, Any]
+    view: StateView, source: Source, rows: dict[str, Row], ranks: Ranks, private: dict[str, Any]
 ) -> tuple[bool, list[str]]:
     """Put the gradients of an open window back. All ranks call together.
 
@@ -241,14 +253,14 @@ def load_window(
         view: the engine's state.
         source: the checkpoint.
         rows: by the model's names.
-        rank: this rank.
-        private: its own state of the save; empty on another number of ranks.
+        ranks: who loads.
+        private: this rank's own state of the save; empty on another mesh.
 
     Returns:
         Whether it is the topology of the save, and the parameters that had a gradient.
     """
     about = source.manifest.about
-    same = bool(private) and [[g.name, g.layout.ranks] for g in view.groups] == about["group_names"]
+    same = all(ranks.gather(_same_groups(view, about, private)))
     filled = set(about["filled"])
 
     def slots_of(group: ShardGroup) -> Slots:
@@ -260,9 +272,17 @@ def load_window(
             view.fill(group)
     _read_all(view, source, slots_of, [])
     if same:
-        _open_rounds(view, source, rank, private["rounds"])
+        _open_rounds(view, source, ranks.rank, private["rounds"])
         return True, private["touched"]
     return False, _add_rounds(view, source)
+
+
+def _same_groups(view: StateView, about: dict[str, Any], private: dict[str, Any]) -> bool:
+    """Whether the groups of this rank are those that saved its own state."""
+    if "groups" in private:
+        return private["groups"] == view.topology()
+    named = [[group.name, group.layout.ranks] for group in view.groups]
+    return bool(private) and named == about["group_names"] and not view.cut  # format 1
 
 
 def _open_rounds(view: StateView, source: Source, rank: int, rounds: list[dict[str, Any]]) -> None:
@@ -282,18 +302,30 @@ def _add_rounds(view: StateView, source: Source) -> list[str]:
         own = source.private(rank)
         touched |= set(own.get("touched", ()))
         for one in own.get("rounds", ()):
-            for name in one["names"]:
-                member = view.members[name]
-                whole = torch.empty(member.numel, dtype=DTYPES[one["dtype"]])
-                source.private_tensors(rank, {entry_name("round", name): whole})
-                _add(view, member, whole, one["at_owner"])
-    return sorted(touched)
+            added = {name: _saved_round(source, one, name) for name in one["names"]}
+            wanted = {entry_name("round", name): whole for name, (_, whole) in added.items()}
+            source.private_tensors(rank, wanted)
+            for name, (box, whole) in added.items():
+                if name in view.members and name in one.get("once", one["names"]):
+                    _add(view, view.members[name], BoxRange(box, 0, box.numel), whole, one["at_owner"])
+    return sorted(touched & set(view.members))
 
 
-def _add(view: StateView, member: Member, gradient: torch.Tensor, factor: float) -> None:
+def _saved_round(source: Source, one: dict[str, Any], name: str) -> tuple[Box, torch.Tensor]:
+    """What a rank of the save had of a tensor, and room for its gradient."""
+    row = source.manifest.row(name)
+    if row is None:
+        raise CheckpointCorruptError(f"{source.path} holds a gradient of '{name}', which its manifest does not name")
+    box = Box(row.shape, tuple(Cut(*cut) for cut in one.get("cuts", {}).get(name, ())))
+    return box, torch.empty(box.numel, dtype=DTYPES[one["dtype"]])
+
+
+def _add(view: StateView, member: Member, saved: BoxRange, gradient: torch.Tensor, factor: float) -> None:
     hold = view.hold_of(member.group)
     with hold(changed=True) if hold is not None else nullcontext():
         for other, start, stop in view.held_ranges(member.group):
             if other is member:
-                here = view.gradient(member, start, stop).values()
-                here.add_(gradient[start:stop].to(here.device), alpha=factor)
+                slot = view.gradient(member, start, stop)
+                here = slot.values()
+                for copy in copies(saved, BoxRange(slot.box, start, stop)):
+                    copy(gradient, here, add=factor)

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 
 from deepspeed.checkpoint import files
-from deepspeed.checkpoint.capture import Captured, fixed, merge
+from deepspeed.checkpoint.capture import Captured, fixed
 from deepspeed.checkpoint.codec import Encoder
-from deepspeed.checkpoint.manifest import MANIFEST, Manifest, Row, StateRule, rank_file, read_manifest
+from deepspeed.checkpoint.manifest import MANIFEST, Manifest, rank_file, read_manifest
+from deepspeed.checkpoint.offers import Reports, Taken, take
 from deepspeed.checkpoint.ranks import Ranks
 from deepspeed.checkpoint.tensorfile import Entry, Seal, file_bytes, write_tensors
 from deepspeed.errors import CheckpointCorruptError, CheckpointError
@@ -86,8 +87,9 @@ class Saving:
         self.entries: list[Entry] = []
         self._metadata: dict[str, str] = {}
         self._small: dict[str, Any] = {}
-        self._rows: list[Row] = []
-        self._states: list[StateRule] = []
+        self.taken = Taken()
+        self._reports: tuple[Reports, ...] = ()
+        self._aliases: dict[str, str] = {}
         self._seal = Seal(0, 0)
 
     def begin(self) -> None:
@@ -97,7 +99,13 @@ class Saving:
             CheckpointError: something has no place in a checkpoint.
         """
         with self.ranks.together(f"preparing checkpoint '{self.target.tag}'"):
-            self._encode()
+            private = self._encode()
+        captured, me = self.contents.captured, self.ranks.numbers[self.ranks.rank]
+        mine = [offer for offer in captured.offers if offer.leader == me]
+        told = self.ranks.gather((mine, self.contents.about["aliases"] if mine else {}))
+        self.taken = take([offer for offers, _ in told for offer in offers], self.ranks.numbers)
+        self._aliases = {alias: name for _, aliases in reversed(told) for alias, name in aliases.items()}
+        self.entries = captured.taken(self.taken.leaders) + private
 
     def place(self) -> None:
         """Agree on the tag, see that there is room and make the staging folder; nothing is lost if it fails.
@@ -105,12 +113,11 @@ class Saving:
         Raises:
             CheckpointError: the tags differ, or the disk is too full.
         """
-        captured, host = self.contents.captured, platform.node()
+        reports, host = self.contents.captured.reports, platform.node()
         need = file_bytes(self.entries) + _SMALL_FILES
-        mine = (self.target.tag, self.target.leads, host, need, captured.reports)
-        tags, leads, hosts, needs, reports = zip(*self.ranks.gather(mine), strict=True)
+        mine = (self.target.tag, self.target.leads, host, need, reports)
+        tags, leads, hosts, needs, self._reports = zip(*self.ranks.gather(mine), strict=True)
         self._check_tags(tags)
-        self._rows, self._states = merge(captured, reports)
         shared = sum(leads) == 1  # one disk for all ranks
         if not shared:  # every node writes the same small files, those of rank 0
             self._small, self.contents.beside = self.ranks.gather((self._small, self.contents.beside))[0]
@@ -119,17 +126,18 @@ class Saving:
             if self.target.leads:
                 self._make_staging(room)
 
-    def _encode(self) -> None:
+    def _encode(self) -> list[Entry]:
+        """Encode what is no part of the training state; gives this rank's own tensors."""
         captured, contents = self.contents.captured, self.contents
         tensors: list[torch.Tensor] = []
         private = Encoder(tensors).encode(captured.private, "this rank's state")
         self._metadata = {"rank": json.dumps(private)}
-        self.entries = captured.entries + [fixed(f"rank/{i}", tensor) for i, tensor in enumerate(tensors)]
         aside: list[torch.Tensor] = []
         pickled: list[Any] | None = [] if contents.allow_pickle else None
         encoder = Encoder(aside, pickled)
         encoded = {key: encoder.encode(value, key) for key, value in contents.state.items()}
         self._small = {"json": encoded, "tensors": aside, "pickle": pickled}
+        return [fixed(f"rank/{i}", tensor) for i, tensor in enumerate(tensors)]
 
     def copy_small(self) -> None:
         """Copy the tensors of the client's state, which may change while a thread writes."""
@@ -172,10 +180,12 @@ class Saving:
             "tag": self.target.tag,
             "saved_at": times[0],
             "hosts": list(hosts),
-            "filled": self.contents.captured.filled,
+            "filled": self.taken.filled,
+            "aliases": self._aliases,
         }
         named = {rank_file(rank): seal for rank, seal in enumerate(seals)}
-        manifest = Manifest(self._rows, self.contents.captured.groups, self._states, named, about)
+        rows, groups, states = self.taken.with_states(self._reports)
+        manifest = Manifest(rows, groups, states, named, about)
         if more is not None:
             manifest.files.update(more(self.target.staging, manifest))
         with self.ranks.together(f"completing checkpoint '{self.target.tag}'"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,41 +14,73 @@ from typing import Any
 import torch
 
 from deepspeed.checkpoint.codec import Decoder
-from deepspeed.checkpoint.manifest import Manifest, Row, entry_name, rank_file
+from deepspeed.checkpoint.manifest import Manifest, Read, Row, entry_name, rank_file
 from deepspeed.checkpoint.ranks import Ranks
 from deepspeed.checkpoint.save import STATE, STATE_PICKLE, STATE_TENSORS
-from deepspeed.checkpoint.tensorfile import Range, TensorFile, read_all
+from deepspeed.checkpoint.tensorfile import Range, Stored, TensorFile, read_all
 from deepspeed.errors import CheckpointCorruptError, CheckpointError, CheckpointMissingError
+from deepspeed.zero.boxes import BoxRange, Copy
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """Elements [start, stop) of a field of a parameter, and where they go.
+    """Elements of a field of a parameter, and where they go.
 
     Args:
         field: `value`, `gradient`, `state/<key>`.
         row: the parameter.
-        start: first element of the flattened parameter.
-        stop: one past the last.
-        into: 1-D tensor of as many elements, any dtype and device.
+        range: which elements of which box; of state with a shape of its own: all of it, and whose.
+        into: 1-D tensor of as many elements, any dtype and device. Padding of the box becomes zero.
     """
 
     field: str
     row: Row
-    start: int
-    stop: int
+    range: BoxRange
     into: torch.Tensor
 
 
 @dataclass(frozen=True)
 class Fetch:
-    """A run of elements of one entry of one file."""
+    """Elements of one entry of one file: a run, or rows at a distance.
+
+    Args:
+        file: file name.
+        entry: name in the file.
+        start: first element.
+        into: 1-D, or (rows, elements of a row).
+        distance: elements from the beginning of a row to that of the next.
+    """
 
     file: str
     entry: str
     start: int
-    stop: int
     into: torch.Tensor = field(compare=False)
+    distance: int = 0
+
+    @property
+    def stop(self) -> int:
+        """One past the last element."""
+        return self.start + self.distance * (self.into.shape[0] - 1 if self.distance else 0) + self.into.shape[-1]
+
+
+def byte_range(stored: Stored, start: int, distance: int, into: torch.Tensor) -> Range:
+    """Elements of a stored tensor as bytes of its file; rows of `into` as in `Fetch`."""
+    size, rows = stored.dtype.itemsize, into.shape[0] if distance else 1
+    begin = stored.begin + start * size
+    end = begin + ((rows - 1) * distance + into.shape[-1]) * size
+    return Range(begin, end, stored.dtype, into, distance * size)
+
+
+def runs(copy: Copy, into: torch.Tensor) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """A copy as what `Fetch` takes: (start, distance, place), of one run or of rows."""
+    for start, distance, place in copy.rows(into):
+        yield (start, distance, place) if place.shape[0] > 1 else (start, 0, place[0])
+
+
+def clear_padding(wanted: Wanted) -> None:
+    """Make the elements zero that no checkpoint holds."""
+    if wanted.range.box.packed is not wanted.range.box:
+        wanted.into.zero_()
 
 
 class Source:
@@ -65,6 +97,10 @@ class Source:
     def read(self, wanted: Iterable[Wanted]) -> None:
         """Read elements into tensors. All ranks that share the source call together."""
         raise NotImplementedError
+
+    def most(self, count: int) -> int:
+        """The largest count of any rank that reads; all ranks that share the source call together."""
+        return count
 
     def state(self) -> dict[str, Any]:
         """The small state of the run: `engine`, `client` and so on."""
@@ -86,7 +122,7 @@ class Source:
         key = field_.removeprefix("state/")
         dtype = rule.sliced[key] if rule is not None and key != field_ else row.dtype
         made = torch.empty(row.shape, dtype=dtype)
-        self.read([Wanted(field_, row, 0, row.numel, made.reshape(-1))])
+        self.read([Wanted(field_, row, row.everything, made.reshape(-1))])
         return made
 
 
@@ -116,15 +152,20 @@ class NativeSource(Source):
             CheckpointCorruptError: bytes differ from what was written.
             CheckpointMissingError: a file is on no rank's disk.
         """
+        found: dict[tuple[str, BoxRange], list[Read]] = {}  # the same for all fields of a parameter
         fetches = []
         for one in wanted:
+            name = entry_name(one.field, one.row.name)
             if self.manifest.is_whole(one.field, one.row):
-                name = entry_name(one.field, one.row.name)
-                fetches.append(Fetch(self.manifest.home(one.row), name, one.start, one.stop, one.into))
+                fetches.append(Fetch(self.manifest.home(one.row, one.range.box), name, 0, one.into))
                 continue
-            for read in self.manifest.reads(one.field, one.row, one.start, one.stop):
-                into = one.into[read.at : read.at + read.stop - read.start]
-                fetches.append(Fetch(read.file, read.entry, read.start, read.stop, into))
+            clear_padding(one)
+            key = (one.row.name, one.range)
+            if key not in found:
+                found[key] = list(self.manifest.reads(one.row, one.range))
+            for read in found[key]:
+                places = runs(read.copy, one.into)
+                fetches += [Fetch(read.file, name, start, place, distance) for start, distance, place in places]
         self._fetch(fetches)
 
     def _fetch(self, fetches: list[Fetch]) -> None:
@@ -145,29 +186,30 @@ class NativeSource(Source):
                     opened[fetch.file] = stack.enter_context(TensorFile(self.path / fetch.file, seal))
                 file = opened[fetch.file]
                 stored = file.find(fetch.entry)
-                size = stored.dtype.itemsize
-                if (fetch.stop - fetch.start) > (stored.end - stored.begin) // size - fetch.start:
+                if fetch.stop > (stored.end - stored.begin) // stored.dtype.itemsize:
                     raise CheckpointCorruptError(f"{file.path}: {fetch.entry} is shorter than the manifest says")
-                begin = stored.begin + fetch.start * size
-                end = stored.begin + fetch.stop * size
-                wanted.setdefault(file, []).append(Range(begin, end, stored.dtype, fetch.into))
+                wanted.setdefault(file, []).append(byte_range(stored, fetch.start, fetch.distance, fetch.into))
             read_all(wanted)
 
     def _read_through_peers(self, far: list[Fetch]) -> None:
         """Everybody's wishes are known to all, and served in one order by the first rank that sees the file."""
-        mine = [(f.file, f.entry, f.start, f.stop, f.into.dtype) for f in far]
+        mine = [(f.file, f.entry, f.start, f.distance, tuple(f.into.shape), f.into.dtype) for f in far]
         wishes = self.ranks.gather(mine)
         for rank, listed in enumerate(wishes):
-            for number, (file, entry, start, stop, dtype) in enumerate(listed):
+            for number, (file, entry, start, distance, shape, dtype) in enumerate(listed):
                 server = self.server(file)
                 if self.ranks.rank == server:
-                    values = torch.empty(stop - start, dtype=dtype)
-                    self._read_here([Fetch(file, entry, start, stop, values)])
+                    values = torch.empty(shape, dtype=dtype)
+                    self._read_here([Fetch(file, entry, start, values, distance)])
                     self.ranks.send(values, rank)
                 elif self.ranks.rank == rank:
-                    values = torch.empty(stop - start, dtype=dtype)
+                    values = torch.empty(shape, dtype=dtype)
                     self.ranks.receive(values, server)
                     far[number].into.copy_(values)
+
+    def most(self, count: int) -> int:
+        """The largest count of any rank."""
+        return max(self.ranks.gather(count))
 
     def server(self, file: str) -> int:
         """The rank that reads a file for those that do not see it.
@@ -240,7 +282,7 @@ class NativeSource(Source):
 
     def private_tensors(self, rank: int, wanted: dict[str, torch.Tensor]) -> None:
         """Read a saved rank's own tensors, by entry name, whole. All ranks call together."""
-        self._fetch([Fetch(rank_file(rank), entry, 0, into.numel(), into) for entry, into in wanted.items()])
+        self._fetch([Fetch(rank_file(rank), entry, 0, into) for entry, into in wanted.items()])
 
 
 def missing(manifest: Manifest, names: list[str], path: Path) -> CheckpointMissingError:

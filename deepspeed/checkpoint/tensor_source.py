@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from deepspeed.checkpoint.manifest import BUFFER, FROZEN, VALUE, CutGroup, Manifest, Row, StateRule, entry_name
-from deepspeed.checkpoint.source import Source, Wanted
+from deepspeed.checkpoint.manifest import BUFFER, FROZEN, VALUE, Manifest, Row, StateRule, entry_name
+from deepspeed.checkpoint.source import Source, Wanted, clear_padding
 from deepspeed.errors import CheckpointCorruptError
+from deepspeed.zero.boxes import Box, BoxRange, copies
 
 Chunk = tuple[int, torch.Tensor]  # first element in the flattened parameter, 1-D values
 
@@ -36,7 +37,7 @@ class TensorSource(Source):
         state: dict[str, Any] | None = None,
         about: dict[str, Any] | None = None,
     ) -> None:
-        super().__init__(path, Manifest(rows, [CutGroup(len(rows), "between", 1)], list(states), {}, about or {}))
+        super().__init__(path, Manifest(rows, [], list(states), {}, about or {}))
         self._chunks, self._state = chunks, state or {}
 
     def read(self, wanted: Iterable[Wanted]) -> None:
@@ -47,14 +48,17 @@ class TensorSource(Source):
         """
         for one in wanted:
             name, copied = entry_name(one.field, one.row.name), 0
+            own_shape = self.manifest.is_whole(one.field, one.row)
+            stored = Box((one.into.numel(),)) if own_shape else Box(one.row.shape)
+            range_ = BoxRange(stored, 0, one.into.numel()) if own_shape else one.range
+            clear_padding(one)
             for start, values in self._chunks.get(name, ()):
-                low, high = max(one.start, start), min(one.stop, start + values.numel())
-                if low < high:
-                    one.into[low - one.start : high - one.start].copy_(values[low - start : high - start])
-                    copied += high - low
-            if copied != one.stop - one.start:
+                for copy in copies(BoxRange(stored, start, start + values.numel()), range_):
+                    copy(values, one.into)
+                    copied += copy.numel
+            if copied != range_.real_numel:
                 raise CheckpointCorruptError(
-                    f"{self.path}: elements {one.start} to {one.stop} of {name} are not all there ({copied} are)"
+                    f"{self.path}: elements {range_.start} to {range_.stop} of {name} are not all there ({copied} are)"
                 )
 
     def state(self) -> dict[str, Any]:

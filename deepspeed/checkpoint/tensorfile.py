@@ -347,19 +347,37 @@ def _stored(entry: dict[str, Any], base: int, size: int) -> Stored:
 
 @dataclass(frozen=True)
 class Range:
-    """Bytes of a file and where they go.
+    """Bytes of a file and where they go: one run of elements, or rows of them at equal distances.
 
     Args:
         begin: first byte in the file.
-        end: one past the last.
+        end: one past the last, of the last row.
         dtype: of the elements there.
-        into: 1-D tensor of as many elements, of any dtype and device.
+        into: tensor of any dtype and device: 1-D of as many elements, or (rows, elements of a row).
+        stride: bytes from the beginning of a row to that of the next; 0 for one run.
     """
 
     begin: int
     end: int
     dtype: torch.dtype
     into: torch.Tensor
+    stride: int = 0
+
+    @property
+    def row(self) -> int:
+        """Bytes of a row."""
+        return self.into.shape[-1] * self.dtype.itemsize
+
+    def rows_in(self, begin: int, end: int) -> tuple[int, int]:
+        """The rows with bytes in [begin, end) of the file, as (first, one past the last)."""
+        if not self.stride:
+            return 0, int(self.begin < end and begin < self.end)
+        first = max(-(-(begin - self.begin - self.row + 1) // self.stride), 0)
+        return first, min((end - 1 - self.begin) // self.stride + 1, self.into.shape[0])
+
+    def row_at(self, number: int) -> tuple[int, torch.Tensor]:
+        """The first byte of a row, and where it goes."""
+        return self.begin + number * self.stride, self.into[number] if self.stride else self.into
 
 
 _Block = tuple[int, int, list[Range]]  # first byte in the file, one past the last, what is wanted of them
@@ -379,7 +397,9 @@ def read_all(wanted: dict[TensorFile, list[Range]]) -> None:
         blocks: dict[tuple[int, int], list[Range]] = {}
         for one in ranges:
             for block in file.blocks(one.begin, one.end):
-                blocks.setdefault(block, []).append(one)
+                first, last = one.rows_in(*block)
+                if first < last:  # else the block lies between two rows
+                    blocks.setdefault(block, []).append(one)
         runs.append((file, [(begin, end, inside) for (begin, end), inside in sorted(blocks.items())]))
     most = max(_FEW, -(-sum(len(run) for _, run in runs) // _READERS))
     tasks = [(file, run[at : at + most]) for file, run in runs for at in range(0, len(run), most)]
@@ -411,15 +431,44 @@ def _read_run(file: TensorFile, run: list[_Block]) -> None:
 def _read_blocks(file: TensorFile, fd: int, run: list[_Block]) -> None:
     scratch = torch.empty(BLOCK, dtype=torch.uint8)
     for begin, end, inside in run:
-        only = inside[0]
-        direct = only.into.dtype == only.dtype and only.into.device.type == "cpu" and only.into.is_contiguous()
-        if len(inside) == 1 and direct and only.begin <= begin and only.end >= end:
-            bytes_ = _bytes_of(only.into)[begin - only.begin : end - only.begin]
-            file._fill(fd, bytes_, begin)
+        place = _in_place(inside[0], begin, end) if len(inside) == 1 else None
+        if place is not None:
+            file._fill(fd, place, begin)
             continue
         block = scratch[: end - begin]
         file._fill(fd, block, begin)
         for one in inside:
-            low, high, size = max(begin, one.begin), min(end, one.end), one.dtype.itemsize
-            values = block[low - begin : high - begin].view(one.dtype)
-            one.into[(low - one.begin) // size : (high - one.begin) // size].copy_(values)
+            _take(one, block, begin, end)
+
+
+def _in_place(one: Range, begin: int, end: int) -> torch.Tensor | None:
+    """The bytes of the destination that a block is read into as it is; None when it must be taken apart."""
+    first, last = one.rows_in(begin, end)
+    at, into = one.row_at(first)
+    if last - first != 1 or at > begin or at + one.row < end:
+        return None
+    if into.dtype != one.dtype or into.device.type != "cpu" or not into.is_contiguous():
+        return None
+    return _bytes_of(into)[begin - at : end - at]
+
+
+def _take(one: Range, block: torch.Tensor, begin: int, end: int) -> None:
+    """Copy what a range wants of a block: rows within it in one go, those that cross its edges one by one."""
+    first, last = one.rows_in(begin, end)
+    whole_first = first + (one.row_at(first)[0] < begin)
+    whole_last = last - (one.row_at(last - 1)[0] + one.row > end)
+    for number in {first, last - 1}:
+        if not whole_first <= number < whole_last:
+            at, into = one.row_at(number)
+            low, high, size = max(begin, at), min(end, at + one.row), one.dtype.itemsize
+            into[(low - at) // size : (high - at) // size].copy_(block[low - begin : high - begin].view(one.dtype))
+    if whole_first >= whole_last:
+        return
+    at, into = one.row_at(whole_first)
+    if not one.stride:
+        into.copy_(block[at - begin : at - begin + one.row].view(one.dtype))
+        return
+    rows = whole_last - whole_first
+    values = block[at - begin : at - begin + (rows - 1) * one.stride + one.row].view(one.dtype)
+    strided = values.as_strided((rows, one.into.shape[1]), (one.stride // one.dtype.itemsize, 1))
+    one.into[whole_first:whole_last].copy_(strided)

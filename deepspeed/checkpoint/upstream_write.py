@@ -23,6 +23,7 @@ from deepspeed.checkpoint.ranks import Ranks
 from deepspeed.checkpoint.source import Source, Wanted
 from deepspeed.checkpoint.tensorfile import Seal
 from deepspeed.version import __version__
+from deepspeed.zero.boxes import Box, BoxRange
 
 _PRECISIONS = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -113,7 +114,12 @@ class UpstreamWriter:
         return {name: seal for one in self.ranks.gather(made) for name, seal in one.items()}
 
     def _read(self, wanted: list[tuple[str, Row, int, int, torch.Tensor]]) -> None:
-        self.source.read([Wanted(*one) for one in wanted])
+        self.source.read(
+            [
+                Wanted(field, row, BoxRange(Box(row.shape), start, stop), into)
+                for field, row, start, stop, into in wanted
+            ]
+        )
 
     def _whole(self, rows: list[Row], dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
         """Whole values, on the ranks that write a model file; masters in the compute dtype."""

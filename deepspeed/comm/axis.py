@@ -1,26 +1,38 @@
-"""A named dimension of the device mesh: which ranks share a state, and how messages pass between them."""
+"""The ranks that share a state, and how messages pass between them: one `Axis` per set of ranks.
+
+[Note: one axis per set] The dimensions of a mesh often cover the same ranks (with two ranks, `dp` is the world and the
+client's own group too). Messages are told apart by channel, and channels are numbered per axis: so everything that
+travels between the same ranks goes through one `Axis`, whatever name or process group it was asked for by. Process
+groups are made once per set of ranks and live as long as the world: making one is a collective of all ranks and costs
+descriptors and threads that no engine may leave behind.
+"""
 
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from deepspeed.comm import watch
 from deepspeed.comm.shared_memory import SharedMemory, forget_shared_memory, shared_memory_of
-from deepspeed.errors import ArgumentError
+from deepspeed.errors import ArgumentError, UsageError
+
+PUBLIC = 1  # the channel of the public collectives of each axis
 
 
 @dataclass(eq=False)
 class Axis:
-    """The ranks of one mesh dimension that this process belongs to.
+    """The ranks of one mesh dimension, or of several that are the same ranks.
 
     Args:
-        name: `dp`, `shard`, `replicate`, …; part of every label.
-        ranks: global ranks, in axis order.
+        name: `dp`, `shard`, `replicate`, …; the names it was asked for by, joined with "+". For reports.
+        ranks: global ranks, ascending.
         rank: position of this process in `ranks`.
         group: the process group of `ranks`; None when nothing travels: one rank, or tensors without bytes.
         tagged: messages carry tags (gloo on CPU), so their order may differ from rank to rank.
@@ -33,7 +45,9 @@ class Axis:
     group: dist.ProcessGroup | None
     tagged: bool
     shared: SharedMemory | None = field(default=None, repr=False)
-    _channels: itertools.count = field(default_factory=lambda: itertools.count(1), repr=False)
+    abandoned: deque[int] = field(default_factory=deque, repr=False)  # channels served for groups that were dropped
+    _channels: itertools.count = field(default_factory=lambda: itertools.count(PUBLIC + 1), repr=False)
+    _public: itertools.count = field(default_factory=itertools.count, repr=False)
 
     @property
     def size(self) -> int:
@@ -49,23 +63,68 @@ class Axis:
         """A new message channel. Ranks open channels in the same order, so numbers agree without a message."""
         return next(self._channels)
 
+    def next_public(self) -> int:
+        """The number of the next message on the channel `PUBLIC`."""
+        return next(self._public)
+
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A 1-D tensor of any values, for what the other ranks are to read: without a copy, where memory is shared."""
         if self.shared is not None and device.type == "cpu":
             return self.shared.empty(numel, dtype)
         return torch.empty(numel, dtype=dtype, device=device)
 
+    def also(self, name: str) -> Axis:
+        """This axis, which is asked for by `name` now."""
+        if name not in self.name.split("+"):
+            self.name += f"+{name}"
+        return self
+
 
 def world_axis(name: str = "dp", device: torch.device | None = None) -> Axis:
-    """The axis of all ranks of the process group."""
-    if not dist.is_initialized():
-        return Axis(name, (0,), 0, None, True)
-    return _axis(name, tuple(range(dist.get_world_size())), dist.group.WORLD, device)
+    """The axis of all ranks of the process group; of this process alone where there is no group."""
+    return axis_of(range(dist.get_world_size() if dist.is_initialized() else 1), name, device)
 
 
 def group_axis(name: str, group: dist.ProcessGroup, device: torch.device | None = None) -> Axis:
-    """The axis of an existing process group (a client's mpu or data_parallel_group)."""
-    return _axis(name, tuple(dist.get_process_group_ranks(group)), group, device)
+    """The axis of the ranks of a client's process group (an mpu's or data_parallel_group); its ranks call together."""
+    ranks = tuple(sorted(dist.get_process_group_ranks(group)))
+    return _registry().axis(ranks, name, device, group)
+
+
+def axis_of(ranks: Sequence[int], name: str, device: torch.device | None = None) -> Axis:
+    """The axis of this process over exactly these ranks, which call together.
+
+    Args:
+        ranks: global ranks in any order, this one among them; all ranks, one rank, or a set that `make_axes` or
+            `group_axis` has met before.
+        name: what reports call it.
+        device: where its tensors live; None is the CPU.
+
+    Raises:
+        ArgumentError: `ranks` repeats a rank, leaves the world, or lacks this one.
+        UsageError: these ranks have no process group yet.
+    """
+    return _registry().axis(_checked(ranks, name), name, device)
+
+
+def make_axes(rows: Sequence[Sequence[int]], name: str, device: torch.device | None = None) -> Axis:
+    """Cut the world into rows, and get the axis of the own one. All ranks of the world call together.
+
+    Args:
+        rows: global ranks; every rank of the world is in exactly one row. The same on every rank.
+        name: what reports call the axes.
+        device: where tensors live; None is the CPU.
+
+    Raises:
+        ArgumentError: the rows are no partition of the world.
+    """
+    registry = _registry()
+    cut = [tuple(sorted(row)) for row in rows]
+    if sorted(rank for row in cut for rank in row) != list(range(registry.size)):
+        raise ArgumentError(f"axis {name!r}: {list(rows)} does not hold each of the {registry.size} ranks once")
+    if device is None or device.type != "meta":
+        registry.make_groups(cut)
+    return registry.axis(next(row for row in cut if registry.rank in row), name, device)
 
 
 def hybrid_axes(shard_size: int, device: torch.device | None = None) -> tuple[Axis, Axis]:
@@ -80,44 +139,106 @@ def hybrid_axes(shard_size: int, device: torch.device | None = None) -> tuple[Ax
     Raises:
         ArgumentError: when `shard_size` does not divide the world.
     """
-    world, me = dist.get_world_size(), dist.get_rank()
+    world = dist.get_world_size()
     if shard_size < 1 or world % shard_size:
         raise ArgumentError(f"mics_shard_size {shard_size} does not divide the world of {world} ranks")
     shards = [range(i, i + shard_size) for i in range(0, world, shard_size)]
     replicas = [range(i, world, shard_size) for i in range(shard_size)]
-    return _own("shard", shards, me, device), _own("replicate", replicas, me, device)
+    return make_axes(shards, "shard", device), make_axes(replicas, "replicate", device)
 
 
-def _own(name: str, rows: Sequence[Sequence[int]], me: int, device: torch.device | None) -> Axis:
-    # Every rank creates every group, in one order: torch demands it.
-    groups: list[Any] = [dist.new_group(list(row)) if len(row) > 1 else None for row in rows]
-    ranks, group = next((tuple(row), made) for row, made in zip(rows, groups, strict=True) if me in row)
-    return _axis(name, ranks, group, device)
+def make_group(ranks: list[int] | None, timeout: timedelta, backend: str | None = None, **options: Any) -> Any:
+    """torch's new_group under the watch; all ranks of the world call it in the same order."""
+    label = f"new_group {ranks or 'of all ranks'}"
+    watch.note(label)
+    try:
+        return dist.new_group(ranks, timeout, backend, **options)
+    except RuntimeError as error:
+        raise watch.failed(label, error) from error
+    finally:
+        watch.note_done()
 
 
-# One axis per process group, device and name: channels are numbered per axis, so two axes must not share messages.
-_axes: dict[tuple[str, str, int], Axis] = {}
-
-
-def _axis(name: str, ranks: tuple[int, ...], group: dist.ProcessGroup | None, device: torch.device | None) -> Axis:
-    me = ranks.index(dist.get_rank())
-    device = device or torch.device("cpu")
-    if len(ranks) == 1:
-        return Axis(name, ranks, 0, None, True)
-    if device.type == "meta":  # a simulation: nothing has bytes that could travel
-        return Axis(name, ranks, me, None, False)
-    key = (name, device.type, id(group))
-    known = _axes.get(key)
-    if known is None or known.group is not group:
-        backend = str(dist.get_backend(group))
-        tagged = device.type == "cpu" and "fake" not in backend
-        known = _axes[key] = Axis(
-            name, ranks, me, group, tagged, shared_memory_of(group) if tagged and group is not None else None
+def _checked(ranks: Sequence[int], name: str) -> tuple[int, ...]:
+    registry, found = _registry(), tuple(sorted(ranks))
+    if len(set(found)) < len(found) or not set(found) <= set(range(registry.size)) or registry.rank not in found:
+        raise ArgumentError(
+            f"axis {name!r}: {list(ranks)} must be different ranks of the world of {registry.size}, "
+            f"rank {registry.rank} among them"
         )
-    return known
+    return found
+
+
+class _Registry:
+    """The axes and groups of one world."""
+
+    def __init__(self, world: dist.ProcessGroup | None) -> None:
+        self.world = world
+        self.rank, self.size = (0, 1) if world is None else (dist.get_rank(), dist.get_world_size())
+        self.axes: dict[tuple[tuple[int, ...], str], Axis] = {}
+        self.made: dict[tuple[int, ...], Any] = {}  # groups made here, by ranks: the same sets on every rank
+
+    def make_groups(self, rows: Sequence[tuple[int, ...]]) -> None:
+        """Make the groups that are missing: every rank of the world makes each, in one order, as torch demands."""
+        for row in rows:
+            if 1 < len(row) < self.size and row not in self.made:
+                self.made[row] = make_group(list(row), watch.timeout())
+
+    def axis(
+        self, ranks: tuple[int, ...], name: str, device: torch.device | None, group: dist.ProcessGroup | None = None
+    ) -> Axis:
+        """The axis of `ranks`; its first call makes it, over the group at hand."""
+        where = "cpu" if device is None else device.type
+        known = self.axes.get((ranks, where))
+        if known is None or not _alive(known.group):
+            known = self.axes[ranks, where] = self._new(ranks, name, where, group)
+        return known.also(name)
+
+    def _new(self, ranks: tuple[int, ...], name: str, where: str, group: dist.ProcessGroup | None) -> Axis:
+        me = ranks.index(self.rank)
+        if len(ranks) == 1:
+            return Axis(name, ranks, 0, None, True)
+        if where == "meta":  # a simulation: nothing has bytes that could travel
+            return Axis(name, ranks, me, None, False)
+        group = self._group(ranks, name, where, group)
+        tagged = where == "cpu" and "fake" not in str(dist.get_backend(group))
+        return Axis(name, ranks, me, group, tagged, shared_memory_of(group) if tagged else None)
+
+    def _group(
+        self, ranks: tuple[int, ...], name: str, where: str, group: dist.ProcessGroup | None
+    ) -> dist.ProcessGroup:
+        """The world's group, one that was made here, one that another device's axis has, or the client's."""
+        others = [axis.group for (held, _), axis in self.axes.items() if held == ranks]
+        own = [self.world if len(ranks) == self.size else None, self.made.get(ranks), *others, group]
+        found = [one for one in own if one is not None and _alive(one)]
+        if not found:
+            raise UsageError(f"axis {name!r}: ranks {list(ranks)} have no process group; make_axes() makes it")
+        return next((one for one in found if _moves(one, where)), found[0])
+
+
+def _alive(group: dist.ProcessGroup | None) -> bool:
+    """Whether a group has not been destroyed by its maker."""
+    return group is None or group in dist.distributed_c10d._world.pg_map
+
+
+def _moves(group: dist.ProcessGroup, where: str) -> bool:
+    """Whether the group's backend moves tensors of that kind of device: a client's may where the world's does not."""
+    return where != "cpu" or any(name in str(dist.get_backend(group)) for name in ("gloo", "fake"))
+
+
+_registries: dict[dist.ProcessGroup | None, _Registry] = {}  # by world; one at a time
+
+
+def _registry() -> _Registry:
+    """The registry of this world; that of an earlier world goes."""
+    world = dist.distributed_c10d._get_default_group() if dist.is_initialized() else None
+    if world not in _registries:
+        forget_axes()
+        _registries[world] = _Registry(world)
+    return _registries[world]
 
 
 def forget_axes() -> None:
     """The process groups are gone."""
-    _axes.clear()
+    _registries.clear()
     forget_shared_memory()

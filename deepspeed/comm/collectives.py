@@ -44,8 +44,8 @@ _BLOCK = 1 << 16
 
 
 def tag_of(channel: int, kind: int, seq: int) -> int:
-    """The 31-bit message tag of a channel, kind and sequence number."""
-    return (channel % (1 << 18)) << 13 | kind << 10 | seq % (1 << 10)
+    """The 31-bit message tag of a channel, kind and sequence number; clients have the tags below 2^30."""
+    return 1 << 30 | (channel % (1 << 17)) << 13 | kind << 10 | seq % (1 << 10)
 
 
 def delay(label: str) -> None:

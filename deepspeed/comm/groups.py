@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm import fetch, init, watch
-from deepspeed.comm.axis import forget_axes
+from deepspeed.comm.axis import forget_axes, make_group
 from deepspeed.comm.routes import forget_routes
 from deepspeed.errors import NotAvailableError, UsageError
 from deepspeed.foundation.log import say
@@ -95,15 +95,7 @@ def new_group(
     require_group()
     limit = timeout or watch.timeout()
     watch.allow(limit)
-    members = None if ranks is None else list(ranks)
-    label = f"new_group {members or 'of all ranks'}"
-    watch.note(label)
-    try:
-        return dist.new_group(members, limit, backend, **options)
-    except RuntimeError as error:
-        raise watch.failed(label, error) from error
-    finally:
-        watch.note_done()
+    return make_group(None if ranks is None else list(ranks), limit, backend, **options)
 
 
 def destroy_process_group(group: dist.ProcessGroup | None = None) -> None:

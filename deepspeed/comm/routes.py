@@ -6,14 +6,13 @@ On CPU sums of fp32, bf16 and fp16 are the fp32 sum in rank order, whichever way
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from deepspeed.comm import watch
-from deepspeed.comm.axis import Axis, group_axis
+from deepspeed.comm.axis import PUBLIC, Axis, group_axis
 from deepspeed.comm.collectives import EXCHANGE, SPREAD, reduce_to_owners, spread, sum_in_rank_order, tag_of
 from deepspeed.native import KINDS
 
@@ -21,12 +20,11 @@ _SUM = dist.ReduceOp.SUM
 # torch's functions by the newest of their names: the older one warns in a newer torch.
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_axes: dict[int, tuple[Any, Axis, int]] = {}  # by process group: the group, its axis, a channel
-_counter = itertools.count()
+_axes: dict[int, tuple[Any, Axis]] = {}  # by process group: the group and its axis
 
 
-def _route(group: Any, *tensors: torch.Tensor) -> tuple[Axis, int] | None:
-    """The axis of a group on CPU and a channel on it; None where the backend does everything."""
+def _route(group: Any, *tensors: torch.Tensor) -> Axis | None:
+    """The axis of a group on CPU; None where the backend does everything."""
     for tensor in tensors:
         if not tensor.is_cpu or not tensor.is_contiguous():
             return None
@@ -36,9 +34,13 @@ def _route(group: Any, *tensors: torch.Tensor) -> tuple[Axis, int] | None:
     if known is None or known[0] is not group:
         if not isinstance(group, dist.ProcessGroup) or "gloo" not in dist.get_backend(group):
             return None
-        axis = group_axis("public", group)
-        known = _axes[id(group)] = (group, axis, axis.channel())
-    return None if known[1].size == 1 else known[1:]
+        known = _axes[id(group)] = (group, group_axis("public", group))
+    return None if known[1].size == 1 else known[1]
+
+
+def _tag(axis: Axis, kind: int) -> int:
+    """The tag of the axis's next public message; ranks call the collectives of one axis in one order."""
+    return tag_of(PUBLIC, kind, axis.next_public())
 
 
 def _even(numel: int, ranks: int) -> list[int]:
@@ -48,19 +50,18 @@ def _even(numel: int, ranks: int) -> list[int]:
 def all_reduce(tensor: torch.Tensor, op: Any = _SUM, group: Any = None, async_op: bool = False) -> Any:
     """As torch's; sums over CPU ranks are the fp32 sum in rank order."""
     plain = async_op or not (op is _SUM or op == _SUM) or tensor.dtype not in KINDS
-    route = None if plain else _route(group, tensor)
-    if route is None or (route[0].shared is None and route[0].size == 2 and tensor.dtype == torch.float32):
+    axis = None if plain else _route(group, tensor)
+    if axis is None or (axis.shared is None and axis.size == 2 and tensor.dtype == torch.float32):
         return dist.all_reduce(tensor, op, group, async_op)
-    axis, channel = route
     if axis.shared is not None:
         axis.shared.all_reduce(tensor)
         return None
     label = watch.noted()
-    flat, cuts, seq = tensor.detach().view(-1), _even(tensor.numel(), axis.size), next(_counter)
+    flat, cuts = tensor.detach().view(-1), _even(tensor.numel(), axis.size)
     own = flat[cuts[axis.rank] : cuts[axis.rank + 1]]
     finish = lambda parts: sum_in_rank_order(parts, own, 1.0, add=False)  # noqa: E731
-    reduce_to_owners(axis, flat, cuts, tag_of(channel, EXCHANGE, seq), label, finish).unrecorded().wait()
-    spread(axis, flat, cuts, tag_of(channel, SPREAD, seq), label).unrecorded().wait()
+    reduce_to_owners(axis, flat, cuts, _tag(axis, EXCHANGE), label, finish).unrecorded().wait()
+    spread(axis, flat, cuts, _tag(axis, SPREAD), label).unrecorded().wait()
     return None
 
 
@@ -69,17 +70,16 @@ def reduce_scatter_tensor(
 ) -> Any:
     """As torch's; sums over CPU ranks are the fp32 sum in rank order."""
     plain = async_op or not (op is _SUM or op == _SUM) or input.dtype not in KINDS or output.dtype != input.dtype
-    route = None if plain else _route(group, output, input)
-    if route is None or output.numel() * route[0].size != input.numel():
+    axis = None if plain else _route(group, output, input)
+    if axis is None or output.numel() * axis.size != input.numel():
         return _reduce_scatter(output, input, op, group, async_op)
-    axis, channel = route
     cuts, flat = _even(input.numel(), axis.size), input.detach().view(-1)
     if axis.shared is not None:
         axis.shared.reduce_scatter(flat, cuts, output)
         return None
     out = output.detach().view(-1)
     finish = lambda parts: sum_in_rank_order(parts, out, 1.0, add=False)  # noqa: E731
-    tag = tag_of(channel, EXCHANGE, next(_counter))
+    tag = _tag(axis, EXCHANGE)
     reduce_to_owners(axis, flat, cuts, tag, watch.noted(), finish).unrecorded().wait()
     return None
 
@@ -88,18 +88,15 @@ def all_gather_into_tensor(
     output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any = None, async_op: bool = False
 ) -> Any:
     """As torch's."""
-    route = (
-        None if async_op or output_tensor.dtype != input_tensor.dtype else _route(group, output_tensor, input_tensor)
-    )
-    if route is None or input_tensor.numel() * route[0].size != output_tensor.numel():
+    axis = None if async_op or output_tensor.dtype != input_tensor.dtype else _route(group, output_tensor, input_tensor)
+    if axis is None or input_tensor.numel() * axis.size != output_tensor.numel():
         return _all_gather(output_tensor, input_tensor, group, async_op)
-    axis, channel = route
     cuts, full = _even(output_tensor.numel(), axis.size), output_tensor.detach().view(-1)
     if axis.shared is not None:
         axis.shared.all_gather(full, cuts, input_tensor)
         return None
     full[cuts[axis.rank] : cuts[axis.rank + 1]] = input_tensor.detach().view(-1)
-    spread(axis, full, cuts, tag_of(channel, SPREAD, next(_counter)), watch.noted()).unrecorded().wait()
+    spread(axis, full, cuts, _tag(axis, SPREAD), watch.noted()).unrecorded().wait()
     return None
 
 
@@ -111,11 +108,11 @@ def broadcast(
     group_src: int | None = None,
 ) -> Any:
     """As torch's."""
-    route = None if async_op else _route(group, tensor)
-    shared = None if route is None else route[0].shared
-    if route is None or shared is None or (src is None) == (group_src is None):
+    axis = None if async_op else _route(group, tensor)
+    shared = None if axis is None else axis.shared
+    if axis is None or shared is None or (src is None) == (group_src is None):
         return dist.broadcast(tensor, src, group, async_op, group_src)
-    ranks = route[0].ranks
+    ranks = axis.ranks
     if group_src is None and src not in ranks:
         return dist.broadcast(tensor, src, group, async_op)  # its error is the one users know
     shared.broadcast(tensor, ranks.index(src) if group_src is None else group_src)

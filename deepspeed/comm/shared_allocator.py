@@ -6,8 +6,10 @@ import contextlib
 import fcntl
 import mmap
 import os
+import threading
 import weakref
-from bisect import insort
+from bisect import bisect
+from collections import deque
 
 import numpy as np
 import torch
@@ -55,6 +57,7 @@ class _Region:
         self.descriptor, self.memory = shared_memory(nbytes)
         self.base = np.frombuffer(self.memory, dtype=np.uint8).ctypes.data
         self.free: list[tuple[int, int]] = [(0, nbytes)]  # (offset, bytes), sorted, never touching each other
+        self._returned: deque[tuple[int, int]] = deque()  # free too, and not yet among them
 
     def take(self, nbytes: int) -> int | None:
         """The offset of a block, or None when no gap is large enough."""
@@ -65,38 +68,48 @@ class _Region:
         return None
 
     def put(self, offset: int, nbytes: int) -> None:
-        """Take a block back."""
+        """A block is free. A collection may call this at any moment, in any thread, so it only notes the block."""
         if os.getpid() != self._owner:
             return  # a forked child (a loader's worker) drops its copy of a tensor that lives on in its parent
         if nbytes >= _GIVE_BACK:
             self.memory.madvise(mmap.MADV_REMOVE, offset, nbytes)
-        insort(self.free, (offset, nbytes))
-        merged = [self.free[0]]
-        for at, gap in self.free[1:]:
-            last, before = merged[-1]
-            if last + before == at:
-                merged[-1] = (last, before + gap)
-            else:
-                merged.append((at, gap))
-        self.free = merged
+        self._returned.append((offset, nbytes))
+
+    def collect(self) -> None:
+        """Join what was returned with the gaps beside it."""
+        while self._returned:
+            offset, nbytes = self._returned.popleft()
+            at = bisect(self.free, (offset, 0))
+            before = self.free[at - 1] if at else (0, -1)
+            if sum(before) == offset:
+                at, offset, nbytes = at - 1, before[0], before[1] + nbytes
+                del self.free[at]
+            after = self.free[at] if at < len(self.free) else (-1, 0)
+            if offset + nbytes == after[0]:
+                nbytes += after[1]
+                del self.free[at]
+            self.free.insert(at, (offset, nbytes))
 
 
 class SharedAllocator:
-    """Tensors in shared memory; a block is free again when the last tensor over it is gone."""
+    """Tensors in shared memory; a block is free again when the last tensor over it is gone. For any thread."""
 
     def __init__(self) -> None:
-        self._regions: list[_Region] = []
+        self.regions: list[_Region] = []  # only ever longer
+        self._owner = os.getpid()
+        self._lock = threading.RLock()
+        self._busy = False
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A 1-D tensor with any values.
+        """A 1-D tensor with any values; in a forked child one of its own memory.
 
         Args:
             numel: elements.
             dtype: any.
         """
         wanted = numel * dtype.itemsize
-        if wanted == 0:
-            return torch.empty(0, dtype=dtype)
+        if wanted == 0 or os.getpid() != self._owner:
+            return torch.empty(numel, dtype=dtype)
         nbytes = -(-wanted // _PAGE) * _PAGE
         region, offset = self._block(nbytes)
         array = np.frombuffer(region.memory, dtype=np.uint8, count=wanted, offset=offset)
@@ -104,18 +117,31 @@ class SharedAllocator:
         return torch.from_numpy(array).view(dtype)
 
     def _block(self, nbytes: int) -> tuple[_Region, int]:
-        for region in self._regions:
-            offset = region.take(nbytes)
-            if offset is not None:
-                return region, offset
+        with self._lock:
+            # A collection may run a client's destructor right here, which asks for memory itself: it gets a new region.
+            if self._busy:
+                return self._new_region(nbytes)
+            self._busy = True
+            try:
+                for region in self.regions:
+                    region.collect()
+                    offset = region.take(nbytes)
+                    if offset is not None:
+                        return region, offset
+                return self._new_region(nbytes)
+            finally:
+                self._busy = False
+
+    def _new_region(self, nbytes: int) -> tuple[_Region, int]:
         region = _Region(max(nbytes, _REGION))
-        self._regions.append(region)
-        return region, region.take(nbytes) or 0
+        offset = region.take(nbytes) or 0  # before others can see it
+        self.regions.append(region)
+        return region, offset
 
     def place(self, tensor: torch.Tensor) -> tuple[int, int, int] | None:
         """Where a contiguous tensor lies: (descriptor, bytes of its memory file, offset), or None when elsewhere."""
         address = tensor.data_ptr()
-        for region in self._regions:
+        for region in self.regions:
             if region.base <= address < region.base + region.nbytes:
                 return region.descriptor, region.nbytes, address - region.base
         return None

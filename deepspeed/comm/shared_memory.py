@@ -13,24 +13,23 @@ from __future__ import annotations
 import ctypes
 import os
 import secrets
-import select
 import struct
 import threading
 import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from mmap import mmap
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from deepspeed.comm import watch
+from deepspeed.comm import waiting, watch
 from deepspeed.comm.shared_allocator import SharedAllocator, open_shared, shared_memory
 from deepspeed.comm.status_page import boot
+from deepspeed.comm.waiting import Alive, Until, Worker, groups
 from deepspeed.errors import CommError
 from deepspeed.foundation.log import say_once
 from deepspeed.native import KINDS, library
@@ -39,7 +38,6 @@ _TOKEN = 16  # bytes at the end of a segment: containers number their processes 
 _SLOT = 1 << 18  # bytes of a slot, so that a chunk stays in the second-level cache
 _CROWDED_SLOT = 1 << 20  # with more ranks than cores: fewer, longer turns
 _SPIN_NS = 400_000  # a waiting rank looks at the memory for so long before it sleeps; waking up takes about 60 us
-_NAP_US = 20_000  # sleep between two looks at whether the peers are alive
 _MESSAGE = struct.Struct("=8Q")  # kind, tag, descriptor, bytes of the file, offset, bytes
 _POST, _ACK, _SERVE = range(1, 4)
 _MISMATCH = -1000
@@ -48,66 +46,45 @@ _STOPPED = 1
 Location = tuple[int, int, int, int]  # descriptor, bytes of the file, offset, bytes
 
 
-class Worker(Protocol):
-    """Something with work that peers may be waiting for."""
-
-    def progress(self) -> None:
-        """Do what can be done without waiting."""
-
-
-class Until:
-    """Something that will have come true; takes the place of a backend's handle."""
-
-    def __init__(self, shared: SharedMemory, comes_true: Callable[[], bool]) -> None:
-        self._window, self._comes_true = shared, comes_true
-        self._is_true = False
-
-    def ready(self) -> bool:
-        """Whether it has come true, as far as this rank knows; once it has, it stays so."""
-        self._is_true = self._is_true or self._comes_true()
-        return self._is_true
-
-    def within(self, seconds: float) -> bool:
-        """Whether it comes true in that time; with 0 nothing else is done meanwhile."""
-        if seconds == 0:
-            self._window.drain()
-            return self.ready()
-        return self._window.until(self.ready, time.monotonic() + seconds)
-
-    def wait(self) -> None:
-        """Block until it is true.
-
-        Raises:
-            RuntimeError: time ran out or a peer ended.
-        """
-        limit = watch.timeout().total_seconds()
-        if not self._window.until(self.ready, time.monotonic() + limit):
-            raise RuntimeError(f"timed out after {limit:g} s")
-
-
 class SharedMemory:
     """This process's side of the shared memory of a group; made by `shared_memory_of`."""
 
-    def __init__(self, rank: int, segments: Sequence[mmap], processes: Sequence[int], slot: int, spin_ns: int) -> None:
+    def __init__(
+        self, rank: int, segments: Sequence[mmap], bells: Sequence[mmap], processes: Sequence[int], slot: int, spin: int
+    ) -> None:
         native = library()
         if native is None:
-            raise RuntimeError("a shared needs the native library")
+            raise RuntimeError("shared memory needs the native library")
         self.rank, self.size = rank, len(segments)
         self.allocator = SharedAllocator()
-        self.workers: weakref.WeakSet[Worker] = weakref.WeakSet()  # have something to do while this rank waits
-        self._native, self._segments, self._processes = native, segments, processes
-        self._lock = threading.RLock()
+        self._native, self._processes = native, processes
+        self._kept = segments, bells  # mapped as long as native code may look at them
+        self._lock, self._pushing, self._draining = threading.RLock(), threading.Lock(), threading.Lock()
+        self._buffer = ctypes.create_string_buffer(_MESSAGE.size)
         self._trouble: BaseException | None = None
-        self._callback = ctypes.CFUNCTYPE(ctypes.c_int)(self._while_waiting)  # kept: native code calls it
-        addresses = (ctypes.c_void_p * self.size)(*(np.frombuffer(s, dtype=np.uint8).ctypes.data for s in segments))
-        self._context = ctypes.c_void_p(native.ds_shm_open(rank, self.size, slot, spin_ns, addresses, self._callback))
+        self._deadline = 0.0  # of the running collective, once it has to wait
+        this = weakref.ref(self)
+        self._callback = ctypes.CFUNCTYPE(ctypes.c_int)(lambda: _while_waiting(this()))  # kept: native code calls it
+        self._context = ctypes.c_void_p(
+            native.ds_shm_open(
+                rank, self.size, slot, spin, waiting.NAP_US, _addresses(segments), _addresses(bells), self._callback
+            )
+        )
+        weakref.finalize(self, native.ds_shm_close, self._context).atexit = False
         self.peers = [r for r in range(self.size) if r != rank]
         self._posts: list[dict[int, Location]] = [{} for _ in segments]
         self._acks: dict[int, int] = defaultdict(int)
         self._served: list[dict[int, Location]] = [{} for _ in segments]
         self._staged: dict[int, torch.Tensor] = {}  # posted copies of buffers that lie elsewhere
+        self._serving: dict[int, torch.Tensor] = {}  # by channel: peers may read it as long as it is here
         self._foreign: dict[tuple[int, int], torch.Tensor] = {}
-        self._alive = _Alive([processes[r] for r in self.peers])
+        self._alive: Alive | None = Alive([processes[r] for r in self.peers])
+        groups.memories.append(self)
+
+    @property
+    def workers(self) -> weakref.WeakSet[Worker]:
+        """What has something to do while this rank waits, in whichever group."""
+        return groups.workers
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A 1-D tensor that posts without a copy, of any values."""
@@ -115,35 +92,30 @@ class SharedMemory:
 
     # -- waiting --------------------------------------------------------------------------------------------------
 
+    def check(self) -> None:
+        """Raise RuntimeError when a peer's process has ended, or the group."""
+        if self._alive is None:
+            raise RuntimeError("connection closed: the process group was destroyed")
+        self._alive.check()
+
+    def bell(self) -> int:
+        """How often the bell of this process has rung."""
+        return self._native.ds_shm_bell(self._context)
+
+    def nap(self, seen: int, microseconds: int) -> None:
+        """Sleep until it has rung more often than `seen`, or the time is over."""
+        self._native.ds_shm_nap(self._context, seen, microseconds)
+
     def until(self, ready: Callable[[], bool], deadline: float) -> bool:
-        """Wait for `ready`, doing what peers may need meanwhile; False when the time is over.
+        """Wait for `ready`, doing what peers may need meanwhile; False when the time is over."""
+        return groups.until(self, ready, deadline)
 
-        Raises:
-            RuntimeError: a peer ended.
-        """
-        while True:
-            seen = self._native.ds_shm_bell(self._context)
-            self.drain()
-            if ready():
-                return True
-            for worker in list(self.workers):
-                worker.progress()
-            if ready():
-                return True
-            now = time.monotonic()
-            if now >= deadline:
-                return False
-            self._alive.check()
-            watch.heed()
-            self._native.ds_shm_nap(self._context, seen, min(_NAP_US, int((deadline - now) * 1e6) + 1))
-
-    def _while_waiting(self) -> int:
+    def while_waiting(self) -> int:
         """What native code calls while a collective waits; anything but 0 ends it."""
         try:
-            self.drain()
-            for worker in list(self.workers):
-                worker.progress()
-            self._alive.check()
+            groups.drain()
+            groups.work()
+            self.check()
             watch.heed()
             now, limit = time.monotonic(), watch.timeout().total_seconds()
             self._deadline = self._deadline or now + limit
@@ -158,20 +130,28 @@ class SharedMemory:
 
     def _push(self, peer: int, *words: int) -> None:
         message = _MESSAGE.pack(*words, *(0,) * (8 - len(words)))
-        if not self._native.ds_shm_push(self._context, peer, message):
-            push = Until(self, lambda: bool(self._native.ds_shm_push(self._context, peer, message)))
-            push.wait()
 
-    def drain(self) -> None:
-        """Take in the messages that have arrived."""
-        buffer = ctypes.create_string_buffer(_MESSAGE.size)
-        for peer in self.peers:
-            while self._native.ds_shm_pop(self._context, peer, buffer):
-                kind, tag, *where = _MESSAGE.unpack(buffer.raw)
+        def pushed() -> bool:
+            with self._pushing:  # two threads must not take one place of the ring
+                return bool(self._native.ds_shm_push(self._context, peer, message))
+
+        if not pushed():
+            Until(self, pushed).wait()
+
+    def drain(self) -> bool:
+        """Take in the messages that have arrived; False when another thread is at it."""
+        if not self._draining.acquire(blocking=False):
+            return False
+        try:
+            while (peer := self._native.ds_shm_pop(self._context, self._buffer)) >= 0:
+                kind, tag, *where = _MESSAGE.unpack(self._buffer.raw)
                 if kind == _ACK:
                     self._acks[tag] += 1
                 else:
                     (self._posts if kind == _POST else self._served)[peer][tag] = tuple(where[:4])
+        finally:
+            self._draining.release()
+        return True
 
     def _locate(self, tensor: torch.Tensor) -> Location | None:
         place = self.allocator.place(tensor)
@@ -238,10 +218,20 @@ class SharedMemory:
         return channel < self._native.ds_shm_channels() and (tensor.numel() == 0 or self._locate(tensor) is not None)
 
     def serve(self, channel: int, tensor: torch.Tensor) -> None:
-        """Let all peers read `tensor` at any time."""
+        """Let all peers read `tensor` at any time until it is withdrawn."""
+        self._serving[channel] = tensor
         where = self._locate(tensor)
         for peer in self.peers if where else ():
             self._push(peer, _SERVE, channel, *(where or ()))
+
+    def withdraw(self, channel: int) -> None:
+        """Nobody reads what is served on `channel` any more."""
+        self._serving.pop(channel, None)
+
+    @property
+    def serves(self) -> bool:
+        """Whether anything may be read."""
+        return bool(self._serving)
 
     def advance(self, channel: int) -> None:
         """What is served on `channel` has its next version."""
@@ -270,7 +260,9 @@ class SharedMemory:
 
     def _run(self, function: Callable[..., int], *args: Any) -> None:
         with self._lock:
-            self._deadline = 0.0  # set when the collective first has to wait
+            self._deadline = 0.0
+            if self._alive is None:
+                self.check()
             code = function(self._context, *args)
             if code == 0:
                 return
@@ -314,31 +306,22 @@ class SharedMemory:
         self._run(self._native.ds_shm_broadcast, tensor.data_ptr(), nbytes, src, mark)
 
     def close(self) -> None:
-        """Let the peers' memory go."""
-        self._alive.close()
+        """Let the peers' memory go; who waits here from now on gets an error."""
+        if self._alive is not None:
+            self._alive.close()
+            self._alive = None
         self._foreign.clear()
-        self._native.ds_shm_close(self._context)
+        self._serving.clear()
+        if self in groups.memories:
+            groups.memories.remove(self)
 
 
-class _Alive:
-    """Whether the peers' processes still run."""
+def _while_waiting(memory: SharedMemory | None) -> int:
+    return _STOPPED if memory is None else memory.while_waiting()
 
-    def __init__(self, processes: Sequence[int]) -> None:
-        self._poll, self._of = select.poll(), {}
-        for process in processes:
-            with suppress(OSError, AttributeError):  # an older system: the watch finds out, later
-                descriptor = os.pidfd_open(process)
-                self._of[descriptor] = process
-                self._poll.register(descriptor, select.POLLIN)
 
-    def check(self) -> None:
-        """Raise RuntimeError when one has ended."""
-        for descriptor, _ in self._poll.poll(0):
-            raise RuntimeError(f"connection closed: process {self._of[descriptor]} of another rank has ended")
-
-    def close(self) -> None:
-        for descriptor in self._of:
-            os.close(descriptor)
+def _addresses(mapped: Sequence[mmap]) -> ctypes.Array[ctypes.c_void_p]:
+    return (ctypes.c_void_p * len(mapped))(*(np.frombuffer(each, dtype=np.uint8).ctypes.data for each in mapped))
 
 
 def sum_natively(parts: Sequence[torch.Tensor], out: torch.Tensor, scale: float, add: bool) -> bool:
@@ -358,10 +341,10 @@ def _declare(native: ctypes.CDLL) -> None:
     pointer, u64, i64, i32 = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int64, ctypes.c_int
     functions: dict[str, tuple[list[Any], Any]] = {
         "ds_shm_bytes": ([u64, u64], u64),
-        "ds_shm_open": ([u64, u64, u64, u64, pointer, ctypes.CFUNCTYPE(i32)], pointer),
+        "ds_shm_open": ([u64, u64, u64, u64, i64, pointer, pointer, ctypes.CFUNCTYPE(i32)], pointer),
         "ds_shm_close": ([pointer], None),
         "ds_shm_push": ([pointer, u64, ctypes.c_char_p], i32),
-        "ds_shm_pop": ([pointer, u64, pointer], i32),
+        "ds_shm_pop": ([pointer, pointer], i32),
         "ds_shm_bell": ([pointer], ctypes.c_uint32),
         "ds_shm_nap": ([pointer, ctypes.c_uint32, i64], None),
         "ds_shm_advance": ([pointer, u64], None),
@@ -405,36 +388,50 @@ def _open(group: dist.ProcessGroup) -> SharedMemory | None:
         _declare(native)
         descriptor, mine = shared_memory(native.ds_shm_bytes(size, slot) + _TOKEN)
         mine[-_TOKEN:] = token
-    offer = (boot(), slot, os.getpid(), descriptor, len(mine) if mine else 0, token)
+    bell = groups.bell() if mine is not None else (-1, None)
+    offer = _Offer(boot(), slot, os.getpid(), descriptor, len(mine) if mine else 0, bell[0], token)
     offers: list[Any] = [None] * size
     dist.all_gather_object(offers, offer, group=group)
-    segments = _map(offers, rank, mine)
+    mapped = _map(offers, rank, mine, bell[1])
     votes: list[Any] = [None] * size
-    dist.all_gather_object(votes, segments is not None, group=group)
+    dist.all_gather_object(votes, mapped is not None, group=group)
     if descriptor >= 0:
         os.close(descriptor)  # everybody who can has mapped it
-    if segments is None or not all(votes):
-        machines = len({offer[0] for offer in offers})
+    if mapped is None or not all(votes):
+        machines = len({offer.boot for offer in offers})
         why = f"{machines} machines" if machines > 1 else "not every rank has the native library, or can map the others"
         say_once(f"no shared memory among {size} CPU ranks ({why}): their messages go through gloo")
         return None
-    return SharedMemory(rank, segments, [offer[2] for offer in offers], slot, 0 if crowded else _SPIN_NS)
+    return SharedMemory(rank, *mapped, [offer.process for offer in offers], slot, 0 if crowded else _SPIN_NS)
 
 
-def _map(offers: list[Any], rank: int, mine: mmap | None) -> list[mmap] | None:
-    """Everybody's segment, or None when one cannot be had."""
-    if mine is None or len({offer[:2] for offer in offers}) > 1 or any(offer[3] < 0 for offer in offers):
+class _Offer(NamedTuple):
+    """Where a rank's segment of a group and its bell are to be found."""
+
+    boot: str
+    slot: int
+    process: int
+    descriptor: int
+    nbytes: int
+    bell: int
+    token: bytes
+
+
+def _map(offers: list[_Offer], rank: int, mine: mmap | None, bell: mmap | None) -> tuple[list[mmap], list[mmap]] | None:
+    """Everybody's segment and bell, or None when one cannot be had."""
+    if mine is None or bell is None or len({offer[:2] for offer in offers}) > 1:
         return None
-    segments = []
-    for peer, (_, _, process, descriptor, nbytes, token) in enumerate(offers):
+    segments, bells = [], []
+    for peer, offer in enumerate(offers):
         try:
-            segment = mine if peer == rank else open_shared(process, descriptor, nbytes)
+            segment = mine if peer == rank else open_shared(offer.process, offer.descriptor, offer.nbytes)
+            if segment[-_TOKEN:] != offer.token:
+                return None
+            bells.append(bell if peer == rank else groups.bell_of(offer.process, offer.bell))
         except OSError:
             return None
-        if segment[-_TOKEN:] != token:
-            return None
         segments.append(segment)
-    return segments
+    return segments, bells
 
 
 def forget_shared_memory() -> None:
@@ -443,6 +440,7 @@ def forget_shared_memory() -> None:
         if shared is not None:
             shared.close()
     _shared_memories.clear()
+    groups.forget()
 
 
 def require(shared: SharedMemory | None) -> SharedMemory:

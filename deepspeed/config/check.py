@@ -98,13 +98,13 @@ def _drop(tree: dict[str, Any], path: tuple[Any, ...]) -> None:
     tree.pop(last, None)
 
 
-def conflicts(top: TopLevel, reading: Reading, world: int) -> Iterator[Problem]:
+def conflicts(top: TopLevel, reading: Reading, ranks: tuple[int, int] | None) -> Iterator[Problem]:
     """Values that are fine alone and cannot hold together.
 
     Args:
         top: the typed sections.
         reading: what was read.
-        world: data-parallel ranks.
+        ranks: how many are data-parallel, and how many hold the same slice of the model; None: not known yet.
 
     Yields:
         One problem per conflict.
@@ -124,10 +124,13 @@ def conflicts(top: TopLevel, reading: Reading, world: int) -> Iterator[Problem]:
     if zero.mics_shard_size != -1:
         if zero.stage != 3:
             yield wrong("zero_optimization.mics_shard_size", zero.mics_shard_size, f"needs stage 3, not {zero.stage}")
-        if zero.mics_shard_size < 1 or world % zero.mics_shard_size:
-            yield wrong("zero_optimization.mics_shard_size", zero.mics_shard_size, f"must divide the {world} rank(s)")
-    if top.data_parallel_size not in (None, world):
-        yield wrong("data_parallel_size", top.data_parallel_size, f"this run has {world} data-parallel rank(s)")
+        if zero.mics_shard_size < 1 or (ranks and ranks[1] % zero.mics_shard_size):
+            found = f"{ranks[1]} rank(s)" if ranks else "number of ranks"
+            yield wrong("zero_optimization.mics_shard_size", zero.mics_shard_size, f"must divide the {found}")
+    if ranks and top.data_parallel_size not in (None, ranks[0]):
+        yield wrong("data_parallel_size", top.data_parallel_size, f"this run has {ranks[0]} data-parallel rank(s)")
+    if top.mesh.dp_replicate not in (None, 1) and zero.stage != 3:
+        yield wrong("mesh.dp_replicate", top.mesh.dp_replicate, f"hybrid sharding needs stage 3, not {zero.stage}")
     yield from _offload_conflicts(top)
     yield from _optimizer_conflicts(top)
     yield from _scheduler_conflicts(top, reading)

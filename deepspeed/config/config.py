@@ -37,6 +37,7 @@ class DeepSpeedConfig:
         mpu: Any = None,
         *,
         world: int = 1,
+        holders: int | None = None,
         facts: Facts | None = None,
         for_init: bool = False,
     ) -> None:
@@ -46,6 +47,7 @@ class DeepSpeedConfig:
             config: a dict, a path to a JSON or HJSON file, or urlsafe base64 of JSON.
             mpu: an object with `get_data_parallel_world_size`, which then takes the place of `world`.
             world: data-parallel ranks.
+            holders: ranks that hold the same slice of the model, those of a sequence too; None: `world`.
             facts: what "auto" may be resolved from.
             for_init: see `for_init`.
 
@@ -62,7 +64,10 @@ class DeepSpeedConfig:
         reading = read(self.raw)
         resolve_autos(reading, facts or Facts(), lenient=for_init)
         top = to_sections(reading)
-        reading.problems += [*conflicts(top, reading, world), *unavailable(top, reading)]
+        reading.problems += [
+            *conflicts(top, reading, None if for_init else (world, holders or world)),
+            *unavailable(top, reading),
+        ]
         batch = None if for_init else _batch(top, reading, world, facts or Facts())
         raise_for(reading.problems)
         if batch is not None:
@@ -108,6 +113,25 @@ class DeepSpeedConfig:
         self.timers = top.timers
         self.log_level = top.log_level
         self.disable_python_gc = top.disable_python_gc
+
+    def mesh_sizes(self) -> list[tuple[str, int, str]]:
+        """What the JSON asks of the mesh: (axis, size, key); "dp" is all of data parallelism, "shard" dp_shard x sp."""
+        top, mesh = self.top, self.top.mesh
+        stages = top.pipeline.stages
+        shard = top.zero_optimization.mics_shard_size
+        asked = [
+            *((axis, getattr(mesh, axis), f"mesh.{axis}") for axis in type(mesh).model_fields),
+            ("dp", top.data_parallel_size, "data_parallel_size"),
+            ("sp", top.sequence_parallel_size, "sequence_parallel_size"),
+            ("tp", top.tensor_parallel.autotp_size or None, "tensor_parallel.autotp_size"),
+            ("tp", top.tensor_parallel.tp.tp_size, "tensor_parallel.tp.tp_size"),
+            ("pp", None if stages == "auto" else stages, "pipeline.stages"),
+            ("shard", shard if shard > 0 else None, "zero_optimization.mics_shard_size"),
+        ]
+        # One stage, slice or part of a sequence is what everybody has who does not ask.
+        return [
+            (a, size, key) for a, size, key in asked if size is not None and not (size == 1 and a in ("pp", "sp", "tp"))
+        ]
 
     def section(self, path: str) -> Section:
         """The frozen section at a JSON path such as "zero_optimization.leaf_module"."""

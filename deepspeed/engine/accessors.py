@@ -7,10 +7,79 @@ from typing import Any
 import torch
 
 from deepspeed.comm.groups import get_local_rank
+from deepspeed.comm.mesh import MODEL, Mesh
 from deepspeed.engine.report import gather_counts, state_bytes
 from deepspeed.engine.state import EngineState
 from deepspeed.foundation.timer import SynchronizedWallClockTimer
 from deepspeed.optim.precision import DTYPES
+
+
+class MeshAccessors:
+    """Where this rank stands among the others.
+
+    Args:
+        state: of the engine.
+    """
+
+    def __init__(self, state: EngineState) -> None:
+        self._state = state
+
+    @property
+    def mesh(self) -> Mesh:
+        """The coordinates of all ranks."""
+        return self._state.axes.mesh
+
+    @property
+    def world_size(self) -> int:
+        """All ranks."""
+        return self._state.axes.mesh.world
+
+    @property
+    def dp_world_size(self) -> int:
+        """Ranks that see different samples."""
+        return self._state.axes.data.size
+
+    @property
+    def seq_dp_world_size(self) -> int:
+        """Ranks that hold the same slice of the model."""
+        return self._state.axes.world.size
+
+    @property
+    def mp_world_size(self) -> int:
+        """Ranks that hold one copy of the model together."""
+        return self._state.axes.mesh.size(*MODEL)
+
+    @property
+    def sequence_parallel_size(self) -> int:
+        """Ranks that share a sequence."""
+        return self._state.axes.mesh.size("sp")
+
+    @property
+    def global_rank(self) -> int:
+        """This process among all ranks."""
+        return self._state.axes.mesh.rank
+
+    @property
+    def local_rank(self) -> int:
+        """This process among those of its machine."""
+        return get_local_rank()
+
+    @property
+    def data_parallel_group(self) -> Any:
+        """The process group of the data-parallel ranks."""
+        return self._state.axes.data.group
+
+    def get_data_parallel_rank(self) -> int:
+        """This rank's number on the data-parallel axis."""
+        return self._state.axes.data.rank
+
+    def get_model_parallel_rank(self) -> int:
+        """This rank's number among those that hold one copy of the model together."""
+        return self._state.axes.mesh.axis(*MODEL).rank
+
+    def get_tensor_parallel_rank(self) -> int:
+        """This rank's number among those that share its matrices."""
+        return self._state.axes.mesh.axis("tp").rank
 
 
 class StateAccessors:
@@ -28,35 +97,9 @@ class StateAccessors:
         """The user's own configuration dict."""
         return self._state.ds_config.raw
 
-    @property
-    def world_size(self) -> int:
-        """Data-parallel ranks."""
-        return self._state.axes.world.size
-
-    dp_world_size = world_size
-
-    seq_dp_world_size = dp_world_size
-
-    @property
-    def global_rank(self) -> int:
-        """This process among the data-parallel ranks' global numbers."""
-        return self._state.axes.world.ranks[self._state.axes.world.rank]
-
-    @property
-    def local_rank(self) -> int:
-        """This process among those of its machine."""
-        return get_local_rank()
-
-    @property
-    def data_parallel_group(self) -> Any:
-        """The process group of the data-parallel ranks."""
-        return self._state.axes.world.group
-
-    mp_world_size = sequence_parallel_size = 1
-
     def train_batch_size(self) -> int:
         """Samples per update, over all ranks."""
-        return self.train_micro_batch_size_per_gpu() * self._state.window.steps * self.world_size
+        return self.train_micro_batch_size_per_gpu() * self._state.window.steps * self._state.axes.data.size
 
     def train_micro_batch_size_per_gpu(self) -> int:
         """Samples per rank and micro-batch."""
@@ -118,16 +161,6 @@ class StateAccessors:
         """The timers of forward, backward and step; they run under `wall_clock_breakdown: true`."""
         return self._state.timers
 
-    def get_data_parallel_rank(self) -> int:
-        """This rank's number on the data-parallel axis."""
-        return self._state.axes.world.rank
-
-    def get_model_parallel_rank(self) -> int:
-        """0: a rank holds whole layers."""
-        return 0
-
-    get_tensor_parallel_rank = get_model_parallel_rank
-
     @property
     def communication_data_type(self) -> torch.dtype:
         """The dtype in which gradients travel; fp32 unless `communication_data_type` says otherwise."""
@@ -138,7 +171,7 @@ class StateAccessors:
         return DTYPES[self._state.ds_config.torch_autocast.dtype]
 
     def memory_breakdown(self) -> dict[str, int]:
-        """Bytes of training state on this rank: parameters, masters, gradients, optimizer state."""
+        """Bytes of training state on this rank: parameters, masters, gradients, optimizer state, gathered buffers."""
         return state_bytes(self._state.components)
 
     def zero_report(self) -> dict[str, int]:

@@ -12,12 +12,12 @@ from torch import nn
 from torch.nn import Parameter
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.comm.axis import Axis, group_axis, hybrid_axes, world_axis
 from deepspeed.comm.collectives import broadcast_tensors
+from deepspeed.comm.fetch import release_abandoned
 from deepspeed.config import DeepSpeedConfig, Facts
 from deepspeed.engine.offloading import Offload, accumulator_dtype, master_dtype, state_of_group
 from deepspeed.errors import ArgumentError, OptimizerError, SchedulerError, UsageError
-from deepspeed.foundation.log import say_once
+from deepspeed.foundation.log import say, say_once
 from deepspeed.optim import loss_scale
 from deepspeed.optim.build import build_optimizer, leave_embeddings_to_adam, needs_whole_tensors, refuse_unsupported
 from deepspeed.optim.lr_schedules import build_scheduler
@@ -26,6 +26,7 @@ from deepspeed.zero.accumulation import AccumulationWindow
 from deepspeed.zero.buckets import ReduceSettings
 from deepspeed.zero.exhaustion import suggests_offload
 from deepspeed.zero.grouping import GroupingPlan, build_group, cut, named_parameters, plan_groups
+from deepspeed.zero.holders import Axes, Relations, Signature, equalise, find_tied, signatures_of
 from deepspeed.zero.leaf import mark_leaves
 from deepspeed.zero.lifecycle import Hook, Lifecycle
 from deepspeed.zero.optimizer import StepSettings, ZeroOptimizer
@@ -34,21 +35,6 @@ from deepspeed.zero.policy import policy_for
 from deepspeed.zero.prefetch import Keeper, Limits
 from deepspeed.zero.reducer import Reducer
 from deepspeed.zero.shard_group import ShardGroup
-
-
-@dataclass
-class Axes:
-    """Who shares what.
-
-    Args:
-        world: all data-parallel ranks; gradients are the mean over them.
-        shard: ranks that hold one copy of split state together.
-        replicas: ranks with the same slice; None when there is one copy.
-    """
-
-    world: Axis
-    shard: Axis
-    replicas: Axis | None = None
 
 
 @dataclass
@@ -65,37 +51,6 @@ class Components:
     caster: InputCaster | None = None
     frozen: list[Any] = field(default_factory=list)  # members that may be unfrozen later
     destroyed: bool = False  # the engine has let everything go
-
-
-def data_axis(mpu: Any, device: torch.device) -> Axis:
-    """All data-parallel ranks.
-
-    Args:
-        mpu: a client's model-parallel unit with `get_data_parallel_group`, or None.
-        device: where messages start.
-    """
-    if mpu is None:
-        return world_axis("dp", device)
-    if not callable(getattr(mpu, "get_data_parallel_group", None)):
-        raise ArgumentError(
-            f"mpu is a {type(mpu).__name__} without get_data_parallel_group(): it says which ranks share the gradients"
-        )
-    group = mpu.get_data_parallel_group()
-    return world_axis("dp", device) if group is None else group_axis("dp", group, device)
-
-
-def find_axes(config_shard: int, world: Axis, device: torch.device) -> Axes:
-    """The mesh axes of an engine.
-
-    Args:
-        config_shard: `mics_shard_size`; below 1 means all ranks share one copy.
-        world: all data-parallel ranks.
-        device: where messages start.
-    """
-    if config_shard < 1 or config_shard >= world.size:
-        return Axes(world, world)
-    shard, replicas = hybrid_axes(config_shard, device)
-    return Axes(world, shard, replicas)
 
 
 def compute_dtype(config: DeepSpeedConfig) -> torch.dtype:
@@ -249,6 +204,11 @@ def build(
         [t for t in [*names, *model.buffers()] if not is_managed(t) and t.device.type != "meta"],
         "broadcast of rank 0's model",
     )
+    signatures = signatures_of(axes.mesh, names)
+    tied = find_tied(axes.mesh, names, signatures)
+    equalise(axes.mesh, names, signatures, tied)
+    own = {names[param]: signature for param, signature in signatures.items() if signature[1]}
+    relations = Relations(axes.mesh, policy_for(config.zero.stage).owns_a_slice, tied, own)
     kept = config.data_types.keep_in_fp32_modules
     wanted = compute_dtypes(model, low, () if kept in (None, "auto") else kept) if low != torch.float32 else {}
     plan = GroupingPlan(
@@ -257,7 +217,7 @@ def build(
         persist_below=config.zero.param_persistence_threshold,
         persist_total=config.zero.model_persistence_threshold,
     )
-    groups = _groups(model, names, (wanted, updated), axes, plan, config, optimizer)
+    groups = _groups(model, names, (wanted, updated), (relations, signatures), plan, config, optimizer)
     for param, dtype in wanted.items():
         if not is_managed(param):
             param.data = param.data.to(dtype)
@@ -273,7 +233,7 @@ def build(
 
 
 def _window(config: DeepSpeedConfig, axes: Axes) -> AccumulationWindow:
-    ranks = axes.world.size if config.gradient_allreduce_op == "mean" else 1
+    ranks = axes.data.size if config.gradient_allreduce_op == "mean" else 1
     return AccumulationWindow(config.gradient_accumulation_steps, config.train_micro_batch_size_per_gpu, ranks)
 
 
@@ -320,24 +280,25 @@ def _groups(
     model: nn.Module,
     names: dict[Parameter, str],
     chosen: tuple[dict[Parameter, torch.dtype], set[Parameter]],
-    axes: Axes,
+    ranks: tuple[Relations, dict[Parameter, Signature]],
     plan: GroupingPlan,
     config: DeepSpeedConfig,
     optimizer: torch.optim.Optimizer | None,
 ) -> list[ShardGroup]:
-    policy, (wanted, updated) = policy_for(config.zero.stage), chosen
+    policy, (wanted, updated), (relations, signatures) = policy_for(config.zero.stage), chosen, ranks
     offload, planned = Offload(config), []
-    for own, members in plan_groups(model, names, updated, policy, plan, wanted):
+    for own, members in plan_groups(model, names, updated, policy, plan, wanted, signatures):
+        holders = relations.holders(signatures[members[0]])
         dtype = wanted.get(members[0], members[0].dtype)
         trained = members[0] in updated and members[0].requires_grad and dtype.is_floating_point
         master = master_dtype(config, dtype) if trained else None
-        layout = cut(plan, own, [p.numel() for p in members], axes.shard.size)
-        state = state_of_group(config, (own, layout), axes.shard.rank, (dtype, master), optimizer)
-        planned.append((own, members, (dtype, master), offload.place(state), state))
-    offload.announce([(state, places) for *_, places, state in planned])
+        layout = cut(plan, own, [p.numel() for p in members], holders.shard.size)
+        state = state_of_group(config, (own, layout), holders.shard.rank, (dtype, master), optimizer)
+        planned.append((holders, own, members, (dtype, master), offload.place(state), state))
+    offload.announce([(state, tiers) for *_, tiers, state in planned])
     groups = [
-        build_group(axes.shard, own, members, names, plan, dtypes, places)
-        for own, members, dtypes, places, _ in planned
+        build_group(holders, own, members, names, plan, dtypes, tiers)
+        for holders, own, members, dtypes, tiers, _ in planned
     ]
     places = {param: place for place, param in enumerate(names)}
     for member in (member for group in groups for member in group.members):
@@ -349,15 +310,18 @@ def _lifecycle(model: nn.Module, sharded: list[ShardGroup], config: DeepSpeedCon
     zero = config.zero
     limits = Limits(zero.max_live_parameters, zero.max_reuse_distance, zero.prefetch_bucket_size)
     any_graph = axes.shard.tagged and axes.shard.size > 1 and not zero.stage3_fixed_graph
+    release_abandoned(axes.shard)
     for group in sharded:
         group.serve(any_graph)
-    return Lifecycle(model, Keeper(sharded, limits))
+    lifecycle = Lifecycle(model, Keeper(sharded, limits))
+    say(lifecycle.bound())
+    return lifecycle
 
 
 def _add_optimizer(components: Components, optimizer: torch.optim.Optimizer, config: DeepSpeedConfig) -> None:
     fp16 = config.fp16.enabled
     low = components.dtype != torch.float32
-    ranks = components.axes.world.size if config.gradient_allreduce_op == "mean" else 1
+    ranks = components.axes.data.size if config.gradient_allreduce_op == "mean" else 1
     wire = DTYPES[config.communication_data_type] if config.communication_data_type else None
     predivide = config.gradient_predivide_factor
     settings = ReduceSettings(
@@ -370,7 +334,7 @@ def _add_optimizer(components: Components, optimizer: torch.optim.Optimizer, con
         watch_ranks=low,
     )
     axes = components.axes
-    components.reducer = Reducer(axes.world, components.groups, settings, components.window, axes.replicas)
+    components.reducer = Reducer(axes, components.groups, settings, components.window)
     steps = StepSettings(
         clip=config.gradient_clipping,
         refuse_unused=not config.zero.ignore_unused_parameters,

@@ -28,7 +28,7 @@ from deepspeed.comm.groups import get_local_rank
 from deepspeed.engine import run_state
 from deepspeed.engine.state import EngineState
 from deepspeed.engine.weights_io import WeightsIO
-from deepspeed.errors import CheckpointCorruptError, CheckpointError, NotAvailableError
+from deepspeed.errors import CheckpointCorruptError, CheckpointError
 from deepspeed.foundation.log import say, warn_once
 from deepspeed.version import __version__
 from deepspeed.zero.gathered import GatheredParameters
@@ -102,9 +102,9 @@ class CheckpointIO:
         started = time.perf_counter()
         self.wait_for_checkpoint()
         self._weights.check_whole()
-        self._check_parallelism()
         settings = self._state.ds_config.top.checkpoint
-        ranks = Ranks(self._state.axes.world)
+        ranks = Ranks(self._state.everyone)
+        self._check_format(ranks)
         node_local = settings.use_node_local_storage and get_local_rank() == 0
         target = Target(
             Path(save_dir),
@@ -117,7 +117,7 @@ class CheckpointIO:
         saving = Saving(target, self._contents(ranks, client_state or {}, exclude_frozen_parameters), ranks)
         saving.begin()
         if settings.async_save or settings.writer.decoupled:
-            aside = self._background.ranks(self._state.axes.world)
+            aside = self._background.ranks(self._state.everyone)
             self._background.start(saving, aside, lambda: self._finish(saving, aside, started))
         else:
             saving.place()
@@ -155,15 +155,20 @@ class CheckpointIO:
         """Wait for a save that is under way, and raise what went wrong with it."""
         self._background.wait()
 
-    def _check_parallelism(self) -> None:
-        size = getattr(self._state.mpu, "get_model_parallel_world_size", lambda: 1)()
-        if size != 1:
-            raise NotAvailableError(f"checkpoints of {size} model-parallel ranks are not available yet")
+    def _check_format(self, ranks: Ranks) -> None:
+        """Upstream's files are of data-parallel ranks: refuse where another rank has another slice of the model."""
+        if self._state.ds_config.top.checkpoint.format == "deepspeed":
+            sliced = ranks.gather(self._state.view().cut)
+            if any(sliced) or self._state.sliced:
+                raise CheckpointError(
+                    "checkpoint.format: deepspeed cannot be written: ranks hold slices of the model, and the files of "
+                    "its layout here are those of whole models; save natively and export with ds_checkpoint"
+                )
 
     def _contents(self, ranks: Ranks, client_state: dict[str, Any], leave_out_frozen: bool) -> Contents:
         view = self._state.view()
         view.settle()
-        view.settle_gradients(ranks.gather)
+        view.settle_gradients(Ranks(self._state.axes.world).gather)
         captured = capture(view, leave_out_frozen)
         captured.private |= run_state.capture_private(self._state)
         self._add_own_buffers(captured, view, ranks)
@@ -171,7 +176,7 @@ class CheckpointIO:
             "engine": run_state.capture_run(self._state),
             "client_state": client_state,
             "objects": [one.state_dict() for one in self._extra_objects],
-            "module": _extra_state(self._state.module),
+            "module": self._extra_state(ranks),
         }
         about = {
             "package": __version__,
@@ -179,9 +184,9 @@ class CheckpointIO:
             "global_steps": self._state.global_steps,
             "stage": self._state.ds_config.zero.stage,
             "precision": str(self._state.components.dtype).removeprefix("torch."),
+            "mesh": self._state.model_dims,
             "aliases": view.aliases,
-            "group_names": [[group.name, group.layout.ranks] for group in view.groups],
-            "has_gradients": view.has_gradients,
+            "has_gradients": any(ranks.gather(view.has_gradients)) if self._state.sliced else view.has_gradients,
             "model_config": _model_config(self._state.module),
         }
         settings = self._state.ds_config.top.checkpoint
@@ -191,12 +196,22 @@ class CheckpointIO:
         return Contents(captured, state, about, beside, settings.client_state_pickle)
 
     def _add_own_buffers(self, captured: Captured, view: StateView, ranks: Ranks) -> None:
-        """Buffers that differ from rank 0's, as running statistics do, are this rank's own state."""
-        if not view.buffers:
+        """Buffers that differ from the first rank's, as running statistics do, are this rank's own state."""
+        if not view.buffers and not self._state.sliced:
             return
-        prints = ranks.gather({name: _fingerprint(buffer) for name, buffer in view.buffers.items()})
-        own = [name for name, print_ in prints[ranks.rank].items() if print_ != prints[0].get(name)]
+        mine = {name: (view.box(name), _fingerprint(buffer)) for name, buffer in view.buffers.items()}
+        first: dict[Any, int] = {}
+        for told in ranks.gather(mine):
+            for name, (box, print_) in told.items():
+                first.setdefault((name, box), print_)
+        own = [name for name, (box, print_) in mine.items() if print_ != first[name, box]]
         captured.private["buffers"] = {name: view.buffers[name].detach().clone() for name in own}
+
+    def _extra_state(self, ranks: Ranks) -> dict[str, Any]:
+        """What modules give as extra state, by module name; of all stages."""
+        mine = _extra_state(self._state.module)
+        told = ranks.gather(mine) if self._state.sliced else [mine]
+        return {name: state for one in reversed(told) for name, state in one.items()}
 
     # -- loading --------------------------------------------------------------------------------------------------
 
@@ -233,7 +248,7 @@ class CheckpointIO:
         found while tensors are replaced: the engine then raises `UsageError` until another load has gone through.
         """
         self.wait_for_checkpoint()
-        ranks = Ranks(self._state.axes.world)
+        ranks = Ranks(self._state.everyone)
         finder = Finder(Path(load_dir), ranks, self._state.ds_config.top.checkpoint.client_state_pickle)
         what = _What(
             load_module_strict,
@@ -280,8 +295,11 @@ class CheckpointIO:
                 source = open_foreign(found, view.optimizer_names())
         saved = source.state()
         run = saved.get("engine", {})
-        rows, report = restore.compare(view, source, what.strict and what.custom is None)
+        elsewhere = self._state.names_elsewhere(view)
         with ranks.together("comparing the checkpoint with the engine"):
+            rows, report = restore.compare(view, source, what.strict and what.custom is None, elsewhere)
+            if what.custom is not None:
+                self._weights.check_custom(view)
             optimizer = (
                 run.get("optimizer") if what.optimizer and self._state.components.optimizer is not None else None
             )
@@ -302,8 +320,7 @@ class CheckpointIO:
                 run_state.restore_optimizer(self._state, optimizer)
             if what.scheduler:
                 run_state.restore_scheduler(self._state, run.get("scheduler"))
-            for name, state in saved.get("module", {}).items():
-                self._state.module.get_submodule(name).set_extra_state(state)
+            self._restore_modules(saved.get("module", {}))
             if what.run:
                 self._restore_run(source, view, rows, run, what.optimizer)
                 for one, state in zip(self._extra_objects, saved.get("objects", []), strict=True):
@@ -314,28 +331,34 @@ class CheckpointIO:
         say(f"loaded {report.elements:,} of {report.total:,} elements from {source.path}{left}{gone}{more}")
         return str(source.path), saved.get("client_state", {})
 
+    def _restore_modules(self, saved: dict[str, Any]) -> None:
+        modules = dict(self._state.module.named_modules())
+        for name, state in saved.items():
+            if name in modules or not self._state.sliced:  # else it belongs to another stage
+                modules[name].set_extra_state(state)
+
     def _restore_run(
         self, source: Source, view: StateView, rows: dict[str, Any], run: dict[str, Any], gradients: bool
     ) -> None:
         """Counters, data position, this rank's randomness, and the gradients of an open window."""
         run_state.restore_run(self._state, run)
-        world = self._state.axes.world
-        same_ranks = source.manifest.about.get("ranks") == world.size
-        private = source.private(world.rank) if same_ranks else {}
+        ranks, about = Ranks(self._state.everyone), source.manifest.about
+        same_ranks = about.get("ranks") == ranks.size and about.get("mesh", {}) == self._state.model_dims
+        private = source.private(ranks.rank) if same_ranks else {}
         if "random" in private:
             run_state.restore_random(private["random"])
         for name, values in private.get("buffers", {}).items():
             if name in view.buffers:
                 view.buffers[name].copy_(values)
         window = run.get("window", {})
-        has_gradients = bool(source.manifest.about.get("has_gradients"))
+        has_gradients = bool(about.get("has_gradients"))
         if not (window.get("seen") or has_gradients):
             return
         if not (gradients and run_state.window_fits(self._state, run)):
             run_state.restart_window(self._state, run)
             return
         if has_gradients:
-            same, touched = restore.load_window(view, source, rows, world.rank, private)
+            same, touched = restore.load_window(view, source, rows, ranks, private)
             view.resume_window(touched, private["window"]["deferred"] if same else self._state.window.steps > 1)
         run_state.restore_window(self._state, run, private.get("window"), same_ranks)
 

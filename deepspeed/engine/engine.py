@@ -18,16 +18,15 @@ from torch import nn
 from deepspeed.accelerator import get_accelerator
 from deepspeed.activation_checkpointing.wrapping import compile_block, wrap
 from deepspeed.comm import scalars
+from deepspeed.comm.fetch import release_abandoned
 from deepspeed.comm.logging import configure
 from deepspeed.config import DeepSpeedConfig
-from deepspeed.engine.accessors import StateAccessors
+from deepspeed.engine.accessors import MeshAccessors, StateAccessors
 from deepspeed.engine.build import (
     Components,
     build,
     choose_optimizer,
-    data_axis,
     facts_of,
-    find_axes,
     listed,
     make_scheduler,
 )
@@ -46,6 +45,9 @@ from deepspeed.foundation.log import logger, say, say_once
 from deepspeed.foundation.timer import SynchronizedWallClockTimer
 from deepspeed.optim.precision import DTYPES
 from deepspeed.zero.accumulation import Purpose, Way
+from deepspeed.zero.holders import axes_of
+from deepspeed.zero.mesh import find_mesh
+from deepspeed.zero.policy import policy_for
 
 
 class DeepSpeedEngine(EngineSurface, nn.Module):
@@ -59,7 +61,8 @@ class DeepSpeedEngine(EngineSurface, nn.Module):
         lr_scheduler: a scheduler, a callable that makes one of an optimizer, or None.
         training_data: dataset for `training_dataloader`.
         collate_fn: for that loader.
-        mpu: a client's model-parallel unit.
+        mpu: a client's model-parallel unit, or a `Mesh`.
+        mesh_param: sizes of mesh axes by name, or (data-parallel ranks, ranks of a sequence).
 
     Example:
         >>> engine, _, _, _ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config="ds.json")
@@ -77,16 +80,16 @@ class DeepSpeedEngine(EngineSurface, nn.Module):
         training_data: Any = None,
         collate_fn: Any = None,
         mpu: Any = None,
+        mesh_param: Any = None,
     ) -> None:
         super().__init__()
         if not isinstance(model, nn.Module):
             raise ArgumentError(f"deepspeed.initialize requires a model: model is {type(model).__name__}, not a Module")
         accelerator = get_accelerator()
         device = scalars.current.device or torch.device(accelerator.current_device_name())
-        world = data_axis(mpu, device)
-        raw = DeepSpeedConfig.for_init(config, world=world.size)
-        axes = find_axes(raw.zero.mics_shard_size, world, device)
-        resolved = DeepSpeedConfig(config, world=axes.world.size, facts=facts_of(model, optimizer, device))
+        axes = axes_of(find_mesh(DeepSpeedConfig.for_init(config), mpu, mesh_param, device))
+        facts = facts_of(model, optimizer, device)
+        resolved = DeepSpeedConfig(config, world=axes.data.size, holders=axes.world.size, facts=facts)
         if resolved.log_level:
             logger.setLevel(resolved.log_level.upper())
         if resolved.comms_logger.enabled:
@@ -107,7 +110,7 @@ class DeepSpeedEngine(EngineSurface, nn.Module):
         if training_data is not None:
             self.training_dataloader = self.deepspeed_io(training_data, collate_fn=collate_fn)
         self._reports.say_plan()
-        if components.lifecycle is not None:  # a slice can be pulled only when its owner serves it
+        if self._shards_parameters:  # a slice can be pulled only when its owner serves it
             self._feeding.agree(0, "all ranks have their engine")
 
     # -- making ---------------------------------------------------------------------------------------------------
@@ -116,7 +119,8 @@ class DeepSpeedEngine(EngineSurface, nn.Module):
         """The components that `EngineSurface` names."""
         state = self._state
         self._statistics = RunningStatistics(state.module, state.axes.world)
-        self._facts, self._settings = StateAccessors(state), ConfigAccessors(state.ds_config)
+        self._facts, self._mesh = StateAccessors(state), MeshAccessors(state)
+        self._settings = ConfigAccessors(state.ds_config)
         self._reports, self._offload = Reporting(state), OffloadStates(state, self.register_forward_pre_hook)
         self._feeding = Feeding(state, lambda: self.training, self.flush)
         self._weights = WeightsIO(state)
@@ -281,7 +285,7 @@ class DeepSpeedEngine(EngineSurface, nn.Module):
         if optimizer is None:
             return
         self._thaw()  # also where this rank had no forward in the window
-        samples = self._window.seen * self._window.micro * self.world_size
+        samples = self._window.seen * self._window.micro * self.dp_world_size
         with self._timed(STEP):
             optimizer.step()
             self._statistics.publish()
@@ -322,7 +326,7 @@ class DeepSpeedEngine(EngineSurface, nn.Module):
             ArgumentError: the number is not a multiple of micro-batch times ranks.
             UsageError: in the middle of a window.
         """
-        step = self.train_micro_batch_size_per_gpu() * self.world_size
+        step = self.train_micro_batch_size_per_gpu() * self.dp_world_size
         if train_batch_size <= 0 or train_batch_size % step:
             raise ArgumentError(f"train_batch_size {train_batch_size} is not a multiple of micro x ranks = {step}")
         if self._window.seen:
@@ -393,6 +397,11 @@ class DeepSpeedEngine(EngineSurface, nn.Module):
         if self._components.reducer is not None:
             self._components.reducer.finish(Purpose.REDUCE)
 
+    @property
+    def _shards_parameters(self) -> bool:
+        """Whether parameters are pulled from owners: on all ranks alike, also where a stage of the model has none."""
+        return policy_for(self.ds_config.zero.stage).gathers_before_use
+
     def destroy(self) -> None:
         """Take the hooks off and let optimizer state and gradients go; the model stays, plain or sharded.
 
@@ -402,8 +411,10 @@ class DeepSpeedEngine(EngineSurface, nn.Module):
         components = self._components
         if components.lifecycle is not None:
             components.lifecycle.settle()  # what is under way is pulled while its owner still serves it
-            if sys.exc_info()[0] is None:
-                self._feeding.agree(0, "all ranks are done with their engine")
+        if self._shards_parameters and not components.destroyed and sys.exc_info()[0] is None:
+            self._feeding.agree(0, "all ranks are done with their engine")
+            release_abandoned(self._axes.shard)
+        if components.lifecycle is not None:
             components.lifecycle.detach()
         if components.optimizer is not None:
             components.optimizer.destroy()

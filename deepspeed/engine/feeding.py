@@ -23,7 +23,7 @@ class Feeding:
 
     def __init__(self, state: EngineState, training: Callable[[], bool], flush: Callable[[], None]) -> None:
         self._state, self._training, self._flush = state, training, flush
-        self._loop_channel = state.axes.world.channel()
+        self._loop_channel = state.axes.everyone.channel()
         self._agreements = 0
 
     def deepspeed_io(
@@ -50,8 +50,8 @@ class Feeding:
         return DeepSpeedDataLoader(
             dataset,
             batch_size or self._state.window.micro,
-            rank=self._state.axes.world.rank,
-            world=self._state.axes.world.size,
+            rank=self._state.axes.data.rank,
+            world=self._state.axes.data.size,
             sampler=data_sampler,
             shuffle=route == "train",
             pin_memory=pin_memory and self._state.device.type != "cpu",
@@ -79,7 +79,7 @@ class Feeding:
         """(least, greatest) of all ranks' flags."""
         self._agreements += 1
         tag = tag_of(self._loop_channel, SMALL, self._agreements)
-        table = scalars.current.table(self._state.axes.world, [float(flag)], tag, label, self._state.device)
+        table = scalars.current.table(self._state.axes.everyone, [float(flag)], tag, label, self._state.device)
         flags = [int(row[0]) for row in table]
         return min(flags), max(flags)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from deepspeed.comm import init as comm_init
 from deepspeed.engine.engine import DeepSpeedEngine
-from deepspeed.errors import ArgumentError, DeepSpeedConfigError, NotAvailableError
+from deepspeed.errors import ArgumentError, DeepSpeedConfigError
 from deepspeed.zero.init_context import suspended
 
 
@@ -36,11 +36,11 @@ def initialize(
         training_data: a dataset; a distributed loader is made of it.
         lr_scheduler: a scheduler or a callable that makes one of the optimizer.
         distributed_port: of a process group made here.
-        mpu: a client's model-parallel unit.
+        mpu: a client's model-parallel unit, or a `deepspeed.comm.mesh.Mesh`.
         dist_init_required: False: the process group is there already.
         collate_fn: for the loader.
         config: dict, path or base64 of the JSON.
-        mesh_param: sizes of mesh axes beyond data parallelism (not available yet).
+        mesh_param: sizes of mesh axes by name, or (data-parallel ranks, ranks of a sequence).
         config_params: another name of `config`.
 
     Returns:
@@ -52,8 +52,6 @@ def initialize(
     """
     if model is None:
         raise ArgumentError("deepspeed.initialize requires a model")
-    if mesh_param is not None:
-        raise NotAvailableError("mesh_param is not available yet: data parallelism is the only axis")
     source = _config_of(args, config, config_params)
     if dist_init_required is not False:
         comm_init.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
@@ -67,6 +65,7 @@ def initialize(
             training_data=training_data,
             collate_fn=collate_fn,
             mpu=mpu,
+            mesh_param=mesh_param,
         )
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 

@@ -21,12 +21,17 @@ def _bytes(tensors: Sequence[torch.Tensor | None]) -> int:
 
 
 def state_bytes(components: Components) -> dict[str, int]:
-    """Bytes by kind of training state on this rank; storages shared between kinds count for the first.
+    """Bytes by kind of training state on this rank, each storage once.
 
     Args:
         components: of an engine.
+
+    Returns:
+        `parameters` at rest, `masters`, `gradients`, `optimizer`, and `gathered`: at stage 3 the full buffers that
+        stand beside the slices now, in use or kept.
     """
     groups = components.groups
+    gathered = [g.full for g in groups if g.policy.gathers_before_use]
     params = [g.values.memory for g in groups]
     masters = [g.master.memory for g in groups if g.master is not None]
     sums = (
@@ -43,21 +48,23 @@ def state_bytes(components: Components) -> dict[str, int]:
         "masters": _bytes(masters),
         "gradients": _bytes(sums),
         "optimizer": _bytes(moments),
+        "gathered": _bytes(gathered),
     }
 
 
 def gather_counts(components: Components) -> dict[str, int]:
-    """What is gathered now, what was at most, and how often.
+    """What is gathered now, what was at most, how often, and how often not ahead although the order was known.
 
     Args:
         components: of an engine.
     """
     if components.lifecycle is None:
-        return {"live": 0, "peak": 0, "gathers": 0, "groups": 0}
+        return {"live": 0, "peak": 0, "gathers": 0, "late": 0, "groups": 0}
     keeper = components.lifecycle.keeper
     return {
         "live": keeper.live(),
         "peak": keeper.peak,
         "gathers": keeper.gathers,
+        "late": keeper.late,
         "groups": len(keeper.groups),
     }

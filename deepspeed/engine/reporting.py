@@ -35,7 +35,7 @@ class Reporting:
         name = type(chosen).__name__ if chosen is not None else "no optimizer"
         say(
             f"{model}: {count:,} parameters, ZeRO stage {config.zero.stage}, {precision}, {name}, "
-            f"{state.world_size} rank(s), batch {batch} = {micro} x {steps} x {state.world_size}"
+            f"{state.axes.mesh.world} rank(s), batch {batch} = {micro} x {steps} x {state.axes.data.size}"
         )
         if chosen is not None and not config.gradient_clipping:
             say_once("gradient_clipping is not set: gradients are not clipped")

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.activation_checkpointing.rng import tracker
 from deepspeed.engine.dataloader import DeepSpeedDataLoader
 from deepspeed.engine.state import EngineState
 from deepspeed.errors import CheckpointError
@@ -28,7 +29,7 @@ def capture_run(state: EngineState) -> dict[str, Any]:
     made: dict[str, Any] = {
         "counters": {name: getattr(state, name) for name in COUNTERS},
         "window": {"seen": window.seen, "sums": bool(window.ways & Way.SUM)},
-        "batch": {"micro": window.micro, "gas": window.steps, "ranks": state.world_size},
+        "batch": {"micro": window.micro, "gas": window.steps, "ranks": state.axes.data.size},
         "data": loader.state_dict() if isinstance(loader, DeepSpeedDataLoader) else None,
         "scheduler": state.lr_scheduler.state_dict() if hasattr(state.lr_scheduler, "state_dict") else None,
     }
@@ -50,19 +51,21 @@ def capture_private(state: EngineState) -> dict[str, Any]:
 
 
 def capture_random() -> dict[str, Any]:
-    """The states of all random generators of this process."""
+    """The states of all random generators of this process, those that `get_cuda_rng_tracker` has by name included."""
     accelerator = get_accelerator()
-    made = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+    made: dict[str, Any] = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+    made["named"] = tracker.get_states()
     if accelerator.device_name() != "cpu":
         made["device"] = accelerator.get_rng_state()
     return made
 
 
 def restore_random(saved: dict[str, Any]) -> None:
-    """Put the random generators back."""
+    """Put the random generators back; named states that the checkpoint lacks stay as they are."""
     random.setstate(saved["python"])
     np.random.set_state(saved["numpy"])
     torch.set_rng_state(saved["torch"])
+    tracker.set_states(tracker.get_states() | saved.get("named", {}))
     if "device" in saved and get_accelerator().device_name() != "cpu":
         get_accelerator().set_rng_state(saved["device"])
 
@@ -106,7 +109,7 @@ def window_fits(state: EngineState, saved: dict[str, Any]) -> bool:
     then, seen = saved.get("batch"), saved.get("window", {}).get("seen", 0)
     if then is None:
         return False
-    now = (state.window.micro, state.world_size)
+    now = (state.window.micro, state.axes.data.size)
     samples = seen * then["micro"] * then["ranks"]
     batch = then["micro"] * then["ranks"] * then["gas"]
     return batch == now[0] * now[1] * state.window.steps and samples % (now[0] * now[1]) == 0
@@ -122,7 +125,7 @@ def restore_window(state: EngineState, saved: dict[str, Any], window: dict[str, 
         same_ranks: as many ranks as saved.
     """
     then, now = saved["batch"], state.window
-    seen = saved["window"]["seen"] * then["micro"] * then["ranks"] // (now.micro * state.world_size)
+    seen = saved["window"]["seen"] * then["micro"] * then["ranks"] // (now.micro * state.axes.data.size)
     ways, items = int(Way.SUM if saved["window"]["sums"] else Way.NONE), 0.0
     if window is not None and same_ranks:
         ways, items = _counted(window, ways)
@@ -146,5 +149,5 @@ def restart_window(state: EngineState, saved: dict[str, Any]) -> None:
     state.micro_steps -= seen
     say(
         f"the checkpoint was saved after {seen} of {then['gas']} micro-batches of a window, which are no whole number "
-        f"of micro-batches on {state.world_size} rank(s): the window starts again"
+        f"of micro-batches on {state.axes.data.size} rank(s): the window starts again"
     )

@@ -8,10 +8,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepspeed.checkpoint.ranks import Ranks
+from deepspeed.comm.axis import Axis
+from deepspeed.comm.mesh import DATA
 from deepspeed.config import DeepSpeedConfig
-from deepspeed.engine.build import Axes, Components
+from deepspeed.engine.build import Components
 from deepspeed.foundation.timer import SynchronizedWallClockTimer
 from deepspeed.zero.accumulation import AccumulationWindow
+from deepspeed.zero.holders import Axes
 from deepspeed.zero.state_view import StateView
 
 
@@ -60,14 +64,31 @@ class EngineState:
         return self.components.window
 
     @property
-    def world_size(self) -> int:
-        """Data-parallel ranks."""
-        return self.axes.world.size
+    def everyone(self) -> Axis:
+        """All ranks of the engine, those with other slices of the model included."""
+        return self.axes.everyone
+
+    @property
+    def sliced(self) -> bool:
+        """Whether ranks have different slices of the model."""
+        return not self.axes.mesh.is_data_parallel
+
+    @property
+    def model_dims(self) -> dict[str, int]:
+        """Sizes of the mesh along which ranks have other slices or other parts of a sample."""
+        return {dim: size for dim, size in self.axes.mesh.sizes.items() if dim not in DATA and size > 1}
 
     def view(self) -> StateView:
         """The training state by name."""
-        parts = self.components
-        return StateView(self.module, parts.groups, self.axes.world, parts.optimizer, parts.reducer)
+        parts, at = self.components, self.axes.mesh.coordinates
+        return StateView(self.module, parts.groups, self.axes.world, parts.optimizer, parts.reducer, at)
+
+    def names_elsewhere(self, view: StateView) -> set[str]:
+        """Names of the model that other ranks hold. All ranks call together."""
+        if not self.sliced:
+            return set()
+        mine = [*view.members, *view.plain, *view.buffers, *view.aliases] if self.axes.world.rank == 0 else []
+        return {name for names in Ranks(self.everyone).gather(mine) for name in names}
 
     def forget_window(self) -> None:
         """Drop the gradients of the window and what is gathered: other values are about to come. All ranks call."""

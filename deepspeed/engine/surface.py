@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from deepspeed.engine.accessors import StateAccessors
+from deepspeed.engine.accessors import MeshAccessors, StateAccessors
 from deepspeed.engine.checkpoint_io import CheckpointIO
 from deepspeed.engine.config_accessors import GETTERS, ConfigAccessors
 from deepspeed.engine.feeding import Feeding
@@ -59,11 +59,15 @@ class EngineSurface:
     _components, _axes, _window = shared("components"), shared("axes"), shared("window")
 
     config = read("_facts", StateAccessors.config)
-    world_size = dp_world_size = seq_dp_world_size = read("_facts", StateAccessors.world_size)
-    mp_world_size = sequence_parallel_size = 1
-    global_rank = read("_facts", StateAccessors.global_rank)
-    local_rank = read("_facts", StateAccessors.local_rank)
-    data_parallel_group = read("_facts", StateAccessors.data_parallel_group)
+    mesh = read("_mesh", MeshAccessors.mesh)
+    world_size = read("_mesh", MeshAccessors.world_size)
+    dp_world_size = read("_mesh", MeshAccessors.dp_world_size)
+    seq_dp_world_size = read("_mesh", MeshAccessors.seq_dp_world_size)
+    mp_world_size = read("_mesh", MeshAccessors.mp_world_size)
+    sequence_parallel_size = read("_mesh", MeshAccessors.sequence_parallel_size)
+    global_rank = read("_mesh", MeshAccessors.global_rank)
+    local_rank = read("_mesh", MeshAccessors.local_rank)
+    data_parallel_group = read("_mesh", MeshAccessors.data_parallel_group)
     inside_no_sync_ctxt = read("_facts", StateAccessors.inside_no_sync_ctxt)
     param_names = read("_facts", StateAccessors.param_names)
     communication_data_type = read("_facts", StateAccessors.communication_data_type)
@@ -78,9 +82,9 @@ class EngineSurface:
     loss_scale = by("_facts", StateAccessors.loss_scale)
     get_data_types = by("_facts", StateAccessors.get_data_types)
     get_wall_clock_timers = by("_facts", StateAccessors.get_wall_clock_timers)
-    get_data_parallel_rank = by("_facts", StateAccessors.get_data_parallel_rank)
-    get_model_parallel_rank = by("_facts", StateAccessors.get_model_parallel_rank)
-    get_tensor_parallel_rank = by("_facts", StateAccessors.get_model_parallel_rank)
+    get_data_parallel_rank = by("_mesh", MeshAccessors.get_data_parallel_rank)
+    get_model_parallel_rank = by("_mesh", MeshAccessors.get_model_parallel_rank)
+    get_tensor_parallel_rank = by("_mesh", MeshAccessors.get_tensor_parallel_rank)
     torch_autocast_dtype = by("_facts", StateAccessors.torch_autocast_dtype)
     memory_breakdown = by("_facts", StateAccessors.memory_breakdown)
     zero_report = by("_facts", StateAccessors.zero_report)

@@ -14,13 +14,17 @@ from safetensors.torch import save_file
 from deepspeed.checkpoint import files, restore
 from deepspeed.checkpoint.export import once
 from deepspeed.checkpoint.huggingface import FolderSource
+from deepspeed.checkpoint.manifest import Row
 from deepspeed.checkpoint.ranks import Ranks
+from deepspeed.checkpoint.slices import join_slices
+from deepspeed.checkpoint.source import Source
 from deepspeed.checkpoint.tensor_source import from_state_dict
 from deepspeed.engine.state import EngineState
 from deepspeed.errors import ArgumentError, UsageError
 from deepspeed.foundation.log import logger, say
 from deepspeed.zero.gathered import GatheredParameters
 from deepspeed.zero.shard_group import meet_before_change
+from deepspeed.zero.state_view import StateView
 
 
 class WeightsIO:
@@ -35,6 +39,13 @@ class WeightsIO:
         self._mixed = ""  # what broke a load in the middle; empty: the state is of one piece
         self._mixed_optimizer = False  # that load was of the optimizer too
         self._mixed_guard: Any = None
+
+    def check_custom(self, view: StateView) -> None:
+        """Refuse a client's function where whole tensors do not fit the module."""
+        if view.cut:
+            raise ArgumentError(
+                "custom_load_fn gets whole tensors, and this rank holds slices of the model; load without it"
+            )
 
     @contextmanager
     def replacing(self, optimizer: bool = False) -> Iterator[None]:
@@ -87,7 +98,7 @@ class WeightsIO:
             return False
         self.check_whole()
         state = self._consolidated_16bit_state_dict(exclude_frozen_parameters)
-        ranks = Ranks(self._state.axes.world)
+        ranks = Ranks(self._state.everyone)
         with ranks.together(f"saving {save_filename}"):
             if state is not None:
                 write_weights(state, Path(save_dir) / save_filename)
@@ -110,12 +121,16 @@ class WeightsIO:
             with GatheredParameters(wanted):
                 if first:
                     found |= {names[id(p)]: p.detach().cpu().clone() for p in wanted}
-        if not first:
+        if first:
+            found |= {name: buffer.detach().cpu().clone() for name, buffer in view.buffers.items()}
+        aliases = view.aliases
+        if self._state.sliced:
+            found, aliases = join_slices(view, found, Ranks(self._state.everyone))
+        if self._state.everyone.rank:
             return None
-        found |= {name: buffer.detach().cpu().clone() for name, buffer in view.buffers.items()}
-        found |= {alias: found[name] for alias, name in view.aliases.items() if name in found}
+        found |= {alias: found[name] for alias, name in aliases.items() if name in found}
         order = [name for name in self._state.module.state_dict() if name in found]
-        return OrderedDict((name, found[name]) for name in order)
+        return OrderedDict((name, found[name]) for name in dict.fromkeys([*order, *found]))
 
     def _zero3_consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False
@@ -174,6 +189,7 @@ class WeightsIO:
         self._state.forget_window()
         view = self._state.view()
         if custom_load_fn is not None:
+            self.check_custom(view)
             with GatheredParameters(
                 list(self._state.module.parameters()), modifier_rank=self._state.axes.world.ranks[0]
             ):
@@ -181,10 +197,19 @@ class WeightsIO:
             view.settle()
             return restore.Loaded()
         source = from_state_dict(state, "the state dict")
-        rows, found = restore.compare(view, source, strict)
+        rows, found = self._compare(view, source, strict)
         with self.replacing():
             restore.load_values(view, source, rows)
         say(f"loaded {found.elements:,} of {found.total:,} elements from the state dict")
+        return found
+
+    def _compare(self, view: StateView, source: Source, strict: bool) -> tuple[dict[str, Row], restore.Loaded]:
+        """`restore.compare`, with one outcome for all ranks."""
+        if not self._state.sliced:
+            return restore.compare(view, source, strict)
+        elsewhere = self._state.names_elsewhere(view)
+        with Ranks(self._state.everyone).together(f"comparing {source.path} with the engine"):
+            found = restore.compare(view, source, strict, elsewhere)
         return found
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:  # noqa: D102
@@ -215,8 +240,8 @@ class WeightsIO:
             Elements loaded.
         """
         self._state.forget_window()
-        view, source = self._state.view(), FolderSource(Path(path), Ranks(self._state.axes.world))
-        rows, found = restore.compare(view, source, strict)
+        view, source = self._state.view(), FolderSource(Path(path), Ranks(self._state.everyone))
+        rows, found = self._compare(view, source, strict)
         with self.replacing():
             restore.load_values(view, source, rows)
         say(f"loaded {found.elements:,} of {found.total:,} elements from {path}")

@@ -1,8 +1,9 @@
 // Shared memory between the ranks of one machine: message rings, waiting, and collectives in rank order.
 //
-// Every rank owns one segment, which all ranks of the group map. In it: a doorbell others ring when something has
-// happened for this rank, a ring of small messages to each peer, version counters, and a few slots through which
-// collectives stream. A rank writes its own segment only, doorbells, ring tails and consumed counters apart.
+// Every rank owns one segment, which all ranks of the group map. In it: a ring of small messages to each peer, version
+// counters, and a few slots through which collectives stream. A rank writes its own segment only, ring tails and
+// consumed counters apart. Beside the segments every process has one bell, the same in all its groups: others ring it
+// when something has happened for it in any of them.
 #include <atomic>
 #include <cerrno>
 #include <climits>
@@ -38,9 +39,12 @@ struct Header {
   uint64_t sequence, operation, bytes, mark;
 };
 
-struct Control {
-  alignas(kLine) std::atomic<uint32_t> doorbell;
+struct Bell {
+  alignas(kLine) std::atomic<uint32_t> rung;
   alignas(kLine) std::atomic<uint32_t> sleeping;
+};
+
+struct Control {
   alignas(kLine) std::atomic<uint64_t> written;  // chunks this rank has put into its slots so far
   alignas(kLine) Header headers[kSlots];
   alignas(kLine) std::atomic<uint64_t> versions[kVersions];
@@ -75,18 +79,24 @@ uint64_t lay_out(char* base, uint64_t size, uint64_t slot_bytes, Segment* segmen
   return at + kSlots * slot_bytes;
 }
 
+struct Peer {
+  Segment segment;
+  Bell* bell;
+  uint64_t read;  // chunks read of its segment
+};
+
 // Called while a wait lasts; anything but 0 ends the collective with that code.
 using Meanwhile = int (*)();
 
 struct Context {
   uint64_t rank, size, slot_bytes, spin_ns;
+  int64_t nap_us;
   Meanwhile meanwhile;
   uint64_t sequence;  // collectives so far
-  Segment segments[1];  // size of them
+  Peer peers[1];      // size of them, this rank included
 
-  Segment& mine() { return segments[rank]; }
-  uint64_t& read_of(uint64_t peer) { return reads()[peer]; }
-  uint64_t* reads() { return reinterpret_cast<uint64_t*>(segments + size); }  // chunks read of each peer
+  Segment& mine() { return peers[rank].segment; }
+  Bell* bell() { return peers[rank].bell; }
 };
 
 constexpr int kMismatch = -1000;
@@ -103,16 +113,16 @@ void pause_cpu() {
 #endif
 }
 
-void ring_bell(Control* control) {
-  control->doorbell.fetch_add(1, std::memory_order_seq_cst);
-  if (control->sleeping.load(std::memory_order_seq_cst) != 0) futex(&control->doorbell, FUTEX_WAKE, INT_MAX, nullptr);
+void ring(Bell* bell) {
+  bell->rung.fetch_add(1, std::memory_order_seq_cst);
+  if (bell->sleeping.load(std::memory_order_seq_cst) != 0) futex(&bell->rung, FUTEX_WAKE, INT_MAX, nullptr);
 }
 
-void sleep_until_bell(Control* control, uint32_t seen, int64_t microseconds) {
+void sleep_until_rung(Bell* bell, uint32_t seen, int64_t microseconds) {
   const timespec limit{microseconds / 1000000, (microseconds % 1000000) * 1000};
-  control->sleeping.fetch_add(1, std::memory_order_seq_cst);
-  if (control->doorbell.load(std::memory_order_seq_cst) == seen) futex(&control->doorbell, FUTEX_WAIT, seen, &limit);
-  control->sleeping.fetch_sub(1, std::memory_order_seq_cst);
+  bell->sleeping.fetch_add(1, std::memory_order_seq_cst);
+  if (bell->rung.load(std::memory_order_seq_cst) == seen) futex(&bell->rung, FUTEX_WAIT, seen, &limit);
+  bell->sleeping.fetch_sub(1, std::memory_order_seq_cst);
 }
 
 uint64_t now_ns() {
@@ -141,22 +151,22 @@ bool spin(Context* context, Ready ready) {
 template <typename Ready>
 int wait_for(Context* context, Ready ready) {
   if (ready() || spin(context, ready)) return 0;
-  Control* control = context->mine().control;
+  Bell* bell = context->bell();
   for (int64_t naps = 0;; ++naps) {
-    const uint32_t seen = control->doorbell.load(std::memory_order_seq_cst);
+    const uint32_t seen = bell->rung.load(std::memory_order_seq_cst);
     if (ready()) return 0;
     if (naps > 0) {
       const int code = context->meanwhile();
       if (code != 0) return code;
       if (ready()) return 0;
     }
-    sleep_until_bell(control, seen, naps == 0 ? 300 : 20000);
+    sleep_until_rung(bell, seen, naps == 0 ? 300 : context->nap_us);
   }
 }
 
 void ring_peers(Context* context) {
   for (uint64_t r = 0; r < context->size; ++r)
-    if (r != context->rank) ring_bell(context->segments[r].control);
+    if (r != context->rank) ring(context->peers[r].bell);
 }
 
 struct Stream {
@@ -186,8 +196,8 @@ struct Stream {
 
   // The next chunk of a peer.
   int peek(uint64_t peer, const char** out) {
-    Segment& theirs = context->segments[peer];
-    const uint64_t next = context->read_of(peer);
+    Segment& theirs = context->peers[peer].segment;
+    const uint64_t next = context->peers[peer].read;
     const int code =
         wait_for(context, [&] { return theirs.control->written.load(std::memory_order_acquire) > next; });
     if (code != 0) return code;
@@ -198,9 +208,9 @@ struct Stream {
   }
 
   void consumed(uint64_t peer) {
-    const uint64_t next = ++context->read_of(peer);
-    context->segments[peer].consumed[context->rank].value.store(next, std::memory_order_seq_cst);
-    ring_bell(context->segments[peer].control);
+    Peer& theirs = context->peers[peer];
+    theirs.segment.consumed[context->rank].value.store(++theirs.read, std::memory_order_seq_cst);
+    ring(theirs.bell);
   }
 };
 
@@ -286,20 +296,24 @@ extern "C" {
 // Bytes of a rank's segment, for a group of `size` ranks.
 uint64_t ds_shm_bytes(uint64_t size, uint64_t slot_bytes) { return lay_out(nullptr, size, slot_bytes, nullptr); }
 
-// A context over the mapped segments of all ranks, each of zeros when it was made; null when there are too many.
-void* ds_shm_open(uint64_t rank, uint64_t size, uint64_t slot_bytes, uint64_t spin_ns, void** segments,
-                  int (*meanwhile)()) {
+// A context over the mapped segments and bells of all ranks, each of zeros when it was made; null when there are too
+// many. A wait sleeps at most `nap_us` microseconds between two calls of `meanwhile`.
+void* ds_shm_open(uint64_t rank, uint64_t size, uint64_t slot_bytes, uint64_t spin_ns, int64_t nap_us, void** segments,
+                  void** bells, int (*meanwhile)()) {
   if (size > kMaxRanks) return nullptr;
-  const uint64_t bytes = sizeof(Context) + size * (sizeof(Segment) + sizeof(uint64_t));
+  const uint64_t bytes = sizeof(Context) + size * sizeof(Peer);
   auto* context = static_cast<Context*>(::operator new(bytes));
   std::memset(static_cast<void*>(context), 0, bytes);
   context->rank = rank;
   context->size = size;
   context->slot_bytes = slot_bytes;
   context->spin_ns = spin_ns;
+  context->nap_us = nap_us;
   context->meanwhile = meanwhile;
-  for (uint64_t r = 0; r < size; ++r)
-    lay_out(static_cast<char*>(segments[r]), size, slot_bytes, &context->segments[r]);
+  for (uint64_t r = 0; r < size; ++r) {
+    lay_out(static_cast<char*>(segments[r]), size, slot_bytes, &context->peers[r].segment);
+    context->peers[r].bell = static_cast<Bell*>(bells[r]);
+  }
   return context;
 }
 
@@ -308,37 +322,41 @@ void ds_shm_close(void* context) { ::operator delete(context); }
 // Send a message of 64 bytes; 0 when the ring to that rank is full.
 int ds_shm_push(void* handle, uint64_t peer, const void* message) {
   auto* context = static_cast<Context*>(handle);
-  Ring& ring = context->mine().rings[peer];
-  const uint64_t head = ring.head.load(std::memory_order_relaxed);
-  if (head - ring.tail.load(std::memory_order_acquire) >= kRing) return 0;
-  std::memcpy(&ring.messages[head % kRing], message, sizeof(Message));
-  ring.head.store(head + 1, std::memory_order_seq_cst);
-  ring_bell(context->segments[peer].control);
+  Ring& ring_to = context->mine().rings[peer];
+  const uint64_t head = ring_to.head.load(std::memory_order_relaxed);
+  if (head - ring_to.tail.load(std::memory_order_acquire) >= kRing) return 0;
+  std::memcpy(&ring_to.messages[head % kRing], message, sizeof(Message));
+  ring_to.head.store(head + 1, std::memory_order_seq_cst);
+  ring(context->peers[peer].bell);
   return 1;
 }
 
-// Take the next message of a rank; 0 when there is none.
-int ds_shm_pop(void* handle, uint64_t peer, void* message) {
+// Take a message; the rank it is from, or -1 when there is none.
+int ds_shm_pop(void* handle, void* message) {
   auto* context = static_cast<Context*>(handle);
-  Ring& ring = context->segments[peer].rings[context->rank];
-  const uint64_t tail = ring.tail.load(std::memory_order_relaxed);
-  if (ring.head.load(std::memory_order_acquire) == tail) return 0;
-  std::memcpy(message, &ring.messages[tail % kRing], sizeof(Message));
-  ring.tail.store(tail + 1, std::memory_order_seq_cst);
-  return 1;
+  for (uint64_t peer = 0; peer < context->size; ++peer) {
+    if (peer == context->rank) continue;
+    Ring& ring_from = context->peers[peer].segment.rings[context->rank];
+    const uint64_t tail = ring_from.tail.load(std::memory_order_relaxed);
+    if (ring_from.head.load(std::memory_order_acquire) == tail) continue;
+    std::memcpy(message, &ring_from.messages[tail % kRing], sizeof(Message));
+    ring_from.tail.store(tail + 1, std::memory_order_seq_cst);
+    return static_cast<int>(peer);
+  }
+  return -1;
 }
 
-// How often this rank's bell has rung.
+// How often this process's bell has rung.
 uint32_t ds_shm_bell(void* handle) {
-  return static_cast<Context*>(handle)->mine().control->doorbell.load(std::memory_order_seq_cst);
+  return static_cast<Context*>(handle)->bell()->rung.load(std::memory_order_seq_cst);
 }
 
 // Wait until the bell has rung more often than `seen`, at most so many microseconds: spinning first, then asleep.
 void ds_shm_nap(void* handle, uint32_t seen, int64_t microseconds) {
   auto* context = static_cast<Context*>(handle);
-  Control* control = context->mine().control;
-  if (spin(context, [&] { return control->doorbell.load(std::memory_order_seq_cst) != seen; })) return;
-  sleep_until_bell(control, seen, microseconds);
+  Bell* bell = context->bell();
+  if (spin(context, [&] { return bell->rung.load(std::memory_order_seq_cst) != seen; })) return;
+  sleep_until_rung(bell, seen, microseconds);
 }
 
 // Raise this rank's version of a channel by one, and tell everybody.
@@ -349,7 +367,7 @@ void ds_shm_advance(void* handle, uint64_t channel) {
 }
 
 uint64_t ds_shm_version(void* handle, uint64_t rank, uint64_t channel) {
-  return static_cast<Context*>(handle)->segments[rank].control->versions[channel].load(std::memory_order_seq_cst);
+  return static_cast<Context*>(handle)->peers[rank].segment.control->versions[channel].load(std::memory_order_seq_cst);
 }
 
 uint64_t ds_shm_channels() { return kVersions; }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Callable
 
 import torch
 
@@ -21,18 +22,33 @@ def sum_of_squares(flat: torch.Tensor, exact: bool) -> torch.Tensor:
         exact: form squares and sums in float64, so that the result does not depend on how parameters were cut into
             slices and buckets (needed when clipping feeds it back); else float32 will do, where it is faster.
     """
-    native = library()
-    if native is not None and flat.device.type == "cpu" and flat.dtype in KINDS and flat.is_contiguous():
-        function = native.ds_sum_of_squares
-        function.argtypes = [ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_int32]
-        function.restype = ctypes.c_double
-        total = function(flat.data_ptr(), KINDS[flat.dtype], flat.numel(), threads())
+    total = native_sum_of_squares(flat)
+    if total is not None:
         return torch.tensor(total, dtype=torch.float64)
     if flat.device.type != "cpu":
         return torch.linalg.vector_norm(flat, dtype=torch.float64 if exact else torch.float32).double().square()
     quick = None if exact else torch.linalg.vector_norm(flat, dtype=torch.float32).double().square()
     # A float32 sum overflows where squares are large, and that is no overflow of the gradients.
     return quick if quick is not None and quick.isfinite() else _in_chunks(flat)
+
+
+def native_sum_of_squares(flat: torch.Tensor) -> float | None:
+    """The exact sum as a number, from the native library; None where that cannot form it."""
+    function = _native()
+    if function is None or flat.device.type != "cpu" or flat.dtype not in KINDS or not flat.is_contiguous():
+        return None
+    return function(flat.data_ptr(), KINDS[flat.dtype], flat.numel(), threads())
+
+
+def _native() -> Callable[..., float] | None:
+    native = library()
+    if native is None:
+        return None
+    function = native.ds_sum_of_squares
+    if function.argtypes is None:
+        function.argtypes = [ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_int32]
+        function.restype = ctypes.c_double
+    return function
 
 
 def _in_chunks(flat: torch.Tensor) -> torch.Tensor:

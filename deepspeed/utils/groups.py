@@ -1,26 +1,15 @@
-"""Old address of the groups by parallel dimension: data parallelism spans the world, the others have one rank."""
+"""Old address of the groups by parallel dimension: what the mesh of the newest engine answers."""
 
 from __future__ import annotations
 
-from deepspeed.comm import get_rank, get_world_group, get_world_size
-from deepspeed.comm.alone import get_own_group, get_own_rank, get_own_world_size
+from collections.abc import Callable
+from typing import Any
 
-_get_data_parallel_group = get_data_parallel_group = get_world_group
-_get_data_parallel_rank = get_data_parallel_rank = get_rank
-_get_data_parallel_world_size = get_data_parallel_world_size = get_world_size
+from deepspeed.comm.mesh import UNITS, current_mesh
 
-_get_sequence_data_parallel_group = get_sequence_data_parallel_group = get_world_group
-_get_sequence_data_parallel_rank = get_sequence_data_parallel_rank = get_rank
-_get_sequence_data_parallel_world_size = get_sequence_data_parallel_world_size = get_world_size
 
-_get_model_parallel_group = get_model_parallel_group = get_own_group
-_get_model_parallel_rank = get_model_parallel_rank = get_own_rank
-_get_model_parallel_world_size = get_model_parallel_world_size = get_own_world_size
-
-_get_tensor_model_parallel_group = get_tensor_model_parallel_group = get_own_group
-_get_tensor_model_parallel_rank = get_tensor_model_parallel_rank = get_own_rank
-_get_tensor_model_parallel_world_size = get_tensor_model_parallel_world_size = get_own_world_size
-
-_get_sequence_parallel_group = get_sequence_parallel_group = get_own_group
-_get_sequence_parallel_rank = get_sequence_parallel_rank = get_own_rank
-_get_sequence_parallel_world_size = get_sequence_parallel_world_size = get_own_world_size
+def __getattr__(name: str) -> Callable[[], Any]:
+    public = name.removeprefix("_")
+    if any(public == f"get_{unit}_{what}" for unit in UNITS for what in ("group", "rank", "world_size")):
+        return lambda: getattr(current_mesh(), public)()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -280,17 +280,18 @@ class AccumulationWindow:
         """Which kind of update comes."""
         return Purpose.FLUSH if self.flushing else Purpose.STEP
 
-    def row(self, purpose: Purpose, detail: int, edits: int) -> list[float]:
+    def row(self, purpose: Purpose, detail: int, edits: int, *, rates: bool = True) -> list[float]:
         """What this rank says of its window; see [Note: agreement].
 
         Args:
             purpose: why ranks meet.
             detail: place of the parameter that is read or written, else 0.
             edits: gradients that were changed in place.
+            rates: say learning rates too; stages of a model may have others.
         """
-        rates = tuple(self.rates()) if purpose in (Purpose.STEP, Purpose.FLUSH) else ()
+        told = tuple(self.rates()) if rates and purpose in (Purpose.STEP, Purpose.FLUSH) else ()
         own = (self.items, self.ways, purpose, detail, self.seen, self.steps, self.micro, self.loss_scale, edits)
-        return [*map(float, own), float(hash(rates) % (1 << 52))]
+        return [*map(float, own), float(hash(told) % (1 << 52))]
 
     def rescale(self, agreed: Agreed) -> float:
         """Factor on the window's gradients in the update."""

@@ -78,6 +78,7 @@ class ClientSurface:
             if group.policy.gathers_before_use:
                 group.gather_together()
             group.users += 1
+            group.editors += 1
 
     def partition(self, param_list: list[Any] | None = None, has_been_updated: bool = False) -> None:
         """End what `all_gather` began.
@@ -87,7 +88,7 @@ class ClientSurface:
             has_been_updated: every rank has changed them alike, and the change stays.
         """
         for group in _groups_of(param_list or [self]):
-            group.users = max(0, group.users - 1)
+            group.users, group.editors = max(0, group.users - 1), max(0, group.editors - 1)
             if has_been_updated:
                 group.keep_own()
             if group.users == 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from deepspeed.errors import ArgumentError
+from deepspeed.zero.lifecycle import units_of
 
 GB = 2**30
 # Defaults of zero_optimization.reduce_bucket_size, stage3_max_live_parameters and stage3_prefetch_bucket_size.
@@ -327,7 +329,8 @@ def _shown(key: str, value: bool) -> str:
 
 
 def _model_sizes(model: nn.Module) -> tuple[int, int]:
-    """Parameters in all, and those of the module that holds most itself."""
-    total = sum(param.numel() for param in model.parameters())
-    layers: list[Any] = [sum(p.numel() for p in module.parameters(recurse=False)) for module in model.modules()]
-    return total, max(layers)
+    """Parameters in all, and those of the largest unit: what stage 3 gathers together."""
+    layers: Counter[nn.Module] = Counter()
+    for param, unit in units_of(model).items():
+        layers[unit] += param.numel()
+    return sum(layers.values()), max(layers.values(), default=0)

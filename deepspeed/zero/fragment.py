@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
 from deepspeed.zero.buckets import Bucket
@@ -50,3 +51,16 @@ def unused_names(reducer: Reducer, fragments: dict[int, list[Fragment]]) -> list
         for member in bucket.group.members
         if member.param.requires_grad and member.uid in fragments and not reducer.touched(bucket, member)
     ]
+
+
+def count_update(reducer: Reducer, fragments: dict[int, list[Fragment]]) -> None:
+    """Count a step as an in-place change of what had a gradient: backward of an older forward raises, as in torch."""
+    updated = [
+        member
+        for bucket in reducer.buckets
+        for member in bucket.group.members
+        if member.uid in fragments and reducer.touched(bucket, member)
+    ]
+    increment_version([member.param for member in updated])
+    for member in updated:
+        member.version += 1

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.comm.axis import Axis
 from deepspeed.comm.collectives import broadcast
 from deepspeed.errors import ArgumentError
 from deepspeed.zero.param import is_managed
@@ -56,18 +55,18 @@ class GatheredParameters:
 
     def __enter__(self) -> None:
         for group in self._groups:
-            ranks = _edited_by(group).ranks
-            if self.modifier_rank is not None and self.modifier_rank not in ranks:
-                raise ArgumentError(f"modifier_rank {self.modifier_rank!r} is not among the ranks {list(ranks)}")
+            if self.modifier_rank is not None:
+                group.holders.position(self.modifier_rank)
         for group in self._groups:
             if group.policy.gathers_before_use:
                 group.gather_together()
             group.users += 1
+            group.editors += 1
 
     def __exit__(self, error: Any, *_: Any) -> None:
         changed = self._take_over() if self.modifier_rank is not None and error is None else set()
         for group in self._groups:
-            group.users = max(0, group.users - 1)
+            group.users, group.editors = max(0, group.users - 1), group.editors - 1
             if id(group) in changed:
                 group.keep_own()
             if group.users == 0:
@@ -80,19 +79,12 @@ class GatheredParameters:
             group = member.group
             if group.state is State.SHARDED:  # a step inside has freed it, and has seen that nothing was changed
                 continue
-            axis = _edited_by(group)
             member.rejoin()
-            flat = group.full[member.offset : member.offset + member.numel]
-            broadcast(axis, flat, axis.ranks.index(self.modifier_rank), f"edit of {member.name}")
-            group.overwrite_master(member, flat)
+            editor = group.holders.position(self.modifier_rank or 0)
+            broadcast(group.holders.everyone, member.flat(), editor, f"edit of {member.name}")
+            group.import_edits(member)
             changed.add(id(group))
         return changed
-
-
-def _edited_by(group: ShardGroup) -> Axis:
-    """The ranks that take over an edit: all that hold the parameter, replicas of hybrid sharding too."""
-    owner = group.members[0].reducer
-    return group.axis if owner is None else owner.world
 
 
 def _listed(params: Any) -> list[torch.Tensor | None]:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import nn
 from torch.nn import Parameter
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.comm.axis import Axis
 from deepspeed.foundation.log import say_once
+from deepspeed.zero.holders import DATA_PARALLEL, Holders, Signature
 from deepspeed.zero.layout import Layout, by_group, by_owner
-from deepspeed.zero.lifecycle import repeated_blocks
+from deepspeed.zero.lifecycle import repeated_blocks, units_of
 from deepspeed.zero.member import Member
 from deepspeed.zero.param import is_managed
 from deepspeed.zero.policy import KEPT_WHOLE, Policy
@@ -70,7 +71,8 @@ def plan_groups(
     updated: set[Parameter],
     policy: Policy,
     plan: GroupingPlan,
-    dtypes: dict[Parameter, torch.dtype],
+    dtypes: Mapping[Parameter, torch.dtype],
+    signatures: Mapping[Parameter, Signature] = MappingProxyType({}),
 ) -> list[tuple[Policy, list[Parameter]]]:
     """The groups of a model.
 
@@ -81,11 +83,13 @@ def plan_groups(
         policy: what the stage splits.
         plan: sizes.
         dtypes: compute dtypes of the parameters that are to be cast.
+        signatures: of parameters that do not stand as in plain data parallelism.
 
     Returns:
-        (policy, parameters) per group; every group is of one dtype and device, trainable or frozen, updated or not.
+        (policy, parameters) per group; every group is of one dtype, device and signature, trainable or frozen, updated
+        or not.
     """
-    unit_of = _units(module) if policy.gathers_before_use else {}
+    unit_of = _announced_units(module) if policy.gathers_before_use else {}
     kinds: dict[tuple[object, ...], list[Parameter]] = defaultdict(list)
     kept = 0
     for param in names:
@@ -97,8 +101,8 @@ def plan_groups(
         elif not policy.gathers_before_use and param not in updated:
             continue  # neither split nor updated: nothing to manage
         unit = unit_of.get(param) if own.gathers_before_use else None
-        dtype = dtypes.get(param, param.dtype)
-        kinds[(own, unit, dtype, param.device, param.requires_grad, param in updated)].append(param)
+        dtype, signature = dtypes.get(param, param.dtype), signatures.get(param, DATA_PARALLEL)
+        kinds[(own, unit, dtype, param.device, param.requires_grad, param in updated, signature)].append(param)
     groups: list[tuple[Policy, list[Parameter]]] = []
     total = sum(p.numel() for p in names)
     share = max(total // _LEAST_BUCKETS, _SMALLEST_SHARE)
@@ -114,23 +118,11 @@ def plan_groups(
     return groups
 
 
-def _units(module: nn.Module) -> dict[Parameter, nn.Module]:
-    """The unit each parameter belongs to: the outermost repeated block around it, else the module that owns it."""
-    blocks = set(repeated_blocks(module))
-    homes: dict[Parameter, nn.Module] = {}
-
-    def visit(current: nn.Module, block: nn.Module | None) -> None:
-        block = block or (current if current in blocks else None)
-        for param in current._parameters.values():
-            if param is not None:
-                homes.setdefault(param, block or current)
-        for child in current.children():
-            visit(child, block)
-
-    visit(module, None)
+def _announced_units(module: nn.Module) -> dict[Parameter, nn.Module]:
+    blocks = repeated_blocks(module)
     if blocks:
         say_once(f"sharding {len(blocks)} repeated blocks as units, other modules one by one", key=id(module))
-    return homes
+    return units_of(module)
 
 
 def cut(plan: GroupingPlan, policy: Policy, numels: list[int], ranks: int) -> Layout:
@@ -141,7 +133,7 @@ def cut(plan: GroupingPlan, policy: Policy, numels: list[int], ranks: int) -> La
 
 
 def build_group(
-    axis: Axis,
+    holders: Holders,
     policy: Policy,
     params: list[Parameter],
     names: dict[Parameter, str],
@@ -152,7 +144,7 @@ def build_group(
     """One group; parameters born sharded (zero.Init) are gathered, re-laid and their old slices dropped.
 
     Args:
-        axis: the ranks that share the state.
+        holders: the ranks around it.
         policy: what is split.
         params: the members, with equal values on all ranks.
         names: their names.
@@ -165,8 +157,8 @@ def build_group(
         group.finish_gather()
         group.dissolve()
     members = [Member(param, names[param]) for param in params]
-    layout = cut(plan, policy, [p.numel() for p in params], axis.size)
-    made = ShardGroup(axis, policy, layout, members, dtype=dtypes[0], master=dtypes[1], tiers=tiers)
+    layout = cut(plan, policy, [p.numel() for p in params], holders.shard.size)
+    made = ShardGroup(holders, policy, layout, members, dtype=dtypes[0], master=dtypes[1], tiers=tiers)
     if born:
         for group in born:
             group.drop()

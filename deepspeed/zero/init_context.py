@@ -17,9 +17,10 @@ from torch import nn
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm import init as comm_init
-from deepspeed.comm.axis import Axis, group_axis, world_axis
+from deepspeed.comm.axis import Axis, group_axis
 from deepspeed.comm.collectives import broadcast_tensors
 from deepspeed.comm.groups import is_initialized
+from deepspeed.comm.mesh import REPLICATED
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.errors import ArgumentError, NotAvailableError, UsageError
 from deepspeed.storage.buffer_pool import BufferPool
@@ -29,8 +30,10 @@ from deepspeed.storage.nvme import NvmeTier
 from deepspeed.storage.resident import RESIDENT
 from deepspeed.storage.tier import Tier
 from deepspeed.zero.exhaustion import exhausted, is_exhaustion
+from deepspeed.zero.holders import alone
 from deepspeed.zero.layout import by_group
 from deepspeed.zero.member import Member
+from deepspeed.zero.mesh import find_mesh
 from deepspeed.zero.param import birth_writers, is_managed
 from deepspeed.zero.policy import policy_for
 from deepspeed.zero.shard_group import ShardGroup
@@ -113,12 +116,13 @@ class Init:
         if not is_initialized():
             comm_init.init_distributed()
         self.device = torch.device(get_accelerator().current_device_name())
-        group = data_parallel_group
-        if group is None and mpu is not None:
-            group = mpu.get_data_parallel_group()
-        self.axis: Axis = world_axis("dp", self.device) if group is None else group_axis("dp", group, self.device)
         source = config_dict_or_path if config_dict_or_path is not None else config
-        parsed = DeepSpeedConfig.for_init(source, world=self.axis.size) if source is not None else None
+        parsed = DeepSpeedConfig.for_init(source) if source is not None else None
+        self.axis: Axis = (
+            group_axis("dp", data_parallel_group, self.device)
+            if data_parallel_group is not None
+            else find_mesh(parsed, mpu, None, self.device).axis(*REPLICATED)
+        )
         self.dtype = dtype or _dtype_of(parsed)
         self.tiers = Tiers(parameters=_tier(remote_device, parsed, pin_memory))
         self.wraps_apply = parsed is None or parsed.zero.override_module_apply
@@ -163,7 +167,7 @@ class Init:
             self._unshared += param.numel() * param.itemsize
             member = Member(param, f"{type(module).__name__}.{name}")
             layout = by_group([param.numel()], self.axis.size)
-            ShardGroup(self.axis, policy_for(3), layout, [member], tiers=self.tiers)
+            ShardGroup(alone(self.axis), policy_for(3), layout, [member], tiers=self.tiers)
         for buffer in module._buffers.values():
             if buffer is not None and buffer.device.type != "meta":
                 broadcast_tensors(self.axis, [buffer], f"birth of a buffer of {type(module).__name__}")
@@ -279,12 +283,18 @@ def _restore(patches: _Patches) -> None:
 
 
 def _gathered_apply(self: nn.Module, fn: Callable[[nn.Module], None]) -> nn.Module:
-    """`Module.apply` that lets `fn` see and change whole parameters; rank 0's result counts."""
+    """`Module.apply` that lets `fn` see and change whole parameters; the result of the first rank of each counts."""
     from deepspeed.zero.gathered import GatheredParameters
 
     for child in self.children():
         child.apply(fn)
-    with GatheredParameters(list(self._parameters.values()), modifier_rank=0):
+    by_rank: dict[int, list[torch.Tensor]] = {}
+    for param in self._parameters.values():
+        if is_managed(param):
+            by_rank.setdefault(param._ds_member.group.axis.ranks[0], []).append(param)  # type: ignore[union-attr]
+    with contextlib.ExitStack() as stack:
+        for rank, params in by_rank.items():
+            stack.enter_context(GatheredParameters(params, modifier_rank=rank))
         fn(self)
     return self
 

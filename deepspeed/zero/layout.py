@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 # Slices begin at multiples of this many elements, so that vector loads stay aligned.
@@ -44,17 +46,17 @@ class Layout:
     numels: tuple[int, ...]
     cuts: tuple[int, ...]
 
-    @property
+    @cached_property
     def offsets(self) -> tuple[int, ...]:
         """Where each parameter begins in the group."""
         return (0, *accumulate(self.numels))[:-1]
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Elements of all parameters, without padding."""
         return sum(self.numels)
 
-    @property
+    @cached_property
     def padded(self) -> int:
         """Elements of the full buffer."""
         return max(self.cuts[-1], self.numel)
@@ -74,12 +76,15 @@ class Layout:
 
     def ranges_within(self, low: int, high: int) -> list[ParamRange]:
         """What of each parameter lies in [low, high) of the group."""
-        found: list[ParamRange] = []
-        for index, (offset, numel) in enumerate(zip(self.offsets, self.numels, strict=True)):
-            start, stop = max(low, offset), min(high, offset + numel)
-            if start < stop:
-                found.append(ParamRange(index, start - offset, stop - offset, start))
-        return found
+        first = max(bisect_right(self.offsets, low) - 1, 0)  # the parameter that `low` falls into
+        found = (self.range_of(i, low, high) for i in range(first, bisect_left(self.offsets, high)))
+        return [range_ for range_ in found if range_ is not None]
+
+    def range_of(self, index: int, low: int, high: int) -> ParamRange | None:
+        """What of one parameter lies in [low, high) of the group; None when nothing does."""
+        offset = self.offsets[index]
+        start, stop = max(low, offset), min(high, offset + self.numels[index])
+        return ParamRange(index, start - offset, stop - offset, start) if start < stop else None
 
     def cuts_of(self, index: int) -> tuple[int, ...]:
         """The cuts that fall on one parameter, counted in the flattened parameter: its own little layout."""
@@ -111,6 +116,8 @@ def by_owner(numels: Sequence[int], ranks: int) -> Layout:
     edges = [0, *accumulate(numels)]
     total, cuts = edges[-1], [0]
     for r in range(1, ranks):
-        nearest = min(edges, key=lambda edge: abs(edge - total * r / ranks))
+        ideal = total * r / ranks
+        at = bisect_left(edges, ideal)
+        nearest = min(edges[max(at - 1, 0) : at + 1], key=lambda edge: abs(edge - ideal))
         cuts.append(max(nearest, cuts[-1]))
     return Layout(tuple(numels), (*cuts, total))

@@ -8,7 +8,7 @@ group is kept or freed by the limits; the gradient of the unit's outputs gathers
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,9 +17,12 @@ import torch
 from torch import nn
 from torch.autograd import Variable
 from torch.autograd.graph import register_multi_grad_hook
+from torch.nn import Parameter
 
 from deepspeed.comm import collectives
+from deepspeed.errors import ShardedParameterError
 from deepspeed.foundation.tree import tensors_in
+from deepspeed.zero import aliases
 from deepspeed.zero.param import is_managed
 from deepspeed.zero.prefetch import Keeper, Trace
 from deepspeed.zero.shard_group import ShardGroup
@@ -59,7 +62,9 @@ class _Call:
 
     unit: nn.Module
     inputs: int  # how many have a gradient that marks the end of the unit's backward
+    since: int  # autograd's count of nodes before it
     using: bool = False
+    open: set[int] = field(default_factory=set)  # groups whose gradients end it, where inputs have none
     arrived: dict[int, int] = field(default_factory=dict)  # gradients of inputs so far, by backward pass
 
 
@@ -73,19 +78,35 @@ def repeated_blocks(module: nn.Module) -> list[nn.Module]:
     found: list[nn.Module] = []
 
     def visit(parent: nn.Module) -> None:
+        contains = isinstance(parent, (nn.ModuleList, nn.Sequential, nn.ModuleDict))
+        siblings = Counter(type(child) for child in parent.children()) if contains else {}
         for child in parent.children():
             if getattr(child, LEAF_MARK, False):
                 found.append(child)
-                continue
-            if isinstance(parent, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
-                siblings = sum(type(other) is type(child) for other in parent.children())
-                if siblings > 1 and any(True for _ in child.children()):
-                    found.append(child)
-                    continue
-            visit(child)
+            elif siblings.get(type(child), 0) > 1 and any(True for _ in child.children()):
+                found.append(child)
+            else:
+                visit(child)
 
     visit(module)
     return found
+
+
+def units_of(module: nn.Module) -> dict[Parameter, nn.Module]:
+    """The unit each parameter belongs to: the outermost repeated block around it, else the module that owns it."""
+    blocks = set(repeated_blocks(module))
+    homes: dict[Parameter, nn.Module] = {}
+
+    def visit(current: nn.Module, block: nn.Module | None) -> None:
+        block = block or (current if current in blocks else None)
+        for param in current._parameters.values():
+            if param is not None:
+                homes.setdefault(param, block or current)
+        for child in current.children():
+            visit(child, block)
+
+    visit(module, None)
+    return homes
 
 
 class Lifecycle:
@@ -103,6 +124,9 @@ class Lifecycle:
         self.running: list[nn.Module] = []  # units whose forward is on the stack
         self._calls: list[_Call | None] = []
         self._open_ended: dict[int, list[_Call]] = defaultdict(list)
+        self._alone: set[nn.Module] = set()  # units that ran outside of the root's forward in a pass of their own
+        self._turned = True  # the last pass is over: backward has run since it began, or it has none
+        self._with_grad = True
         # TRL takes these off for generation, empties the lists, and has `_register_deepspeed_module` put them back.
         self.forward_hooks: list[Any] = []
         self.backward_hooks: list[Any] = []
@@ -125,6 +149,22 @@ class Lifecycle:
                 visit(child, unit)
 
         visit(self.module, None)
+
+    def bound(self) -> str:
+        """How many elements may be gathered at once, and what decides it, in words."""
+        limits = self.keeper.limits
+        names = {module: name or "the root module" for name, module in self.module.named_modules()}
+        units = [(sum(g.numel for g in groups), names.get(unit, "?")) for unit, groups in self.units.items()]
+        ahead = limits.prefetch > 0
+        pairs = zip(units, units[1:] or units, strict=False)
+        most, first, second = max((a + b, of, then) for (a, of), (b, then) in pairs)
+        if limits.live >= sum(numel for numel, _ in units):
+            text = f"everything may be, stage3_max_live_parameters is {limits.live:,}"
+        elif limits.live >= most:
+            text = f"{limits.live:,} elements (stage3_max_live_parameters)"
+        else:
+            text = f"{most:,} elements ({first} and {second}; stage3_max_live_parameters is {limits.live:,})"
+        return f"gathered at once: {text}; {'at least one unit' if ahead else 'nothing'} is gathered ahead of its use"
 
     def attach(self) -> None:
         """Put the hooks on (again)."""
@@ -178,19 +218,44 @@ class Lifecycle:
 
     def _enter_root(self, module: nn.Module, args: Any) -> None:
         if not in_backward() and self.depth == 0:
-            self.keeper.trace.restart()
+            self._begin_pass(module)
         self.depth += 1
 
     def _leave_root(self, module: nn.Module, args: Any, output: Any) -> None:
         self.depth -= 1
         if self.depth == 0 and not in_backward() and not torch.is_grad_enabled():
             self.keeper.free_idle()
+            self._turned = True  # without a backward to come, what follows is another pass
+
+    def _begin_pass(self, first: nn.Module) -> None:
+        """The order of the last pass that began like this one is expected."""
+        self.keeper.trace.restart((first, torch.is_grad_enabled()))
+        self._with_grad, self._turned = torch.is_grad_enabled(), False
+        self._alone.clear()
+
+    def _run_alone(self, unit: nn.Module) -> None:
+        """A unit is driven through a child or a method: no forward of the root says where a pass begins.
+
+        It begins with the first unit after a backward, in another mode of autograd, or that runs for a second time.
+        """
+        if self._turned or self._with_grad != torch.is_grad_enabled() or unit in self._alone:
+            if not torch.is_grad_enabled():
+                self.keeper.free_idle()  # what the last pass expected and did not use
+            self._begin_pass(unit)
+            self._alone.add(unit)
+        elif self._alone:
+            self._alone.add(unit)
 
     def _before(self, unit: nn.Module, args: Any, kwargs: Any) -> None:
         collectives.delay("before a unit")
-        for group in self.units[unit]:
-            group.users += 1
-            self.keeper.gather(group)
+        if self.depth == 0 and not self.running and not in_backward():
+            self._run_alone(unit)
+        try:
+            self._gather(unit)
+        except ShardedParameterError:  # a write that would be lost; this forward does not take place
+            for group in self.units[unit]:
+                group.users -= 1
+            raise
         self.running.append(unit)
         self._calls.append(self._watch_inputs(unit, args, kwargs) if torch.is_grad_enabled() else None)
 
@@ -203,17 +268,28 @@ class Lifecycle:
         outputs = [t for t in tensors_in(output) if t.requires_grad] if call is not None else []
         if call is not None and outputs:
             register_multi_grad_hook(outputs, Hook(lambda _grad: self._before_backward(call)), mode="any")
+        if outputs and call is not None and not in_backward():
+            viewed = [g for g in self.units[unit] if not g.retains and g.aliases.others() > len(g.members)]
+            if viewed:
+                aliases.keep_places(outputs, call.since, viewed)
         for group in self.units[unit]:
             group.users -= 1
             if not in_backward():
                 self.keeper.release(group)
+
+    def _gather(self, unit: nn.Module) -> None:
+        """Have the groups of a unit here until they are released."""
+        groups = self.units[unit]
+        for group in groups:
+            group.users += 1
+        self.keeper.gather(*groups)
 
     # -- backward -------------------------------------------------------------------------------------------------
 
     def _watch_inputs(self, unit: nn.Module, args: Any, kwargs: Any) -> _Call:
         inputs = [t for t in tensors_in((args, kwargs)) if t.requires_grad]
         # A leaf's gradient cannot be waited for under autograd.grad, so its unit's backward has no known end.
-        call = _Call(unit, 0 if any(t.is_leaf for t in inputs) else len(inputs))
+        call = _Call(unit, 0 if any(t.is_leaf for t in inputs) else len(inputs), aliases.now())
         if call.inputs:
             # Not torch's hook of several tensors: it keeps their nodes, which keep it, so that the graph of every
             # forward would stand until a garbage collection, one unit of it at a time.
@@ -226,11 +302,11 @@ class Lifecycle:
         collectives.delay("before a unit's backward")
         if call.using:
             return
-        call.using = True
-        for group in self.units[call.unit]:
-            group.users += 1
-            self.keeper.gather(group)
-            if not call.inputs:
+        call.using = self._turned = True
+        self._gather(call.unit)
+        if not call.inputs:
+            for group in self.units[call.unit]:
+                call.open.add(id(group))
                 self._open_ended[id(group)].append(call)
         if call.inputs > 1:  # of which this pass may not ask for all
             Variable._execution_engine.queue_callback(lambda: self._after_backward(call))
@@ -254,15 +330,20 @@ class Lifecycle:
     def gradients_complete(self, group: ShardGroup) -> None:
         """All gradients of a group have arrived: backward of units without inputs to differentiate is over."""
         for call in self._open_ended.pop(id(group), ()):
-            if call.using and not any(call in calls for calls in self._open_ended.values()):
+            call.open.discard(id(group))
+            if call.using and not call.open:
                 self._after_backward(call)
 
     def settle(self) -> None:
         """The window is over: nothing is in use, everything is freed."""
         self._open_ended.clear()
+        self._turned = True
         self.running.clear()
         self._calls.clear()
         self.depth = 0
         for group in self.keeper.groups:
             group.users = 0
         self.keeper.free_idle()
+        for group in self.keeper.groups:
+            group.aliases.refuse_lost_writes()
+            group.aliases.refuse_stale()

@@ -50,24 +50,22 @@ class LocalShard:
 
     def overwrite_master(self, member: Member, values: torch.Tensor) -> None:
         """Take one member's values, dense and flat, into the master copy, if there is one."""
-        ranges = [p for p in self.layout.ranges_within(self.low, self.high) if p.index == member.index]
-        if self.master is None or not ranges:
+        range_ = self.layout.range_of(member.index, self.low, self.high)
+        if self.master is None or range_ is None:
             return
         with self.master.borrowed(changed=True) as master:
-            for range_ in ranges:
-                at = range_.at - self.low
-                master[at : at + range_.numel].copy_(values[range_.start : range_.stop])
+            at = range_.at - self.low
+            master[at : at + range_.numel].copy_(values[range_.start : range_.stop])
 
     def import_edits(self, member: Member) -> None:
         """Take those values of a whole member into the master copy that are not its rounded master already."""
-        ranges = [p for p in self.layout.ranges_within(self.low, self.high) if p.index == member.index]
-        if self.master is None or not ranges:
+        range_ = self.layout.range_of(member.index, self.low, self.high)
+        if self.master is None or range_ is None:
             return
         with self.master.borrowed(changed=True) as lent:
-            for range_ in ranges:
-                master = lent[range_.at - self.low :][: range_.numel]
-                values = self.full[member.offset + range_.start : member.offset + range_.stop].to(master.device)
-                torch.where(master.to(self.dtype) == values, master, values.to(master.dtype), out=master)
+            master = lent[range_.at - self.low :][: range_.numel]
+            values = self.full[member.offset + range_.start : member.offset + range_.stop].to(master.device)
+            torch.where(master.to(self.dtype) == values, master, values.to(master.dtype), out=master)
 
     def add_master(self, dtype: torch.dtype) -> Stored | None:
         """Make the master copy, of zeros, unless the values themselves can be updated where they rest."""

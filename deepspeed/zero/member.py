@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch.nn import Parameter
 
 from deepspeed.errors import UsageError
+from deepspeed.zero.placement import Placement, placement_of
 from deepspeed.zero.roles import Gradients, Group
 
 _uids = itertools.count()
@@ -31,6 +33,7 @@ class Member:
     index: int = 0
     place: int = 0
     shape: torch.Size = field(init=False)
+    numel: int = field(init=False)
     uid: int = field(default_factory=lambda: next(_uids))
     group: Group = field(init=False, repr=False)
     placeholder: torch.Tensor = field(init=False, repr=False)
@@ -39,19 +42,41 @@ class Member:
     active_modules: set[Any] = field(default_factory=set, repr=False)
     version: int = 0  # the parameter's version counter when it was last known to agree with its slice
     exposed: bool = False  # `param.data` was handed out, and writes through it are not counted
+    snapshot: torch.Tensor | None = field(default=None, repr=False)  # 1-D values then, where a write would be lost
 
     def __post_init__(self) -> None:
         self.shape = self.param.shape
-
-    @property
-    def numel(self) -> int:
-        """Elements."""
-        return self.shape.numel()
+        self.numel = self.shape.numel()
 
     @property
     def offset(self) -> int:
         """Where it begins in the group."""
         return self.group.offsets[self.index]
+
+    @property
+    def placement(self) -> Placement:
+        """Its row of the table of placements."""
+        return placement_of(self.param)
+
+    @cached_property
+    def padded(self) -> bool:
+        """Whether some of its elements are no part of the global tensor."""
+        return any(cut.padding for cut in self.placement.cuts)
+
+    def without_padding(self, values: torch.Tensor) -> torch.Tensor:
+        """A copy of values of its shape, with zeros for padding."""
+        values = values.clone()
+        for cut in self.placement.cuts:
+            at = 0
+            for start, length in cut.segments:
+                if start < 0:
+                    values.narrow(cut.dim, at, length).zero_()
+                at += length
+        return values
+
+    def flat(self) -> torch.Tensor:
+        """Its place in the full buffer, 1-D; values while that has its memory."""
+        return self.group.full[self.offset : self.offset + self.numel]
 
     def rest(self) -> None:
         """Make what stands for the values while they are away: true shape, no memory, every element NaN (or large)."""

@@ -2,47 +2,56 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
 
 import torch
 
 from deepspeed.comm import scalars
-from deepspeed.optim.clip import sum_of_squares
+from deepspeed.optim.clip import native_sum_of_squares, sum_of_squares
 from deepspeed.zero.buckets import Bucket
 from deepspeed.zero.reducer import Reducer
 
 _LABEL = "agreement on the gradient norm"
 
 
-def global_norm(buckets: list[Bucket], exact: bool, tag: int) -> float:
+def global_norm(buckets: list[Bucket], exact: bool, reducer: Reducer, tag: int) -> float:
     """L2 norm of all accumulated gradients; every rank adds its own part, no part twice. All ranks call together.
 
     Args:
-        buckets: the accumulators, the same groups on all ranks, at least one.
+        buckets: this rank's accumulators; a rank without any takes part all the same.
         exact: see `sum_of_squares`.
-        tag: message tag.
+        reducer: whose buckets they are.
+        tag: message tag on its axis of one copy.
 
     Returns:
         The norm; NaN or infinity when a gradient is not finite.
     """
-    if not buckets:
-        return 0.0
-    mine = _squares([b for b in buckets if b.filled], exact)
-    axis, device = buckets[0].group.axis, buckets[0].group.device
-    total = sum(row[0] for row in scalars.current.table(axis, [mine], tag, _LABEL, device))
+    mine = _squares([b for b in buckets if b.filled and b.group.holders.counted], exact)
+    total = sum(row[0] for row in scalars.current.table(reducer.axes.one_copy, [mine], tag, _LABEL, reducer.device))
     return math.sqrt(total) if total >= 0 else math.nan
 
 
 def _squares(buckets: list[Bucket], exact: bool) -> float:
     """This rank's part of the sum; accumulators that rest elsewhere are read one after the other."""
-    found: dict[torch.device, list[torch.Tensor]] = defaultdict(list)
-    for bucket, coming in zip(buckets, [*buckets[1:], None], strict=True):
+    found: dict[torch.device, list[torch.Tensor | float]] = defaultdict(list)
+    for bucket, coming in itertools.zip_longest(buckets, buckets[1:]):
         if coming is not None:
             coming.total.ahead()
         with bucket.total.borrowed() as total:
-            found[total.device].append(sum_of_squares(bucket.own(total), exact))
-    return sum(scalars.current.value(torch.stack(squares).sum()) for squares in found.values())
+            own = bucket.own(total)
+            quick = native_sum_of_squares(own)
+            found[total.device].append(sum_of_squares(own, exact) if quick is None else quick)
+    return sum(scalars.current.value(_sum(squares)) for squares in found.values())
+
+
+def _sum(squares: list[torch.Tensor | float]) -> torch.Tensor:
+    """In one order, whether they are numbers or 0-d float64 tensors."""
+    tensors = [square for square in squares if isinstance(square, torch.Tensor)]
+    if not tensors:
+        return torch.tensor(squares, dtype=torch.float64).sum()
+    return torch.stack([s if isinstance(s, torch.Tensor) else tensors[0].new_tensor(s) for s in squares]).sum()
 
 
 def explain_overflow(reducer: Reducer, tags: tuple[int, int]) -> str:
@@ -54,13 +63,14 @@ def explain_overflow(reducer: Reducer, tags: tuple[int, int]) -> str:
         reducer: after `finish`. All ranks call together.
         tags: two message tags.
     """
-    device = reducer.buckets[0].group.device
+    device = reducer.device
     ordered = sorted(((-m.place, b, m) for b in reducer.buckets for m in b.group.members), key=lambda row: row[0])
     broken = (i for i, (_, b, m) in enumerate(ordered) if b.filled and not _finite(b, m.offset, m.numel))
     mine = float(next(broken, len(ordered)))
     first = int(min(row[0] for row in scalars.current.table(reducer.world, [mine], tags[0], _LABEL, device)))
     if first == len(ordered):
-        return "the gradient norm overflows although every gradient is finite"
+        whole = set(reducer.axes.one_copy.ranks) <= set(reducer.world.ranks)
+        return f"the gradient norm overflows although every gradient{'' if whole else ' of this model slice'} is finite"
     _, bucket, member = ordered[first]
     sent = float(any(not math.isfinite(float(total)) for total in bucket.sent))
     marks = scalars.current.table(reducer.world, [sent], tags[1], _LABEL, device)

@@ -14,7 +14,7 @@ from deepspeed.comm.collectives import SMALL, tag_of
 from deepspeed.errors import OptimizerError, UsageError
 from deepspeed.optim.clip import clip_factor
 from deepspeed.zero.exhaustion import suggests_offload
-from deepspeed.zero.fragment import Fragment, cut_state, unused_names
+from deepspeed.zero.fragment import Fragment, count_update, cut_state, unused_names
 from deepspeed.zero.lifecycle import Lifecycle
 from deepspeed.zero.member import Member
 from deepspeed.zero.norm import explain_overflow, global_norm
@@ -70,10 +70,12 @@ class ZeroOptimizer:
         self.skip_reason: str | None = None
         self._global_grad_norm: float | None = None
         self._channel, self._rounds = reducer.world.channel(), 0
+        self._norm_channel, self._norms = reducer.axes.one_copy.channel(), 0
         self.window = reducer.window
         self.window.rates = self._rates
         self._scale_loss: Callable[[torch.Tensor, bool], Any] | None = None
         self.shards = [OptimizerShard(bucket, inner) for bucket in reducer.buckets]
+        self._shard_of = {id(shard.group): shard for shard in self.shards}
         self.fragments: dict[int, list[Fragment]] = {}
         self._leaves, self._stepping = 0, False
         self._take_over()
@@ -107,7 +109,7 @@ class ZeroOptimizer:
 
     def shard_of(self, member: Member) -> OptimizerShard:
         """The leaves and the state of a member's group."""
-        return next(h for h in self.shards if h.group is member.group)
+        return self._shard_of[id(member.group)]
 
     def activate(self, member: Member) -> None:
         """A frozen parameter was unfrozen: listen to its gradients, update its master copy from now on."""
@@ -184,7 +186,9 @@ class ZeroOptimizer:
         norm = None
         if self.settings.norm or self.settings.check or self.settings.clip:
             updated = [b for b in self.reducer.buckets if any(m.uid in self.fragments for m in b.group.members)]
-            norm = global_norm(updated, self.settings.clip > 0, self._tag()) * abs(rescale)
+            self._norms += 1
+            tag = tag_of(self._norm_channel, SMALL, self._norms)
+            norm = global_norm(updated, self.settings.clip > 0, self.reducer, tag) * abs(rescale)
         self._global_grad_norm = norm
         self.overflow = self.settings.check and norm is not None and not math.isfinite(norm)
         self.skip_reason = explain_overflow(self.reducer, (self._tag(), self._tag())) if self.overflow else None
@@ -231,6 +235,9 @@ class ZeroOptimizer:
             handle.wait()
         for group in self.groups:
             group.advance()
+        for group in self.groups:
+            group.refresh()
+        count_update(self.reducer, self.fragments)
 
     def import_edits(self, member: Member) -> None:
         """A parameter changed in place by the user since the last step (weight clipping) updates its master."""
@@ -282,6 +289,6 @@ class ZeroOptimizer:
         self._guard.remove()
         for shard in self.shards:
             shard.drop()
-        self.shards, self.fragments = [], {}
+        self.shards, self.fragments, self._shard_of = [], {}, {}
         self.optimizer.state.clear()
         self._scale_loss = None

@@ -147,19 +147,24 @@ class OptimizerShard:
         under = self.group.under_leaves
         return under is not None and under.memory is None
 
+    @property
+    def rests_at_hand(self) -> bool:
+        """Whether `at_hand` changes nothing: all of it rests where it is updated."""
+        return not self._evicted and self.group.tiers.optimizer is RESIDENT and not self.moves
+
     def add(self, member: Member) -> list[Fragment]:
         """Make the leaves over the fragments of a member that this rank updates."""
-        group, made = self.group, []
-        for range_ in group.layout.ranges_within(group.low, group.high):
-            if range_.index == member.index:
-                # Whole: optimizers that look at the shape see the true one.
-                shape = member.shape if range_.numel == member.numel else torch.Size([range_.numel])
-                values = self._rest(shape)
-                # Integer parameters, as quantized weights are, may be listed; they never have a gradient.
-                leaf = Parameter(values, requires_grad=values.is_floating_point())
-                # What users mark parameters with (Muon's use_muon) is for the optimizer to see.
-                vars(leaf).update({key: mark for key, mark in vars(member.param).items() if key != "_ds_member"})
-                made.append(Fragment(member, range_, leaf, self.bucket))
+        range_ = self.group.layout.range_of(member.index, self.group.low, self.group.high)
+        if range_ is None:
+            return []
+        # Whole: optimizers that look at the shape see the true one.
+        shape = member.shape if range_.numel == member.numel else torch.Size([range_.numel])
+        values = self._rest(shape)
+        # Integer parameters, as quantized weights are, may be listed; they never have a gradient.
+        leaf = Parameter(values, requires_grad=values.is_floating_point())
+        # What users mark parameters with (Muon's use_muon) is for the optimizer to see.
+        vars(leaf).update({key: mark for key, mark in vars(member.param).items() if key != "_ds_member"})
+        made = [Fragment(member, range_, leaf, self.bucket)]
         self.fragments += made
         self.point(made)
         return made

@@ -100,7 +100,7 @@ class ManagedParameter(ClientSurface, Parameter):
     def data(self) -> torch.Tensor:  # type: ignore[override]
         """The values; writes through it are not counted by the parameter's version, so the next step looks for them."""
         if "_ds_member" in vars(self):
-            self._ds_member.exposed = True
+            self._ds_member.group.aliases.expose(self._ds_member)
         return _raw_data.__get__(self)
 
     @data.setter

@@ -9,7 +9,6 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 import torch
 
@@ -72,7 +71,7 @@ class Placement:
     """
 
     cuts: tuple[Cut, ...] = ()
-    relations: Mapping[str, Relation] = field(default_factory=lambda: MappingProxyType({}))
+    relations: Mapping[str, Relation] = field(default_factory=dict)  # plain, so that placed tensors can be pickled
 
     def global_shape(self, local: torch.Size | tuple[int, ...]) -> tuple[int, ...]:
         """The shape of the global tensor.

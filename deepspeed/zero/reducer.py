@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from deepspeed.comm import collectives, scalars
+from deepspeed.comm import collectives
 from deepspeed.comm.axis import Axis
-from deepspeed.comm.collectives import READ, SMALL, tag_of
+from deepspeed.comm.collectives import READ
 from deepspeed.errors import UsageError
 from deepspeed.foundation.log import warn_once
 from deepspeed.zero.accumulation import WIDTH, AccumulationWindow, Agreed, Purpose, agreed, disagreement
+from deepspeed.zero.agreement import Agreement, Meeting, uneven
 from deepspeed.zero.buckets import Bucket, ReduceSettings, Round
+from deepspeed.zero.holders import Axes
 from deepspeed.zero.member import Member
 from deepspeed.zero.param import clear_raw_grad, raw_grad
 from deepspeed.zero.shard_group import ShardGroup
@@ -25,30 +28,24 @@ class Reducer:
     """Collects, sends and accumulates the gradients of an engine.
 
     Args:
-        world: all ranks whose gradients are summed; they enter `finish` together.
+        axes: all ranks, by what they share; they enter `finish` together.
         groups: the engine's groups.
         settings: how to sum.
         window: where its driver stands; says what gradients are multiplied by, and whether they travel now.
-        replicas: ranks that hold the same slice (hybrid sharding); None when every slice exists once.
     """
 
     def __init__(
-        self,
-        world: Axis,
-        groups: list[ShardGroup],
-        settings: ReduceSettings,
-        window: AccumulationWindow,
-        replicas: Axis | None = None,
+        self, axes: Axes, groups: list[ShardGroup], settings: ReduceSettings, window: AccumulationWindow
     ) -> None:
-        self.world, self.settings, self.window = world, settings, window
+        self.axes, self.world, self.settings, self.window = axes, axes.world, settings, window
         self.buckets = [Bucket(group, settings.accumulator, settings.accumulates) for group in groups]
         self._of = {id(b.group): b for b in self.buckets}
         self.clean = True
         self.on_complete: Callable[[ShardGroup], None] | None = None  # all gradients of a group are here
         largest = max((g.numel for g in groups), default=0)
-        self._device = groups[0].device if groups else torch.device("cpu")
-        self.wire = Wire(settings, largest, self._device, groups[0].axis if groups else world, world, replicas)
-        self._channel, self._finishes = world.channel(), 0
+        self.device = groups[0].device if groups else torch.device("cpu")
+        self.wire = Wire(settings, largest, self.device, {self.world, *_axes_of(groups)})
+        self._agreement = Agreement(axes, self.buckets, window, self.device)
         self._touched_anywhere: dict[int, list[bool]] = {}
         self._handed_out: list[tuple[Member, torch.Tensor, int]] = []
         self._hooks: dict[int, Any] = {}
@@ -63,9 +60,7 @@ class Reducer:
         """Take the gradients of `member` from now on (again, when it was unfrozen)."""
         if member.param.requires_grad and member.uid not in self._hooks:
             self._of[id(member.group)].prepare()
-            self._hooks[member.uid] = member.param.register_post_accumulate_grad_hook(
-                lambda _param, member=member: self.arrived(member)
-            )
+            self._hooks[member.uid] = member.param.register_post_accumulate_grad_hook(_Arrival(self, member))
 
     def arrived(self, member: Member) -> None:
         """Autograd has finished the gradient of `member` for this pass."""
@@ -114,6 +109,8 @@ class Reducer:
                 current = None
         if current is None:
             current = bucket.round = self._open(bucket, dtype, at_owner)
+        if member.padded:
+            gradient = member.without_padding(gradient)
         place = current.buffer[member.offset : member.offset + member.numel].view(member.shape)
         if member.index in current.arrived:
             place.add_(gradient.to(dtype), alpha=entry)
@@ -141,36 +138,36 @@ class Reducer:
         local = bucket.local
         if local is not None and local.dtype == dtype and not bucket.filled and not self.wire.busy(bucket):
             return Round(local, at_owner, False, expected)
-        return Round(self.wire.acquire(dtype, bucket.group.numel), at_owner, True, expected)
+        return Round(self.wire.acquire(bucket, dtype), at_owner, True, expected)
 
     def _launch(self, bucket: Bucket) -> None:
         """Send the open round of a bucket."""
         current, bucket.round = bucket.round, None
         if current is not None:
-            current = self._narrowed(current)
+            current = self._narrowed(bucket, current)
             if current.buffer.dtype != self.settings.accumulator:
                 bucket.note_factor(current.at_owner)
             self.wire.launch(bucket, current)
 
-    def _narrowed(self, current: Round) -> Round:
+    def _narrowed(self, bucket: Bucket, current: Round) -> Round:
         """A round in the dtype that was asked for the wire, also when it was summed in another before."""
         dtype = self.settings.wire
         if dtype is None or current.buffer.dtype == dtype:
             return current
-        narrow = self.wire.acquire(dtype, current.buffer.numel())
+        narrow = self.wire.acquire(bucket, dtype)
         at_owner = self.window.travel_factor / self._before_wire
         torch.mul(current.buffer, 1.0 / at_owner, out=narrow)
-        self.wire.release(current)
+        self.wire.release(bucket, current)
         return Round(narrow, at_owner, True, arrived=current.arrived)
 
     # -- the end of a window --------------------------------------------------------------------------------------
 
-    def finish(self, purpose: Purpose = Purpose.READ, detail: int = 0) -> Agreed:
+    def finish(self, purpose: Purpose = Purpose.READ, of: Member | None = None) -> Agreed:
         """Send what is left, bring all ranks to the same number of rounds, wait. All ranks call together.
 
         Args:
             purpose: why the ranks meet.
-            detail: place of the parameter that is read or written, else 0.
+            of: the parameter that is read or written; only ranks that have it take part. None: all.
 
         Returns:
             What the ranks have agreed on.
@@ -181,29 +178,25 @@ class Reducer:
         for bucket in self.buckets:
             self._launch(bucket)
         edits = sum(tensor._version != version for _, tensor, version in self._handed_out)
-        row = self.window.row(purpose, detail, edits)
-        for bucket in self.buckets:
-            launches = bucket.launches if bucket.sum is not None else (-1, -1)
-            row += [*launches, bucket.factor, *bucket.touched]
-        self._finishes += 1
-        tag = tag_of(self._channel, SMALL, self._finishes)
-        table = scalars.current.table(self.world, row, tag, "agreement on gradients", self._device)
-        trouble = disagreement(table) or _uneven(self.buckets, table)
-        most = [max(column) for column in zip(*table, strict=True)]
-        at = WIDTH
-        for bucket in self.buckets:
-            self._catch_up(bucket, most[at : at + 2], most[at + 2])
-            count = len(bucket.touched)
-            self._touched_anywhere[id(bucket)] = [mark > 0 for mark in most[at + 3 : at + 3 + count]]
-            at += 3 + count
+        trouble, found = None, None
+        for meeting in self._agreement.meetings(of):
+            table = self._agreement.exchange(meeting, purpose, of, edits)
+            trouble = trouble or disagreement(table) or uneven(meeting.buckets, table)
+            self._catch_up(meeting, table)
+            if found is None or meeting.axis is self.world:
+                found = agreed(table)
+        if of is None:
+            trouble = self._agreement.share(trouble, purpose)
         if trouble is not None:
             self._refuse(trouble)
-        self.wire.settle_all()
-        return agreed(table)
+        self.wire.settle(None if of is None else self._agreement.meetings(of)[0].buckets)
+        if found is None:
+            raise RuntimeError("a bucket without a meeting")
+        return found
 
     def _refuse(self, trouble: str) -> None:
         """All ranks drop the window and raise the same error."""
-        self.wire.settle_all()
+        self.wire.settle()
         self.clear()
         self.window.restart()
         raise UsageError(
@@ -211,18 +204,23 @@ class Reducer:
             f"updated, and the window's gradients are dropped"
         )
 
-    def _catch_up(self, bucket: Bucket, launches: list[float], factor: float) -> None:
+    def _catch_up(self, meeting: Meeting, table: list[list[float]]) -> None:
         """Send zeros for the rounds that others have launched and this rank has not."""
-        for exact in (0, 1):
-            while bucket.launches[exact] < launches[exact]:
-                bucket.prepare()  # nothing to do, unless the group is frozen here alone; then all raise after this
-                self._send_zeros(bucket, exact, factor)
+        most, at = [max(column) for column in zip(*table, strict=True)], WIDTH
+        for bucket in meeting.buckets:
+            for exact in (0, 1):
+                while bucket.launches[exact] < most[at + exact]:
+                    bucket.prepare()  # nothing to do, unless the group is frozen here alone; then all raise after this
+                    self._send_zeros(bucket, exact, most[at + 2])
+            count = len(bucket.touched)
+            self._touched_anywhere[id(bucket)] = [mark > 0 for mark in most[at + 3 : at + 3 + count]]
+            at += 3 + count
 
     def _send_zeros(self, bucket: Bucket, exact: int, factor: float) -> None:
         low = self.settings.wire or bucket.group.dtype
         dtype = self.settings.accumulator if exact else low
         at_owner = 1.0 if exact else abs(factor) or 1.0
-        bucket.round = Round(self.wire.acquire(dtype, bucket.group.numel), at_owner, pooled=True)
+        bucket.round = Round(self.wire.acquire(bucket, dtype), at_owner, pooled=True)
         self._launch(bucket)
 
     def touched(self, bucket: Bucket, member: Member) -> bool:
@@ -280,7 +278,7 @@ class Reducer:
             if current is None or member.index not in current.arrived:
                 return None
             return current.buffer[member.offset : member.offset + member.numel].view(member.shape)
-        self.finish(Purpose.READ, member.place)
+        self.finish(Purpose.READ, member)
         if not self.touched(bucket, member):
             return None
         if bucket.whole:
@@ -296,7 +294,7 @@ class Reducer:
         if value is None and self.clean:
             return
         self.clean = False
-        self.finish(Purpose.WRITE, member.place)
+        self.finish(Purpose.WRITE, member)
         bucket = self.bucket_of(member)
         bucket.touched[member.index] = int(value is not None)
         self._touched_anywhere[id(bucket)][member.index] = value is not None
@@ -309,26 +307,26 @@ class Reducer:
         with bucket.total.borrowed(changed=True, read=bucket.filled) as total:
             if not bucket.filled:
                 total.zero_()
-            for range_ in member.group.layout.ranges_within(bucket.low, bucket.high):
-                if range_.index == member.index:
-                    at = range_.at - bucket.low
-                    total[at : at + range_.numel].copy_(flat[range_.start : range_.stop])
+            range_ = member.group.layout.range_of(member.index, bucket.low, bucket.high)
+            if range_ is not None:
+                at = range_.at - bucket.low
+                total[at : at + range_.numel].copy_(flat[range_.start : range_.stop])
         bucket.filled = True
 
 
-def _uneven(buckets: list[Bucket], table: list[list[float]]) -> str | None:
-    """What the rows say that no zeros can mend; None when there is nothing."""
-    at = WIDTH
-    for bucket in buckets:
-        launches, factors = [row[at : at + 2] for row in table], {row[at + 2] for row in table} - {0.0}
-        at += 3 + len(bucket.touched)
-        frozen = [rank for rank, counts in enumerate(launches) if counts[0] < 0]
-        if frozen and any(max(counts) > 0 for counts in launches):
-            return f"{bucket.group.name} is trained on some ranks, and frozen on rank {', '.join(map(str, frozen))}"
-        mixed = any(factor < 0 for factor in factors) and len({counts[0] for counts in launches}) > 1
-        if len(factors) > 1 or mixed:
-            return (
-                f"gradients of {bucket.group.name} that travel in low precision are multiplied by other factors on "
-                f"other ranks: their backward passes differ (num_items, scale_wrt_gas, loss scale)"
-            )
-    return None
+def _axes_of(groups: list[ShardGroup]) -> set[Axis]:
+    """All axes along which gradients travel."""
+    holders = [group.holders for group in groups]
+    return {axis for each in holders for axis in (each.shard, each.everyone, each.copies) if axis is not None}
+
+
+class _Arrival:
+    """The hook of a parameter. torch holds it where no collection looks: it must not hold what holds the parameter."""
+
+    def __init__(self, reducer: Reducer, member: Member) -> None:
+        self._reducer, self._member = weakref.ref(reducer), weakref.ref(member)
+
+    def __call__(self, _param: torch.Tensor) -> None:
+        reducer, member = self._reducer(), self._member()
+        if reducer is not None and member is not None:
+            reducer.arrived(member)

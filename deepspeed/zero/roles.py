@@ -56,6 +56,13 @@ class Gradients(Protocol):
         """Replace it."""
 
 
+class Exposed(Protocol):
+    """The memory of a group that users may hold; see `aliases.Aliases`."""
+
+    def expose(self, member: Any) -> None:
+        """`param.data` was handed out."""
+
+
 class Group(Protocol):
     """The parameters that travel with it; see `shard_group.ShardGroup`."""
 
@@ -74,6 +81,11 @@ class Group(Protocol):
     low: int
     high: int
     lifecycle: Gatherer | None
+
+    @property
+    def aliases(self) -> Exposed:
+        """Its memory, and who holds views of it."""
+        ...
 
     @property
     def status(self) -> ZeroParamStatus:

@@ -1,7 +1,7 @@
 """Parameters that travel together: one flat buffer, cut into slices; shard, gather, free and publish.
 
 [Note: one storage] The full buffer of a group is one storage for the life of the group. Freeing shrinks it to nothing,
-gathering grows it back and refills it, so views that autograd saved in forward are valid again in backward.
+gathering grows it back and refills it. Where somebody holds a view it is not shrunk, see `deepspeed/zero/aliases.py`.
 """
 
 from __future__ import annotations
@@ -9,17 +9,19 @@ from __future__ import annotations
 import contextlib
 import enum
 import itertools
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
 
-from deepspeed.comm.axis import Axis
 from deepspeed.comm.collectives import READ, SPREAD, Handle, spread, tag_of
 from deepspeed.comm.fetch import FetchService, SharedSlices, meet, service_of
 from deepspeed.errors import ShardedParameterError
 from deepspeed.storage.resident import RESIDENT, Resident
 from deepspeed.storage.tier import Stored
+from deepspeed.zero.aliases import Aliases
+from deepspeed.zero.holders import Holders
 from deepspeed.zero.layout import Layout
 from deepspeed.zero.local_shard import LocalShard
 from deepspeed.zero.member import Member
@@ -58,7 +60,7 @@ class ShardGroup(LocalShard):
     """A group of parameters under one policy.
 
     Args:
-        axis: the ranks that share the state.
+        holders: the ranks around it.
         policy: what is split.
         layout: how the concatenation is cut.
         members: the parameters, in the order of the layout, with their values in `param.data`.
@@ -70,7 +72,7 @@ class ShardGroup(LocalShard):
 
     def __init__(
         self,
-        axis: Axis,
+        holders: Holders,
         policy: Policy,
         layout: Layout,
         members: list[Member],
@@ -80,16 +82,21 @@ class ShardGroup(LocalShard):
         tiers: Tiers | None = None,
     ) -> None:
         first = members[0].param
-        self.axis, self.policy, self.layout, self.members = axis, policy, layout, members
-        self.offsets: Sequence[int] = layout.offsets  # computed once; the layout derives it anew at each call
+        axis = holders.shard
+        self.holders, self.axis, self.policy, self.layout, self.members = holders, axis, policy, layout, members
+        self.offsets: Sequence[int] = layout.offsets
+        self.numel = layout.padded  # elements of the full buffer
         self.dtype, self.device = dtype or first.dtype, first.device
         self.tiers = tiers or Tiers()
-        self.channel = axis.channel()
+        self.channel, self.copies_channel = holders.open_channels()
         self.name = members[0].name + (f" … {members[-1].name}" if len(members) > 1 else "")
         self.users = 0  # modules and contexts that need the values right now
+        self.editors = 0  # contexts that say what becomes of changes
         self.retains = False  # freeing keeps the memory of the full buffer
         self.fetch: FetchService | SharedSlices | None = None
+        self._dropped: weakref.finalize | None = None
         self.lifecycle: Gatherer | None = None  # of the engine that gathers it
+        self.observer: Callable[[ShardGroup], None] | None = None  # told when the state has changed
         self._handle: Handle | None = None
         self._owes_own = False  # the own slice is on its way from its tier, and not in the full buffer yet
         self._seq = itertools.count()
@@ -100,7 +107,7 @@ class ShardGroup(LocalShard):
         # The parameters' places in the full buffer, in their shapes; valid whenever the storage has its size.
         ends = zip(members, self.offsets, strict=True)
         self.views = [self.full[offset : offset + m.numel].view(m.shape) for m, offset in ends]
-        self._bytes = self.full.untyped_storage().nbytes()
+        self.aliases = Aliases(self)
         self.state = State.GATHERED
         low, high = layout.cuts[axis.rank], layout.cuts[axis.rank + 1]
         # What the optimizer updates here.
@@ -113,12 +120,19 @@ class ShardGroup(LocalShard):
         if policy.gathers_before_use:
             feed_transforms(dense_copy, refuse_functionalize)
             self.settle_values(span)
+            del span  # a view, which would count as somebody's
             self.free()
 
     @property
-    def numel(self) -> int:
-        """Elements of the full buffer."""
-        return self.layout.padded
+    def state(self) -> State:
+        """Where the full buffer is."""
+        return self._state
+
+    @state.setter
+    def state(self, state: State) -> None:
+        self._state = state
+        if self.observer is not None:
+            self.observer(self)
 
     @property
     def status(self) -> ZeroParamStatus:
@@ -129,7 +143,7 @@ class ShardGroup(LocalShard):
         """Copy the values into the full buffer and make the parameters views of it."""
         with self.master.borrowed(changed=True) if self.master is not None else contextlib.nullcontext():
             for member, offset in zip(self.members, self.offsets, strict=True):
-                values = member.param.data.reshape(-1)
+                values = member.param.detach().reshape(-1)
                 self.full[offset : offset + member.numel].copy_(values)
                 self.overwrite_master(member, values)
         for member, view in zip(self.members, self.views, strict=True):
@@ -147,8 +161,10 @@ class ShardGroup(LocalShard):
         flat = values.detach().reshape(-1)
         meet_before_change([self])
         self.overwrite_master(member, flat)
-        if self.state is State.GATHERED:
-            self.full[member.offset : member.offset + member.numel].copy_(flat)
+        if self.state is State.GATHERED or self.aliases.lent:
+            self.aliases.refuse_lost_writes()
+            member.flat().copy_(flat)
+            self.aliases.snap([member])
         if self.policy.gathers_before_use:
             cuts, rank = self.layout.cuts_of(member.index), self.axis.rank
             with self.values.borrowed(changed=True) as lent:
@@ -161,9 +177,9 @@ class ShardGroup(LocalShard):
         """Begin to gather; nothing to do unless the group is sharded."""
         if self.state is not State.SHARDED:
             return
+        self.aliases.refuse_lost_writes()
         label = f"gather of {self.name}"
-        if not self.retains:
-            self.full.untyped_storage().resize_(self._bytes)
+        self.aliases.grow()
         cuts = self.layout.cuts
         sends = self.fetch is None and self.axis.size > 1
         self._owes_own = self.values.memory is None and not sends
@@ -198,6 +214,7 @@ class ShardGroup(LocalShard):
                     replaced.append(member)
                 param.data = view
                 member.version = param._version
+            self.aliases.snap()
             for member in replaced:
                 refuse_write("set_", member)
 
@@ -213,15 +230,23 @@ class ShardGroup(LocalShard):
         mine, self.fetch = self.fetch, None
         try:
             if self.state is not State.SHARDED:
-                self.finish_gather()
-                self._bring_own()
-                cuts = self.layout.cuts
-                tag = tag_of(self.channel, SPREAD, next(self._seq))
-                spread(self.axis, self.full, cuts, tag, f"gather of {self.name}").wait()
+                self._fill_again()
             else:
                 self.finish_gather()
         finally:
             self.fetch = mine
+
+    def _fill_again(self) -> None:
+        """Bring the slices' values under a gathered group once more."""
+        label = f"gather of {self.name}"
+        self.finish_gather()
+        self._bring_own()
+        if self.fetch is not None:
+            self.fetch.pull(self.channel, self.full, self.layout.cuts, label).wait()
+        else:
+            tag = tag_of(self.channel, SPREAD, next(self._seq))
+            spread(self.axis, self.full, self.layout.cuts, tag, label).wait()
+        self.aliases.snap()
 
     def retain(self) -> None:
         """Keep the memory of the full buffer from now on; freed values are out of reach all the same.
@@ -231,7 +256,7 @@ class ShardGroup(LocalShard):
         """
         if self.tiers.parameters is not RESIDENT:
             return
-        self.full.untyped_storage().resize_(self._bytes)
+        self.aliases.grow()
         self.retains = True
 
     @outside_transforms
@@ -249,23 +274,52 @@ class ShardGroup(LocalShard):
         self.finish_gather()
         for member, view in zip(self.members, self.views, strict=True):
             param = member.param
-            if (param._version != member.version or _was_replaced(param, view)) and not edits_allowed:
+            version = param._version
+            changed = version != member.version or _was_replaced(param, view) or self.aliases.written(member)
+            if changed and not edits_allowed:
                 param.data = view
-                member.version = param._version
+                member.version, member.snapshot = version, None
                 raise ShardedParameterError(
                     f"parameter '{member.name}' was changed in place while it was gathered, and the change would be "
                     f"lost. Wrap it in deepspeed.zero.GatheredParameters([param], modifier_rank=0)."
                 )
+            member.version = version
             param.data = member.placeholder
             param.__class__ = ShardedParameter
         self.state = State.SHARDED
-        if not self.retains:
-            self.full.untyped_storage().resize_(0)
+        self.aliases.let_go()
+
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[None]:
+        """The values are in the full buffer inside, on this rank; freed after it unless they were there or are used."""
+        was = self.state
+        self.finish_gather()
+        yield
+        if was is State.SHARDED and not self.users:
+            self.free()
+
+    def refresh(self) -> None:
+        """The slices have new values: bring them under what is gathered, and under views that somebody holds.
+
+        Raises:
+            ShardedParameterError: somebody does, and only a collective of all ranks could bring them.
+        """
+        if not self.policy.gathers_before_use:
+            return
+        if self.state is not State.SHARDED and self.users:
+            self._fill_again()
+            return
+        self.free()
+        if self.aliases.held():
+            self.aliases.refuse_stale()
+            self.finish_gather()
+            self.free()
 
     # -- reading and writing --------------------------------------------------------------------------------------
 
     def read(self, member: Member) -> torch.Tensor:
         """A private dense copy of one member."""
+        self.aliases.refuse_lost_writes()
         if self.state is State.GATHERED:
             return self.views[member.index].clone()
         if self.fetch is not None and self.lifecycle is not None and self.lifecycle.depth:
@@ -304,23 +358,15 @@ class ShardGroup(LocalShard):
             with self.values.borrowed(changed=True, read=False) as values:
                 values.copy_(self.full[low:high])
         for member in self.members:
-            if member.param._version != member.version:
-                self.overwrite_master(member, self.full[member.offset : member.offset + member.numel])
+            self.import_edits(member)
             member.version = member.param._version
+        self.aliases.snap()
         self.advance()
 
     def advance(self) -> None:
         """The slice has new values: ranks that ask for this version are served now."""
         if self.fetch is not None:
             self.fetch.advance(self.channel)
-
-    def refresh(self) -> None:
-        """The slices have new values: a full buffer of the old ones is let go, or where it is in use filled anew."""
-        if self.policy.gathers_before_use and self.state is not State.SHARDED:
-            if self.users:
-                self.gather_together()
-            else:
-                self.free()
 
     def start_publish(self) -> Handle | None:
         """Send the updated slice to the other ranks; None when nothing travels."""
@@ -345,6 +391,9 @@ class ShardGroup(LocalShard):
         elif any_graph:
             self.fetch = service_of(self.axis)
             self.fetch.serve(self.channel, self.values.borrowed if memory is None else memory)
+        if self.fetch is not None:  # dropped without an end, its slice is still pulled by slower ranks
+            self._dropped = weakref.finalize(self, self.axis.abandoned.append, self.channel)
+            self._dropped.atexit = False
 
     def register_user(self, module: Any) -> None:
         """`module` uses this group although its parameters are not below it."""
@@ -361,12 +410,15 @@ class ShardGroup(LocalShard):
         if self.state is State.INFLIGHT:
             self.finish_gather()
         if self.retains and self.state is State.SHARDED:
-            self.full.untyped_storage().resize_(0)
+            self.retains = False
+            self.aliases.let_go()
         self.retains = False
         if self.fetch is not None:
             self.fetch.withdraw(self.channel)
             self.fetch = None
-        self.lifecycle = None
+        if self._dropped is not None:
+            self._dropped.detach()
+        self.lifecycle = self.observer = None
         if self.master is not None:
             self.master.drop()
             self.master = None
@@ -380,6 +432,7 @@ class ShardGroup(LocalShard):
         self.full = torch.empty(0, dtype=self.dtype, device=self.device)
         self.values.drop()
         self.views = []
+        self.aliases = Aliases(self)
 
 
 def group_of(member: Member) -> ShardGroup:

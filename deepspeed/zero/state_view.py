@@ -5,9 +5,9 @@ The only place that knows where values, optimizer state and gradients of a param
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -15,13 +15,17 @@ from torch import nn
 
 from deepspeed.comm.axis import Axis
 from deepspeed.storage.tier import Stored
+from deepspeed.zero.aliases import version_of
+from deepspeed.zero.boxes import Box
 from deepspeed.zero.buckets import Bucket
 from deepspeed.zero.fragment import Fragment
+from deepspeed.zero.holders import signature_of
 from deepspeed.zero.layout import Layout, by_group, by_owner
 from deepspeed.zero.member import Member
 from deepspeed.zero.optimizer import ZeroOptimizer
 from deepspeed.zero.optimizer_shard import OptimizerShard
 from deepspeed.zero.param import is_managed
+from deepspeed.zero.placement import Relation, placement_of
 from deepspeed.zero.reducer import Reducer
 from deepspeed.zero.roles import Group
 from deepspeed.zero.shard_group import ShardGroup
@@ -60,7 +64,8 @@ class Slot:
 
     Args:
         name: of the parameter or buffer.
-        start: first element, counted in the flattened tensor.
+        box: what this rank has of the global tensor.
+        start: first element, counted in the flattened tensor of this rank.
         stop: one past the last.
         dtype: of the elements.
         values: gives them, 1-D and in place: what is written there stays.
@@ -68,6 +73,7 @@ class Slot:
     """
 
     name: str
+    box: Box
     start: int
     stop: int
     dtype: torch.dtype
@@ -115,7 +121,7 @@ class WindowView:
             return
         launches = agree([list(bucket.launches) for bucket in self._buckets()])
         if all(row == launches[0] for row in launches):
-            self.reducer.wire.settle_all()
+            self.reducer.wire.settle()
         else:
             self.reducer.finish()
 
@@ -152,6 +158,8 @@ class WindowView:
     def fill(self, group: ShardGroup) -> None:
         """Declare the reduced part of a group's window to be there; its elements are set through `gradient`."""
         bucket = self.bucket(group)
+        if bucket.sum is None:  # nothing of it is trained
+            return
         with bucket.total.borrowed(changed=True, read=False) as total:
             total.zero_()
         bucket.filled = True
@@ -166,7 +174,51 @@ class WindowView:
         self.reducer.clean, self.reducer.window.deferred = False, deferred
 
 
-class StateView(WindowView):
+class PlacedView:
+    """What this rank's tensors are of the global ones."""
+
+    groups: list[ShardGroup]
+    members: dict[str, Member]
+    buffers: dict[str, torch.Tensor]
+    coordinates: dict[str, int]
+    _tensors: dict[str, torch.Tensor]
+    _boxes: dict[str, Box]
+
+    def box(self, name: str) -> Box:
+        """What this rank has of a parameter or buffer."""
+        if name not in self._boxes:
+            tensor = self._tensors[name]
+            shape = self.members[name].shape if name in self.members else tensor.shape
+            self._boxes[name] = Box.of(placement_of(tensor), shape)
+        return self._boxes[name]
+
+    @property
+    def cut(self) -> bool:
+        """Whether this rank has less than the whole of any tensor."""
+        return any(not self.box(name).whole for name in self._tensors)
+
+    def alone_along(self, name: str) -> frozenset[str]:
+        """The axes of the mesh along which no other rank has a copy."""
+        tensor = self._tensors[name]
+        relations = dict(placement_of(tensor).relations)
+        if name not in self.buffers:
+            relations["tp"], relations["pp"] = signature_of(tensor, name)[0]
+        return frozenset(axis for axis, relation in relations.items() if relation is Relation.ABSENT)
+
+    def counts(self, name: str) -> bool:
+        """Whether this rank's gradient is one of those whose sum is the whole gradient: of equal ones, one is."""
+        relations = zip(("tp", "pp"), signature_of(self._tensors[name], name)[0], strict=True)
+        return not any(relation is Relation.EQUAL and self.coordinates.get(axis) for axis, relation in relations)
+
+    def topology(self) -> list[Any]:
+        """The groups and cuts of this rank: where they are equal, its own state of another run fits."""
+        return [
+            [group.name, group.layout.ranks, [tuple(map(astuple, self.box(m.name).cuts)) for m in group.members]]
+            for group in self.groups
+        ]
+
+
+class StateView(WindowView, PlacedView):
     """All parameters, buffers and optimizer state of a model under an engine.
 
     Args:
@@ -175,6 +227,7 @@ class StateView(WindowView):
         world: all data-parallel ranks; None: this process alone.
         optimizer: None for an engine that does not train.
         reducer: where its gradients are; None likewise.
+        coordinates: of this rank along the axes of the mesh; those left out are 0.
     """
 
     def __init__(
@@ -184,8 +237,10 @@ class StateView(WindowView):
         world: Axis | None,
         optimizer: ZeroOptimizer | None,
         reducer: Reducer | None,
+        coordinates: Mapping[str, int] | None = None,
     ) -> None:
         self.module, self.groups, self.world = module, groups, world
+        self.coordinates = dict(coordinates or {})
         self.optimizer, self.reducer = optimizer, reducer
         self._holds = {id(group): Hold(self, group) for group in groups if self._moves(group)}
         self.members = {member.name: member for group in groups for member in group.members}
@@ -195,6 +250,8 @@ class StateView(WindowView):
         first = {id(tensor): name for name, tensor in named.items()}
         every = module.named_parameters(remove_duplicate=False)
         self.aliases = {name: first[id(param)] for name, param in every if first[id(param)] != name}
+        self._tensors = {name: member.param for name, member in self.members.items()} | self.plain | self.buffers
+        self._boxes: dict[str, Box] = {}
 
     def shards(self, group: ShardGroup) -> list[OptimizerShard]:
         """What the optimizer works on in a group."""
@@ -219,9 +276,7 @@ class StateView(WindowView):
         return member.group.updated.dtype
 
     def written_ranges(self, group: ShardGroup) -> list[tuple[Member, int, int]]:
-        """What this rank stores of a group: (member, start, stop); every element is stored by one rank."""
-        if self.reducer is not None and self.reducer.wire.replicas is not None and self.reducer.wire.replicas.rank:
-            return []
+        """What this rank stores of a group, if it stores it: (member, start, stop)."""
         ranges = group.layout.ranges(group.axis.rank)
         return [(group.members[range_.index], range_.start, range_.stop) for range_ in ranges]
 
@@ -264,12 +319,19 @@ class StateView(WindowView):
     def _slot(
         self, member: Member, span: tuple[int, int], dtype: torch.dtype, values: Callable[[], torch.Tensor]
     ) -> Slot:
-        return Slot(member.name, *span, dtype, values, self.hold_of(member.group))
+        return Slot(member.name, self.box(member.name), *span, dtype, values, self.hold_of(member.group))
 
     def plain_value(self, name: str) -> Slot:
         """A buffer, or a parameter that is whole and not updated."""
         flat = (self.plain[name] if name in self.plain else self.buffers[name]).detach().reshape(-1)
-        return Slot(name, 0, flat.numel(), flat.dtype, lambda: flat)
+        return Slot(name, self.box(name), 0, flat.numel(), flat.dtype, lambda: flat)
+
+    def write_back(self, slot: Slot) -> None:
+        """Take over what was written into a `plain_value`, where the tensor is no view of it."""
+        tensor = self._tensors[slot.name]
+        if not tensor.is_contiguous():  # transposed, or channels last: its flat form is a copy
+            with torch.no_grad():
+                tensor.copy_(slot.values().view(tensor.shape))
 
     def state(self, fragment: Fragment, key: str, start: int, stop: int) -> Slot:
         """A tensor of the optimizer state that is cut as the parameter is."""
@@ -344,8 +406,9 @@ class StateView(WindowView):
         publish(self.groups)
         for group in self.groups:
             for member in group.members:
-                member.version, member.exposed = member.param._version, False
+                member.version, member.exposed = version_of(member), False
             group.advance()
+        for group in self.groups:
             group.refresh()
 
 

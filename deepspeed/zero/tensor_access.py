@@ -212,7 +212,7 @@ def safe_get_local_grad(param: torch.nn.Parameter) -> torch.Tensor | None:
     reducer = _reducer(member)
     if member is None or reducer is None or reducer.clean:
         return None
-    reducer.finish(Purpose.READ, member.place)
+    reducer.finish(Purpose.READ, member)
     if not _fragments(member):
         return None
     fragment = _fragments(member)[0]
@@ -253,7 +253,7 @@ def safe_set_local_grad(param: torch.nn.Parameter, value: torch.Tensor) -> None:
     reducer = _reducer(member)
     if member is None or reducer is None:
         raise ArgumentError("the parameter belongs to no engine; set .grad directly")
-    reducer.finish(Purpose.WRITE, member.place)
+    reducer.finish(Purpose.WRITE, member)
     for fragment in _fragments(member):
         with fragment.bucket.total.borrowed(changed=True) as total:
             total[fragment.span].copy_(value.reshape(-1))

@@ -55,8 +55,12 @@ class Wave:
         with contextlib.ExitStack() as stack:
             totals: dict[int, torch.Tensor] = {}
             for shard in self.shards:
-                stack.enter_context(shard.at_hand(changed=True))
-                totals[id(shard.bucket)] = stack.enter_context(shard.bucket.total.borrowed())
+                if not shard.rests_at_hand:
+                    stack.enter_context(shard.at_hand(changed=True))
+                total = shard.bucket.total
+                # What rests in memory is lent by nothing that has an end: contexts are for what moves.
+                lent = total.borrow() if shard.rests_at_hand and total.memory is not None else None
+                totals[id(shard.bucket)] = stack.enter_context(total.borrowed()) if lent is None else lent
             gradients = {
                 fragment: totals[id(fragment.bucket)][fragment.span].view(fragment.leaf.shape)
                 for fragment in self.touched

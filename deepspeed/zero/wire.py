@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -24,61 +25,65 @@ class Wire:
         settings: how to sum.
         largest: elements of the largest group; every transit buffer holds as many.
         device: where buffers live.
-        axis: where rounds travel.
-        world: all ranks whose gradients are summed.
-        replicas: ranks that hold the same slice (hybrid sharding); None when every slice exists once.
+        axes: where this rank waits for gradients.
     """
 
-    def __init__(
-        self,
-        settings: ReduceSettings,
-        largest: int,
-        device: torch.device,
-        axis: Axis,
-        world: Axis,
-        replicas: Axis | None = None,
-    ) -> None:
-        self.settings, self.axis, self.replicas = settings, axis, replicas
+    def __init__(self, settings: ReduceSettings, largest: int, device: torch.device, axes: Iterable[Axis]) -> None:
+        self.settings = settings
         self._largest, self._device = largest, device
         self._in_flight: deque[tuple[Handle, Bucket, Round]] = deque()
-        self._pool: dict[torch.dtype, list[torch.Tensor]] = defaultdict(list)
+        self._rounds: Counter[int] = Counter()  # of each bucket in flight, by its identity
+        self._elements = 0  # in flight
+        self._pool: dict[tuple[Axis, torch.dtype], list[torch.Tensor]] = defaultdict(list)
         self._received: dict[tuple[torch.dtype, int], list[torch.Tensor]] = defaultdict(list)
         self._lent: set[int] = set()  # addresses of buffers to receive into that are in use
         self._settling: list[Bucket] = []  # whose rounds are being waited for right now
         # In whichever window this rank waits, peers may meanwhile be waiting for its rounds in another.
-        self._shared_memories = [each.shared for each in (axis, world, replicas) if each is not None and each.shared]
+        self._shared_memories = {id(axis.shared): axis.shared for axis in axes if axis.shared is not None}.values()
         for shared in self._shared_memories:
             shared.workers.add(self)
 
     def busy(self, bucket: Bucket) -> bool:
         """Whether a round of `bucket` is on its way."""
-        return any(b is bucket for _, b, _ in self._in_flight)
+        return self._rounds[id(bucket)] > 0
 
-    def acquire(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
-        """A transit buffer; waits for one to come back when too much is in flight."""
+    def acquire(self, bucket: Bucket, dtype: torch.dtype) -> torch.Tensor:
+        """A transit buffer for a round; waits for one to come back when too much is in flight."""
+        axis, numel = bucket.group.axis, bucket.group.numel
         self._make_room(numel)
-        free = self._pool[dtype]
+        free = self._pool[axis, dtype]
         for index, buffer in enumerate(free):
             if buffer.numel() >= numel:
                 return free.pop(index)[:numel]
-        return self.axis.empty(self._largest, dtype, self._device)[:numel]
+        return axis.empty(self._largest, dtype, self._device)[:numel]
 
     def _make_room(self, numel: int) -> None:
         """Wait until `numel` more elements may be in flight."""
         limit = max(self.settings.in_flight, numel)
-        while self._in_flight and sum(r.buffer.numel() for *_, r in self._in_flight) + numel > limit:
+        while self._in_flight and self._elements + numel > limit:
             first = self._in_flight[0]
             if not first[0].ready(_PATIENCE_S):
                 warn_once("gradients wait for a rank that runs another branch (or is slow); taking a fresh buffer")
                 break
             if self._in_flight and self._in_flight[0] is first:  # else `progress` has settled it meanwhile
-                self._settle(*self._in_flight.popleft())
+                self._settle(*self._land(self._in_flight.popleft()))
 
-    def release(self, round_: Round) -> None:
+    def _fly(self, entry: tuple[Handle, Bucket, Round]) -> None:
+        self._in_flight.append(entry)
+        self._rounds[id(entry[1])] += 1
+        self._elements += entry[2].buffer.numel()
+
+    def _land(self, entry: tuple[Handle, Bucket, Round]) -> tuple[Handle, Bucket, Round]:
+        """`entry` has just been taken out of what is in flight."""
+        self._rounds[id(entry[1])] -= 1
+        self._elements -= entry[2].buffer.numel()
+        return entry
+
+    def release(self, bucket: Bucket, round_: Round) -> None:
         """Take back the transit buffer of a round."""
         if round_.pooled:
             base = round_.buffer._base
-            self._pool[round_.buffer.dtype].append(round_.buffer if base is None else base)
+            self._pool[bucket.group.axis, round_.buffer.dtype].append(round_.buffer if base is None else base)
 
     def _scratch(self, like: torch.Tensor) -> torch.Tensor:
         """A buffer to receive into; comes back with `_finished`."""
@@ -98,21 +103,22 @@ class Wire:
         """Send a round; parameters without a gradient in it count as zero."""
         if not current.pooled:  # an accumulator that is sent from its place has buffers to receive into all the same
             self._make_room(current.buffer.numel())
-        group, end = bucket.group, 0
-        for member in group.members:
-            if member.index not in current.arrived:
-                current.buffer[member.offset : member.offset + member.numel].zero_()
-            end = member.offset + member.numel
-        current.buffer[end:].zero_()
+        group, layout = bucket.group, bucket.group.layout
+        if len(current.arrived) < len(group.members):
+            for member in group.members:
+                if member.index not in current.arrived:
+                    current.buffer[member.offset : member.offset + member.numel].zero_()
+        if layout.numel < layout.padded:
+            current.buffer[layout.numel :].zero_()
         if self.settings.watch_ranks:
             bucket.sent.append(current.buffer.sum(dtype=torch.float32))
         exact = int(current.buffer.dtype == self.settings.accumulator)
         seq = 2 * bucket.launches[exact] + exact
         bucket.launches[exact] += 1
-        self._in_flight.append((self._send(bucket, current, seq), bucket, current))
+        self._fly((self._send(bucket, current, seq), bucket, current))
         if not self.settings.overlap:
-            self.settle_all()
-        elif self.axis.shared is not None:
+            self.settle()
+        elif bucket.group.axis.shared is not None:
             self.progress()
 
     def _send(self, bucket: Bucket, current: Round, seq: int) -> Handle:
@@ -140,21 +146,19 @@ class Wire:
 
     def _add(self, bucket: Bucket, parts: list[torch.Tensor], current: Round, seq: int) -> Handle | None:
         """The owner has all contributions: sum them into the accumulator."""
-        if self.replicas is not None and self.replicas.size > 1:
+        if bucket.group.holders.copies is not None:
             total = torch.empty(bucket.total.numel, dtype=torch.float32, device=bucket.group.device)
             sum_in_rank_order(parts, total, current.at_owner, add=False)
             self._finished(parts)
-            return self._across_replicas(bucket, total, seq)
+            return self._across_copies(bucket, bucket.group.holders.copies, total, seq)
         leaving = bucket.add(parts, current.at_owner)
         self._finished(parts)
         return leaving
 
-    def _across_replicas(self, bucket: Bucket, total: torch.Tensor, seq: int) -> Handle:
-        """Hybrid sharding: the same slice lives on several ranks; every one of them sums all of their totals."""
-        axis, channel = self.replicas, bucket.group.channel
-        if axis is None:
-            raise RuntimeError("no replicate axis")
-        n, label = total.numel(), f"reduce across replicas of {bucket.group.name}"
+    def _across_copies(self, bucket: Bucket, axis: Axis, total: torch.Tensor, seq: int) -> Handle:
+        """The same slice lives on several ranks (hybrid sharding, tied weights): each of them sums all their totals."""
+        channel = bucket.group.copies_channel
+        n, label = total.numel(), f"reduce across copies of {bucket.group.name}"
         table = total.new_empty(axis.size * n)
         table[axis.rank * n : (axis.rank + 1) * n] = total
 
@@ -192,26 +196,30 @@ class Wire:
             seen.add(id(bucket))
             if handle.ready(0.0) and entry in self._in_flight:
                 self._in_flight.remove(entry)
-                self._settle(*entry)
+                self._settle(*self._land(entry))
 
     def _settle(self, handle: Handle, bucket: Bucket, current: Round) -> None:
         self._settling.append(bucket)
         following = handle.advance()
         self._settling.remove(bucket)
         if following is None:
-            self.release(current)
+            self.release(bucket, current)
             return
         # Behind the others: what peers need first, from this rank, is the first phase of every round. Later rounds of
         # this bucket stay behind it: two ranks that had taken up different rounds would wait for each other.
-        later = [entry for entry in self._in_flight if entry[1] is bucket]
+        later = [entry for entry in self._in_flight if entry[1] is bucket] if self.busy(bucket) else []
         for entry in later:
             self._in_flight.remove(entry)
-        self._in_flight += [(following, bucket, current), *later]
+            self._land(entry)
+        for entry in ((following, bucket, current), *later):
+            self._fly(entry)
 
-    def settle_all(self) -> None:
-        """Wait for everything."""
-        while self._in_flight:
-            self._settle(*self._in_flight.popleft())
+    def settle(self, buckets: Sequence[Bucket] | None = None) -> None:
+        """Wait for the rounds of these buckets, or for everything."""
+        wanted = None if buckets is None else {id(bucket) for bucket in buckets}
+        while entry := next((each for each in self._in_flight if wanted is None or id(each[1]) in wanted), None):
+            self._in_flight.remove(entry)
+            self._settle(*self._land(entry))
 
     def forget_buffers(self) -> None:
         """Let the transit buffers go that are not in use; new ones are made when they are needed."""

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests.parity.configs import limits_of_zero
+
 WORDS, LENGTH, MICRO, UPDATES, ACCUMULATION, CLIP, RATE = 32, 8, 2, 10, 2, 0.5, 2e-3
 
 
@@ -50,7 +52,7 @@ def sentences(count: int = 80, length: int = LENGTH) -> torch.Tensor:
 
 def zero(stage: int) -> dict[str, Any]:
     """`zero_optimization` that shards the smallest parameter too."""
-    return {"stage": stage, "stage3_param_persistence_threshold": 0}
+    return {"stage": stage, "stage3_param_persistence_threshold": 0} | (limits_of_zero() if stage == 3 else {})
 
 
 def falling(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:

@@ -6,8 +6,10 @@ import gc
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+import deepspeed
 from deepspeed.zero.param import ShardedParameter
 from deepspeed.zero.shard_group import State
 from tests.parallel.tiny import STAGES, WIDTH, Tiny, expect_close, loss_of, masters, micro_step, reference, rows, start
@@ -188,3 +190,57 @@ def nothing_left() -> list[int]:
 def test_engines_leave_no_tensor_behind(workers: Any) -> None:
     for counts in workers(RANKS).run(nothing_left):
         assert counts[3] == counts[1], counts
+
+
+def without_the_root() -> None:
+    """A model driven through its children or a method: passes end, nothing stays, training equals that by forward."""
+    twin = reference([[0], [1]], RANKS)
+    with start(3, zero={"stage3_param_persistence_threshold": 0}) as engine:
+        model, trace = engine.module, engine._components.lifecycle.keeper.trace
+        params = list(model.parameters())
+
+        def by_children(x: torch.Tensor) -> torch.Tensor:
+            for layer in model.layers:
+                x = layer(x)
+            return model.out(x)
+
+        longest = 0
+        for step in range(2):
+            for _ in range(10):
+                with torch.no_grad():
+                    by_children(rows(step, 0))
+                assert not any(map(is_whole, params)), "kept although nothing will need it"
+            engine.backward(by_children(rows(step, dist.get_rank())).square().mean())
+            engine.step()
+            longest = max(longest, len(trace._now.groups))
+        assert longest <= 8, longest  # of one pass forward and backward
+        for _ in range(10):  # backward without a step
+            by_children(rows(0, 0)).mean().backward()
+        assert len(trace._now.groups) <= 8
+        engine.zero_grad()
+        expect_close(masters(engine), twin.parameters())
+        late = engine._components.lifecycle.keeper.late
+        engine.backward(by_children(rows(0, dist.get_rank())).square().mean())
+        assert engine._components.lifecycle.keeper.late == late  # the order of the last such pass is known
+
+
+def test_passes_without_the_root_end(workers: Any) -> None:
+    workers(RANKS).run(without_the_root)
+
+
+def whole_and_split() -> None:
+    """Below the limits the full buffers stay beside the slices: the breakdown counts both, and nothing else does."""
+    for low in ("fp32", "bf16"):
+        for limits, kept in ((dict.fromkeys(LIMITS, 10**9), True), (TWO_GROUPS, False)):
+            with start(3, precision=low, zero={"stage3_param_persistence_threshold": 0, **limits}) as engine:
+                size, groups = 2 if low == "bf16" else 4, engine._components.groups
+                slices = sum(group.values.numel for group in groups) * size
+                buffers = sum(group.numel for group in groups) * size if kept else 0
+                found = engine.memory_breakdown()
+                assert (found["parameters"], found["gathered"]) == (slices, buffers), (low, limits, found)
+                with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+                    assert engine.memory_breakdown()["gathered"] == sum(group.numel for group in groups) * size
+
+
+def test_the_breakdown_counts_retained_buffers(workers: Any) -> None:
+    workers(RANKS).run(whole_and_split)

@@ -108,7 +108,7 @@ def test_shared_memory_is_used_again() -> None:
         assert again.data_ptr() + again.nbytes <= kept.data_ptr() or kept.data_ptr() + kept.nbytes <= again.data_ptr()
         del kept, again
         gc.collect()
-        regions.append(len(allocator._regions))
+        regions.append(len(allocator.regions))
     assert regions[-1] == regions[0]
 
 

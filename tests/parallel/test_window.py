@@ -9,8 +9,10 @@ import torch
 import torch.distributed as dist
 
 from deepspeed.config import DeepSpeedConfig
-from deepspeed.engine.build import build, data_axis, find_axes
+from deepspeed.engine.build import build
 from deepspeed.zero.accumulation import Way
+from deepspeed.zero.holders import axes_of
+from deepspeed.zero.mesh import find_mesh
 from tests.parallel.tiny import STAGES, expect_close, loss_of, reference, rows, sgd, tiny
 from tests.parity.configs import config
 
@@ -20,8 +22,9 @@ RANKS = 2
 def scheduled(stage: int) -> None:
     """Three micro-batches, two of them forward before the first backward; two windows."""
     model, device = tiny(), torch.device("cpu")
-    axes = find_axes(-1, data_axis(None, device), device)
-    settings = DeepSpeedConfig(config(stage, model, accumulation=3), world=RANKS)
+    json = config(stage, model, accumulation=3)
+    axes = axes_of(find_mesh(DeepSpeedConfig.for_init(json), None, None, device))
+    settings = DeepSpeedConfig(json, world=RANKS)
     parts = build(model, sgd(model.parameters()), settings, axes, device)
     assert parts.optimizer is not None
     window, updates = parts.window, 0

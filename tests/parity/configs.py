@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -11,6 +12,24 @@ PRECISION_BLOCKS: dict[str, dict[str, Any]] = {
     "bf16": {"bf16": {"enabled": True}},
     "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 5, "hysteresis": 2}},
 }
+
+
+LIMIT_KEYS = ("stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_prefetch_bucket_size")
+_freed: list[bool] = []  # while the limits are 0 whatever a test asks for
+
+
+def everything_freed(run: Callable[..., Any], *args: Any) -> Any:
+    """`run(*args)`, with persistence, live, reuse and prefetch limits of 0 in every stage-3 configuration it makes."""
+    _freed.append(True)
+    try:
+        return run(*args)
+    finally:
+        _freed.pop()
+
+
+def limits_of_zero() -> dict[str, Any]:
+    """The entries of `zero_optimization` that free everything at once, inside `everything_freed`; else none."""
+    return dict.fromkeys((*LIMIT_KEYS, "stage3_param_persistence_threshold"), 0) if _freed else {}
 
 
 def two_groups(model: nn.Module) -> int:
@@ -47,8 +66,9 @@ def config(
     block: dict[str, Any] = {"stage": stage}
     if stage == 3 and sharded:
         block["stage3_param_persistence_threshold"] = 0
-        for name in ("stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_prefetch_bucket_size"):
-            block[name] = two_groups(model)
+        block |= dict.fromkeys(LIMIT_KEYS, two_groups(model))
+    if stage == 3:
+        block |= limits_of_zero()
     entries: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": accumulation,

@@ -7,6 +7,17 @@ from typing import Any, Literal
 from deepspeed.config.fields import Dtype, Int, Names, Section, key, later
 
 
+class MeshSizes(Section):
+    """`mesh`: ranks along each axis of the mesh; one may be -1, which takes what is left."""
+
+    dp: Int | None = key(None, "data-parallel ranks; checked against the world", ge=-1)
+    dp_replicate: Int | None = key(None, "copies of the sharded state (hybrid sharding)", ge=-1)
+    dp_shard: Int | None = key(None, "data-parallel ranks that share one copy of the state", ge=-1)
+    pp: Int = later(1, "pipeline stages", ge=-1)
+    sp: Int = later(1, "ranks that share a sequence", ge=-1)
+    tp: Int = later(1, "ranks that share a matrix", ge=-1)
+
+
 class Pipeline(Section):
     """`pipeline`."""
 

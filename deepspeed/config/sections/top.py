@@ -22,6 +22,7 @@ from deepspeed.config.sections.optimizer import Optimizer
 from deepspeed.config.sections.parallel import (
     ExpertParallel,
     HybridEngine,
+    MeshSizes,
     Pipeline,
     TensorParallel,
     WeightQuantization,
@@ -86,6 +87,7 @@ class TopLevel(Section):
     aio: Aio = key(Aio, "files on NVMe")
     activation_checkpointing: ActivationCheckpointing = key(ActivationCheckpointing, "recompute activations")
     compile: Compile = key(Compile, "whole-graph compilation")
+    mesh: MeshSizes = key(MeshSizes, "ranks along each axis of the mesh")
     pipeline: Pipeline = key(Pipeline, "pipeline parallelism")
     tensor_parallel: TensorParallel = key(TensorParallel, "tensor parallelism")
     expert_parallel: ExpertParallel = key(ExpertParallel, "expert parallelism")

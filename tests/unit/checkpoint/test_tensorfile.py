@@ -60,6 +60,44 @@ def test_any_range_and_dtype(tmp_path: Path) -> None:
             assert all(torch.equal(into, values.to(into.dtype)) for into, values in checks)
 
 
+def test_rows_at_a_distance(tmp_path: Path) -> None:
+    wanted, draw = tensors(), random.Random(2)
+    seal = write_tensors(tmp_path / "ours", [fixed(name, t) for name, t in wanted.items()], {})
+    save_file(wanted, tmp_path / "theirs")
+    for path, kept in ((tmp_path / "ours", seal), (tmp_path / "theirs", None)):
+        with TensorFile(path, kept) as file:
+            checks, ranges = [], []
+            for _ in range(60):
+                name = draw.choice(["long", "low", "large"])
+                numel, stored, size = wanted[name].numel(), file.find(name), wanted[name].itemsize
+                distance = draw.choice([2, 30, 1000, 70_000, 290_000])
+                run = draw.randint(1, distance)
+                rows = draw.randint(1, (numel - run) // distance + 1)
+                start = draw.randint(0, numel - (rows - 1) * distance - run)
+                there = torch.zeros(rows, run + 3, dtype=draw.choice([wanted[name].dtype, torch.float64]))
+                begin, end = start, start + (rows - 1) * distance + run
+                into = there[:, 1 : run + 1]
+                bytes_ = (stored.begin + begin * size, stored.begin + end * size)
+                ranges.append(Range(*bytes_, stored.dtype, into, distance * size))
+                checks.append((there, wanted[name].as_strided((rows, run), (distance, 1), start)))
+            read_all({file: ranges})
+            for there, values in checks:
+                assert torch.equal(there[:, 1:-2], values.to(there.dtype)) and not there[:, [0, -2, -1]].any()
+
+
+def test_blocks_between_rows_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = torch.arange(4_000_000)
+    seal = write_tensors(tmp_path / "x", [fixed("x", values)], {})
+    read: list[int] = []
+    fill = TensorFile._fill
+    monkeypatch.setattr(TensorFile, "_fill", lambda self, fd, block, at: (read.append(at), fill(self, fd, block, at)))
+    into = torch.zeros(8, 3, dtype=torch.int64)
+    with TensorFile(tmp_path / "x", seal) as file:
+        begin = file.find("x").begin
+        read_all({file: [Range(begin, begin + (7 * 500_000 + 3) * 8, torch.int64, into, 500_000 * 8)]})
+    assert torch.equal(into, values.as_strided((8, 3), (500_000, 1))) and len(read) == 8
+
+
 def test_lent_tensors_are_copied_in_bounded_memory(tmp_path: Path) -> None:
     values = torch.randn(3_000_000)
     held = []

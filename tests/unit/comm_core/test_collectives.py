@@ -77,7 +77,7 @@ def test_an_axis_of_one_sends_nothing() -> None:
 
 def test_axes() -> None:
     assert THREE.size == 3 and THREE.peers == [0, 2]
-    assert [THREE.channel() for _ in range(3)] == [1, 2, 3] and ALONE.channel() != ALONE.channel()
+    assert [THREE.channel() for _ in range(3)] == [2, 3, 4] and ALONE.channel() != ALONE.channel()
 
 
 def test_numbers_of_one_rank() -> None:

@@ -1,4 +1,4 @@
-"""The arithmetic of 1,024 ranks: bytes of state and one step, simulated on meta tensors."""
+"""The arithmetic of many ranks and large models: bytes of state, one step, what is gathered ahead; on meta tensors."""
 
 from __future__ import annotations
 
@@ -7,12 +7,27 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 REPOSITORY = Path(__file__).parents[3]
 
 
-def test_a_simulated_rank_of_1024_holds_what_the_formula_says():
+def run(*command: str) -> str:
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
-    command = [sys.executable, "benchmarks/scale.py", "--stages", "1", "3"]
-    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=120)
+    arguments = [sys.executable, *command]
+    done = subprocess.run(arguments, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("held") == 2
+    return done.stdout
+
+
+def test_a_simulated_rank_of_1024_holds_what_the_formula_says():
+    assert run("benchmarks/scale.py", "--stages", "1", "3").count("held") == 2
+
+
+def test_large_units_are_gathered_ahead_within_the_limits():
+    assert run("benchmarks/prefetch.py", "--dry", "--layers", "4").count("True") == 9
+
+
+@pytest.mark.slow
+def test_large_models_are_gathered_ahead_within_the_limits():
+    assert run("benchmarks/prefetch.py", "--dry").count("True") == 9

@@ -58,6 +58,18 @@ def test_stage_3_counts_what_is_gathered() -> None:
     assert host == 18 * total * 1.5
 
 
+def test_the_largest_layer_is_a_whole_block(capsys: pytest.CaptureFixture[str]) -> None:
+    linear = torch.nn.Linear
+    blocks = (torch.nn.Sequential(linear(1000, 2000), linear(2000, 1000)) for _ in range(3))
+    model = torch.nn.Sequential(linear(1000, 1000), torch.nn.ModuleList(blocks))
+    estimate_zero3_model_states_mem_needs_all_live(model)
+    assert "13M total params, 4M largest layer params" in capsys.readouterr().out
+    tied = torch.nn.ModuleList([linear(1000, 1000), linear(1000, 1000)])
+    tied[1].weight = tied[0].weight
+    estimate_zero3_model_states_mem_needs_all_live(tied)
+    assert "1M total params, 1M largest layer params" in capsys.readouterr().out
+
+
 def test_tables(capsys: pytest.CaptureFixture[str]) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(1000, 2000), torch.nn.Linear(2000, 100))
     estimate_zero2_model_states_mem_needs_all_live(model, 8, 2)

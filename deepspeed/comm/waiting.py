@@ -1,0 +1,176 @@
+"""Waiting for other ranks of the machine: one bell per process, and who waits serves every group.
+
+[Note: one bell] A process belongs to several groups (shards, replicas, the world), each with memory of its own. What a
+rank waits for in one group may hang on what a peer waits for in another, where this rank is the one that has to act. So
+all groups of a process share one bell, which peers ring whenever they leave something in any of them; and a rank that
+waits takes in the messages of all groups and lets all `workers` go on, whichever memory it waits in.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import select
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Protocol
+
+from deepspeed.comm import watch
+from deepspeed.comm.shared_allocator import open_shared, shared_memory
+
+NAP_US = 20_000  # sleep between two looks at whether the peers are alive
+_BRIEF_NAP_US = 500  # another thread takes in the messages, and need not ring for what it found
+_BELL_BYTES = 4096
+
+
+class Worker(Protocol):
+    """Something with work that peers may be waiting for."""
+
+    def progress(self) -> None:
+        """Do what can be done without waiting."""
+
+
+class Memory(Protocol):
+    """The shared memory of one group, as a wait sees it."""
+
+    def drain(self) -> bool:
+        """Take in the messages that have arrived; False when another thread is at it."""
+        ...
+
+    def check(self) -> None:
+        """Raise when nobody is left to wait for."""
+
+    def bell(self) -> int:
+        """How often the bell of this process has rung."""
+        ...
+
+    def nap(self, seen: int, microseconds: int) -> None:
+        """Sleep until it has rung more often than `seen`, or the time is over."""
+
+
+class Groups:
+    """The memories of this process's groups, and who has something to do while one of them is waited in."""
+
+    def __init__(self) -> None:
+        self.memories: list[Memory] = []
+        self.workers: weakref.WeakSet[Worker] = weakref.WeakSet()
+        self._working = threading.RLock()
+        self._bell: tuple[int, int, mmap.mmap] | None = None  # process, descriptor, memory
+        self._bells: dict[tuple[int, int], mmap.mmap] = {}  # those of other processes
+
+    def bell(self) -> tuple[int, mmap.mmap]:
+        """The bell of this process: (descriptor, memory). It lasts as long as the process."""
+        if self._bell is None or self._bell[0] != os.getpid():
+            self._bell = (os.getpid(), *shared_memory(_BELL_BYTES))
+        return self._bell[1:]
+
+    def bell_of(self, process: int, descriptor: int) -> mmap.mmap:
+        """The bell of another process, mapped once.
+
+        Raises:
+            OSError: the process is gone or hidden from this one.
+        """
+        if (process, descriptor) not in self._bells:
+            self._bells[process, descriptor] = open_shared(process, descriptor, _BELL_BYTES)
+        return self._bells[process, descriptor]
+
+    def forget(self) -> None:
+        """The process groups are gone; other processes may come under the numbers of the peers."""
+        self.memories.clear()
+        self._bells.clear()
+
+    def drain(self) -> bool:
+        """Take in what has arrived in any group; False when another thread is at it in one."""
+        return all([memory.drain() for memory in self.memories])
+
+    def work(self) -> None:
+        """Let the workers go on, in one thread at a time: a nested wait of that thread does so too."""
+        if self._working.acquire(blocking=False):
+            try:
+                for worker in list(self.workers):
+                    worker.progress()
+            finally:
+                self._working.release()
+
+    def until(self, memory: Memory, ready: Callable[[], bool], deadline: float) -> bool:
+        """Wait in `memory` for `ready`, doing what peers may need meanwhile; False when the time is over.
+
+        Raises:
+            RuntimeError: a peer ended, or the group has.
+            CommError: another rank has reported a failure.
+        """
+        while True:
+            seen = memory.bell()
+            drained = memory.drain()
+            if ready():
+                return True
+            drained = self.drain() and drained
+            self.work()
+            if ready():
+                return True
+            now = time.monotonic()
+            if now >= deadline:
+                return False
+            memory.check()
+            watch.heed()
+            memory.nap(seen, min(NAP_US if drained else _BRIEF_NAP_US, int((deadline - now) * 1e6) + 1))
+
+
+groups = Groups()
+
+
+class Until:
+    """Something that will have come true; takes the place of a backend's handle."""
+
+    def __init__(self, memory: Memory, comes_true: Callable[[], bool]) -> None:
+        self._memory, self._comes_true = memory, comes_true
+        self._is_true = False
+
+    def ready(self) -> bool:
+        """Whether it has come true, as far as this rank knows; once it has, it stays so."""
+        self._is_true = self._is_true or self._comes_true()
+        return self._is_true
+
+    def within(self, seconds: float) -> bool:
+        """Whether it comes true in that time; with 0 nothing else is done meanwhile."""
+        if seconds == 0:
+            self._memory.drain()
+            return self.ready()
+        return groups.until(self._memory, self.ready, time.monotonic() + seconds)
+
+    def wait(self) -> None:
+        """Block until it is true.
+
+        Raises:
+            RuntimeError: time ran out or a peer ended.
+        """
+        limit = watch.timeout().total_seconds()
+        if not groups.until(self._memory, self.ready, time.monotonic() + limit):
+            raise RuntimeError(f"timed out after {limit:g} s")
+
+
+class Alive:
+    """Whether the processes of a group's peers still run."""
+
+    def __init__(self, processes: Sequence[int]) -> None:
+        self._poll, self._of = select.poll(), {}
+        for process in processes:
+            with suppress(OSError, AttributeError):  # an older system: the watch finds out, later
+                descriptor = os.pidfd_open(process)
+                self._of[descriptor] = process
+                self._poll.register(descriptor, select.POLLIN)
+
+    def check(self) -> None:
+        """Raise RuntimeError when one has ended."""
+        for descriptor, _ in self._poll.poll(0):
+            raise RuntimeError(f"connection closed: process {self._of[descriptor]} of another rank has ended")
+
+    def close(self) -> None:
+        """Look no more."""
+        for descriptor in self._of:
+            self._poll.unregister(descriptor)
+            os.close(descriptor)
+        self._of.clear()

@@ -1,0 +1,226 @@
+"""Who else holds the memory of a group's full buffer, and what autograd keeps of it between forward and backward.
+
+[Note: aliases] In plain PyTorch a view, a `detach()` or a `.data` of a parameter shows the parameter's values for as
+long as somebody holds it. So the buffer of a freed group is given back only when nobody does: a storage counts its
+tensors, and the group knows how many are its own. While somebody holds one, the memory stays, and the new values are
+brought under it when the slices change (`ShardGroup.refresh`).
+
+Autograd holds views too: `F.linear` on a matrix saves `weight.t()`. Those must not keep memory from forward to
+backward. They are found in the graph of a unit's outputs, and what is saved becomes the place in the group instead;
+backward makes the view anew. A saved view that is not found there counts as held: it costs memory, never a value.
+"""
+
+from __future__ import annotations
+
+import functools
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from deepspeed.errors import ShardedParameterError
+from deepspeed.zero.member import Member
+from deepspeed.zero.roles import Group, ZeroParamStatus
+from deepspeed.zero.transforms import in_transform
+
+_references: Any = torch._C._storage_Use_Count  # pyright: ignore[reportAttributeAccessIssue]
+now: Any = torch.autograd._get_sequence_nr  # pyright: ignore[reportAttributeAccessIssue]  # of the next node here
+
+
+class LentGroup(Group, Protocol):
+    """What views of a group's memory ask of it."""
+
+    users: int
+    editors: int
+    retains: bool
+
+    @property
+    def aliases(self) -> Aliases:
+        """Its memory, and who holds views of it."""
+        ...
+
+    @property
+    def fetch(self) -> object | None:
+        """How it is gathered one-sidedly; None where it is not."""
+
+    def whole(self) -> AbstractContextManager[None]:
+        """The values are in the full buffer inside."""
+        ...
+
+
+class Aliases:
+    """The memory of a group's full buffer, and the tensors over it that are not the group's own.
+
+    Args:
+        group: with its full buffer and its views.
+    """
+
+    def __init__(self, group: LentGroup) -> None:
+        self._group, self._storage = group, group.full.untyped_storage()
+        self.key = self._storage._cdata  # equal for all tensors over it
+        self._bytes = self._storage.nbytes()
+        self._own = len(group.views) + 2  # tensors of the freed group: views, the full buffer; and `self._storage`
+        self.lent = False  # somebody held a view when the group was freed
+
+    @property
+    def _gathered(self) -> bool:
+        return self._group.status is ZeroParamStatus.AVAILABLE
+
+    def others(self) -> int:
+        """Tensors over the memory beside the freed group's own: parameters while gathered, what somebody holds."""
+        return _references(self.key) - self._own
+
+    def held(self) -> bool:
+        """Whether somebody holds a view of the freed group."""
+        return self.lent and self.others() > 0
+
+    def grow(self) -> None:
+        """Have memory; the values are unspecified unless it was there."""
+        if self._storage.nbytes() != self._bytes:
+            self._storage.resize_(self._bytes)
+
+    def let_go(self) -> None:
+        """Give the memory of the freed group back, unless it is retained or somebody holds a view of it."""
+        self.lent = self.others() > 0
+        for member in self._group.members:
+            member.snapshot = member.flat().clone() if self.lent else None
+        if not self.lent and not self._group.retains:
+            self._storage.resize_(0)
+
+    # -- writes that would be lost ----------------------------------------------------------------------------------
+
+    def expose(self, member: Member) -> None:
+        """`param.data` is handed out: remember the values, since writes through it are not counted."""
+        group, member.exposed = self._group, True
+        if group.policy.gathers_before_use and self._gathered and not group.editors and member.snapshot is None:
+            member.snapshot = member.flat().clone()
+
+    def snap(self, members: list[Member] | None = None) -> None:
+        """The full buffer has new values that are no lost write."""
+        for member in members or self._group.members:
+            if member.snapshot is not None:
+                member.snapshot = member.flat().clone()
+
+    def written(self, member: Member) -> bool:
+        """Whether a write through `param.data` has changed the values."""
+        return member.snapshot is not None and not _same_bits(member.flat(), member.snapshot)
+
+    def refuse_lost_writes(self) -> None:
+        """Raise when a view of the freed group was written to."""
+        if not self.lent or self._gathered:
+            return
+        for member in self._group.members:
+            version = version_of(member)
+            if version == member.version and not self.written(member):
+                continue
+            member.version, member.snapshot = version, None
+            raise ShardedParameterError(
+                f"a view of parameter '{member.name}', taken while it was gathered, was changed after it was freed, "
+                f"and the change would be lost. Change the parameter in "
+                f"deepspeed.zero.GatheredParameters([param], modifier_rank=0)."
+            )
+
+    def refuse_stale(self) -> None:
+        """Raise when views are held on this rank and only a collective of all ranks could bring them new values."""
+        group = self._group
+        if not self.lent or group.fetch is not None or group.axis.size == 1 or not self.held():
+            return
+        if any(member.param.requires_grad for member in group.members):
+            raise ShardedParameterError(
+                f"somebody holds a view of a parameter of '{group.name}', taken while it was gathered, and its values "
+                f"change now: hold a clone() instead. (Views follow their parameter where gathers are one-sided; "
+                f"zero_optimization.stage3_fixed_graph makes them collectives.)"
+            )
+
+
+def version_of(member: Member) -> int:
+    """How often a member was changed in place, also while it is freed."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return member.param._version
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A view that autograd saved, as a place in the full buffer."""
+
+    group: LentGroup
+    member: Member
+    version: int | None  # of the parameter; None for a view that does not count with it
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    def view(self) -> torch.Tensor:
+        """The values of now: a view of the full buffer, or a copy when the group has to be gathered for it."""
+        group = self.group
+        if self.version is not None and self.version != version_of(self.member):
+            raise ShardedParameterError(
+                f"backward needs parameter '{self.member.name}' as it was in forward, and it has been changed since "
+                f"(by a step or in place); run backward before, or the forward again"
+            )
+        with group.whole():
+            view = torch.as_strided(group.full, self.size, self.stride, self.offset)
+            return view if group.users else view.clone()
+
+
+def keep_places(outputs: Iterable[torch.Tensor], since: int, groups: Sequence[LentGroup]) -> None:
+    """Let autograd keep places instead of views.
+
+    Args:
+        outputs: of a forward.
+        since: `now()` before it; older nodes are left alone.
+        groups: whose views are meant; gathered.
+    """
+    of = {group.aliases.key: group for group in groups}
+    seen: set[Any] = set()
+    nodes: list[Any] = [tensor.grad_fn for tensor in outputs]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen or node._sequence_nr() < since:
+            continue
+        seen.add(node)
+        nodes.extend(following for following, _ in node.next_functions)
+        for saved in _saved_by(node):
+            _keep_place(saved, of)
+
+
+def _keep_place(saved: Any, of: dict[int, LentGroup]) -> None:
+    if saved.unpack_hook is not None:  # a user's hooks keep what they like, and so do ours
+        return
+    view = saved.data
+    if type(view) is not torch.Tensor or view.layout != torch.strided or in_transform(view):
+        return
+    group = of.get(view.untyped_storage()._cdata)
+    if group is None or view.dtype != group.dtype or view.is_conj() or view.is_neg():
+        return
+    offset = int(view.storage_offset())
+    member = group.members[bisect_right(group.offsets, offset) - 1]
+    counts = view._version == member.param._version
+    place = _Place(group, member, view._version if counts else None, view.size(), view.stride(), offset)
+    del view
+    saved.register_hooks(lambda _view: place, _Place.view)
+
+
+def _saved_by(node: Any) -> Iterator[Any]:
+    for name in _names_of(type(node)):
+        try:
+            found = getattr(node, name)
+        except RuntimeError:  # its backward is over
+            return
+        if isinstance(found, tuple):
+            yield from found
+        elif found is not None:
+            yield found
+
+
+@functools.cache
+def _names_of(kind: type) -> list[str]:
+    return [name for name in dir(kind) if name.startswith("_raw_saved_")]
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two contiguous tensors of one dtype hold the same bits; NaN equals itself."""
+    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
