@@ -10,6 +10,7 @@ descriptors and threads that no engine may leave behind.
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -44,6 +45,7 @@ class Axis:
     group: dist.ProcessGroup | None
     tagged: bool
     shared: SharedMemory | None = field(default=None, repr=False)
+    abandoned: deque[int] = field(default_factory=deque, repr=False)  # channels served for groups that were dropped
     _channels: itertools.count = field(default_factory=lambda: itertools.count(PUBLIC + 1), repr=False)
     _public: itertools.count = field(default_factory=itertools.count, repr=False)
 

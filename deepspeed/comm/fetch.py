@@ -11,6 +11,7 @@ gradients first, and behind `meet` for edits and loads. So nobody reads the futu
 from __future__ import annotations
 
 import contextlib
+import gc
 import hmac
 import os
 import secrets
@@ -19,7 +20,7 @@ import socket
 import struct
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -96,6 +97,11 @@ class FetchService:
         with self._lock:
             self._served.pop(channel, None)
             self._sent = deque((entry for entry in self._sent if entry[0] != channel), self._sent.maxlen)
+
+    @property
+    def serves(self) -> bool:
+        """Whether anything may be pulled."""
+        return bool(self._served)
 
     def advance(self, channel: int) -> None:
         """The own slice of `channel` has its next version; requests that waited for it are answered."""
@@ -248,7 +254,8 @@ class SharedSlices:
         self._window.serve(channel, slice_)
 
     def withdraw(self, channel: int) -> None:
-        """Nobody pulls any more; nothing was promised that is to be taken back."""
+        """Nobody pulls any more."""
+        self._window.withdraw(channel)
 
     def advance(self, channel: int) -> None:
         """The own slice of `channel` has its next version."""
@@ -279,6 +286,31 @@ def meet(axis: Axis, channel: int, seq: int, label: str) -> None:
     """
     here = torch.zeros(axis.size, dtype=torch.float64, device="cpu")
     spread(axis, here, range(axis.size + 1), tag_of(channel, SMALL, seq), label).wait()
+
+
+def release_abandoned(axes: Iterable[Axis]) -> None:
+    """Withdraw the slices whose groups every rank has let go without an end. All ranks of each axis call together.
+
+    A rank that has dropped its engine must serve on: others, which have not, may still pull.
+    """
+    for axis in dict.fromkeys(axes):
+        if axis.group is not None and axis.tagged:
+            _release(axis, _services.get(id(axis)))
+
+
+def _release(axis: Axis, service: FetchService | None) -> None:
+    shared = axis.shared
+    if (shared is not None and shared.serves) or (service is not None and service.serves):
+        gc.collect()  # dropped engines are cycles; a rank whose next collection is far away keeps all others waiting
+    abandoned: list[Any] = [None] * axis.size
+    mine, group = list(axis.abandoned), axis.group
+    post(axis, "release of dropped engines", lambda: dist.all_gather_object(abandoned, mine, group=group) or [])
+    for channel in sorted(set.intersection(*map(set, abandoned))):
+        axis.abandoned.remove(channel)
+        if shared is not None:
+            shared.withdraw(channel)
+        if service is not None:
+            service.withdraw(channel)
 
 
 _services: dict[int, FetchService] = {}

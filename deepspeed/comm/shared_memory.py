@@ -76,6 +76,7 @@ class SharedMemory:
         self._acks: dict[int, int] = defaultdict(int)
         self._served: list[dict[int, Location]] = [{} for _ in segments]
         self._staged: dict[int, torch.Tensor] = {}  # posted copies of buffers that lie elsewhere
+        self._serving: dict[int, torch.Tensor] = {}  # by channel: peers may read it as long as it is here
         self._foreign: dict[tuple[int, int], torch.Tensor] = {}
         self._alive: Alive | None = Alive([processes[r] for r in self.peers])
         groups.memories.append(self)
@@ -217,10 +218,20 @@ class SharedMemory:
         return channel < self._native.ds_shm_channels() and (tensor.numel() == 0 or self._locate(tensor) is not None)
 
     def serve(self, channel: int, tensor: torch.Tensor) -> None:
-        """Let all peers read `tensor` at any time."""
+        """Let all peers read `tensor` at any time until it is withdrawn."""
+        self._serving[channel] = tensor
         where = self._locate(tensor)
         for peer in self.peers if where else ():
             self._push(peer, _SERVE, channel, *(where or ()))
+
+    def withdraw(self, channel: int) -> None:
+        """Nobody reads what is served on `channel` any more."""
+        self._serving.pop(channel, None)
+
+    @property
+    def serves(self) -> bool:
+        """Whether anything may be read."""
+        return bool(self._serving)
 
     def advance(self, channel: int) -> None:
         """What is served on `channel` has its next version."""
@@ -300,6 +311,7 @@ class SharedMemory:
             self._alive.close()
             self._alive = None
         self._foreign.clear()
+        self._serving.clear()
         if self in groups.memories:
             groups.memories.remove(self)
 

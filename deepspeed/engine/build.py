@@ -13,6 +13,7 @@ from torch.nn import Parameter
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.collectives import broadcast_tensors
+from deepspeed.comm.fetch import release_abandoned
 from deepspeed.config import DeepSpeedConfig, Facts
 from deepspeed.engine.offloading import Offload, accumulator_dtype, master_dtype, state_of_group
 from deepspeed.errors import ArgumentError, OptimizerError, SchedulerError, UsageError
@@ -309,6 +310,7 @@ def _lifecycle(model: nn.Module, sharded: list[ShardGroup], config: DeepSpeedCon
     zero = config.zero
     limits = Limits(zero.max_live_parameters, zero.max_reuse_distance, zero.prefetch_bucket_size)
     any_graph = axes.shard.tagged and axes.shard.size > 1 and not zero.stage3_fixed_graph
+    release_abandoned(group.axis for group in sharded)
     for group in sharded:
         group.serve(any_graph)
     lifecycle = Lifecycle(model, Keeper(sharded, limits))

@@ -19,6 +19,7 @@ from torch import nn
 from deepspeed.accelerator import get_accelerator
 from deepspeed.activation_checkpointing.wrapping import compile_block, wrap
 from deepspeed.comm import scalars
+from deepspeed.comm.fetch import release_abandoned
 from deepspeed.comm.logging import configure
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.engine.accessors import StateAccessors
@@ -402,6 +403,7 @@ class DeepSpeedEngine(Reporting, StateAccessors, CheckpointIO, OffloadStates, Fe
             components.lifecycle.settle()  # what is under way is pulled while its owner still serves it
             if sys.exc_info()[0] is None:
                 self._agree(0, "all ranks are done with their engine")
+                release_abandoned(group.axis for group in components.groups)
             components.lifecycle.detach()
         if components.optimizer is not None:
             components.optimizer.destroy()

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.activation_checkpointing.rng import tracker
 from deepspeed.engine.dataloader import DeepSpeedDataLoader
 from deepspeed.errors import CheckpointError
 from deepspeed.foundation.log import say
@@ -49,19 +50,21 @@ def capture_private(engine: Any) -> dict[str, Any]:
 
 
 def capture_random() -> dict[str, Any]:
-    """The states of all random generators of this process."""
+    """The states of all random generators of this process, those that `get_cuda_rng_tracker` has by name included."""
     accelerator = get_accelerator()
-    made = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+    made: dict[str, Any] = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+    made["named"] = tracker.get_states()
     if accelerator.device_name() != "cpu":
         made["device"] = accelerator.get_rng_state()
     return made
 
 
 def restore_random(saved: dict[str, Any]) -> None:
-    """Put the random generators back."""
+    """Put the random generators back; named states that the checkpoint lacks stay as they are."""
     random.setstate(saved["python"])
     np.random.set_state(saved["numpy"])
     torch.set_rng_state(saved["torch"])
+    tracker.set_states(tracker.get_states() | saved.get("named", {}))
     if "device" in saved and get_accelerator().device_name() != "cpu":
         get_accelerator().set_rng_state(saved["device"])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -83,9 +84,7 @@ class Reducer:
         """Take the gradients of `member` from now on (again, when it was unfrozen)."""
         if member.param.requires_grad and member.uid not in self._hooks:
             self._of[id(member.group)].prepare()
-            self._hooks[member.uid] = member.param.register_post_accumulate_grad_hook(
-                lambda _param, member=member: self.arrived(member)
-            )
+            self._hooks[member.uid] = member.param.register_post_accumulate_grad_hook(_Arrival(self, member))
 
     def arrived(self, member: Member) -> None:
         """Autograd has finished the gradient of `member` for this pass."""
@@ -382,3 +381,15 @@ def _axes_of(groups: list[ShardGroup]) -> set[Axis]:
     """All axes along which gradients travel."""
     holders = [group.holders for group in groups]
     return {axis for each in holders for axis in (each.shard, each.everyone, each.copies) if axis is not None}
+
+
+class _Arrival:
+    """The hook of a parameter. torch holds it where no collection looks: it must not hold what holds the parameter."""
+
+    def __init__(self, reducer: Reducer, member: Member) -> None:
+        self._reducer, self._member = weakref.ref(reducer), weakref.ref(member)
+
+    def __call__(self, _param: torch.Tensor) -> None:
+        reducer, member = self._reducer(), self._member()
+        if reducer is not None and member is not None:
+            reducer.arrived(member)

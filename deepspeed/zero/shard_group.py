@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import itertools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -91,6 +92,7 @@ class ShardGroup(LocalShard):
         self.users = 0  # modules and contexts that need the values right now
         self.retains = False  # freeing keeps the memory of the full buffer
         self.fetch: FetchService | SharedSlices | None = None
+        self._dropped: weakref.finalize | None = None
         self.lifecycle: Lifecycle | None = None  # of the engine that gathers it
         self.observer: Callable[[ShardGroup], None] | None = None  # told when the state has changed
         self._handle: Handle | None = None
@@ -354,6 +356,9 @@ class ShardGroup(LocalShard):
         elif any_graph:
             self.fetch = service_of(self.axis)
             self.fetch.serve(self.channel, self.values.borrowed if memory is None else memory)
+        if self.fetch is not None:  # dropped without an end, its slice is still pulled by slower ranks
+            self._dropped = weakref.finalize(self, self.axis.abandoned.append, self.channel)
+            self._dropped.atexit = False
 
     def register_user(self, module: Any) -> None:
         """`module` uses this group although its parameters are not below it."""
@@ -375,6 +380,8 @@ class ShardGroup(LocalShard):
         if self.fetch is not None:
             self.fetch.withdraw(self.channel)
             self.fetch = None
+        if self._dropped is not None:
+            self._dropped.detach()
         self.lifecycle = self.observer = None
         if self.master is not None:
             self.master.drop()
