@@ -384,7 +384,7 @@ def swap(
 def can_all_reduce(axis: Axis, dtype: torch.dtype) -> bool:
     """Whether `all_reduce_sum` gives the sum in rank order, whatever order the ranks launch rounds in.
 
-    The backend's own is for axes without tags only: it has none, and ranks whose branches differ launch in other orders.
+    The backend's own has no tags, and ranks whose branches differ launch in other orders: it is for axes without tags.
     """
     return axis.shared is not None or (dtype == torch.float32 and axis.size == 2 and not axis.tagged)
 
