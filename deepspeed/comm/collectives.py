@@ -8,7 +8,7 @@
 | spread (all-gather)| stream through slots      | a message to each other rank  | all-gather, broadcasts if uneven |
 | share (spread in   | post, others copy         | as spread                     | as spread                        |
 | any order)         |                           |                               |                                  |
-| all-reduce, fp32   | reduce to owners, share   | two ranks: the backend's own  | as on the left                   |
+| all-reduce, fp32   | reduce to owners, share   | –                             | two ranks: the backend's own     |
 | swap (two ranks)   | post, both read           | a message each way            | –                                |
 
 The left column is `comm/shared_memory`, and is taken where ranks share memory. Every entry gives the same bits: the
@@ -382,8 +382,11 @@ def swap(
 
 
 def can_all_reduce(axis: Axis, dtype: torch.dtype) -> bool:
-    """Whether `all_reduce_sum` gives the sum in rank order."""
-    return axis.shared is not None or (dtype == torch.float32 and axis.size == 2)
+    """Whether `all_reduce_sum` gives the sum in rank order, whatever order the ranks launch rounds in.
+
+    The backend's own has no tags, and ranks whose branches differ launch in other orders: it is for axes without tags.
+    """
+    return axis.shared is not None or (dtype == torch.float32 and axis.size == 2 and not axis.tagged)
 
 
 def all_reduce_sum(

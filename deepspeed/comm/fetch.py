@@ -20,7 +20,7 @@ import socket
 import struct
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -288,19 +288,22 @@ def meet(axis: Axis, channel: int, seq: int, label: str) -> None:
     spread(axis, here, range(axis.size + 1), tag_of(channel, SMALL, seq), label).wait()
 
 
-def release_abandoned(axis: Axis) -> None:
-    """Withdraw the slices whose groups every rank has let go without an end. All ranks of the axis call together.
+def release_abandoned(axes: Iterable[Axis]) -> None:
+    """Withdraw the slices whose groups every rank has let go without an end. All ranks of each axis call together.
 
     A rank that has dropped its engine must serve on: others, which have not, may still pull.
     """
-    group = axis.group
-    if group is None or not axis.tagged:
-        return
-    service, shared = _services.get(id(axis)), axis.shared
+    for axis in dict.fromkeys(axes):
+        if axis.group is not None and axis.tagged:
+            _release(axis, _services.get(id(axis)))
+
+
+def _release(axis: Axis, service: FetchService | None) -> None:
+    shared = axis.shared
     if (shared is not None and shared.serves) or (service is not None and service.serves):
         gc.collect()  # dropped engines are cycles; a rank whose next collection is far away keeps all others waiting
     abandoned: list[Any] = [None] * axis.size
-    mine = list(axis.abandoned)
+    mine, group = list(axis.abandoned), axis.group
     post(axis, "release of dropped engines", lambda: dist.all_gather_object(abandoned, mine, group=group) or [])
     for channel in sorted(set.intersection(*map(set, abandoned))):
         axis.abandoned.remove(channel)

@@ -146,6 +146,21 @@ def _unit_name(name: str) -> tuple[tuple[str, ...], str] | None:
     return None
 
 
+def ask_current(unit: str, question: str) -> Callable[[], Any]:
+    """A function that asks the mesh of the newest engine.
+
+    Args:
+        unit: a key of `UNITS`.
+        question: `group`, `rank` or `world_size`.
+    """
+
+    def ask() -> Any:
+        return _ask(current_mesh().axis(*UNITS[unit]), question)
+
+    ask.__name__ = f"get_{unit}_{question}"
+    return ask
+
+
 def _ask(axis: Axis, what: str) -> Any:
     if what == "group":
         return axis.group if axis.group is not None else get_own_group()

@@ -310,7 +310,7 @@ def _lifecycle(model: nn.Module, sharded: list[ShardGroup], config: DeepSpeedCon
     zero = config.zero
     limits = Limits(zero.max_live_parameters, zero.max_reuse_distance, zero.prefetch_bucket_size)
     any_graph = axes.shard.tagged and axes.shard.size > 1 and not zero.stage3_fixed_graph
-    release_abandoned(axes.shard)
+    release_abandoned(group.axis for group in sharded)
     for group in sharded:
         group.serve(any_graph)
     lifecycle = Lifecycle(model, Keeper(sharded, limits))

@@ -413,7 +413,7 @@ class DeepSpeedEngine(EngineSurface, nn.Module):
             components.lifecycle.settle()  # what is under way is pulled while its owner still serves it
         if self._shards_parameters and not components.destroyed and sys.exc_info()[0] is None:
             self._feeding.agree(0, "all ranks are done with their engine")
-            release_abandoned(self._axes.shard)
+            release_abandoned(group.axis for group in components.groups)
         if components.lifecycle is not None:
             components.lifecycle.detach()
         if components.optimizer is not None:

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from deepspeed.comm.mesh import ask_current
 
-from deepspeed.comm.mesh import UNITS, current_mesh
+_get_data_parallel_group = get_data_parallel_group = ask_current("data_parallel", "group")
+_get_data_parallel_rank = get_data_parallel_rank = ask_current("data_parallel", "rank")
+_get_data_parallel_world_size = get_data_parallel_world_size = ask_current("data_parallel", "world_size")
 
+_get_sequence_data_parallel_group = get_sequence_data_parallel_group = ask_current("sequence_data_parallel", "group")
+_get_sequence_data_parallel_rank = get_sequence_data_parallel_rank = ask_current("sequence_data_parallel", "rank")
+_get_sequence_data_parallel_world_size = get_sequence_data_parallel_world_size = ask_current(
+    "sequence_data_parallel", "world_size"
+)
 
-def __getattr__(name: str) -> Callable[[], Any]:
-    public = name.removeprefix("_")
-    if any(public == f"get_{unit}_{what}" for unit in UNITS for what in ("group", "rank", "world_size")):
-        return lambda: getattr(current_mesh(), public)()
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+_get_model_parallel_group = get_model_parallel_group = ask_current("model_parallel", "group")
+_get_model_parallel_rank = get_model_parallel_rank = ask_current("model_parallel", "rank")
+_get_model_parallel_world_size = get_model_parallel_world_size = ask_current("model_parallel", "world_size")
+
+_get_tensor_model_parallel_group = get_tensor_model_parallel_group = ask_current("tensor_model_parallel", "group")
+_get_tensor_model_parallel_rank = get_tensor_model_parallel_rank = ask_current("tensor_model_parallel", "rank")
+_get_tensor_model_parallel_world_size = get_tensor_model_parallel_world_size = ask_current(
+    "tensor_model_parallel", "world_size"
+)
+
+_get_sequence_parallel_group = get_sequence_parallel_group = ask_current("sequence_parallel", "group")
+_get_sequence_parallel_rank = get_sequence_parallel_rank = ask_current("sequence_parallel", "rank")
+_get_sequence_parallel_world_size = get_sequence_parallel_world_size = ask_current("sequence_parallel", "world_size")

@@ -1,6 +1,5 @@
 """Which ranks agree on what before gradients are used: rows of numbers, on the axes whose ranks share a group.
 
-
 What a rank says of its window is in `accumulation.AccumulationWindow.row`; behind it stand, for each group, its rounds
 sent so far, the factor of those in low precision, and which parameters had a gradient.
 """

@@ -87,8 +87,15 @@ class Aliases:
         self.lent = self.others() > 0
         for member in self._group.members:
             member.snapshot = member.flat().clone() if self.lent else None
-        if not self.lent and not self._group.retains:
-            self._storage.resize_(0)
+        if self.lent or self._group.retains:
+            return
+        if not self._storage.resizable():  # `numpy()` fixes the size for ever, also after the array is gone
+            self._group.new_buffer()
+        self._group.aliases.shrink()
+
+    def shrink(self) -> None:
+        """Give the memory back; nobody may hold it."""
+        self._storage.resize_(0)
 
     # -- writes that would be lost ----------------------------------------------------------------------------------
 

@@ -103,11 +103,7 @@ class ShardGroup(LocalShard):
         for index, member in enumerate(members):
             member.group, member.index = self, index
             member.rest()
-        self.full = torch.zeros(layout.padded, dtype=self.dtype, device=self.device)
-        # The parameters' places in the full buffer, in their shapes; valid whenever the storage has its size.
-        ends = zip(members, self.offsets, strict=True)
-        self.views = [self.full[offset : offset + m.numel].view(m.shape) for m, offset in ends]
-        self.aliases = Aliases(self)
+        self.new_buffer()
         self.state = State.GATHERED
         low, high = layout.cuts[axis.rank], layout.cuts[axis.rank + 1]
         # What the optimizer updates here.
@@ -138,6 +134,13 @@ class ShardGroup(LocalShard):
     def status(self) -> ZeroParamStatus:
         """The public name of the state."""
         return _STATUS[self.state]
+
+    def new_buffer(self) -> None:
+        """Make the full buffer, of zeros, with nobody's views over it."""
+        self.full = torch.zeros(self.layout.padded, dtype=self.dtype, device=self.device)
+        # The parameters' places in the full buffer, in their shapes; valid whenever the storage has its size.
+        self.views = [member.flat().view(member.shape) for member in self.members]
+        self.aliases = Aliases(self)
 
     def _adopt(self) -> None:
         """Copy the values into the full buffer and make the parameters views of it."""

@@ -65,7 +65,7 @@ def serving() -> int:
 
 
 def drop_engines(stage: int, zero: dict[str, Any]) -> None:
-    release_abandoned(world_axis())
+    release_abandoned([world_axis()])
     served = serving()
     for turn in range(3):
         engine = start(stage, optimizer=adamw, zero=zero)
@@ -75,7 +75,7 @@ def drop_engines(stage: int, zero: dict[str, Any]) -> None:
         collect()
         assert not any(each() is not None for each in held), stage
         assert serving() <= served + 8 * (stage == 3)  # those of the engine before have gone
-    release_abandoned(world_axis())
+    release_abandoned([world_axis()])
     assert serving() == served and not world_axis().abandoned
 
 

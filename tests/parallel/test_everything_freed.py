@@ -58,7 +58,7 @@ def test_client_losses(workers: Any, client: str, stage: int, precision: str, ra
 
 @pytest.mark.slow
 def test_table_of_functions(workers: Any) -> None:
-    (calls,) = workers(1).run(find_calls, timeout=300)
+    (calls,) = workers(1).run(find_calls, timeout=900)
     for kind, known in zip(KINDS, calls, strict=True):
-        for rank, found in enumerate(workers(2).run(everything_freed, try_calls, known, kind, timeout=300)):
+        for rank, found in enumerate(workers(2).run(everything_freed, try_calls, known, kind, timeout=600)):
             assert not found, f"rank {rank}, {kind}:\n" + "\n".join(found)
