@@ -50,6 +50,9 @@ class LentGroup(Group, Protocol):
         """The values are in the full buffer inside."""
         ...
 
+    def new_buffer(self) -> None:
+        """Make the full buffer anew."""
+
 
 class Aliases:
     """The memory of a group's full buffer, and the tensors over it that are not the group's own.

@@ -108,13 +108,17 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
     if not isinstance(parameter, torch.nn.Parameter):
         raise ArgumentError(f"register_external_parameter needs a Parameter, got {type(parameter).__name__}")
     if is_managed(parameter):
-        parameter._ds_member.group.register_user(module)  # type: ignore[attr-defined]
+        group = parameter._ds_member.group  # type: ignore[attr-defined]
+        if group.lifecycle is not None:
+            group.lifecycle.add_external(module, group)
 
 
 def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
     """Undo `register_external_parameter`."""
     if is_managed(parameter):
-        parameter._ds_member.group.unregister_user(module)  # type: ignore[attr-defined]
+        group = parameter._ds_member.group  # type: ignore[attr-defined]
+        if group.lifecycle is not None:
+            group.lifecycle.remove_external(module, group)
 
 
 @contextlib.contextmanager

@@ -398,16 +398,6 @@ class ShardGroup(LocalShard):
             self._dropped = weakref.finalize(self, self.axis.abandoned.append, self.channel)
             self._dropped.atexit = False
 
-    def register_user(self, module: Any) -> None:
-        """`module` uses this group although its parameters are not below it."""
-        if self.lifecycle is not None:
-            self.lifecycle.add_external(module, self)
-
-    def unregister_user(self, module: Any) -> None:
-        """Undo `register_user`."""
-        if self.lifecycle is not None:
-            self.lifecycle.remove_external(module, self)
-
     def dissolve(self) -> None:
         """Leave the engine: parameters that are whole become plain ones, sharded ones stay as zero.Init makes them."""
         if self.state is State.INFLIGHT:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,6 @@ from tests.parallel.tiny import WIDTH, adamw, rows, start, tiny
 from tests.parallel.view_programs import run_programs
 
 RANKS = 2
-NOTHING = dict.fromkeys(("live_parameters", "reuse_distance", "prefetch_bucket_size", "param_persistence_threshold"), 0)
 LIMITS = {
     "nothing": {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0},
     "default": {},
@@ -88,7 +88,7 @@ def gives_its_own() -> None:
 
 
 def test_a_module_that_gives_its_own_parameter(workers: Any) -> None:
-    workers(RANKS).run(gives_its_own)
+    workers(RANKS).run(gives_its_own, timeout=90)
 
 
 def collects(tier: str, limits: str, born: bool) -> None:
@@ -128,7 +128,6 @@ def same_as(engine: Any) -> None:
         engine.backward(engine(rows(step, dist.get_rank())).square().mean())
         engine.step()
         before = {n: p.clone() for n, p in named.items()}
-        assert not torch.equal(before["out.weight"], kept["out.weight"]) or step >= 0
     for name, value in kept.items():
         assert torch.equal(value, before[name.removesuffix(".data")]), name
 
@@ -136,7 +135,7 @@ def same_as(engine: Any) -> None:
 @pytest.mark.parametrize("born", [False, True])
 @pytest.mark.parametrize(("tier", "limits"), [("device", "default"), ("device", "nothing"), ("cpu", "default")])
 def test_values_collected_while_gathered(workers: Any, tier: str, limits: str, born: bool) -> None:
-    workers(RANKS).run(collects, tier, limits, born)
+    workers(RANKS).run(collects, tier, limits, born, timeout=90)
 
 
 def perceiver() -> None:
@@ -168,17 +167,17 @@ def test_perceiver_trains_with_everything_freed(workers: Any) -> None:
     workers(RANKS).run(perceiver, timeout=90)
 
 
-def check_programs(workers: Any, numbers: list[int], timeout: float) -> None:
-    for wrong, refused in workers(RANKS).run(run_programs, numbers, timeout=timeout):
+def check_programs(workers: Any, numbers: list[int], folder: Path, timeout: float) -> None:
+    for wrong, refused in workers(RANKS).run(run_programs, numbers, str(folder), timeout=timeout):
         assert not wrong, "\n".join(wrong)
         assert refused < len(numbers) / 2
 
 
-def test_random_programs_over_views(workers: Any) -> None:
-    check_programs(workers, list(range(72)), 120)
+def test_random_programs_over_views(workers: Any, tmp_path: Path) -> None:
+    check_programs(workers, list(range(72)), tmp_path, 180)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, 2000, 100))
-def test_2000_random_programs_over_views(workers: Any, first: int) -> None:
-    check_programs(workers, list(range(first, first + 100)), 300)
+def test_2000_random_programs_over_views(workers: Any, tmp_path: Path, first: int) -> None:
+    check_programs(workers, list(range(first, first + 100)), tmp_path, 600)

@@ -222,8 +222,8 @@ class Run:
         return [torch.as_tensor(total)]
 
 
-def engine_for(program: Program) -> Any:
-    """A new engine for a program."""
+def engine_for(program: Program) -> tuple[nn.Module, Any]:
+    """The plain model of a program, and a new engine over its twin."""
     _, _, born = program.cell
     torch.manual_seed(program.number)
     plain = Model()
@@ -257,30 +257,33 @@ def misses(program: Program, ours: list[Any], theirs: list[Any]) -> str | None:
     return None
 
 
-def run_programs(numbers: list[int]) -> tuple[list[str], int]:
+def run_programs(numbers: list[int], folder: str) -> tuple[list[str], int]:
     """Run programs on this rank.
+
+    Args:
+        numbers: of the programs.
+        folder: for checkpoints; the same on all ranks.
 
     Returns:
         What was wrong, and how many ended with an error by name.
     """
     wrong, refused = [], 0
-    with tempfile.TemporaryDirectory() as folder:
-        for program in map(Program, numbers):
-            plain, engine = engine_for(program)
-            theirs = Run(program, Side(plain), folder).play()
-            side = Side(engine.module, engine)
-            ours = Run(program, side, tempfile.gettempdir() + "/deepspeed-tests/views").play()  # the same on all ranks
-            refused += ours[-1][0].startswith("raised")
-            found = misses(program, ours, theirs)
-            wrong += [found] if found else []
-            before = [view.detach().clone() for _, view in side.held]
-            try:
-                engine.destroy()
-            except ShardedParameterError:
-                engine.destroy()
-            for old, (_, view) in zip(before, side.held, strict=True):
-                if not torch.equal(old.nan_to_num(), view.detach().nan_to_num()):
-                    wrong.append(f"program {program.number} {program.cell}: destroy changed a view")
-            if len(wrong) > 5:
-                break
+    for program in map(Program, numbers):
+        plain, engine = engine_for(program)
+        theirs = Run(program, Side(plain), folder).play()
+        side = Side(engine.module, engine)
+        ours = Run(program, side, folder).play()
+        refused += ours[-1][0].startswith("raised")
+        found = misses(program, ours, theirs)
+        wrong += [found] if found else []
+        before = [view.detach().clone() for _, view in side.held]
+        try:
+            engine.destroy()
+        except ShardedParameterError:
+            engine.destroy()
+        for old, (_, view) in zip(before, side.held, strict=True):
+            if not torch.equal(old.nan_to_num(), view.detach().nan_to_num()):
+                wrong.append(f"program {program.number} {program.cell}: destroy changed a view")
+        if len(wrong) > 5:
+            break
     return wrong, refused
