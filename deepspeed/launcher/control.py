@@ -202,6 +202,7 @@ class Control:
             peer = process.peer
             why = f"{self._starter.name} ended with code {code}" + (f": {process.says()}" if process.says() else "")
             if peer is None:
+                _kill(process)
                 self._processes.remove(process)
                 for waiting in self.peers:
                     if not waiting.ready or waiting.left:
@@ -291,7 +292,8 @@ class Control:
 
     def _say_goodbye(self) -> None:
         """Let agents and starters end, and make sure that they do."""
-        end = time.monotonic() + GOODBYE_SECONDS
+        somebody_is_gone = any(peer.lost for peer in self.peers)  # then a starter may wait for ever
+        end = time.monotonic() + GOODBYE_SECONDS / (3 if somebody_is_gone else 1)
         for peer in self.peers:
             peer.send("bye", code=self._code, report=self._report)
         for peer in self.peers:
@@ -306,15 +308,16 @@ class Control:
         for peer in self.peers:
             if peer.channel is not None:
                 peer.channel.close()
-        for process in alive:
+        for process in self._processes:
             _kill(process)
 
 
 def _kill(process: Process) -> None:
-    if process.popen is not None and process.popen.poll() is None:
-        process.popen.terminate()
-        try:
+    """End a starter and what it started here, such as the ssh of pdsh: they are a session of their own."""
+    if process.popen is None:
+        return
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
             process.popen.wait(timeout=0.5)
-        except subprocess.TimeoutExpired:
-            process.popen.kill()
-            process.popen.wait()

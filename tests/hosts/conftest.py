@@ -28,11 +28,26 @@ def slurm_variables(two_hosts: Cluster) -> dict[str, str]:
     return slurm.start(two_hosts)
 
 
+def _starter(request: pytest.FixtureRequest) -> str:
+    return getattr(request.node, "callspec", None) and request.node.callspec.params.get("by", "") or ""
+
+
 @pytest.fixture
 def runs(two_hosts: Cluster, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Runs]:
     """Runs from host h0, in a folder that all hosts see; nothing of them is left at the end."""
     made = Runs(two_hosts, tmp_path)
-    if "slurm" in getattr(request.node, "callspec", request.node).__dict__.get("params", {}).values():
+    if _starter(request) == "slurm":
         made.environment.update(request.getfixturevalue("slurm_variables"))
     yield made
     made.close()
+
+
+@pytest.fixture
+def fragile(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Runs]:
+    """The same on two hosts of its own, one of which may be lost."""
+    with cluster(2) as own:
+        made = Runs(own, tmp_path)
+        if _starter(request) == "slurm":
+            made.environment.update(slurm.start(own))
+        yield made
+        made.close()

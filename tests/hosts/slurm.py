@@ -70,14 +70,6 @@ def start(cluster: Cluster) -> dict[str, str]:
     return environment
 
 
-def restart(cluster: Cluster, name: str) -> None:
-    """Start SLURM again on a host that was lost."""
-    folder = cluster.folder / "slurm"
-    environment = {"SLURM_CONF": str(folder / "slurm.conf")}
-    cluster.lasting(_daemon(cluster, name, ["slurmd", "-D", "-N", name], environment))
-    _until_idle(cluster, environment)
-
-
 def _until_idle(cluster: Cluster, environment: dict[str, str]) -> None:
     first, folder = cluster.names[0], cluster.folder / "slurm"
     end = time.monotonic() + 30

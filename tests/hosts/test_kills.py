@@ -8,7 +8,6 @@ import time
 
 import pytest
 
-from tests.hosts import slurm
 from tests.hosts.runs import STARTERS, need_hosts
 
 need_hosts()
@@ -104,36 +103,29 @@ def test_what_does_not_end_is_killed_after_the_grace(runs, name):
 
 
 @pytest.mark.parametrize("by", STARTERS)
-def test_a_lost_host_ends_the_run(runs, by):
-    started = runs.start(WAIT, "--heartbeat", "3", by=by)
-    runs.until_said(started, "ready", 4)
-    try:
-        since = time.monotonic()
-        runs.cluster.kill("h1")
-        _, err = started.communicate(timeout=30)
-        assert time.monotonic() - since < 3 + GONE_WITHIN
-        assert started.returncode not in (0, None)
-        assert "host h1 (ranks 2 to 3) was lost" in err.splitlines()[-1], err
-        assert runs.left(GONE_WITHIN, ["h0"]) == []
-    finally:
-        runs.cluster.boot("h1")
-        if by == "slurm":
-            slurm.restart(runs.cluster, "h1")
+def test_a_lost_host_ends_the_run(fragile, by):
+    started = fragile.start(WAIT, "--heartbeat", "3", by=by)
+    fragile.until_said(started, "ready", 4)
+    since = time.monotonic()
+    fragile.cluster.kill("h1")
+    _, err = started.communicate(timeout=30)
+    assert time.monotonic() - since < 3 + GONE_WITHIN
+    assert started.returncode not in (0, None)
+    assert "host h1 (ranks 2 to 3) was lost" in err.splitlines()[-1], err
+    assert fragile.left(GONE_WITHIN, ["h0"]) == []
 
 
 @pytest.mark.parametrize("by", STARTERS)
-def test_a_cut_cable_ends_both_sides(runs, by):
-    started = runs.start(WAIT, "--heartbeat", "3", by=by)
-    runs.until_said(started, "ready", 4)
-    try:
-        since = time.monotonic()
-        runs.cluster.cut("h1")
-        _, err = started.communicate(timeout=30)
-        assert "host h1 (ranks 2 to 3) was lost: it was silent for 3 s" in err.splitlines()[-1], err
-        others = runs.left(since + 3 + GONE_WITHIN - time.monotonic())
-        assert [p for p in others if "train.py" in " ".join(p.cmdline()) or "agent" in " ".join(p.cmdline())] == []
-    finally:
-        runs.cluster.join("h1")
+def test_a_cut_cable_ends_both_sides(fragile, by):
+    started = fragile.start(WAIT, "--heartbeat", "3", by=by)
+    fragile.until_said(started, "ready", 4)
+    since = time.monotonic()
+    fragile.cluster.cut("h1")
+    _, err = started.communicate(timeout=30)
+    assert "host h1 (ranks 2 to 3) was lost: it was silent for 3 s" in err.splitlines()[-1], err
+    others = fragile.left(since + 3 + GONE_WITHIN - time.monotonic())
+    ours = [" ".join(p.cmdline()) for p in others]
+    assert [line for line in ours if "train.py" in line or "agent" in line] == []
 
 
 def test_a_stopped_terminal_is_not_silence(runs):

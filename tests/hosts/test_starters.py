@@ -14,9 +14,10 @@ need_hosts()
 
 SHOW = """
     import json, os, socket, sys
-    names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_SIZE LOCAL_WORLD_SIZE CROSS_RANK CROSS_SIZE GROUP_RANK MASTER_ADDR".split()
+    names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_SIZE LOCAL_WORLD_SIZE CROSS_RANK CROSS_SIZE GROUP_RANK MASTER_ADDR"
+    names, shown = names.split(), ("ODD", "PYTHON", "UNDECL", "OMPI", "PMI", "SLURM_P")
     told = {"host": socket.gethostname(), "place": [os.environ[name] for name in names], "args": sys.argv[1:],
-            "variables": {k: v for k, v in os.environ.items() if k.startswith(("ODD", "PYTHON", "UNDECL", "OMPI", "PMI", "SLURM_P"))},
+            "variables": {k: v for k, v in os.environ.items() if k.startswith(shown)},
             "folder": os.getcwd()}
     os.write(1, (json.dumps(told) + "\\n").encode())
 """
@@ -44,7 +45,7 @@ def test_the_world_and_what_travels(runs, by):
         assert [variables[f"ODD{index}"] for index in range(len(ODD))] == ODD
         assert variables["PYTHON$(touch pwned)"] == "$(touch pwned)"
         assert variables.get("ODD") == ("%h" if one["host"] == "h1" else None)
-        assert not [name for name in variables if name.startswith(("UNDECL", "OMPI", "PMI", "SLURM_P"))]
+        assert not [name for name in variables if name.startswith(("UNDECL", "OMPI", "PMI", "SLURM_PROCID"))]
         assert one["folder"] == str(runs.folder)
     assert not (runs.folder / "pwned").exists()
     assert len(done.err.splitlines()) <= 10
