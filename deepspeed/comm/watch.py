@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 
 import torch.distributed as dist
 
+from deepspeed.comm.agreement import agreement
 from deepspeed.comm.status_page import INSIDE, LEFT, OUTSIDE, StatusPage, boot, describe, neighbour
 from deepspeed.errors import CommError, CommTimeoutError
 
@@ -170,6 +171,18 @@ def _gloo_is_busy() -> bool:
     return False
 
 
+def end_of_step() -> int:
+    """The main thread has ended a step: 0, or the signal's number when all ranks have agreed to stop after it.
+
+    Raises:
+        CommError: another rank has failed.
+    """
+    watcher = _here.watcher
+    if watcher is None:
+        agreement.alone()
+    return agreement.step(heed, watcher.look_now if watcher is not None else agreement.alone)
+
+
 def allow(timeout: timedelta) -> None:
     """Let one collective take `timeout`, where that is longer than what was allowed before."""
     _here.timeout = max(_here.timeout, timeout)
@@ -230,6 +243,10 @@ class _Watcher(threading.Thread):
         self._wake.set()
         self._looked.wait(POLL_S)
 
+    def look_now(self) -> None:
+        """Have the thread look around at once."""
+        self._wake.set()
+
     def leave(self) -> None:
         """Say goodbye and end the thread."""
         self._leaving = True
@@ -270,6 +287,7 @@ class _Watcher(threading.Thread):
             return True
         alarm = self._with_store(self._listen)
         if alarm is None:
+            self._with_store(lambda store: agreement.look(store, self._rank, self._world))
             return False
         if alarm == _ENDING:
             self._with_store(self._copy)

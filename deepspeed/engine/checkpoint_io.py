@@ -26,6 +26,7 @@ from deepspeed.checkpoint.source import NativeSource, Source
 from deepspeed.checkpoint.tensorfile import Seal
 from deepspeed.checkpoint.upstream_write import UpstreamWriter
 from deepspeed.engine import run_state
+from deepspeed.engine.preemption import Preemption
 from deepspeed.engine.weights_io import WeightsIO
 from deepspeed.errors import CheckpointCorruptError, CheckpointError, NotAvailableError
 from deepspeed.foundation.log import say, warn_once
@@ -46,7 +47,7 @@ class _What:
     custom: Callable[..., Any] | None
 
 
-class CheckpointIO(WeightsIO):
+class CheckpointIO(Preemption, WeightsIO):
     """The checkpoint side of the engine."""
 
     mpu: Any
@@ -119,6 +120,7 @@ class CheckpointIO(WeightsIO):
             SCRIPTS,
             settings.tag_validation,
         )
+        self._remember_folder(save_dir, client_state)
         saving = Saving(target, self._contents(ranks, client_state or {}, exclude_frozen_parameters), ranks)
         saving.begin()
         if settings.async_save or settings.writer.decoupled:
@@ -243,6 +245,7 @@ class CheckpointIO(WeightsIO):
         """
         self.wait_for_checkpoint()
         ranks = Ranks(self._axes.world)
+        self._remember_folder(load_dir)
         finder = Finder(Path(load_dir), ranks, self.ds_config.top.checkpoint.client_state_pickle)
         what = _What(
             load_module_strict,

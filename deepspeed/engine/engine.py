@@ -111,6 +111,7 @@ class DeepSpeedEngine(Reporting, StateAccessors, CheckpointIO, OffloadStates, Fe
         )
         self.timers = SynchronizedWallClockTimer(accelerator.synchronize)
         self._say_plan()
+        self.listen_for_signals()
         if self._shards_parameters:  # a slice can be pulled only when its owner serves it
             self._agree(0, "all ranks have their engine")
 
@@ -262,6 +263,7 @@ class DeepSpeedEngine(Reporting, StateAccessors, CheckpointIO, OffloadStates, Fe
         self._applied = False
         if self._window.end_micro_batch():
             self._update(lr_kwargs)
+            self.stop_if_asked()
 
     def flush(self) -> None:
         """Apply a window that is not full, as at the end of an epoch: the mean is over the micro-batches seen.

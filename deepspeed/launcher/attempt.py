@@ -59,6 +59,7 @@ class Attempt:
             "MASTER_PORT": str(port),
             "DS_JOB_ID": self._job.id,
             "DS_ATTEMPT": str(self.number),
+            "DS_GRACE": str(self._job.grace),
         }
         placed = nodes_of({peer.name: peer.slots for peer in self.members})
         for peer in self.members:

@@ -13,6 +13,7 @@ from deepspeed.errors import LaunchError
 from deepspeed.foundation.log import logger
 from deepspeed.launcher.agent import Agent
 from deepspeed.launcher.control import Control
+from deepspeed.launcher.elastic import ElasticControl
 from deepspeed.launcher.job import Job
 from deepspeed.launcher.peers import Peer
 from deepspeed.launcher.starters import Fork
@@ -45,7 +46,8 @@ def run(job: Job, own: int, fingerprint: str, front: Channel) -> int:
         return 2
     try:
         if own == 0:
-            return Control(job, Callers(job, fingerprint), front).run()
+            kind = Control if job.elastic is None else ElasticControl
+            return kind(job, Callers(job, fingerprint), front).run()
         return _follow(job, own, fingerprint, front)
     except LaunchError as error:
         print(f"deepspeed: {error}", file=sys.stderr)
@@ -88,6 +90,13 @@ class Callers:
             control.loop.watch(self._socket.fileno(), lambda: self._accept(control, peers))
         control.hello_seconds = ARRIVE_SECONDS
         control.loop.later(TELL_SECONDS, lambda: _tell(peers))
+
+    def again(self, control: Control, peer: Peer) -> None:
+        """The host calls by itself when its command is started again; this one is forked."""
+        if peer is control.peers[0]:
+            Fork().begin(control, [peer])
+        else:
+            peer.since = float("inf")
 
     def close(self) -> None:
         """Nobody is missing any more."""

@@ -37,6 +37,10 @@ class Starter(Protocol):
         """Start agents; their channels come by `control.attach`, their processes by `control.adopt`."""
         ...
 
+    def again(self, control: Control, peer: Peer) -> None:
+        """Try a host that was lost once more; one that cannot do so leaves it lost."""
+        ...
+
     def close(self) -> None:
         """Let go of what is only needed for starting."""
         ...
@@ -57,7 +61,7 @@ class Control:
         self.peers = [Peer(name, slots) for name, slots in job.slots.items()]
         self.hello_seconds = HELLO_SECONDS
         self.attempt: Attempt | None = None
-        self._starter = starter
+        self.starter = starter
         self._front = front
         self._processes: list[Process] = []
         self._held = False
@@ -104,12 +108,12 @@ class Control:
             self.loop.watch(signals.fileno(), lambda: [self.on_signal(n) for n in signals.recv(256)])
             self.loop.watch(self._front.reader, self._read_front)
             try:
-                self._starter.begin(self, self.peers)
+                self.starter.begin(self, self.peers)
                 self._code, self._report = self.course()
             except LaunchError as error:
                 self._code, self._report = CANNOT_START, f"deepspeed: {error}"
             finally:
-                self._starter.close()
+                self.starter.close()
                 self._say_goodbye()
                 self.loop.close()
         if self._report:
@@ -139,12 +143,13 @@ class Control:
             self.wait(lambda: bool(self._ports) or first.lost)
             port = self._ports[-1] if self._ports else 0
         alone = len(members) == 1
-        address = self.job.address or ("127.0.0.1" if alone else first.address)
+        named = self.job.address if first is self.peers[0] else ""
+        address = named or ("127.0.0.1" if alone else first.address)
         if not (alone and first.local):
             shown = " ".join(f"{peer.name}:{len(peer.slots)}" for peer in members[:8])
             more = f" and {len(members) - 8} more" if len(members) > 8 else ""
             place = f"{address}:{port}: {shown}{more}"
-            by = self._starter.name
+            by = self.starter.name
             logger.info("%d rank(s) on %d host(s) by %s, meeting at %s", attempt.world, len(members), by, place)
         self.attempt = attempt
         attempt.start(address, port)
@@ -200,7 +205,7 @@ class Control:
                 continue
             process.read()
             peer = process.peer
-            why = f"{self._starter.name} ended with code {code}" + (f": {process.says()}" if process.says() else "")
+            why = f"{self.starter.name} ended with code {code}" + (f": {process.says()}" if process.says() else "")
             if peer is None:
                 _kill(process)
                 self._processes.remove(process)

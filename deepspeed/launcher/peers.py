@@ -80,6 +80,15 @@ class Peer:
         """Whether it can no longer be reached."""
         return bool(self.problem)
 
+    def forget(self) -> None:
+        """As if it had never been there: it is tried again."""
+        self.channel = self.process = None
+        self.ready = False
+        self.problem = ""
+        self.pids.clear()
+        self.left.clear()
+        self.since = time.monotonic()
+
     def send(self, kind: str, /, **fields: object) -> None:
         """Send a message if it is there."""
         if self.channel is not None and self.channel.open:

@@ -15,9 +15,10 @@ from deepspeed.errors import DeepSpeedError, LaunchError, NotAvailableError
 from deepspeed.launcher import callers, pool, starters
 from deepspeed.launcher.boot import own_folder
 from deepspeed.launcher.control import Control
+from deepspeed.launcher.elastic import ElasticControl, valid_sizes
 from deepspeed.launcher.front import run_behind
 from deepspeed.launcher.hostfile import Hosts, is_this_machine, select
-from deepspeed.launcher.job import Job
+from deepspeed.launcher.job import Elastic, Job
 from deepspeed.launcher.options import DLTS_HOSTFILE, parse, program, set_log_level
 from deepspeed.launcher.output import terminal_size
 from deepspeed.launcher.variables import DEEPSPEED_ENVIRONMENT_NAME, EXPORT_ENVS, declared, exported_variables
@@ -73,19 +74,22 @@ def run(options: argparse.Namespace, known: Hosts | None = None) -> int:
     every = options.no_ssh or found.own is not None  # each host runs this command
     here = not every and not options.force_multi and len(hosts) == 1 and is_this_machine(next(iter(hosts)))
     job = _job(options, hosts, here, found)
+    kind = Control if job.elastic is None else ElasticControl
     if every:
         own = options.node_rank if options.node_rank >= 0 else found.own or 0
         return run_behind(lambda front: callers.run(job, own, _print(job), front))
     if here:
-        return run_behind(lambda front: Control(job, starters.Fork(), front).run())
+        return run_behind(lambda front: kind(job, starters.Fork(), front).run())
     settings = starters.Settings(shlex.split(options.launcher_args), options.ssh_port)
     starter = starters.make(options.launcher or found.launcher, settings)
-    return run_behind(lambda front: Control(job, starter, front).run())
+    if job.elastic is not None and starter.name != "ssh":
+        raise LaunchError(f"--elastic_training starts lost hosts again, and {starter.name} cannot: use ssh or --no_ssh")
+    return run_behind(lambda front: kind(job, starter, front).run())
 
 
 def _check(options: argparse.Namespace) -> None:
-    if options.elastic_training or options.min_elastic_nodes >= 0 or options.max_elastic_nodes >= 0:
-        raise NotAvailableError("--elastic_training is not available yet; start again from a checkpoint instead")
+    if not options.elastic_training and (options.min_elastic_nodes >= 0 or options.max_elastic_nodes >= 0):
+        raise LaunchError("--min_elastic_nodes and --max_elastic_nodes need --elastic_training")
     if options.autotuning:
         raise NotAvailableError(f"--autotuning {options.autotuning} is not available yet; leave the flag out")
     if options.user_script is None:
@@ -150,6 +154,7 @@ def _job(options: argparse.Namespace, hosts: Hosts, here: bool, found: pool.Pool
         address=options.master_addr or found.address,
         port=port,
         heartbeat=options.heartbeat,
+        elastic=_elastic(options, hosts),
         grace=options.grace,
         local_rank=not options.no_local_rank,
         venv_script=os.path.abspath(options.venv_script) if options.venv_script else "",
@@ -160,6 +165,16 @@ def _job(options: argparse.Namespace, hosts: Hosts, here: bool, found: pool.Pool
         terminals=(terminal_size(1), terminal_size(2)),
         pid_of=os.getpid() if options.save_pid else 0,
     )
+
+
+def _elastic(options: argparse.Namespace, hosts: Hosts) -> Elastic | None:
+    if not options.elastic_training:
+        return None
+    fewest = options.min_elastic_nodes if options.min_elastic_nodes > 0 else 1
+    most = options.max_elastic_nodes if options.max_elastic_nodes > 0 else len(hosts)
+    if not fewest <= most or fewest > len(hosts):
+        raise LaunchError(f"--min_elastic_nodes {fewest}, --max_elastic_nodes {most}, and there are {len(hosts)} hosts")
+    return Elastic(fewest, most, valid_sizes(options.user_args, dict(os.environ)))
 
 
 def _print(job: Job) -> str:

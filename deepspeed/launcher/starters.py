@@ -76,6 +76,10 @@ class Fork:
         peer.local, peer.process = True, Process(None, pid, peer)
         control.attach(peer, Channel(descriptor, descriptor))
 
+    def again(self, control: Control, peer: Peer) -> None:
+        """Fork another agent."""
+        self.begin(control, [peer])
+
     def close(self) -> None:
         """Nothing was opened."""
 
@@ -111,6 +115,10 @@ class Ssh:
         """Connect to every host, a limited number at a time."""
         self._waiting = list(peers)
         self._go_on(control)
+
+    def again(self, control: Control, peer: Peer) -> None:
+        """Connect once more."""
+        self._connect(control, peer)
 
     def _go_on(self, control: Control) -> None:
         connecting = sum(peer.process is not None and not peer.ready and not peer.lost for peer in control.peers)
@@ -185,6 +193,10 @@ class Many:
         control.adopt(process)
         if popen.stdout is not None:
             _drain(control, popen.stdout.fileno(), process)
+
+    def again(self, control: Control, peer: Peer) -> None:
+        """The program cannot start one agent alone."""
+        control.lose(peer, f"{self.name} cannot start a single host again")
 
     def _write_hosts(self, lines: Sequence[str]) -> str:
         """A file of hosts, of this user alone."""
