@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from deepspeed.comm.agreement import agreement
 from deepspeed.comm.status_page import INSIDE, LEFT, OUTSIDE, StatusPage, boot, describe, neighbour
+from deepspeed.comm.whereabouts import whereabouts
 from deepspeed.errors import CommError, CommTimeoutError
 
 # [Note: the watch]
@@ -227,6 +228,7 @@ class _Watcher(threading.Thread):
         self._neighbours: dict[int, mmap] = {}
         self._heard: dict[int, bytes] = {}  # other ranks' places, from the store
         self._answered: set[int] = set()
+        self._where: dict[int, str] = {}  # host, file and line of the user's that ranks said with their answers
         self._with_store(self._introduce)
 
     def ask(self, what: str, ranks: Sequence[int] | None) -> str:
@@ -342,11 +344,14 @@ class _Watcher(threading.Thread):
         for rank in self._ranks:
             answered = rank == self._rank or rank in self._answered
             heard = _here.page.snapshot() if rank == self._rank else self._heard.get(rank)
-            lines.append(_line(rank, heard if answered else self._neighbours.get(rank, heard), answered))
+            line = _line(rank, heard if answered else self._neighbours.get(rank, heard), answered)
+            where = whereabouts() if rank == self._rank else self._where.get(rank)
+            lines.append(f"{line} ({where})" if where else line)
         return "\n".join(lines)
 
     def _hear(self, store: Store) -> None:
         """Answer, and wait at most `ANSWER_S` seconds for the answers of the listed ranks."""
+        store.set(f"where/{self._rank}", whereabouts())
         store.set(f"answer/{self._rank}", _here.page.snapshot())
         end = time.monotonic() + ANSWER_S
         answers = [f"answer/{rank}" for rank in self._ranks]
@@ -362,6 +367,8 @@ class _Watcher(threading.Thread):
                     self._heard[rank] = store.get(key)
                     if key.startswith("answer"):
                         self._answered.add(rank)
+            if store.check([f"where/{rank}"]):
+                self._where[rank] = store.get(f"where/{rank}").decode()
         store.set(f"free/{self._rank}", "")
 
     def _say_goodbye(self, store: Store) -> None:

@@ -205,6 +205,9 @@ class Control:
                 continue
             process.read()
             peer = process.peer
+            if peer is not None and (peer.lost or peer.process is not process):  # that host is tried anew by another
+                self._forget(process)
+                continue
             why = f"{self.starter.name} ended with code {code}" + (f": {process.says()}" if process.says() else "")
             if peer is None:
                 _kill(process)
@@ -214,6 +217,12 @@ class Control:
                         self.lose(waiting, why)
             elif not peer.ready and not peer.lost:
                 self.lose(peer, why)
+
+    def _forget(self, process: Process) -> None:
+        self._processes.remove(process)
+        if process.popen is not None and process.popen.stderr is not None:
+            self.loop.unwatch(process.popen.stderr.fileno())
+            process.popen.stderr.close()
 
     # -- messages ------------------------------------------------------------------------------------------------------
 
