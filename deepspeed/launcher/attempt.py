@@ -40,6 +40,7 @@ class Attempt:
         self._job = job
         self._loop = loop
         self._ending = False  # left-over ranks are being ended: how they end says nothing
+        self._finished = False
         self.world = sum(len(peer.slots) for peer in members)
 
     @property
@@ -113,13 +114,16 @@ class Attempt:
 
     def end(self) -> None:
         """End the ranks that are left, everywhere."""
+        if self._finished:  # the timer of an attempt that another one has followed
+            return
         self._ending = True
         for peer in self.members:
             if peer.left:
                 peer.send("end", number=int(signal.SIGTERM), grace=GRACE_SECONDS)
 
     def result(self) -> tuple[int, str]:
-        """The exit code, and the report of the first failure."""
+        """The exit code, and the report of the first failure; nothing that was still to be done is done any more."""
+        self._finished = True
         if not self.failures:
             return 0, ""
         first = min(self.failures, key=lambda failure: (failure.secondary, failure.at))
@@ -136,7 +140,7 @@ class Attempt:
             self._loop.later(self._job.grace if stopped else SETTLE_SECONDS, self._kill if stopped else self.end)
 
     def _kill(self) -> None:
-        if self.over:
+        if self.over or self._finished:
             return
         self.failures = self.failures or [Failure(time.monotonic(), -signal.SIGKILL, "")]
         self._ending = True
