@@ -24,7 +24,7 @@ def cpu_machine(monkeypatch, tmp_path):
         (["gone.py"], LaunchError, "'gone.py' does not exist in"),
         (["--include", "localhost:0", "--num_gpus", "1", "train.py"], LaunchError, "leave --num_nodes and --num_gpus"),
         (["--no_ssh", "train.py"], LaunchError, "--no_ssh needs --node_rank N and --master_addr"),
-        (["--elastic_training", "train.py"], NotAvailableError, "--elastic_training is not available yet"),
+        (["--min_elastic_nodes", "1", "train.py"], LaunchError, "need --elastic_training"),
         (["--autotuning", "tune", "train.py"], NotAvailableError, "--autotuning tune is not available yet"),
         (["--num_nodes", "2", "train.py"], LaunchError, "--num_nodes 2, but the hostfile"),
         (["-H", "hostfile", "--num_gpus", "5", "train.py"], LaunchError, "--num_gpus 5, but there are only"),
