@@ -1,4 +1,5 @@
-# One command each: `make train`, `make test`, `make test-all`, `make check`, `make bench`, `make docs`.
+# One command each: `make train`, `make test`, `make test-all`, `make check`, `make bench`, `make docs`,
+# `make hosts` (packages for the tests on several hosts; root).
 # The first of them makes the environment in .venv.
 
 PYTHON ?= python3
@@ -7,9 +8,10 @@ READY := .venv/.ready
 TRAIN_ARGS ?=
 BENCH_ARGS ?=
 TEST_ARGS ?=
+HOST_PACKAGES := openssh-server pdsh openmpi-bin mpich slurm-wlm munge iproute2
 FAST_TESTS := $(wildcard $(addprefix tests/,architecture harness unit parallel parity faults golden docs clients))
 
-.PHONY: train test test-all check bench docs
+.PHONY: train test test-all check bench docs hosts
 
 # torch comes first and alone, so that the wheel of this machine's kind is the one that everything else builds on
 $(READY): pyproject.toml constraints.txt setup.py $(wildcard deepspeed/native/*.cpp deepspeed/native/*.h)
@@ -25,7 +27,14 @@ test: $(READY)
 	$(BIN)/python -m pytest -m "not slow and not gpu" $(FAST_TESTS) $(TEST_ARGS)
 
 test-all: $(READY)
-	$(BIN)/python -m pytest $(TEST_ARGS)
+	DS_NEED_HOSTS=1 $(BIN)/python -m pytest $(TEST_ARGS)
+
+# no service starts: the hosts of the tests run their own
+hosts: $(READY)
+	test -e /usr/sbin/policy-rc.d || (printf '#!/bin/sh\nexit 101\n' > /usr/sbin/policy-rc.d; chmod +x /usr/sbin/policy-rc.d)
+	apt-get update -qq
+	DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $(HOST_PACKAGES)
+	$(BIN)/python -m tests.hosts.cluster
 
 check: $(READY)
 	$(BIN)/ruff check .

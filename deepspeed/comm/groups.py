@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.comm import fetch, init, watch
+from deepspeed.comm import discovery, fetch, init, watch
 from deepspeed.comm.axis import forget_axes, make_group
 from deepspeed.comm.routes import forget_routes
 from deepspeed.errors import NotAvailableError, UsageError
@@ -154,34 +154,34 @@ def in_dlts() -> bool:
     return "DLTS_JOB_ID" in os.environ
 
 
-def mpi_discovery(distributed_port: int = init.DEFAULT_PORT, verbose: bool = True) -> None:
+def mpi_discovery(distributed_port: int = discovery.DEFAULT_PORT, verbose: bool = True) -> None:
     """Set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT from what MPI says.
 
     Raises:
         NotAvailableError: no MPI started this process.
     """
-    _export((init.from_open_mpi, init.from_mpi4py), distributed_port, verbose)
+    _export((discovery.from_open_mpi, discovery.from_mpi4py), distributed_port, verbose)
 
 
 def patch_aml_env_for_torch_nccl_backend(master_port: int = 6105, verbose: bool = True) -> None:
     """`mpi_discovery` for Azure ML, whose master is AZ_BATCH_MASTER_NODE."""
-    _export((init.from_open_mpi,), master_port, verbose)
+    _export((discovery.from_open_mpi,), master_port, verbose)
 
 
 def patch_aws_sm_env_for_torch_nccl_backend(verbose: bool = True) -> None:
     """`mpi_discovery` for SageMaker, whose master is the first of SM_HOSTS."""
-    _export((init.from_sagemaker,), init.DEFAULT_PORT, verbose)
+    _export((discovery.from_sagemaker,), discovery.DEFAULT_PORT, verbose)
 
 
-def _export(probes: Sequence[Callable[..., dict[str, str] | None]], port: int, verbose: bool) -> None:
-    found = next((values for values in (probe(os.environ) for probe in probes) if values), None)
-    if found is None:
+def _export(probes: Sequence[Callable[..., discovery.Claim | None]], port: int, verbose: bool) -> None:
+    claim = next((claim for claim in (probe(os.environ) for probe in probes) if claim), None)
+    if claim is None:
         raise NotAvailableError("no variables of Open MPI or SageMaker are set: this process was not started by them.")
-    source = found.pop("source")
+    found = {name: claim.values[name] for name in claim.values.keys() - {"LOCAL_WORLD_SIZE"}}
     defaults = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ.update({**{k: v for k, v in defaults.items() if k not in os.environ}, **found})
     if verbose:
-        say(f"environment set from {source}: {found}")
+        say(f"environment set from {claim.source}: {found}")
 
 
 def has_all_gather_into_tensor() -> bool:

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import atexit
-import importlib
-import itertools
 import os
-import re
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -17,24 +12,13 @@ import torch.distributed as dist
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm import fetch, watch
+from deepspeed.comm.discovery import DEFAULT_PORT, World, discover
 from deepspeed.comm.logging import configure
+from deepspeed.comm.meet import open_store, shake
 from deepspeed.errors import ArgumentError, CommError, CommTimeoutError, NotAvailableError
 from deepspeed.foundation.log import say, say_once
 
-DEFAULT_PORT = 29500
-_stores: dict[str, tuple[Any, Iterator[int]]] = {}  # by rendezvous URL, with the count of groups made there
-
-
-@dataclass(frozen=True)
-class World:
-    """This process's place: rank of size, rank on its machine, where rank 0 listens, and who said so."""
-
-    rank: int = 0
-    size: int = 1
-    local_rank: int = 0
-    address: str = "127.0.0.1"
-    port: int = DEFAULT_PORT
-    source: str = "no launcher"
+_stores: dict[str, Any] = {}  # by rendezvous URL: a later group of this process meets there again
 
 
 def init_distributed(
@@ -51,8 +35,9 @@ def init_distributed(
 ) -> None:
     """Join the process group of this run, or adopt the one that torch.distributed already has.
 
-    The place of this process comes from `rank` and `world_size`, else from the variables of torchrun, SageMaker,
-    Open MPI, SLURM or from mpi4py; with none of them this process is a world of one.
+    The place of this process comes from `rank` and `world_size`, else from the variables of torchrun, MPI (Open MPI,
+    hydra, MVAPICH2, jsrun, PALS), SLURM, SageMaker, Azure ML, Kubernetes or from mpi4py; with none of them this process
+    is a world of one. Whatever else says something of it must agree.
 
     Args:
         dist_backend: a torch.distributed backend; None takes the accelerator's. "nccl" without CUDA becomes "gloo".
@@ -117,127 +102,24 @@ def choose_backend(asked: str | None) -> str:
     return backend
 
 
-def discover(rank: int, size: int, port: int, look_further: bool) -> World:
-    """This process's place, from the arguments, else from the first launcher that left its variables.
-
-    Args:
-        rank: the caller's, or negative.
-        size: the caller's, or not positive.
-        port: where rank 0 listens when no variable says so.
-        look_further: ask SageMaker, Open MPI, SLURM and mpi4py too.
-
-    Raises:
-        ArgumentError: a value is not a number, is missing, or rank and size do not fit.
-    """
-    env = os.environ
-    found = {"RANK": str(rank), "WORLD_SIZE": str(size), "source": "arguments"} if rank >= 0 and size > 0 else None
-    if found is None and (env.get("RANK") or env.get("WORLD_SIZE")):
-        found = {"source": "RANK and WORLD_SIZE"}
-    if found is None and look_further:
-        found = next((values for values in (probe(env) for probe in _PROBES) if values), None)
-    if found is None:
-        return World(port=port)
-    source = found.pop("source")
-    place = _check({**found, **{key: value for key, value in env.items() if value}}, source, port)
-    if place.size != size > 0 or (place.rank != rank >= 0):
-        raise ArgumentError(
-            f"init_distributed(rank={rank}, world_size={size}) contradicts the environment "
-            f"({source}: rank {place.rank} of {place.size}). Leave the arguments out or unset the variables."
-        )
-    env.update({key: value for key, value in found.items() if value and not env.get(key)})
-    return place
-
-
-def _check(values: Mapping[str, str], source: str, port: int) -> World:
-    """Turn the words RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT into a World that makes sense."""
-
-    def number(name: str, default: int | None) -> int:
-        text = values.get(name) or (None if default is None else str(default))
-        if text is None:
-            raise ArgumentError(f"{name} is not set ({source}). Set it, or unset RANK and WORLD_SIZE to run alone.")
-        if not re.fullmatch(r"\s*\d+\s*", text):
-            raise ArgumentError(f"{name}={text!r} is not a whole number from 0 up ({source}).")
-        return int(text)
-
-    rank, size = number("RANK", None), number("WORLD_SIZE", None)
-    if rank >= size:
-        raise ArgumentError(f"RANK={rank} does not exist in WORLD_SIZE={size} ({source}): ranks are 0 to size - 1.")
-    listen = number("MASTER_PORT", port)
-    if listen > 65535:
-        raise ArgumentError(f"MASTER_PORT={listen} is not a port ({source}): ports end at 65535.")
-    local = number("LOCAL_RANK", rank % max(1, get_accelerator().device_count()))
-    return World(rank, size, local, values.get("MASTER_ADDR") or "127.0.0.1", listen, source)
-
-
-def from_sagemaker(env: Mapping[str, str]) -> dict[str, str] | None:
-    """SageMaker: Open MPI's ranks, and the first of SM_HOSTS as the meeting point."""
-    found = from_open_mpi(env) if "SM_TRAINING_ENV" in env else None
-    if found is not None:
-        found["source"] = "SageMaker"
-        hosts = re.findall(r'"([^"]+)"', env.get("SM_HOSTS", ""))
-        if hosts:
-            found["MASTER_ADDR"] = hosts[0]
-    return found
-
-
-def from_open_mpi(env: Mapping[str, str]) -> dict[str, str] | None:
-    """Open MPI's mpirun, Azure ML's use of it included."""
-    if "OMPI_COMM_WORLD_SIZE" not in env:
-        return None
-    names = {"RANK": "RANK", "WORLD_SIZE": "SIZE", "LOCAL_RANK": "LOCAL_RANK"}
-    theirs = {ours: env.get(f"OMPI_COMM_WORLD_{name}") for ours, name in names.items()}
-    found = {ours: value for ours, value in theirs.items() if value is not None}
-    master = env.get("AZ_BATCH_MASTER_NODE")
-    if master:
-        found["MASTER_ADDR"], _, found["MASTER_PORT"] = master.partition(":")
-    elif "MASTER_ADDR" not in env and env.get("OMPI_COMM_WORLD_LOCAL_SIZE", found["WORLD_SIZE"]) != found["WORLD_SIZE"]:
-        found.update(from_mpi4py(env) or {})
-    return {**found, "source": "Open MPI"}
-
-
-def from_slurm(env: Mapping[str, str]) -> dict[str, str] | None:
-    """srun: one process per task; rank 0 runs on the first node of the list ("gpu[003-007,12]" begins at gpu003)."""
-    if "SLURM_PROCID" not in env or not ("SLURM_NTASKS" in env or "SLURM_STEP_NUM_TASKS" in env):
-        return None
-    found = {"RANK": env["SLURM_PROCID"], "WORLD_SIZE": env.get("SLURM_STEP_NUM_TASKS") or env["SLURM_NTASKS"]}
-    if "SLURM_LOCALID" in env:
-        found["LOCAL_RANK"] = env["SLURM_LOCALID"]
-    nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST") or ""
-    first = re.match(r"([^,\[]+)(?:\[(\d+))?", nodes)
-    if first:
-        found["MASTER_ADDR"] = first[1] + (first[2] or "")
-    return {**found, "source": "SLURM"}
-
-
-def from_mpi4py(env: Mapping[str, str]) -> dict[str, str] | None:
-    """Any MPI that has started this process, asked through mpi4py where that is installed."""
-    if not any(name.startswith(("PMI_", "PMIX_", "OMPI_")) for name in env):
-        return None
-    try:
-        mpi = importlib.import_module("mpi4py.MPI")
-    except ImportError:
-        return None
-    everyone = mpi.COMM_WORLD
-    host = everyone.bcast(mpi.Get_processor_name(), root=0)
-    local = everyone.Split_type(mpi.COMM_TYPE_SHARED).Get_rank()
-    place = {"RANK": everyone.Get_rank(), "WORLD_SIZE": everyone.Get_size(), "LOCAL_RANK": local}
-    return {**{name: str(value) for name, value in place.items()}, "MASTER_ADDR": host, "source": "mpi4py"}
-
-
-_PROBES = (from_sagemaker, from_open_mpi, from_slurm, from_mpi4py)
-
-
 def _bind_device(world: World) -> None:
     """Make the device of the local rank the current one."""
     accelerator = get_accelerator()
     if accelerator.device_name() == "cpu":
         return
-    if world.local_rank >= accelerator.device_count():
+    devices = accelerator.device_count()
+    if world.local_rank >= devices and not (devices == 1 and _one_per_task()):
         raise ArgumentError(
-            f"LOCAL_RANK={world.local_rank} has no device: this process sees {accelerator.device_count()} "
+            f"LOCAL_RANK={world.local_rank} has no device: this process sees {devices} "
             f"{accelerator.device_name()} device(s). Start at most one rank per device."
         )
-    accelerator.set_device(world.local_rank)
+    accelerator.set_device(min(world.local_rank, devices - 1))
+
+
+def _one_per_task() -> bool:
+    """Whether the scheduler shows each process its own device, which is then device 0 for all of them."""
+    names = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    return len(names) == 1 or os.environ.get("SLURM_GPUS_PER_TASK", "").split(":")[-1] == "1"
 
 
 def _join(world: World, backend: str, limit: timedelta, init_method: str | None) -> None:
@@ -261,20 +143,15 @@ def _join(world: World, backend: str, limit: timedelta, init_method: str | None)
 
 
 def _meet(world: World, limit: timedelta, init_method: str | None) -> dist.Store:
-    """The store of the run, kept for a later group. A world of one needs no port.
-
-    Every group gets keys of its own: by the restart of torchelastic (whose store outlives the attempt), and by how many
-    groups this process made there before.
-    """
+    """The store of the group, with keys of its own; kept for a later group. A world of one needs no port."""
     if world.size == 1 and init_method is None:
         return dist.HashStore()
-    host = f"[{world.address}]" if ":" in world.address else world.address  # IPv6
-    url = init_method or f"tcp://{host}:{world.port}"
+    url = init_method or f"{world.address}:{world.port}"
     if url not in _stores:
-        _stores[url] = next(dist.rendezvous(url, world.rank, world.size, timeout=limit))[0], itertools.count()
-    store, earlier = _stores[url]
+        _stores[url] = open_store(world, limit, init_method)
+    store = _stores[url]
     store.set_timeout(limit)
-    return dist.PrefixStore(f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}.{next(earlier)}", store)
+    return dist.PrefixStore(shake(store, world.rank, world.size, limit), store)
 
 
 def _adopt(rank: int, size: int) -> None:

@@ -17,7 +17,9 @@ from typing import Any, TypeAlias
 
 import torch.distributed as dist
 
+from deepspeed.comm.agreement import agreement
 from deepspeed.comm.status_page import INSIDE, LEFT, OUTSIDE, StatusPage, boot, describe, neighbour
+from deepspeed.comm.whereabouts import whereabouts
 from deepspeed.errors import CommError, CommTimeoutError
 
 # [Note: the watch]
@@ -170,6 +172,18 @@ def _gloo_is_busy() -> bool:
     return False
 
 
+def end_of_step() -> int:
+    """The main thread has ended a step: 0, or the signal's number when all ranks have agreed to stop after it.
+
+    Raises:
+        CommError: another rank has failed.
+    """
+    watcher = _here.watcher
+    if watcher is None:
+        agreement.alone()
+    return agreement.step(heed, watcher.look_now if watcher is not None else agreement.alone)
+
+
 def allow(timeout: timedelta) -> None:
     """Let one collective take `timeout`, where that is longer than what was allowed before."""
     _here.timeout = max(_here.timeout, timeout)
@@ -214,6 +228,7 @@ class _Watcher(threading.Thread):
         self._neighbours: dict[int, mmap] = {}
         self._heard: dict[int, bytes] = {}  # other ranks' places, from the store
         self._answered: set[int] = set()
+        self._where: dict[int, str] = {}  # host, file and line of the user's that ranks said with their answers
         self._with_store(self._introduce)
 
     def ask(self, what: str, ranks: Sequence[int] | None) -> str:
@@ -229,6 +244,10 @@ class _Watcher(threading.Thread):
         self._looked.clear()
         self._wake.set()
         self._looked.wait(POLL_S)
+
+    def look_now(self) -> None:
+        """Have the thread look around at once."""
+        self._wake.set()
 
     def leave(self) -> None:
         """Say goodbye and end the thread."""
@@ -270,6 +289,7 @@ class _Watcher(threading.Thread):
             return True
         alarm = self._with_store(self._listen)
         if alarm is None:
+            self._with_store(lambda store: agreement.look(store, self._rank, self._world))
             return False
         if alarm == _ENDING:
             self._with_store(self._copy)
@@ -324,11 +344,14 @@ class _Watcher(threading.Thread):
         for rank in self._ranks:
             answered = rank == self._rank or rank in self._answered
             heard = _here.page.snapshot() if rank == self._rank else self._heard.get(rank)
-            lines.append(_line(rank, heard if answered else self._neighbours.get(rank, heard), answered))
+            line = _line(rank, heard if answered else self._neighbours.get(rank, heard), answered)
+            where = whereabouts() if rank == self._rank else self._where.get(rank)
+            lines.append(f"{line} ({where})" if where else line)
         return "\n".join(lines)
 
     def _hear(self, store: Store) -> None:
         """Answer, and wait at most `ANSWER_S` seconds for the answers of the listed ranks."""
+        store.set(f"where/{self._rank}", whereabouts())
         store.set(f"answer/{self._rank}", _here.page.snapshot())
         end = time.monotonic() + ANSWER_S
         answers = [f"answer/{rank}" for rank in self._ranks]
@@ -344,6 +367,8 @@ class _Watcher(threading.Thread):
                     self._heard[rank] = store.get(key)
                     if key.startswith("answer"):
                         self._answered.add(rank)
+            if store.check([f"where/{rank}"]):
+                self._where[rank] = store.get(f"where/{rank}").decode()
         store.set(f"free/{self._rank}", "")
 
     def _say_goodbye(self, store: Store) -> None:

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
+
+from deepspeed.elasticity import compute_elastic_config, ensure_immutable_elastic_config
+from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.version import __version__
 
 TRAIN, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 
@@ -51,4 +57,33 @@ def derive_batch(train: int | None, micro: int | None, steps: int | None, world:
             f"gradient_acc_step * world_size {train} != {micro} * {steps} * {world}. "
             f"Change one of {TRAIN}, {MICRO}, {STEPS} or the number of ranks, or leave one of the three out"
         )
+    return Batch(train, micro, steps, derived)
+
+
+def elastic_batch(
+    block: Mapping[str, Any], given: tuple[int | None, int | None, int | None], world: int
+) -> Batch | str:
+    """The batch triple of an `elasticity` block: the same global batch for every number of ranks that can share it.
+
+    Args:
+        block: as the user wrote it.
+        given: the triple, as far as it was given beside the block.
+        world: data-parallel ranks.
+
+    Returns:
+        The triple, or the text of the problem.
+    """
+    if any(given) and not block.get("ignore_non_elastic_batch_info", False):
+        return (
+            f"elasticity computes the batch: leave {TRAIN}, {MICRO} and {STEPS} out, or set "
+            "elasticity.ignore_non_elastic_batch_info to have them ignored"
+        )
+    try:
+        ensure_immutable_elastic_config(block)
+        ranks = world * int(block.get("model_parallel_size", 1))
+        train, _, micro = compute_elastic_config({"elasticity": block}, __version__, ranks)
+    except (DeepSpeedConfigError, ValueError) as error:
+        return str(error)
+    steps = train // micro // world
+    derived: dict[str, str] = dict.fromkeys((TRAIN, MICRO, STEPS), f"elasticity, for {world} rank(s)")
     return Batch(train, micro, steps, derived)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 from deepspeed.config.auto import BATCH, Facts, resolve_autos
-from deepspeed.config.batch import MICRO, STEPS, TRAIN, Batch, derive_batch
+from deepspeed.config.batch import MICRO, STEPS, TRAIN, Batch, derive_batch, elastic_batch
 from deepspeed.config.check import conflicts, to_sections, unavailable
 from deepspeed.config.explain import Row, rows
 from deepspeed.config.fields import Section
@@ -179,7 +179,10 @@ def _batch(top: TopLevel, reading: Reading, world: int, facts: Facts) -> Batch |
                 )
             )
             return None
-    batch = derive_batch(train, micro, steps, world)
+    if top.elasticity.enabled:
+        batch = elastic_batch(reading.tree.get("elasticity", {}), (train, micro, steps), world)
+    else:
+        batch = derive_batch(train, micro, steps, world)
     if isinstance(batch, str):
         reading.problems.append(Problem(batch, "batch"))
         return None

@@ -58,6 +58,7 @@ class CheckpointIO:
         self._state, self._weights = state, weights
         self._background = Background()
         self._extra_objects: list[Any] = []
+        self.remember: Callable[[Any, Any], None] = lambda _folder, _client_state: None  # told of every save and load
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Save and load the state of these objects with every checkpoint.
@@ -114,6 +115,7 @@ class CheckpointIO:
             SCRIPTS,
             settings.tag_validation,
         )
+        self.remember(save_dir, client_state)
         saving = Saving(target, self._contents(ranks, client_state or {}, exclude_frozen_parameters), ranks)
         saving.begin()
         if settings.async_save or settings.writer.decoupled:
@@ -248,6 +250,7 @@ class CheckpointIO:
         found while tensors are replaced: the engine then raises `UsageError` until another load has gone through.
         """
         self.wait_for_checkpoint()
+        self.remember(load_dir, None)
         ranks = Ranks(self._state.everyone)
         finder = Finder(Path(load_dir), ranks, self._state.ds_config.top.checkpoint.client_state_pickle)
         what = _What(

@@ -35,6 +35,7 @@ from deepspeed.engine.clients import let_go, loss_is_divided, take_over
 from deepspeed.engine.config_accessors import ConfigAccessors
 from deepspeed.engine.feeding import Feeding
 from deepspeed.engine.offload_states import OffloadStates
+from deepspeed.engine.preemption import Preemption
 from deepspeed.engine.reporting import BACKWARD, FORWARD, STEP, Reporting
 from deepspeed.engine.state import EngineState
 from deepspeed.engine.statistics import RunningStatistics
@@ -110,6 +111,7 @@ class DeepSpeedEngine(EngineSurface, nn.Module):
         if training_data is not None:
             self.training_dataloader = self.deepspeed_io(training_data, collate_fn=collate_fn)
         self._reports.say_plan()
+        self._preemption.listen()
         if self._shards_parameters:  # a slice can be pulled only when its owner serves it
             self._feeding.agree(0, "all ranks have their engine")
 
@@ -125,6 +127,7 @@ class DeepSpeedEngine(EngineSurface, nn.Module):
         self._feeding = Feeding(state, lambda: self.training, self.flush)
         self._weights = WeightsIO(state)
         self._checkpoints = CheckpointIO(state, self._weights)
+        self._preemption = Preemption(state, self._checkpoints)
         self._applied = False
 
     def train(self, mode: bool = True) -> DeepSpeedEngine:
@@ -266,6 +269,7 @@ class DeepSpeedEngine(EngineSurface, nn.Module):
         self._applied = False
         if self._window.end_micro_batch():
             self._update(lr_kwargs)
+            self._preemption.stop_if_asked()
 
     def flush(self) -> None:
         """Apply a window that is not full, as at the end of an epoch: the mean is over the micro-batches seen.

@@ -10,9 +10,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from deepspeed.launcher.output import Stream, open_channel
+from deepspeed.launcher.output import Log, Size, Stream, open_channel
 
 FATAL_SECONDS = 30.0
 """Longest time between a traceback and the end of the process that it belongs to."""
@@ -21,52 +23,67 @@ _PR_SET_PDEATHSIG = 1
 _prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 
 
-class Rank:
-    """One started rank: its process, what it prints, and how it ended.
+@dataclass(frozen=True)
+class Start:
+    """How a rank is started.
 
     Args:
         number: the global rank.
         command: program and arguments.
         environment: the whole environment of the process.
-        cores: CPU cores it may run on; None leaves the launcher's.
-        log_path: file that takes its output too; None passes standard output on untouched.
+        folder: the folder it starts in; None is this process's.
+        cores: CPU cores it may run on; None leaves this process's.
+        log_path: file that takes its output.
+        prefix: put before each line that is shown.
+        terminals: size of the terminal that standard output and standard error are to look like, or None.
     """
 
-    def __init__(
-        self,
-        number: int,
-        command: Sequence[str],
-        environment: dict[str, str],
-        cores: Sequence[int] | None = None,
-        log_path: Path | None = None,
-    ) -> None:
-        self.number = number
-        self.log_path = log_path
+    number: int
+    command: Sequence[str]
+    environment: dict[str, str]
+    folder: str | None = None
+    cores: Sequence[int] | None = None
+    log_path: Path | None = None
+    prefix: bytes = b""
+    terminals: tuple[Size | None, Size | None] = (None, None)
+
+
+class Rank:
+    """One started rank: its process, what it prints, and how it ended.
+
+    Args:
+        start: what to run.
+        emit: takes the descriptor (1 or 2) and the bytes that are to be shown.
+    """
+
+    def __init__(self, start: Start, emit: Callable[[int, bytes], object]) -> None:
+        self.number = start.number
         self.exit_code: int | None = None
         self.ended_at = 0.0
         self.peak_memory = 0
-        self._log = None if log_path is None else log_path.open("wb", buffering=0)
-        prefix = b"" if log_path is None else b"[rank %d] " % number
-        error_reader, error_writer = open_channel(like=2)
-        self.errors = Stream(error_reader, 2, prefix, self._log)
-        self.streams = [self.errors]
-        output_writer = None
-        if log_path is not None:
-            output_reader, output_writer = open_channel(like=1)
-            self.streams.append(Stream(output_reader, 1, prefix, self._log))
+        self.log_path = start.log_path
+        self._log = _open_log(start.log_path)
+        self.streams: list[Stream] = []
+        writers: list[int] = []
         try:
+            for descriptor, size in zip((1, 2), start.terminals, strict=True):
+                reader, writer = open_channel(size)
+                writers.append(writer)
+                self.streams.append(Stream(reader, partial(emit, descriptor), start.prefix, self._log))
             self.process = subprocess.Popen(
-                command,
-                env=environment,
-                stdout=output_writer,
-                stderr=error_writer,
+                start.command,
+                env=start.environment,
+                cwd=start.folder,
+                stdout=writers[0],
+                stderr=writers[1],
                 # A session of its own: Ctrl-C reaches the rank once, through the launcher, and the group can be killed.
                 start_new_session=True,
-                preexec_fn=_before_exec(os.getpid(), cores),
+                preexec_fn=_before_exec(os.getpid(), start.cores),
             )
         finally:
-            for writer in filter(None, (error_writer, output_writer)):
+            for writer in writers:
                 os.close(writer)
+        self.errors = self.streams[1]
 
     def reap(self) -> bool:
         """True once, when the process has ended; its exit code, time and peak memory are then known."""
@@ -105,11 +122,20 @@ class Rank:
     def signal(self, number: int) -> None:
         """Send a signal to the process if it still runs."""
         if self.exit_code is None:
-            os.kill(self.process.pid, number)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.process.pid, number)
 
     def kill_group(self) -> None:
         """Kill the process and everything it started that stayed in its group."""
         _kill_group(self.process.pid)
+
+
+def _open_log(path: Path | None) -> Log | None:
+    """The log at `path`; none where the disk does not allow it, which is no reason not to train."""
+    try:
+        return None if path is None else Log(path)
+    except OSError:
+        return None
 
 
 def _before_exec(launcher: int, cores: Sequence[int] | None) -> Callable[[], None]:
@@ -129,8 +155,17 @@ def _kill_group(group: int) -> None:
         os.killpg(group, signal.SIGKILL)
 
 
+def close_all_but(*kept: int) -> None:
+    """Close every inherited descriptor but those and the three standard ones."""
+    listed = os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else range(1024)
+    for descriptor in map(int, listed):
+        if descriptor > 2 and descriptor not in kept:
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+
+
 class Guard:
-    """A small process that outlives a killed launcher just long enough to kill the groups of its ranks.
+    """A small process that outlives a killed agent just long enough to kill the groups of its ranks.
 
     The parent-death signal of the kernel reaches the ranks alone, not what they started (data loader workers).
     """
@@ -139,13 +174,13 @@ class Guard:
         reader, self._writer = os.pipe()
         self._pid = os.fork()
         if self._pid == 0:
-            os.close(self._writer)
             os.setsid()
+            close_all_but(reader)  # the other ends are somebody's life
             _wait_and_kill(reader)
         os.close(reader)
 
     def watch(self, rank: Rank) -> None:
-        """Kill the group of this rank should the launcher die."""
+        """Kill the group of this rank should this process die."""
         os.write(self._writer, b"%d\n" % rank.process.pid)
 
     def dismiss(self) -> None:
@@ -158,7 +193,7 @@ class Guard:
 def _wait_and_kill(reader: int) -> None:
     try:
         with open(reader) as lines:
-            for group in [int(line) for line in lines]:  # the list is whole when the launcher's end has closed
+            for group in [int(line) for line in lines]:  # the list is whole when the agent's end has closed
                 _kill_group(group)
     finally:
         os._exit(0)

@@ -2,56 +2,109 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import time
 import tty
+from collections.abc import Callable
+from pathlib import Path
 from typing import BinaryIO
 
 TAIL_BYTES = 64 * 1024
 LAST_LINES = 20
+LOG_BYTES = 64 << 20
+"""A log longer than this begins anew; the part before it is kept as `NAME.1`."""
+READ_BYTES = 1 << 20
+"""Most that one stream passes on before the others have their turn."""
 _TRACEBACK = b"Traceback (most recent call last):"
 _CHAINED = re.compile(rb"(During handling of the above exception|The above exception was the direct cause of)")
 _RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)
 _WHOLE_LINES = re.compile(rb".*[\r\n]", re.DOTALL)
 
 
-def open_channel(like: int) -> tuple[int, int]:
-    """A (reader, writer) pair that looks to the writer like the descriptor `like`: a terminal or a pipe.
+Size = tuple[int, int]
+"""Rows and columns of a terminal."""
+
+
+def terminal_size(descriptor: int) -> Size | None:
+    """The size of the terminal that `descriptor` is; None for anything else."""
+    if not os.isatty(descriptor):
+        return None
+    columns, rows = os.get_terminal_size(descriptor)
+    return rows, columns
+
+
+def open_channel(terminal: Size | None) -> tuple[int, int]:
+    """A (reader, writer) pair that looks to the writer like a terminal of that size, or for None like a pipe.
 
     Progress bars ask whether they write to a terminal and how wide it is.
     """
-    if not os.isatty(like):
+    if terminal is None:
         reader, writer = os.pipe()
     else:
         reader, writer = os.openpty()
         tty.setraw(writer)
-        _copy_size(like, writer)
+        _set_size(writer, terminal)
     os.set_blocking(reader, False)
     return reader, writer
 
 
-def _copy_size(source: int, target: int) -> None:
+def _set_size(descriptor: int, size: Size) -> None:
     import fcntl
+    import struct
     import termios
 
-    fcntl.ioctl(target, termios.TIOCSWINSZ, fcntl.ioctl(source, termios.TIOCGWINSZ, bytes(8)))
+    fcntl.ioctl(descriptor, termios.TIOCSWINSZ, struct.pack("HHHH", *size, 0, 0))
+
+
+class Log:
+    """The file of a rank's output; a disk that is full ends the file, not the rank."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._bytes = 0
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file: BinaryIO | None = path.open("wb", buffering=0)
+
+    def write(self, data: bytes) -> None:
+        """Append what the rank printed."""
+        if self._file is None:
+            return
+        try:
+            if self._bytes + len(data) > LOG_BYTES:
+                self.close()
+                self.path.replace(self.path.with_name(f"{self.path.name}.1"))
+                self._file, self._bytes = self.path.open("wb", buffering=0), 0
+            self._file.write(data)
+            self._bytes += len(data)
+        except OSError:
+            self.close()
+
+    def close(self) -> None:
+        """Let go of the file."""
+        file, self._file = self._file, None
+        if file is not None:
+            with contextlib.suppress(OSError):
+                file.close()
 
 
 class Stream:
-    """One output of a rank on its way from the rank's pipe to the launcher's own output.
+    """One output of a rank on its way from the rank's pipe to the launcher.
 
     Args:
         reader: non-blocking descriptor that the rank's writes arrive at.
-        sink: descriptor they are passed on to.
+        emit: takes what is to be shown.
         prefix: put before each line; empty passes bytes on as they come.
-        log: file that takes them too.
+        log: takes what the rank wrote.
     """
 
-    def __init__(self, reader: int, sink: int, prefix: bytes = b"", log: BinaryIO | None = None) -> None:
+    def __init__(
+        self, reader: int, emit: Callable[[bytes], object], prefix: bytes = b"", log: Log | BinaryIO | None = None
+    ) -> None:
         self.reader = reader
         self.traceback_at: float | None = None
-        self._sink = sink
+        self._emit = emit
         self._prefix = prefix
         self._log = log
         self._tail = b""
@@ -59,7 +112,7 @@ class Stream:
 
     def pump(self) -> bool:
         """Pass on what has arrived; False when the rank's side is closed."""
-        while True:
+        for _ in range(READ_BYTES // TAIL_BYTES):
             try:
                 data = os.read(self.reader, TAIL_BYTES)
             except BlockingIOError:
@@ -69,10 +122,11 @@ class Stream:
             if not data:
                 return False
             self._take(data)
+        return True
 
     def close(self) -> None:
         """Pass on what is left and release the descriptor."""
-        self.pump()
+        self.pump()  # not for ever: what the rank started may still write
         if self._unfinished:
             self._emit(self._prefix + self._unfinished + b"\n")
         os.close(self.reader)
@@ -98,12 +152,9 @@ class Stream:
         if self._log is not None:
             self._log.write(data)
         if not self._prefix:
-            return self._emit(data)
+            self._emit(data)
+            return
         self._unfinished += data
         if whole := _WHOLE_LINES.match(self._unfinished):
             self._unfinished = self._unfinished[whole.end() :]
             self._emit(b"".join(self._prefix + line for line in whole[0].splitlines(keepends=True)))
-
-    def _emit(self, data: bytes) -> None:
-        while data:
-            data = data[os.write(self._sink, data) :]

@@ -1,33 +1,40 @@
-"""The `deepspeed` command: finds hosts and devices, then starts the ranks here or on all nodes."""
+"""The `deepspeed` command: chooses hosts and devices, then has an agent on each of them start the ranks."""
 
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
 import os
 import shlex
-import shutil
-import socket
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from deepspeed.errors import DeepSpeedError, LaunchError, NotAvailableError
-from deepspeed.foundation.log import logger
-from deepspeed.launcher import launch, multinode
-from deepspeed.launcher.devices import visible_devices
-from deepspeed.launcher.hostfile import Hosts, read_hostfile, select
-from deepspeed.launcher.multinode import PDSH_MAX_FAN_OUT
-from deepspeed.launcher.options import DLTS_HOSTFILE, parse, program, rank_options, set_log_level
+from deepspeed.launcher import callers, pool, starters
+from deepspeed.launcher.boot import own_folder
+from deepspeed.launcher.control import Control
+from deepspeed.launcher.elastic import ElasticControl, valid_sizes
+from deepspeed.launcher.front import run_behind
+from deepspeed.launcher.hostfile import Hosts, is_this_machine, select
+from deepspeed.launcher.job import Elastic, Job
+from deepspeed.launcher.options import DLTS_HOSTFILE, parse, program, set_log_level
+from deepspeed.launcher.output import terminal_size
+from deepspeed.launcher.variables import DEEPSPEED_ENVIRONMENT_NAME, EXPORT_ENVS, declared, exported_variables
 
-__all__ = ["DEEPSPEED_ENVIRONMENT_NAME", "DLTS_HOSTFILE", "EXPORT_ENVS", "PDSH_MAX_FAN_OUT", "main"]
+__all__ = [
+    "DEEPSPEED_ENVIRONMENT_NAME",
+    "DLTS_HOSTFILE",
+    "EXPORT_ENVS",
+    "PDSH_MAX_FAN_OUT",
+    "exported_variables",
+    "main",
+]
 
-EXPORT_ENVS = ["MLFLOW", "PYTHON", "MV2", "UCX", "NCCL"]
-"""Variables whose names begin so go to every node."""
-DEEPSPEED_ENVIRONMENT_NAME = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
-"""File of NAME=VALUE lines, in the home or the current directory, that go to every node."""
-MULTI_NODE_PORT = 29500
+PDSH_MAX_FAN_OUT = 1024
+NO_SSH_PORT = 29500
+"""Where the hosts of a --no_ssh run meet, unless --master_port says otherwise."""
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -46,11 +53,15 @@ def main(args: Sequence[str] | None = None) -> int:
         return 2
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace, known: Hosts | None = None) -> int:
     """Start what the options ask for.
 
+    Args:
+        options: of the command.
+        known: the hosts; None looks for them.
+
     Returns:
-        The exit code of the rank of this node that failed first, or 0.
+        The exit code of the rank that failed first, or 0.
 
     Raises:
         LaunchError: the options, the hostfile or the machine do not allow it.
@@ -58,55 +69,61 @@ def run(options: argparse.Namespace) -> int:
     """
     _check(options)
     set_log_level(options)
-    hosts = choose_hosts(options)
-    here = options.no_ssh or (len(hosts) == 1 and not options.force_multi)
-    port = options.master_port
-    if port < 0:
-        port = free_port() if len(hosts) == 1 else MULTI_NODE_PORT
-    addr = options.master_addr or ("127.0.0.1" if here else _address_of_first_host(hosts, options))
-    place = [f"--master_addr={addr}", f"--master_port={port}", f"--world_info={launch.encode_world(hosts)}"]
-    supervisor = [*place, *rank_options(options), options.user_script, *options.user_args]
+    found = _pool(options) if known is None else pool.Pool(known, "--world_info")
+    hosts = _narrow(options, found)
+    every = options.no_ssh or found.own is not None  # each host runs this command
+    here = not every and not options.force_multi and len(hosts) == 1 and is_this_machine(next(iter(hosts)))
+    job = _job(options, hosts, here, found)
+    kind = Control if job.elastic is None else ElasticControl
+    if every:
+        own = options.node_rank if options.node_rank >= 0 else found.own or 0
+        return run_behind(lambda front: callers.run(job, own, _print(job), front))
     if here:
-        return launch.main([f"--node_rank={max(options.node_rank, 0)}", *supervisor])
-    job = multinode.Job(
-        hosts=hosts,
-        exports={**exported_variables(), "MASTER_ADDR": addr, "MASTER_PORT": str(port)},
-        supervisor=supervisor,
-        program=program(options, options.user_args),
-        launcher_args=shlex.split(options.launcher_args),
-        ssh_port=options.ssh_port,
-        venv_script=options.venv_script,
-    )
-    _replace_process(*multinode.build(options.launcher, job))
+        return run_behind(lambda front: kind(job, starters.Fork(), front).run())
+    settings = starters.Settings(shlex.split(options.launcher_args), options.ssh_port)
+    starter = starters.make(options.launcher or found.launcher, settings)
+    if job.elastic is not None and starter.name != "ssh":
+        raise LaunchError(f"--elastic_training starts lost hosts again, and {starter.name} cannot: use ssh or --no_ssh")
+    return run_behind(lambda front: kind(job, starter, front).run())
 
 
 def _check(options: argparse.Namespace) -> None:
-    if options.elastic_training or options.min_elastic_nodes >= 0 or options.max_elastic_nodes >= 0:
-        raise NotAvailableError("--elastic_training is not available yet; start again from a checkpoint instead")
+    if not options.elastic_training and (options.min_elastic_nodes >= 0 or options.max_elastic_nodes >= 0):
+        raise LaunchError("--min_elastic_nodes and --max_elastic_nodes need --elastic_training")
     if options.autotuning:
         raise NotAvailableError(f"--autotuning {options.autotuning} is not available yet; leave the flag out")
     if options.user_script is None:
         raise LaunchError("no script was given; usage: deepspeed [options] script.py [its arguments]")
     runs_a_file = not options.module and not options.no_python
     if runs_a_file and not Path(options.user_script).exists():
-        raise LaunchError(f"script {options.user_script!r} does not exist in {Path.cwd()}")
+        raise LaunchError(f"script {options.user_script!r} does not exist in {own_folder()}")
     if (options.include or options.exclude) and (options.num_nodes > 0 or options.num_gpus > 0):
         raise LaunchError("--include and --exclude already say how many; leave --num_nodes and --num_gpus out")
     if options.no_ssh and (options.node_rank < 0 or not options.master_addr):
         raise LaunchError("--no_ssh needs --node_rank N and --master_addr ADDRESS of node 0, on every node")
+    if options.heartbeat <= 0 or options.grace < 0:
+        raise LaunchError(f"--heartbeat {options.heartbeat:g} and --grace {options.grace:g} are seconds above zero")
+    if options.master_port > 65535:
+        raise LaunchError(f"--master_port {options.master_port} is not a port: ports end at 65535")
 
 
 def choose_hosts(options: argparse.Namespace) -> Hosts:
     """The hosts and slots that the options and the hostfile name; without hostfile those of this machine."""
-    if os.path.isfile(options.hostfile):
-        pool = read_hostfile(options.hostfile)
-    else:
-        if options.hostfile != DLTS_HOSTFILE:
-            logger.warning("hostfile %s does not exist: using this machine alone", options.hostfile)
-        pool = {"localhost": _local_slots(options.num_gpus)}
-    hosts = select(pool, options.include, options.exclude)
+    return _narrow(options, _pool(options))
+
+
+def _pool(options: argparse.Namespace) -> pool.Pool:
+    found = pool.find(options.hostfile, options.num_gpus)
+    if options.no_ssh and len(found.hosts) == 1 and options.num_nodes > 1:  # containers without any list of hosts
+        slots = next(iter(found.hosts.values()))
+        return pool.Pool({f"node{index}": slots for index in range(options.num_nodes)}, "--num_nodes", counted=False)
+    return found
+
+
+def _narrow(options: argparse.Namespace, found: pool.Pool) -> Hosts:
+    hosts = select(found.hosts, options.include, options.exclude)
     if options.num_nodes > len(hosts):
-        raise LaunchError(f"--num_nodes {options.num_nodes}, but the hostfile {options.hostfile} gives {list(hosts)}")
+        raise LaunchError(f"--num_nodes {options.num_nodes}, but {_named(options, found)} gives {list(hosts)}")
     if options.num_nodes > 0:
         hosts = dict(list(hosts.items())[: options.num_nodes])
     if options.num_gpus > 0:
@@ -117,68 +134,53 @@ def choose_hosts(options: argparse.Namespace) -> Hosts:
     return hosts
 
 
-def _local_slots(num_gpus: int) -> list[int]:
-    devices = len(visible_devices())
-    return list(range(devices or max(num_gpus, 1)))
+def _named(options: argparse.Namespace, found: pool.Pool) -> str:
+    return f"the hostfile {options.hostfile}" if found.source == "this machine" else found.source
 
 
-def free_port() -> int:
-    """A port of this machine that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]
+def _job(options: argparse.Namespace, hosts: Hosts, here: bool, found: pool.Pool) -> Job:
+    every = options.no_ssh or found.own is not None
+    exports = declared(options.export, several_hosts=not here and not every)
+    unknown = sorted({host for _, _, host in exports if host is not None} - set(hosts) - set(found.hosts))
+    if unknown:
+        raise LaunchError(f"a variable is declared for {', '.join(unknown)}, which the job does not use: {list(hosts)}")
+    port = options.master_port if options.master_port > 0 else NO_SSH_PORT if every else 0
+    return Job(
+        slots=hosts,
+        program=program(options, []),
+        arguments=list(options.user_args),
+        folder=own_folder(),
+        exports=exports,
+        address=options.master_addr or found.address,
+        port=port,
+        heartbeat=options.heartbeat,
+        elastic=_elastic(options, hosts),
+        grace=options.grace,
+        local_rank=not options.no_local_rank,
+        venv_script=os.path.abspath(options.venv_script) if options.venv_script else "",
+        logs=os.path.abspath(options.enable_each_rank_log) if options.enable_each_rank_log else "",
+        prefix=bool(options.enable_each_rank_log),
+        bind_cores=options.bind_cores_to_rank,
+        bind_core_list=options.bind_core_list,
+        terminals=(terminal_size(1), terminal_size(2)),
+        pid_of=os.getpid() if options.save_pid else 0,
+    )
 
 
-def _address_of_first_host(hosts: Hosts, options: argparse.Namespace) -> str:
-    """What the first host says its address is; this also shows early whether ssh works."""
-    host = next(iter(hosts))
-    if options.no_ssh_check:
-        return host
-    port = [] if options.ssh_port is None else ["-p", str(options.ssh_port)]
-    command = ["ssh", "-o", "PasswordAuthentication=no", *port, host, "hostname", "-I"]
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        reason = getattr(error, "stderr", "") or error
-        raise LaunchError(
-            f"{shlex.join(command)} does not work: {str(reason).strip()}; set up ssh without password, "
-            "give --master_addr, or run the command on every node with --no_ssh"
-        ) from error
-    return (answer.stdout.split() or [host])[0]
+def _elastic(options: argparse.Namespace, hosts: Hosts) -> Elastic | None:
+    if not options.elastic_training:
+        return None
+    fewest = options.min_elastic_nodes if options.min_elastic_nodes > 0 else 1
+    most = options.max_elastic_nodes if options.max_elastic_nodes > 0 else len(hosts)
+    if not fewest <= most or fewest > len(hosts):
+        raise LaunchError(f"--min_elastic_nodes {fewest}, --max_elastic_nodes {most}, and there are {len(hosts)} hosts")
+    return Elastic(fewest, most, valid_sizes(options.user_args, dict(os.environ)))
 
 
-def exported_variables() -> dict[str, str]:
-    """The variables that go to every node: by prefix from this environment, and by name from the environment files."""
-    exported = {name: value for name, value in os.environ.items() if name.startswith(tuple(EXPORT_ENVS))}
-    for directory in (Path.home(), Path.cwd()):
-        path = directory / DEEPSPEED_ENVIRONMENT_NAME
-        if path.is_file():
-            exported.update(_read_environment_file(path))
-    return exported
-
-
-def _read_environment_file(path: Path) -> dict[str, str]:
-    variables: dict[str, str] = {}
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
-        text = line.strip()
-        if not text or text.startswith("#"):
-            continue
-        name, equals, value = text.partition("=")
-        if not equals or not name.isidentifier():
-            raise LaunchError(f"{path}:{number}: {text!r} is not of the form NAME=VALUE")
-        variables[name] = value
-    return variables
-
-
-def _replace_process(command: list[str], variables: dict[str, str]) -> NoReturn:
-    """Become the launcher of the nodes: signals and the exit code are then its own."""
-    if shutil.which(command[0]) is None:
-        raise LaunchError(
-            f"{command[0]!r} is not installed; choose another --launcher, or run on every node with --no_ssh"
-        )
-    logger.info("%s", shlex.join(command))
-    sys.stdout.flush()
-    os.execvpe(command[0], command, {**os.environ, **variables})
+def _print(job: Job) -> str:
+    """What the hosts of one --no_ssh job have in common, and another job has not."""
+    common = [job.program[-1], job.arguments, list(job.slots.items()), job.address, job.port]
+    return hashlib.sha256(json.dumps(common).encode()).hexdigest()[:32]
 
 
 if __name__ == "__main__":

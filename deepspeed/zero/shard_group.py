@@ -11,7 +11,7 @@ import enum
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from typing import cast
 
 import torch
 

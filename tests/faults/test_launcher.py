@@ -206,16 +206,30 @@ def test_killing_the_launcher_leaves_no_process(run):
     assert _gone(processes, since)
 
 
-def test_ranks_die_with_the_launcher_even_when_its_guard_is_killed_first(run):
+def _of_the_launcher(launcher, processes):
+    """Its own processes, parents first: what shows the output, what runs the job, the agent, the guard."""
+    children = psutil.Process(launcher.pid).children(recursive=True)
+    return [psutil.Process(launcher.pid), *(child for child in children if child not in processes)]
+
+
+@pytest.mark.parametrize("which", [[1], [2], [3], [0, 1], [1, 2], [3, 2]])
+def test_no_rank_outlives_any_part_of_the_launcher(run, which):
     launcher, processes = run.start(WAIT_FOREVER)
-    ranks, helpers = processes[::2], processes[1::2]
-    [guard] = [child for child in psutil.Process(launcher.pid).children() if child not in ranks]
+    parts = _of_the_launcher(launcher, processes)
+    assert len(parts) == 4
     since = time.monotonic()
-    guard.kill()
-    launcher.kill()
-    assert _gone(ranks, since)
-    for helper in helpers:  # what only the guard would have reached
-        helper.kill()
+    for index in which:
+        parts[index].kill()
+    if which == [3]:  # the guard alone is nobody's end
+        parts[0].kill()
+        processes = processes[::2]  # it is what reaches the ranks' helpers
+    launcher.communicate(timeout=20)
+    assert launcher.returncode not in (0, None)
+    assert _gone(processes + parts[1:], since)
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.cwd() == str(run.folder):
+                process.kill()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -272,7 +286,7 @@ def test_a_log_file_per_rank(run):
     """
     done = run.to_end(script, "--num_gpus", "2", "--enable_each_rank_log", "logs")
     for rank in range(2):
-        log = (run.folder / "logs" / f"rank{rank}.log").read_text()
+        log = (run.folder / "logs" / "attempt0" / f"rank{rank}.log").read_text()
         assert sorted(log.splitlines()) == [f"err {rank}", f"out {rank}"]
         assert f"[rank {rank}] out {rank}" in done.stdout.splitlines()
         assert f"[rank {rank}] err {rank}" in done.stderr.splitlines()
@@ -281,14 +295,16 @@ def test_a_log_file_per_rank(run):
 def test_process_ids_are_kept_while_it_runs(run):
     script = """
         import os, pathlib, tempfile, time
-        path = pathlib.Path(tempfile.gettempdir(), f"{os.getppid()}.deepspeed")
-        while not (path.exists() and path.read_text()):
+        while not (found := list(pathlib.Path(tempfile.gettempdir()).glob("*.deepspeed"))) or not found[0].read_text():
             time.sleep(0.01)
-        print(path.read_text(), os.getpid())
+        print(found[0].stem, found[0].read_text(), os.getpid())
     """
     run.environment["TMPDIR"] = str(run.folder)
-    listed, own = run.to_end(script, "--save_pid").stdout.split()
-    assert listed == f"[{own}]"
+    with subprocess.Popen(
+        run.command(script, ("--save_pid",)), cwd=run.folder, env=run.environment, text=True, stdout=subprocess.PIPE
+    ) as launcher:
+        name, listed, own = launcher.stdout.read().split()
+    assert (name, listed) == (str(launcher.pid), f"[{own}]")
     assert not list(run.folder.glob("*.deepspeed"))
 
 

@@ -42,6 +42,9 @@ class Checkpoint(Section):
     async_save: bool = key(False, "write from a host copy while training goes on")
     keep_last: Int | None = key(None, "remove older checkpoints of the folder once a new one is complete", ge=1)
     keep_every: Int | None = key(None, "steps whose multiples `keep_last` never removes", ge=1)
+    signal_dir: str | None = key(
+        None, "folder saved to when SIGTERM, SIGUSR1 or SIGHUP asks the run to stop; without it the one last used"
+    )
     client_state_pickle: bool = key(
         False, "objects of client_state that JSON cannot express are pickled; loading must say so too"
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from deepspeed.config.fields import Int, Section, later
+from deepspeed.config.fields import Int, Section, key, later
 
 
 class Autotuning(Section):
@@ -38,17 +38,17 @@ class Elasticity(Section):
     """`elasticity`: a batch size that fits many device counts."""
 
     switch = "enabled"
-    enabled: bool = later(False, "choose a batch that fits many device counts")
-    max_train_batch_size: Int = later(2000, "largest global batch", ge=1)
-    micro_batch_sizes: list[int] = later([2, 4, 6], "micro-batches to choose from")
-    min_gpus: Int = later(1, "fewest devices", ge=1)
-    max_gpus: Int = later(10000, "most devices", ge=1)
-    min_time: Int = later(0, "minutes between changes", ge=0)
-    prefer_larger_batch: bool = later(True, "the larger of equal batches")
-    ignore_non_elastic_batch_info: bool = later(False, "batch keys may be present")
-    num_gpus_per_node: Int = later(1, "devices per node", ge=1)
-    model_parallel_size: Int = later(1, "model-parallel ranks", ge=1)
-    version: float = later(0.2, "0.1 or 0.2")
+    enabled: bool = key(False, "choose a batch that fits many device counts")
+    max_train_batch_size: Int = key(2000, "largest global batch", ge=1)
+    micro_batch_sizes: list[Int] = key([2, 4, 6], "micro-batches to choose from")
+    min_gpus: Int = key(1, "fewest devices", ge=1)
+    max_gpus: Int = key(10000, "most devices", ge=1)
+    min_time: Int = key(0, "minutes between changes", ge=0)
+    prefer_larger_batch: bool = key(True, "the larger of equal batches")
+    ignore_non_elastic_batch_info: bool = key(False, "batch keys may be present")
+    num_gpus_per_node: Int = key(1, "devices per node", ge=1)
+    model_parallel_size: Int = key(1, "model-parallel ranks", ge=1)
+    version: float = key(0.2, "0.1 counts devices, 0.2 whole nodes")
 
 
 class SparseAttention(Section):

@@ -15,7 +15,10 @@ from pathlib import Path
 from tests.harness.pool import free_port
 
 REPOSITORY = Path(__file__).resolve().parents[3]
-LAUNCHERS = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "SLURM_", "OMPI_", "PMI_", "PMIX_", "SM_", "AZ", "TORCHELASTIC")
+LAUNCHERS = (
+    "RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "SLURM_", "OMPI_", "PMI_", "PMIX_", "SM_", "AZ", "TORCHELASTIC", "PET_",
+    "MV2_", "JSM_", "LSB_", "PALS_", "MPI_LOCAL", "JOB_COMPLETION", "GROUP_", "ROLE_", "NODE_RANK", "DS_JOB",
+)  # fmt: skip
 
 ABSENT = ("native library:", "no shared memory among")
 

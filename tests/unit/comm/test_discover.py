@@ -8,7 +8,8 @@ from datetime import timedelta
 import pytest
 
 from deepspeed.comm import init
-from deepspeed.comm.init import World, choose_backend, default_timeout, discover
+from deepspeed.comm.discovery import World, discover
+from deepspeed.comm.init import choose_backend, default_timeout
 from deepspeed.errors import ArgumentError, NotAvailableError
 from tests.unit.comm.ranks import LAUNCHERS
 
@@ -46,7 +47,7 @@ def test_azure_names_its_master(variables):
 
 
 def test_sagemaker(variables):
-    variables(SM_TRAINING_ENV="{}", SM_HOSTS='["algo-1", "algo-2"]')
+    variables(SM_TRAINING_ENV="{}", SM_HOSTS='["algo-1", "algo-2"]', SM_CURRENT_HOST="algo-2")
     variables(OMPI_COMM_WORLD_RANK=8, OMPI_COMM_WORLD_SIZE=16, OMPI_COMM_WORLD_LOCAL_RANK=0)
     assert found() == World(8, 16, 0, "algo-1", 29500, "SageMaker")
 
@@ -61,7 +62,14 @@ def test_slurm_begins_at_the_first_node(variables, nodes, first):
 
 
 def test_what_the_user_sets_outranks_what_is_derived(variables):
-    variables(SLURM_PROCID=0, SLURM_NTASKS=2, SLURM_JOB_NODELIST="n1,n2", MASTER_ADDR="10.1.1.1", MASTER_PORT=9)
+    variables(
+        SLURM_PROCID=0,
+        SLURM_NTASKS=2,
+        SLURM_STEP_ID=0,
+        SLURM_JOB_NODELIST="n1,n2",
+        MASTER_ADDR="10.1.1.1",
+        MASTER_PORT=9,
+    )
     assert (found().address, found().port) == ("10.1.1.1", 9)
 
 

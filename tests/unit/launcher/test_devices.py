@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 
 import pytest
 
 from deepspeed.errors import LaunchError
 from deepspeed.launcher import devices, launch
-from deepspeed.launcher.launch import Node
+from deepspeed.launcher.agent import device_variable
+from deepspeed.launcher.place import nodes_of, parse_cores
 
 
 @pytest.fixture
@@ -51,17 +53,17 @@ def test_the_cpu_can_be_asked_for(machine, monkeypatch):
 
 def test_slots_count_within_the_visible_devices(machine):
     machine(8, "6,2,GPU-1")
-    assert launch._devices(Node({"localhost": [0, 2]}, 0)) == {"CUDA_VISIBLE_DEVICES": "6,GPU-1"}
+    assert device_variable([0, 2], os.environ) == {"CUDA_VISIBLE_DEVICES": "6,GPU-1"}
 
 
 def test_a_slot_beyond_the_visible_devices_is_refused(machine):
     machine(8, "6,2")
     with pytest.raises(LaunchError, match="shows 2: 6,2"):
-        launch._devices(Node({"localhost": [0, 2]}, 0))
+        device_variable([0, 2], os.environ)
 
 
 def test_ranks_are_counted_over_the_nodes():
-    node = Node({"a": [0, 1, 2], "b": [1, 3]}, 1)
+    node = nodes_of({"a": [0, 1, 2], "b": [1, 3]})["b"]
     assert (node.first_rank, node.slots, node.world_size) == (3, [1, 3], 5)
 
 
@@ -72,9 +74,9 @@ def test_the_world_travels_as_json():
 
 @pytest.mark.parametrize(("text", "cores"), [("3", [3]), ("0-2,8", [0, 1, 2, 8])])
 def test_core_lists(text, cores):
-    assert launch.parse_cores(text) == cores
+    assert parse_cores(text) == cores
 
 
 def test_a_bad_core_list_is_refused():
     with pytest.raises(LaunchError, match="'x' is neither a core nor a range"):
-        launch.parse_cores("0-2,x")
+        parse_cores("0-2,x")

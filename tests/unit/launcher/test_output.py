@@ -8,7 +8,7 @@ import os
 import pytest
 
 from deepspeed.launcher.children import Rank
-from deepspeed.launcher.output import TAIL_BYTES, Stream, open_channel
+from deepspeed.launcher.output import TAIL_BYTES, Stream, open_channel, terminal_size
 
 TRACEBACK = "Traceback (most recent call last):\n  File 'x'\n{}"
 CAUSE = "\nThe above exception was the direct cause of the following exception:\n\n"
@@ -20,17 +20,21 @@ def flow():
     open_descriptors = []
 
     def make(**options):
-        shown, sink = os.pipe()
-        reader, writer = open_channel(like=sink)
-        os.set_blocking(shown, False)
-        stream = Stream(reader, sink, **options)
-        open_descriptors.extend((shown, sink, writer))
+        shown: list[bytes] = []
+        reader, writer = open_channel(None)
+        stream = Stream(reader, shown.append, **options)
+        open_descriptors.append(writer)
 
         def put(text):
             os.write(writer, text.encode())
             assert stream.pump()
 
-        return stream, put, lambda: os.read(shown, 1 << 20).decode()
+        def taken():
+            text = b"".join(shown).decode()
+            shown.clear()
+            return text
+
+        return stream, put, taken
 
     yield make
     for descriptor in open_descriptors:
@@ -105,7 +109,7 @@ def test_memory_is_bounded(flow):
 
 def test_progress_bars_see_a_terminal_where_there_is_one():
     controller, terminal = os.openpty()
-    reader, writer = open_channel(like=terminal)
+    reader, writer = open_channel(terminal_size(terminal))
     assert os.isatty(writer)
     assert os.get_terminal_size(writer) == os.get_terminal_size(terminal)
     for descriptor in (controller, terminal, reader, writer):

@@ -1,0 +1,33 @@
+"""Where this process's main thread is, in the user's words: host, file and line."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+_LIBRARIES = tuple(
+    f"{folder}{os.sep}" for folder in (Path(__file__).parents[1], Path(torch.__file__).parent, Path(os.__file__).parent)
+)
+
+
+def whereabouts() -> str:
+    """`host, file:line` of the innermost frame of the main thread that is the user's; taken by another thread."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    own = _own(frame)
+    place = "" if own is None else f", {own.f_code.co_filename}:{own.f_lineno} in {own.f_code.co_name}"
+    return f"{socket.gethostname()}{place}"
+
+
+def _own(frame: FrameType | None) -> FrameType | None:
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if not path.startswith((*_LIBRARIES, "<frozen")) and "site-packages" not in path:
+            return frame
+        frame = frame.f_back
+    return None

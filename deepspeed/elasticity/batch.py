@@ -1,0 +1,236 @@
+"""The batch of an `elasticity` block, the numbers of devices that can share it, and each one's micro-batch."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from deepspeed.elasticity.errors import ElasticityConfigError, ElasticityError, ElasticityIncompatibleWorldSize
+
+ELASTICITY = "elasticity"
+SCHEDULER_VIEW = "DEEPSPEED_ELASTICITY_CONFIG"
+"""Variable with the block as the scheduler saw it when it chose the size of the job."""
+OLDEST_TARGET = (0, 3, 8)
+BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+_MOST_DEVICES = 720720
+
+
+@dataclass(frozen=True)
+class Block:
+    """The keys of an `elasticity` block, checked."""
+
+    max_batch: int
+    micro_batches: tuple[int, ...]
+    min_gpus: int = 1
+    max_gpus: int = 10000
+    prefer_larger: bool = True
+    version: float = 0.2
+    gpus_per_node: int = 1
+    model_parallel: int = 1
+
+
+def elasticity_enabled(ds_config: Mapping[str, Any]) -> bool:
+    """Whether the configuration has an `elasticity` block that is switched on."""
+    return bool(ds_config.get(ELASTICITY, {}).get("enabled", False))
+
+
+def read_block(block: Mapping[str, Any]) -> Block:
+    """The block with its defaults.
+
+    Raises:
+        ElasticityConfigError: a key is missing, of the wrong kind, or the version does not have it.
+    """
+    for name in ("max_train_batch_size", "micro_batch_sizes"):
+        if name not in block:
+            raise ElasticityConfigError(f"elasticity.{name} is missing: it has no default")
+    micro = block["micro_batch_sizes"]
+    if not isinstance(micro, list) or not micro or not all(_positive(size) for size in micro):
+        raise ElasticityConfigError(f"elasticity.micro_batch_sizes is {micro!r}, not a list of whole numbers above 0")
+    numbers = {"max_train_batch_size": None, "min_gpus": 1, "max_gpus": 10000, "num_gpus_per_node": 1,
+               "model_parallel_size": 1}  # fmt: skip
+    values = {name: block.get(name, default) for name, default in numbers.items()}
+    for name, value in values.items():
+        if not _positive(value):
+            raise ElasticityConfigError(f"elasticity.{name} is {value!r}, not a whole number above 0")
+    if values["min_gpus"] > values["max_gpus"]:
+        raise ElasticityConfigError(f"elasticity: min_gpus {values['min_gpus']} > max_gpus {values['max_gpus']}")
+    version = float(block.get("version", 0.2))
+    if version not in (0.1, 0.2):
+        raise ElasticityConfigError(f"elasticity.version is {version}; there are 0.1 and 0.2")
+    if version == 0.1 and values["model_parallel_size"] > 1:
+        raise ElasticityConfigError("elasticity.model_parallel_size > 1 needs elasticity.version 0.2")
+    if values["num_gpus_per_node"] % values["model_parallel_size"]:
+        raise ElasticityConfigError("elasticity: model_parallel_size must divide num_gpus_per_node")
+    return Block(
+        max_batch=values["max_train_batch_size"],
+        micro_batches=tuple(micro),
+        min_gpus=values["min_gpus"],
+        max_gpus=values["max_gpus"],
+        prefer_larger=bool(block.get("prefer_larger_batch", True)),
+        version=version,
+        gpus_per_node=values["num_gpus_per_node"],
+        model_parallel=values["model_parallel_size"],
+    )
+
+
+def _positive(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def compute_elastic_config(
+    ds_config: Mapping[str, Any], target_deepspeed_version: str, world_size: int = 0, return_microbatch: bool = False
+) -> tuple[Any, ...]:
+    """The batch of a configuration's `elasticity` block.
+
+    Args:
+        ds_config: with the block.
+        target_deepspeed_version: that will read it; 0.3.8 or later.
+        world_size: ranks of the run; 0 takes WORLD_SIZE where version 0.2 needs it.
+        return_microbatch: return the micro-batch too, as a `world_size` above 0 does.
+
+    Returns:
+        (global batch, numbers of ranks that can share it), and the micro-batch of `world_size` ranks.
+
+    Raises:
+        ElasticityConfigError: the block is missing or wrong.
+        ElasticityIncompatibleWorldSize: `world_size` ranks cannot share the batch.
+    """
+    if not isinstance(ds_config, Mapping):
+        raise ValueError(f"ds_config is a {type(ds_config).__name__}, not a dict")
+    if ELASTICITY not in ds_config:
+        raise ElasticityConfigError("the configuration has no `elasticity` block")
+    if not elasticity_enabled(ds_config):
+        raise ElasticityConfigError("elasticity.enabled is false: set it to true to have a batch computed")
+    target = tuple(int(part) for part in re.findall(r"\d+", target_deepspeed_version)[:3])
+    if target < OLDEST_TARGET:
+        raise ElasticityError(f"version {target_deepspeed_version} has no elasticity: 0.3.8 and later have")
+    block = read_block(ds_config[ELASTICITY])
+    if block.version == 0.1:
+        batch, valid = _best(
+            block.micro_batches, block.max_batch, (block.min_gpus, block.max_gpus), block.prefer_larger
+        )
+        micro = None
+    else:
+        world = world_size or _world_of_environment()
+        batch, valid, micro = _by_nodes(block, world)
+    if world_size > 0 and block.version == 0.1 and world_size not in valid:
+        raise ElasticityIncompatibleWorldSize(
+            f"{world_size} rank(s) cannot share a batch of {batch}; these can: {valid}"
+        )
+    if world_size <= 0 and not return_microbatch:
+        return batch, valid
+    if micro is None:
+        world = world_size or _world_of_environment()
+        micro = _largest_micro(block.micro_batches, batch, world)
+    if micro is None:
+        raise ElasticityIncompatibleWorldSize(
+            f"no micro-batch of {list(block.micro_batches)} fits {world_size} rank(s)"
+        )
+    return batch, valid, micro
+
+
+def _world_of_environment() -> int:
+    text = os.environ.get("WORLD_SIZE", "")
+    if not text.isdigit() or int(text) < 1:
+        raise ElasticityConfigError("elasticity.version 0.2 needs the number of ranks: world_size, or WORLD_SIZE")
+    return int(text)
+
+
+def highly_composite(limit: int) -> list[int]:
+    """Numbers up to `limit` with more divisors than any smaller one."""
+    found: dict[int, int] = {}
+    primes = (2, 3, 5, 7, 11, 13, 17)
+
+    def grow(number: int, divisors: int, index: int, most: int) -> None:
+        found[number] = divisors
+        if index == len(primes):
+            return
+        power = 1
+        while power <= most and number * primes[index] ** power <= limit:
+            grow(number * primes[index] ** power, divisors * (power + 1), index + 1, power)
+            power += 1
+
+    grow(1, 1, 0, 64)
+    record, kept = 0, []
+    for number in sorted(found):
+        if found[number] > record:
+            record = found[number]
+            kept.append(number)
+    return kept
+
+
+_SCALES = highly_composite(_MOST_DEVICES)
+
+
+def _best(micro: Sequence[int], most: int, devices: tuple[int, int], larger: bool) -> tuple[int, list[int]]:
+    """The batch up to `most` with the most valid device counts, and those counts."""
+    bases = sorted({*micro, math.lcm(*micro)})
+    if min(micro) > most or not all(size <= most for size in micro):
+        raise ValueError(f"all micro-batches {list(micro)} must be at most max_train_batch_size {most}")
+    candidates = {base * max(scale for scale in _SCALES if base * scale <= most) for base in bases if base <= most}
+    ranked = [
+        (len(valid), batch if larger else -batch, valid)
+        for batch in candidates
+        if (valid := _valid(batch, micro, devices))
+    ]
+    if not ranked:
+        raise ElasticityError(
+            f"no batch up to {most} of the micro-batches {list(micro)} suits {devices[0]} to {devices[1]} ranks"
+        )
+    _, batch, valid = max(ranked)
+    return abs(batch), valid
+
+
+def _valid(batch: int, micro: Sequence[int], devices: tuple[int, int]) -> list[int]:
+    """The device counts that can share a batch evenly."""
+    found: set[int] = set()
+    for size in micro:
+        if batch % size == 0:
+            whole = batch // size
+            found.update(count for count in range(1, math.isqrt(whole) + 1) if whole % count == 0)
+            found.update(whole // count for count in range(1, math.isqrt(whole) + 1) if whole % count == 0)
+    return sorted(count for count in found if devices[0] <= count <= devices[1])
+
+
+def _largest_micro(micro: Sequence[int], batch: int, world: int) -> int | None:
+    return max((size for size in micro if batch // world % size == 0), default=None)
+
+
+def _by_nodes(block: Block, world: int) -> tuple[int, list[int], int | None]:
+    """Version 0.2: whole nodes share the batch, each by its data-parallel ranks."""
+    per_node = block.gpus_per_node // block.model_parallel
+    nodes = (max(1, block.min_gpus // block.gpus_per_node), max(1, block.max_gpus // block.gpus_per_node))
+    batch, valid = _best(block.micro_batches, block.max_batch // per_node, nodes, block.prefer_larger)
+    batch, valid = batch * per_node, [count * per_node for count in valid]
+    ranks = world // block.model_parallel
+    if ranks in valid:
+        return batch, valid, _largest_micro(block.micro_batches, batch, ranks)
+    fitting = [(block.max_batch // (size * ranks) * size * ranks, size) for size in block.micro_batches if ranks]
+    batch, micro = max(fitting, default=(0, 0))
+    if batch == 0:
+        raise ElasticityIncompatibleWorldSize(f"{world} rank(s) cannot share a batch of at most {block.max_batch}")
+    return batch, [ranks], micro
+
+
+def ensure_immutable_elastic_config(runtime_elastic_config_dict: Mapping[str, Any]) -> None:
+    """Compare the block with the one the scheduler sized the job by (DEEPSPEED_ELASTICITY_CONFIG).
+
+    Raises:
+        ElasticityConfigError: they differ in what decides on the batch.
+    """
+    seen = os.environ.get(SCHEDULER_VIEW)
+    if not seen:
+        return
+    theirs, own = read_block(json.loads(seen)), read_block(runtime_elastic_config_dict)
+    for name in ("max_batch", "micro_batches", "version"):
+        if getattr(theirs, name) != getattr(own, name):
+            raise ElasticityConfigError(
+                f"elasticity: {name} is {getattr(own, name)} here and {getattr(theirs, name)} in {SCHEDULER_VIEW}, by "
+                "which the scheduler chose the size of the job"
+            )

@@ -1,0 +1,104 @@
+"""SIGTERM, SIGUSR1 and SIGHUP: all ranks agree on a step, save there and exit with 85, which means: start me again."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import weakref
+from typing import Any
+
+from deepspeed.comm import watch
+from deepspeed.comm.agreement import agreement
+from deepspeed.engine.checkpoint_io import CheckpointIO
+from deepspeed.engine.state import EngineState
+from deepspeed.foundation.log import say, say_once
+
+REQUEUE = 85
+"""Exit code after a save that a signal asked for."""
+GRACE_S = 30.0
+"""Longest time between the signal and the end, where the launcher does not say."""
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+_LAUNCHED_BY = ("DS_JOB_ID", "SLURM_JOB_ID", "TRAINING_JOB_NAME", "KUBERNETES_SERVICE_HOST")
+
+_listening: weakref.WeakSet[Preemption] = weakref.WeakSet()
+_process = [0]  # the one that listens: forked loader workers inherit the handler and not its meaning
+
+
+class Preemption:
+    """An engine's part of being asked to stop.
+
+    Args:
+        state: of the engine.
+        checkpoints: saves.
+    """
+
+    def __init__(self, state: EngineState, checkpoints: CheckpointIO) -> None:
+        self._state, self._checkpoints = state, checkpoints
+        self._folder = state.ds_config.top.checkpoint.signal_dir
+        self._last_client_state: dict[str, Any] | None = None
+        checkpoints.remember = self._remember
+
+    def listen(self) -> None:
+        """Take the signals that nobody else has taken; a handler of the user's or of a client's stays in charge."""
+        _listening.add(self)
+        if threading.current_thread() is not threading.main_thread():
+            return
+        taken = [number for number in SIGNALS if _is_free(number)]
+        for number in taken:
+            signal.signal(number, _on_signal)
+        _process[0] = os.getpid()
+        if taken and self._folder is None and any(name in os.environ for name in _LAUNCHED_BY):
+            names = ", ".join(number.name for number in taken)
+            say_once(f"{names}: nothing will be saved before a checkpoint was saved or loaded, or signal_dir names one")
+
+    @property
+    def can_save(self) -> bool:
+        """Whether a folder is known and the engine still has what belongs there."""
+        return self._folder is not None and not self._state.components.destroyed
+
+    def _remember(self, folder: str | os.PathLike[str], client_state: dict[str, Any] | None = None) -> None:
+        self._folder = self._state.ds_config.top.checkpoint.signal_dir or os.fspath(folder)
+        self._last_client_state = client_state or self._last_client_state
+
+    def stop_if_asked(self) -> None:
+        """After an update: save and exit when all ranks have agreed to stop here.
+
+        Raises:
+            SystemExit: with code 85.
+        """
+        number = watch.end_of_step()
+        if number == 0:
+            return
+        for each in list(_listening):
+            if each.can_save:
+                each._save_and_wait()
+        say(f"{signal.Signals(number).name}: saved to {self._folder}; exit code {REQUEUE} asks for a new start")
+        raise SystemExit(REQUEUE)
+
+    def _save_and_wait(self) -> None:
+        self._checkpoints.save_checkpoint(str(self._folder), client_state=self._last_client_state)
+        self._checkpoints.wait_for_checkpoint()
+
+
+def _is_free(number: int) -> bool:
+    """Whether nobody handles the signal, be it in Python or, as faulthandler does, below it."""
+    if signal.getsignal(number) is not signal.SIG_DFL:
+        return False
+    with contextlib.suppress(OSError), open("/proc/self/status") as lines:
+        caught = next((line.split()[1] for line in lines if line.startswith("SigCgt:")), "0")
+        return not int(caught, 16) >> (number - 1) & 1
+    return True
+
+
+def _on_signal(number: int, _: Any) -> None:
+    known = any(each.can_save for each in _listening)
+    if known and os.getpid() == _process[0] and not agreement.request:
+        agreement.ask(number)
+        end = threading.Timer(float(os.environ.get("DS_GRACE") or GRACE_S), os._exit, (128 + number,))
+        end.daemon = True  # a run that takes no further step ends all the same
+        end.start()
+        return
+    signal.signal(number, signal.SIG_DFL)  # nothing to save, a worker, or a second time: as if nobody listened
+    os.kill(os.getpid(), number)

@@ -1,0 +1,397 @@
+"""The agent: one process per host that starts the ranks there and lives as long as its connection to the launcher.
+
+Job, arguments and variables come over the connection; ranks end with it, whether it says so, closes or falls silent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from deepspeed.errors import DeepSpeedError, LaunchError
+from deepspeed.launcher.boot import is_loopback
+from deepspeed.launcher.children import Guard, Rank, Start
+from deepspeed.launcher.devices import VISIBLE, visible_devices
+from deepspeed.launcher.logs import attempt_folder
+from deepspeed.launcher.meanings import Memory, meaning
+from deepspeed.launcher.place import Node, parse_cores, without_starter
+from deepspeed.launcher.signals import signal_socket
+from deepspeed.launcher.wire import MAGIC, Channel
+
+WAITS_FOR_JOB_S = 900.0
+"""How long an agent waits for its job: other hosts may still be starting."""
+HELD_BYTES = 4 << 20
+"""Output that waits for the terminal before ranks are made to wait too."""
+HANDED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+
+
+def main(connection: socket.socket | None = None) -> int:
+    """Be an agent on standard input and output, or on a socket.
+
+    Args:
+        connection: the socket to the launcher; None means standard input and output.
+
+    Returns:
+        0 when the launcher ended it, else 1.
+    """
+    signal.alarm(0)  # set by the command that started this process, against a launcher that never speaks
+    if connection is None:
+        channel = _take_standard_streams()
+    else:
+        connection.setblocking(False)
+        with contextlib.suppress(OSError):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        descriptor = connection.detach()
+        channel = Channel(descriptor, descriptor)
+    os.write(channel.writer, MAGIC)
+    return Agent(channel, local=False).run()
+
+
+def _take_standard_streams() -> Channel:
+    """The connection, moved away from standard input and output, where ranks and libraries would disturb it."""
+    reader, writer = os.dup(0), os.dup(1)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nothing, 0)
+    os.dup2(2, 1)
+    os.close(nothing)
+    return Channel(reader, writer)
+
+
+class Agent:
+    """Runs the ranks of one host.
+
+    Args:
+        channel: to the launcher.
+        local: the launcher is this process's parent: the end of the connection is all it needs to hear.
+        front: shows what the ranks print and hands on signals; None leaves both to the launcher.
+        job: of this host, where its own user gave it; None takes the launcher's.
+    """
+
+    def __init__(
+        self, channel: Channel, local: bool, front: Channel | None = None, job: dict[str, Any] | None = None
+    ) -> None:
+        self._channel = channel
+        self._local = local
+        self._front = front
+        self._job = job
+        self._ranks: list[Rank] = []
+        self._running: set[int] = set()  # pids of ranks whose end has not been reported
+        self._guard: Guard | None = None
+        self._selector = selectors.DefaultSelector()
+        self._held = False
+        self._clean = True  # no rank of this attempt has failed or been ended
+        self._kill_at: float | None = None
+        self._limit = WAITS_FOR_JOB_S
+        self._beat_at = 0.0
+        self._memory = Memory()
+        self._kills_before = 0
+        self._pid_file: Path | None = None
+        self._done: int | None = None
+
+    def run(self) -> int:
+        """Serve until the launcher says goodbye or is gone."""
+        with signal_socket(HANDED_ON) as signals, self._selector:
+            self._selector.register(self._channel.reader, selectors.EVENT_READ, self._read)
+            self._selector.register(signals, selectors.EVENT_READ, lambda: self._on_signals(signals.recv(256)))
+            if self._front is not None:
+                self._selector.register(self._front.reader, selectors.EVENT_READ, self._read_front)
+            self._channel.send("hello", **introduction())
+            try:
+                while self._done is None:
+                    for key, _ in self._selector.select(self._patience()):
+                        if key.fd in self._selector.get_map():  # an earlier one may have closed it
+                            key.data()
+                    self._flush()
+                    self._look()
+            finally:
+                self._end_ranks()
+        return self._done
+
+    def _patience(self) -> float:
+        """Seconds until something has to be looked at without being told."""
+        if self._channel.waiting or (self._front is not None and self._front.waiting):
+            return 0.02
+        times = [self._beat_at - time.monotonic()] if not self._local else [5.0]
+        if self._kill_at is not None:
+            times.append(self._kill_at - time.monotonic())
+        return max(0.0, min(times))
+
+    def _flush(self) -> None:
+        self._channel.flush()
+        if self._front is not None:
+            self._front.flush()
+            waiting = self._front.waiting
+            if waiting > HELD_BYTES or (self._held and waiting < HELD_BYTES // 4):
+                self._on_hold(waiting > HELD_BYTES)
+
+    def _read_front(self) -> None:
+        if self._front is None:
+            return
+        for message, _ in self._front.receive():
+            self._channel.send("signalled", number=message["number"])
+        if not self._front.open:  # the user's process was killed
+            self._done = 1
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        self._reap()
+        if self._kill_at is not None and now >= self._kill_at:
+            self._kill_at = None
+            for rank in self._ranks:
+                rank.kill_group()
+        if self._local or self._done is not None:
+            return
+        if now - self._channel.heard_at > self._limit:
+            print(f"[deepspeed] agent: the launcher was silent for {self._limit:g} s", file=sys.stderr)
+            self._done = 1
+        if now >= self._beat_at:
+            self._beat_at = now + min(self._limit / 4, 2.0)
+            self._channel.send("beat")
+
+    def _read(self) -> None:
+        for message, _ in self._channel.receive():
+            try:
+                getattr(self, f"_on_{message.pop('kind')}")(**message)
+            except (DeepSpeedError, OSError) as error:
+                self._end_ranks()
+                self._channel.send("refused", why=str(error))
+                if self._front is not None:
+                    self._front.send("out", f"deepspeed: {error}\n".encode(), to=2)
+        if not self._channel.open and self._done is None:
+            self._done = 1
+            if self._front is not None:
+                self._front.send("out", b"[deepspeed] the first host is gone\n", to=2)
+
+    def _on_beat(self) -> None:
+        pass
+
+    def _on_bye(self, code: int, report: str) -> None:
+        self._done = 0
+        if self._front is not None:
+            self._done = code
+            if report:
+                self._front.send("out", f"{report}\n".encode(), to=2)
+
+    def _on_sent_away(self, why: str) -> None:
+        raise LaunchError(why)
+
+    def _on_port(self) -> None:
+        self._channel.send("port", port=free_port())
+
+    def _on_limit(self, seconds: float) -> None:
+        self._limit = seconds
+        self._beat_at = 0.0
+
+    def _on_hold(self, held: bool) -> None:
+        """Stop or go on taking what ranks print: the launcher's own output does not move."""
+        self._held = held
+        for rank in self._ranks:
+            for stream in rank.streams:
+                known = stream.reader in self._selector.get_map()
+                if held and known:
+                    self._selector.unregister(stream.reader)
+                elif not held and not known and rank.exit_code is None:
+                    self._watch(stream)
+
+    def _on_signal(self, number: int) -> None:
+        for rank in self._ranks:
+            rank.signal(number)
+
+    def _on_end(self, number: int, grace: float) -> None:
+        """Signal the ranks, and kill what is left of them after `grace` seconds."""
+        self._clean = False
+        if grace > 0:
+            self._on_signal(number)
+            self._kill_at = time.monotonic() + grace
+        else:
+            for rank in self._ranks:
+                rank.kill_group()
+
+    def _on_start(self, job: dict[str, Any], node: dict[str, Any], shared: dict[str, str]) -> None:
+        """Start the ranks of this host."""
+        job = self._job or job
+        place = Node(**node)
+        self._kill_at, self._clean = None, True
+        self._kills_before = self._memory.kills()
+        base = base_environment(job, shared, self._local or self._job is not None)
+        devices = device_variable(place.slots, base)
+        folder = attempt_folder(job["logs"], job["id"], shared["DS_ATTEMPT"])
+        self._guard = Guard()
+        self._ranks = []
+        cores = parse_cores(job["bind_core_list"])
+        share = len(cores) // max(1, len(place.slots))
+        if job["bind_cores"] and share == 0:
+            raise LaunchError(f"{len(place.slots)} ranks cannot each have one of the {len(cores)} cores {cores}")
+        environment = {"OMP_NUM_THREADS": str(max(1, share)), **base, **devices}
+        for local_rank in range(len(place.slots)):
+            own = cores[local_rank * share : (local_rank + 1) * share] if job["bind_cores"] else None
+            number = place.first_rank + local_rank
+            start = Start(
+                number=number,
+                command=command_of(job, local_rank),
+                environment={**environment, **place.variables(local_rank)},
+                folder=job["folder"],
+                cores=own,
+                log_path=folder / f"rank{number}.log" if folder else None,
+                prefix=b"[rank %d] " % number if job["prefix"] else b"",
+                terminals=tuple(tuple(size) if size else None for size in job["terminals"]),  # pyright: ignore[reportArgumentType]
+            )
+            self._start_rank(start)
+        pids = [rank.process.pid for rank in self._ranks]
+        if job["pid_of"]:
+            self._pid_file = Path(tempfile.gettempdir(), f"{job['pid_of']}.deepspeed")
+            self._pid_file.write_text(json.dumps(pids))
+        self._channel.send("started", pids=pids, logs=str(folder or ""), devices=devices.get(VISIBLE, ""))
+
+    def _start_rank(self, start: Start) -> None:
+        try:
+            rank = Rank(start, self._show)
+        except OSError as error:
+            if start.folder is not None and not os.path.isdir(start.folder):
+                raise LaunchError(f"the folder {start.folder!r} does not exist there: {error}") from error
+            raise LaunchError(f"rank {start.number}: {start.command[0]!r} cannot be started: {error}") from error
+        self._ranks.append(rank)
+        self._running.add(rank.process.pid)
+        if self._guard is not None:
+            self._guard.watch(rank)
+        for stream in rank.streams:
+            self._watch(stream)
+
+    def _watch(self, stream: Any) -> None:
+        if self._held:
+            return
+
+        def pump() -> None:
+            if not stream.pump():
+                self._selector.unregister(stream.reader)
+
+        self._selector.register(stream.reader, selectors.EVENT_READ, pump)
+
+    def _show(self, descriptor: int, data: bytes) -> None:
+        (self._channel if self._front is None else self._front).send("out", data, to=descriptor)
+
+    def _on_signals(self, numbers: bytes) -> None:
+        """Signals to the agent itself, from a scheduler: the launcher decides what they mean for all hosts."""
+        for number in numbers:
+            if number in HANDED_ON:
+                self._channel.send("signalled", number=number)
+
+    def _reap(self) -> None:
+        for rank in self._ranks:
+            if not rank.reap():
+                continue
+            for stream in rank.streams:
+                with contextlib.suppress(KeyError):  # it was at its end already
+                    self._selector.unregister(stream.reader)
+            rank.close()
+            self._running.discard(rank.process.pid)
+            code, words = rank.exit_code or 0, rank.last_words()
+            self._clean = self._clean and code == 0
+            self._channel.send(
+                "ended",
+                rank=rank.number,
+                code=code,
+                ago=time.monotonic() - rank.failed_at,
+                pid=rank.process.pid,
+                host=socket.gethostname(),
+                log=str(rank.log_path or ""),
+                means=meaning(code, rank.peak_memory, words, self._memory, self._kills_before) if code else "",
+                words=words if code else "",
+            )
+            if not self._running:
+                self._end_ranks()
+
+    def _end_ranks(self) -> None:
+        """Kill what is left of the ranks, and after a failure what they started; the guard is no longer needed."""
+        for rank in self._ranks:
+            if not self._clean or rank.exit_code is None:
+                rank.kill_group()
+        if self._guard is not None:
+            self._guard.dismiss()
+            self._guard = None
+        if self._pid_file is not None:
+            self._pid_file.unlink(missing_ok=True)
+            self._pid_file = None
+
+
+def introduction() -> dict[str, Any]:
+    """What an agent says of its host."""
+    names = os.environ
+    return {
+        "host": socket.gethostname(),
+        "node_name": names.get("SLURMD_NODENAME", ""),
+        "index": next((names[key] for key in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID") if key in names), ""),
+        "address": own_address(),
+        "pid": os.getpid(),
+    }
+
+
+def own_address() -> str:
+    """The address others reach this host at: the one ssh came to, else that of its name."""
+    reached = os.environ.get("SSH_CONNECTION", "").split()
+    if len(reached) == 4 and not is_loopback(reached[2]):
+        return reached[2]
+    found: list[str] = []
+    with contextlib.suppress(OSError):
+        found = [str(entry[4][0]) for entry in socket.getaddrinfo(socket.gethostname(), 9, type=socket.SOCK_DGRAM)]
+    for target in ("10.255.255.255", "192.0.2.1"):  # no packet is sent: only the route is looked up
+        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((target, 9))
+            found.append(probe.getsockname()[0])
+    return next((address for address in found if not is_loopback(address)), socket.gethostname())
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]
+
+
+def base_environment(job: Mapping[str, Any], shared: Mapping[str, str], inherits: bool) -> dict[str, str]:
+    """What every rank of this host gets.
+
+    Its own host's variables (where the user's command runs there: all of the user's), what the job declares, and the
+    meeting place.
+    """
+    environment = without_starter(os.environ)
+    if not inherits:
+        environment.pop("SSH_CONNECTION", None)
+        environment.pop("SSH_CLIENT", None)
+    declared = {name: value for name, value, host in job["exports"] if host in (None, job["host"])}
+    if not inherits:
+        paths = [job["folder"], *filter(None, [declared.get("PYTHONPATH", environment.get("PYTHONPATH"))])]
+        declared["PYTHONPATH"] = os.pathsep.join(paths)
+    return {**environment, **declared, **shared}
+
+
+def device_variable(slots: Sequence[int], environment: Mapping[str, str]) -> dict[str, str]:
+    """The variable that shows each local rank the chosen devices: slots count within what is visible here."""
+    names = visible_devices(environment)
+    if not names:
+        return {}
+    if slots and max(slots) >= len(names):
+        raise LaunchError(
+            f"device slots {list(slots)} were asked for, and this machine shows {len(names)}: {','.join(names)}; "
+            f"lower --num_gpus, or name others by --include or {VISIBLE}"
+        )
+    return {VISIBLE: ",".join(names[slot] for slot in slots)}
+
+
+def command_of(job: Mapping[str, Any], local_rank: int) -> list[str]:
+    """The command line of a rank."""
+    added = [f"--local_rank={local_rank}"] if job["local_rank"] else []
+    command = [*job["program"], *added, *job["arguments"]]
+    if job["venv_script"]:
+        return ["bash", "-c", '. "$0" && exec "$@"', job["venv_script"], *command]
+    return command

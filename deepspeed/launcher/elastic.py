@@ -1,0 +1,133 @@
+"""Runs that survive losing a rank or a host: what is left re-forms, and grows when hosts come back."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from deepspeed.elasticity import compute_elastic_config, elasticity_enabled
+from deepspeed.elasticity.batch import SCHEDULER_VIEW
+from deepspeed.errors import LaunchError
+from deepspeed.foundation.log import logger
+from deepspeed.launcher.control import Control
+from deepspeed.launcher.hostfile import is_this_machine
+from deepspeed.launcher.job import Elastic
+from deepspeed.launcher.meanings import REQUEUE
+from deepspeed.launcher.peers import Peer
+from deepspeed.version import __version__
+
+RETRY_SECONDS = 3.0
+"""Time between two tries to reach a lost host."""
+GROW_AFTER_SECONDS = 10.0
+"""How long an attempt runs before it is stopped for a larger one."""
+WAIT_SECONDS = 1800.0
+"""How long too few hosts wait for more."""
+MOST_RESTARTS = 100
+MOST_ERRORS_IN_A_ROW = 3
+"""Attempts that end by a rank's own error, not by the loss of one: starting again does not help against those."""
+
+
+class ElasticControl(Control):
+    """Runs a job in attempts, each with the hosts that are there."""
+
+    def course(self) -> tuple[int, str]:
+        """Attempts, until one ends well, the user stops it, or it fails for a reason of its own."""
+        self._slots = {peer.name: list(peer.slots) for peer in self.peers}
+        self._began = 0.0
+        self._growing = False
+        self._world = 0
+        self.wait(lambda: all(peer.ready or peer.lost for peer in self.peers))
+        if len(self.peers) > 1 and is_this_machine(self.peers[0].name):
+            logger.info("this host keeps the job and trains too: the run survives the loss of every other one")
+        self.loop.later(RETRY_SECONDS, self._look_for_hosts)
+        errors = number = 0
+        while True:
+            members = self._form()
+            self._began, self._growing, self._world = time.monotonic(), False, sum(len(p.slots) for p in members)
+            code, report = self.one_attempt(members, number)
+            stopped = self.attempt is None or self.attempt.stopped_by is not None
+            grown = code == REQUEUE and self._growing
+            failed = [] if self.attempt is None else self.attempt.failures
+            own_error = not grown and not any(peer.lost for peer in members) and code < 128 and bool(failed)
+            errors = errors + 1 if own_error else 0
+            if code == 0 or stopped or errors >= MOST_ERRORS_IN_A_ROW or number >= MOST_RESTARTS:
+                return code, report
+            number += 1
+            why = "hosts came back" if self._growing else (report.splitlines() or ["a host was lost"])[0]
+            logger.info("attempt %d follows: %s", number, why.removeprefix("[deepspeed] "))
+
+    def _form(self) -> list[Peer]:
+        """The hosts of the next attempt, each with the slots it uses; the others wait as spares."""
+        elastic = self.job.elastic or Elastic(1, len(self.peers))
+        end, told = time.monotonic() + WAIT_SECONDS, False
+        while True:
+            there = [peer for peer in self.peers if peer.ready and not peer.lost][: elastic.most]
+            size = largest(elastic.valid, sum(len(self._slots[peer.name]) for peer in there))
+            if len(there) >= elastic.fewest and size > 0:
+                return self._share(there, size)
+            if time.monotonic() > end:
+                raise LaunchError(f"{len(there)} host(s) for {WAIT_SECONDS:g} s; the run needs {elastic.fewest}")
+            if not told:
+                told = True
+                logger.info("%d host(s), and %d are needed: waiting", len(there), elastic.fewest)
+            moment = time.monotonic() + 0.2
+            self.wait(lambda moment=moment: time.monotonic() >= moment)
+
+    def _share(self, there: list[Peer], size: int) -> list[Peer]:
+        members: list[Peer] = []
+        for peer in there:
+            peer.slots = self._slots[peer.name][:size]
+            size -= len(peer.slots)
+            if peer.slots:
+                members.append(peer)
+        return members
+
+    def _look_for_hosts(self) -> None:
+        """Try lost hosts again, and stop an attempt that could be larger by now."""
+        self.loop.later(RETRY_SECONDS, self._look_for_hosts)
+        for peer in self.peers:
+            if peer.lost:
+                peer.forget()
+                self.starter.again(self, peer)
+        elastic, attempt = self.job.elastic, self.attempt
+        if elastic is None or attempt is None or attempt.over or attempt.failures or self._growing:
+            return
+        there = [peer for peer in self.peers if peer.ready and not peer.lost][: elastic.most]
+        larger = largest(elastic.valid, sum(len(self._slots[peer.name]) for peer in there)) > self._world
+        if larger and time.monotonic() - self._began > GROW_AFTER_SECONDS:
+            self._growing = True
+            for peer in attempt.members:
+                peer.send("signal", number=int(signal.SIGUSR1))
+
+
+def largest(valid: Sequence[int], there: int) -> int:
+    """The largest valid number of ranks up to `there`; any number is where none are listed."""
+    return max((size for size in valid if size <= there), default=0) if valid else there
+
+
+def valid_sizes(arguments: Sequence[str], environment: dict[str, str]) -> tuple[int, ...]:
+    """The numbers of ranks that the `elasticity` block allows: of the script's configuration, or the scheduler's view.
+
+    Args:
+        arguments: of the script; one ending in .json is its configuration.
+        environment: variables.
+    """
+    for word in [part.partition("=")[2] or part for part in arguments]:
+        if word.endswith(".json") and Path(word).is_file():
+            config = json.loads(Path(word).read_text())
+            if isinstance(config, dict) and elasticity_enabled(config):
+                return _sizes(config)
+    seen = environment.get(SCHEDULER_VIEW)
+    return _sizes({"elasticity": {**json.loads(seen), "enabled": True}}) if seen else ()
+
+
+def _sizes(config: dict[str, Any]) -> tuple[int, ...]:
+    """Of version 0.2 too: the list does not depend on the world it is asked for."""
+    block = config["elasticity"]
+    world = int(block.get("num_gpus_per_node", 1))
+    found = compute_elastic_config(config, __version__, 0 if float(block.get("version", 0.2)) == 0.1 else world)
+    return tuple(count * int(block.get("model_parallel_size", 1)) for count in found[1])

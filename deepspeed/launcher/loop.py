@@ -1,0 +1,45 @@
+"""One wait for everything: descriptors that can be read, and things that are due."""
+
+from __future__ import annotations
+
+import selectors
+import time
+from collections.abc import Callable
+
+
+class Loop:
+    """Calls what was registered, from one thread."""
+
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._due: list[tuple[float, Callable[[], object]]] = []
+
+    def watch(self, descriptor: int, action: Callable[[], object]) -> None:
+        """Call `action` whenever `descriptor` can be read."""
+        self._selector.register(descriptor, selectors.EVENT_READ, action)
+
+    def unwatch(self, descriptor: int) -> None:
+        """No longer."""
+        if descriptor in self._selector.get_map():
+            self._selector.unregister(descriptor)
+
+    def later(self, seconds: float, action: Callable[[], object]) -> None:
+        """Call `action` once, after `seconds`."""
+        self._due.append((time.monotonic() + seconds, action))
+
+    def turn(self, patience: float) -> None:
+        """Wait until something happens, at most `patience` seconds, and call what it asks for."""
+        soonest = min((moment for moment, _ in self._due), default=float("inf")) - time.monotonic()
+        for key, _ in self._selector.select(max(0.0, min(patience, soonest))):
+            if key.fd in self._selector.get_map():  # an earlier one may have closed it
+                key.data()
+        now = time.monotonic()
+        due = [action for moment, action in self._due if moment <= now]
+        self._due = [entry for entry in self._due if entry[0] > now]
+        for action in due:
+            action()
+
+    def close(self) -> None:
+        """Let go of everything."""
+        self._due.clear()
+        self._selector.close()

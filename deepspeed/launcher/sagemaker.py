@@ -1,0 +1,96 @@
+"""The entry point of a SageMaker container: hosts, hyper-parameters and failures by the files of the platform."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from deepspeed.launcher import runner
+
+ROOT = Path("/opt/ml")
+LAST_LOG_BYTES = 1024
+"""The platform shows that much of the failure file."""
+
+
+def main(args: Sequence[str] | None = None, root: Path = ROOT) -> int:
+    """Run `script [train]` with the hyper-parameters as arguments, on all hosts of the job.
+
+    Args:
+        args: options of the `deepspeed` command, the script, and its own arguments; None takes the process's own.
+        root: the platform's folder.
+
+    Returns:
+        The exit code; a failure is also written to `output/failure`.
+    """
+    given = list(sys.argv[1:] if args is None else args)
+    given = given[:-1] if given[-1:] == ["train"] else given
+    os.environ.update({name: value for name, value in variables(root).items() if name not in os.environ})
+    if not os.access(os.environ.get("HOME", ""), os.W_OK):
+        os.environ["HOME"] = tempfile.mkdtemp(prefix="home-")
+    code = runner.main([*given, *hyper_parameters(root)])
+    if code not in (0, 85):
+        report_failure(root, f"exit code {code}; the log has the traceback of the rank that failed first")
+    return code
+
+
+def hyper_parameters(root: Path) -> list[str]:
+    """The hyper-parameters, all of them strings, as arguments: `--name value`.
+
+    Those of the SDK (`sagemaker_…`) are not the script's. A value in JSON quotes loses them; "true" stays a word.
+    """
+    try:
+        found = json.loads((root / "input/config/hyperparameters.json").read_text())
+    except OSError:
+        return []
+    words: list[str] = []
+    for name, value in found.items():
+        if name.startswith("sagemaker_"):
+            continue
+        text = str(value)
+        if len(text) >= 2 and text[0] == text[-1] == '"':
+            text = json.loads(text)
+        words += [f"--{name}={text}"]
+    return words
+
+
+def variables(root: Path) -> dict[str, str]:
+    """What the training toolkit would have set: folders, channels, hosts."""
+    found = {
+        "SM_MODEL_DIR": str(root / "model"),
+        "SM_OUTPUT_DATA_DIR": str(root / "output/data"),
+        "SM_CHECKPOINT_DIR": str(root / "checkpoints"),
+    }
+    try:
+        channels = json.loads((root / "input/config/inputdataconfig.json").read_text())
+    except OSError:
+        channels = {}
+    for name in channels:
+        found[f"SM_CHANNEL_{name.upper().replace('-', '_')}"] = str(root / "input/data" / name)
+    try:
+        resources = json.loads((root / "input/config/resourceconfig.json").read_text())
+    except OSError:
+        return found
+    found["SM_HOSTS"] = json.dumps(resources["hosts"])
+    found["SM_CURRENT_HOST"] = resources["current_host"]
+    network = resources.get("network_interface_name")
+    if network:
+        found["SM_NETWORK_INTERFACE_NAME"] = network
+        found["GLOO_SOCKET_IFNAME"] = found["NCCL_SOCKET_IFNAME"] = network
+    return found
+
+
+def report_failure(root: Path, text: str) -> None:
+    """Write the failure file, which the platform shows as the reason of the job."""
+    try:
+        (root / "output").mkdir(parents=True, exist_ok=True)
+        (root / "output/failure").write_text(text[:LAST_LOG_BYTES])
+    except OSError as error:
+        print(f"[deepspeed] {root}/output/failure cannot be written: {error}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

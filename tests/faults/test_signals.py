@@ -1,0 +1,109 @@
+"""A run that is asked to stop: all ranks save on one step, exit with 85, and go on from there."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+TRAIN = """
+    import os, signal, sys, time, torch, deepspeed
+    from torch import nn
+    torch.manual_seed(0); torch.set_num_threads(1)
+    BEFORE
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2},
+              "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "checkpoint": CHECKPOINT}
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    engine.load_checkpoint("saved") if LOAD else None
+    for step in range(engine.global_steps, LAST):
+        torch.manual_seed(step)
+        loss = engine(torch.randn(2, 8)).square().mean()
+        engine.backward(loss)
+        engine.step()
+        if step == 3:
+            os.write(1, f"ready {os.getpid()}\\n".encode())
+        time.sleep(0.002 * (1 + int(os.environ["RANK"])))
+    os.write(1, f"end {step} {loss.item():.9f}\\n".encode())
+"""
+
+
+def start(folder, last=100_000, load=True, before="pass", checkpoint="{}"):
+    text = textwrap.dedent(TRAIN).replace("LAST", str(last)).replace("LOAD", str(load))
+    (folder / "train.py").write_text(text.replace("BEFORE", before).replace("CHECKPOINT", checkpoint))
+    inherited = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    return subprocess.Popen(
+        [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--grace", "20", "train.py"],
+        cwd=folder, env={**inherited, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def ready(launcher):
+    return sorted(int(launcher.stdout.readline().split()[1]) for _ in range(2))
+
+
+@pytest.mark.parametrize(
+    ("name", "whom"),
+    [
+        pytest.param("SIGTERM", "launcher", marks=pytest.mark.slow),
+        ("SIGUSR1", "rank"),
+        pytest.param("SIGHUP", "launcher", marks=pytest.mark.slow),
+    ],
+)
+def test_all_ranks_save_on_one_step_and_go_on(tmp_path, name, whom):
+    launcher = start(tmp_path)
+    ranks = ready(launcher)
+    target = launcher if whom == "launcher" else psutil.Process(ranks[1])
+    target.send_signal(signal.Signals[name])
+    _, err = launcher.communicate(timeout=240)
+    assert launcher.returncode == 85, err
+    assert f"{name}: saved to saved; exit code 85" in err
+    [tag] = [path.name for path in (tmp_path / "saved").iterdir() if path.is_dir()]
+    reached = int(re.fullmatch(r"global_step(\d+)", tag)[1])
+    again = start(tmp_path, last=reached + 5)
+    out, err = again.communicate(timeout=240)
+    assert again.returncode == 0, err
+    whole = start(tmp_path, last=reached + 5, load=False)
+    assert sorted(line for line in out.splitlines() if "end" in line) == sorted(
+        line for line in whole.communicate(timeout=240)[0].splitlines() if "end" in line
+    )
+
+
+def test_without_a_folder_nothing_is_saved_and_the_old_code_stays(tmp_path):
+    launcher = start(tmp_path, load=False)
+    ready(launcher)
+    launcher.send_signal(signal.SIGTERM)
+    _, err = launcher.communicate(timeout=240)
+    assert launcher.returncode == 143
+    assert "SIGTERM, SIGUSR1, SIGHUP: nothing will be saved" in err
+
+
+@pytest.mark.slow
+def test_a_handler_of_the_users_stays_in_charge(tmp_path):
+    own = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(9))"
+    launcher = start(tmp_path, before=own, checkpoint="{'signal_dir': 'other'}")
+    ready(launcher)
+    launcher.send_signal(signal.SIGTERM)
+    launcher.communicate(timeout=240)
+    assert launcher.returncode == 9
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.slow
+def test_a_key_names_the_folder(tmp_path):
+    launcher = start(tmp_path, load=False, checkpoint="{'signal_dir': 'other'}")
+    ready(launcher)
+    launcher.send_signal(signal.SIGHUP)
+    launcher.communicate(timeout=240)
+    assert launcher.returncode == 85
+    assert len([path for path in (tmp_path / "other").iterdir() if path.is_dir()]) == 1
