@@ -347,11 +347,11 @@ class DeepSpeedEngine(EngineSurface, nn.Module):
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=DTYPES[section.dtype])
 
+    def _timed(self, name: str) -> contextlib.AbstractContextManager[None]:
+        return self._timing(name) if self.ds_config.wall_clock_breakdown else contextlib.nullcontext()
+
     @contextlib.contextmanager
-    def _timed(self, name: str) -> Iterator[None]:
-        if not self.ds_config.wall_clock_breakdown:
-            yield
-            return
+    def _timing(self, name: str) -> Iterator[None]:
         timer = self.timers(name)
         timer.start()
         try:

@@ -44,9 +44,12 @@ DS_AVX512 double avx512(const void* base, Kind kind, int64_t begin, int64_t end)
 
 }  // namespace ds
 
-extern "C" double ds_sum_of_squares(const void* values, ds::Kind kind, int64_t count, int threads) {
+namespace {
+
+double sum_of_squares(const void* values, ds::Kind kind, int64_t count, int threads) {
     using Function = double (*)(const void*, ds::Kind, int64_t, int64_t);
     const Function sum = ds::Versions<Function>{ds::portable, ds::avx2, ds::avx512}.pick();
+    if (count <= ds::CHUNK) return sum(values, kind, 0, count);
     const int64_t chunks = (count + ds::CHUNK - 1) / ds::CHUNK;
     std::vector<double> sums(static_cast<size_t>(chunks));
 #pragma omp parallel for num_threads(static_cast<int>(std::clamp<int64_t>(chunks, 1, threads)))
@@ -56,4 +59,12 @@ extern "C" double ds_sum_of_squares(const void* values, ds::Kind kind, int64_t c
     double total = 0.0;
     for (double part : sums) total += part;
     return total;
+}
+
+}  // namespace
+
+// sums[i]: of the counts[i] numbers at values[i].
+extern "C" void ds_sums_of_squares(const void* const* values, ds::Kind kind, const int64_t* counts, int64_t tensors,
+                                   int threads, double* sums) {
+    for (int64_t i = 0; i < tensors; i++) sums[i] = sum_of_squares(values[i], kind, counts[i], threads);
 }

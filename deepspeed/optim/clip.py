@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -22,9 +22,9 @@ def sum_of_squares(flat: torch.Tensor, exact: bool) -> torch.Tensor:
         exact: form squares and sums in float64, so that the result does not depend on how parameters were cut into
             slices and buckets (needed when clipping feeds it back); else float32 will do, where it is faster.
     """
-    total = native_sum_of_squares(flat)
+    total = native_sums_of_squares([flat])
     if total is not None:
-        return torch.tensor(total, dtype=torch.float64)
+        return torch.tensor(total[0], dtype=torch.float64)
     if flat.device.type != "cpu":
         return torch.linalg.vector_norm(flat, dtype=torch.float64 if exact else torch.float32).double().square()
     quick = None if exact else torch.linalg.vector_norm(flat, dtype=torch.float32).double().square()
@@ -32,22 +32,36 @@ def sum_of_squares(flat: torch.Tensor, exact: bool) -> torch.Tensor:
     return quick if quick is not None and quick.isfinite() else _in_chunks(flat)
 
 
-def native_sum_of_squares(flat: torch.Tensor) -> float | None:
-    """The exact sum as a number, from the native library; None where that cannot form it."""
+def native_sums_of_squares(flats: Sequence[torch.Tensor]) -> list[float] | None:
+    """The exact sums as numbers, from one call of the native library; None where that cannot form them.
+
+    Args:
+        flats: of one dtype.
+    """
     function = _native()
-    if function is None or flat.device.type != "cpu" or flat.dtype not in KINDS or not flat.is_contiguous():
+    if function is None or not all([flat.is_cpu and flat.is_contiguous() for flat in flats]):
         return None
-    return function(flat.data_ptr(), KINDS[flat.dtype], flat.numel(), threads())
+    dtypes = {flat.dtype for flat in flats}
+    if len(dtypes) != 1 or not dtypes <= KINDS.keys():
+        return [] if not flats else None
+    count, numels = len(flats), [flat.numel() for flat in flats]
+    addresses = (ctypes.c_void_p * count)(*[flat.data_ptr() for flat in flats])
+    sums = (ctypes.c_double * count)()
+    workers = threads() if max(numels) > _CHUNK else 1
+    function(addresses, KINDS[dtypes.pop()], (ctypes.c_int64 * count)(*numels), count, workers, sums)
+    return list(sums)
 
 
-def _native() -> Callable[..., float] | None:
+def _native() -> Callable[..., None] | None:
     native = library()
     if native is None:
         return None
-    function = native.ds_sum_of_squares
+    function = native.ds_sums_of_squares
     if function.argtypes is None:
-        function.argtypes = [ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_int32]
-        function.restype = ctypes.c_double
+        function.argtypes = [
+            ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_void_p
+        ]  # fmt: skip
+        function.restype = None
     return function
 
 

@@ -34,7 +34,7 @@ class Way(enum.IntFlag):
     SAMPLES = 8  # over real samples (`engine.loop`)
 
 
-_BY_COUNT = Way.ITEMS | Way.SAMPLES  # `step` divides by the global count
+_BY_COUNT = int(Way.ITEMS | Way.SAMPLES)  # `step` divides by the global count
 _WORDS = {
     Way.MEAN: "plain backward",
     Way.SUM: "backward(scale_wrt_gas=False)",
@@ -104,6 +104,7 @@ class AccumulationWindow:
         self.ways, self.items = 0, 0.0  # plain numbers: every gradient looks at them
         self._travel: float | None = None
         self.deferred = steps > 1  # it holds micro-batches that are summed before they travel
+        self.revision = 0  # changes with each `refresh`: what is formed from the above can be kept until then
         self._pass = _BARE
         self.refresh()
 
@@ -121,6 +122,7 @@ class AccumulationWindow:
 
     def refresh(self) -> None:
         """Form what the gradient side reads with each gradient, after a change."""
+        self.revision += 1
         self.reduce_now = self.boundary and not self.holding
         self.deferred |= not self.reduce_now
         self.weight = None if self.samples is None else self.samples / self.micro
@@ -198,7 +200,7 @@ class AccumulationWindow:
         """
         if items is not None and not (isinstance(items, (int, float)) and 0 <= items < math.inf):
             raise ArgumentError(f"num_items is this rank's count of items, a number of 0 or more; got {items!r}")
-        mixed = _mixes(Way(self.ways) | way)
+        mixed = _mixes(self.ways | int(way))
         if mixed:
             raise UsageError(f"a window mixes {mixed}; use one of them throughout")
         self.ways |= int(way)
@@ -315,10 +317,10 @@ WIDTH = 2 + len(_FIELDS)  # numbers in a row
 
 def agreed(table: Sequence[Sequence[float]]) -> Agreed:
     """What the rows of all ranks come to."""
-    ways = Way.NONE
+    ways = 0
     for row in table:
-        ways |= Way(int(row[1]))
-    return Agreed(sum(row[0] for row in table), ways)
+        ways |= int(row[1])
+    return Agreed(sum(row[0] for row in table), Way(ways))
 
 
 def disagreement(table: Sequence[Sequence[float]]) -> str | None:
@@ -342,10 +344,11 @@ def _differences(rows: Sequence[Sequence[float]]) -> Iterator[str]:
             yield ", ".join(f"rank {rank} {what} {say(value)}" for rank, value in enumerate(values))
 
 
-def _mixes(ways: Way) -> str:
+def _mixes(ways: int) -> str:
     """The ways of a window that cannot be one mean; empty when they can."""
-    counting = [way for way in (Way.ITEMS, Way.SAMPLES) if ways & way]
-    return _said(ways) if counting and ways not in counting else ""
+    counting = ways & _BY_COUNT
+    alone = counting == ways and counting != _BY_COUNT
+    return _said(Way(ways)) if counting and not alone else ""
 
 
 def _said(ways: Way) -> str:

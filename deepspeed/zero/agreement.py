@@ -72,7 +72,7 @@ class Agreement:
             edits: gradients that were changed in place.
         """
         row = self._window.row(purpose, of.place if of is not None else 0, edits)
-        for bucket in meeting.buckets:
+        for bucket in meeting.buckets if meeting.axis.size > 1 else ():
             launches = bucket.launches if bucket.sum is not None else (-1, -1)
             row += [*launches, bucket.factor, *bucket.touched]
         return scalars.current.table(meeting.axis, row, meeting.tag(), "agreement on gradients", self._device)
@@ -100,6 +100,8 @@ class Agreement:
 def uneven(buckets: Sequence[Bucket], table: list[list[float]]) -> str | None:
     """What the rows say that no zeros can mend; None when there is nothing."""
     at = WIDTH
+    if all(row[at:] == table[0][at:] for row in table):
+        return None
     for bucket in buckets:
         launches, factors = [row[at : at + 2] for row in table], {row[at + 2] for row in table} - {0.0}
         at += 3 + len(bucket.touched)

@@ -17,6 +17,7 @@ from deepspeed.comm.collectives import Handle, sum_in_rank_order
 from deepspeed.storage.mover import mover_of
 from deepspeed.storage.resident import RESIDENT, Resident
 from deepspeed.storage.tier import Stored
+from deepspeed.zero.member import Member
 from deepspeed.zero.shard_group import ShardGroup
 
 
@@ -43,7 +44,7 @@ class ReduceSettings:
     watch_ranks: bool = False
 
 
-@dataclass
+@dataclass(slots=True)
 class Round:
     """Gradients of one group that have not been sent yet."""
 
@@ -69,8 +70,11 @@ class Bucket:
         self.whole = not group.policy.owns_a_slice
         self.low, self.high = group.low, group.high
         self.dtype = accumulator
-        self.sums_locally = self.whole or (sums_locally and not group.policy.reduces_as_gradients_arrive)
+        self.kind = (group.dtype, group.policy.reduces_as_gradients_arrive)  # buckets of a kind are entered alike
+        here = group.axis.size == 1 and group.tiers.optimizer is RESIDENT  # the sum is what this rank collects
+        self.sums_locally = self.whole or here or (sums_locally and not group.policy.reduces_as_gradients_arrive)
         self.local: torch.Tensor | None = None
+        self._places: list[torch.Tensor] | None = None  # views of it, one for each parameter
         self.sum: Stored | None = None  # made when the first parameter of the group is listened to
         self.filled = False  # whether `sum` holds anything
         self._leaving: Handle | None = None  # the last round, while it leaves the device
@@ -139,10 +143,23 @@ class Bucket:
 
         return Handle(self.group.axis, f"gradients of {self.group.name} to the host", [copied], landed)
 
+    def place(self, buffer: torch.Tensor, index: int) -> torch.Tensor:
+        """Where the gradient of a parameter lies in a round's buffer, in the parameter's shape."""
+        if buffer is self.local:
+            if self._places is None:
+                self._places = [self._view(buffer, member) for member in self.group.members]
+            return self._places[index]
+        return self._view(buffer, self.group.members[index])
+
+    @staticmethod
+    def _view(buffer: torch.Tensor, member: Member) -> torch.Tensor:
+        return buffer.as_strided(member.shape, member.strides, buffer.storage_offset() + member.offset)
+
     def own(self, total: torch.Tensor) -> torch.Tensor:
         """This rank's share of the borrowed sum; at stage 0, where everybody has everything, an equal part of it."""
         rank, cuts = self.group.axis.rank, self.group.layout.cuts
-        return total[cuts[rank] - self.low : cuts[rank + 1] - self.low]
+        low, high = cuts[rank] - self.low, cuts[rank + 1] - self.low
+        return total if low == 0 and high == total.numel() else total[low:high]
 
     def note_factor(self, factor: float) -> None:
         """A round in low precision is sent, whose sum the owner multiplies by `factor`."""

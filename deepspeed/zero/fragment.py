@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,6 @@ from torch.nn import Parameter
 from deepspeed.zero.buckets import Bucket
 from deepspeed.zero.layout import ParamRange
 from deepspeed.zero.member import Member
-from deepspeed.zero.reducer import Reducer
 
 
 @dataclass(eq=False)
@@ -23,6 +23,16 @@ class Fragment:
     range: ParamRange
     leaf: Parameter
     bucket: Bucket
+    _view: tuple[torch.Tensor, torch.Tensor] | None = None  # of the accumulator, and the accumulator
+
+    def gradient(self, total: torch.Tensor) -> torch.Tensor:
+        """Its part of the borrowed accumulator, in the leaf's shape."""
+        if self._view is not None and self._view[1] is total:
+            return self._view[0]
+        view = total[self.span].view(self.leaf.shape)
+        if self.bucket.total.memory is total:  # what is lent for a while must not be kept
+            self._view = view, total
+        return view
 
     @property
     def span(self) -> slice:
@@ -43,24 +53,8 @@ def cut_state(state: dict[str, Any], fragment: Fragment) -> dict[str, Any]:
     return made
 
 
-def unused_names(reducer: Reducer, fragments: dict[int, list[Fragment]]) -> list[str]:
-    """Trainable parameters that no rank had a gradient for; valid after `finish`."""
-    return [
-        member.name
-        for bucket in reducer.buckets
-        for member in bucket.group.members
-        if member.param.requires_grad and member.uid in fragments and not reducer.touched(bucket, member)
-    ]
-
-
-def count_update(reducer: Reducer, fragments: dict[int, list[Fragment]]) -> None:
+def count_update(members: Sequence[Member]) -> None:
     """Count a step as an in-place change of what had a gradient: backward of an older forward raises, as in torch."""
-    updated = [
-        member
-        for bucket in reducer.buckets
-        for member in bucket.group.members
-        if member.uid in fragments and reducer.touched(bucket, member)
-    ]
-    increment_version([member.param for member in updated])
-    for member in updated:
+    increment_version([member.param for member in members])
+    for member in members:
         member.version += 1

@@ -41,6 +41,7 @@ class Member:
     owner: object | None = field(default=None, repr=False)  # the optimizer that updates it
     active_modules: set[Any] = field(default_factory=set, repr=False)
     version: int = 0  # the parameter's version counter when it was last known to agree with its slice
+    address: int = 0  # of its place in the full buffer, when it was last looked at
     exposed: bool = False  # `param.data` was handed out, and writes through it are not counted
     snapshot: torch.Tensor | None = field(default=None, repr=False)  # 1-D values then, where a write would be lost
 
@@ -57,6 +58,11 @@ class Member:
     def placement(self) -> Placement:
         """Its row of the table of placements."""
         return placement_of(self.param)
+
+    @cached_property
+    def strides(self) -> tuple[int, ...]:
+        """Of a contiguous tensor of its shape."""
+        return torch.empty(self.shape, device="meta").stride()
 
     @cached_property
     def padded(self) -> bool:
@@ -106,7 +112,8 @@ class Member:
             UsageError: they have another shape or dtype, as after `module.half()`.
         """
         view, param = self.group.views[self.index], self.param
-        if param.data_ptr() == view.data_ptr() and param.dtype == view.dtype:
+        self.address = view.data_ptr()
+        if param.data_ptr() == self.address and param.dtype == view.dtype:
             return
         if param.shape != view.shape or param.dtype != view.dtype:
             raise UsageError(

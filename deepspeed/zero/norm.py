@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 
 import torch
 
 from deepspeed.comm import scalars
-from deepspeed.optim.clip import native_sum_of_squares, sum_of_squares
+from deepspeed.optim.clip import native_sums_of_squares, sum_of_squares
 from deepspeed.zero.buckets import Bucket
 from deepspeed.zero.reducer import Reducer
 
@@ -36,21 +37,38 @@ def global_norm(buckets: list[Bucket], exact: bool, reducer: Reducer, tag: int) 
 def _squares(buckets: list[Bucket], exact: bool) -> float:
     """This rank's part of the sum; accumulators that rest elsewhere are read one after the other."""
     found: dict[torch.device, list[torch.Tensor | float]] = defaultdict(list)
+    quick = _all_at_rest(buckets)
+    if quick is not None:
+        return math.fsum(quick)
     for bucket, coming in itertools.zip_longest(buckets, buckets[1:]):
         if coming is not None:
             coming.total.ahead()
         with bucket.total.borrowed() as total:
-            own = bucket.own(total)
-            quick = native_sum_of_squares(own)
-            found[total.device].append(sum_of_squares(own, exact) if quick is None else quick)
+            found[total.device].append(_square(bucket.own(total), exact))
     return sum(scalars.current.value(_sum(squares)) for squares in found.values())
 
 
-def _sum(squares: list[torch.Tensor | float]) -> torch.Tensor:
+def _all_at_rest(buckets: list[Bucket]) -> list[float] | None:
+    """The squares of accumulators that all rest in memory, from one native call."""
+    owned = []
+    for bucket in buckets:
+        total = bucket.total
+        if total.memory is None:
+            return None
+        owned.append(bucket.own(total.borrow()))
+    return native_sums_of_squares(owned)
+
+
+def _square(own: torch.Tensor, exact: bool) -> torch.Tensor | float:
+    quick = native_sums_of_squares([own])
+    return sum_of_squares(own, exact) if quick is None else quick[0]
+
+
+def _sum(squares: Sequence[torch.Tensor | float]) -> torch.Tensor:
     """In one order, whether they are numbers or 0-d float64 tensors."""
     tensors = [square for square in squares if isinstance(square, torch.Tensor)]
     if not tensors:
-        return torch.tensor(squares, dtype=torch.float64).sum()
+        return torch.tensor(math.fsum(squares), dtype=torch.float64)
     return torch.stack([s if isinstance(s, torch.Tensor) else tensors[0].new_tensor(s) for s in squares]).sum()
 
 

@@ -14,14 +14,13 @@ from deepspeed.comm.collectives import SMALL, tag_of
 from deepspeed.errors import OptimizerError, UsageError
 from deepspeed.optim.clip import clip_factor
 from deepspeed.zero.exhaustion import suggests_offload
-from deepspeed.zero.fragment import Fragment, count_update, cut_state, unused_names
+from deepspeed.zero.fragment import Fragment, count_update, cut_state
 from deepspeed.zero.lifecycle import Lifecycle
 from deepspeed.zero.member import Member
 from deepspeed.zero.norm import explain_overflow, global_norm
 from deepspeed.zero.optimizer_shard import OptimizerShard, whole_state
 from deepspeed.zero.param import is_managed
 from deepspeed.zero.reducer import Reducer
-from deepspeed.zero.shard_group import ShardGroup
 from deepspeed.zero.waves import update, waves_of
 
 
@@ -74,11 +73,15 @@ class ZeroOptimizer:
         self.window = reducer.window
         self.window.rates = self._rates
         self._scale_loss: Callable[[torch.Tensor, bool], Any] | None = None
+        self.groups = [bucket.group for bucket in reducer.buckets]  # those under this optimizer
+        self._gathered = [group for group in self.groups if group.policy.gathers_before_use]
+        self._whole = [group for group in self.groups if not group.policy.gathers_before_use]
         self.shards = [OptimizerShard(bucket, inner) for bucket in reducer.buckets]
         self._shard_of = {id(shard.group): shard for shard in self.shards}
         self.fragments: dict[int, list[Fragment]] = {}
         self._leaves, self._stepping = 0, False
         self._take_over()
+        self._normed = [shard.bucket for shard in self.shards if shard.members]
         self._guard = inner.register_step_pre_hook(self._refuse_strangers)
 
     # -- the inner optimizer --------------------------------------------------------------------------------------
@@ -116,11 +119,6 @@ class ZeroOptimizer:
         member.group.thaw(self.settings.master)
         self.shard_of(member).point()
         self.reducer.listen(member)
-
-    @property
-    def groups(self) -> list[ShardGroup]:
-        """The groups under this optimizer."""
-        return [b.group for b in self.reducer.buckets]
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -175,7 +173,7 @@ class ZeroOptimizer:
         agreed = self.reducer.finish(self.window.update)
         self.reducer.adopt_edits()
         if self.settings.refuse_unused:
-            unused = unused_names(self.reducer, self.fragments)
+            unused = self._unused_names()
             if unused:
                 self._end_window()
                 raise UsageError(
@@ -185,10 +183,9 @@ class ZeroOptimizer:
         rescale = self.window.rescale(agreed)
         norm = None
         if self.settings.norm or self.settings.check or self.settings.clip:
-            updated = [b for b in self.reducer.buckets if any(m.uid in self.fragments for m in b.group.members)]
             self._norms += 1
             tag = tag_of(self._norm_channel, SMALL, self._norms)
-            norm = global_norm(updated, self.settings.clip > 0, self.reducer, tag) * abs(rescale)
+            norm = global_norm(self._normed, self.settings.clip > 0, self.reducer, tag) * abs(rescale)
         self._global_grad_norm = norm
         self.overflow = self.settings.check and norm is not None and not math.isfinite(norm)
         self.skip_reason = explain_overflow(self.reducer, (self._tag(), self._tag())) if self.overflow else None
@@ -204,6 +201,15 @@ class ZeroOptimizer:
         """Gathers and frees sharded groups, when there are any."""
         return getattr(self, "parameter_offload", None)
 
+    def _unused_names(self) -> list[str]:
+        """Trainable parameters that no rank had a gradient for; valid after `finish`."""
+        return [
+            member.name
+            for shard in self.shards
+            for member in shard.members
+            if member.param.requires_grad and not self.reducer.touched(shard.bucket, member)
+        ]
+
     def _tag(self) -> int:
         self._rounds += 1
         return tag_of(self._channel, SMALL, self._rounds)
@@ -217,8 +223,8 @@ class ZeroOptimizer:
             )
 
     def _apply(self, factor: float) -> None:
-        for group in self.groups:
-            for member in group.members:
+        for group in self._whole:
+            for member in group.edited():
                 self.import_edits(member)
         if sum(len(group["params"]) for group in self.optimizer.param_groups) != self._leaves:
             raise OptimizerError(
@@ -228,16 +234,18 @@ class ZeroOptimizer:
         self._stepping = True
         try:
             with suggests_offload("parameters were updated"):
-                handles = update(self.optimizer, waves_of(self.shards, self.reducer), factor)
+                waves = waves_of(self.shards, self.reducer)
+                handles = update(self.optimizer, waves, factor)
         finally:
             self._stepping = False
         for handle in handles:
             handle.wait()
-        for group in self.groups:
+        for group in self._gathered:
             group.advance()
-        for group in self.groups:
+        for group in self._gathered:
             group.refresh()
-        count_update(self.reducer, self.fragments)
+        for wave in waves:
+            count_update(wave.members)
 
     def import_edits(self, member: Member) -> None:
         """A parameter changed in place by the user since the last step (weight clipping) updates its master."""
@@ -290,5 +298,6 @@ class ZeroOptimizer:
         for shard in self.shards:
             shard.drop()
         self.shards, self.fragments, self._shard_of = [], {}, {}
+        self.groups, self._gathered, self._whole, self._normed = [], [], [], []
         self.optimizer.state.clear()
         self._scale_loss = None

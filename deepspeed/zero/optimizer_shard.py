@@ -136,6 +136,7 @@ class OptimizerShard:
 
     def __init__(self, bucket: Bucket, optimizer: torch.optim.Optimizer) -> None:
         self.bucket, self.group = bucket, bucket.group
+        self.members: list[Member] = []  # that the optimizer updates, on some rank
         self.fragments: list[Fragment] = []
         self._optimizer, self._moments = optimizer, _Moments(self.group, optimizer)
         self._users = 0
@@ -154,6 +155,7 @@ class OptimizerShard:
 
     def add(self, member: Member) -> list[Fragment]:
         """Make the leaves over the fragments of a member that this rank updates."""
+        self.members.append(member)
         range_ = self.group.layout.range_of(member.index, self.group.low, self.group.high)
         if range_ is None:
             return []
@@ -230,6 +232,17 @@ class OptimizerShard:
         if self.moves:
             self._moments.bring()
             self._moments.take_away(self.fragments, changed=True)
+
+    def touched(self, marks: bytearray) -> tuple[list[Member], list[Fragment]]:
+        """What takes part in a step.
+
+        Args:
+            marks: which parameters of the group have a gradient on any rank.
+        """
+        if all(marks):
+            return self.members, self.fragments
+        members = [member for member in self.members if marks[member.index]]
+        return members, [fragment for fragment in self.fragments if marks[fragment.member.index]]
 
     def drop(self) -> None:
         """The optimizer is gone."""

@@ -54,12 +54,17 @@ _MOVED = "_ds_moved"  # on values moved to another device: whose, and their vers
 
 def raw_grad(param: torch.Tensor) -> torch.Tensor | None:
     """What autograd itself has put on `param`, past the property."""
+    if param.__class__ is ManagedParameter:  # no torch function to be kept away
+        return _raw_grad.__get__(param)
     with torch._C.DisableTorchFunctionSubclass():
         return _raw_grad.__get__(param)
 
 
 def clear_raw_grad(param: torch.Tensor) -> None:
     """Forget what autograd has put on `param`."""
+    if param.__class__ is ManagedParameter:
+        _raw_grad.__set__(param, None)
+        return
     with torch._C.DisableTorchFunctionSubclass():
         _raw_grad.__set__(param, None)
 

@@ -16,6 +16,7 @@ from deepspeed.foundation.log import warn_once
 from deepspeed.zero.accumulation import WIDTH, AccumulationWindow, Agreed, Purpose, agreed, disagreement
 from deepspeed.zero.agreement import Agreement, Meeting, uneven
 from deepspeed.zero.buckets import Bucket, ReduceSettings, Round
+from deepspeed.zero.entry import Entries, Entry
 from deepspeed.zero.holders import Axes
 from deepspeed.zero.member import Member
 from deepspeed.zero.param import clear_raw_grad, raw_grad
@@ -45,9 +46,10 @@ class Reducer:
         self.device = groups[0].device if groups else torch.device("cpu")
         self.wire = Wire(settings, largest, self.device)
         self._agreement = Agreement(axes, self.buckets, window, self.device)
-        self._touched_anywhere: dict[int, list[bool]] = {}
+        self._touched_anywhere: dict[int, bytearray] = {}
         self._handed_out: list[tuple[Member, torch.Tensor, int]] = []
         self._hooks: dict[int, Any] = {}
+        self._entries = Entries(settings, window)
         for group in groups:
             for member in group.members:
                 member.reducer = self
@@ -59,14 +61,15 @@ class Reducer:
         """Take the gradients of `member` from now on (again, when it was unfrozen)."""
         if member.param.requires_grad and member.uid not in self._hooks:
             self._of[id(member.group)].prepare()
-            self._hooks[member.uid] = member.param.register_post_accumulate_grad_hook(_Arrival(self, member))
+            self._hooks[member.uid] = member.param.register_post_accumulate_grad_hook(_Arrival(member))
 
     def arrived(self, member: Member) -> None:
         """Autograd has finished the gradient of `member` for this pass."""
         gradient = raw_grad(member.param)
         if gradient is None:
             return
-        collectives.delay(f"gradient of {member.name}")
+        if collectives.PLANTED_DELAY is not None:
+            collectives.delay(f"gradient of {member.name}")
         clear_raw_grad(member.param)
         self.clean = False
         self.window.entering()
@@ -76,64 +79,42 @@ class Reducer:
         bucket.touched[member.index] = 1
         if gradient.layout != torch.strided:
             gradient = gradient.to_dense()
-        self._enter(bucket, member, gradient)
-        current = bucket.round
-        if current is not None and self._sends_now(bucket):
+        entry = self._entries.of(bucket)
+        current = self._enter(bucket, member, gradient, entry)
+        if entry.sends_now:
             current.fresh.add(member.index)
             if len(current.fresh) >= current.expected:
                 if self.on_complete is not None:
                     self.on_complete(bucket.group)
                 self._launch(bucket)
 
-    def _sends_now(self, bucket: Bucket) -> bool:
-        return self.window.reduce_now or bucket.group.policy.reduces_as_gradients_arrive
-
-    def _sums_before_travel(self, bucket: Bucket) -> bool:
-        return self.window.deferred and not bucket.group.policy.reduces_as_gradients_arrive
-
-    def _enter(self, bucket: Bucket, member: Member, gradient: torch.Tensor) -> None:
+    def _enter(self, bucket: Bucket, member: Member, gradient: torch.Tensor, how: Entry) -> Round:
         """Copy or add one gradient into the open round."""
-        dtype = self._travel_dtype(bucket)
-        exact = dtype == self.settings.accumulator
-        factor, weight = self.window.factor, self.window.weight
-        if exact:
-            entry, at_owner = factor * (1.0 if weight is None else weight), 1.0
-        else:
-            entry, at_owner = self._before_wire, factor / self._before_wire
-        current = bucket.round
+        current, index = bucket.round, member.index
         if current is not None:
-            again = member.index in current.arrived and not exact  # a sum in low precision would round
-            if again or current.buffer.dtype != dtype or current.at_owner != at_owner:
+            again = not how.exact and index in current.arrived  # a sum in low precision would round
+            if again or current.buffer.dtype != how.dtype or current.at_owner != how.at_owner:
                 self._launch(bucket)
                 current = None
         if current is None:
-            current = bucket.round = self._open(bucket, dtype, at_owner)
+            current = bucket.round = self._open(bucket, how.dtype, how.at_owner)
         if member.padded:
             gradient = member.without_padding(gradient)
-        place = current.buffer[member.offset : member.offset + member.numel].view(member.shape)
-        if member.index in current.arrived:
-            place.add_(gradient.to(dtype), alpha=entry)
+        place = bucket.place(current.buffer, index)
+        if index in current.arrived:
+            place.add_(gradient.to(how.dtype), alpha=how.at_entry)
+            return current
+        current.arrived.add(index)
+        if how.at_entry == 1.0 or gradient.dtype != how.dtype:
+            place.copy_(gradient)
+            if how.at_entry != 1.0:
+                place.mul_(how.at_entry)
         else:
-            current.arrived.add(member.index)
-            if entry == 1.0 or gradient.dtype != dtype:
-                place.copy_(gradient)
-                if entry != 1.0:
-                    place.mul_(entry)
-            else:
-                torch.mul(gradient, entry, out=place)
-
-    @property
-    def _before_wire(self) -> float:
-        """Factor on low-precision gradients before they travel."""
-        return 1.0 if self.settings.prescale is None else self.settings.prescale
-
-    def _travel_dtype(self, bucket: Bucket) -> torch.dtype:
-        if self._sums_before_travel(bucket) or self.window.weight is not None:
-            return self.settings.accumulator
-        return self.settings.wire or bucket.group.dtype
+            torch.mul(gradient, how.at_entry, out=place)
+        return current
 
     def _open(self, bucket: Bucket, dtype: torch.dtype, at_owner: float) -> Round:
-        expected = sum(m.param.requires_grad for m in bucket.group.members)
+        expected = [member.param.requires_grad for member in bucket.group.members].count(True)
         local = bucket.local
         if local is not None and local.dtype == dtype and not bucket.filled and not self.wire.busy(bucket):
             return Round(local, at_owner, False, expected)
@@ -154,7 +135,7 @@ class Reducer:
         if dtype is None or current.buffer.dtype == dtype:
             return current
         narrow = self.wire.acquire(bucket, dtype)
-        at_owner = self.window.travel_factor / self._before_wire
+        at_owner = self.window.travel_factor / self._entries.before_wire
         torch.mul(current.buffer, 1.0 / at_owner, out=narrow)
         self.wire.release(bucket, current)
         return Round(narrow, at_owner, True, arrived=current.arrived)
@@ -175,7 +156,8 @@ class Reducer:
             UsageError: on all ranks, when they differ in what each of them decides alone; the window is dropped.
         """
         for bucket in self.buckets:
-            self._launch(bucket)
+            if bucket.round is not None:
+                self._launch(bucket)
         edits = sum(tensor._version != version for _, tensor, version in self._handed_out)
         trouble, found = None, None
         for meeting in self._agreement.meetings(of):
@@ -205,6 +187,9 @@ class Reducer:
 
     def _catch_up(self, meeting: Meeting, table: list[list[float]]) -> None:
         """Send zeros for the rounds that others have launched and this rank has not."""
+        if all(row[WIDTH:] == table[0][WIDTH:] for row in table):
+            self._touched_anywhere |= {id(bucket): bytearray(bucket.touched) for bucket in meeting.buckets}
+            return
         most, at = [max(column) for column in zip(*table, strict=True)], WIDTH
         for bucket in meeting.buckets:
             for exact in (0, 1):
@@ -212,7 +197,7 @@ class Reducer:
                     bucket.prepare()  # nothing to do, unless the group is frozen here alone; then all raise after this
                     self._send_zeros(bucket, exact, most[at + 2])
             count = len(bucket.touched)
-            self._touched_anywhere[id(bucket)] = [mark > 0 for mark in most[at + 3 : at + 3 + count]]
+            self._touched_anywhere[id(bucket)] = bytearray(mark > 0 for mark in most[at + 3 : at + 3 + count])
             at += 3 + count
 
     def _send_zeros(self, bucket: Bucket, exact: int, factor: float) -> None:
@@ -222,9 +207,13 @@ class Reducer:
         bucket.round = Round(self.wire.acquire(bucket, dtype), at_owner, pooled=True)
         self._launch(bucket)
 
+    def marks(self, bucket: Bucket) -> bytearray | None:
+        """Which parameters of a group any rank had a gradient for in the window; valid after `finish`."""
+        return self._touched_anywhere.get(id(bucket))
+
     def touched(self, bucket: Bucket, member: Member) -> bool:
         """Whether any rank had a gradient for `member` in the window; valid after `finish`."""
-        marks = self._touched_anywhere.get(id(bucket))
+        marks = self.marks(bucket)
         return bool(marks and marks[member.index])
 
     def adopt_edits(self) -> None:
@@ -272,7 +261,7 @@ class Reducer:
         if self.clean:
             return None
         bucket = self.bucket_of(member)
-        if self._sums_before_travel(bucket) and not self.window.reduce_now:
+        if self._entries.summed_first(bucket) and not self.window.reduce_now:
             current = bucket.round
             if current is None or member.index not in current.arrived:
                 return None
@@ -316,10 +305,10 @@ class Reducer:
 class _Arrival:
     """The hook of a parameter. torch holds it where no collection looks: it must not hold what holds the parameter."""
 
-    def __init__(self, reducer: Reducer, member: Member) -> None:
-        self._reducer, self._member = weakref.ref(reducer), weakref.ref(member)
+    def __init__(self, member: Member) -> None:
+        self._member = weakref.ref(member)
 
     def __call__(self, _param: torch.Tensor) -> None:
-        reducer, member = self._reducer(), self._member()
-        if reducer is not None and member is not None:
-            reducer.arrived(member)
+        member = self._member()
+        if member is not None and member.reducer is not None:
+            member.reducer.arrived(member)

@@ -48,6 +48,9 @@ class Gradients(Protocol):
 
     world: Axis
 
+    def arrived(self, member: Any) -> None:
+        """Autograd has finished its gradient."""
+
     def grad_of(self, member: Any) -> torch.Tensor | None:
         """The mean gradient of the window so far."""
         ...

@@ -371,9 +371,19 @@ class ShardGroup(LocalShard):
         if self.fetch is not None:
             self.fetch.advance(self.channel)
 
+    def edited(self) -> list[Member]:
+        """Members of a gathered group whose values may have been changed, or replaced, by somebody else."""
+        dtype, found = self.dtype, []
+        for member in self.members:
+            param = member.param
+            unseen = member.exposed or param._version != member.version
+            if unseen or param.data_ptr() != member.address or param.dtype != dtype:
+                found.append(member)
+        return found
+
     def start_publish(self) -> Handle | None:
         """Send the updated slice to the other ranks; None when nothing travels."""
-        if not self.policy.publishes_after_step:
+        if not self.policy.publishes_after_step or self.axis.size == 1:
             return None
         tag = tag_of(self.channel, SPREAD, next(self._seq))
         return spread(self.axis, self.full, self.layout.cuts, tag, f"publish of {self.name}")

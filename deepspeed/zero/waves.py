@@ -19,6 +19,7 @@ from deepspeed.comm.collectives import Handle
 from deepspeed.ops.host_step import Fold, HostOptimizer
 from deepspeed.storage.resident import RESIDENT
 from deepspeed.zero.fragment import Fragment
+from deepspeed.zero.member import Member
 from deepspeed.zero.optimizer_shard import OptimizerShard
 from deepspeed.zero.reducer import Reducer
 from deepspeed.zero.shard_group import ShardGroup
@@ -29,11 +30,12 @@ class Wave:
 
     Args:
         shards: their leaves and state.
-        touched: the fragments that have a gradient.
+        members: the parameters that have a gradient.
+        touched: this rank's fragments of them.
     """
 
-    def __init__(self, shards: list[OptimizerShard], touched: list[Fragment]) -> None:
-        self.shards, self.touched = shards, touched
+    def __init__(self, shards: list[OptimizerShard], members: list[Member], touched: list[Fragment]) -> None:
+        self.shards, self.members, self.touched = shards, members, touched
 
     def ahead(self) -> None:
         """The wave is next."""
@@ -55,24 +57,24 @@ class Wave:
         with contextlib.ExitStack() as stack:
             totals: dict[int, torch.Tensor] = {}
             for shard in self.shards:
-                if not shard.rests_at_hand:
-                    stack.enter_context(shard.at_hand(changed=True))
                 total = shard.bucket.total
                 # What rests in memory is lent by nothing that has an end: contexts are for what moves.
-                lent = total.borrow() if shard.rests_at_hand and total.memory is not None else None
-                totals[id(shard.bucket)] = stack.enter_context(total.borrowed()) if lent is None else lent
-            gradients = {
-                fragment: totals[id(fragment.bucket)][fragment.span].view(fragment.leaf.shape)
-                for fragment in self.touched
-            }
+                at_hand = shard.rests_at_hand
+                if at_hand and total.memory is not None:
+                    totals[id(shard.bucket)] = total.borrow()
+                    continue
+                if not at_hand:
+                    stack.enter_context(shard.at_hand(changed=True))
+                totals[id(shard.bucket)] = stack.enter_context(total.borrowed())
             if isinstance(optimizer, HostOptimizer) and all(t.device.type == "cpu" for t in totals.values()):
-                rounds = self._fold(optimizer, gradients, factor, stack)
+                rounds = self._fold(optimizer, totals, factor, stack)
             else:
                 rounds = False
                 for total in totals.values() if factor != 1.0 else ():
                     total.mul_(factor)
-                for fragment, gradient in gradients.items():
-                    fragment.leaf.grad = gradient.to(fragment.leaf.dtype)
+                for fragment in self.touched:
+                    leaf, gradient = fragment.leaf, fragment.gradient(totals[id(fragment.bucket)])
+                    leaf.grad = gradient if gradient.dtype == leaf.dtype else gradient.to(leaf.dtype)
             try:
                 yield rounds
             finally:
@@ -82,7 +84,7 @@ class Wave:
     def _fold(
         self,
         optimizer: HostOptimizer,
-        gradients: dict[Fragment, torch.Tensor],
+        totals: dict[int, torch.Tensor],
         factor: float,
         stack: contextlib.ExitStack,
     ) -> bool:
@@ -95,7 +97,8 @@ class Wave:
             if on_host and group.dtype.itemsize < torch.float32.itemsize:
                 rounded[id(group)] = stack.enter_context(group.values.borrowed(changed=True, read=keeps))
         folds = {}
-        for fragment, gradient in gradients.items():
+        for fragment in self.touched:
+            gradient = fragment.gradient(totals[id(fragment.bucket)])
             out = rounded.get(id(fragment.member.group))
             folds[fragment.leaf] = Fold(gradient, None if out is None else out[fragment.span])
         optimizer.folds, optimizer.factor = folds, factor
@@ -110,18 +113,19 @@ def waves_of(shards: Sequence[OptimizerShard], reducer: Reducer) -> list[Wave]:
         shards: all groups.
         reducer: knows who had a gradient.
     """
-    together, waves = Wave([], []), []
+    together, waves = Wave([], [], []), []
     for shard in shards:
         bucket = shard.bucket
-        marks = [bucket.filled and reducer.touched(bucket, member) for member in shard.group.members]
-        if not any(marks):
+        marks = reducer.marks(bucket) if bucket.filled else None
+        if marks is None or not any(marks):
             continue
-        touched = [fragment for fragment in shard.fragments if marks[fragment.member.index]]
+        members, fragments = shard.touched(marks)
         if shard.group.tiers.optimizer is RESIDENT:
             together.shards.append(shard)
-            together.touched += touched
+            together.members += members
+            together.touched += fragments
         else:
-            waves.append(Wave([shard], touched))
+            waves.append(Wave([shard], members, fragments))
     return [together, *waves] if together.shards or not waves else waves
 
 

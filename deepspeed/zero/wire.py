@@ -11,6 +11,7 @@ from deepspeed.comm import collectives, waiting
 from deepspeed.comm.axis import Axis
 from deepspeed.comm.collectives import EXCHANGE, SPREAD, Handle, sum_in_rank_order, tag_of
 from deepspeed.foundation.log import warn_once
+from deepspeed.storage.resident import RESIDENT
 from deepspeed.zero.buckets import Bucket, ReduceSettings, Round
 
 # How long a rank waits for a buffer to come back before it takes a fresh one: ranks whose branches differ may
@@ -97,7 +98,9 @@ class Wire:
 
     def launch(self, bucket: Bucket, current: Round) -> None:
         """Send a round; parameters without a gradient in it count as zero."""
-        if not current.pooled:  # an accumulator that is sent from its place has buffers to receive into all the same
+        if (
+            self._in_flight and not current.pooled
+        ):  # what is sent from its place has buffers to receive into all the same
             self._make_room(current.buffer.numel())
         group, layout = bucket.group, bucket.group.layout
         if len(current.arrived) < len(group.members):
@@ -111,11 +114,25 @@ class Wire:
         exact = int(current.buffer.dtype == self.settings.accumulator)
         seq = 2 * bucket.launches[exact] + exact
         bucket.launches[exact] += 1
+        if group.axis.size == 1 and group.holders.copies is None:
+            self._keep(bucket, current)
+            return
         self._fly((self._send(bucket, current, seq), bucket, current))
         if not self.settings.overlap:
             self.settle()
         elif bucket.group.axis.shared is not None:
             self.progress()
+
+    def _keep(self, bucket: Bucket, current: Round) -> None:
+        """A rank alone sends nothing: what it has collected is the sum."""
+        if not current.pooled and bucket.group.tiers.optimizer is RESIDENT:
+            bucket.filled = True  # it was collected where it rests
+            return
+        leaving = bucket.add([current.buffer], current.at_owner)
+        if leaving is None:
+            self.release(bucket, current)
+        else:
+            self._fly((leaving, bucket, current))
 
     def _send(self, bucket: Bucket, current: Round, seq: int) -> Handle:
         group, buffer, axis = bucket.group, current.buffer, bucket.group.axis

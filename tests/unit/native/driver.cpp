@@ -16,7 +16,7 @@ extern "C" {
 void ds_adam(const Leaf*, const float*, int);
 void ds_adagrad(const Leaf*, const float*, int);
 void ds_lion(const Leaf*, const float*, int);
-double ds_sum_of_squares(const void*, int32_t, int64_t, int);
+void ds_sums_of_squares(const void* const*, int32_t, const int64_t*, int64_t, int, double*);
 }
 
 using Buffer = std::vector<unsigned char>;
@@ -61,7 +61,11 @@ int main() {
             }
             if (param_kind == 0) {
                 Buffer summed = values(count, kind, 5, false);
-                std::printf("norm %d: %.17g\n", kind, ds_sum_of_squares(summed.data(), kind, count, 2));
+                const void* base = summed.data();
+                const int64_t numel = count;
+                double squares = 0.0;
+                ds_sums_of_squares(&base, kind, &numel, 1, 2, &squares);
+                std::printf("norm %d: %.17g\n", kind, squares);
             }
         }
 }
