@@ -439,3 +439,13 @@ def call_with(what: str, callable_: Callable[..., Any], argument: Any) -> Any:
         takes = "the optimizer" if isinstance(argument, torch.optim.Optimizer) else "the parameters"
         raise ArgumentError(f"the {what} callable must take one argument, {takes}: {error}") from error
     return callable_(argument)
+
+
+def without_optimizer(call: str, components: Components) -> UsageError:
+    """The error of a call that needs an optimizer."""
+    if components.destroyed:
+        return UsageError(f"{call}() on an engine that was destroyed; make a new one with deepspeed.initialize")
+    return UsageError(
+        f"{call}() on an engine without an optimizer: pass model_parameters (AdamW is then the default), an optimizer, "
+        f"or name one in the JSON under optimizer.type"
+    )

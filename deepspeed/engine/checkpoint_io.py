@@ -54,6 +54,7 @@ class CheckpointIO(WeightsIO):
     local_rank: Any
     _seen: int
     _gas: int
+    compression: Any
     config: Any
     _tell_reducer: Callable[[], None]
 
@@ -312,6 +313,8 @@ class CheckpointIO(WeightsIO):
                 run_state.restore_scheduler(self, run.get("scheduler"))
             for name, state in saved.get("module", {}).items():
                 self.module.get_submodule(name).set_extra_state(state)
+            if what.run and "compression" in run and self.compression is not None:
+                self.compression.load_state_dict(run["compression"])
             if what.run:
                 self._restore_run(source, view, rows, run, what.optimizer)
                 for one, state in zip(self._extra_objects, saved.get("objects", []), strict=True):

@@ -31,9 +31,11 @@ from deepspeed.engine.build import (
     find_axes,
     listed,
     make_scheduler,
+    without_optimizer,
 )
 from deepspeed.engine.checkpoint_io import CheckpointIO
 from deepspeed.engine.clients import let_go, loss_is_divided, take_over
+from deepspeed.engine.compressing import Compressing
 from deepspeed.engine.config_accessors import ConfigAccessors
 from deepspeed.engine.feeding import Feeding
 from deepspeed.engine.offload_states import OffloadStates
@@ -45,7 +47,9 @@ from deepspeed.foundation.timer import SynchronizedWallClockTimer
 from deepspeed.optim.precision import DTYPES
 
 
-class DeepSpeedEngine(Reporting, StateAccessors, CheckpointIO, OffloadStates, Feeding, ConfigAccessors, nn.Module):
+class DeepSpeedEngine(
+    Reporting, StateAccessors, CheckpointIO, OffloadStates, Compressing, Feeding, ConfigAccessors, nn.Module
+):
     """Trains a model under the stage, precision and schedule that the JSON names.
 
     Args:
@@ -106,6 +110,7 @@ class DeepSpeedEngine(Reporting, StateAccessors, CheckpointIO, OffloadStates, Fe
             self.deepspeed_io(training_data, collate_fn=collate_fn) if training_data is not None else None
         )
         self.timers = SynchronizedWallClockTimer(accelerator.synchronize)
+        self._start_compression()
         self._say_plan()
         self._tell_reducer()
         if self._components.lifecycle is not None:  # a slice can be pulled only when its owner serves it
@@ -210,7 +215,7 @@ class DeepSpeedEngine(Reporting, StateAccessors, CheckpointIO, OffloadStates, Fe
         self._check_loss(loss)
         optimizer, reducer = self._components.optimizer, self._components.reducer
         if optimizer is None or reducer is None:
-            raise _without_optimizer("backward", self._components)
+            raise without_optimizer("backward", self._components)
         if self._weight is None:
             optimizer.count(num_items)
         elif num_items is not None:
@@ -302,7 +307,7 @@ class DeepSpeedEngine(Reporting, StateAccessors, CheckpointIO, OffloadStates, Fe
         if self._in_no_sync:
             raise UsageError("step() inside no_sync(): gradients have not been reduced; call it after the context")
         if self._components.optimizer is None:
-            raise _without_optimizer("step", self._components)
+            raise without_optimizer("step", self._components)
         boundary = self.is_gradient_accumulation_boundary()
         self._seen += 1
         self.micro_steps += 1
@@ -319,7 +324,7 @@ class DeepSpeedEngine(Reporting, StateAccessors, CheckpointIO, OffloadStates, Fe
         All ranks call together; without a micro-batch in the window nothing happens.
         """
         if self._components.optimizer is None:
-            raise _without_optimizer("flush", self._components)
+            raise without_optimizer("flush", self._components)
         if self._seen:
             self._update(1.0 if self._sums else self._gas / self._seen, None)
             self._tell_reducer()
@@ -341,6 +346,8 @@ class DeepSpeedEngine(Reporting, StateAccessors, CheckpointIO, OffloadStates, Fe
             say(f"step {self.global_steps} is skipped: {optimizer.skip_reason}{scaled}")
         elif self.lr_scheduler is not None:
             self.lr_scheduler.step(**(lr_kwargs or {}))
+        if self._applied:
+            self._after_applied_step()
         if self.ds_config.disable_python_gc:
             gc.collect()
         self._report()
@@ -446,6 +453,7 @@ class DeepSpeedEngine(Reporting, StateAccessors, CheckpointIO, OffloadStates, Fe
         All ranks call together, since others may still pull this rank's slices; one that fails waits for nobody.
         """
         self.wait_for_checkpoint()
+        self._stop_compression()
         components = self._components
         if components.lifecycle is not None:
             if sys.exc_info()[0] is None:
@@ -487,12 +495,3 @@ class DeepSpeedEngine(Reporting, StateAccessors, CheckpointIO, OffloadStates, Fe
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *dir(self.module)})
-
-
-def _without_optimizer(call: str, components: Components) -> UsageError:
-    if components.destroyed:
-        return UsageError(f"{call}() on an engine that was destroyed; make a new one with deepspeed.initialize")
-    return UsageError(
-        f"{call}() on an engine without an optimizer: pass model_parameters (AdamW is then the default), an optimizer, "
-        f"or name one in the JSON under optimizer.type"
-    )

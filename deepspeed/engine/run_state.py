@@ -30,6 +30,8 @@ def capture_run(engine: Any) -> dict[str, Any]:
         "data": loader.state_dict() if isinstance(loader, DeepSpeedDataLoader) else None,
         "scheduler": engine.lr_scheduler.state_dict() if hasattr(engine.lr_scheduler, "state_dict") else None,
     }
+    if engine.compression is not None:
+        made["compression"] = engine.compression.state_dict()
     if optimizer is not None:
         groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
         scaler = None if optimizer.scaler is None else optimizer.scaler.state_dict()

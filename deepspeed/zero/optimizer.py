@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.nn import Parameter
@@ -44,6 +44,28 @@ class StepSettings:
     master: torch.dtype = torch.float32
 
 
+class Pruner(Protocol):
+    """What masks the slices of an optimizer."""
+
+    def on_gradients(self) -> None:
+        """The window's gradients are complete, and not yet part of a norm."""
+
+    def on_update(self, groups: Iterable[ShardGroup]) -> None:
+        """The masters of these groups were updated, and are not published yet."""
+
+    def fragment_state(self, fragment: Fragment) -> dict[str, torch.Tensor]:
+        """What a checkpoint stores beside the optimizer's state of a fragment."""
+        ...
+
+    def take_fragment_state(self, fragment: Fragment, state: dict[str, Any]) -> dict[str, Any]:
+        """Take its own part out of a loaded state; gives the optimizer's."""
+        ...
+
+    def arriving(self, fragment: Fragment) -> dict[str, torch.Tensor]:
+        """The tensors of that part, which the load fills."""
+        ...
+
+
 class ZeroOptimizer:
     """A torch optimizer over the slices of this rank.
 
@@ -72,6 +94,7 @@ class ZeroOptimizer:
         self._channel, self._rounds = reducer.world.channel(), 0
         self._items, self._counts_items, self._micro_batches = 0.0, False, 0
         self._scale_loss: Callable[[torch.Tensor, bool], Any] | None = None
+        self.masks: Pruner | None = None
         self.shards = [OptimizerShard(bucket, inner) for bucket in reducer.buckets]
         self.fragments: dict[int, list[Fragment]] = {}
         self._leaves, self._stepping = 0, False
@@ -183,6 +206,8 @@ class ZeroOptimizer:
             self.lifecycle.settle()
         items = self.reducer.finish(self._items)
         self.reducer.adopt_edits()
+        if self.masks is not None:
+            self.masks.on_gradients()
         if self.settings.refuse_unused:
             unused = unused_names(self.reducer, self.fragments)
             if unused:
@@ -236,7 +261,8 @@ class ZeroOptimizer:
         self._stepping = True
         try:
             with suggests_offload("parameters were updated"):
-                handles = update(self.optimizer, waves_of(self.shards, self.reducer), factor)
+                updated = None if self.masks is None else self.masks.on_update
+                handles = update(self.optimizer, waves_of(self.shards, self.reducer), factor, updated)
         finally:
             self._stepping = False
         for handle in handles:

@@ -1,0 +1,1 @@
+"""Smaller models: prune, quantize, distil."""
