@@ -11,6 +11,7 @@ from deepspeed.comm.axis import Axis
 from deepspeed.compression.fake import FakeQuantizers
 from deepspeed.compression.masks import Masks
 from deepspeed.compression.plan import Plan
+from deepspeed.compression.remove import Removal, removal_of
 from deepspeed.compression.rules import Rule, rules_of
 from deepspeed.config.sections.compression import CompressionTraining, QuantizeTraining
 from deepspeed.foundation.log import say
@@ -40,6 +41,9 @@ class Compression:
     ) -> None:
         self.model, self.section, self._axis = model, section, axis
         self.training_steps = 0
+        self.removals: list[Removal] = []
+        self.done: list[str] = []  # rules whose units have left
+        self._waiting: dict[str, Any] | None = None
         self.plan = Plan(model)
         self.rules = rules_of(model, section, self.plan, called=hasattr(model, CALLED))
         self.masks = Masks(model, self.rules, axis, optimizer)
@@ -72,6 +76,35 @@ class Compression:
             self._watch.remove()
         return ended
 
+    def removal(self, rules: list[Rule]) -> Removal:
+        """What is to leave the engine for these rules."""
+        chosen = [
+            (family, keep)
+            for rule in rules
+            for family, keep in zip(rule.families, self.masks.units[rule.name], strict=True)
+        ]
+        return removal_of(self.model, self.plan, chosen)
+
+    def removed(self, removal: Removal, optimizer: ZeroOptimizer | None) -> None:
+        """Units have left the engine, whose optimizer is laid out anew; masks of other rules come back after it."""
+        state = self.masks.state_dict()
+        gone = set(removal.cuts)
+        left = [rule for rule in self.rules if not (rule.families and gone >= set(rule.names()))]
+        for rule in left:
+            rule.families = [removal.remap(family) for family in rule.families]
+        self.done += [rule.name for rule in self.rules if rule not in left]
+        self.rules = left
+        self.removals.append(removal)
+        self.plan = Plan(self.model)
+        self.masks = Masks(self.model, left, self._axis, optimizer)
+        self._waiting = {**state, "units": {r.name: state["units"][r.name] for r in left if r.name in state["units"]}}
+
+    def resume(self) -> None:
+        """The state that masks of other rules had before a removal is back. All ranks call together."""
+        if self._waiting is not None:
+            self.masks.load_state_dict(self._waiting)
+            self._waiting = None
+
     @property
     def ended(self) -> bool:
         """Whether every schedule has ended."""
@@ -83,6 +116,7 @@ class Compression:
             "training_steps": self.training_steps,
             "masks": self.masks.state_dict(),
             "quantizers": self.quantizers.state_dict(),
+            "removals": [removal.to_json() for removal in self.removals],
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:

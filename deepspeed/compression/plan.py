@@ -62,8 +62,7 @@ class Plan:
 
     def shrink_of(self, family: Family) -> Shrink | None:
         """The config's number that a family belongs to."""
-        for shrinks in self._found.values():
-            for shrink in shrinks:
-                if any(one.label == family.label and one.kind == family.kind for one in shrink.families):
-                    return shrink
+        for shrink in self.shrinks(family.kind):
+            if any(one.label == family.label for one in shrink.families):
+                return shrink
         return None

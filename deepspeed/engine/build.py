@@ -225,7 +225,12 @@ def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, names: 
 
 @suggests_offload("the training state of an engine was made")
 def build(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, config: DeepSpeedConfig, axes: Axes, device: torch.device
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    config: DeepSpeedConfig,
+    axes: Axes,
+    device: torch.device,
+    held: ZeroOptimizer | None = None,
 ) -> Components:
     """Cast, move, group and hook a model.
 
@@ -235,6 +240,7 @@ def build(
         config: resolved configuration.
         axes: who shares what.
         device: where the model computes.
+        held: the optimizer users hold of an engine that is laid out anew.
     """
     _check_parameters(model)
     low = compute_dtype(config)
@@ -266,7 +272,7 @@ def build(
     if sharded:
         components.lifecycle = _lifecycle(model, sharded, config, axes)
     if optimizer is not None:
-        _add_optimizer(components, optimizer, config)
+        _add_optimizer(components, optimizer, config, held)
     return components
 
 
@@ -347,7 +353,12 @@ def _lifecycle(model: nn.Module, sharded: list[ShardGroup], config: DeepSpeedCon
     return Lifecycle(model, Keeper(sharded, limits))
 
 
-def _add_optimizer(components: Components, optimizer: torch.optim.Optimizer, config: DeepSpeedConfig) -> None:
+def _add_optimizer(
+    components: Components,
+    optimizer: torch.optim.Optimizer,
+    config: DeepSpeedConfig,
+    held: ZeroOptimizer | None,
+) -> None:
     fp16 = config.fp16.enabled
     low = components.dtype != torch.float32
     ranks = components.axes.world.size if config.gradient_allreduce_op == "mean" else 1
@@ -372,7 +383,11 @@ def _add_optimizer(components: Components, optimizer: torch.optim.Optimizer, con
         master=master_dtype(config, components.dtype),
     )
     scaler = loss_scale.from_config(config.fp16) if fp16 else None
-    components.optimizer = ZeroOptimizer(optimizer, components.reducer, steps, scaler, components.lifecycle)
+    if held is None:
+        components.optimizer = ZeroOptimizer(optimizer, components.reducer, steps, scaler, components.lifecycle)
+    else:
+        held.attach(components.reducer, components.lifecycle)
+        components.optimizer = held
     if components.lifecycle is not None:
         components.reducer.on_complete = components.lifecycle.gradients_complete
     components.frozen = [

@@ -55,6 +55,7 @@ class CheckpointIO(WeightsIO):
     _seen: int
     _gas: int
     compression: Any
+    _replay_removals: Callable[[dict[str, Any]], None]
     config: Any
     _tell_reducer: Callable[[], None]
 
@@ -283,12 +284,8 @@ class CheckpointIO(WeightsIO):
                 finder.skip(found.path.name, str(error))
 
     def _load(self, found: Source | Path, ranks: Ranks, what: _What) -> tuple[str, dict[str, Any]]:
+        source = self._opened(found, ranks)
         view = self._state_view()
-        if isinstance(found, Source):
-            source = found
-        else:
-            with ranks.together("opening the checkpoint"):
-                source = open_foreign(found, view.optimizer_names())
         saved = source.state()
         run = saved.get("engine", {})
         rows, report = restore.compare(view, source, what.strict and what.custom is None)
@@ -325,6 +322,14 @@ class CheckpointIO(WeightsIO):
         more = f", not used {report.unexpected[:4]}" if report.unexpected else ""
         say(f"loaded {report.elements:,} of {report.total:,} elements from {source.path}{left}{gone}{more}")
         return str(source.path), saved.get("client_state", {})
+
+    def _opened(self, found: Source | Path, ranks: Ranks) -> Source:
+        """The source of a load; the model is what it was when that was saved, if units had been removed by then."""
+        if not isinstance(found, Source):
+            with ranks.together("opening the checkpoint"):
+                return open_foreign(found, self._state_view().optimizer_names())
+        self._replay_removals(found.state().get("engine", {}).get("compression", {}))
+        return found
 
     def _forget_window(self) -> None:
         if self._components.optimizer is not None:

@@ -5,7 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from deepspeed.compression.controller import CALLED, Compression
-from deepspeed.errors import ArgumentError
+from deepspeed.compression.families import shapes_of
+from deepspeed.compression.remove import Removal
+from deepspeed.engine.shrinking import Shrinking
+from deepspeed.errors import ArgumentError, CheckpointError
+from deepspeed.foundation.log import say
 
 
 class Compressing:
@@ -15,6 +19,8 @@ class Compressing:
     ds_config: Any
     _components: Any
     _axes: Any
+    optimizer: Any
+    _tell_reducer: Any
     compression: Compression | None = None
 
     @property
@@ -39,7 +45,32 @@ class Compressing:
     def _after_applied_step(self) -> None:
         """An optimizer step was applied. All ranks call together."""
         if self.compression is not None:
-            self.compression.step()
+            ended = self.compression.step()
+            if ended:
+                self._shrink(self.compression.removal(ended))
+
+    def _shrink(self, removal: Removal) -> None:
+        """Take units out of the running engine. All ranks call together."""
+        before = sum(shape.numel() for shape in shapes_of(self.module).values())
+        Shrinking(self, removal).run()
+        self.optimizer = self._components.optimizer or self._components.lifecycle
+        if self.compression is not None:
+            self.compression.resume()
+        self._tell_reducer()
+        after = sum(shape.numel() for shape in shapes_of(self.module).values())
+        say(f"removed {removal.text} …: {before:,} parameters are now {after:,}")
+
+    def _replay_removals(self, saved: dict[str, Any]) -> None:
+        """Take out what was out of the model when a checkpoint was saved."""
+        wanted = [Removal.from_json(one) for one in saved.get("removals", ())]
+        done = [] if self.compression is None else self.compression.removals
+        if len(done) > len(wanted):
+            raise CheckpointError(
+                f"{len(done)} removal(s) were done on this engine and the checkpoint was saved after {len(wanted)}: "
+                f"make the engine anew from the dense model"
+            )
+        for removal in wanted[len(done) :]:
+            self._shrink(removal)
 
     def _stop_compression(self) -> None:
         if self.compression is not None:

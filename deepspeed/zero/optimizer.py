@@ -85,21 +85,31 @@ class ZeroOptimizer:
         scaler: Any = None,
         lifecycle: Lifecycle | None = None,
     ) -> None:
-        self.optimizer, self.reducer, self.settings, self.scaler = inner, reducer, settings, scaler
-        if lifecycle is not None:
-            self.parameter_offload = lifecycle
+        self.optimizer, self.settings, self.scaler = inner, settings, scaler
         self.overflow = False
         self.skip_reason: str | None = None
         self._global_grad_norm: float | None = None
-        self._channel, self._rounds = reducer.world.channel(), 0
         self._items, self._counts_items, self._micro_batches = 0.0, False, 0
         self._scale_loss: Callable[[torch.Tensor, bool], Any] | None = None
+        self.attach(reducer, lifecycle)
+
+    def attach(self, reducer: Reducer, lifecycle: Lifecycle | None) -> None:
+        """Take the parameters in the inner optimizer's groups over, from these groups of slices.
+
+        Args:
+            reducer: where gradients come from.
+            lifecycle: gathers and frees sharded groups; None when all parameters stay whole.
+        """
+        self.reducer = reducer
+        if lifecycle is not None:
+            self.parameter_offload = lifecycle
+        self._channel, self._rounds = reducer.world.channel(), 0
         self.masks: Pruner | None = None
-        self.shards = [OptimizerShard(bucket, inner) for bucket in reducer.buckets]
+        self.shards = [OptimizerShard(bucket, self.optimizer) for bucket in reducer.buckets]
         self.fragments: dict[int, list[Fragment]] = {}
         self._leaves, self._stepping = 0, False
         self._take_over()
-        self._guard = inner.register_step_pre_hook(self._refuse_strangers)
+        self._guard = self.optimizer.register_step_pre_hook(self._refuse_strangers)
 
     # -- the inner optimizer --------------------------------------------------------------------------------------
 
