@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from deepspeed.comm.axis import Axis
+from deepspeed.compression.distill import Distiller
 from deepspeed.compression.fake import FakeQuantizers
 from deepspeed.compression.masks import Masks
 from deepspeed.compression.plan import Plan
@@ -49,6 +50,7 @@ class Compression:
         self.masks = Masks(model, self.rules, axis, optimizer)
         self.quantizers = FakeQuantizers(model, section, training)
         self._watch = _InputNorms(model, self.rules)
+        self.distiller = Distiller(model, section.distillation) if section.distillation.enabled else None
         self._announce()
         self.quantizers.at_step(0)
         self._form(0)
@@ -129,6 +131,8 @@ class Compression:
         """Take hooks and quantizers off the model."""
         self._watch.remove()
         self.quantizers.remove()
+        if self.distiller is not None:
+            self.distiller.remove()
 
 
 def removable(rule: Rule) -> bool:

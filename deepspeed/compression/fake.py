@@ -139,14 +139,15 @@ class FakeQuantizers:
         return made
 
     def _add_inputs(self, section: CompressionTraining) -> None:
-        shared = section.activation_quantization.shared_parameters
+        shared, taken = section.activation_quantization.shared_parameters, set[str]()
         for group in section.activation_quantization.different_groups.values():
             made = []
             for _, name, module in matched(self._model, group.modules):
                 if isinstance(module, nn.Embedding):
                     continue  # its inputs are indices
-                if "_activation" in module.__dict__:
+                if name in taken:
                     raise CompressionError(f"{name} is named twice in activation_quantization")
+                taken.add(name)
                 self._modules.append(compress_module(module))
                 running = shared.range_calibration == "static"
                 act = QuantAct(group.params.bits or 8, shared.quantization_type, running, module)
@@ -166,6 +167,13 @@ class FakeQuantizers:
         for offset, acts in self._inputs:
             for act in acts:
                 act.on = step >= offset
+
+    def bake(self, state: dict[str, Any]) -> None:
+        """Replace weights of a whole state dict by what forward sees of them."""
+        for name, module in self._model.named_modules():
+            weigh = module.__dict__.get("_weigh")
+            if weigh is not None and weigh.bits and f"{name}.weight" in state:
+                state[f"{name}.weight"] = weigh(state[f"{name}.weight"].detach())
 
     @property
     def ended(self) -> bool:

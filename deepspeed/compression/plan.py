@@ -23,6 +23,7 @@ class Plan:
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.config = model, config_of(model)
+        self._graph: list[Family] | None = None
         self._found: dict[str, list[Shrink]] = {}
         self.refused: dict[str, str] = {}
         self.distances: dict[str, float] = {}
@@ -54,11 +55,23 @@ class Plan:
 
     def family_of(self, name: str, axis: int, kind: str) -> Family | None:
         """The family of which an axis of a parameter holds units; None when no plan has it."""
+        for family in self._channels() if kind == "channels" else ():
+            if any(slot.name == name and slot.axes[-1] == axis for slot in family.slots):
+                return family
         for shrink in self.shrinks(kind):
             for family in shrink.families:
                 if any(slot.name == name and slot.axes[-1] == axis for slot in family.slots):
                     return family
         return None
+
+    def _channels(self) -> list[Family]:
+        """Families of a convolutional network that says what its inputs look like (`example_input_array`)."""
+        example = getattr(self.model, "example_input_array", None)
+        if self._graph is None:
+            from deepspeed.compression.graph import channel_families
+
+            self._graph = [] if example is None else channel_families(self.model, example)
+        return self._graph
 
     def shrink_of(self, family: Family) -> Shrink | None:
         """The config's number that a family belongs to."""

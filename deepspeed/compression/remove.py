@@ -85,7 +85,7 @@ class Removal:
         return cls(cuts, saved["attributes"], saved["config"], saved["text"])
 
 
-def _resize(module: nn.Module) -> None:
+def _resize(module: Any) -> None:
     kinds = {kind.__name__ for kind in type(module).__mro__}
     for kind, attribute, name, axis in _SIZES:
         param = module._parameters.get(name)
@@ -129,13 +129,14 @@ def removal_of(
                 indices = torch.stack([slot.indices(keep, lead) for lead in range(slot.table.shape[0])])
             made.cuts.setdefault(slot.name, []).append((slot.axes[-1], indices))
     if buffers:
-        _cut_buffers(model, made)
+        cut_with_buffers(model, made)
     if plan.config is not None:
         _follow_config(model, plan, chosen, made)
     return made
 
 
-def _cut_buffers(model: nn.Module, made: Removal) -> None:
+def cut_with_buffers(model: nn.Module, made: Removal) -> None:
+    """Add running statistics to the parameters that are cut."""
     for name, rows in list(made.cuts.items()):
         home, _, last = name.rpartition(".")
         module = model.get_submodule(home)

@@ -148,7 +148,8 @@ def rules_of(model: nn.Module, section: CompressionTraining, plan: Plan, called:
                 _single_weights(model, rule, group, shared)
             else:
                 rule.families = list(_units(model, technique, group, shared, plan))
-                rule.physical = shared.physical if shared.physical is not None else not called
+                wanted = getattr(shared, "physical", None)
+                rule.physical = not called if wanted is None else wanted
             _refuse_twice(rule, taken)
             made.append(rule)
     return made

@@ -120,7 +120,7 @@ class Scores:
         whole = self._exchange.whole(owned.part(score(owned)).contiguous(), owned.cuts, f"scores of {owned.name}")
         if kind == "of":
             rows = whole.view(-1, m)
-            best = torch.sort(rows, 1, descending=True, stable=True).indices[:, : _kept(n, m, rule, ratio)]
+            best = torch.sort(rows, dim=1, descending=True, stable=True).indices[:, : _kept(n, m, rule, ratio)]
             flags = torch.zeros_like(rows, dtype=torch.bool).scatter_(1, best, True)
         else:
             tall = whole.view(owned.shape[0] // n, n, -1, m)

@@ -14,7 +14,7 @@ Score = Callable[[Owned], torch.Tensor]
 
 def kept_of(total: int, ratio: float) -> int:
     """How many of `total` a ratio keeps: rounded up, as the published interface does."""
-    return min(total, -int(-(total * ratio) // 1)) if ratio < 1 else total
+    return min(total, -int(-round(total * ratio, 6) // 1)) if ratio < 1 else total
 
 
 def ordered(scores: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.compression.families import LAYER_KEYS, Shrink, joined, relaid
+from deepspeed.compression.families import (
+    FFN_KEYS,
+    HEAD_DIM_KEYS,
+    HEAD_KEYS,
+    LAYER_KEYS,
+    WIDTH_KEYS,
+    Shrink,
+    joined,
+    on_meta,
+    relaid,
+)
 from deepspeed.errors import CompressionError
 
 TOLERANCE = 1e-5  # of the largest output
@@ -217,4 +227,24 @@ def twin_config(model_class: type[nn.Module], config: Any) -> Any:
     """A config of few layers and a small vocabulary, which keeps the kinds of layers and the ratios of heads."""
     total = layers_of(config)
     made = with_layers(config, list(range(min(total, 2)))) if total > 2 else copy.deepcopy(config)
+    if sum(p.numel() for p in on_meta(model_class, made).parameters()) <= _LARGEST:
+        return made
+    narrow = _narrow(made)
+    try:
+        small = sum(p.numel() for p in on_meta(model_class, narrow).parameters())
+    except CompressionError as error:
+        raise CompressionError(f"no small twin of {model_class.__name__}: {error}") from error
+    if small > _LARGEST:
+        raise CompressionError(f"no small twin of {model_class.__name__}: it still has {small:,} parameters")
+    return narrow
+
+
+def _narrow(config: Any) -> Any:
+    """The same heads, of size 8, and what goes with that."""
+    made = copy.deepcopy(config)
+    heads = next((getattr(made, key) for key in HEAD_KEYS if isinstance(getattr(made, key, None), int)), 8)
+    for keys, value in ((WIDTH_KEYS, 8 * heads), (FFN_KEYS, 96), (HEAD_DIM_KEYS, 8), (("vocab_size",), 512)):
+        for key in keys:
+            if isinstance(getattr(made, key, None), int) and key not in getattr(made, "attribute_map", {}):
+                setattr(made, key, value)
     return made

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
+from deepspeed.checkpoint.ranks import Ranks
+from deepspeed.compression.basic_layer import plain_module
 from deepspeed.compression.controller import CALLED, Compression
+from deepspeed.compression.export import export
 from deepspeed.compression.families import shapes_of
 from deepspeed.compression.remove import Removal
 from deepspeed.engine.shrinking import Shrinking
-from deepspeed.errors import ArgumentError, CheckpointError
+from deepspeed.errors import ArgumentError, CheckpointError, UsageError
 from deepspeed.foundation.log import say
 
 
@@ -21,6 +25,8 @@ class Compressing:
     _axes: Any
     optimizer: Any
     _tell_reducer: Any
+    _consolidated_16bit_state_dict: Any
+    _exported = False
     compression: Compression | None = None
 
     @property
@@ -41,6 +47,7 @@ class Compressing:
             self.compression = Compression(
                 self.module, section, top.quantize_training, self._axes.shard, self._components.optimizer
             )
+            self._make_teacher()
 
     def _after_applied_step(self) -> None:
         """An optimizer step was applied. All ranks call together."""
@@ -48,6 +55,69 @@ class Compressing:
             ended = self.compression.step()
             if ended:
                 self._shrink(self.compression.removal(ended))
+            self._export_when_due()
+
+    def set_teacher(self, teacher: Any) -> None:
+        """Learn from this teacher (`compression_training.distillation`): a module, or an engine with its own sharding.
+
+        Args:
+            teacher: called with the student's arguments without labels, in evaluation mode, without gradients.
+
+        Raises:
+            UsageError: distillation is not enabled.
+        """
+        if self.compression is None or self.compression.distiller is None:
+            raise UsageError("set_teacher needs compression_training.distillation.enabled")
+        self.compression.distiller.set_teacher(teacher)
+
+    def _make_teacher(self) -> None:
+        """The model before its cut, as a teacher that is sharded over all ranks."""
+        distiller = None if self.compression is None else self.compression.distiller
+        if distiller is None or distiller.section.teacher != "before":
+            return
+        micro = self.ds_config.train_micro_batch_size_per_gpu
+        block: dict[str, Any] = {"stage": 3, "stage3_param_persistence_threshold": 0}
+        precision = {name: {"enabled": True} for name in ("bf16", "fp16") if getattr(self.ds_config, name).enabled}
+        twin = copy.deepcopy(self.module)
+        for module in twin.modules():
+            plain_module(module)
+        engine: Any = type(self)
+        made = engine(twin, {"train_micro_batch_size_per_gpu": micro, "zero_optimization": block, **precision})
+        distiller.set_teacher(made)
+        distiller.close = made.destroy
+
+    def export_compressed(
+        self, folder: str, weights: str | None = None, group_size: int | None = None
+    ) -> dict[str, Any] | None:
+        """Write the folder that is handed over; plain Transformers loads it. All ranks call together.
+
+        Args:
+            folder: made if it is not there.
+            weights: `float`, `int8` or `int4`; default: what `compression_training.export` says.
+            group_size: inputs that share a scale of int4; likewise.
+
+        Returns:
+            On rank 0 the report: bytes and parameters; None elsewhere.
+        """
+        section = self.ds_config.top.compression_training.export
+        state, report = self._consolidated_16bit_state_dict(), None
+        with Ranks(self._axes.world).together(f"exporting to {folder}"):
+            if state is not None:
+                if self.compression is not None:
+                    self.compression.quantizers.bake(state)
+                report = export(
+                    self.module, state, folder, weights or section.weights, group_size or section.group_size
+                )
+                say(f"exported to {folder}: {report['parameters']:,} parameters, {report['bytes']:,} bytes")
+        return report
+
+    def _export_when_due(self) -> None:
+        section, compression = self.ds_config.top.compression_training.export, self.compression
+        if section.folder is None or compression is None or self._exported:
+            return
+        if compression.ended and compression.training_steps >= section.after:
+            self._exported = True
+            self.export_compressed(section.folder)
 
     def _shrink(self, removal: Removal) -> None:
         """Take units out of the running engine. All ranks call together."""

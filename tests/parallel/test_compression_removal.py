@@ -102,9 +102,7 @@ def test_removed_is_masked(workers: Any, stage: int) -> None:
 
 
 @pytest.mark.parametrize(("stage", "tier", "precision"), [(2, "cpu", "bf16"), (3, "cpu", "bf16"), (3, "cpu", "fp32")])
-def test_removed_is_masked_in_other_tiers_and_precisions(
-    workers: Any, stage: int, tier: str, precision: str
-) -> None:
+def test_removed_is_masked_in_other_tiers_and_precisions(workers: Any, stage: int, tier: str, precision: str) -> None:
     workers(2).run(removed_like_masked, stage, tier, precision, timeout=120)
 
 
