@@ -85,7 +85,7 @@ def _not_proven(model: nn.Module, family: Family, example: Any) -> bool:
     params = dict(masked.named_parameters())
     removal = Removal()
     for slot in family.slots:
-        removal.cuts.setdefault(slot.name, []).append((slot.axes[-1], slot.indices(keep)))
+        removal.cut(slot.name, slot.axes[-1], slot.indices(keep))
     cut_with_buffers(small, removal)
     inputs = example if isinstance(example, tuple) else (example,)
     with torch.no_grad():

@@ -40,6 +40,15 @@ class Removal:
     config: dict[str, Any] = field(default_factory=dict)
     text: str = ""
 
+    def cut(self, name: str, axis: int, indices: torch.Tensor) -> None:
+        """Keep these indices of an axis; of one that is cut already, as after a concatenation, those of both."""
+        rows = self.cuts.setdefault(name, [])
+        for at, (other, before) in enumerate(rows):
+            if other == axis and before.dim() == 1:
+                rows[at] = (axis, before[torch.isin(before, indices)])
+                return
+        rows.append((axis, indices))
+
     def select(self, name: str, values: torch.Tensor) -> torch.Tensor:
         """What is left of a tensor of a parameter's shape."""
         for axis, indices in self.cuts.get(name, ()):
@@ -127,7 +136,7 @@ def removal_of(
                 indices = slot.indices(keep)
             else:
                 indices = torch.stack([slot.indices(keep, lead) for lead in range(slot.table.shape[0])])
-            made.cuts.setdefault(slot.name, []).append((slot.axes[-1], indices))
+            made.cut(slot.name, slot.axes[-1], indices)
     if buffers:
         cut_with_buffers(model, made)
     if plan.config is not None:

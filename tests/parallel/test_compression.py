@@ -121,3 +121,147 @@ CASES = [("sparse_pruning", False, momentum), ("sparse_pruning", True, adamw), (
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_final_masks_train_as_in_a_plain_process(workers: Any, ranks: int) -> None:
     workers(ranks).run(like_plain, CASES, ("none", "cpu") if ranks == 2 else ("none",), timeout=120)
+
+
+# -- masks that later ones may undo -----------------------------------------------------------------------------------
+
+
+def ramp(technique: str = "sparse_pruning", **shared: Any) -> dict[str, Any]:
+    return pruning(technique, schedule_offset_end=4, schedule="cubic", **{"schedule_offset": 1, **shared})
+
+
+def plain_ramp(criterion: str, ranks: int) -> dict[str, torch.Tensor]:
+    """A dense master, masks re-formed after each step: forward sees the masked copy, gradients pass straight."""
+    model, twin = tiny(), tiny()
+    params, seen = dict(model.named_parameters()), dict(twin.named_parameters())
+    inner = momentum(list(model.parameters()))
+    scores = {name: torch.zeros_like(params[name]) for name in WEIGHTS}
+    flags: dict[str, torch.Tensor] = {}
+    for step in range(STEPS):
+        twin.zero_grad()
+        for rank in range(ranks):
+            (loss_of(twin, rows(step, rank)) / ranks).backward()
+        with torch.no_grad():
+            for name, param in params.items():
+                param.grad = seen[name].grad.clone()
+                if name in scores:
+                    scores[name] -= 0.1 * param.grad * param
+                    if step >= 4:  # the mask is final
+                        param.grad.mul_(flags[name])
+            inner.step()
+            done = min((step + 1 - 1) / 3, 1.0)
+            ratio = 1 - 0.5 * (1 - (1 - done) ** 3)
+            if step + 1 <= 4:
+                for name in WEIGHTS:
+                    score = scores[name] if criterion == "movement" else params[name].abs()
+                    flags[name] = largest(score, -int(-round(score.numel() * ratio, 6) // 1)).view_as(score)
+            for name, param in params.items():
+                if step + 1 == 4 and name in flags:
+                    param.mul_(flags[name])
+                    inner.state[param]["momentum_buffer"].mul_(flags[name])
+                seen[name].copy_(param * flags[name] if name in flags else param)
+    return {name: param.detach().clone() for name, param in params.items()}
+
+
+def ramps_like_plain(stages: list[int], tier: str) -> None:
+    for criterion in ("magnitude", "movement"):
+        expected = plain_ramp(criterion, dist.get_world_size())
+        for stage in stages:
+            zero = {"offload_optimizer": {"device": tier}} if tier != "none" and stage else {}
+            with trained(stage, {**ramp(criterion=criterion), "zero": zero}, momentum) as engine:
+                found = masters(engine)
+                for name, value in expected.items():
+                    at = (criterion, stage, tier, name)
+                    assert torch.equal(found[name] == 0, value == 0), at
+                    assert torch.allclose(found[name], value, atol=1e-6, rtol=1e-5), at
+                masks = engine.compression.masks
+                assert masks.nbytes() <= -(-108 // 8) + 12, "a mask is one bit per element of the slice"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_ramp_keeps_the_master_dense(workers: Any, ranks: int) -> None:
+    workers(ranks).run(ramps_like_plain, [0, 2, 3] if ranks == 2 else [0], "cpu" if ranks == 2 else "none", timeout=120)
+
+
+def patterns() -> None:
+    shared = {"block_pattern": "2:3", "schedule_offset": 1}
+    found = []
+    for stage in (0, 3):
+        with trained(stage, pruning("sparse_pruning", ratio=2 / 3, **shared), adamw, 2) as engine:
+            kept_ = kept(engine)
+            assert all((kept_[name].view(-1, 3).sum(1) == 2).all() for name in WEIGHTS)
+            found.append(torch.cat([kept_[name].reshape(-1) for name in WEIGHTS]))
+        block = {"block_pattern": "3x2", "method": "snip_momentum", "schedule_offset": 1}
+        with trained(stage, pruning("sparse_pruning", **block), adamw, 2) as engine:
+            tall = kept(engine)[WEIGHTS[0]].view(2, 3, 3, 2).float().mean((1, 3))
+            assert set(tall.unique().tolist()) == {0.0, 1.0} and tall.mean() == 0.5
+    assert torch.equal(found[0], found[1])
+
+
+def test_patterns_and_blocks(workers: Any) -> None:
+    workers(2).run(patterns, timeout=90)
+
+
+def resumes(folder: str) -> None:
+    """A ramp is saved on the way and goes on elsewhere: masks, scores and the dense master are those of the save."""
+    for criterion in ("movement", "magnitude"):
+        settings = ramp(criterion=criterion)
+        with trained(3, settings, adamw) as engine:
+            expected = masters(engine)
+        with trained(3, settings, adamw, 2) as engine:
+            engine.save_checkpoint(folder, tag=criterion)
+        for stage in (0, 2):
+            with start(stage, optimizer=adamw, **settings) as engine:
+                engine.load_checkpoint(folder, tag=criterion)
+                assert engine.compression_scheduler.training_steps == 2
+                for step in range(2, STEPS):
+                    loss = loss_of(engine, rows(step, dist.get_rank()))
+                    engine.backward(loss)
+                    engine.step()
+                for name, value in masters(engine).items():
+                    assert torch.equal(value == 0, expected[name] == 0), (criterion, stage, name)
+                    assert torch.allclose(value, expected[name], atol=1e-6), (criterion, stage, name)
+
+
+def test_a_ramp_resumes_at_another_stage(workers: Any, tmp_path: Any) -> None:
+    workers(2).run(resumes, str(tmp_path), timeout=120)
+
+
+# -- quantized in forward ---------------------------------------------------------------------------------------------
+
+
+def quantized(stage: int, optimizer: Any) -> dict[str, torch.Tensor]:
+    group = {"params": {"start_bits": 8, "target_bits": 8, "quantization_period": 0}, "modules": ["layers"]}
+    shared = {"enabled": True, "quantize_weight_in_forward": True}
+    section = {"weight_quantization": {"shared_parameters": shared, "different_groups": {"g": group}}}
+    with trained(stage, {"compression_training": section}, optimizer) as engine:
+        return masters(engine)
+
+
+def quantized_like_plain() -> None:
+    from deepspeed.compression.utils import straight_through, symmetric
+
+    ranks = dist.get_world_size()
+    model = tiny()
+    inner = momentum(list(model.parameters()))
+    for step in range(STEPS):
+        inner.zero_grad()
+        grads: dict[str, torch.Tensor] = {}
+        for rank in range(ranks):
+            seen = {
+                name: straight_through(p, symmetric(p.detach(), 8)) if name in WEIGHTS else p
+                for name, p in model.named_parameters()
+            }
+            loss = torch.func.functional_call(model, seen, rows(step, rank)).float().square().mean()
+            for name, part in zip(seen, torch.autograd.grad(loss, list(model.parameters())), strict=True):
+                grads[name] = part / ranks if name not in grads else grads[name] + part / ranks
+        for name, param in model.named_parameters():
+            param.grad = grads[name]
+        inner.step()
+    for stage in STAGES:
+        for name, value in quantized(stage, momentum).items():
+            assert torch.equal(value, model.get_parameter(name)), (stage, name)
+
+
+def test_fake_quantization_is_bit_equal_to_plain(workers: Any) -> None:
+    workers(2).run(quantized_like_plain, timeout=90)

@@ -133,15 +133,7 @@ def test_every_family(kind: str, tmp_path: Path) -> None:
                 layers_leave(name, folder)
             else:
                 told[name] = check(name, kind, folder)
-        except (
-            CompressionError,
-            AttributeError,
-            TypeError,
-            ValueError,
-            RuntimeError,
-            AssertionError,
-            OSError,
-        ) as error:
+        except Exception as error:  # one line per family, whatever it fails by
             told[name] = f"FAILS {type(error).__name__}: {str(error)[:150]}"
     for name, text in told.items():
         print(f"{kind:7} {name:14} {text[:200]}")
