@@ -108,7 +108,7 @@ def _pack(model: Any, bits: int, group_size: int, folder: Path) -> None:
     arguments = forms.QuantizationArgs(num_bits=bits, type="int", symmetric=True, **grouped)
     scheme = forms.QuantizationScheme(targets=["Linear"], weights=arguments)
     ignored = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n not in chosen]
-    form = "pack-quantized" if bits == 4 else "int-quantized"
+    form = "pack-quantized"
     settings = forms.QuantizationConfig(
         config_groups={"group_0": scheme},
         ignore=ignored,

@@ -254,14 +254,17 @@ def _head_shrink(
         try:
             same = _differences(base, on_meta(type(model), shrink.config(config, units, units)))
             axes = _differences(base, on_meta(type(model), shrink.config(config, less, units)))
-        except CompressionError as error:
+        except (CompressionError, AttributeError) as error:  # a property without a setter
             reasons.append(str(error).splitlines()[0][:160])
             continue
         if same or not axes or not any(_is_projection(name, changed) for name, changed in axes.items()):
             reasons.append("its attention computes the size of a head from the width and the number of heads")
             continue
-        counts = _Heads(heads, groups, size, units)
-        shrink.families = _head_families(base, axes, counts, less)
+        try:
+            shrink.families = _head_families(base, axes, _Heads(heads, groups, size, units), less)
+        except CompressionError as error:
+            reasons.append(str(error))
+            continue
         return shrink
     return None
 

@@ -108,13 +108,7 @@ class ZeroOptimizer:
         self.shards = [OptimizerShard(bucket, self.optimizer) for bucket in reducer.buckets]
         self.fragments: dict[int, list[Fragment]] = {}
         self._leaves, self._stepping = 0, False
-        self._take_over()
         self._guard = self.optimizer.register_step_pre_hook(self._refuse_strangers)
-
-    # -- the inner optimizer --------------------------------------------------------------------------------------
-
-    def _take_over(self) -> None:
-        """Replace the model's parameters in the inner optimizer's groups by this rank's fragments."""
         seen: set[int] = set()
         for group in self.optimizer.param_groups:
             leaves: list[Parameter] = []
@@ -136,6 +130,8 @@ class ZeroOptimizer:
             self._leaves += len(leaves)
         for shard in self.shards:
             shard.store_state()
+
+    # -- the inner optimizer --------------------------------------------------------------------------------------
 
     def shard_of(self, member: Member) -> OptimizerShard:
         """The leaves and the state of a member's group."""

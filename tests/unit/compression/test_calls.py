@@ -33,10 +33,6 @@ def config(*techniques: dict[str, Any]) -> dict[str, Any]:
     return {"compression_training": {key: value for one in techniques for key, value in one.items()}}
 
 
-def bit_numbers(start: int, target: int) -> dict[str, int]:
-    return {"start_bits": start, "target_bits": target}
-
-
 def bert(layers: int = 2) -> Any:
     model_class, settings = architecture("Bert")
     settings.num_hidden_layers = layers

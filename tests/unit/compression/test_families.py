@@ -41,7 +41,8 @@ def check(name: str, kind: str, folder: Path) -> str:
     from transformers import AutoModel
 
     model_class, config = architecture(name)
-    model = build(model_class, config)
+    build(model_class, config).save_pretrained(folder / "dense")
+    model = model_class.from_pretrained(folder / "dense").eval()  # what a folder cannot hold is gone now
     plan = Plan(model)
     found = plan.shrinks(kind)
     if not found:
