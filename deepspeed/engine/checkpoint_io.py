@@ -287,12 +287,8 @@ class CheckpointIO:
                 finder.skip(found.path.name, str(error))
 
     def _load(self, found: Source | Path, ranks: Ranks, what: _What) -> tuple[str, dict[str, Any]]:
+        source = self._opened(found, ranks)
         view = self._state.view()
-        if isinstance(found, Source):
-            source = found
-        else:
-            with ranks.together("opening the checkpoint"):
-                source = open_foreign(found, view.optimizer_names())
         saved = source.state()
         run = saved.get("engine", {})
         elsewhere = self._state.names_elsewhere(view)
@@ -321,6 +317,8 @@ class CheckpointIO:
             if what.scheduler:
                 run_state.restore_scheduler(self._state, run.get("scheduler"))
             self._restore_modules(saved.get("module", {}))
+            if what.run and "compression" in run and self._state.compression is not None:
+                self._state.compression.load_state_dict(run["compression"])
             if what.run:
                 self._restore_run(source, view, rows, run, what.optimizer)
                 for one, state in zip(self._extra_objects, saved.get("objects", []), strict=True):
@@ -336,6 +334,15 @@ class CheckpointIO:
         for name, state in saved.items():
             if name in modules or not self._state.sliced:  # else it belongs to another stage
                 modules[name].set_extra_state(state)
+
+    def _opened(self, found: Source | Path, ranks: Ranks) -> Source:
+        """The source of a load; the model is what it was when that was saved, if units had been removed by then."""
+        if not isinstance(found, Source):
+            with ranks.together("opening the checkpoint"):
+                return open_foreign(found, self._state.view().optimizer_names())
+        if self._state.replay_removals is not None:
+            self._state.replay_removals(found.state().get("engine", {}).get("compression", {}))
+        return found
 
     def _restore_run(
         self, source: Source, view: StateView, rows: dict[str, Any], run: dict[str, Any], gradients: bool

@@ -52,6 +52,8 @@ class EngineState:
     micro_steps: int = 0
     global_samples: int = 0
     skipped_steps: int = 0
+    compression: Any = None  # a `Compression`
+    replay_removals: Any = None  # takes out of the model what was out of it when a checkpoint was saved
 
     @property
     def axes(self) -> Axes:
