@@ -15,13 +15,14 @@ from tests.parallel.tiny import raises
 
 def distilling(stage: int, **section: Any) -> dict[str, Any]:
     made = settings(stage, True)
+    made["optimizer"] = {"type": "SGD", "params": {"lr": 0.1}}  # Adam makes a rounding of a small gradient large
     made["compression_training"] = {"distillation": {"enabled": True, "hard": 0.5, "logits": 0.5, **section}}
     return made
 
 
 def plain_distilled(steps: int) -> dict[str, torch.Tensor]:
     student, teacher = llama(), llama().eval()
-    inner = torch.optim.AdamW(student.parameters(), lr=1e-2, eps=1e-4, weight_decay=0.0)
+    inner = torch.optim.SGD(student.parameters(), lr=0.1)
     ranks = dist.get_world_size()
     for step in range(steps):
         inner.zero_grad()
@@ -54,11 +55,11 @@ def teachers() -> None:
                 train(engine, range(3))
                 found = state_of(engine)
         for name, value in expected.items():
-            assert torch.allclose(found[name], value, atol=1e-4), (stage, name, (found[name] - value).abs().max())
+            assert torch.allclose(found[name], value, atol=1e-5), (stage, name, (found[name] - value).abs().max())
         with engine_of(distilling(stage, temperature=2.0, teacher="before")) as engine:
             train(engine, range(3))
             for name, value in expected.items():
-                assert torch.allclose(state_of(engine)[name], value, atol=1e-4), (stage, name)
+                assert torch.allclose(state_of(engine)[name], value, atol=1e-5), (stage, name)
 
 
 def test_teachers_under_their_own_sharding(workers: Any) -> None:
