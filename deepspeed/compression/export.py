@@ -6,6 +6,9 @@ import copy
 import importlib
 import importlib.util
 import json
+import subprocess
+import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -51,7 +54,7 @@ def export(
     folder = Path(folder)
     before = sum(param.numel() for param in plain.parameters())
     if weights != "float":
-        _pack(plain, BITS[weights], group_size, folder)
+        _pack_aside(plain, BITS[weights], group_size, folder)
     else:
         plain.save_pretrained(folder)
     size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
@@ -94,9 +97,19 @@ def packable(model: nn.Module) -> dict[str, nn.Linear]:
     }
 
 
-def _pack(model: Any, bits: int, group_size: int, folder: Path) -> None:
+def _pack_aside(model: Any, bits: int, group_size: int, folder: Path) -> None:
+    """Pack in a process of its own: in one of several ranks compressed-tensors waits for all the others."""
     if importlib.util.find_spec("compressed_tensors") is None:
         raise NotAvailableError("packed integers on disk need compressed-tensors: pip install 'deepspeed[compression]'")
+    with tempfile.TemporaryDirectory() as whole:
+        model.save_pretrained(whole)
+        command = [sys.executable, "-m", __name__, whole, str(folder), type(model).__name__, str(bits), str(group_size)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise CompressionError(f"packing failed: {done.stderr.strip().splitlines()[-1:]}")
+
+
+def _pack(model: Any, bits: int, group_size: int, folder: Path) -> None:
     library: Any = importlib.import_module("compressed_tensors")
     forms: Any = importlib.import_module("compressed_tensors.quantization")
     chosen = packable(model)
@@ -128,3 +141,9 @@ def _pack(model: Any, bits: int, group_size: int, folder: Path) -> None:
     compressor.compress_model(model)
     model.save_pretrained(folder)
     compressor.update_config(folder)
+
+
+if __name__ == "__main__":
+    _whole, _folder, _class, _bits, _size = sys.argv[1:]
+    _model = getattr(importlib.import_module("transformers"), _class).from_pretrained(_whole)
+    _pack(_model, int(_bits), int(_size), Path(_folder))

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.compression.rules import CONV
-from deepspeed.compression.units import Family, Slot
+from deepspeed.compression.units import CONV, Family, Slot
 from deepspeed.errors import CompressionError, NotAvailableError
 
 TOLERANCE = 1e-5

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from deepspeed.compression.families import config_of, on_meta
-from deepspeed.compression.plan import Plan
 from deepspeed.compression.units import Family, Slot
 from deepspeed.errors import CompressionError
 
@@ -22,6 +21,16 @@ _SIZES = (
     ("Embedding", "embedding_dim", "weight", 1), ("_ConvNd", "out_channels", "weight", 0),
     ("_NormBase", "num_features", "weight", 0), ("GroupNorm", "num_channels", "weight", 0),
 )  # fmt: skip
+
+
+class Plans(Protocol):
+    """Which number of a config belongs to a family; see `plan.Plan`."""
+
+    config: Any
+
+    def shrink_of(self, family: Family) -> Any:
+        """That number."""
+        ...
 
 
 @dataclass(eq=False)
@@ -116,7 +125,7 @@ def _resize_convolution(module: Any) -> None:
 
 
 def removal_of(
-    model: nn.Module, plan: Plan, chosen: list[tuple[Family, torch.Tensor]], buffers: bool = True
+    model: nn.Module, plan: Plans, chosen: list[tuple[Family, torch.Tensor]], buffers: bool = True
 ) -> Removal:
     """What removing the dropped units of families comes to.
 
@@ -155,7 +164,7 @@ def cut_with_buffers(model: nn.Module, made: Removal) -> None:
                     made.cuts[f"{home}.{buffer}"] = rows
 
 
-def _follow_config(model: nn.Module, plan: Plan, chosen: list[tuple[Family, torch.Tensor]], made: Removal) -> None:
+def _follow_config(model: nn.Module, plan: Plans, chosen: list[tuple[Family, torch.Tensor]], made: Removal) -> None:
     config = copy.deepcopy(plan.config)
     counts: dict[int, tuple[Any, set[tuple[int, int]]]] = {}
     for family, keep in chosen:

@@ -11,12 +11,11 @@ import torch
 from torch import nn
 
 from deepspeed.compression.plan import Plan
-from deepspeed.compression.units import Family, Slot, axis_slot
+from deepspeed.compression.units import CONV, Family, Slot, axis_slot
 from deepspeed.config.compression_check import pattern_of
 from deepspeed.config.sections.compression import CompressionTraining, Group
 from deepspeed.errors import CompressionError
 
-CONV = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _CRITERIA = {"l1": "magnitude", "topk": "movement", "snip_momentum": "taylor"}
 LEARNED = ("movement", "taylor", "activation")  # criteria that look at training, so the first mask needs a step
 

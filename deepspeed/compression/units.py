@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+from torch import nn
+
+CONV = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 _CHUNK = 1 << 20
 

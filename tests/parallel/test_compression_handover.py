@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,14 @@ from tests.parallel.tiny import raises
 
 def distilling(stage: int, **section: Any) -> dict[str, Any]:
     made = settings(stage, True)
+    made["optimizer"] = {"type": "SGD", "params": {"lr": 0.1}}  # Adam makes a rounding of a small gradient large
     made["compression_training"] = {"distillation": {"enabled": True, "hard": 0.5, "logits": 0.5, **section}}
     return made
 
 
 def plain_distilled(steps: int) -> dict[str, torch.Tensor]:
     student, teacher = llama(), llama().eval()
-    inner = torch.optim.AdamW(student.parameters(), lr=1e-2, eps=1e-4, weight_decay=0.0)
+    inner = torch.optim.SGD(student.parameters(), lr=0.1)
     ranks = dist.get_world_size()
     for step in range(steps):
         inner.zero_grad()
@@ -53,11 +55,11 @@ def teachers() -> None:
                 train(engine, range(3))
                 found = state_of(engine)
         for name, value in expected.items():
-            assert torch.allclose(found[name], value, atol=1e-4), (stage, name, (found[name] - value).abs().max())
+            assert torch.allclose(found[name], value, atol=1e-5), (stage, name, (found[name] - value).abs().max())
         with engine_of(distilling(stage, temperature=2.0, teacher="before")) as engine:
             train(engine, range(3))
             for name, value in expected.items():
-                assert torch.allclose(state_of(engine)[name], value, atol=1e-4), (stage, name)
+                assert torch.allclose(state_of(engine)[name], value, atol=1e-5), (stage, name)
 
 
 def test_teachers_under_their_own_sharding(workers: Any) -> None:
@@ -74,7 +76,8 @@ def exports(folder: str) -> None:
         with torch.no_grad():
             expected = engine.eval()(input_ids=batch(0)).logits
         assert Path(folder, "when_due", "config.json").exists()
-        report = engine.export_compressed(f"{folder}/int8", weights="int8")
+        weights = "int8" if importlib.util.find_spec("compressed_tensors") else "float"  # an optional dependency
+        report = engine.export_compressed(f"{folder}/again", weights=weights)
         assert (report is not None) == (dist.get_rank() == 0)
     dist.barrier()
     loaded = AutoModelForCausalLM.from_pretrained(f"{folder}/when_due").eval()
