@@ -90,11 +90,11 @@ def kept(engine: Any) -> dict[str, torch.Tensor]:
     return {name: (value != 0) for name, value in masters(engine).items()}
 
 
-def like_plain(cases: list[tuple[str, bool, Any]], tiers: tuple[str, ...]) -> None:
+def like_plain(cases: list[tuple[str, bool, Any]], tiers: tuple[str, ...], stages: tuple[int, ...] = STAGES) -> None:
     for technique, over_all, optimizer in cases:
         expected = plain(technique, over_all, optimizer, dist.get_world_size())
         scope = "global" if over_all else "layer"
-        for stage in STAGES:
+        for stage in stages:
             for tier in tiers:
                 if tier != "none" and stage == 0:
                     continue
@@ -118,9 +118,19 @@ def like_plain(cases: list[tuple[str, bool, Any]], tiers: tuple[str, ...]) -> No
 CASES = [("sparse_pruning", False, momentum), ("sparse_pruning", True, adamw), ("row_pruning", False, momentum)]
 
 
+@pytest.mark.parametrize("case", range(len(CASES)))
+def test_final_masks_train_as_in_a_plain_process(workers: Any, case: int) -> None:
+    workers(2).run(like_plain, CASES[case : case + 1], ("none", "cpu")[case % 2 :][:1], timeout=120)
+
+
+def test_final_masks_with_uneven_cuts(workers: Any) -> None:
+    workers(3).run(like_plain, CASES[1:2], ("none",), (0, 3), timeout=120)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_final_masks_train_as_in_a_plain_process(workers: Any, ranks: int) -> None:
-    workers(ranks).run(like_plain, CASES, ("none", "cpu") if ranks == 2 else ("none",), timeout=120)
+def test_final_masks_everywhere(workers: Any, ranks: int) -> None:
+    workers(ranks).run(like_plain, CASES, ("none", "cpu"), timeout=240)
 
 
 # -- masks that later ones may undo -----------------------------------------------------------------------------------
