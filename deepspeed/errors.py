@@ -81,3 +81,7 @@ class CheckpointMissingError(CheckpointError, FileNotFoundError):
 
 class MemoryExhaustedError(DeepSpeedError, MemoryError, RuntimeError):
     """Training state does not fit in memory; names the keys that move it elsewhere."""
+
+
+class CompressionError(DeepSpeedError, ValueError):
+    """A model cannot be made smaller as asked; says what stands against it and what can be done instead."""

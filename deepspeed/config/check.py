@@ -9,6 +9,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from deepspeed.config.compression_check import compression_conflicts
 from deepspeed.config.fields import Section, note_of
 from deepspeed.config.problems import Problem, nearest, show, wrong
 from deepspeed.config.reader import Reading
@@ -134,6 +135,7 @@ def conflicts(top: TopLevel, reading: Reading, ranks: tuple[int, int] | None) ->
     yield from _offload_conflicts(top)
     yield from _optimizer_conflicts(top)
     yield from _scheduler_conflicts(top, reading)
+    yield from compression_conflicts(top.compression_training, top.quantize_training)
 
 
 def _offload_conflicts(top: TopLevel) -> Iterator[Problem]:

@@ -182,7 +182,12 @@ def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, names: 
 
 @suggests_offload("the training state of an engine was made")
 def build(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, config: DeepSpeedConfig, axes: Axes, device: torch.device
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    config: DeepSpeedConfig,
+    axes: Axes,
+    device: torch.device,
+    held: ZeroOptimizer | None = None,
 ) -> Components:
     """Cast, move, group and hook a model.
 
@@ -192,6 +197,7 @@ def build(
         config: resolved configuration.
         axes: who shares what.
         device: where the model computes.
+        held: the optimizer users hold of an engine that is laid out anew.
     """
     _check_parameters(model)
     low = compute_dtype(config)
@@ -221,14 +227,14 @@ def build(
     for param, dtype in wanted.items():
         if not is_managed(param):
             param.data = param.data.to(dtype)
-    components = Components(groups, axes, low, _window(config, axes))
+    components = Components(groups, axes, low, _window(config, axes) if held is None else held.window)
     if wanted and config.auto_cast:
         components.caster = InputCaster(model, wanted, low, Hook)
     sharded = [g for g in groups if g.policy.gathers_before_use]
     if sharded:
         components.lifecycle = _lifecycle(model, sharded, config, axes)
     if optimizer is not None:
-        _add_optimizer(components, optimizer, config)
+        _add_optimizer(components, optimizer, config, held)
     return components
 
 
@@ -318,14 +324,19 @@ def _lifecycle(model: nn.Module, sharded: list[ShardGroup], config: DeepSpeedCon
     return lifecycle
 
 
-def _add_optimizer(components: Components, optimizer: torch.optim.Optimizer, config: DeepSpeedConfig) -> None:
+def _add_optimizer(
+    components: Components,
+    optimizer: torch.optim.Optimizer,
+    config: DeepSpeedConfig,
+    held: ZeroOptimizer | None,
+) -> None:
     fp16 = config.fp16.enabled
     low = components.dtype != torch.float32
     ranks = components.axes.data.size if config.gradient_allreduce_op == "mean" else 1
     wire = DTYPES[config.communication_data_type] if config.communication_data_type else None
     predivide = config.gradient_predivide_factor
     settings = ReduceSettings(
-        accumulates=config.gradient_accumulation_steps > 1,
+        accumulates=components.window.steps > 1,
         accumulator=accumulator_dtype(config),
         wire=wire,
         overlap=config.zero.overlap_comm is not False,
@@ -343,8 +354,12 @@ def _add_optimizer(components: Components, optimizer: torch.optim.Optimizer, con
         master=master_dtype(config, components.dtype),
     )
     scaler = loss_scale.from_config(config.fp16) if fp16 else None
-    components.window.set_scaler(scaler)
-    components.optimizer = ZeroOptimizer(optimizer, components.reducer, steps, scaler, components.lifecycle)
+    if held is None:
+        components.window.set_scaler(scaler)
+        components.optimizer = ZeroOptimizer(optimizer, components.reducer, steps, scaler, components.lifecycle)
+    else:
+        held.attach(components.reducer, components.lifecycle)
+        components.optimizer = held
     if components.lifecycle is not None:
         components.reducer.on_complete = components.lifecycle.gradients_complete
     components.frozen = [
@@ -411,3 +426,13 @@ def call_with(what: str, callable_: Callable[..., Any], argument: Any) -> Any:
         takes = "the optimizer" if isinstance(argument, torch.optim.Optimizer) else "the parameters"
         raise ArgumentError(f"the {what} callable must take one argument, {takes}: {error}") from error
     return callable_(argument)
+
+
+def without_optimizer(call: str, components: Components) -> UsageError:
+    """The error of a call that needs an optimizer."""
+    if components.destroyed:
+        return UsageError(f"{call}() on an engine that was destroyed; make a new one with deepspeed.initialize")
+    return UsageError(
+        f"{call}() on an engine without an optimizer: pass model_parameters (AdamW is then the default), an optimizer, "
+        f"or name one in the JSON under optimizer.type"
+    )

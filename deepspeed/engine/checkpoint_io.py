@@ -58,6 +58,7 @@ class CheckpointIO:
         self._state, self._weights = state, weights
         self._background = Background()
         self._extra_objects: list[Any] = []
+        self.replay_removals: Callable[[dict[str, Any]], None] = lambda _saved: None  # told of a save's removals
         self.remember: Callable[[Any, Any], None] = lambda _folder, _client_state: None  # told of every save and load
 
     def register_for_checkpointing(self, *objects: Any) -> None:
@@ -290,12 +291,8 @@ class CheckpointIO:
                 finder.skip(found.path.name, str(error))
 
     def _load(self, found: Source | Path, ranks: Ranks, what: _What) -> tuple[str, dict[str, Any]]:
+        source = self._opened(found, ranks)
         view = self._state.view()
-        if isinstance(found, Source):
-            source = found
-        else:
-            with ranks.together("opening the checkpoint"):
-                source = open_foreign(found, view.optimizer_names())
         saved = source.state()
         run = saved.get("engine", {})
         elsewhere = self._state.names_elsewhere(view)
@@ -324,6 +321,8 @@ class CheckpointIO:
             if what.scheduler:
                 run_state.restore_scheduler(self._state, run.get("scheduler"))
             self._restore_modules(saved.get("module", {}))
+            if what.run and "compression" in run and self._state.compression is not None:
+                self._state.compression.load_state_dict(run["compression"])
             if what.run:
                 self._restore_run(source, view, rows, run, what.optimizer)
                 for one, state in zip(self._extra_objects, saved.get("objects", []), strict=True):
@@ -339,6 +338,14 @@ class CheckpointIO:
         for name, state in saved.items():
             if name in modules or not self._state.sliced:  # else it belongs to another stage
                 modules[name].set_extra_state(state)
+
+    def _opened(self, found: Source | Path, ranks: Ranks) -> Source:
+        """The source of a load; the model is what it was when that was saved, if units had been removed by then."""
+        if not isinstance(found, Source):
+            with ranks.together("opening the checkpoint"):
+                return open_foreign(found, self._state.view().optimizer_names())
+        self.replay_removals(found.state().get("engine", {}).get("compression", {}))
+        return found
 
     def _restore_run(
         self, source: Source, view: StateView, rows: dict[str, Any], run: dict[str, Any], gradients: bool

@@ -29,9 +29,11 @@ from deepspeed.engine.build import (
     facts_of,
     listed,
     make_scheduler,
+    without_optimizer,
 )
 from deepspeed.engine.checkpoint_io import CheckpointIO
 from deepspeed.engine.clients import let_go, loss_is_divided, take_over
+from deepspeed.engine.compressing import Compressing
 from deepspeed.engine.config_accessors import ConfigAccessors
 from deepspeed.engine.feeding import Feeding
 from deepspeed.engine.offload_states import OffloadStates
@@ -110,6 +112,7 @@ class DeepSpeedEngine(EngineSurface, nn.Module):
         self.lr_scheduler = make_scheduler(lr_scheduler, resolved, chosen)
         if training_data is not None:
             self.training_dataloader = self.deepspeed_io(training_data, collate_fn=collate_fn)
+        self._compressing.start()
         self._reports.say_plan()
         self._preemption.listen()
         if self._shards_parameters:  # a slice can be pulled only when its owner serves it
@@ -128,7 +131,15 @@ class DeepSpeedEngine(EngineSurface, nn.Module):
         self._weights = WeightsIO(state)
         self._checkpoints = CheckpointIO(state, self._weights)
         self._preemption = Preemption(state, self._checkpoints)
+        self._compressing = Compressing(
+            state, self._weights, self._checkpoints, self._feeding, self._laid_out_anew, type(self)
+        )
         self._applied = False
+
+    def _laid_out_anew(self) -> None:
+        """The groups are others than before."""
+        self._statistics = RunningStatistics(self.module, self._axes.world)
+        self.optimizer = self._components.optimizer or self._components.lifecycle
 
     def train(self, mode: bool = True) -> DeepSpeedEngine:
         """Switch to training, or with False to evaluation (with rank 0's running statistics, see BatchNorm)."""
@@ -186,7 +197,7 @@ class DeepSpeedEngine(EngineSurface, nn.Module):
         self._check_loss(loss)
         optimizer, reducer = self._components.optimizer, self._components.reducer
         if optimizer is None or reducer is None:
-            raise _without_optimizer("backward", self._components)
+            raise without_optimizer("backward", self._components)
         window, counts = self._window, num_items is not None
         way = Way.ITEMS if counts else Way.MEAN if scale_wrt_gas else Way.SUM
         if window.samples is None:
@@ -264,7 +275,7 @@ class DeepSpeedEngine(EngineSurface, nn.Module):
         if self._window.holding:
             raise UsageError("step() inside no_sync(): gradients have not been reduced; call it after the context")
         if self._components.optimizer is None:
-            raise _without_optimizer("step", self._components)
+            raise without_optimizer("step", self._components)
         self.micro_steps += 1
         self._applied = False
         if self._window.end_micro_batch():
@@ -277,7 +288,7 @@ class DeepSpeedEngine(EngineSurface, nn.Module):
         All ranks call together; without a micro-batch in the window nothing happens.
         """
         if self._components.optimizer is None:
-            raise _without_optimizer("flush", self._components)
+            raise without_optimizer("flush", self._components)
         with self._window.flush():
             if self._window.seen:
                 self._update(None)
@@ -302,6 +313,8 @@ class DeepSpeedEngine(EngineSurface, nn.Module):
             say(f"step {self.global_steps} is skipped: {optimizer.skip_reason}{scaled}")
         elif self.lr_scheduler is not None:
             self.lr_scheduler.step(**(lr_kwargs or {}))
+        if self._applied:
+            self._compressing.after_applied_step()
         if self.ds_config.disable_python_gc:
             gc.collect()
         self._reports.report()
@@ -412,6 +425,7 @@ class DeepSpeedEngine(EngineSurface, nn.Module):
         All ranks call together, since others may still pull this rank's slices; one that fails waits for nobody.
         """
         self.wait_for_checkpoint()
+        self._compressing.stop()
         components = self._components
         if components.lifecycle is not None:
             components.lifecycle.settle()  # what is under way is pulled while its owner still serves it
@@ -455,12 +469,3 @@ class DeepSpeedEngine(EngineSurface, nn.Module):
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *dir(self.module)})
-
-
-def _without_optimizer(call: str, components: Components) -> UsageError:
-    if components.destroyed:
-        return UsageError(f"{call}() on an engine that was destroyed; make a new one with deepspeed.initialize")
-    return UsageError(
-        f"{call}() on an engine without an optimizer: pass model_parameters (AdamW is then the default), an optimizer, "
-        f"or name one in the JSON under optimizer.type"
-    )

@@ -11,6 +11,7 @@ from torch import nn
 from deepspeed.checkpoint.ranks import Ranks
 from deepspeed.comm.axis import Axis
 from deepspeed.comm.mesh import DATA
+from deepspeed.compression.controller import Compression
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.engine.build import Components
 from deepspeed.foundation.timer import SynchronizedWallClockTimer
@@ -37,6 +38,7 @@ class EngineState:
         micro_steps: micro-batches so far.
         global_samples: samples so far, over all ranks.
         skipped_steps: updates that were skipped.
+        compression: what makes the model smaller; None without it.
     """
 
     ds_config: DeepSpeedConfig
@@ -52,6 +54,7 @@ class EngineState:
     micro_steps: int = 0
     global_samples: int = 0
     skipped_steps: int = 0
+    compression: Compression | None = None
 
     @property
     def axes(self) -> Axes:

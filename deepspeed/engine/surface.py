@@ -11,6 +11,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from deepspeed.engine.accessors import MeshAccessors, StateAccessors
 from deepspeed.engine.checkpoint_io import CheckpointIO
+from deepspeed.engine.compressing import Compressing
 from deepspeed.engine.config_accessors import GETTERS, ConfigAccessors
 from deepspeed.engine.feeding import Feeding
 from deepspeed.engine.offload_states import OffloadStates
@@ -55,7 +56,7 @@ class EngineSurface:
     lr_scheduler, training_dataloader = shared("lr_scheduler"), shared("training_dataloader")
     global_steps, micro_steps = shared("global_steps"), shared("micro_steps")
     global_samples, skipped_steps = shared("global_samples"), shared("skipped_steps")
-    device = shared("device")
+    device, compression = shared("device"), shared("compression")
     _components, _axes, _window = shared("components"), shared("axes"), shared("window")
 
     config = read("_facts", StateAccessors.config)
@@ -104,6 +105,10 @@ class EngineSurface:
 
     offload_states = by("_offload", OffloadStates.offload_states)
     reload_states = by("_offload", OffloadStates.reload_states)
+
+    compression_scheduler = read("_compressing", Compressing.compression_scheduler)
+    set_teacher = by("_compressing", Compressing.set_teacher)
+    export_compressed = by("_compressing", Compressing.export_compressed)
 
     save_checkpoint = by("_checkpoints", CheckpointIO.save_checkpoint)
     load_checkpoint = by("_checkpoints", CheckpointIO.load_checkpoint)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from deepspeed.comm.axis import Axis
@@ -36,6 +38,7 @@ class LocalShard:
     master: Stored | None = None
     low: int
     high: int
+    veil: Callable[[torch.Tensor], None] | None = None  # masks the values that are made of a master
 
     def settle_values(self, values: torch.Tensor) -> None:
         """Store the slice in its tier.
@@ -65,7 +68,15 @@ class LocalShard:
         with self.master.borrowed(changed=True) as lent:
             master = lent[range_.at - self.low :][: range_.numel]
             values = self.full[member.offset + range_.start : member.offset + range_.stop].to(master.device)
-            torch.where(master.to(self.dtype) == values, master, values.to(master.dtype), out=master)
+            same = self._seen(lent)[range_.at - self.low :][: range_.numel] == values
+            torch.where(same, master, values.to(master.dtype), out=master)
+
+    def _seen(self, master: torch.Tensor) -> torch.Tensor:
+        """The values that are made of a master."""
+        seen = master.to(self.dtype, copy=self.veil is not None)
+        if self.veil is not None:
+            self.veil(seen)
+        return seen
 
     def add_master(self, dtype: torch.dtype) -> Stored | None:
         """Make the master copy, of zeros, unless the values themselves can be updated where they rest."""
@@ -73,6 +84,16 @@ class LocalShard:
             label = f"master of {self.name}"
             self.master = self.tiers.optimizer.store(label, self.high - self.low, dtype, self.device)
         return self.master
+
+    def split_master(self) -> bool:
+        """Keep a master apart from the values although they have its dtype; whether it was made now."""
+        if self.master is not None:
+            return False
+        label = f"master of {self.name}"
+        self.master = self.tiers.optimizer.store(label, self.high - self.low, self.dtype, self.device)
+        with self.master.borrowed(changed=True, read=False) as master, self.values.borrowed() as values:
+            master.copy_(values)
+        return True
 
     @property
     def _apart(self) -> bool:
@@ -107,3 +128,10 @@ class LocalShard:
                     values.copy_(master)
                 else:
                     mover_of(self.device).deliver(values, master, self.tiers.optimizer.pool)
+        self.draw_veil()
+
+    def draw_veil(self) -> None:
+        """Mask the values that were made of the master."""
+        if self.veil is not None and self.master is not None:
+            with self.values.borrowed(changed=True) as values:
+                self.veil(values)

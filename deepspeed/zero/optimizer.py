@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.nn import Parameter
@@ -43,6 +43,28 @@ class StepSettings:
     master: torch.dtype = torch.float32
 
 
+class Pruner(Protocol):
+    """What masks the slices of an optimizer."""
+
+    def on_gradients(self) -> None:
+        """The window's gradients are complete, and not yet part of a norm."""
+
+    def on_update(self, groups: Iterable[ShardGroup]) -> None:
+        """The masters of these groups were updated, and are not published yet."""
+
+    def fragment_state(self, fragment: Fragment) -> dict[str, torch.Tensor]:
+        """What a checkpoint stores beside the optimizer's state of a fragment."""
+        ...
+
+    def take_fragment_state(self, fragment: Fragment, state: dict[str, Any]) -> dict[str, Any]:
+        """Take its own part out of a loaded state; gives the optimizer's."""
+        ...
+
+    def arriving(self, fragment: Fragment) -> dict[str, torch.Tensor]:
+        """The tensors of that part, which the load fills."""
+        ...
+
+
 class ZeroOptimizer:
     """A torch optimizer over the slices of this rank.
 
@@ -62,32 +84,36 @@ class ZeroOptimizer:
         scaler: Any = None,
         lifecycle: Lifecycle | None = None,
     ) -> None:
-        self.optimizer, self.reducer, self.settings, self.scaler = inner, reducer, settings, scaler
-        if lifecycle is not None:
-            self.parameter_offload = lifecycle
+        self.optimizer, self.settings, self.scaler = inner, settings, scaler
         self.overflow = False
         self.skip_reason: str | None = None
         self._global_grad_norm: float | None = None
+        self._scale_loss: Callable[[torch.Tensor, bool], Any] | None = None
+        self.attach(reducer, lifecycle)
+
+    def attach(self, reducer: Reducer, lifecycle: Lifecycle | None) -> None:
+        """Take the parameters in the inner optimizer's groups over, from these groups of slices.
+
+        Args:
+            reducer: where gradients come from.
+            lifecycle: gathers and frees sharded groups; None when all parameters stay whole.
+        """
+        self.reducer = reducer
+        if lifecycle is not None:
+            self.parameter_offload = lifecycle
         self._channel, self._rounds = reducer.world.channel(), 0
         self._norm_channel, self._norms = reducer.axes.one_copy.channel(), 0
         self.window = reducer.window
         self.window.rates = self._rates
-        self._scale_loss: Callable[[torch.Tensor, bool], Any] | None = None
+        self.masks: Pruner | None = None
         self.groups = [bucket.group for bucket in reducer.buckets]  # those under this optimizer
         self._gathered = [group for group in self.groups if group.policy.gathers_before_use]
         self._whole = [group for group in self.groups if not group.policy.gathers_before_use]
-        self.shards = [OptimizerShard(bucket, inner) for bucket in reducer.buckets]
+        self.shards = [OptimizerShard(bucket, self.optimizer) for bucket in reducer.buckets]
         self._shard_of = {id(shard.group): shard for shard in self.shards}
         self.fragments: dict[int, list[Fragment]] = {}
         self._leaves, self._stepping = 0, False
-        self._take_over()
-        self._normed = [shard.bucket for shard in self.shards if shard.members]
-        self._guard = inner.register_step_pre_hook(self._refuse_strangers)
-
-    # -- the inner optimizer --------------------------------------------------------------------------------------
-
-    def _take_over(self) -> None:
-        """Replace the model's parameters in the inner optimizer's groups by this rank's fragments."""
+        self._guard = self.optimizer.register_step_pre_hook(self._refuse_strangers)
         seen: set[int] = set()
         for group in self.optimizer.param_groups:
             leaves: list[Parameter] = []
@@ -107,8 +133,11 @@ class ZeroOptimizer:
                         self.optimizer.state[fragment.leaf] = cut_state(state, fragment)
             group["params"] = leaves
             self._leaves += len(leaves)
+        self._normed = [shard.bucket for shard in self.shards if shard.members]
         for shard in self.shards:
             shard.store_state()
+
+    # -- the inner optimizer --------------------------------------------------------------------------------------
 
     def shard_of(self, member: Member) -> OptimizerShard:
         """The leaves and the state of a member's group."""
@@ -172,6 +201,8 @@ class ZeroOptimizer:
             self.lifecycle.settle()
         agreed = self.reducer.finish(self.window.update)
         self.reducer.adopt_edits()
+        if self.masks is not None:
+            self.masks.on_gradients()
         if self.settings.refuse_unused:
             unused = self._unused_names()
             if unused:
@@ -235,7 +266,8 @@ class ZeroOptimizer:
         try:
             with suggests_offload("parameters were updated"):
                 waves = waves_of(self.shards, self.reducer)
-                handles = update(self.optimizer, waves, factor)
+                updated = None if self.masks is None else self.masks.on_update
+                handles = update(self.optimizer, waves, factor, updated)
         finally:
             self._stepping = False
         for handle in handles:

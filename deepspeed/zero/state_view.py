@@ -34,6 +34,9 @@ from deepspeed.zero.waves import publish
 # The names by which checkpoints state how a layout cuts.
 LAYOUT_RULES = {"equal": by_group, "between": by_owner}
 
+# Keys of what compression stores beside the optimizer's state begin so.
+COMPRESSION = "compression."
+
 
 class Hold:
     """Makes everything of a group that rests outside of memory real for a while.
@@ -290,8 +293,11 @@ class StateView(WindowView, PlacedView):
         return [] if self.optimizer is None else self.optimizer.fragments.get(member.uid, [])
 
     def state_of(self, fragment: Fragment) -> dict[str, Any]:
-        """The optimizer state of a fragment."""
-        return {} if self.optimizer is None else self.optimizer.optimizer.state.get(fragment.leaf, {})
+        """The optimizer state of a fragment, and what masks add to it."""
+        if self.optimizer is None:
+            return {}
+        state, masks = self.optimizer.optimizer.state.get(fragment.leaf, {}), self.optimizer.masks
+        return state if masks is None else {**state, **(masks.arriving(fragment) or masks.fragment_state(fragment))}
 
     def group_numbers(self) -> dict[int, int]:
         """The optimizer group of each leaf on this rank, by the leaf's identity."""
@@ -396,6 +402,11 @@ class StateView(WindowView, PlacedView):
         """Make `state` the optimizer state of a part; an empty one takes it away."""
         if self.optimizer is None:
             return
+        masks = self.optimizer.masks
+        if masks is not None:
+            state = masks.take_fragment_state(fragment, state)
+        else:
+            state = {key: value for key, value in state.items() if not key.startswith(COMPRESSION)}
         if state:
             self.optimizer.optimizer.state[fragment.leaf] = state
         else:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -129,13 +129,19 @@ def waves_of(shards: Sequence[OptimizerShard], reducer: Reducer) -> list[Wave]:
     return [together, *waves] if together.shards or not waves else waves
 
 
-def update(optimizer: torch.optim.Optimizer, waves: list[Wave], factor: float) -> list[Handle]:
+def update(
+    optimizer: torch.optim.Optimizer,
+    waves: list[Wave],
+    factor: float,
+    updated: Callable[[list[ShardGroup]], None] | None = None,
+) -> list[Handle]:
     """Run the inner optimizer over all waves and send what it updated.
 
     Args:
         optimizer: any torch optimizer over the leaves.
         waves: at least one.
         factor: of all gradients.
+        updated: called with the groups of a wave before their masters are published.
 
     Returns:
         Messages under way.
@@ -150,7 +156,10 @@ def update(optimizer: torch.optim.Optimizer, waves: list[Wave], factor: float) -
                 _restore(optimizer, before)
             with _hooks(optimizer, first=index == 0, last=index == len(waves) - 1):
                 optimizer.step()
-            handles += start_publish([shard.group for shard in wave.shards], rounds)
+            groups = [shard.group for shard in wave.shards]
+            if updated is not None:
+                updated(groups)
+            handles += start_publish(groups, rounds)
     return handles
 
 
@@ -198,6 +207,8 @@ def start_publish(groups: Sequence[ShardGroup], rounded: bool = False) -> list[H
     for group in groups:
         if not rounded:
             group.round_masters()
+        else:
+            group.draw_veil()
         handle = group.start_publish()
         if handle is not None:
             handles.append(handle)

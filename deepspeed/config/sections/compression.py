@@ -2,109 +2,136 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from deepspeed.config.fields import Int, Names, Section, key, later
+from pydantic import BeforeValidator
+
+from deepspeed.config.fields import Int, Names, Section, key, later, moot
 
 _TECHNIQUE_SWITCH = "shared_parameters.enabled"
+
+Criterion = Literal["magnitude", "movement", "taylor", "activation"]
+Schedule = Literal["step", "cubic"]
+
+
+def _partners(value: object) -> object:
+    """One list of expressions per entry of `modules`; a bare string stands for a list of one."""
+    if isinstance(value, list):
+        return [[one] if isinstance(one, str) else one for one in value]  # pyright: ignore[reportUnknownVariableType]
+    return value
 
 
 class LayerReduction(Section):
     """`compression_training.layer_reduction`."""
 
     switch = "enabled"
-    enabled: bool = later(False, "build a student with fewer layers")
-    keep_number_layer: Int | None = later(None, "layers of the student", ge=1)
-    module_name_prefix: str | None = later(None, "name of the repeated block")
-    teacher_layer: list[int] | None = later(None, "which layers of the teacher are taken")
-    other_module_name: Names | None = later(None, "modules copied as they are")
+    enabled: bool = key(False, "a student with some of the teacher's layers")
+    keep_number_layer: Int | None = key(
+        None, "layers of the student; with no teacher_layer they are picked by block influence", ge=1
+    )
+    module_name_prefix: str | None = key(None, "name of the list of repeated blocks; found when left out")
+    teacher_layer: list[int] | None = key(None, "which layers of the teacher are taken")
+    other_module_name: Names | None = key(None, "modules copied as they are")
 
 
 class MixedQuantize(Section):
     """`fp16_mixed_quantize`: blend full and quantized weights."""
 
-    enabled: bool = later(False, "blend full and quantized weights")
-    quantize_change_ratio: float = later(0.001, "change of the blend per step", ge=0)
+    enabled: bool = key(False, "blend full and quantized weights (the form that steps its bits)")
+    quantize_change_ratio: float = key(0.001, "by how much the full part falls per step", ge=0)
 
 
 class WeightShared(Section):
     """`compression_training.weight_quantization.shared_parameters`."""
 
-    enabled: bool = later(False, "quantize weights while training")
-    quantizer_kernel: bool = later(False, "quantize by kernel")
-    schedule_offset: Int = later(0, "step at which it starts", ge=0)
-    quantize_groups: Int = later(1, "groups with their own scale", ge=1)
-    quantize_verbose: bool = later(False, "print progress")
-    quantization_type: Literal["symmetric", "asymmetric"] = later("symmetric", "scale, or scale and offset")
-    rounding: Literal["nearest", "stochastic"] = later("nearest", "rounding")
-    quantize_weight_in_forward: bool = later(False, "quantize in forward rather than in the step")
+    enabled: bool = key(False, "quantize weights while training")
+    quantizer_kernel: bool = moot(False, "quantize by kernel", "one implementation on every device")
+    schedule_offset: Int = key(0, "applied steps before it starts", ge=0)
+    quantize_groups: Int = key(1, "equal pieces of the flattened weight with their own scale", ge=1)
+    quantize_verbose: bool = key(False, "say when bits change")
+    quantization_type: Literal["symmetric", "asymmetric"] = key("symmetric", "scale, or scale and offset")
+    rounding: Literal["nearest", "stochastic"] = key("nearest", "rounding; stochastic where bits step only")
+    quantize_weight_in_forward: bool = key(
+        False, "true: target_bits at once; false: from start_bits to target_bits, one bit per period, periods doubling"
+    )
     fp16_mixed_quantize: MixedQuantize = key(MixedQuantize, "blend full and quantized weights")
 
 
 class ActivationShared(Section):
     """`compression_training.activation_quantization.shared_parameters`."""
 
-    enabled: bool = later(False, "quantize activations")
-    quantization_type: Literal["symmetric", "asymmetric"] = later("symmetric", "scale, or scale and offset")
-    range_calibration: Literal["dynamic", "static"] = later("dynamic", "where the range comes from")
-    schedule_offset: Int = later(1000, "step at which it starts", ge=0)
+    enabled: bool = key(False, "quantize the inputs of modules")
+    quantization_type: Literal["symmetric", "asymmetric"] = key("symmetric", "scale, or scale and offset")
+    range_calibration: Literal["dynamic", "static"] = key("dynamic", "range of each token, or a running one")
+    schedule_offset: Int = key(1000, "applied steps before it starts", ge=0)
 
 
-class SparseShared(Section):
+class _Pruning(Section):
+    """What all pruning techniques share."""
+
+    enabled: bool = key(False, "prune")
+    schedule_offset: Int = key(1000, "applied steps before masks act", ge=0)
+    schedule_offset_end: Int | None = key(None, "applied steps after which the mask is final; default: at once", ge=0)
+    schedule_offset_stride: Int = key(1, "applied steps between two masks", ge=1)
+    schedule: Schedule = key("step", "how the share kept falls from offset to end: at once, or by the cubic ramp")
+    criterion: Criterion | None = key(None, "how units are scored; default: what method stands for")
+    scope: Literal["layer", "global"] = key("layer", "the ratio holds in each layer, or over all layers of a group")
+
+
+class SparseShared(_Pruning):
     """`compression_training.sparse_pruning.shared_parameters`."""
 
-    enabled: bool = later(False, "prune single weights")
-    schedule_offset: Int = later(1000, "step at which it starts", ge=0)
-    schedule_offset_end: Int | None = later(None, "step at which it ends", ge=0)
-    schedule_offset_stride: Int = later(1, "steps between prunings", ge=1)
-    method: Literal["l1", "topk", "snip_momentum"] = later("l1", "how weights are picked")
-    block_pattern: str = later("4x1", "shape of a pruned block")
-    dense_ratio: float = later(0.1, "share of weights kept", ge=0, le=1)
-    excluded_modules: list[str] = later([], "modules left alone")
+    method: Literal["l1", "topk", "snip_momentum"] = key(
+        "l1", "l1: magnitude; topk: movement; snip_momentum: Taylor, in blocks"
+    )
+    block_pattern: str = key("4x1", "N:M of each M inputs, or blocks of N x M; read with snip_momentum or when given")
+    dense_ratio: float = key(0.1, "share kept, of snip_momentum without groups", gt=0, le=1)
+    excluded_modules: Names = key([], "expressions of modules left alone")
 
 
-class RowShared(Section):
+class RowShared(_Pruning):
     """`compression_training.row_pruning.shared_parameters`, and of `channel_pruning`."""
 
-    enabled: bool = later(False, "prune rows or channels")
-    method: Literal["l1", "topk"] = later("l1", "how they are picked")
-    schedule_offset: Int = later(1000, "step at which it starts", ge=0)
+    method: Literal["l1", "topk"] = key("l1", "l1: magnitude; topk: movement")
+    physical: bool | None = key(
+        None, "take them out of the running engine when the schedule ends; default: unless init_compression was called"
+    )
 
 
-class HeadShared(Section):
+class HeadShared(RowShared):
     """`compression_training.head_pruning.shared_parameters`."""
 
-    enabled: bool = later(False, "prune attention heads")
-    method: Literal["topk"] = later("topk", "how heads are picked")
-    schedule_offset: Int = later(1000, "step at which it starts", ge=0)
-    num_heads: Int | None = later(None, "heads of the model", ge=1)
+    method: Literal["l1", "topk"] = key("topk", "l1: magnitude; topk: movement")
+    num_heads: Int | None = key(None, "heads of the model; default: what its config says", ge=1)
 
 
 class Group(Section):
     """Modules that share numbers."""
 
-    modules: list[str] = later(["*"], "regular expressions on module names")
-    related_modules: list[Any] | None = later(None, "partners shrunk together")
+    modules: Names = key(["*"], "regular expressions on module names; * is all")
+    related_modules: Annotated[list[Names] | None, BeforeValidator(_partners)] = key(
+        None, "per entry of modules: partners that lose the matching dimension; default: found"
+    )
 
 
 class QuantizeParams(Section):
     """`params` of a group of quantized weights."""
 
-    start_bits: Int | None = later(None, "bits at the start", ge=1)
-    target_bits: Int | None = later(None, "bits at the end", ge=1)
-    quantization_period: Int = later(1, "steps between reductions", ge=1)
+    start_bits: Int | None = key(None, "bits at the start", ge=1, le=16)
+    target_bits: Int | None = key(None, "bits at the end", ge=1, le=16)
+    quantization_period: Int = key(1, "steps between reductions; 0 is legal where start_bits is target_bits", ge=0)
 
 
 class BitsParams(Section):
     """`params` of a group of quantized activations."""
 
-    bits: Int | None = later(None, "bits", ge=1)
+    bits: Int | None = key(None, "bits", ge=2, le=16)
 
 
 class PruneParams(Section):
     """`params` of a pruned group."""
 
-    dense_ratio: float | None = later(None, "share kept", ge=0, le=1)
+    dense_ratio: float | None = key(None, "share kept", gt=0, le=1)
 
 
 class QuantizeGroup(Group):
@@ -130,7 +157,7 @@ class WeightTechnique(Section):
 
     switch = _TECHNIQUE_SWITCH
     shared_parameters: WeightShared = key(WeightShared, "numbers of all groups")
-    different_groups: dict[str, QuantizeGroup] = later({}, "groups of modules")
+    different_groups: dict[str, QuantizeGroup] = key({}, "groups of modules")
 
 
 class ActivationTechnique(Section):
@@ -138,7 +165,7 @@ class ActivationTechnique(Section):
 
     switch = _TECHNIQUE_SWITCH
     shared_parameters: ActivationShared = key(ActivationShared, "numbers of all groups")
-    different_groups: dict[str, BitsGroup] = later({}, "groups of modules")
+    different_groups: dict[str, BitsGroup] = key({}, "groups of modules")
 
 
 class SparseTechnique(Section):
@@ -146,7 +173,7 @@ class SparseTechnique(Section):
 
     switch = _TECHNIQUE_SWITCH
     shared_parameters: SparseShared = key(SparseShared, "numbers of all groups")
-    different_groups: dict[str, PruneGroup] = later({}, "groups of modules")
+    different_groups: dict[str, PruneGroup] = key({}, "groups of modules")
 
 
 class RowTechnique(Section):
@@ -154,7 +181,7 @@ class RowTechnique(Section):
 
     switch = _TECHNIQUE_SWITCH
     shared_parameters: RowShared = key(RowShared, "numbers of all groups")
-    different_groups: dict[str, PruneGroup] = later({}, "groups of modules")
+    different_groups: dict[str, PruneGroup] = key({}, "groups of modules")
 
 
 class HeadTechnique(Section):
@@ -162,7 +189,30 @@ class HeadTechnique(Section):
 
     switch = _TECHNIQUE_SWITCH
     shared_parameters: HeadShared = key(HeadShared, "numbers of all groups")
-    different_groups: dict[str, PruneGroup] = later({}, "groups of modules")
+    different_groups: dict[str, PruneGroup] = key({}, "groups of modules")
+
+
+class Distillation(Section):
+    """`compression_training.distillation`: losses against a teacher, added to the loss of the model's output."""
+
+    switch = "enabled"
+    enabled: bool = key(False, "learn from a teacher too")
+    teacher: Literal["given", "before"] = key("given", "given by engine.set_teacher, or the model before its cut")
+    temperature: float = key(1.0, "of both distributions", gt=0)
+    hard: float = key(0.5, "weight of the model's own loss", ge=0)
+    logits: float = key(0.5, "weight of the divergence of the logits", ge=0)
+    hidden: float = key(0.0, "weight of the squared error of hidden states", ge=0)
+    attention: float = key(0.0, "weight of the squared error of attention maps; needs eager attention", ge=0)
+    layers: list[int] | None = key(None, "teacher layer of each student layer; default: spread evenly")
+
+
+class Export(Section):
+    """`compression_training.export`: the folder that is written when all schedules have ended."""
+
+    folder: str | None = key(None, "where; nothing is written without it")
+    after: Int = key(0, "not before this many applied steps", ge=0)
+    weights: Literal["float", "int8", "int4"] = key("float", "how linear weights are stored")
+    group_size: Int = key(32, "inputs that share a scale of int4", ge=1)
 
 
 class CompressionTraining(Section):
@@ -175,31 +225,58 @@ class CompressionTraining(Section):
     row_pruning: RowTechnique = key(RowTechnique, "pruned rows")
     head_pruning: HeadTechnique = key(HeadTechnique, "pruned heads")
     channel_pruning: RowTechnique = key(RowTechnique, "pruned channels")
+    distillation: Distillation = key(Distillation, "a teacher")
+    export: Export = key(Export, "what is handed over")
+
+    @property
+    def active(self) -> bool:
+        """Whether anything is to be done while training."""
+        techniques = (self.weight_quantization, self.activation_quantization, *self.pruning.values())
+        return self.distillation.enabled or any(one.shared_parameters.enabled for one in techniques)
+
+    @property
+    def pruning(self) -> dict[str, SparseTechnique | RowTechnique | HeadTechnique]:
+        """The pruning techniques by their names."""
+        return {
+            "sparse_pruning": self.sparse_pruning,
+            "row_pruning": self.row_pruning,
+            "head_pruning": self.head_pruning,
+            "channel_pruning": self.channel_pruning,
+        }
 
 
 class QuantizeBits(Section):
     """`quantize_training.quantize_bits`."""
 
-    start_bits: Int = later(16, "bits at the start", ge=1)
-    target_bits: Int = later(8, "bits at the end", ge=1)
+    start_bits: Int = key(16, "bits at the start", ge=1, le=32)
+    target_bits: Int = key(8, "bits at the end", ge=1, le=16)
 
 
 class QuantizeSchedule(Section):
     """`quantize_training.quantize_schedule`."""
 
-    quantize_period: Int = later(100, "steps between reductions", ge=1)
-    schedule_offset: Int = later(100, "step at which it starts", ge=0)
+    quantize_period: Int = key(100, "steps between reductions", ge=1)
+    schedule_offset: Int = key(100, "step at which it starts", ge=0)
+
+
+class QuantizeAlgorithm(Section):
+    """`quantize_training.quantize_algo`."""
+
+    q_type: Literal["symmetric", "asymmetric"] = key("symmetric", "scale, or scale and offset")
+    rounding: Literal["nearest", "stochastic"] = key("nearest", "rounding")
 
 
 class QuantizeTraining(Section):
-    """`quantize_training`: mixture of quantization."""
+    """`quantize_training`: `weight_quantization` of every weight of two or more dimensions."""
 
     switch = "enabled"
-    enabled: bool = later(False, "fewer bits as training goes on")
-    quantize_verbose: bool = later(False, "print progress")
-    quantizer_kernel: bool = later(False, "quantize by kernel")
-    quantize_type: Literal["symmetric", "asymmetric"] = later("symmetric", "scale, or scale and offset")
+    enabled: bool = key(False, "fewer bits as training goes on")
+    quantize_verbose: bool = key(False, "say when bits change")
+    quantizer_kernel: bool = moot(False, "quantize by kernel", "one implementation on every device")
+    quantize_type: Literal["symmetric", "asymmetric"] = key("symmetric", "scale, or scale and offset")
     quantize_bits: QuantizeBits = key(QuantizeBits, "from how many bits to how many")
     quantize_schedule: QuantizeSchedule = key(QuantizeSchedule, "when")
-    quantize_groups: Int = later(1, "groups with their own scale", ge=1)
+    quantize_groups: Int = key(1, "groups with their own scale", ge=1)
+    quantize_algo: QuantizeAlgorithm = key(QuantizeAlgorithm, "how it is rounded", aliases=["quantize-algo"])
     fp16_mixed_quantize: MixedQuantize = key(MixedQuantize, "blend full and quantized weights")
+    eigenvalue: dict[str, Any] | None = later(None, "periods by curvature", idle=[{}, {"enabled": False}])

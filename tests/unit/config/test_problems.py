@@ -125,10 +125,7 @@ def test_all_problems_come_in_one_error():
         ({"sparse_gradients": True}, "sparse_gradients"),
         ({"sequence_parallel_size": 2}, "sequence_parallel_size"),
         ({"optimizer": {"type": "OneBitAdam"}}, "optimizer.type"),
-        (
-            {"compression_training": {"row_pruning": {"shared_parameters": {"enabled": True}}}},
-            "compression_training.row_pruning.shared_parameters.enabled",
-        ),
+        ({"eigenvalue": {"enabled": True}}, "eigenvalue.enabled"),
     ],
 )
 def test_what_is_not_available_is_refused_by_name(config, path):

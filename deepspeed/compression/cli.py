@@ -1,0 +1,134 @@
+"""`ds_compress`: what a model can lose, before anything is trained."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from deepspeed.compression.families import Shrink, on_meta, shapes_of
+from deepspeed.compression.layers import block_lists
+from deepspeed.compression.plan import Plan
+from deepspeed.compression.twin import kept_per_block, layers_of, with_layers
+from deepspeed.errors import CompressionError, DeepSpeedError
+
+_MIB = 2**20
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line; gives the exit code."""
+    parser = argparse.ArgumentParser("ds_compress", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    plan = commands.add_parser("plan", help="units, coupled tensors, parameters, bytes and FLOPs of what can go")
+    plan.add_argument("model", help="a folder with config.json, or the file; the weights are not read")
+    plan.add_argument("--ratio", type=float, default=0.5, help="share of units kept")
+    plan.add_argument("--kinds", nargs="+", default=["ffn", "heads", "layers"], choices=["ffn", "heads", "layers"])
+    plan.add_argument("--json", action="store_true", help="one JSON object instead of lines")
+    given = parser.parse_args(arguments)
+    try:
+        rows = plan_rows(*model_of(given.model), given.kinds, given.ratio)
+    except DeepSpeedError as error:
+        print(f"ds_compress: {error}", file=sys.stderr)
+        return 1
+    print(json.dumps(rows, indent=1) if given.json else "\n".join(map(_line, rows)))
+    return 0
+
+
+def model_of(path: str) -> tuple[nn.Module, Any]:
+    """A model without memory, and its config.
+
+    Raises:
+        CompressionError: there is no config, or it names no class of Transformers.
+    """
+    import transformers
+
+    file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
+    if not file.is_file():
+        raise CompressionError(f"{path} is no folder with a config.json")
+    config = transformers.AutoConfig.from_pretrained(str(file.parent if file.name == "config.json" else file))
+    names = getattr(config, "architectures", None) or []
+    model_class: Any = getattr(transformers, names[0], None) if names else None
+    if model_class is None:
+        model_class = transformers.AutoModelForCausalLM._model_mapping[type(config)]
+    return on_meta(model_class, config), config
+
+
+def plan_rows(model: nn.Module, config: Any, kinds: list[str], ratio: float) -> list[dict[str, Any]]:
+    """One row per number of the config that can be smaller, or one with the reason.
+
+    Args:
+        model: on the meta device.
+        config: its config.
+        kinds: of `ffn`, `heads`, `layers`.
+        ratio: share kept.
+    """
+    total = sum(shape.numel() for shape in shapes_of(model).values())
+    rows: list[dict[str, Any]] = [{"model": type(model).__name__, "parameters": total, "bytes_fp32": 4 * total}]
+    plan = Plan(model)
+    for kind in kinds:
+        started = time.perf_counter()
+        found = [_layers_row(model, config, ratio, total)] if kind == "layers" else _unit_rows(model, plan, kind, ratio)
+        for row in found:
+            if "after" in row:
+                gone = total - row["after"]
+                row |= {"parameters_gone": gone, "bytes_gone_fp32": 4 * gone, "flops_gone_per_token": 2 * gone}
+            row["seconds"] = round(time.perf_counter() - started, 1)
+        rows += found
+    return rows
+
+
+def _unit_rows(model: nn.Module, plan: Plan, kind: str, ratio: float) -> list[dict[str, Any]]:
+    rows = [_row(model, plan, shrink, ratio) for shrink in plan.shrinks(kind)]
+    return rows or [{"kind": kind, "refused": plan.refused[kind]}]
+
+
+def _row(model: nn.Module, plan: Plan, shrink: Shrink, ratio: float) -> dict[str, Any]:
+    family = shrink.families[0]
+    kept, of = kept_per_block(shrink, ratio), family.size // family.blocks
+    small = on_meta(type(model), shrink.config(plan.config, kept, of))
+    names = {name for one in shrink.families for name in one.names()}
+    return {
+        "kind": shrink.kind,
+        "config": {key: shrink.config(plan.config, kept, of).to_dict().get(key) for key in shrink.unit},
+        "units": f"{kept} of {of} in each of {len(shrink.families)} layers",
+        "coupled_tensors": len(names),
+        "first_layer": family.names(),
+        "proof": plan.distances.get(shrink.kind),
+        "after": sum(shape.numel() for shape in shapes_of(small).values()),
+    }
+
+
+def _layers_row(model: nn.Module, config: Any, ratio: float, total: int) -> dict[str, Any]:
+    try:
+        count = layers_of(config)
+        kept = max(1, round(count * ratio))
+        small = on_meta(type(model), with_layers(config, list(range(kept))))
+    except CompressionError as error:
+        return {"kind": "layers", "refused": str(error)}
+    after = sum(shape.numel() for shape in shapes_of(small).values())
+    if after >= total:
+        return {"kind": "layers", "refused": f"{type(config).__name__} with {kept} layers is not smaller"}
+    lists = list(block_lists(model))
+    return {"kind": "layers", "units": f"{kept} of {count} layers", "lists": lists, "after": after}
+
+
+def _line(row: dict[str, Any]) -> str:
+    if "model" in row:
+        return f"{row['model']}: {row['parameters']:,} parameters, {row['bytes_fp32'] / _MIB:,.1f} MiB in fp32"
+    if "refused" in row:
+        return f"{row['kind']:7} refused: {row['refused']}"
+    proof = f", removed is masked on a twin (difference {row['proof']:.1e})" if row.get("proof") is not None else ""
+    coupled = f" in {row['coupled_tensors']} coupled tensors" if "coupled_tensors" in row else ""
+    return (
+        f"{row['kind']:7} {row['units']}{coupled}: {row['parameters_gone']:,} parameters, "
+        f"{row['bytes_gone_fp32'] / _MIB:,.1f} MiB in fp32, {row['flops_gone_per_token']:,} FLOPs per token go{proof}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,231 @@
+"""The old calls: prepare a model before `initialize`, bake what was learned after it, start a student."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.comm.axis import Axis
+from deepspeed.compression.basic_layer import plain_module
+from deepspeed.compression.controller import CALLED, removable
+from deepspeed.compression.fake import FakeQuantizers
+from deepspeed.compression.helper import compression_preparation, recursive_getattr
+from deepspeed.compression.masks import Masks
+from deepspeed.compression.plan import Plan
+from deepspeed.compression.remove import removal_of, remove_from
+from deepspeed.compression.rules import Rule, matched, rules_of
+from deepspeed.config import DeepSpeedConfig
+from deepspeed.config.sections.compression import CompressionTraining, LayerReduction, QuantizeTraining
+from deepspeed.errors import ArgumentError, CompressionError
+from deepspeed.zero.param import is_managed
+
+
+def check_deepspeed_config(config: Any) -> dict[str, Any]:
+    """The dict of a config that is a dict or the path of a JSON.
+
+    Raises:
+        ArgumentError: it is neither.
+    """
+    if isinstance(config, dict):
+        return config
+    if isinstance(config, (str, Path)) and Path(config).is_file():
+        return json.loads(Path(config).read_text())
+    raise ArgumentError(f"a compression config is a dict or the path of a JSON file, not {config!r}")
+
+
+def section_of(config: Any) -> tuple[CompressionTraining, QuantizeTraining]:
+    """`compression_training` and `quantize_training`, typed and checked."""
+    given = check_deepspeed_config(config)
+    known = {name: given[name] for name in ("compression_training", "quantize_training") if name in given}
+    top = DeepSpeedConfig({"train_batch_size": 1, **known}, world=1).top
+    return top.compression_training, top.quantize_training
+
+
+def _inner(model: Any) -> nn.Module:
+    return model.module if hasattr(model, "module") and isinstance(model.module, nn.Module) else model
+
+
+def init_compression(model: nn.Module, deepspeed_config: Any, teacher_model: Any = None, mpu: Any = None) -> nn.Module:
+    """Prepare a model, before `deepspeed.initialize`: a student gets its teacher's layers, modules their quantizers.
+
+    Args:
+        model: changed in place.
+        deepspeed_config: dict or path of a JSON with `compression_training`.
+        teacher_model: needed by `layer_reduction`.
+        mpu: accepted for old scripts.
+
+    Returns:
+        The model.
+
+    Raises:
+        ArgumentError: layer reduction without a teacher.
+        CompressionError: modules that are named are not there.
+    """
+    section, training = section_of(deepspeed_config)
+    inner = _inner(model)
+    if section.layer_reduction.enabled:
+        if teacher_model is None:
+            raise ArgumentError("layer_reduction is enabled: init_compression needs the teacher_model")
+        _student(inner, _inner(teacher_model), section.layer_reduction)
+    compression_preparation(inner)
+    FakeQuantizers(inner, section, training)  # names and shapes are checked now
+    if any(technique.shared_parameters.enabled for technique in section.pruning.values()):
+        rules_of(inner, section, Plan(inner), called=True)
+    vars(inner)[CALLED] = section
+    return model
+
+
+def student_initialization(student_model: nn.Module, teacher_model: nn.Module, deepspeed_config: Any) -> None:
+    """Copy a teacher's layers into a student, as `layer_reduction` says; buffers are not copied.
+
+    Args:
+        student_model: changed in place.
+        teacher_model: read.
+        deepspeed_config: dict or path of a JSON.
+    """
+    _student(_inner(student_model), _inner(teacher_model), section_of(deepspeed_config)[0].layer_reduction)
+
+
+def _student(student: nn.Module, teacher: nn.Module, section: LayerReduction) -> None:
+    prefix, taken = section.module_name_prefix, section.teacher_layer
+    if not prefix or taken is None:
+        raise CompressionError("layer_reduction: module_name_prefix and teacher_layer say what is copied")
+    pairs = [(f"{prefix}.{new}", f"{prefix}.{old}") for new, old in enumerate(taken)]
+    pairs += [(name, name) for name in section.other_module_name or []]
+    with torch.no_grad():
+        for to, source in pairs:
+            try:
+                one, other = recursive_getattr(student, to), recursive_getattr(teacher, source)
+            except (AttributeError, IndexError) as error:
+                raise CompressionError(
+                    f"layer_reduction: {to} of the student or {source} of the teacher: {error}"
+                ) from error
+            _copy(one, other, to)
+
+
+def _copy(student: nn.Module, teacher: nn.Module, name: str) -> None:
+    from deepspeed.zero.gathered import GatheredParameters
+
+    theirs = dict(teacher.named_parameters())
+    mine = dict(student.named_parameters())
+    if mine.keys() != theirs.keys():
+        raise CompressionError(
+            f"layer_reduction: {name} has other parameters: {sorted(mine.keys() ^ theirs.keys())[:4]}"
+        )
+    for key, param in mine.items():
+        both = [p for p in (param, theirs[key]) if is_managed(p)]
+        with GatheredParameters(both, modifier_rank=0 if is_managed(param) else None, enabled=bool(both)):
+            if param.shape != theirs[key].shape:
+                raise CompressionError(
+                    f"layer_reduction: {name}.{key} is {tuple(param.shape)}, the teacher's {tuple(theirs[key].shape)}"
+                )
+            param.data.copy_(theirs[key].data)
+
+
+def redundancy_clean(model: nn.Module, deepspeed_config: Any, mpu: Any = None) -> nn.Module:
+    """Bake masks and quantization into the weights of a trained model, and take out the units that are known.
+
+    Masks follow from the weights: what training masked is zero. Learned scores are not needed for that.
+
+    Args:
+        model: whole, with trained weights; changed in place.
+        deepspeed_config: as for `init_compression`.
+        mpu: accepted for old scripts.
+
+    Returns:
+        The model.
+
+    Raises:
+        ArgumentError: the model is sharded.
+    """
+    section, training = section_of(deepspeed_config)
+    inner = _inner(model)
+    if any(is_managed(param) for param in inner.parameters()):
+        raise ArgumentError("redundancy_clean works on a whole model: load the weights into a fresh one first")
+    _bake_weights(inner, section, training)
+    plan = Plan(inner)
+    rules = rules_of(inner, section, plan, called=True)
+    for rule in rules:
+        rule.criterion, rule.offset, rule.end = "magnitude", 0, None
+    masks = Masks(inner, rules, Axis("alone", (0,), 0, None, True), None)
+    masks.after_step(0)
+    chosen = [pair for rule in rules for pair in _removed(rule, masks)]
+    if chosen:
+        remove_from(inner, removal_of(inner, plan, chosen))
+    vars(inner).pop(CALLED, None)
+    return model
+
+
+def _removed(rule: Rule, masks: Masks) -> list[Any]:
+    return list(zip(rule.families, masks.units[rule.name], strict=True)) if removable(rule) else []
+
+
+def _bake_weights(model: nn.Module, section: CompressionTraining, training: QuantizeTraining) -> None:
+    quantizers = FakeQuantizers(model, section, training)
+    quantizers.at_step(1 << 40)
+    with torch.no_grad():
+        for module in model.modules():
+            weigh = module.__dict__.pop("_weigh", None)
+            if weigh is not None and weigh.bits:
+                weight: Any = module._parameters["weight"]
+                weight.data.copy_(weigh(weight))
+            if "_activation" not in module.__dict__:
+                plain_module(module)
+
+
+def get_module_name(
+    group_name: str, model: nn.Module, key_word: str, exist_module_name: set[str], mpu: Any = None, verbose: bool = True
+) -> tuple[list[str], set[str]]:  # noqa: E501
+    """Names of the compressible modules an expression finds, and all found so far.
+
+    Args:
+        group_name: for the error.
+        model: where to look.
+        key_word: regular expression; `*` is all.
+        exist_module_name: names found before; a name that is found again is an error.
+        mpu: accepted for old scripts.
+        verbose: likewise.
+
+    Raises:
+        ValueError: a module is found twice.
+    """
+    found = [name for _, name, _ in matched(_inner(model), [key_word])]
+    for name in found:
+        if name in exist_module_name:
+            raise ValueError(f"{name} is already added to the compression group {group_name}: check the expressions")
+        exist_module_name.add(name)
+    return found, exist_module_name
+
+
+def get_compress_methods(model: nn.Module, compress_methods: dict[str, Any], mpu: Any = None) -> list[Any]:
+    """[module names, related module names, {technique: parameters}] per entry of `modules`, of enabled techniques.
+
+    Args:
+        model: where to look.
+        compress_methods: the dict under `compression_training`.
+        mpu: accepted for old scripts.
+    """
+    made = []
+    for method, content in compress_methods.items():
+        shared = content.get("shared_parameters", {}) if isinstance(content, dict) else {}
+        if method == "layer_reduction" or not shared.get("enabled"):
+            continue
+        for name, group in content.get("different_groups", {}).items():
+            seen: set[str] = set()
+            parameters = {**shared, **group.get("params", {})}
+            expressions = group.get("modules", "*")
+            related = group.get("related_modules") or [None] * len(expressions)
+            listed = [expressions] if isinstance(expressions, str) else expressions
+            for expression, partners in zip(listed, related, strict=False):
+                names, seen = get_module_name(name, model, expression, seen)
+                partner_names = [
+                    [other for other, _ in _inner(model).named_modules() if re.search(partner, other)]
+                    for partner in partners or []
+                ]
+                made.append([names, partner_names or None, {method: parameters}])
+    return made

@@ -1,0 +1,189 @@
+"""Compression beside an engine: what is formed, quantized, removed and written after which applied step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.comm.axis import Axis
+from deepspeed.compression.distill import Distiller
+from deepspeed.compression.fake import FakeQuantizers
+from deepspeed.compression.masks import Masks
+from deepspeed.compression.plan import Plan
+from deepspeed.compression.remove import Removal, removal_of
+from deepspeed.compression.rules import Rule, rules_of
+from deepspeed.config.sections.compression import CompressionTraining, QuantizeTraining
+from deepspeed.foundation.log import say
+from deepspeed.zero.optimizer import ZeroOptimizer
+
+CALLED = "_ds_compression"  # on a model: the section it was prepared with by the old calls
+
+
+class Compression:
+    """What `compression_training` does while an engine trains.
+
+    Args:
+        model: its parameters are managed already.
+        section: `compression_training`.
+        training: `quantize_training`.
+        axis: ranks that share the state.
+        optimizer: None when nothing is trained.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        section: CompressionTraining,
+        training: QuantizeTraining,
+        axis: Axis,
+        optimizer: ZeroOptimizer | None,
+    ) -> None:
+        self.model, self.section, self._axis = model, section, axis
+        self.training_steps = 0
+        self.removals: list[Removal] = []
+        self.done: list[str] = []  # rules whose units have left
+        self._waiting: dict[str, Any] | None = None
+        self.plan = Plan(model)
+        self.rules = rules_of(model, section, self.plan, called=hasattr(model, CALLED))
+        self.masks = Masks(model, self.rules, axis, optimizer)
+        self.quantizers = FakeQuantizers(model, section, training)
+        self._watch = _InputNorms(model, self.rules)
+        self.distiller = Distiller(model, section.distillation) if section.distillation.enabled else None
+        self._announce()
+        self.quantizers.at_step(0)
+        self._form(0)
+
+    def _announce(self) -> None:
+        for rule in self.rules:
+            for line in describe(rule, self.masks):
+                say(line)
+
+    def step(self) -> list[Rule]:
+        """An optimizer step was applied. All ranks call together.
+
+        Returns:
+            Rules whose units are to leave the engine now.
+        """
+        self.training_steps += 1
+        self.quantizers.at_step(self.training_steps)
+        return [rule for rule in self._form(self.training_steps) if rule.physical and removable(rule)]
+
+    def _form(self, step: int) -> list[Rule]:
+        if any(rule.criterion == "activation" and rule.due(step) for rule in self.rules):
+            self.masks.scores.gather_inputs(self._watch.sums)
+        ended = self.masks.after_step(step)
+        if not any(r.criterion == "activation" and r.name not in self.masks.final for r in self.rules):
+            self._watch.remove()
+        return ended
+
+    def removal(self, rules: list[Rule]) -> Removal:
+        """What is to leave the engine for these rules."""
+        chosen = [
+            (family, keep)
+            for rule in rules
+            for family, keep in zip(rule.families, self.masks.units[rule.name], strict=True)
+        ]
+        return removal_of(self.model, self.plan, chosen)
+
+    def removed(self, removal: Removal, optimizer: ZeroOptimizer | None) -> None:
+        """Units have left the engine, whose optimizer is laid out anew; masks of other rules come back after it."""
+        state = self.masks.state_dict()
+        gone = set(removal.cuts)
+        left = [rule for rule in self.rules if not (rule.families and gone >= set(rule.names()))]
+        for rule in left:
+            rule.families = [removal.remap(family) for family in rule.families]
+        self.done += [rule.name for rule in self.rules if rule not in left]
+        self.rules = left
+        self.removals.append(removal)
+        self.plan = Plan(self.model)
+        self.masks = Masks(self.model, left, self._axis, optimizer)
+        self._waiting = {**state, "units": {r.name: state["units"][r.name] for r in left if r.name in state["units"]}}
+
+    def resume(self) -> None:
+        """The state that masks of other rules had before a removal is back. All ranks call together."""
+        if self._waiting is not None:
+            self.masks.load_state_dict(self._waiting)
+            self._waiting = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether every schedule has ended."""
+        return all(rule.name in self.masks.final for rule in self.rules) and self.quantizers.ended
+
+    def state_dict(self) -> dict[str, Any]:
+        """What all ranks share of it."""
+        return {
+            "training_steps": self.training_steps,
+            "masks": self.masks.state_dict(),
+            "quantizers": self.quantizers.state_dict(),
+            "removals": [removal.to_json() for removal in self.removals],
+        }
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Take it back, after the tensors of a checkpoint were read. All ranks call together."""
+        self.training_steps = saved["training_steps"]
+        self.quantizers.load_state_dict(saved["quantizers"])
+        self.masks.load_state_dict(saved["masks"])
+
+    def remove(self) -> None:
+        """Take hooks and quantizers off the model."""
+        self._watch.remove()
+        self.quantizers.remove()
+        if self.distiller is not None:
+            self.distiller.remove()
+
+
+def removable(rule: Rule) -> bool:
+    """Whether its units can be taken out: everything that is coupled to them is known."""
+    return bool(rule.families) and all(family.config is not False for family in rule.families)
+
+
+def describe(rule: Rule, masks: Masks) -> list[str]:
+    """The plan of a rule in words: what goes, from which tensors, when."""
+    when = f"after step {rule.offset}" + (f" to {rule.end}" if rule.end is not None else "")
+    if rule.weights:
+        total = sum(masks.of(name).numel for name in rule.weights)
+        gone = total - int(total * rule.ratio)
+        return [f"{rule.name}: {gone:,} of {total:,} single weights in {len(rule.weights)} tensors become zero {when}"]
+    units = sum(family.size for family in rule.families)
+    per = {name: family for family in rule.families for name in family.names()}
+    coupled = 0
+    for name, family in per.items():
+        owned = masks.of(name)
+        coupled += int((~family.flags(name, owned.shape, (0, owned.numel), torch.zeros(family.size).bool())).sum())
+    gone = int(coupled * (1 - rule.ratio))
+    kind = rule.families[0].kind if rule.families else "units"
+    how = "leave the engine" if rule.physical and removable(rule) else "are masked"
+    which = f"{units - int(units * rule.ratio):,} of {units:,} {kind} in {len(rule.families)} layers"
+    text = f"{rule.name}: {which} {how} {when}"
+    return [f"{text}: {gone:,} parameters of {len(per)} coupled tensors, {4 * gone / 2**20:.1f} MiB in fp32"]
+
+
+class _InputNorms:
+    """Adds up the squares of what enters the modules of activation-weighted rules."""
+
+    def __init__(self, model: nn.Module, rules: list[Rule]) -> None:
+        self.sums: dict[str, torch.Tensor] = {}
+        self._hooks: list[Any] = []
+        homes = {id(param): name for name, param in model.named_parameters()}
+        wanted = {name for rule in rules if rule.criterion == "activation" for name in rule.weights}
+        for module in model.modules():
+            weight = module._parameters.get("weight")
+            if weight is not None and homes[id(weight)] in wanted:
+                self._hooks.append(module.register_forward_pre_hook(self._hook(homes[id(weight)])))
+
+    def _hook(self, name: str) -> Any:
+        def add(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+            if module.training and inputs and isinstance(inputs[0], torch.Tensor):
+                with torch.no_grad():
+                    found = inputs[0].detach().to(torch.float64).flatten(0, -2).square().sum(0).cpu()
+                    self.sums[name] = self.sums.get(name, torch.zeros_like(found)) + found
+
+        return add
+
+    def remove(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()

@@ -1,0 +1,149 @@
+"""The folder that is handed over: plain Transformers loads it; quantized ones hold packed integers."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import importlib.util
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.compression.families import config_of, on_meta
+from deepspeed.errors import CompressionError, NotAvailableError
+
+BITS = {"int8": 8, "int4": 4}
+
+
+def export(
+    model: nn.Module,
+    state: Mapping[str, torch.Tensor],
+    folder: str | Path,
+    weights: str = "float",
+    group_size: int = 32,
+) -> dict[str, Any]:
+    """Write a folder.
+
+    Args:
+        model: says class and config; its own values are not read.
+        state: all weights, whole, as forward sees them.
+        folder: made if it is not there.
+        weights: `float`, `int8` (a scale per output row) or `int4` (a scale per `group_size` inputs).
+        group_size: of int4.
+
+    Returns:
+        The report, which is also `compression.json` in the folder: bytes and parameters.
+
+    Raises:
+        CompressionError: the model has no Transformers config, or the weights do not fit the class.
+        NotAvailableError: packed integers need compressed-tensors.
+    """
+    config = config_of(model)
+    if config is None or not hasattr(model, "save_pretrained"):
+        raise CompressionError(
+            f"export writes folders of Transformers models; {type(model).__name__} has no config: save its state dict"
+        )
+    plain = _filled(getattr(type(model), "_plain", type(model)), config, state)
+    folder = Path(folder)
+    before = sum(param.numel() for param in plain.parameters())
+    if weights != "float":
+        _pack_aside(plain, BITS[weights], group_size, folder)
+    else:
+        plain.save_pretrained(folder)
+    size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    report = {"parameters": before, "bytes": size, "weights": weights, "class": type(plain).__name__}
+    (folder / "compression.json").write_text(json.dumps(report, indent=1) + "\n")
+    return report
+
+
+def _filled(model_class: type[nn.Module], config: Any, state: Mapping[str, torch.Tensor]) -> Any:
+    """A plain model of these weights."""
+    made: Any = model_class(copy.deepcopy(config)) if _small(state) else on_meta(model_class, config)
+    missing, unexpected = made.load_state_dict(dict(state), strict=False, assign=True)
+    params = dict(made.named_parameters())
+    lost = [name for name in missing if name in params]
+    if unexpected or any(params[name].device.type == "meta" for name in lost):
+        raise CompressionError(f"the weights do not fit {model_class.__name__}: {lost[:3]}, {list(unexpected)[:3]}")
+    made.tie_weights()
+    dtypes = {value.dtype for value in state.values() if value.is_floating_point()}
+    if len(dtypes) == 1:
+        made.config.dtype = next(iter(dtypes))
+    return made.eval()
+
+
+def _small(state: Mapping[str, torch.Tensor]) -> bool:
+    """Whether a second copy costs nothing to speak of."""
+    return sum(value.numel() for value in state.values()) < 2_000_000_000
+
+
+# -- packed integers --------------------------------------------------------------------------------------------------
+
+
+def packable(model: nn.Module) -> dict[str, nn.Linear]:
+    """Linears that are stored as integers: all but the head and what is tied to an embedding."""
+    embedded = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not head and id(module.weight) not in embedded
+    }
+
+
+def _pack_aside(model: Any, bits: int, group_size: int, folder: Path) -> None:
+    """Pack in a process of its own: in one of several ranks compressed-tensors waits for all the others."""
+    if importlib.util.find_spec("compressed_tensors") is None:
+        raise NotAvailableError("packed integers on disk need compressed-tensors: pip install 'deepspeed[compression]'")
+    with tempfile.TemporaryDirectory() as whole:
+        model.save_pretrained(whole)
+        command = [sys.executable, "-m", __name__, whole, str(folder), type(model).__name__, str(bits), str(group_size)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise CompressionError(f"packing failed: {done.stderr.strip().splitlines()[-1:]}")
+
+
+def _pack(model: Any, bits: int, group_size: int, folder: Path) -> None:
+    library: Any = importlib.import_module("compressed_tensors")
+    forms: Any = importlib.import_module("compressed_tensors.quantization")
+    chosen = packable(model)
+    if not chosen:
+        raise CompressionError(f"{type(model).__name__} has no Linear to pack (Conv1D: convert_conv1d_to_linear first)")
+    if bits == 4 and any(module.in_features % group_size for module in chosen.values()):
+        raise CompressionError(f"int4: the inputs of some Linear are no multiple of group_size {group_size}")
+    grouped: Any = {"strategy": "group", "group_size": group_size} if bits == 4 else {"strategy": "channel"}
+    arguments = forms.QuantizationArgs(num_bits=bits, type="int", symmetric=True, **grouped)
+    scheme = forms.QuantizationScheme(targets=["Linear"], weights=arguments)
+    ignored = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n not in chosen]
+    form = "pack-quantized"
+    settings = forms.QuantizationConfig(
+        config_groups={"group_0": scheme},
+        ignore=ignored,
+        format=form,
+        quantization_status=forms.QuantizationStatus.COMPRESSED,
+    )
+    forms.apply_quantization_config(model, settings)
+    with torch.no_grad():
+        for module in chosen.values():
+            scale: Any = module.weight_scale
+            rows = module.weight.view(module.out_features, scale.shape[-1], -1) if bits == 4 else module.weight[:, None]
+            largest = rows.float().abs().amax(-1).view(scale.shape)
+            scale.copy_((largest / (2 ** (bits - 1) - 1)).clamp(min=1e-12))
+    compressor = library.ModelCompressor.from_pretrained_model(model, quantization_format=form)
+    if compressor is None:
+        raise CompressionError("compressed-tensors finds nothing to pack")
+    compressor.compress_model(model)
+    model.save_pretrained(folder)
+    compressor.update_config(folder)
+
+
+if __name__ == "__main__":
+    _whole, _folder, _class, _bits, _size = sys.argv[1:]
+    _model = getattr(importlib.import_module("transformers"), _class).from_pretrained(_whole)
+    _pack(_model, int(_bits), int(_size), Path(_folder))

@@ -1,0 +1,108 @@
+"""Small tools the old calls are made of, under their names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.compression.basic_layer import compress_module, plain_module
+from deepspeed.compression.rules import compressible
+from deepspeed.errors import ArgumentError
+from deepspeed.zero.param import is_managed
+
+
+def recursive_getattr(model: Any, module_name: str) -> Any:
+    """The attribute at a dotted name; numbers index lists.
+
+    Args:
+        model: where to begin.
+        module_name: `encoder.layer.0.output`.
+    """
+    found = model
+    for part in module_name.split("."):
+        found = found[int(part)] if part.isdigit() and not hasattr(found, part) else getattr(found, part)
+    return found
+
+
+def recursive_setattr(model: Any, module_name: str, module: Any) -> None:
+    """Set the attribute at a dotted name.
+
+    Args:
+        model: where to begin.
+        module_name: as `recursive_getattr` takes it.
+        module: what is put there.
+    """
+    home, _, last = module_name.rpartition(".")
+    owner = recursive_getattr(model, home) if home else model
+    if isinstance(owner, (nn.ModuleList, nn.Sequential)) and last.isdigit():
+        owner[int(last)] = module
+    else:
+        setattr(owner, last, module)
+
+
+def module_replacement(
+    model: nn.Module, module_name: str, compression_technique: Any = None, mpu: Any = None
+) -> nn.Module:
+    """Give one module the class that knows quantizers; the module stays the object it is."""
+    return compress_module(recursive_getattr(model, module_name))
+
+
+def is_module_compressible(module: nn.Module, mpu: Any = None) -> bool:
+    """Whether techniques work on a module."""
+    return compressible(module) or isinstance(module, nn.BatchNorm2d)
+
+
+def compression_preparation(model: nn.Module, compression_technique_list: Any = None, mpu: Any = None) -> nn.Module:
+    """Give every compressible module the class that knows quantizers."""
+    for module in model.modules():
+        if is_module_compressible(module):
+            compress_module(module)
+    return model
+
+
+def fix_compression(
+    model: nn.Module, module_name: str, compression_technique: Any = None, mask: Any = None, dim_reduction: bool = False
+) -> None:  # noqa: E501
+    """Give one module the class it had."""
+    plain_module(recursive_getattr(model, module_name))
+
+
+def convert_conv1d_to_linear(model: nn.Module, convert_type: type[nn.Module]) -> nn.Module:
+    """Replace modules such as Transformers' `Conv1D` by `nn.Linear` of the transposed weight, in place.
+
+    Ties, `requires_grad` and buffers of the rest stay. Techniques work on `Conv1D` too; old scripts call this first.
+
+    Args:
+        model: whole, before an engine has it.
+        convert_type: the class that is replaced.
+
+    Returns:
+        The model.
+    """
+    made: dict[int, nn.Linear] = {}
+    target: Any = model.module if hasattr(model, "module") else model
+    for module in list(target.modules()):
+        for name, child in list(module._modules.items()):
+            if not isinstance(child, convert_type):
+                continue
+            weight: Any = child.weight
+            if is_managed(weight):
+                raise ArgumentError(
+                    "convert_conv1d_to_linear works on whole models: call it before zero.Init or initialize"
+                )
+            if id(child) not in made:
+                made[id(child)] = _linear(child, weight)
+            module._modules[name] = made[id(child)]
+    return model
+
+
+def _linear(child: Any, weight: torch.Tensor) -> nn.Linear:
+    inputs, outputs = weight.shape
+    linear = nn.Linear(inputs, outputs, bias=child.bias is not None, device="meta")
+    linear.weight = nn.Parameter(weight.data.t().contiguous(), requires_grad=weight.requires_grad)
+    if child.bias is not None:
+        linear.bias = child.bias
+    linear.train(child.training)
+    return linear

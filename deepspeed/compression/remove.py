@@ -1,0 +1,244 @@
+"""Physical removal: which indices of which parameters stay, and what of modules and config follows."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from deepspeed.compression.families import config_of, on_meta
+from deepspeed.compression.units import Family, Slot
+from deepspeed.errors import CompressionError
+
+_PLAIN = (int, float, str, bool, type(None))
+# (module class name, attribute, parameter, axis): what torch's own modules know of their shapes.
+_SIZES = (
+    ("Linear", "out_features", "weight", 0), ("Linear", "in_features", "weight", 1), ("Conv1D", "nf", "weight", 1),
+    ("Conv1D", "nx", "weight", 0), ("Embedding", "num_embeddings", "weight", 0),
+    ("Embedding", "embedding_dim", "weight", 1), ("_ConvNd", "out_channels", "weight", 0),
+    ("_NormBase", "num_features", "weight", 0), ("GroupNorm", "num_channels", "weight", 0),
+)  # fmt: skip
+
+
+class Plans(Protocol):
+    """Which number of a config belongs to a family; see `plan.Plan`."""
+
+    config: Any
+
+    def shrink_of(self, family: Family) -> Any:
+        """That number."""
+        ...
+
+
+@dataclass(eq=False)
+class Removal:
+    """What leaves a model; enough to do it again in a process that knows only the dense class.
+
+    Args:
+        cuts: by parameter or buffer, (axis, indices that stay: [n], or [experts, n] of a packed tensor).
+        attributes: new values of attributes, by module.
+        config: new values of the model's config.
+        text: what it was, for reports.
+    """
+
+    cuts: dict[str, list[tuple[int, torch.Tensor]]] = field(default_factory=dict)
+    attributes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+    text: str = ""
+
+    def cut(self, name: str, axis: int, indices: torch.Tensor) -> None:
+        """Keep these indices of an axis; of one that is cut already, as after a concatenation, those of both."""
+        rows = self.cuts.setdefault(name, [])
+        for at, (other, before) in enumerate(rows):
+            if other == axis and before.dim() == 1:
+                rows[at] = (axis, before[torch.isin(before, indices)])
+                return
+        rows.append((axis, indices))
+
+    def select(self, name: str, values: torch.Tensor) -> torch.Tensor:
+        """What is left of a tensor of a parameter's shape."""
+        for axis, indices in self.cuts.get(name, ()):
+            where = indices.to(values.device)
+            if where.dim() == 1:
+                values = values.index_select(axis, where)
+            else:
+                rows = zip(values.unbind(0), where, strict=True)
+                values = torch.stack([part.index_select(axis - 1, row) for part, row in rows])
+        return values
+
+    def remap(self, family: Family) -> Family:
+        """Another family, of a model from which this was removed."""
+        slots = []
+        for slot in family.slots:
+            table = slot.table
+            for axis, indices in self.cuts.get(slot.name, ()):
+                if axis == slot.axes[-1]:
+                    table = table[indices] if indices.dim() == 1 and table.dim() == 1 else table.gather(-1, indices)
+            slots.append(Slot(slot.name, slot.axes, table, slot.scored))
+        return Family(family.kind, family.label, family.size, slots, family.blocks, family.config)
+
+    def follow(self, model: nn.Module) -> None:
+        """Set attributes and config of a model whose parameters were cut."""
+        for name, values in self.attributes.items():
+            module = model.get_submodule(name)
+            for key, value in values.items():
+                setattr(module, key, value)
+        config = config_of(model)
+        for key, value in self.config.items():
+            setattr(config, key, value)
+        for name in {name.rpartition(".")[0] for name in self.cuts}:
+            _resize(model.get_submodule(name))
+
+    def to_json(self) -> dict[str, Any]:
+        """Values and tensors for a checkpoint."""
+        return {name: getattr(self, name) for name in ("cuts", "attributes", "config", "text")}
+
+    @classmethod
+    def from_json(cls, saved: dict[str, Any]) -> Removal:
+        """Undo `to_json`."""
+        cuts = {name: [(int(axis), index) for axis, index in rows] for name, rows in saved["cuts"].items()}
+        return cls(cuts, saved["attributes"], saved["config"], saved["text"])
+
+
+def _resize(module: Any) -> None:
+    kinds = {kind.__name__ for kind in type(module).__mro__}
+    for kind, attribute, name, axis in _SIZES:
+        param = module._parameters.get(name)
+        if kind in kinds and param is not None and hasattr(module, attribute):
+            shape = getattr(param, "ds_shape", param.shape)
+            setattr(module, attribute, shape[axis])
+    if "_ConvNd" in kinds:
+        _resize_convolution(module)
+    if "LayerNorm" in kinds and getattr(module, "elementwise_affine", False):
+        weight: Any = module._parameters["weight"]
+        module.normalized_shape = tuple(getattr(weight, "ds_shape", weight.shape))
+
+
+def _resize_convolution(module: Any) -> None:
+    shape = getattr(module.weight, "ds_shape", module.weight.shape)
+    depthwise = module.groups > 1 and shape[1] == 1
+    module.groups = shape[0] if depthwise else module.groups
+    module.in_channels = shape[1] * module.groups
+
+
+def removal_of(
+    model: nn.Module, plan: Plans, chosen: list[tuple[Family, torch.Tensor]], buffers: bool = True
+) -> Removal:
+    """What removing the dropped units of families comes to.
+
+    Args:
+        model: plain or sharded.
+        plan: knows which config number a family belongs to.
+        chosen: families and flags of the units that stay.
+        buffers: cut buffers of the sizes of cut parameters too (running statistics).
+
+    Raises:
+        CompressionError: the config cannot say it.
+    """
+    made = Removal(text=", ".join(f"{int((~k).sum())} {f.kind} of {f.label}" for f, k in chosen[:4]))
+    for family, keep in chosen:
+        for slot in family.slots:
+            if len(slot.axes) == 1:
+                indices = slot.indices(keep)
+            else:
+                indices = torch.stack([slot.indices(keep, lead) for lead in range(slot.table.shape[0])])
+            made.cut(slot.name, slot.axes[-1], indices)
+    if buffers:
+        cut_with_buffers(model, made)
+    if plan.config is not None:
+        _follow_config(model, plan, chosen, made)
+    return made
+
+
+def cut_with_buffers(model: nn.Module, made: Removal) -> None:
+    """Add running statistics to the parameters that are cut."""
+    for name, rows in list(made.cuts.items()):
+        home, _, last = name.rpartition(".")
+        module = model.get_submodule(home)
+        if last == "weight" and isinstance(module, nn.modules.batchnorm._NormBase):
+            for buffer in ("running_mean", "running_var"):
+                if module._buffers.get(buffer) is not None:
+                    made.cuts[f"{home}.{buffer}"] = rows
+
+
+def _follow_config(model: nn.Module, plan: Plans, chosen: list[tuple[Family, torch.Tensor]], made: Removal) -> None:
+    config = copy.deepcopy(plan.config)
+    counts: dict[int, tuple[Any, set[tuple[int, int]]]] = {}
+    for family, keep in chosen:
+        shrink = plan.shrink_of(family)
+        if shrink is not None:
+            numbers = counts.setdefault(id(shrink), (shrink, set()))[1]
+            numbers.add((int(keep.sum()) // family.blocks, family.size // family.blocks))
+    for shrink, numbers in counts.values():
+        if len(numbers) > 1 or sum(plan.shrink_of(f) is shrink for f, _ in chosen) != len(shrink.families):
+            raise CompressionError(
+                f"{type(config).__name__} says one number of {shrink.kind} for all layers: prune all layers alike "
+                f"(scope layer, modules of every layer), which is the nearest plan that can be exported"
+            )
+        kept, of = next(iter(numbers))
+        config = shrink.config(config, kept, of)
+        made.config |= {key: getattr(config, key) for key in shrink.changes}
+    if counts:
+        made.attributes = attribute_changes(
+            on_meta(_dense_class(model), plan.config), on_meta(_dense_class(model), config)
+        )
+
+
+def _dense_class(model: nn.Module) -> type[nn.Module]:
+    return getattr(type(model), "_plain", type(model))
+
+
+def attribute_changes(before: nn.Module, after: nn.Module) -> dict[str, dict[str, Any]]:
+    """Plain attributes of modules that differ between two models of one class."""
+    found: dict[str, dict[str, Any]] = {}
+    known = dict(before.named_modules())
+    for name, module in after.named_modules():
+        old = vars(known[name]) if name in known else {}
+        changed = {k: v for k, v in vars(module).items() if _is_plain(v) and k in old and _differs(old[k], v)}
+        if changed:
+            found[name] = changed
+    return found
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, _PLAIN) or (isinstance(value, (list, tuple)) and all(isinstance(v, _PLAIN) for v in value))
+
+
+def _differs(old: Any, new: Any) -> bool:
+    return _is_plain(old) and old != new
+
+
+def remove_from(model: nn.Module, removal: Removal) -> None:
+    """Take units out of a plain model, in place: parameters stay the objects they are."""
+    tensors: dict[str, torch.Tensor] = dict(model.named_parameters())
+    with torch.no_grad():
+        for name in removal.cuts:
+            if name in tensors:
+                tensors[name].grad = None
+                reshape(tensors[name], removal.select(name, tensors[name].data).clone())
+    cut_buffers(model, removal)
+    removal.follow(model)
+
+
+def reshape(param: torch.Tensor, values: torch.Tensor) -> None:
+    """Give a parameter values of another shape.
+
+    Autograd remembers the shape a parameter had for as long as a graph with it lives, as that of the last loss does;
+    it forgets it when the dtype changes.
+    """
+    other = torch.float64 if values.dtype != torch.float64 else torch.float32
+    param.data = torch.empty(0, dtype=other, device=values.device)
+    param.data = values
+
+
+def cut_buffers(model: nn.Module, removal: Removal) -> None:
+    """The buffers of a removal."""
+    for name in removal.cuts:
+        home, _, last = name.rpartition(".")
+        module = model.get_submodule(home)
+        buffer = module._buffers.get(last)
+        if buffer is not None:
+            module._buffers[last] = removal.select(name, buffer).clone()

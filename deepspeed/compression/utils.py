@@ -1,0 +1,147 @@
+"""Fake quantization: numbers rounded to few levels, with gradients that pass straight through."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def _pieces(values: torch.Tensor, groups: int) -> torch.Tensor:
+    """[groups, n] in fp32."""
+    if values.numel() % groups:
+        raise ValueError(f"{values.numel()} elements cannot be cut into {groups} equal groups")
+    return values.reshape(groups, -1).to(torch.float32)
+
+
+def symmetric(values: torch.Tensor, bits: int, groups: int = 1, stochastic: bool = False) -> torch.Tensor:
+    """2^bits levels around zero, one scale per group; bits of 3 or more."""
+    rows = _pieces(values, groups)
+    scale = (2 * rows.abs().amax(1, keepdim=True) / 2**bits).clamp(min=torch.finfo(torch.float32).tiny)
+    levels = _round(rows / scale, stochastic).clamp(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+    return (levels * scale).view(values.shape).to(values.dtype)
+
+
+def asymmetric(values: torch.Tensor, bits: int, groups: int = 1, stochastic: bool = False) -> torch.Tensor:
+    """2^bits levels from smallest to largest, one scale and offset per group; bits of 3 or more."""
+    rows = _pieces(values, groups)
+    low, high = rows.amin(1, keepdim=True), rows.amax(1, keepdim=True)
+    scale = ((high - low) / 2**bits).clamp(min=torch.finfo(torch.float32).tiny)
+    zero = scale * torch.round(low / scale)
+    levels = _round((rows - zero) / scale, stochastic).clamp(0, 2**bits - 1)
+    return (zero + levels * scale).view(values.shape).to(values.dtype)
+
+
+def ternary(values: torch.Tensor, groups: int = 1) -> torch.Tensor:
+    """Zero, or plus or minus the mean of what is above 0.7 of the mean."""
+    rows = _pieces(values, groups)
+    sizes = rows.abs()
+    above = sizes > 0.7 * sizes.mean(1, keepdim=True)
+    level = (sizes * above).sum(1, keepdim=True) / above.sum(1, keepdim=True).clamp(min=1)
+    return (rows.sign() * above * level).view(values.shape).to(values.dtype)
+
+
+def binary(values: torch.Tensor, groups: int = 1) -> torch.Tensor:
+    """Plus or minus the mean size."""
+    rows = _pieces(values, groups)
+    signs = torch.where(rows < 0, -1.0, 1.0)
+    return (signs * rows.abs().mean(1, keepdim=True)).view(values.shape).to(values.dtype)
+
+
+def quantize(values: torch.Tensor, bits: int, kind: str, groups: int = 1, stochastic: bool = False) -> torch.Tensor:
+    """The form that belongs to a number of bits: 1 binary, 2 ternary, else by `kind`.
+
+    Args:
+        values: any float tensor.
+        bits: 1 to 16.
+        kind: `symmetric` or `asymmetric`.
+        groups: equal pieces of the flattened tensor with their own scale.
+        stochastic: round up with the probability of the remainder.
+
+    Returns:
+        Of the shape and dtype of `values`.
+    """
+    if bits <= 2:
+        return binary(values, groups) if bits == 1 else ternary(values, groups)
+    return (symmetric if kind == "symmetric" else asymmetric)(values, bits, groups, stochastic)
+
+
+def _round(values: torch.Tensor, stochastic: bool) -> torch.Tensor:
+    return torch.floor(values + torch.rand_like(values)) if stochastic else torch.round(values)
+
+
+class _Straight(torch.autograd.Function):
+    """Gives the second tensor, and the gradient to the first."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:  # noqa: D102
+        return seen
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:  # noqa: D102
+        return gradients[0], None
+
+
+def straight_through(values: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+    """`seen` in forward; in backward its gradient is that of `values`."""
+    return _Straight.apply(values, seen)  # pyright: ignore[reportReturnType]
+
+
+class _Quantizer(torch.autograd.Function):
+    """The old interface: `apply(input, num_bits, min_value=None, max_value=None, num_groups=1)`."""
+
+    form: Any = None
+
+    @classmethod
+    def apply(
+        cls, input: torch.Tensor, num_bits: int, min_value: Any = None, max_value: Any = None, num_groups: int = 1
+    ) -> Any:  # noqa: A002, E501
+        """Quantize; with given bounds values are clamped to them first."""
+        seen = input.detach()
+        if max_value is not None:
+            seen = seen.clamp(-max_value if min_value is None else min_value, max_value)
+        return straight_through(input, cls.form(seen, num_bits, num_groups))
+
+
+class SymQuantizer(_Quantizer):
+    """Symmetric, straight-through."""
+
+    form = staticmethod(symmetric)
+
+
+class AsymQuantizer(_Quantizer):
+    """Asymmetric, straight-through."""
+
+    form = staticmethod(asymmetric)
+
+
+class TernaryQuantizer(_Quantizer):
+    """Ternary, straight-through."""
+
+    form = staticmethod(lambda values, bits, groups: ternary(values, groups))
+
+
+class BinaryQuantizer(_Quantizer):
+    """Binary, straight-through."""
+
+    form = staticmethod(lambda values, bits, groups: binary(values, groups))
+
+
+class TopKBinarizer(torch.autograd.Function):
+    """Scores to a mask of the largest; the gradient goes straight to the scores."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: torch.Tensor, threshold: float, sigmoid: bool = False) -> torch.Tensor:
+        """A mask of ones for the `threshold` share of the largest scores (of scores above it, with `sigmoid`)."""
+        if sigmoid:
+            return (torch.sigmoid(inputs) > threshold).to(inputs.dtype)
+        flat = inputs.reshape(-1)
+        keep = -int(-round(threshold * flat.numel(), 6) // 1)
+        mask = torch.zeros_like(flat)
+        mask[torch.sort(flat, descending=True, stable=True).indices[:keep]] = 1
+        return mask.view(inputs.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """Straight through."""
+        return gradients[0], None, None

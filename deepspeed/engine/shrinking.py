@@ -1,0 +1,219 @@
+"""Units leave the running engine: its state is put aside in equal parts, the groups are laid out anew, it comes back.
+
+No rank ever has more than one whole parameter: a parameter's master and moments are assembled, cut, and every rank
+keeps an equal part of what is left until the new groups are there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from deepspeed.checkpoint.ranks import Ranks
+from deepspeed.comm.collectives import READ
+from deepspeed.compression.owned import Exchange
+from deepspeed.compression.remove import Removal, cut_buffers, reshape
+from deepspeed.engine.build import build
+from deepspeed.engine.state import EngineState
+from deepspeed.zero.grouping import GroupingPlan, build_group
+from deepspeed.zero.member import Member
+from deepspeed.zero.param import is_managed
+from deepspeed.zero.shard_group import ShardGroup
+from deepspeed.zero.state_view import StateView
+
+_VALUE = "value"
+
+
+@dataclass
+class _Facts:
+    """What ranks know of a parameter's optimizer state together.
+
+    Args:
+        group: number of its optimizer group; -1: in none.
+        sliced: dtypes of state tensors that are cut as the parameter is.
+        rest: other state values.
+    """
+
+    group: int = -1
+    sliced: dict[str, torch.dtype] = field(default_factory=dict)
+    rest: dict[str, Any] = field(default_factory=dict)
+
+
+class Shrinking:
+    """One removal from one engine. All ranks call together.
+
+    Args:
+        state: of an engine between two windows.
+        removal: what leaves.
+        agree: waits for all ranks.
+    """
+
+    def __init__(self, state: EngineState, removal: Removal, agree: Callable[[], Any]) -> None:
+        self.state, self.removal, self._agree = state, removal, agree
+        self._components = state.components
+        self._view = state.view()
+        self._new: StateView | None = None
+        self._exchange = Exchange(state.axes.shard, state.device)
+        self._agreed = False
+        self._aside: dict[tuple[str, str], tuple[torch.Tensor, int]] = {}
+        self._facts: dict[str, _Facts] = {}
+        self._order: list[str] = []
+
+    def run(self) -> None:
+        """Put aside, lay out anew, bring back."""
+        state, components = self.state, self._components
+        self._view.settle()
+        if components.lifecycle is not None:
+            components.lifecycle.settle()
+            components.lifecycle.keeper.free_idle()
+        self._gather_facts()
+        with torch.no_grad():
+            for group in components.groups:
+                self._put_aside(group)
+        self._release()
+        with torch.no_grad():
+            for group in components.groups:
+                self._cut(group)
+            self._cut_plain()
+        self.removal.follow(state.module)
+        self._rebuild()
+        if state.compression is not None:
+            state.compression.removed(self.removal, state.components.optimizer)
+        with torch.no_grad():
+            for group in state.components.groups:
+                self._bring_back(group)
+        state.view().publish()
+
+    # -- what there is ------------------------------------------------------------------------------------------------
+
+    def _gather_facts(self) -> None:
+        view, mine = self._view, {}
+        numbers = view.group_numbers()
+        for name, member in view.members.items():
+            for fragment in view.fragments_of(member):
+                facts = mine.setdefault(name, _Facts(numbers.get(id(fragment.leaf), -1)))
+                for key, value in view.state_of(fragment).items():
+                    if isinstance(value, torch.Tensor) and value.dim() and value.numel() == fragment.range.numel:
+                        facts.sliced[key] = value.dtype
+                    elif not isinstance(value, torch.Tensor) or not value.dim():
+                        facts.rest[key] = value  # what has a shape of its own starts again
+        for told in Ranks(self.state.axes.shard).gather(mine):
+            for name, facts in told.items():
+                self._facts.setdefault(name, facts)
+        self._order = view.optimizer_names()
+
+    def _put_aside(self, group: ShardGroup) -> None:
+        hold = self._view.hold_of(group)
+        with hold() if hold is not None else contextlib.nullcontext():
+            for member in group.members:
+                with group.updated.borrowed() as values:
+                    self._keep(member, _VALUE, self._whole(member, values))
+                for key, dtype in self._facts.get(member.name, _Facts()).sliced.items():
+                    here = torch.zeros(group.high - group.low, dtype=dtype, device=group.device)
+                    for fragment in self._view.fragments_of(member):
+                        here[fragment.span] = self._view.state_of(fragment)[key].reshape(-1).to(here.device)
+                    self._keep(member, key, self._whole(member, here))
+
+    def _whole(self, member: Member, part: torch.Tensor) -> torch.Tensor:
+        group = member.group
+        if not group.policy.owns_a_slice:
+            return part[member.offset : member.offset + member.numel].view(member.shape)
+        wire = part.to(torch.uint8) if part.dtype is torch.bool else part
+        whole = group.assemble(member, wire.to(group.device), READ, f"removal from {member.name}")
+        return whole.to(part.dtype).view(member.shape)
+
+    def _keep(self, member: Member, key: str, whole: torch.Tensor) -> None:
+        flat = self.removal.select(member.name, whole).reshape(-1)
+        axis, n = self._exchange.axis, flat.numel()
+        low, high = n * axis.rank // axis.size, n * (axis.rank + 1) // axis.size
+        self._aside[member.name, key] = (flat[low:high].clone(), n)
+
+    # -- the old groups go, new ones come -----------------------------------------------------------------------------
+
+    def _release(self) -> None:
+        components = self._components
+        for group in components.groups:
+            if group.policy.gathers_before_use:
+                group.fetch, mine = None, group.fetch
+                self._withdraw(group, mine)
+        if components.lifecycle is not None:
+            components.lifecycle.detach()
+        if components.optimizer is not None:
+            self._give_parameters_back(components.optimizer)
+            components.optimizer.reducer.detach()
+            components.optimizer._guard.remove()
+            for shard in components.optimizer.shards:
+                shard.drop()
+            components.optimizer.optimizer.state.clear()
+        if components.caster is not None:
+            components.caster.remove()
+
+    def _withdraw(self, group: ShardGroup, fetch: Any) -> None:
+        if fetch is not None:
+            if not self._agreed:
+                self._agree()
+                self._agreed = True
+            fetch.withdraw(group.channel)
+
+    def _give_parameters_back(self, optimizer: Any) -> None:
+        """The inner optimizer's groups hold parameters again, as at `initialize`."""
+        params = {name: member.param for name, member in self._view.members.items()}
+        for number, group in enumerate(optimizer.param_groups):
+            group["params"] = [params[name] for name in self._order if self._facts[name].group == number]
+
+    def _cut(self, group: ShardGroup) -> None:
+        """Give a group's parameters their new shapes; what is gathered before use is sharded again at once."""
+        shard = group.policy.gathers_before_use
+        group.finish_gather()
+        group.dissolve()
+        params = [member.param for member in group.members]
+        for member in group.members:
+            reshape(member.param, self.removal.select(member.name, member.param.data).clone())
+        if shard:
+            names = {member.param: member.name for member in group.members}
+            build_group(group.holders, group.policy, params, names, GroupingPlan(), (group.dtype, None))
+        group.drop()
+
+    def _cut_plain(self) -> None:
+        for name, param in self.state.module.named_parameters():
+            if name in self.removal.cuts and not is_managed(param) and name not in self._view.members:
+                reshape(param, self.removal.select(name, param.data).clone())
+        cut_buffers(self.state.module, self.removal)
+
+    def _rebuild(self) -> None:
+        state, old = self.state, self._components.optimizer
+        inner = None if old is None else old.optimizer
+        made = build(state.module, inner, state.ds_config, state.axes, state.device, old)
+        state.components = made
+
+    # -- back again ---------------------------------------------------------------------------------------------------
+
+    def _bring_back(self, group: ShardGroup) -> None:
+        view = self._new = self._new or self.state.view()
+        hold = view.hold_of(group)
+        with hold(changed=True) if hold is not None else contextlib.nullcontext():
+            for member in group.members:
+                facts = self._facts.get(member.name, _Facts())
+                for fragment in view.fragments_of(member):
+                    view.set_state(fragment, view.prepare_state(fragment, facts.sliced, facts.rest))
+                for key in (_VALUE, *facts.sliced):
+                    self._write(view, member, key)
+
+    def _write(self, view: StateView, member: Member, key: str) -> None:
+        part, n = self._aside.pop((member.name, key))
+        size = self._exchange.axis.size
+        wire = part.to(torch.uint8) if part.dtype is torch.bool else part
+        cuts = [n * rank // size for rank in range(size + 1)]
+        flat = self._exchange.whole(wire, cuts, f"removal from {member.name}").to(part.dtype)
+        if key == _VALUE:
+            for other, start, stop in view.held_ranges(member.group):
+                if other is member:
+                    view.value(member, start, stop).values().copy_(flat[start:stop])
+            return
+        for fragment in view.fragments_of(member):
+            start, stop = fragment.range.start, fragment.range.stop
+            view.state(fragment, key, start, stop).values().copy_(flat[start:stop])
