@@ -81,3 +81,7 @@ class CheckpointMissingError(CheckpointError, FileNotFoundError):
 
 class MemoryExhaustedError(DeepSpeedError, MemoryError, RuntimeError):
     """Training state does not fit in memory; names the keys that move it elsewhere."""
+
+
+class ContractError(DeepSpeedError, AssertionError):
+    """A third party's part does not do what the protocol it is used through says."""
