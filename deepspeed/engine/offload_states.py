@@ -105,9 +105,9 @@ class OffloadStates:
                 shard.restore_state(non_blocking)
         self._refusal.remove()
         self._returning, self._away, self._refusal = self._away, None, None
-        self._let_pinned_go(wait=not non_blocking)
+        self.let_pinned_go(wait=not non_blocking)
 
-    def _let_pinned_go(self, wait: bool = False) -> None:
+    def let_pinned_go(self, wait: bool = False) -> None:
         """Unlock the host memory of the last reload, once nothing is copied from it any more."""
         if self._returning is not None and (wait or self._returning.idle):
             self._returning.shrink()
