@@ -255,7 +255,7 @@ class SharedSlices:
 
     def withdraw(self, channel: int) -> None:
         """Nobody pulls any more."""
-        self._window.withdraw(channel)
+        self._window.serving.pop(channel, None)
 
     def advance(self, channel: int) -> None:
         """The own slice of `channel` has its next version."""
@@ -300,7 +300,7 @@ def release_abandoned(axes: Iterable[Axis]) -> None:
 
 def _release(axis: Axis, service: FetchService | None) -> None:
     shared = axis.shared
-    if (shared is not None and shared.serves) or (service is not None and service.serves):
+    if (shared is not None and shared.serving) or (service is not None and service.serves):
         gc.collect()  # dropped engines are cycles; a rank whose next collection is far away keeps all others waiting
     abandoned: list[Any] = [None] * axis.size
     mine, group = list(axis.abandoned), axis.group
@@ -308,7 +308,7 @@ def _release(axis: Axis, service: FetchService | None) -> None:
     for channel in sorted(set.intersection(*map(set, abandoned))):
         axis.abandoned.remove(channel)
         if shared is not None:
-            shared.withdraw(channel)
+            shared.serving.pop(channel, None)
         if service is not None:
             service.withdraw(channel)
 

@@ -241,6 +241,9 @@ def mesh_of_unit(mpu: Any, asked: Iterable[Asked] = (), device: torch.device | N
         )
     mine = {dim: _ranks_of(mpu, calls) for dim, calls in _GROUPS.items()}
     size = ranks_started()
+    if mpu.get_data_parallel_group() is None:  # it leaves data parallelism to us: what the other dims leave
+        named = [(dim, len(row), "mpu") for dim, row in mine.items() if dim != "dp"]
+        return mesh_for(resolve(size, [*named, *asked]), None, device)
     everyone: list[Any] = [mine]
     if size > 1:
         everyone = [None] * size

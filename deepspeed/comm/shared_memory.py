@@ -3,9 +3,9 @@
 [Note: shared memory] Ranks of one machine need not send what the others can read. A *post* tells the peers where a
 buffer lies; whoever needs it reads it there, in any order, and acknowledges, so that the sender may reuse it. An
 *ordered* collective streams through small slots of the native library (`native/shm.cpp`); all ranks call these in one
-order. Both give the fp32 sum in rank order. A rank that waits for one thing lets `workers` finish others that peers may
-be waiting for. Memory is memfds opened through their owner's process (`comm/shared_allocator.py`): nothing has a name,
-so no death leaves anything behind.
+order. Both give the fp32 sum in rank order. A rank that waits for one thing finishes others that peers may be waiting
+for (`comm/waiting.py`). Memory is memfds opened through their owner's process (`comm/shared_allocator.py`): nothing has
+a name, so no death leaves anything behind.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import torch.distributed as dist
 from deepspeed.comm import waiting, watch
 from deepspeed.comm.shared_allocator import SharedAllocator, open_shared, shared_memory
 from deepspeed.comm.status_page import boot
-from deepspeed.comm.waiting import Alive, Until, Worker, groups
+from deepspeed.comm.waiting import Alive, Bell, Until, groups
 from deepspeed.errors import CommError
 from deepspeed.foundation.log import say_once
 from deepspeed.native import KINDS, library
@@ -71,20 +71,16 @@ class SharedMemory:
             )
         )
         weakref.finalize(self, native.ds_shm_close, self._context).atexit = False
+        self.bell = Bell(native, self._context)
         self.peers = [r for r in range(self.size) if r != rank]
         self._posts: list[dict[int, Location]] = [{} for _ in segments]
         self._acks: dict[int, int] = defaultdict(int)
         self._served: list[dict[int, Location]] = [{} for _ in segments]
         self._staged: dict[int, torch.Tensor] = {}  # posted copies of buffers that lie elsewhere
-        self._serving: dict[int, torch.Tensor] = {}  # by channel: peers may read it as long as it is here
+        self.serving: dict[int, torch.Tensor] = {}  # by channel: peers may read it as long as it is here
         self._foreign: dict[tuple[int, int], torch.Tensor] = {}
-        self._alive: Alive | None = Alive([processes[r] for r in self.peers])
+        self.alive = Alive([processes[r] for r in self.peers])
         groups.memories.append(self)
-
-    @property
-    def workers(self) -> weakref.WeakSet[Worker]:
-        """What has something to do while this rank waits, in whichever group."""
-        return groups.workers
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A 1-D tensor that posts without a copy, of any values."""
@@ -92,30 +88,12 @@ class SharedMemory:
 
     # -- waiting --------------------------------------------------------------------------------------------------
 
-    def check(self) -> None:
-        """Raise RuntimeError when a peer's process has ended, or the group."""
-        if self._alive is None:
-            raise RuntimeError("connection closed: the process group was destroyed")
-        self._alive.check()
-
-    def bell(self) -> int:
-        """How often the bell of this process has rung."""
-        return self._native.ds_shm_bell(self._context)
-
-    def nap(self, seen: int, microseconds: int) -> None:
-        """Sleep until it has rung more often than `seen`, or the time is over."""
-        self._native.ds_shm_nap(self._context, seen, microseconds)
-
-    def until(self, ready: Callable[[], bool], deadline: float) -> bool:
-        """Wait for `ready`, doing what peers may need meanwhile; False when the time is over."""
-        return groups.until(self, ready, deadline)
-
     def while_waiting(self) -> int:
         """What native code calls while a collective waits; anything but 0 ends it."""
         try:
             groups.drain()
             groups.work()
-            self.check()
+            self.alive.check()
             watch.heed()
             now, limit = time.monotonic(), watch.timeout().total_seconds()
             self._deadline = self._deadline or now + limit
@@ -218,20 +196,11 @@ class SharedMemory:
         return channel < self._native.ds_shm_channels() and (tensor.numel() == 0 or self._locate(tensor) is not None)
 
     def serve(self, channel: int, tensor: torch.Tensor) -> None:
-        """Let all peers read `tensor` at any time until it is withdrawn."""
-        self._serving[channel] = tensor
+        """Let all peers read `tensor` at any time as long as it is in `serving`."""
+        self.serving[channel] = tensor
         where = self._locate(tensor)
         for peer in self.peers if where else ():
             self._push(peer, _SERVE, channel, *(where or ()))
-
-    def withdraw(self, channel: int) -> None:
-        """Nobody reads what is served on `channel` any more."""
-        self._serving.pop(channel, None)
-
-    @property
-    def serves(self) -> bool:
-        """Whether anything may be read."""
-        return bool(self._serving)
 
     def advance(self, channel: int) -> None:
         """What is served on `channel` has its next version."""
@@ -261,8 +230,7 @@ class SharedMemory:
     def _run(self, function: Callable[..., int], *args: Any) -> None:
         with self._lock:
             self._deadline = 0.0
-            if self._alive is None:
-                self.check()
+            self.alive.check(ended=False)
             code = function(self._context, *args)
             if code == 0:
                 return
@@ -307,11 +275,9 @@ class SharedMemory:
 
     def close(self) -> None:
         """Let the peers' memory go; who waits here from now on gets an error."""
-        if self._alive is not None:
-            self._alive.close()
-            self._alive = None
+        self.alive.close()
         self._foreign.clear()
-        self._serving.clear()
+        self.serving.clear()
         if self in groups.memories:
             groups.memories.remove(self)
 

@@ -8,6 +8,7 @@ waits takes in the messages of all groups and lets all `workers` go on, whicheve
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import select
@@ -33,22 +34,30 @@ class Worker(Protocol):
         """Do what can be done without waiting."""
 
 
+class Bell:
+    """The bell of this process, seen through one of its groups."""
+
+    def __init__(self, native: ctypes.CDLL, context: ctypes.c_void_p) -> None:
+        self._native, self._context = native, context
+
+    def rung(self) -> int:
+        """How often it has rung."""
+        return self._native.ds_shm_bell(self._context)
+
+    def nap(self, seen: int, microseconds: int) -> None:
+        """Sleep until it has rung more often than `seen`, or the time is over."""
+        self._native.ds_shm_nap(self._context, seen, microseconds)
+
+
 class Memory(Protocol):
     """The shared memory of one group, as a wait sees it."""
+
+    bell: Bell
+    alive: Alive
 
     def drain(self) -> bool:
         """Take in the messages that have arrived; False when another thread is at it."""
         ...
-
-    def check(self) -> None:
-        """Raise when nobody is left to wait for."""
-
-    def bell(self) -> int:
-        """How often the bell of this process has rung."""
-        ...
-
-    def nap(self, seen: int, microseconds: int) -> None:
-        """Sleep until it has rung more often than `seen`, or the time is over."""
 
 
 class Groups:
@@ -103,7 +112,7 @@ class Groups:
             CommError: another rank has reported a failure.
         """
         while True:
-            seen = memory.bell()
+            seen = memory.bell.rung()
             drained = memory.drain()
             if ready():
                 return True
@@ -114,9 +123,9 @@ class Groups:
             now = time.monotonic()
             if now >= deadline:
                 return False
-            memory.check()
+            memory.alive.check()
             watch.heed()
-            memory.nap(seen, min(NAP_US if drained else _BRIEF_NAP_US, int((deadline - now) * 1e6) + 1))
+            memory.bell.nap(seen, min(NAP_US if drained else _BRIEF_NAP_US, int((deadline - now) * 1e6) + 1))
 
 
 groups = Groups()
@@ -153,9 +162,10 @@ class Until:
 
 
 class Alive:
-    """Whether the processes of a group's peers still run."""
+    """Whether a group lives: it was not destroyed, and the processes of its peers run."""
 
     def __init__(self, processes: Sequence[int]) -> None:
+        self._closed = False
         self._poll, self._of = select.poll(), {}
         for process in processes:
             with suppress(OSError, AttributeError):  # an older system: the watch finds out, later
@@ -163,13 +173,16 @@ class Alive:
                 self._of[descriptor] = process
                 self._poll.register(descriptor, select.POLLIN)
 
-    def check(self) -> None:
-        """Raise RuntimeError when one has ended."""
-        for descriptor, _ in self._poll.poll(0):
+    def check(self, ended: bool = True) -> None:
+        """Raise RuntimeError when the group was destroyed or, unless `ended` is False, a process has ended."""
+        if self._closed:
+            raise RuntimeError("connection closed: the process group was destroyed")
+        for descriptor, _ in self._poll.poll(0) if ended else ():
             raise RuntimeError(f"connection closed: process {self._of[descriptor]} of another rank has ended")
 
     def close(self) -> None:
-        """Look no more."""
+        """The group is destroyed."""
+        self._closed = True
         for descriptor in self._of:
             self._poll.unregister(descriptor)
             os.close(descriptor)

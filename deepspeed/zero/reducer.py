@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from deepspeed.comm import collectives
-from deepspeed.comm.axis import Axis
 from deepspeed.comm.collectives import READ
 from deepspeed.errors import UsageError
 from deepspeed.foundation.log import warn_once
@@ -44,7 +43,7 @@ class Reducer:
         self.on_complete: Callable[[ShardGroup], None] | None = None  # all gradients of a group are here
         largest = max((g.numel for g in groups), default=0)
         self.device = groups[0].device if groups else torch.device("cpu")
-        self.wire = Wire(settings, largest, self.device, {self.world, *_axes_of(groups)})
+        self.wire = Wire(settings, largest, self.device)
         self._agreement = Agreement(axes, self.buckets, window, self.device)
         for meeting in self._agreement.meetings():
             meeting.put_in_order(self.wire.depart)
@@ -316,12 +315,6 @@ class Reducer:
                 at = range_.at - bucket.low
                 total[at : at + range_.numel].copy_(flat[range_.start : range_.stop])
         bucket.filled = True
-
-
-def _axes_of(groups: list[ShardGroup]) -> set[Axis]:
-    """All axes along which gradients travel."""
-    holders = [group.holders for group in groups]
-    return {axis for each in holders for axis in (each.shard, each.everyone, each.copies) if axis is not None}
 
 
 class _Arrival:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 
-from deepspeed.comm import collectives
+from deepspeed.comm import collectives, waiting
 from deepspeed.comm.axis import Axis
 from deepspeed.comm.collectives import EXCHANGE, SPREAD, Handle, sum_in_rank_order, tag_of
 from deepspeed.foundation.log import warn_once
@@ -25,10 +25,9 @@ class Wire:
         settings: how to sum.
         largest: elements of the largest group; every transit buffer holds as many.
         device: where buffers live.
-        axes: where this rank waits for gradients.
     """
 
-    def __init__(self, settings: ReduceSettings, largest: int, device: torch.device, axes: Iterable[Axis]) -> None:
+    def __init__(self, settings: ReduceSettings, largest: int, device: torch.device) -> None:
         self.settings = settings
         self._largest, self._device = largest, device
         self._in_flight: deque[tuple[Handle, Bucket, Round]] = deque()
@@ -38,10 +37,7 @@ class Wire:
         self._received: dict[tuple[torch.dtype, int], list[torch.Tensor]] = defaultdict(list)
         self._lent: set[int] = set()  # addresses of buffers to receive into that are in use
         self._settling: list[Bucket] = []  # whose rounds are being waited for right now
-        # In whichever window this rank waits, peers may meanwhile be waiting for its rounds in another.
-        self._shared_memories = {id(axis.shared): axis.shared for axis in axes if axis.shared is not None}.values()
-        for shared in self._shared_memories:
-            shared.workers.add(self)
+        waiting.groups.workers.add(self)  # wherever this rank waits, peers may be waiting for its rounds
 
     def busy(self, bucket: Bucket) -> bool:
         """Whether a round of `bucket` is on its way, or waits for its turn."""
@@ -242,5 +238,4 @@ class Wire:
     def close(self) -> None:
         """Let the transit buffers go."""
         self.forget_buffers()
-        for shared in self._shared_memories:
-            shared.workers.discard(self)
+        waiting.groups.workers.discard(self)

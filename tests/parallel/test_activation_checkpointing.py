@@ -113,7 +113,7 @@ def cell(stage: int, precision: str, across: bool) -> None:
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_each_flag_alone_and_together(workers: Any, stage: int) -> None:
-    workers(RANKS).run(cell, stage, "fp32", False, timeout=90)
+    workers(RANKS).run(cell, stage, "fp32", True, timeout=90)
 
 
 @pytest.mark.slow

@@ -59,7 +59,7 @@ def one_axis_per_set() -> None:
 
 
 def test_sets_of_ranks_have_one_axis_each(workers: Any) -> None:
-    workers(4).run(one_axis_per_set, timeout=60)
+    workers(4).run(one_axis_per_set, timeout=120)
 
 
 def a_clients_group_goes() -> None:
@@ -75,7 +75,7 @@ def a_clients_group_goes() -> None:
 
 
 def test_a_client_may_destroy_its_group(workers: Any) -> None:
-    workers(2).run(a_clients_group_goes)
+    workers(2).run(a_clients_group_goes, timeout=120)
 
 
 INTERLEAVED = """
@@ -112,7 +112,7 @@ INTERLEAVED = """
 
 @pytest.mark.parametrize("native", ["1", "0"])
 def test_public_collectives_and_rounds_over_the_same_ranks_stay_apart(native: str) -> None:
-    ends = run_ranks(INTERLEAVED, 3, DS_NATIVE=native, DEEPSPEED_TIMEOUT="0.5")
+    ends = run_ranks(INTERLEAVED, 3, DS_NATIVE=native, limit=180, DEEPSPEED_TIMEOUT="1")
     assert [(end.code, end.out) for end in ends] == [(0, "wrong: []\n")] * 3, [end.err for end in ends]
 
 
@@ -247,7 +247,7 @@ def forked_children() -> None:
 
 
 def test_forked_children_leave_the_memory_of_their_parent_alone(workers: Any) -> None:
-    workers(2).run(forked_children)
+    workers(2).run(forked_children, timeout=120)
 
 
 ENDING = """
@@ -281,6 +281,6 @@ ENDING = """
 
 @pytest.mark.parametrize("how", ["left open", "destroyed"])
 def test_a_process_ends_whatever_it_holds(how: str) -> None:
-    ends = run_ranks(f"HOW = {how!r}\n" + textwrap.dedent(ENDING), 2)
+    ends = run_ranks(f"HOW = {how!r}\n" + textwrap.dedent(ENDING), 2, limit=180)
     assert [(end.code, end.out) for end in ends] == [(0, "True\n")] * 2, [end.err for end in ends]
     assert not any("Traceback" in end.err or "terminate" in end.err for end in ends), [end.err for end in ends]

@@ -51,7 +51,7 @@ def named_states_come_back(folder: str) -> None:
 
 
 def test_named_random_states_are_in_a_checkpoint(workers: Any, tmp_path: Path) -> None:
-    workers(2).run(named_states_come_back, str(tmp_path), timeout=60)
+    workers(2).run(named_states_come_back, str(tmp_path), timeout=120)
 
 
 def collect() -> None:
@@ -61,7 +61,7 @@ def collect() -> None:
 
 def serving() -> int:
     shared = world_axis().shared
-    return 0 if shared is None else len(shared._serving)
+    return 0 if shared is None else len(shared.serving)
 
 
 def drop_engines(stage: int, zero: dict[str, Any]) -> None:
@@ -81,7 +81,7 @@ def drop_engines(stage: int, zero: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_dropped_engine_goes(workers: Any, stage: int) -> None:
-    workers(2).run(drop_engines, stage, {}, timeout=60)
+    workers(2).run(drop_engines, stage, {}, timeout=120)
 
 
 def test_a_dropped_offloaded_engine_goes(workers: Any) -> None:
@@ -117,4 +117,4 @@ def dropped_early() -> None:
 
 
 def test_a_slower_rank_may_pull_from_a_dropped_engine(workers: Any) -> None:
-    workers(2).run(dropped_early, timeout=60)
+    workers(2).run(dropped_early, timeout=120)

@@ -13,7 +13,8 @@ def alone(rank, world, port):
 
 def slurm(rank, world, port):
     names = {"SLURM_PROCID": rank, "SLURM_NTASKS": world, "SLURM_LOCALID": rank, "MASTER_PORT": port}
-    return {name: str(value) for name, value in names.items()} | {"SLURM_JOB_NODELIST": "localhost"}
+    step = {"SLURM_JOB_NODELIST": "localhost", "SLURM_STEP_ID": "0"}
+    return {name: str(value) for name, value in names.items()} | step
 
 
 def open_mpi(rank, world, port):

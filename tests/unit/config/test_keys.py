@@ -57,8 +57,14 @@ def config_for(path: str) -> dict[str, Any]:
         name = path.rpartition(".")[2]
         kind = next((kind for kind, names in ARGUMENTS.items() if name in names), "StepLR")
         config["scheduler"] = {"type": kind, "params": dict.fromkeys(REQUIRED.get(kind, ()), 3)}
-    if path == "zero_optimization.mics_shard_size" or ".offload_" in path:
+    if path in ("zero_optimization.mics_shard_size", "mesh.dp_replicate") or ".offload_" in path:
         config["zero_optimization"] = {"stage": 3}
+    if path == "elasticity.enabled":
+        config["elasticity"] = {
+            "ignore_non_elastic_batch_info": True,
+            "max_train_batch_size": 42,
+            "micro_batch_sizes": [42],
+        }
     if path == "bf16.bf16_optimizer_states":
         config["bf16"] = {"bf16_master_weights_and_grads": True}
     return config
