@@ -132,7 +132,7 @@ MUTATIONS = [
         "messages not waited for",
         f"{NCCL}:wait_all",
         "        for work in works:\n            work.wait()",
-        "        pass",
+        "        for work in () if label.startswith('reduce') else works:\n            work.wait()",
         TWO,
         "RACE on device",
         ("comm/collectives.py", "comm/collectives.py"),
