@@ -98,10 +98,8 @@ class Wire:
 
     def launch(self, bucket: Bucket, current: Round) -> None:
         """Send a round; parameters without a gradient in it count as zero."""
-        if (
-            not current.pooled and bucket.order is None
-        ):  # an accumulator that is sent from its place has buffers to receive into all the same
-            self._make_room(current.buffer.numel())
+        if not current.pooled and bucket.order is None:
+            self._make_room(current.buffer.numel())  # sent from its place, it has buffers to receive into all the same
         group, layout = bucket.group, bucket.group.layout
         if len(current.arrived) < len(group.members):
             for member in group.members:

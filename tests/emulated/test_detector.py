@@ -31,8 +31,6 @@ def run_planted(mutation: Mutation) -> list[str]:
 def test_a_planted_fault_is_reported_with_both_lines(emulated, mutation):
     pool = emulated(mutation.cell.ranks)
     reports = [report for rank in pool.run(run_planted, mutation, timeout=LIMIT) for report in rank]
-    if mutation.found == "MISMATCH":
-        pool.kill()  # the ranks are out of step for ever
     wanted = [report for report in reports if report.startswith(mutation.found)]
     assert wanted, reports
     sides = [report.split("[")[1:] for report in wanted]

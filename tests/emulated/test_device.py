@@ -320,4 +320,3 @@ def test_ranks_that_disagree_are_told_with_both_lines(emulated, run):
     pool = emulated(2)
     for reports in pool.run(disagreed, run, timeout=LIMIT):
         assert len(re.findall(r"\[tests/emulated/test_device\.py:\d+", reports[0])) == 2, reports
-    pool.kill()
