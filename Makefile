@@ -9,7 +9,7 @@ TRAIN_ARGS ?=
 BENCH_ARGS ?=
 TEST_ARGS ?=
 HOST_PACKAGES := openssh-server pdsh openmpi-bin mpich slurm-wlm munge iproute2
-FAST_TESTS := $(wildcard $(addprefix tests/,architecture harness unit parallel parity faults golden docs clients))
+FAST_TESTS := $(wildcard $(addprefix tests/,architecture harness unit parallel parity faults golden docs clients emulated))
 
 .PHONY: train test test-all check bench docs hosts
 

@@ -85,3 +85,7 @@ class MemoryExhaustedError(DeepSpeedError, MemoryError, RuntimeError):
 
 class CompressionError(DeepSpeedError, ValueError):
     """A model cannot be made smaller as asked; says what stands against it and what can be done instead."""
+
+
+class ContractError(DeepSpeedError, AssertionError):
+    """A third party's part does not do what the protocol it is used through says."""

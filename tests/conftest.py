@@ -12,7 +12,7 @@ from tests.harness import WorkerPool
 from tests.harness.police import Police
 
 SKIPS = Path(__file__).parent / "skips.txt"
-_pools: dict[int, WorkerPool] = {}
+_pools: dict[tuple[str, int], WorkerPool] = {}
 _skipped: set[str] = set()
 
 
@@ -22,17 +22,28 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)  # the reference must sum in the order the single-threaded workers sum
 
 
+def _started(worker: str) -> Iterator[Callable[[int], WorkerPool]]:
+    def pool(size: int) -> WorkerPool:
+        return _pools.setdefault((worker, size), WorkerPool(size, worker))
+
+    yield pool
+    for key in [key for key in _pools if key[0] == worker]:
+        _pools.pop(key).close()
+
+
 @pytest.fixture(scope="session")
 def workers() -> Iterator[Callable[[int], WorkerPool]]:
     """`workers(n).run(fn, *args)` runs `fn` on `n` ranks; a pool is started once, when first asked for."""
+    yield from _started("tests.harness.worker")
 
-    def pool(size: int) -> WorkerPool:
-        return _pools.setdefault(size, WorkerPool(size))
 
-    yield pool
-    for started in _pools.values():
-        started.close()
-    _pools.clear()
+@pytest.fixture(scope="session")
+def emulated() -> Iterator[Callable[[int], WorkerPool]]:
+    """As `workers`, on ranks whose torch has the emulated device (`tests/emulated`), one device each."""
+    from tests.emulated.build import built
+
+    built()
+    yield from _started("tests.emulated.worker")
 
 
 @pytest.fixture(autouse=True)

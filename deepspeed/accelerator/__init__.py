@@ -6,7 +6,14 @@ from deepspeed.accelerator.base import Accelerator
 from deepspeed.accelerator.real_accelerator import (
     get_accelerator,
     is_current_accelerator_supported,
+    register_accelerator,
     set_accelerator,
 )
 
-__all__ = ["Accelerator", "get_accelerator", "is_current_accelerator_supported", "set_accelerator"]
+__all__ = [
+    "Accelerator",
+    "get_accelerator",
+    "is_current_accelerator_supported",
+    "register_accelerator",
+    "set_accelerator",
+]

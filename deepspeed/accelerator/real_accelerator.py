@@ -1,17 +1,25 @@
-"""Which accelerator this process uses: the one set by hand, the one DS_ACCELERATOR names, else what torch sees."""
+"""Which accelerator this process uses: the one set by hand, the one DS_ACCELERATOR names, else what torch sees.
+
+A third party's accelerator has the methods of `Accelerator` (`deepspeed.testing` holds the contract). It is known under
+a name once `register_accelerator` was called, or where an installed distribution names its factory in the entry-point
+group `deepspeed.accelerators`.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from importlib.metadata import entry_points
 from typing import Any
 
 from deepspeed.accelerator.base import Accelerator
 from deepspeed.accelerator.cpu import CpuAccelerator
 from deepspeed.accelerator.cuda import CudaAccelerator
-from deepspeed.errors import NotAvailableError
+from deepspeed.errors import ArgumentError, NotAvailableError
 
 KINDS: dict[str, Callable[[], Accelerator]] = {"cuda": CudaAccelerator, "cpu": CpuAccelerator}  # in order of preference
+ENTRY_POINTS = "deepspeed.accelerators"
+_registered: dict[str, Callable[[], Any]] = {}
 _chosen: dict[str, Any] = {}
 
 
@@ -24,6 +32,21 @@ def get_accelerator() -> Any:
     if "accelerator" not in _chosen:
         _chosen["accelerator"] = _choose(os.environ.get("DS_ACCELERATOR", "").strip().lower())
     return _chosen["accelerator"]
+
+
+def register_accelerator(name: str, factory: Callable[[], Any]) -> None:
+    """Let DS_ACCELERATOR choose an accelerator of somebody else's.
+
+    Args:
+        name: as DS_ACCELERATOR spells it, in lower case.
+        factory: makes an object with the methods of `Accelerator`; called when it is chosen, without arguments.
+
+    Raises:
+        ArgumentError: the name is one of this package's own, or not in lower case.
+    """
+    if name in KINDS or not name or name != name.strip().lower():
+        raise ArgumentError(f"register_accelerator({name!r}): take a name in lower case that is not in {list(KINDS)}.")
+    _registered[name] = factory
 
 
 def set_accelerator(accel_obj: Any) -> None:
@@ -39,9 +62,21 @@ def is_current_accelerator_supported() -> bool:
 def _choose(asked: str) -> Accelerator:
     if not asked:
         return next(found for found in (kind() for kind in KINDS.values()) if found.is_available())
-    if asked not in KINDS:
-        raise NotAvailableError(f"DS_ACCELERATOR={asked!r} is not available: choose one of {list(KINDS)} or unset it.")
-    accelerator = KINDS[asked]()
+    known = _known()
+    if asked not in known:
+        raise NotAvailableError(f"DS_ACCELERATOR={asked!r} is not available: choose one of {list(known)} or unset it.")
+    accelerator = known[asked]()
     if not accelerator.is_available():
         raise NotAvailableError(f"DS_ACCELERATOR={asked!r}, but torch sees no such device on this machine. Unset it.")
     return accelerator
+
+
+def _known() -> dict[str, Callable[[], Any]]:
+    """Factories by name: what is installed, what was registered, this package's own; the later hide the earlier."""
+    installed = {entry.name.lower(): _loader(entry) for entry in entry_points(group=ENTRY_POINTS)}
+    strangers = {name: made for name, made in {**installed, **_registered}.items() if name not in KINDS}
+    return {**KINDS, **strangers}
+
+
+def _loader(entry: Any) -> Callable[[], Any]:
+    return lambda: entry.load()()

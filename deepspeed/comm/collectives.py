@@ -4,15 +4,16 @@
 
 | operation          | one machine's CPU ranks   | tagged axis (gloo, CPU)       | other axes (NCCL)                |
 |--------------------|---------------------------|-------------------------------|----------------------------------|
-| reduce to owners   | post, owners sum in place | a message per owner, sum there| all-to-all, same sum             |
+| reduce to owners   | post, owners sum in place | a message per owner, sum there| reduce-scatter in fp32, else     |
+|                    |                           |                               | all-to-all, fp32 sum there       |
 | spread (all-gather)| stream through slots      | a message to each other rank  | all-gather, broadcasts if uneven |
 | share (spread in   | post, others copy         | as spread                     | as spread                        |
 | any order)         |                           |                               |                                  |
 | all-reduce, fp32   | reduce to owners, share   | –                             | two ranks: the backend's own     |
 | swap (two ranks)   | post, both read           | a message each way            | –                                |
 
-The left column is `comm/shared_memory`, and is taken where ranks share memory. Every entry gives the same bits: the
-fp32 sum in rank order.
+The left column is `comm/shared_memory`, and is taken where ranks share memory. Every entry but the backend's own
+reduce-scatter gives the same bits: the fp32 sum in rank order.
 """
 
 from __future__ import annotations
@@ -42,10 +43,19 @@ Scratch = Callable[[torch.Tensor], torch.Tensor]
 # Sums run over pieces that stay in the second-level cache.
 _BLOCK = 1 << 16
 
+# torch's functions by the newest of their names: the older one warns in a newer torch.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 def tag_of(channel: int, kind: int, seq: int) -> int:
     """The 31-bit message tag of a channel, kind and sequence number; clients have the tags below 2^30."""
     return 1 << 30 | (channel % (1 << 17)) << 13 | kind << 10 | seq % (1 << 10)
+
+
+def has_host_backend(axis: Axis) -> bool:
+    """Whether messages of an axis on a device can also start in host memory ("cpu:gloo,cuda:nccl")."""
+    return axis.group is not None and torch.device("cpu") in axis.group._device_types
 
 
 def delay(label: str) -> None:
@@ -86,8 +96,8 @@ class Handle:
         gloo's messages say that they are complete only when waited for, and cannot be waited for twice or in part: so
         a thread waits, and `advance` joins it.
         """
-        if self.done or not self.works:
-            return True
+        if self.done or not self.works or not self.axis.tagged:
+            return True  # NCCL: `advance` orders the current stream and does not block; it must not be another thread's
         if isinstance(self.works[0], Until):
             return self.works[0].within(patience)
         if self._waiter is None:
@@ -220,6 +230,9 @@ def sum_in_rank_order(parts: Sequence[torch.Tensor], out: torch.Tensor, scale: f
         scale: factor on the sum.
         add: add to what `out` holds instead of replacing it.
     """
+    if out.device.type != "cpu":
+        _sum_on_device(parts, out, scale, add)
+        return
     exact = out.dtype == torch.float32 and all(p.dtype == torch.float32 for p in parts)
     aliased = any(p.data_ptr() == out.data_ptr() for p in parts[2:])  # `out` may be the own part: read it first
     if not add and scale == 1.0 and exact and not aliased:
@@ -251,6 +264,24 @@ def sum_in_rank_order(parts: Sequence[torch.Tensor], out: torch.Tensor, scale: f
             o.copy_(t)
 
 
+def _sum_on_device(parts: Sequence[torch.Tensor], out: torch.Tensor, scale: float, add: bool) -> None:
+    """The same bits in one kernel per term: a launch costs more there than memory traffic it could save."""
+    total = parts[0].to(torch.float32, copy=True)
+    for part in parts[1:]:
+        total.add_(part)
+    if scale != 1.0:
+        total.mul_(scale)
+    if add:
+        total.add_(out)
+    out.copy_(total)
+
+
+def is_even(cuts: Sequence[int]) -> bool:
+    """Whether every rank owns as much, from the first element on."""
+    share = cuts[1]
+    return all(cut == r * share for r, cut in enumerate(cuts))
+
+
 def reduce_to_owners(
     axis: Axis,
     flat: torch.Tensor,
@@ -273,6 +304,11 @@ def reduce_to_owners(
     """
     if axis.shared is not None:
         return _read_posts(axis, axis.shared, flat, cuts, tag, label, finish)
+    if not axis.tagged and axis.group is not None and flat.dtype == torch.float32 and is_even(cuts):
+        own = flat[cuts[axis.rank] : cuts[axis.rank + 1]]
+        flat = flat[: cuts[-1]]
+        works = post(axis, label, lambda: [_reduce_scatter(own, flat, group=axis.group, async_op=True)])  # in place
+        return Handle(axis, label, works, lambda: finish([own]), flat)
     works, parts = exchange(axis, flat, cuts, tag, label, scratch)
     return Handle(axis, label, works, lambda: finish(parts), flat)
 
@@ -325,7 +361,8 @@ def spread(axis: Axis, full: torch.Tensor, cuts: Sequence[int], tag: int, label:
             works = [group.recv([slices[r]], r, tag) for r in axis.peers if slices[r].numel()]
             return works + [group.send([own], r, tag) for r in axis.peers if own.numel()]
         if len({s.numel() for s in slices}) == 1:
-            return [dist.all_gather_into_tensor(full[: cuts[-1]], own.clone(), group=group, async_op=True)]
+            # In place, but for gloo, which is given small tables of the host.
+            return [_all_gather(full[: cuts[-1]], own if full.is_cuda else own.clone(), group=group, async_op=True)]
         return [
             dist.broadcast(s, src=axis.ranks[r], group=group, async_op=True) for r, s in enumerate(slices) if s.numel()
         ]

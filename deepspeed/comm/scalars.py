@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from deepspeed.comm.axis import Axis
-from deepspeed.comm.collectives import spread
+from deepspeed.comm.collectives import has_host_backend, spread
 
 
 class Scalars:
@@ -29,12 +29,13 @@ class Scalars:
             row: this rank's numbers (float64 on the wire), as many on every rank.
             tag: the message tag.
             label: for reports.
-            device: where messages start on axes whose backend is not on the CPU.
+            device: where messages start on axes without a backend for the CPU.
         """
         if axis.group is None or not row:
             return [row] * axis.size
         n = len(row)
-        where = torch.device("cpu") if axis.tagged else device
+        # Beside the device's stream: a table through the device would make the host wait for all that is queued there.
+        where = torch.device("cpu") if axis.tagged or has_host_backend(axis) else device
         flat = torch.empty(axis.size * n, dtype=torch.float64, device=where)
         flat[axis.rank * n : (axis.rank + 1) * n] = torch.tensor(row, dtype=torch.float64, device=where)
         spread(axis, flat, [r * n for r in range(axis.size + 1)], tag, label).wait()

@@ -280,6 +280,7 @@ class DeepSpeedEngine(EngineSurface, nn.Module):
         self._applied = False
         if self._window.end_micro_batch():
             self._update(lr_kwargs)
+            self._offload.let_pinned_go()
             self._preemption.stop_if_asked()
 
     def flush(self) -> None:

@@ -105,6 +105,13 @@ class OffloadStates:
                 shard.restore_state(non_blocking)
         self._refusal.remove()
         self._returning, self._away, self._refusal = self._away, None, None
+        self.let_pinned_go(wait=not non_blocking)
+
+    def let_pinned_go(self, wait: bool = False) -> None:
+        """Unlock the host memory of the last reload, once nothing is copied from it any more."""
+        if self._returning is not None and (wait or self._returning.idle):
+            self._returning.shrink()
+            self._returning = None
 
     def _held(self, kinds: list[OffloadStateTypeEnum]) -> list[Resident]:
         """What rests on the device, of these kinds."""

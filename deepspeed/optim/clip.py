@@ -15,7 +15,7 @@ _CHUNK = 1 << 16
 
 
 def sum_of_squares(flat: torch.Tensor, exact: bool) -> torch.Tensor:
-    """The sum of squares as a 0-d float64 tensor; on the CPU it is finite exactly when every element is.
+    """The sum of squares as a 0-d float64 tensor; it is finite exactly when every element is.
 
     Args:
         flat: 1-D, any floating dtype.
@@ -26,7 +26,8 @@ def sum_of_squares(flat: torch.Tensor, exact: bool) -> torch.Tensor:
     if total is not None:
         return torch.tensor(total[0], dtype=torch.float64)
     if flat.device.type != "cpu":
-        return torch.linalg.vector_norm(flat, dtype=torch.float64 if exact else torch.float32).double().square()
+        # One pass over memory in either width, and float32 squares of finite gradients may overflow.
+        return torch.linalg.vector_norm(flat, dtype=torch.float64).square()
     quick = None if exact else torch.linalg.vector_norm(flat, dtype=torch.float32).double().square()
     # A float32 sum overflows where squares are large, and that is no overflow of the gradients.
     return quick if quick is not None and quick.isfinite() else _in_chunks(flat)

@@ -1,14 +1,36 @@
-"""Host buffers that are allocated once and lent again and again, aligned for direct I/O."""
+"""Host buffers that are allocated once and lent again and again, aligned for direct I/O.
+
+[Note: the end of a loan] A copy between a pinned buffer and a device goes on after the call that asked for it. Whoever
+gives such a buffer back names the copy, and the buffer is lent again once that is over.
+"""
 
 from __future__ import annotations
 
 import threading
+from collections import defaultdict, deque
+from typing import Protocol
 
 import torch
 
 from deepspeed.errors import UsageError
 from deepspeed.ops.aio.files import ALIGNMENT
 from deepspeed.ops.aio.memory import aligned_bytes
+
+# Buffers of one size whose copies may be under way at once: one more is waited for, so that a host that runs ahead of
+# its device does not lock ever more memory.
+_MOST_RETURNING = 4
+
+
+class Copying(Protocol):
+    """What a loan may outlast: see `deepspeed.storage.mover.Arrival`."""
+
+    def done(self) -> bool:
+        """Whether it is over."""
+        ...
+
+    def wait(self) -> None:
+        """Block the host until it is over."""
+        ...
 
 
 class BufferPool:
@@ -30,6 +52,7 @@ class BufferPool:
         self._lock = threading.Lock()
         self._free: dict[int, list[torch.Tensor]] = {}
         self._lent: dict[int, torch.Tensor] = {}
+        self._returning: defaultdict[int, deque[tuple[torch.Tensor, Copying]]] = defaultdict(deque)  # oldest first
         self.allocations = 0
         self.nbytes = 0
 
@@ -37,6 +60,7 @@ class BufferPool:
         """Borrow a uint8 tensor of `nbytes` bytes, contents unspecified, until `put`."""
         size = -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT
         with self._lock:
+            self._reclaim(size)
             free = self._free.get(size)
             if free:
                 buffer = free.pop()
@@ -47,8 +71,12 @@ class BufferPool:
             self._lent[_key(buffer)] = buffer
         return buffer[:nbytes]
 
-    def put(self, tensor: torch.Tensor) -> None:
+    def put(self, tensor: torch.Tensor, after: Copying | None = None) -> None:
         """Return what `take` gave, or any view of it.
+
+        Args:
+            tensor: lent by this pool.
+            after: a copy from or to it that may be under way; the buffer is not lent before its end.
 
         Raises:
             UsageError: the tensor is not lent by this pool, or was put back before.
@@ -60,7 +88,37 @@ class BufferPool:
                     f"a buffer of {tensor.nbytes} bytes was put into a pool that has not lent it: it was put back "
                     "before or taken from elsewhere"
                 )
-            self._free.setdefault(buffer.nbytes, []).append(buffer)
+            if after is None:
+                self._free.setdefault(buffer.nbytes, []).append(buffer)
+            else:
+                self._returning[buffer.nbytes].append((buffer, after))
+
+    def shrink(self) -> None:
+        """Let the memory go of buffers that are not lent; waits for copies under way."""
+        with self._lock:
+            for returning in self._returning.values():
+                for _, copying in returning:
+                    copying.wait()
+            self._returning.clear()
+            self._free.clear()
+            self.nbytes = sum(buffer.nbytes for buffer in self._lent.values())
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is lent and no copy is under way."""
+        with self._lock:
+            under_way = (copying for returning in self._returning.values() for _, copying in returning)
+            return not self._lent and all(copying.done() for copying in under_way)
+
+    def _reclaim(self, size: int) -> None:
+        """Bring buffers back whose copies are over, or the oldest when too many are under way."""
+        returning, free = self._returning[size], self._free.setdefault(size, [])
+        while returning and returning[0][1].done():
+            free.append(returning.popleft()[0])
+        if not free and len(returning) >= _MOST_RETURNING:
+            buffer, copying = returning.popleft()
+            copying.wait()
+            free.append(buffer)
 
 
 def _key(tensor: torch.Tensor) -> int:

@@ -22,7 +22,7 @@ class _Pooled(Resident):
     def drop(self) -> None:
         """Give the buffer back to the pool."""
         if self._buffer.numel() or not self.numel:
-            self._pool.put(self._buffer)
+            self._pool.put(self._buffer, after=self.end_use())
             self._buffer = self._buffer.new_empty(0)
         super().drop()
 

@@ -5,7 +5,7 @@ On the CPU the streams and events of its accelerator do nothing, and the same co
 
 from __future__ import annotations
 
-from collections import deque
+from contextlib import AbstractContextManager
 from functools import cache
 
 import torch
@@ -17,7 +17,8 @@ from deepspeed.storage.buffer_pool import BufferPool
 class Arrival:
     """One copy under way."""
 
-    def __init__(self, event: object, source: torch.Tensor) -> None:
+    def __init__(self, mover: Mover, event: object, source: torch.Tensor) -> None:
+        self._mover = mover
         self._event, self._source = event, source  # the source lives until the copy is over
 
     def wait(self) -> None:
@@ -28,18 +29,27 @@ class Arrival:
         """Whether the copy is over."""
         return self._event.query()  # type: ignore[attr-defined]
 
+    def stream(self) -> AbstractContextManager[object]:
+        """Inside, the copying stream is the current one: what is started there comes after the copy."""
+        return self._mover.stream()
+
     def before_current(self) -> None:
         """What the current stream does from now on comes after the copy; the host goes on."""
         self._event.wait()  # type: ignore[attr-defined]
 
 
 class Mover:
-    """Copies for one device, in the order they were asked for."""
+    """Copies for one device, in the order they were asked for.
 
-    def __init__(self) -> None:
+    Args:
+        device: with its index, where there are several of its kind.
+    """
+
+    def __init__(self, device: torch.device) -> None:
         self._accelerator = get_accelerator()
-        self._stream = self._accelerator.Stream()
-        self._staged: deque[tuple[Arrival, BufferPool, torch.Tensor]] = deque()
+        self._device = device
+        elsewhere = self._accelerator.on_accelerator(torch.empty(0, device=device)) and device.type != "cpu"
+        self._stream = self._accelerator.Stream(device=device) if elsewhere else self._accelerator.Stream()
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> Arrival:
         """Start copying, after what the current stream has been given so far.
@@ -48,12 +58,16 @@ class Mover:
             target: host or device tensor, not read until the copy is over.
             source: the other side, of the same dtype.
         """
-        self._stream.wait_stream(self._accelerator.current_stream())
+        self._stream.wait_stream(self._accelerator.current_stream(self._device))
         with self._accelerator.stream(self._stream):
             target.copy_(source, non_blocking=True)
             event = self._accelerator.Event()
             event.record()
-        return Arrival(event, source)
+        return Arrival(self, event, source)
+
+    def stream(self) -> AbstractContextManager[object]:
+        """Inside, the copying stream is the current one."""
+        return self._accelerator.stream(self._stream)
 
     def deliver(self, target: torch.Tensor, source: torch.Tensor, pool: BufferPool) -> None:
         """Round a host tensor into the dtype of a device tensor and send it there, without waiting.
@@ -63,18 +77,21 @@ class Mover:
             source: on the host, of any dtype; may change as soon as this returns.
             pool: lends the buffer in between.
         """
-        while self._staged and self._staged[0][0].done():
-            _, owner, buffer = self._staged.popleft()
-            owner.put(buffer)
         buffer = pool.take(target.nbytes)
         staged = buffer.view(target.dtype)
         staged.copy_(source)
         arrival = self.copy(target, staged)
         arrival.before_current()
-        self._staged.append((arrival, pool, buffer))
+        pool.put(buffer, after=arrival)
+
+
+def mover_of(device: torch.device) -> Mover:
+    """The mover of a device; without an index, of the current one of its kind."""
+    if device.index is None and device.type != "cpu":
+        device = torch.device(device.type, get_accelerator().current_device())
+    return _mover(device)
 
 
 @cache
-def mover_of(device: torch.device) -> Mover:
-    """The mover of a device."""
-    return Mover()
+def _mover(device: torch.device) -> Mover:
+    return Mover(device)

@@ -93,7 +93,7 @@ class _OnDisk(Stored):
             try:
                 self.settle()
             finally:
-                self._tier.pool.put(self._buffer)
+                self._tier.pool.put(self._buffer, after=self.end_use())
                 self._buffer = None
 
     def _load(self, read: bool) -> None:

@@ -6,6 +6,7 @@ import torch
 
 from deepspeed.errors import UsageError
 from deepspeed.storage.buffer_pool import BufferPool
+from deepspeed.storage.mover import mover_of
 from deepspeed.storage.tier import Stored, Tier
 
 
@@ -27,9 +28,13 @@ class Evicted:
     def restore(self, non_blocking: bool = False) -> None:
         """Bring the values back."""
         self._storage.resize_(self._buffer.numel())
-        self._bytes.copy_(self._buffer, non_blocking=non_blocking)
-        if not non_blocking:
-            self._pool.put(self._buffer)
+        arrival = None
+        if non_blocking:
+            arrival = mover_of(self._bytes.device).copy(self._bytes, self._buffer)
+            arrival.before_current()
+        else:
+            self._bytes.copy_(self._buffer)
+        self._pool.put(self._buffer, after=arrival)
 
 
 class Resident(Stored):

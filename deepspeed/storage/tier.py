@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from deepspeed.storage.buffer_pool import BufferPool
+    from deepspeed.storage.buffer_pool import BufferPool, Copying
 
 
 class Stored(ABC):
@@ -28,6 +28,7 @@ class Stored(ABC):
 
     def __init__(self, label: str, numel: int, dtype: torch.dtype) -> None:
         self.label, self.numel, self.dtype = label, numel, dtype
+        self._in_use: Copying | None = None
 
     @property
     def nbytes(self) -> int:
@@ -50,6 +51,15 @@ class Stored(ABC):
     def give_back(self, changed: bool) -> None:
         """End one `borrow`; `changed` says that new values are to be kept."""
 
+    def use_until(self, copying: Copying) -> None:
+        """A copy of what is lent goes on after it was given back; called before that."""
+        self._in_use = copying
+
+    def end_use(self) -> Copying | None:
+        """The copy that may still be under way; who asks sees to its end."""
+        copying, self._in_use = self._in_use, None
+        return copying
+
     @abstractmethod
     def drop(self) -> None:
         """The values are not needed any more."""
@@ -63,6 +73,9 @@ class Stored(ABC):
     def borrowed(self, changed: bool = False, read: bool = True) -> Iterator[torch.Tensor]:
         """Borrow for the length of a `with` block; after an error nothing counts as changed."""
         lent = self.borrow(read)
+        copying = self.end_use() if changed else None
+        if copying is not None:
+            copying.wait()  # the device reads what is to be overwritten
         kept = False
         try:
             yield lent

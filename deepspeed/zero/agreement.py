@@ -6,7 +6,7 @@ sent so far, the factor of those in low precision, and which parameters had a gr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,8 +15,9 @@ from deepspeed.comm import scalars
 from deepspeed.comm.axis import Axis
 from deepspeed.comm.collectives import SMALL, tag_of
 from deepspeed.zero.accumulation import WIDTH, AccumulationWindow, Purpose, disagreement
-from deepspeed.zero.buckets import Bucket
+from deepspeed.zero.buckets import Bucket, Round
 from deepspeed.zero.holders import Axes
+from deepspeed.zero.launch_order import LaunchOrder
 from deepspeed.zero.member import Member
 from deepspeed.zero.shard_group import group_of
 
@@ -29,6 +30,15 @@ class Meeting:
     channel: int
     buckets: list[Bucket] = field(default_factory=list)
     count: int = 0
+    order: LaunchOrder | None = None
+
+    def put_in_order(self, depart: Callable[[Bucket, Round, int], None]) -> None:
+        """Launch rounds in one order where messages carry no tags."""
+        untagged = [b for b in self.buckets if not b.group.axis.tagged and b.group.axis.group is not None]
+        if untagged:
+            self.order = LaunchOrder(untagged, depart)
+        for bucket in untagged:
+            bucket.order = self.order
 
     def tag(self) -> int:
         """Of the next row."""

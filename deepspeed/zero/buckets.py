@@ -17,6 +17,7 @@ from deepspeed.comm.collectives import Handle, sum_in_rank_order
 from deepspeed.storage.mover import mover_of
 from deepspeed.storage.resident import RESIDENT, Resident
 from deepspeed.storage.tier import Stored
+from deepspeed.zero.launch_order import LaunchOrder
 from deepspeed.zero.member import Member
 from deepspeed.zero.shard_group import ShardGroup
 
@@ -79,6 +80,7 @@ class Bucket:
         self.filled = False  # whether `sum` holds anything
         self._leaving: Handle | None = None  # the last round, while it leaves the device
         self.round: Round | None = None
+        self.order: LaunchOrder | None = None  # where messages carry no tags
         self.launches = [0, 0]  # rounds sent in low precision, in the accumulator's precision
         self.factor = 0.0  # what the sums of the former are multiplied by; below 0: a print of several; 0: none yet
         self.touched = bytearray(len(group.members))

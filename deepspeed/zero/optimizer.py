@@ -21,6 +21,7 @@ from deepspeed.zero.norm import explain_overflow, global_norm
 from deepspeed.zero.optimizer_shard import OptimizerShard, whole_state
 from deepspeed.zero.param import is_managed
 from deepspeed.zero.reducer import Reducer
+from deepspeed.zero.shard_group import ShardGroup
 from deepspeed.zero.waves import update, waves_of
 
 

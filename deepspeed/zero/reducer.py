@@ -46,6 +46,8 @@ class Reducer:
         self.device = groups[0].device if groups else torch.device("cpu")
         self.wire = Wire(settings, largest, self.device)
         self._agreement = Agreement(axes, self.buckets, window, self.device)
+        for meeting in self._agreement.meetings():
+            meeting.put_in_order(self.wire.depart)
         self._touched_anywhere: dict[int, bytearray] = {}
         self._handed_out: list[tuple[Member, torch.Tensor, int]] = []
         self._hooks: dict[int, Any] = {}
@@ -199,6 +201,8 @@ class Reducer:
             count = len(bucket.touched)
             self._touched_anywhere[id(bucket)] = bytearray(mark > 0 for mark in most[at + 3 : at + 3 + count])
             at += 3 + count
+        if meeting.order is not None:
+            meeting.order.flush([bucket for bucket in meeting.buckets if any(self._touched_anywhere[id(bucket)])])
 
     def _send_zeros(self, bucket: Bucket, exact: int, factor: float) -> None:
         low = self.settings.wire or bucket.group.dtype

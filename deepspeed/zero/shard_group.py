@@ -18,6 +18,7 @@ import torch
 from deepspeed.comm.collectives import READ, SPREAD, Handle, spread, tag_of
 from deepspeed.comm.fetch import FetchService, SharedSlices, meet, service_of
 from deepspeed.errors import ShardedParameterError
+from deepspeed.storage.mover import Arrival, mover_of
 from deepspeed.storage.resident import RESIDENT, Resident
 from deepspeed.storage.tier import Stored
 from deepspeed.zero.aliases import Aliases
@@ -98,6 +99,7 @@ class ShardGroup(LocalShard):
         self.lifecycle: Gatherer | None = None  # of the engine that gathers it
         self.observer: Callable[[ShardGroup], None] | None = None  # told when the state has changed
         self._handle: Handle | None = None
+        self._arrival: Arrival | None = None  # the own slice, on its way from another device
         self._owes_own = False  # the own slice is on its way from its tier, and not in the full buffer yet
         self._seq = itertools.count()
         for index, member in enumerate(members):
@@ -186,15 +188,19 @@ class ShardGroup(LocalShard):
         cuts = self.layout.cuts
         sends = self.fetch is None and self.axis.size > 1
         self._owes_own = self.values.memory is None and not sends
+        arrival = None
         if self._owes_own:
             self.values.ahead()
         else:
-            self._bring_own()
+            arrival = self._bring_own()
         if self.fetch is not None:
             self._handle = self.fetch.pull(self.channel, self.full, cuts, label)
         else:
             tag = tag_of(self.channel, SPREAD, next(self._seq))
-            self._handle = spread(self.axis, self.full, cuts, tag, label)
+            # Behind the copy of the own slice, which what is computed meanwhile need not wait for.
+            with contextlib.nullcontext() if arrival is None else arrival.stream():
+                self._handle = spread(self.axis, self.full, cuts, tag, label)
+        self._arrival = arrival
         self.state = State.INFLIGHT
 
     @outside_transforms
@@ -206,8 +212,10 @@ class ShardGroup(LocalShard):
             if self._handle is not None:
                 self._handle.wait()
                 self._handle = None
-            if self._owes_own:
-                self._bring_own()
+            arrival = self._bring_own() if self._owes_own else self._arrival
+            self._arrival = None
+            if arrival is not None:
+                arrival.before_current()
             self.state = State.GATHERED
             replaced = []
             for member, view in zip(self.members, self.views, strict=True):
@@ -221,12 +229,17 @@ class ShardGroup(LocalShard):
             for member in replaced:
                 refuse_write("set_", member)
 
-    def _bring_own(self) -> None:
-        """Copy this rank's slice to its place in the full buffer."""
+    def _bring_own(self) -> Arrival | None:
+        """Copy this rank's slice to its place in the full buffer; from another device, what is under way."""
         self._owes_own = False
         low, high = self.layout.cuts[self.axis.rank], self.layout.cuts[self.axis.rank + 1]
         with self.values.borrowed() as values:
-            self.full[low:high].copy_(values, non_blocking=True)
+            if values.device == self.device:
+                self.full[low:high].copy_(values)
+                return None
+            arrival = mover_of(self.device).copy(self.full[low:high], values)
+            self.values.use_until(arrival)
+            return arrival
 
     def gather_together(self) -> None:
         """Gather as a collective that every rank of the axis joins, whatever each rank has already."""
@@ -243,7 +256,9 @@ class ShardGroup(LocalShard):
         """Bring the slices' values under a gathered group once more."""
         label = f"gather of {self.name}"
         self.finish_gather()
-        self._bring_own()
+        arrival = self._bring_own()
+        if arrival is not None:
+            arrival.before_current()
         if self.fetch is not None:
             self.fetch.pull(self.channel, self.full, self.layout.cuts, label).wait()
         else:

@@ -41,13 +41,14 @@ class Wire:
         waiting.groups.workers.add(self)  # wherever this rank waits, peers may be waiting for its rounds
 
     def busy(self, bucket: Bucket) -> bool:
-        """Whether a round of `bucket` is on its way."""
-        return self._rounds[id(bucket)] > 0
+        """Whether a round of `bucket` is on its way, or waits for its turn."""
+        return self._rounds[id(bucket)] > 0 or (bucket.order is not None and bucket.order.holds(bucket))
 
     def acquire(self, bucket: Bucket, dtype: torch.dtype) -> torch.Tensor:
         """A transit buffer for a round; waits for one to come back when too much is in flight."""
         axis, numel = bucket.group.axis, bucket.group.numel
-        self._make_room(numel)
+        if bucket.order is None:  # else where it departs, which is the same place on all ranks
+            self._make_room(numel)
         free = self._pool[axis, dtype]
         for index, buffer in enumerate(free):
             if buffer.numel() >= numel:
@@ -98,10 +99,8 @@ class Wire:
 
     def launch(self, bucket: Bucket, current: Round) -> None:
         """Send a round; parameters without a gradient in it count as zero."""
-        if (
-            self._in_flight and not current.pooled
-        ):  # what is sent from its place has buffers to receive into all the same
-            self._make_room(current.buffer.numel())
+        if self._in_flight and not current.pooled and bucket.order is None:
+            self._make_room(current.buffer.numel())  # sent from its place, it has buffers to receive into all the same
         group, layout = bucket.group, bucket.group.layout
         if len(current.arrived) < len(group.members):
             for member in group.members:
@@ -116,7 +115,16 @@ class Wire:
         bucket.launches[exact] += 1
         if group.axis.size == 1 and group.holders.copies is None:
             self._keep(bucket, current)
-            return
+        elif bucket.order is None:
+            self.depart(bucket, current, seq)
+        else:
+            usual = (self.settings.wire or bucket.group.dtype) == current.buffer.dtype
+            bucket.order.add((bucket, current, seq), usual)
+
+    def depart(self, bucket: Bucket, current: Round, seq: int) -> None:
+        """Send a round, whose turn it is."""
+        if bucket.order is not None:
+            self._make_room(current.buffer.numel())
         self._fly((self._send(bucket, current, seq), bucket, current))
         if not self.settings.overlap:
             self.settle()

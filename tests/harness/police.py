@@ -53,6 +53,8 @@ class Police:
         names = sorted(set(now) | set(self._environment))
         found = [f"environment variable {name}" for name in names if now.get(name) != self._environment.get(name)]
         threads = [thread for thread in threading.enumerate() if thread not in self._threads]
-        found += [f"thread {t.name}" for t in threads if t.is_alive() and t.name not in LASTING]
+        # Autograd's threads for devices last, and are known to Python since they ran a hook.
+        ours = [t for t in threads if t.name not in LASTING and not isinstance(t, threading._DummyThread)]
+        found += [f"thread {t.name}" for t in ours if t.is_alive()]
         found += [f"child process {pid}" for pid in sorted(_living_children() - self._children - allowed_children)]
         return found

@@ -46,8 +46,9 @@ class WorkerPool:
     of a collective leaves its peers in a state that no later test may see.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, worker: str = "tests.harness.worker") -> None:
         self.size = size
+        self._worker = worker  # the module that serves
         self._processes: list[subprocess.Popen[bytes]] = []
         self._pipes: list[Connection] = []
         self._logs: list[Path] = []
@@ -123,7 +124,7 @@ class WorkerPool:
             }
             with log.open("wb") as sink:
                 process = subprocess.Popen(
-                    [sys.executable, "-m", "tests.harness.worker", str(theirs.fileno())],
+                    [sys.executable, "-m", self._worker, str(theirs.fileno())],
                     cwd=REPOSITORY,
                     env=env,
                     stdin=subprocess.DEVNULL,

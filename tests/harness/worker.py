@@ -10,6 +10,7 @@ import signal
 import sys
 import traceback
 import warnings
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -43,13 +44,22 @@ def answer(request: bytes) -> tuple[bool, Any]:
         return False, traceback.format_exc()
 
 
-def main() -> None:
-    """Serve until the pipe closes."""
+def join() -> None:
+    """Meet the other ranks."""
+    deepspeed.init_distributed("gloo", timeout=TIMEOUT)
+
+
+def main(join: Callable[[], None] = join) -> None:
+    """Serve until the pipe closes.
+
+    Args:
+        join: meets the other ranks.
+    """
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     warnings.filterwarnings("error", module=r"deepspeed(\.|$)")
     torch.set_num_threads(1)
-    deepspeed.init_distributed("gloo", timeout=TIMEOUT)  # with the group lives a thread that watches it
+    join()  # with the group lives a thread that watches it
     gc.freeze()
     pipe = Connection(int(sys.argv[1]))
     while True:

@@ -26,7 +26,7 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         query, key, value = self.query_key_value(self.norm_attention(x)).chunk(3, dim=-1)
         scores = query @ key.transpose(-1, -2) / WIDTH**0.5
-        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).triu(1)
         x = x + self.out(scores.masked_fill(mask, float("-inf")).softmax(-1) @ value)
         return x + self.down(functional.gelu(self.up(self.norm_mlp(x))))
 

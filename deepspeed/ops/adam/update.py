@@ -32,7 +32,7 @@ def adam_update(
     fused = all(p.device.type in FUSED_DEVICES and p.is_floating_point() for p in params)
     for param, state in zip(params, states, strict=True):
         if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32)
+            state["step"] = torch.zeros((), dtype=torch.float32, device=param.device if fused else "cpu")
             state["exp_avg"] = torch.zeros_like(param)
             state["exp_avg_sq"] = torch.zeros_like(param)
             if amsgrad:

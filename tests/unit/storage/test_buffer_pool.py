@@ -125,3 +125,36 @@ def test_pages_are_locked_where_asked_and_unlocked_before_they_go(accelerator):
     del pool, buffer
     gc.collect()
     assert not device.locked
+
+
+class Copy:
+    """A copy that ends when told to, or when it is waited for."""
+
+    def __init__(self):
+        self.over, self.waits = False, 0
+
+    def done(self):
+        return self.over
+
+    def wait(self):
+        self.over, self.waits = True, self.waits + 1
+
+
+def test_a_loan_ends_at_the_end_of_its_copy():
+    pool, copy = BufferPool(pin=False), Copy()
+    first = pool.take(100)
+    pool.put(first, after=copy)
+    second = pool.take(100)
+    assert second.data_ptr() != first.data_ptr() and not pool.idle
+    copy.over = True
+    assert pool.take(100).data_ptr() == first.data_ptr()
+
+
+def test_a_host_that_runs_ahead_waits_for_the_oldest_copy():
+    pool, copies = BufferPool(pin=False), [Copy() for _ in range(20)]
+    for copy in copies:
+        pool.put(pool.take(100), after=copy)
+    assert pool.allocations == 4
+    assert [copy.waits for copy in copies] == [1] * 16 + [0] * 4
+    pool.shrink()
+    assert pool.idle and pool.nbytes == 0 and all(copy.over for copy in copies)

@@ -1,0 +1,78 @@
+// What Python sees of the emulated device; ../device.py puts it under torch.cuda's names.
+#include "nccl.h"
+
+namespace py = pybind11;
+
+PYBIND11_MODULE(_emulated_device, m) {
+  using namespace emulated;
+  using release = py::call_guard<py::gil_scoped_release>;
+  c10::SetAllocator(DeviceType::CUDA, device_allocator());
+  auto index = [](int device) { return device < 0 ? current_device() : device; };
+
+  m.def("reports", &all_reports);
+  m.def("counters", [] { Lock lock; return counters; });
+  m.def("waits", [] {
+    Lock lock;
+    std::vector<std::pair<std::string, std::string>> said;
+    for (auto& wait : waits) said.emplace_back(wait.what, text(wait.site));
+    return said;
+  });
+  m.def("trace", [] {
+    Lock lock;
+    std::vector<std::tuple<std::string, int, int64_t, std::string>> said;
+    for (auto& each : trace) said.emplace_back(each.what, each.stream, each.bytes, text(each.site));
+    return said;
+  });
+  m.def("pinned_bytes", [] { Lock lock; return pinned_bytes; });
+  m.def("clear", &clear);
+  m.def("set", [](const std::string& name, double value) {
+    Lock lock;
+    if (name == "limit") settings.limit = value;
+    else if (name == "delay_ms") settings.delay_ms = value;
+    else if (name == "poison") settings.poison = value;
+    else if (name == "late") settings.late = value;
+    else if (name == "races") settings.races = value;
+    else if (name == "trace") settings.trace = value;
+    else throw py::key_error(name);
+  });
+  m.def("watch_host", &watch_host);
+  m.def("host_use", [](const Tensor& tensor, bool write, const std::string& what) {
+    if (!tensor.is_cuda() && tensor.numel()) host_use(range_of(tensor), write, what, here());
+  });
+
+  m.def("device_count", [] { return settings.devices; });
+  m.def("current_device", &current_device);
+  m.def("set_device", &set_device);
+  m.def("synchronize", [=](int device) { synchronize_device(index(device), here()); }, release());
+  m.def("allocated", [=](int device) { Lock lock; return allocated[index(device)]; });
+  m.def("peak", [=](int device) { Lock lock; return peak[index(device)]; });
+  m.def("reserved", [=](int device) { Lock lock; return reserved[index(device)]; });
+  m.def("reserved_peak", [=](int device) { Lock lock; return reserved_peak[index(device)]; });
+  m.def("reset_peak", [=](int device) {
+    Lock lock;
+    peak[index(device)] = allocated[index(device)];
+    reserved_peak[index(device)] = reserved[index(device)];
+  });
+  m.def("empty_cache", [=] {
+    Lock lock;
+    counters["empty_cache"]++;
+    reserved[index(-1)] = allocated[index(-1)];
+  });
+  m.def("limit", [] { return settings.limit; });
+  m.def("host_register", [](uintptr_t address, size_t bytes) { host_register((char*)address, bytes); });
+  m.def("host_unregister", [](uintptr_t address) { return host_unregister((char*)address); });
+  m.def("resize_storage", [](const Tensor& over, int64_t bytes) { resize_storage(over.storage(), bytes); }, release());
+  m.def("generator", [](int device) { return generator(device); });
+
+  py::module_::import("torch.distributed");
+  auto backend = py::class_<EmulatedNCCL, c10d::Backend, c10::intrusive_ptr<EmulatedNCCL>>(m, "EmulatedNCCL");
+  using Options = EmulatedNCCL::Options;
+  py::class_<Options, c10d::Backend::Options, c10::intrusive_ptr<Options>>(backend, "Options")
+      .def(py::init<>())
+      .def_readwrite("is_high_priority_stream", &Options::is_high_priority_stream);
+  backend.def_property_readonly("options", &EmulatedNCCL::options)
+      .def(py::init([](c10::intrusive_ptr<c10d::Backend> inner, int rank, int size,
+                       c10::intrusive_ptr<Options> options) {
+        return c10::make_intrusive<EmulatedNCCL>(inner, rank, size, options);
+      }));
+}

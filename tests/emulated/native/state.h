@@ -1,0 +1,197 @@
+// The emulated device's state: memory, streams, clocks, reports. What the parts mean stands in ../README.md.
+#pragma once
+#include <torch/csrc/utils/pybind.h>
+
+#include <ATen/ATen.h>
+#include <c10/core/Stream.h>
+
+#include <array>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace emulated {
+
+using at::Tensor;
+using c10::Device;
+using c10::DeviceType;
+
+// -- settings --------------------------------------------------------------------------------------------------------
+
+struct Settings {
+  int devices = 8;
+  int64_t limit = int64_t(16) << 30;  // bytes per device
+  double delay_ms = 0.5;              // most that a message is late
+  bool protect = true;                // host code that touches device memory crashes
+  bool poison = true;                 // what has not arrived is NaN
+  bool late = true;                   // copies run when somebody comes after them
+  bool races = true;
+  bool trace = false;
+};
+extern Settings settings;
+
+// -- Python lines ----------------------------------------------------------------------------------------------------
+
+// The innermost Python lines outside of torch; for autograd's own threads those of the thread that called backward.
+struct Site {
+  std::array<std::pair<PyCodeObject*, int>, 5> lines;
+  int depth = 0;
+  bool backward = false;
+};
+Site here();  // takes the GIL: call it before the lock
+std::string text(const Site& site);
+
+// -- the lock --------------------------------------------------------------------------------------------------------
+
+// One lock over everything below. Whoever waits for it lets go of the GIL; whoever holds it never asks for the GIL.
+class Lock {
+ public:
+  Lock();
+  ~Lock();
+};
+bool locked_here();
+void without_gil(const std::function<void()>& wait);  // for waits that may be long
+
+// -- clocks ----------------------------------------------------------------------------------------------------------
+
+using Clock = std::vector<int64_t>;  // by stream: the last of its launches that is known to be over
+void merge(Clock& into, const Clock& from);
+inline int64_t last_of(const Clock& clock, int stream) { return stream < (int)clock.size() ? clock[stream] : 0; }
+
+struct Range {
+  char* low = nullptr;
+  char* high = nullptr;
+  bool empty() const { return low == high; }
+  bool meets(const Range& other) const { return low < other.high && other.low < high; }
+  bool holds(const Range& other) const { return low <= other.low && other.high <= high; }
+};
+Range range_of(const Tensor& tensor);
+
+struct Access {
+  Range range;
+  int stream;
+  int64_t when;
+  bool write;
+  std::string what;
+  Site site;
+};
+
+// -- memory ----------------------------------------------------------------------------------------------------------
+
+struct Memory {
+  char* base = nullptr;
+  size_t size = 0, mapped = 0;
+  int device = -1;  // -1: page-locked host memory
+  int home = -1;    // stream it was allocated on
+  bool owned = true;
+  int opened = 0;  // kernels that use it right now
+  int guard = 0;   // host memory: 0 free for all, 1 the device reads it, 2 the device writes it
+  std::set<int> recorded;
+  std::vector<Access> log;
+  Site born;
+  ~Memory();
+  Range range() const { return {base, base + size}; }
+};
+using Held = std::shared_ptr<Memory>;
+Held memory_at(const void* address);
+void open(Memory& memory);
+void close(Memory& memory);
+c10::DataPtr allocate(size_t bytes, int device);  // device -1: page-locked
+void free_memory(void* address);
+bool is_pinned(const void* address);
+void host_register(char* address, size_t bytes);
+bool host_unregister(char* address);
+c10::Allocator* device_allocator();
+c10::Allocator* pinned_allocator();
+
+// Memory that kernels may touch for as long as this lives.
+class Opened {
+ public:
+  void add(const Tensor& tensor);
+  void add(Held memory);
+  ~Opened();
+
+ private:
+  std::vector<Held> held_;
+};
+
+// -- streams ---------------------------------------------------------------------------------------------------------
+
+struct Late {
+  int64_t number;
+  std::function<void()> run;
+  std::vector<Range> touches;
+};
+struct StreamState {
+  int id, device;
+  std::deque<Late> late;
+  int64_t issued = 0, done = 0;
+  Clock seen;
+};
+struct EventState {
+  int stream = -1;
+  int64_t number = 0;
+  Clock seen;
+  int asked = 0;
+  double time = 0;
+};
+
+StreamState& stream(int id);
+int new_stream(int device);
+int current_device();
+void set_device(int device);
+int current_stream(int device = -1);  // of this thread
+int exchange_stream(int device, int id);
+void flush(int id, int64_t up_to = INT64_MAX);  // run what is late
+int64_t push(int id, std::function<void()> run, std::vector<Range> touches = {});
+bool is_late(const Range& range);  // whether something that is late touches it
+void flush_touching(const Range& range);
+void advance(int id);              // one more point in a stream's time
+void launch(int id, const std::string& what, int64_t bytes, const Site& site);  // one more piece of work on it
+void host_follows(const Clock& clock);
+bool host_knows(const Clock& clock, int id);
+void use(int id, const Range& range, bool write, const std::string& what, const Site& site);
+void host_use(const Range& range, bool write, const std::string& what, const Site& site);
+
+void record(EventState& event, int id);
+void wait_for(const EventState& event, int id);
+bool query(EventState& event);
+void synchronize_event(const EventState& event, const Site& site);
+void synchronize_stream(int id, const Site& site);
+void synchronize_device(int device, const Site& site);
+
+// -- what happened ---------------------------------------------------------------------------------------------------
+
+struct Wait {
+  std::string what;
+  Site site;
+};
+std::vector<std::string> all_reports();
+extern std::map<std::string, int64_t> counters;
+extern std::vector<Wait> waits;
+struct Launch {
+  std::string what;
+  int stream;
+  int64_t bytes;
+  Site site;
+};
+extern std::vector<Launch> trace;  // of every launch, while settings.trace
+extern int64_t pinned_bytes;
+extern std::map<int, int64_t> allocated, peak, reserved, reserved_peak;
+void report(const std::string& text);
+void host_waits(const std::string& what, const Site& site);
+void watch_host();  // from now on, host code that touches page-locked memory in use is reported
+void clear();       // reports and counters
+
+const at::Generator& generator(int device);
+Tensor host_alias(const Tensor& tensor);  // the same bytes as a CPU tensor; does not keep them
+void resize_storage(const at::Storage& storage, int64_t bytes);
+
+}  // namespace emulated
