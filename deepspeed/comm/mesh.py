@@ -103,6 +103,27 @@ class Mesh:
             rows.setdefault(tuple(at[dim] for dim in DIMS if alone or dim not in dims), []).append(rank)
         return [tuple(sorted(row)) for row in rows.values()]
 
+    def experts(self, size: int) -> tuple[Axis, Axis]:
+        """Cut the ranks that hold the same model slice anew. All ranks call together.
+
+        Args:
+            size: ranks that the experts of a layer are shared out to (`ep`); divides dp x sp.
+
+        Returns:
+            Those ranks, neighbours; and the ranks that have the same experts.
+
+        Raises:
+            MeshError: it does not divide them.
+        """
+        rows = [[rank for rank in self.ranks if rank in row] for row in map(set, self.rows(*REPLICATED))]
+        length = len(rows[0])
+        if size < 1 or length % size:
+            fits = [n for n in range(1, length + 1) if length % n == 0]
+            raise MeshError(f"ep {size} does not divide the {length} rank(s) of dp x sp; sizes that do: {fits}")
+        among = [row[at : at + size] for row in rows for at in range(0, length, size)]
+        alike = [row[at::size] for row in rows for at in range(size)]
+        return make_axes(among, f"ep_{size}", self.device), make_axes(alike, f"ep_{size}_copies", self.device)
+
     @property
     def is_data_parallel(self) -> bool:
         """Whether every rank holds the whole model."""
@@ -112,6 +133,14 @@ class Mesh:
         """The sizes in words, such as "dp_shard 4 x tp 2"."""
         named = [f"{dim} {size}" for dim, size in self.sizes.items() if size > 1]
         return " x ".join(named) or "one rank"
+
+    def table(self) -> str:
+        """Every dim, outermost first: its size, and the ranks along it that the first rank is one of."""
+        first, cells = self.ranks[0], []
+        for dim, size in self.sizes.items():
+            row = next(row for row in self.rows(dim) if first in row)
+            cells.append(f"{dim} {size}" + (f" ({_shortened(row)})" if size > 1 else ""))
+        return " | ".join(cells)
 
     # -- the names by which scripts ask a model-parallel unit ------------------------------------------------------
 
@@ -170,6 +199,12 @@ def _ask(axis: Axis, what: str) -> Any:
 def _label(dims: tuple[str, ...]) -> str:
     named = {DIMS: "world", DATA: "dp", REPLICATED: "dp_sp", SHARD: "shard", MODEL: "model"}
     return named.get(dims) or {"dp_replicate": "replicate"}.get(dims[0], "_".join(dims))
+
+
+def _shortened(ranks: Sequence[int]) -> str:
+    """Ranks, with the middle of long rows left out."""
+    names = [str(rank) for rank in ranks]
+    return ",".join(names if len(names) <= 4 else [*names[:2], "…", names[-1]])
 
 
 # -- one mesh for the process ---------------------------------------------------------------------------------------

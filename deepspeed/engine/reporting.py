@@ -37,6 +37,8 @@ class Reporting:
             f"{model}: {count:,} parameters, ZeRO stage {config.zero.stage}, {precision}, {name}, "
             f"{state.axes.mesh.world} rank(s), batch {batch} = {micro} x {steps} x {state.axes.data.size}"
         )
+        if state.axes.mesh.world > 1:
+            say(f"mesh: {state.axes.mesh.table()}")
         if chosen is not None and not config.gradient_clipping:
             say_once("gradient_clipping is not set: gradients are not clipped")
         if config.dump_state:

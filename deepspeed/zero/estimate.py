@@ -9,8 +9,10 @@ from typing import Any
 
 from torch import nn
 
+from deepspeed.comm.mesh import MODEL, current_mesh
 from deepspeed.errors import ArgumentError
 from deepspeed.zero.lifecycle import units_of
+from deepspeed.zero.placement import WHOLE, placement_of
 
 GB = 2**30
 # Defaults of zero_optimization.reduce_bucket_size, stage3_max_live_parameters and stage3_prefetch_bucket_size.
@@ -130,6 +132,19 @@ def state_bytes(
     return rest_bytes(state, optimizer, parameters)
 
 
+def _sharing(ranks: int, model_parallel: int) -> int:
+    """Ranks that share the states of one model slice."""
+    if model_parallel < 1 or ranks % model_parallel:
+        raise ArgumentError(f"{ranks} rank(s) do not divide into {model_parallel} slices and stages of a model")
+    return ranks // model_parallel
+
+
+def _model_ranks(model: nn.Module) -> int:
+    """Slices and stages of the model that this one is one of."""
+    apart = any(placement_of(param) != WHOLE for param in model.parameters())
+    return current_mesh().size(*MODEL) if apart else 1
+
+
 def estimate_zero2_model_states_mem_needs(
     total_params: int,
     num_gpus_per_node: int = 1,
@@ -139,6 +154,7 @@ def estimate_zero2_model_states_mem_needs(
     *,
     activation_bytes: int = 0,
     reduce_bucket_size: int = REDUCE_BUCKET,
+    model_parallel: int = 1,
 ) -> tuple[int, int]:
     """Bytes needed at stage 2 with 2-byte parameters and Adam.
 
@@ -150,11 +166,12 @@ def estimate_zero2_model_states_mem_needs(
         additional_buffer_factor: safety factor on host memory.
         activation_bytes: activations of one micro-batch on one rank.
         reduce_bucket_size: elements (`zero_optimization.reduce_bucket_size`).
+        model_parallel: ranks that hold different slices or stages of the model; `total_params` are those of one.
 
     Returns:
         Bytes of host memory per node, bytes of device memory per rank.
     """
-    world = num_gpus_per_node * num_nodes
+    world = _sharing(num_gpus_per_node * num_nodes, model_parallel)
     parts = state_bytes(2, world, optimizer=HOST if cpu_offload else DEVICE)
     device = parts.at(DEVICE) * total_params + activation_bytes
     device += FP32 * min(total_params, reduce_bucket_size)
@@ -175,6 +192,7 @@ def estimate_zero3_model_states_mem_needs(
     *,
     activation_bytes: int = 0,
     reduce_bucket_size: int = REDUCE_BUCKET,
+    model_parallel: int = 1,
     max_live_parameters: int = LIVE_PARAMETERS,
 ) -> tuple[int, int, int]:
     """Bytes needed at stage 3 with 2-byte parameters and Adam.
@@ -190,12 +208,13 @@ def estimate_zero3_model_states_mem_needs(
         additional_buffer_factor: safety factor on host memory.
         activation_bytes: activations of one micro-batch on one rank.
         reduce_bucket_size: elements (`zero_optimization.reduce_bucket_size`).
+        model_parallel: ranks that hold different slices or stages of the model; `total_params` are those of one.
         max_live_parameters: elements (`zero_optimization.stage3_max_live_parameters`).
 
     Returns:
         Bytes of host memory per node, bytes of device memory per rank, fp32 bytes of the largest layer.
     """
-    world = num_gpus_per_node * num_nodes
+    world = _sharing(num_gpus_per_node * num_nodes, model_parallel)
     optimizer = HOST if cpu_offload else DEVICE
     parts = state_bytes(3, world, optimizer=optimizer, parameters=optimizer if cpu_offload_params else DEVICE)
     # Two layers at least: the one in use and the one that is fetched; more when the limit lets them stay.
@@ -221,9 +240,11 @@ def estimate_zero2_model_states_mem_needs_all_live(
         num_gpus_per_node: ranks on a node.
         num_nodes: nodes.
         additional_buffer_factor: safety factor on host memory.
-        sizes: `activation_bytes`, `reduce_bucket_size` of `estimate_zero2_model_states_mem_needs`.
+        sizes: `activation_bytes`, `reduce_bucket_size`, `model_parallel` (default: read off the placements of its
+            parameters and the mesh) of `estimate_zero2_model_states_mem_needs`.
     """
     total, _ = _model_sizes(model)
+    sizes.setdefault("model_parallel", _model_ranks(model))
     estimate_zero2_model_states_mem_needs_all_cold(
         total, num_gpus_per_node, num_nodes, additional_buffer_factor, **sizes
     )
@@ -266,10 +287,11 @@ def estimate_zero3_model_states_mem_needs_all_live(
         num_gpus_per_node: ranks on a node.
         num_nodes: nodes.
         additional_buffer_factor: safety factor on host memory.
-        sizes: `activation_bytes`, `reduce_bucket_size`, `max_live_parameters` of
+        sizes: `activation_bytes`, `reduce_bucket_size`, `model_parallel` (as at stage 2), `max_live_parameters` of
             `estimate_zero3_model_states_mem_needs`.
     """
     total, largest = _model_sizes(model)
+    sizes.setdefault("model_parallel", _model_ranks(model))
     estimate_zero3_model_states_mem_needs_all_cold(
         total, largest, num_gpus_per_node, num_nodes, additional_buffer_factor, **sizes
     )

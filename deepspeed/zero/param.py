@@ -19,6 +19,7 @@ from torch.nn import Parameter
 from deepspeed.errors import ShardedParameterError
 from deepspeed.zero.client_surface import ClientSurface, elements_here
 from deepspeed.zero.member import Member
+from deepspeed.zero.placement import WHOLE, place
 from deepspeed.zero.transforms import in_transform, outside_transforms
 
 # While zero.Init is open, what carries out a write to a parameter that is sharded already.
@@ -114,7 +115,9 @@ class ManagedParameter(ClientSurface, Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Parameter:
         if id(self) not in memo:
-            memo[id(self)] = Parameter(self._ds_member.dense(), self.requires_grad)
+            copied = memo[id(self)] = Parameter(self._ds_member.dense(), self.requires_grad)
+            if self._ds_member.placement is not WHOLE:
+                place(copied, self._ds_member.placement)
         return memo[id(self)]
 
     def __reduce_ex__(self, proto: int) -> Any:

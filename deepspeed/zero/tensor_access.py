@@ -71,7 +71,8 @@ def safe_get_full_fp32_param(param: torch.nn.Parameter) -> torch.Tensor | None:
         param: a parameter of an engine's model.
 
     Returns:
-        float32 tensor of the true shape, a copy; None for a parameter no optimizer updates.
+        float32 tensor of the parameter's own shape, a copy; None for a parameter no optimizer updates. Of a parameter
+        that is a slice of a model (`zero/placement`) it is that slice: the ranks of other slices are not asked.
     """
     member = _member(param)
     owner = None if member is None else _owner(member)

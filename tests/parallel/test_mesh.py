@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 from deepspeed import utils
-from deepspeed.comm.mesh import Mesh
+from deepspeed.comm.mesh import Mesh, mesh_for
 from deepspeed.errors import DeepSpeedError, MeshError
 from tests.parallel.cuts import TIED, Slices, Twin, share_of
-from tests.parallel.tiny import raises
+from tests.parallel.tiny import raises, said
 
 # sizes, blocks, tied weight, second stage empty
 MESHES: dict[str, tuple[dict[str, int], int, bool, bool]] = {
@@ -238,3 +238,55 @@ def edited(stage: int) -> None:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_edits_reach_all_copies(workers: Any, stage: int) -> None:
     workers(4).run(edited, stage)
+
+
+def seen_from_outside(stage: int) -> None:
+    """What is said at the start, copies of parameters, estimates and accessors read the mesh and its placements."""
+    import contextlib
+    import copy
+    import io
+
+    from deepspeed.zero.estimate import estimate_zero3_model_states_mem_needs_all_live as estimate
+    from deepspeed.zero.placement import WHOLE, placement_of
+
+    with said() as lines, built("dp2-tp2", stage, 0.0, True) as (mesh, _, engine):
+        model = engine.module
+        assert (mesh.rank != 0) or any(
+            "mesh: pp 1 | dp_replicate 1 | dp_shard 2 (0,2) | sp 1 | tp 2 (0,1)" in line for line in lines
+        )
+        rows = {name: placement_of(param) for name, param in model.named_parameters()}
+        assert any(row is not WHOLE for row in rows.values())
+        for name, param in model.named_parameters():
+            copied = copy.deepcopy(param)
+            assert placement_of(copied) is rows[name] and type(copied) is torch.nn.Parameter
+            found = utils.safe_get_full_fp32_param(param) if param.requires_grad else None
+            assert found is None or found.shape == param.shape  # this rank's slice, whole over dp
+        tables = []
+        for arguments in ({}, {"model_parallel": 1}, {"model_parallel": 2}):
+            with contextlib.redirect_stdout(io.StringIO()) as out:
+                estimate(engine.module, 4, 1, **arguments)
+            tables.append(out.getvalue())
+        assert tables[0] == tables[2]
+        with raises(DeepSpeedError, "4 rank(s)", "3 slices"):
+            estimate(engine.module, 4, 1, model_parallel=3)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_placements_are_seen_from_outside(workers: Any, stage: int) -> None:
+    workers(4).run(seen_from_outside, stage)
+
+
+def experts() -> None:
+    rank, mesh = dist.get_rank(), mesh_for({"dp_shard": 2, "tp": 2})
+    among, alike = mesh.experts(2)
+    assert among.ranks == ((0, 2) if rank in (0, 2) else (1, 3)) and alike.ranks == (rank,)
+    among, alike = mesh.experts(1)
+    assert among.ranks == (rank,) and alike.ranks == ((0, 2) if rank in (0, 2) else (1, 3))
+    among, alike = mesh_for({"dp_replicate": 2, "sp": 2}).experts(2)
+    assert among.ranks == ((0, 1) if rank < 2 else (2, 3)) and alike.ranks == (rank % 2, rank % 2 + 2)
+    with raises(MeshError, "ep 4", "2 rank(s) of dp x sp", "[1, 2]"):
+        mesh.experts(4)
+
+
+def test_experts_cut_data_and_sequence_ranks_anew(workers: Any) -> None:
+    workers(4).run(experts)
