@@ -144,9 +144,8 @@ class Until:
         return self._is_true
 
     def within(self, seconds: float) -> bool:
-        """Whether it comes true in that time; with 0 nothing else is done meanwhile."""
+        """Whether it comes true in that time; with 0 as far as is known, and nothing else is done."""
         if seconds == 0:
-            self._memory.drain()
             return self.ready()
         return groups.until(self._memory, self.ready, time.monotonic() + seconds)
 

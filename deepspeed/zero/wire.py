@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
+import itertools
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Sequence
 
 import torch
@@ -17,6 +18,8 @@ from deepspeed.zero.buckets import Bucket, ReduceSettings, Round
 # How long a rank waits for a buffer to come back before it takes a fresh one: ranks whose branches differ may
 # complete a round only in `finish`, so waiting for ever would be a deadlock.
 _PATIENCE_S = 2.0
+# Rounds looked at when another is launched: the cost of a launch does not grow with what is in flight.
+_GLANCE = 8
 
 
 class Wire:
@@ -31,7 +34,7 @@ class Wire:
     def __init__(self, settings: ReduceSettings, largest: int, device: torch.device) -> None:
         self.settings = settings
         self._largest, self._device = largest, device
-        self._in_flight: deque[tuple[Handle, Bucket, Round]] = deque()
+        self._in_flight: OrderedDict[int, tuple[Handle, Bucket, Round]] = OrderedDict()  # by identity of the handle
         self._rounds: Counter[int] = Counter()  # of each bucket in flight, by its identity
         self._elements = 0  # in flight
         self._pool: dict[tuple[Axis, torch.dtype], list[torch.Tensor]] = defaultdict(list)
@@ -59,20 +62,21 @@ class Wire:
         """Wait until `numel` more elements may be in flight."""
         limit = max(self.settings.in_flight, numel)
         while self._in_flight and self._elements + numel > limit:
-            first = self._in_flight[0]
+            first = next(iter(self._in_flight.values()))
             if not first[0].ready(_PATIENCE_S):
                 warn_once("gradients wait for a rank that runs another branch (or is slow); taking a fresh buffer")
                 break
-            if self._in_flight and self._in_flight[0] is first:  # else `progress` has settled it meanwhile
-                self._settle(*self._land(self._in_flight.popleft()))
+            if id(first[0]) in self._in_flight:  # else `progress` has settled it meanwhile
+                self._settle(*self._land(first))
 
     def _fly(self, entry: tuple[Handle, Bucket, Round]) -> None:
-        self._in_flight.append(entry)
+        self._in_flight[id(entry[0])] = entry
         self._rounds[id(entry[1])] += 1
         self._elements += entry[2].buffer.numel()
 
     def _land(self, entry: tuple[Handle, Bucket, Round]) -> tuple[Handle, Bucket, Round]:
-        """`entry` has just been taken out of what is in flight."""
+        """Take `entry` out of what is in flight."""
+        del self._in_flight[id(entry[0])]
         self._rounds[id(entry[1])] -= 1
         self._elements -= entry[2].buffer.numel()
         return entry
@@ -129,7 +133,8 @@ class Wire:
         if not self.settings.overlap:
             self.settle()
         elif bucket.group.axis.shared is not None:
-            self.progress()
+            waiting.groups.drain()
+            self.progress(_GLANCE)
 
     def _keep(self, bucket: Bucket, current: Round) -> None:
         """A rank alone sends nothing: what it has collected is the sum."""
@@ -207,16 +212,19 @@ class Wire:
         else:
             bucket.add([total], 1.0)
 
-    def progress(self) -> None:
-        """Sum what has arrived: a peer may be waiting for its buffer. Rounds of one bucket keep their order."""
+    def progress(self, most: int | None = None) -> None:
+        """Sum what has arrived: a peer may be waiting for its buffer. Rounds of one bucket keep their order.
+
+        Args:
+            most: rounds to look at, the oldest first; None: all.
+        """
         seen = {id(bucket) for bucket in self._settling}
-        for entry in list(self._in_flight):
+        for entry in list(itertools.islice(self._in_flight.values(), most)):
             handle, bucket, _ = entry
             if id(bucket) in seen:
                 continue
             seen.add(id(bucket))
-            if handle.ready(0.0) and entry in self._in_flight:
-                self._in_flight.remove(entry)
+            if handle.ready(0.0) and id(handle) in self._in_flight:
                 self._settle(*self._land(entry))
 
     def _settle(self, handle: Handle, bucket: Bucket, current: Round) -> None:
@@ -228,9 +236,8 @@ class Wire:
             return
         # Behind the others: what peers need first, from this rank, is the first phase of every round. Later rounds of
         # this bucket stay behind it: two ranks that had taken up different rounds would wait for each other.
-        later = [entry for entry in self._in_flight if entry[1] is bucket] if self.busy(bucket) else []
+        later = [entry for entry in self._in_flight.values() if entry[1] is bucket] if self.busy(bucket) else []
         for entry in later:
-            self._in_flight.remove(entry)
             self._land(entry)
         for entry in ((following, bucket, current), *later):
             self._fly(entry)
@@ -238,8 +245,8 @@ class Wire:
     def settle(self, buckets: Sequence[Bucket] | None = None) -> None:
         """Wait for the rounds of these buckets, or for everything."""
         wanted = None if buckets is None else {id(bucket) for bucket in buckets}
-        while entry := next((each for each in self._in_flight if wanted is None or id(each[1]) in wanted), None):
-            self._in_flight.remove(entry)
+        flying = self._in_flight.values()
+        while entry := next((each for each in flying if wanted is None or id(each[1]) in wanted), None):
             self._settle(*self._land(entry))
 
     def forget_buffers(self) -> None:
