@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from array import array
 from collections.abc import Callable, Sequence
 
 import torch
@@ -45,11 +46,12 @@ def native_sums_of_squares(flats: Sequence[torch.Tensor]) -> list[float] | None:
     dtypes = {flat.dtype for flat in flats}
     if len(dtypes) != 1 or not dtypes <= KINDS.keys():
         return [] if not flats else None
-    count, numels = len(flats), [flat.numel() for flat in flats]
-    addresses = (ctypes.c_void_p * count)(*[flat.data_ptr() for flat in flats])
-    sums = (ctypes.c_double * count)()
+    # Plain arrays: an array of ctypes is a class of its own, which is left to the garbage collector.
+    addresses = array("Q", [flat.data_ptr() for flat in flats])
+    numels, sums = array("q", [flat.numel() for flat in flats]), array("d", bytes(8 * len(flats)))
+    places = [each.buffer_info()[0] for each in (addresses, numels, sums)]
     workers = threads() if max(numels) > _CHUNK else 1
-    function(addresses, KINDS[dtypes.pop()], (ctypes.c_int64 * count)(*numels), count, workers, sums)
+    function(places[0], KINDS[dtypes.pop()], places[1], len(flats), workers, places[2])
     return list(sums)
 
 
