@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,6 +20,8 @@ _skipped: set[str] = set()
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: part of the full product of a table, not of `make test`")
     config.addinivalue_line("filterwarnings", "error:::deepspeed")
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts its background jobs so, and ranks inherit it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)  # the reference must sum in the order the single-threaded workers sum
 
 
