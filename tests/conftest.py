@@ -20,8 +20,11 @@ _skipped: set[str] = set()
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: part of the full product of a table, not of `make test`")
     config.addinivalue_line("filterwarnings", "error:::deepspeed")
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts its background jobs so, and ranks inherit it
+    # A shell, or nohup, starts what is in the background so; what tests start would inherit it.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, lambda *_: None)
     torch.set_num_threads(1)  # the reference must sum in the order the single-threaded workers sum
 
 

@@ -163,15 +163,15 @@ def test_layout_settings_change_no_bit(workers: Any, stage: int, precision: str)
 
 
 def sum_instead_of_mean(patch: pytest.MonkeyPatch) -> None:
-    from deepspeed.zero.reducer import Reducer
+    from deepspeed.zero.entry import Entries
 
-    enter = Reducer._enter
+    form = Entries._form
 
-    def planted(reducer: Any, *args: Any) -> None:
-        reducer.window.factor = 1.0
-        enter(reducer, *args)
+    def planted(entries: Any, *args: Any) -> Any:
+        entries._window.factor = 1.0
+        return form(entries, *args)
 
-    patch.setattr(Reducer, "_enter", planted)
+    patch.setattr(Entries, "_form", planted)
 
 
 def drop_one_bucket(patch: pytest.MonkeyPatch) -> None:
