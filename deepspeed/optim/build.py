@@ -190,7 +190,9 @@ def build_optimizer(
     if "betas" in arguments:
         arguments["betas"] = tuple(float(beta) for beta in arguments["betas"])
     chosen = arguments.get("foreach") or arguments.get("fused") is not None or arguments.get("differentiable")
-    if cls in FUSED_IN_TORCH and not chosen:
+    # Torch's fused SGD wants momentum of all parameters or of none: one whose first gradient comes later has none yet.
+    together = cls is torch.optim.SGD and arguments.get("momentum")
+    if cls in FUSED_IN_TORCH and not chosen and not together:
         arguments["fused"] = all(t.device.type in FUSED_DEVICES and t.is_floating_point() for t in tensors)
     optimizer = construct("optimizer", cls, list(groups), arguments, OptimizerError)
     refuse_unsupported(optimizer)

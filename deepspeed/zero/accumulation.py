@@ -4,7 +4,7 @@ Whoever drives training (an engine, a pipeline's schedule) holds one window and 
 which backward pass runs. The gradient side (`zero/reducer`) asks it what a gradient is multiplied by and whether it
 travels now; the optimizer asks what the sum is divided by.
 
-[Note: agreement] Counts, boundary, ways of counting, loss scale and learning rates are set by every rank alone. They
+[Note: agreement] Counts, boundary, ways of counting, loss scale and hyperparameters are set by every rank alone. They
 travel in the row that `Reducer.finish` exchanges anyway. When they differ, every rank raises the same `UsageError`, the
 window is dropped on all of them, and no parameter has changed: a difference is never silent, and costs no message.
 """
@@ -100,7 +100,7 @@ class AccumulationWindow:
         self.holding = False  # gradients are not to be reduced (`no_sync`)
         self.flushing = False  # the update that comes is that of a window that is not full
         self.samples: float | None = None  # real samples of the micro-batch, when a loop counts them
-        self.rates: Callable[[], list[float]] = list  # learning rates, told by the optimizer
+        self.rates: Callable[[], list[float]] = list  # hyperparameters, told by the optimizer
         self.ways, self.items = 0, 0.0  # plain numbers: every gradient looks at them
         self._travel: float | None = None
         self.deferred = steps > 1  # it holds micro-batches that are summed before they travel
@@ -310,7 +310,7 @@ _FIELDS: tuple[tuple[str, Callable[[float], str]], ...] = (
     ("has samples per micro-batch:", lambda value: f"{value:g}"),
     ("has the loss scale", lambda value: f"{value:g}"),
     ("changed gradients in place:", lambda value: f"{value:g}"),
-    ("has learning rates of the print", lambda value: f"{int(value):x}"),
+    ("has learning rates or other hyperparameters of the print", lambda value: f"{int(value):x}"),
 )
 WIDTH = 2 + len(_FIELDS)  # numbers in a row
 

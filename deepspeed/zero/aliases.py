@@ -67,6 +67,7 @@ class Aliases:
         self._bytes = self._storage.nbytes()
         self._own = len(group.views) + 2  # tensors of the freed group: views, the full buffer; and `self._storage`
         self.lent = False  # somebody held a view when the group was freed
+        self._quiet: int | None = None  # fewest tensors over the memory that were ever seen
 
     @property
     def _gathered(self) -> bool:
@@ -75,6 +76,12 @@ class Aliases:
     def others(self) -> int:
         """Tensors over the memory beside the freed group's own: parameters while gathered, what somebody holds."""
         return _references(self.key) - self._own
+
+    def noisy(self) -> bool:
+        """Whether more tensors lie over the memory than there have to be: somebody may hold one."""
+        now = self.others()
+        self._quiet = now if self._quiet is None else min(self._quiet, now)
+        return now > self._quiet
 
     def held(self) -> bool:
         """Whether somebody holds a view of the freed group."""
@@ -105,6 +112,7 @@ class Aliases:
     def expose(self, member: Member) -> None:
         """`param.data` is handed out: remember the values, since writes through it are not counted."""
         group, member.exposed = self._group, True
+        self.noisy()
         if group.policy.gathers_before_use and self._gathered and not group.editors and member.snapshot is None:
             member.snapshot = member.flat().clone()
 

@@ -105,6 +105,11 @@ class Member:
             own = lent[self.own_span()]
             return own if values.memory is not None else own.clone()
 
+    def step_aside(self) -> None:
+        """Let values that were put under the parameter, and may be another parameter's memory, be values of its own."""
+        if self.param.data_ptr() != self.group.views[self.index].data_ptr():
+            self.param.data = self.param.detach().clone()
+
     def rejoin(self) -> None:
         """Take back values that were put under the gathered parameter by `param.data = …`.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,7 +21,7 @@ from deepspeed.zero.norm import explain_overflow, global_norm
 from deepspeed.zero.optimizer_shard import OptimizerShard, whole_state
 from deepspeed.zero.param import is_managed
 from deepspeed.zero.reducer import Reducer
-from deepspeed.zero.shard_group import ShardGroup
+from deepspeed.zero.shard_group import ShardGroup, group_of
 from deepspeed.zero.waves import update, waves_of
 
 
@@ -182,9 +182,8 @@ class ZeroOptimizer:
         return self.settings.clip
 
     def _rates(self) -> list[float]:
-        """Learning rates as this rank has them: one that a rank sets alone would update its slices by another rule."""
-        rates = (group.get("lr") for group in self.optimizer.param_groups)
-        return [float(rate) for rate in rates if isinstance(rate, (int, float))]
+        """Hyperparameters as this rank has them: one that a rank sets alone would update its slices by another rule."""
+        return [number for group in self.optimizer.param_groups for number in _numbers(group)]
 
     # -- the step -------------------------------------------------------------------------------------------------
 
@@ -201,7 +200,6 @@ class ZeroOptimizer:
         if self.lifecycle is not None:
             self.lifecycle.settle()
         agreed = self.reducer.finish(self.window.update)
-        self.reducer.adopt_edits()
         if self.masks is not None:
             self.masks.on_gradients()
         if self.settings.refuse_unused:
@@ -255,9 +253,11 @@ class ZeroOptimizer:
             )
 
     def _apply(self, factor: float) -> None:
-        for group in self._whole:
-            for member in group.edited():
-                self.import_edits(member)
+        edited = [member for group in self._whole for member in group.edited()]
+        for member in edited:
+            member.step_aside()  # read all before any is written: two may have been exchanged
+        for member in edited:
+            self.import_edits(member)
         if sum(len(group["params"]) for group in self.optimizer.param_groups) != self._leaves:
             raise OptimizerError(
                 "parameters were added to, or taken from, the optimizer's groups after initialize, which shares out "
@@ -286,7 +286,7 @@ class ZeroOptimizer:
             return
         member.rejoin()
         if member.exposed or member.param._version != member.version:
-            member.version, member.exposed = member.param._version, False
+            member.version, member.exposed = member.param._version, group_of(member).still_exposed()
             member.group.import_edits(member)
 
     def _end_window(self) -> None:
@@ -334,3 +334,13 @@ class ZeroOptimizer:
         self.groups, self._gathered, self._whole, self._normed = [], [], [], []
         self.optimizer.state.clear()
         self._scale_loss = None
+
+
+def _numbers(group: dict[str, Any]) -> Iterator[float]:
+    """The numbers in a group of an optimizer; NaN, which is no number, as one that nobody sets."""
+    for key, value in group.items():
+        for each in value if isinstance(value, (tuple, list)) and key != "params" else (value,):
+            if isinstance(each, torch.Tensor) and each.device.type == "cpu" and each.numel() == 1:
+                each = each.item()
+            if isinstance(each, (int, float)):
+                yield -(2.0**-40) if each != each else float(each)

@@ -17,6 +17,7 @@ from deepspeed.zero.accumulation import WIDTH, AccumulationWindow, Agreed, Purpo
 from deepspeed.zero.agreement import Agreement, Meeting, uneven
 from deepspeed.zero.buckets import Bucket, ReduceSettings, Round
 from deepspeed.zero.entry import Entries, Entry
+from deepspeed.zero.handed_out import HandedOut
 from deepspeed.zero.holders import Axes
 from deepspeed.zero.member import Member
 from deepspeed.zero.param import clear_raw_grad, raw_grad
@@ -49,7 +50,7 @@ class Reducer:
         for meeting in self._agreement.meetings():
             meeting.put_in_order(self.wire.depart)
         self._touched_anywhere: dict[int, bytearray] = {}
-        self._handed_out: list[tuple[Member, torch.Tensor, int]] = []
+        self._handed_out = HandedOut()
         self._hooks: dict[int, Any] = {}
         self._entries = Entries(settings, window)
         for group in groups:
@@ -74,11 +75,16 @@ class Reducer:
             collectives.delay(f"gradient of {member.name}")
         clear_raw_grad(member.param)
         self.clean = False
+        if self._handed_out:
+            self._adopt_edits()
+            self._handed_out.close()
         self.window.entering()
         if self.window.unscaled:
             warn_once("loss.backward() under fp16 is taken as unscaled and may underflow; use engine.backward or scale")
         bucket = self._of[id(member.group)]
         bucket.touched[member.index] = 1
+        if gradient.requires_grad:  # `create_graph=True`: what is summed over ranks has no graph
+            gradient = gradient.detach()
         if gradient.layout != torch.strided:
             gradient = gradient.to_dense()
         entry = self._entries.of(bucket)
@@ -157,10 +163,12 @@ class Reducer:
         Raises:
             UsageError: on all ranks, when they differ in what each of them decides alone; the window is dropped.
         """
+        self._adopt_edits()
         for bucket in self.buckets:
             if bucket.round is not None:
                 self._launch(bucket)
-        edits = sum(tensor._version != version for _, tensor, version in self._handed_out)
+        late = self._handed_out.late()
+        edits = self._handed_out.edits + len(late)
         trouble, found = None, None
         for meeting in self._agreement.meetings(of):
             table = self._agreement.exchange(meeting, purpose, of, edits)
@@ -171,7 +179,12 @@ class Reducer:
         if of is None:
             trouble = self._agreement.share(trouble, purpose)
         if trouble is not None:
-            self._refuse(trouble)
+            self._refuse(f"ranks disagree about the window of gradients: {trouble}. All ranks must make the same calls")
+        if late:
+            self._refuse(
+                f"the gradient of {', '.join(late[:8])} was read, and changed after more gradients had been added to "
+                f"it: read .grad again and change that"
+            )
         self.wire.settle(None if of is None else self._agreement.meetings(of)[0].buckets)
         if found is None:
             raise RuntimeError("a bucket without a meeting")
@@ -182,10 +195,7 @@ class Reducer:
         self.wire.settle()
         self.clear()
         self.window.restart()
-        raise UsageError(
-            f"ranks disagree about the window of gradients: {trouble}. All ranks must make the same calls; nothing was "
-            f"updated, and the window's gradients are dropped"
-        )
+        raise UsageError(f"{trouble}; nothing was updated, and the window's gradients are dropped")
 
     def _catch_up(self, meeting: Meeting, table: list[list[float]]) -> None:
         """Send zeros for the rounds that others have launched and this rank has not."""
@@ -220,12 +230,10 @@ class Reducer:
         marks = self.marks(bucket)
         return bool(marks and marks[member.index])
 
-    def adopt_edits(self) -> None:
-        """Take over in-place changes of gradients that were handed out."""
-        for member, tensor, version in self._handed_out:
-            if tensor._version != version:
-                self._write(member, tensor)
-        self._handed_out.clear()
+    def _adopt_edits(self) -> None:
+        """Take over in-place changes of gradients that were handed out; nothing has been added to them since."""
+        for member, tensor in self._handed_out.take_edited():
+            self._write(member, tensor)
 
     def clear(self) -> None:
         """Forget the window; its sums are overwritten by the next gradients."""
@@ -265,7 +273,7 @@ class Reducer:
         if self.clean:
             return None
         bucket = self.bucket_of(member)
-        if self._entries.summed_first(bucket) and not self.window.reduce_now:
+        if self._entries.summed_first(bucket) and not self.window.reduce_now and not bucket.filled:
             current = bucket.round
             if current is None or member.index not in current.arrived:
                 return None
@@ -278,31 +286,37 @@ class Reducer:
             return whole[member.offset : member.offset + member.numel].view(member.shape)
         with bucket.total.borrowed() as total:
             tensor = member.group.assemble(member, total, READ, f"gradient of {member.name}").view(member.shape)
-        self._handed_out.append((member, tensor, tensor._version))
+        self._handed_out.add(member, tensor)
         return tensor
 
     def set_grad(self, member: Member, value: torch.Tensor | None) -> None:
         """Replace the window's gradient of `member` by `value` (None: as if it had none). All ranks call together."""
+        bucket = self.bucket_of(member)
+        if bucket.sum is None:
+            if value is None:
+                return
+            raise UsageError(f"parameter '{member.name}' is frozen, and so has no gradient that could be replaced")
         if value is None and self.clean:
             return
         self.clean = False
+        self._handed_out.forget(member)
         self.finish(Purpose.WRITE, member)
-        bucket = self.bucket_of(member)
         bucket.touched[member.index] = int(value is not None)
         self._touched_anywhere[id(bucket)][member.index] = value is not None
-        if value is not None:
+        if value is not None or bucket.filled:
             self._write(member, value)
 
-    def _write(self, member: Member, value: torch.Tensor) -> None:
+    def _write(self, member: Member, value: torch.Tensor | None) -> None:
         bucket = self.bucket_of(member)
-        flat = value.detach().reshape(-1)
+        flat = None if value is None else value.detach().reshape(-1)
         with bucket.total.borrowed(changed=True, read=bucket.filled) as total:
             if not bucket.filled:
                 total.zero_()
             range_ = member.group.layout.range_of(member.index, bucket.low, bucket.high)
             if range_ is not None:
                 at = range_.at - bucket.low
-                total[at : at + range_.numel].copy_(flat[range_.start : range_.stop])
+                place = total[at : at + range_.numel]
+                _ = place.zero_() if flat is None else place.copy_(flat[range_.start : range_.stop])
         bucket.filled = True
 
 

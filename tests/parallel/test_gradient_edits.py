@@ -1,0 +1,249 @@
+"""What users do to gradients and values between the calls: edits in a window, None, graphs, views that are kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from deepspeed import utils
+from deepspeed.errors import UsageError
+from tests.parallel.tiny import STAGES, loss_of, masters, raises, rows, start
+
+RANKS = 2
+
+
+def back(engine: Any, step: int = 0) -> None:
+    """Backward of a micro-batch that is the same on all ranks and in all steps."""
+    engine.backward(loss_of(engine, rows(step, 0)))
+
+
+def first(engine: Any) -> tuple[str, Any]:
+    return next(iter(engine.module.named_parameters()))
+
+
+def whole(stage: int, gradient: torch.Tensor) -> torch.Tensor:
+    """What all ranks have together of a gradient read before the boundary, where stages 0 and 1 show the own part."""
+    return RANKS * gradient if stage < 2 else gradient.clone()
+
+
+def applied(engine: Any, before: dict[str, torch.Tensor], name: str) -> torch.Tensor:
+    return (before[name] - masters(engine)[name]) / 0.1
+
+
+def edits_in_a_window(stage: int) -> None:
+    with start(stage, accumulation=2) as engine:
+        name, param = first(engine)
+        before = masters(engine)
+        back(engine)
+        gradient = whole(stage, param.grad)
+        param.grad.mul_(0.5)
+        engine.step()
+        back(engine)
+        engine.step()
+        torch.testing.assert_close(applied(engine, before, name), 1.5 * gradient)
+
+
+def late_edits(stage: int) -> None:
+    """A tensor that is no longer the gradient is changed: on all ranks an error, not a loss in silence."""
+    with start(stage, accumulation=2) as engine:
+        name, param = first(engine)
+        back(engine)
+        kept = param.grad
+        engine.step()
+        back(engine)
+        kept.mul_(2.0)
+        with raises(UsageError, name, "read .grad again"):
+            engine.step()
+
+
+def set_after_edit(stage: int) -> None:
+    with start(stage) as engine:
+        name, param = first(engine)
+        before = masters(engine)
+        back(engine)
+        param.grad.mul_(0.5)
+        utils.safe_set_full_grad(param, torch.full(param.shape, 3.0))
+        assert utils.safe_get_full_grad(param).eq(3.0).all()
+        engine.step()
+        torch.testing.assert_close(applied(engine, before, name), torch.full(param.shape, 3.0))
+
+
+def without_gradient(stage: int) -> None:
+    """`p.grad = None`: out of the norm, and out of the sum of a window that goes on."""
+    with start(stage) as engine:
+        params = list(engine.module.parameters())
+        back(engine)
+        rest = torch.cat([param.grad.reshape(-1) for param in params[1:]])
+        params[0].grad = None
+        engine.step()
+        assert abs(engine.get_global_grad_norm() - rest.norm()) <= 1e-5 * rest.norm()
+    with start(stage, accumulation=2) as engine:
+        name, param = first(engine)
+        before = masters(engine)
+        back(engine)
+        gradient = whole(stage, param.grad)
+        param.grad = None
+        assert param.grad is None
+        engine.step()
+        back(engine)
+        engine.step()
+        torch.testing.assert_close(applied(engine, before, name), gradient)
+
+
+def set_in_a_window(stage: int) -> None:
+    with start(stage, accumulation=3) as engine:
+        param, other = list(engine.module.parameters())[:2]
+        back(engine)
+        gradient, others = whole(stage, param.grad), whole(stage, other.grad)
+        utils.safe_set_full_grad(param, torch.full(param.shape, 3.0))
+        assert utils.safe_get_full_grad(param).eq(3.0).all()
+        torch.testing.assert_close(utils.safe_get_full_grad(other), others)
+        engine.step()
+        back(engine)
+        torch.testing.assert_close(utils.safe_get_full_grad(param), 3.0 + gradient)
+        engine.step()
+
+
+def graph_of_gradients(stage: int, accumulation: int) -> None:
+    found = []
+    for keep in (False, True):
+        with start(stage, accumulation=accumulation) as engine:
+            for step in range(accumulation):
+                loss_of(engine, rows(step, dist.get_rank())).backward(create_graph=keep)
+                engine.step()
+            found.append(masters(engine))
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+def kept_data(stage: int) -> None:
+    """A `.data` that is kept writes to the parameter in every later step too."""
+    with start(stage, precision="bf16") as engine:
+        _, param = first(engine)
+        kept = param.data
+        back(engine)
+        engine.step()
+        kept.zero_()
+        for later in engine.module.parameters():
+            later.requires_grad_(later is not param)
+        back(engine)
+        engine.step()
+        assert param.detach().eq(0).all() and utils.safe_get_full_fp32_param(param).eq(0).all()
+
+
+def exchanged_data(stage: int) -> None:
+    with start(stage) as engine:
+        one, other = [layer[0].weight for layer in list(engine.module.layers)[:2]]
+        values = one.detach().clone(), other.detach().clone()
+        one.data, other.data = other.data, one.data
+        loss_of(engine, rows(0, 0)).mul(0.0).backward()
+        engine.step()
+        found = [utils.safe_get_full_fp32_param(param) for param in (one, other)]
+        assert torch.equal(found[0], values[1]) and torch.equal(found[1], values[0])
+
+
+def frozen(stage: int) -> None:
+    from tests.parallel.tiny import tiny
+
+    model = tiny()
+    model.out.requires_grad_(False)
+    with start(stage, model) as engine:
+        weight = engine.module.out.weight
+        with raises(UsageError, "out.weight", "frozen"):
+            utils.safe_set_full_grad(weight, torch.ones(weight.shape))
+        back(engine)
+        engine.step()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("case", [edits_in_a_window, set_after_edit, without_gradient, set_in_a_window, frozen])
+def test_gradients_follow_what_is_done_to_them(workers: Any, case: Any, stage: int) -> None:
+    workers(RANKS).run(case, stage)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_an_edit_that_comes_too_late_raises(workers: Any, stage: int) -> None:
+    workers(RANKS).run(late_edits, stage)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_graph_of_gradients_changes_nothing(workers: Any, stage: int, accumulation: int) -> None:
+    workers(RANKS).run(graph_of_gradients, stage, accumulation)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("case", [kept_data, exchanged_data])
+def test_values_follow_their_data(workers: Any, case: Any, stage: int) -> None:
+    workers(RANKS).run(case, stage)
+
+
+def other_rules(stage: int, change: str) -> None:
+    lr = torch.tensor(0.1) if change == "tensor" else 0.1
+    with start(stage, optimizer=lambda params: torch.optim.AdamW(params, lr=lr)) as engine:
+        group = engine.optimizer.param_groups[0]
+        if change == "nan":
+            group["lr"] = float("nan")
+        elif dist.get_rank() == 1 and change == "tensor":
+            group["lr"] = torch.tensor(0.2)
+        elif dist.get_rank() == 1:
+            group["weight_decay"] = 0.5
+        back(engine)
+        if change == "nan":
+            engine.step()  # the same everywhere: the user's own
+            return
+        with raises(UsageError, "ranks disagree", "hyperparameters"):
+            engine.step()
+
+
+@pytest.mark.parametrize("change", ["tensor", "weight_decay", "nan"])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_ranks_update_by_one_rule(workers: Any, stage: int, change: str) -> None:
+    workers(RANKS).run(other_rules, stage, change)
+
+
+class Late(torch.nn.Module):
+    """Its second half is used from the second step on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.early, self.late, self.both = torch.nn.Linear(6, 3), torch.nn.Linear(6, 3), False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.early(x) + self.late(x) if self.both else self.early(x)
+
+
+def momentum_that_comes_later(stage: int) -> None:
+    import deepspeed
+
+    torch.manual_seed(0)
+    model = Late()
+    json = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+    }
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=json)
+    with engine:
+        for step in range(3):
+            model.both = step > 0
+            back(engine, step)
+            engine.step()
+        found = masters(engine)
+    torch.manual_seed(0)
+    twin = Late()
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9)
+    for step in range(3):
+        twin.both = step > 0
+        optimizer.zero_grad()
+        loss_of(twin, rows(step, 0)).backward()
+        optimizer.step()
+    for name, param in twin.named_parameters():
+        torch.testing.assert_close(found[name], param.detach(), atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_parameter_whose_first_gradient_comes_later_has_momentum(workers: Any, stage: int) -> None:
+    workers(RANKS).run(momentum_that_comes_later, stage)
