@@ -286,8 +286,10 @@ class ZeroOptimizer:
             return
         member.rejoin()
         if member.exposed or member.param._version != member.version:
-            member.version, member.exposed = member.param._version, group_of(member).still_exposed()
-            member.group.import_edits(member)
+            group = group_of(member)
+            # A master follows what is written past the version, for as long as somebody may hold a `.data`.
+            member.version, member.exposed = member.param._version, group.master is not None and group.aliases.noisy()
+            group.import_edits(member)
 
     def _end_window(self) -> None:
         self.reducer.clear()

@@ -396,10 +396,6 @@ class ShardGroup(LocalShard):
                 found.append(member)
         return found
 
-    def still_exposed(self) -> bool:
-        """Whether somebody may write to the values of a whole group past their version, and a master must follow."""
-        return self.master is not None and self.aliases.noisy()
-
     def start_publish(self) -> Handle | None:
         """Send the updated slice to the other ranks; None when nothing travels."""
         if not self.policy.publishes_after_step or self.axis.size == 1:
