@@ -35,6 +35,8 @@ class Meeting:
     def put_in_order(self, depart: Callable[[Bucket, Round, int], None]) -> None:
         """Launch rounds in one order where messages carry no tags."""
         untagged = [b for b in self.buckets if not b.group.axis.tagged and b.group.axis.group is not None]
+        # Backward goes through the model from its end, and a group is complete with the first of its parameters.
+        untagged.sort(key=lambda bucket: min(member.place for member in bucket.group.members), reverse=True)
         if untagged:
             self.order = LaunchOrder(untagged, depart)
         for bucket in untagged:

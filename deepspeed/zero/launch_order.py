@@ -3,9 +3,9 @@
 [Note: launch order] NCCL pairs calls by their order alone, and the order in which gradients are complete may differ
 from rank to rank. So a round waits until those before it in an agreed sequence were launched: in each cycle, one
 round of each group in the order in which backward usually completes them. A rank whose branch skipped a group cannot
-know yet whether others have a round of it; what comes after waits for the agreement at the window's end, where counts
-are equal, and is launched from there in the same sequence, without what has no round left. Rounds in a dtype that a
-group does not usually travel in come last.
+know yet whether others have a round of it; what comes after waits until the ranks meet next (the window's end, a save
+within it), also where their counts are equal already, and is launched from there in the same sequence, without what
+has no round left. Rounds in a dtype that a group does not usually travel in come last.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class LaunchOrder:
     """Holds rounds back until it is their turn.
 
     Args:
-        buckets: all that may have rounds, in the same order on all ranks.
+        buckets: all that may have rounds, in the order in which backward completes them; the same on all ranks.
         depart: sends one.
     """
 
@@ -49,26 +49,33 @@ class LaunchOrder:
         """Whether a round of `bucket` waits for its turn."""
         return bool(self._usual[id(bucket)] or self._rare[id(bucket)])
 
-    def flush(self, used: Sequence[Any]) -> None:
-        """Launch what waits: all ranks have as many rounds of each group now.
+    def flush(self, used: Sequence[Any] | None = None) -> None:
+        """Launch what waits: all ranks have as many rounds of each group now, and all call together.
 
         Args:
-            used: buckets that had rounds in this window on some rank; the next one is expected to be like it.
+            used: buckets that had rounds in this window on some rank; the next one is expected to be like it. None: the
+                window goes on, and what is expected stays.
         """
         cycle = self._expected()
-        late = [bucket for bucket in self._all if bucket not in cycle]
-        while any(self._usual[id(bucket)] for bucket in cycle):
-            waiting = self._usual[id(cycle[self._at % len(cycle)])]
+        waiting = sum(len(self._usual[id(bucket)]) for bucket in cycle)
+        while waiting:
+            rounds = self._usual[id(cycle[self._at % len(cycle)])]
             self._at += 1
-            if waiting:
-                self._depart(*waiting.popleft())
+            if rounds:
+                waiting -= 1
+                self._depart(*rounds.popleft())
+        inside = {id(bucket) for bucket in cycle}
+        late = [bucket for bucket in self._all if id(bucket) not in inside]
         for kind, buckets in ((self._usual, late), (self._rare, self._all)):
             for bucket in buckets:
-                while waiting := kind[id(bucket)]:
-                    self._depart(*waiting.popleft())
-        self._at, self._cycle = 0, [bucket for bucket in reversed(self._all) if bucket in used] or None
+                while rounds := kind[id(bucket)]:
+                    self._depart(*rounds.popleft())
+        self._at = 0
+        if used is not None:
+            wanted = {id(bucket) for bucket in used}
+            self._cycle = [bucket for bucket in self._all if id(bucket) in wanted] or None
 
     def _expected(self) -> list[Any]:
         if self._cycle is None:
-            self._cycle = [bucket for bucket in reversed(self._all) if bucket.sum is not None]
+            self._cycle = [bucket for bucket in self._all if bucket.sum is not None]
         return self._cycle

@@ -198,19 +198,19 @@ class Reducer:
         raise UsageError(f"{trouble}; nothing was updated, and the window's gradients are dropped")
 
     def _catch_up(self, meeting: Meeting, table: list[list[float]]) -> None:
-        """Send zeros for the rounds that others have launched and this rank has not."""
+        """Send zeros for rounds that others have launched and this rank has not, and whatever waits for its turn."""
         if all(row[WIDTH:] == table[0][WIDTH:] for row in table):
             self._touched_anywhere |= {id(bucket): bytearray(bucket.touched) for bucket in meeting.buckets}
-            return
-        most, at = [max(column) for column in zip(*table, strict=True)], WIDTH
-        for bucket in meeting.buckets:
-            for exact in (0, 1):
-                while bucket.launches[exact] < most[at + exact]:
-                    bucket.prepare()  # nothing to do, unless the group is frozen here alone; then all raise after this
-                    self._send_zeros(bucket, exact, most[at + 2])
-            count = len(bucket.touched)
-            self._touched_anywhere[id(bucket)] = bytearray(mark > 0 for mark in most[at + 3 : at + 3 + count])
-            at += 3 + count
+        else:
+            most, at = [max(column) for column in zip(*table, strict=True)], WIDTH
+            for bucket in meeting.buckets:
+                for exact in (0, 1):
+                    while bucket.launches[exact] < most[at + exact]:
+                        bucket.prepare()  # nothing to do, unless the group is frozen here alone; then all raise
+                        self._send_zeros(bucket, exact, most[at + 2])
+                count = len(bucket.touched)
+                self._touched_anywhere[id(bucket)] = bytearray(mark > 0 for mark in most[at + 3 : at + 3 + count])
+                at += 3 + count
         if meeting.order is not None:
             meeting.order.flush([bucket for bucket in meeting.buckets if any(self._touched_anywhere[id(bucket)])])
 

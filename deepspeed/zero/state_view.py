@@ -124,6 +124,9 @@ class WindowView:
             return
         launches = agree([list(bucket.launches) for bucket in self._buckets()])
         if all(row == launches[0] for row in launches):
+            for order in dict.fromkeys(bucket.order for bucket in self._buckets()):
+                if order is not None:
+                    order.flush()
             self.reducer.wire.settle()
         else:
             self.reducer.finish()
