@@ -2,11 +2,15 @@
 
 [Note: dense masters] Where a later mask may keep what an earlier one dropped, the master keeps its values and gets the
 unmasked gradient; the mask acts on the copy that the owner publishes. With the last mask the master is masked too.
+
+[Note: edits] Users write into weights: by a setter, in place, in a load. So every step masks again what final masks
+drop, and so does an export; between them a weight is what the user made it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -19,14 +23,13 @@ from deepspeed.compression.rules import Rule
 from deepspeed.compression.scores import Scores
 from deepspeed.compression.select import keep_largest, kept_of, largest_units
 from deepspeed.compression.units import Family
+from deepspeed.storage.tier import Stored
 from deepspeed.zero.fragment import Fragment
 from deepspeed.zero.optimizer import ZeroOptimizer
-from deepspeed.zero.shard_group import ShardGroup, group_of
+from deepspeed.zero.shard_group import ShardGroup, group_of, meet_before_change
 from deepspeed.zero.state_view import COMPRESSION
 from deepspeed.zero.waves import publish
 
-# Zero gradient, zero moments and a zero weight give a zero weight: nothing is left to be masked after such an update.
-_ELEMENTWISE = {"SGD", "Adam", "AdamW", "Adamax", "NAdam", "RMSprop", "Adagrad", "DeepSpeedCPUAdam", "FusedAdam"}
 MASK, SCORE = f"{COMPRESSION}mask", f"{COMPRESSION}score"
 
 
@@ -53,20 +56,21 @@ class Masks:
         self.final: set[str] = set()
         self.hard: dict[str, torch.Tensor] = {}
         self.veils: dict[str, torch.Tensor] = {}
-        self._remasks = optimizer is not None and type(optimizer.optimizer).__name__ not in _ELEMENTWISE
+        self._updated: set[int] = set()  # groups that this step has updated
         if optimizer is not None and rules:
             optimizer.masks = self
-            self._split_masters()
+            for rule in rules:
+                self._hang_veils(rule, optimizer)
 
-    def _split_masters(self) -> None:
-        for rule in self.rules:
-            for name in rule.names() if rule.revives else ():
-                owned = self.of(name)
-                if owned.trained and owned.member is not None and self.optimizer is not None:
-                    group = group_of(owned.member)
-                    if group.split_master():
-                        self.optimizer.shard_of(owned.member).point()
-                    group.veil = self._veil_of(group)
+    def _hang_veils(self, rule: Rule, optimizer: ZeroOptimizer) -> None:
+        """Mask what is published; keep masters dense where a later mask may keep what an earlier one dropped."""
+        for name in rule.names():
+            owned = self.of(name)
+            if owned.trained and owned.member is not None:
+                group = group_of(owned.member)
+                if rule.revives and group.split_master():
+                    optimizer.shard_of(owned.member).point()
+                group.veil = self._veil_of(group)
 
     def of(self, name: str) -> Owned:
         """What this rank holds of a parameter, by any of its names."""
@@ -83,15 +87,60 @@ class Masks:
                     bits.apply(packed, gradient)
 
     def on_update(self, groups: Iterable[ShardGroup]) -> None:
-        """The masters of these groups were updated by an optimizer that may move a weight whose gradient is zero."""
-        if not self._remasks:
-            return
+        """The masters of these groups were updated: final masks hold again, whatever the optimizer or a user did."""
         among = {id(group) for group in groups}
+        self._updated |= among
         for name, packed in self.hard.items():
             owned = self.owned[name]
             if owned.member is not None and id(owned.member.group) in among:
                 with owned.values(changed=True) as values:
                     bits.apply(packed, values)
+
+    def enforce(self) -> None:
+        """Mask what edits have put where an export reads: in the parameters. All ranks call together."""
+        with torch.no_grad():
+            self._mend(self._finals(), lambda group: group.values)
+
+    def _recall(self) -> None:
+        """Mask edits of what this step did not update: it is frozen, or had no gradient on any rank."""
+        members = {name: self.owned[name].member for name in self._finals()}
+        left = [name for name, member in members.items() if member is None or id(member.group) not in self._updated]
+        self._updated.clear()
+        self._mend(left, lambda group: group.updated)
+
+    def _finals(self) -> list[str]:
+        """Parameters that have a final mask, on any rank."""
+        names = {self._home[name] for rule in self.rules for name in rule.names() if rule.name in self.final}
+        frozen = {name for name, owned in self.owned.items() if not owned.trained}
+        return sorted(names | frozen)
+
+    def _mend(self, names: list[str], where: Callable[[ShardGroup], Stored]) -> None:
+        """Put masks of these parameters into force again if they do not hold there, on any rank."""
+        if not names:
+            return
+        broken = torch.tensor([self._is_broken(name, where) for name in names], dtype=torch.uint8)
+        told = self.exchange.rows(broken, "masks that edits have broken").amax(0).tolist()
+        again = [name for name, flag in zip(names, told, strict=True) if flag]
+        found = [self.owned[name].member for name in again]
+        groups = {id(member.group): group_of(member) for member in found if member is not None}
+        meet_before_change(list(groups.values()))
+        self.act(again)
+        for group in groups.values():
+            group.refresh()
+
+    def _is_broken(self, name: str, where: Callable[[ShardGroup], Stored]) -> bool:
+        """Whether a final mask drops an element that is not zero."""
+        owned, packed = self.owned[name], self.hard.get(name)
+        if packed is None:
+            return False
+        with contextlib.ExitStack() as stack:
+            if owned.member is None:
+                values = stack.enter_context(owned.values())
+            else:
+                values = stack.enter_context(where(group_of(owned.member)).borrowed())[owned.span]
+            masked = values.clone()
+            bits.apply(packed, masked)
+            return not torch.equal(masked, values)
 
     def _veil_of(self, group: ShardGroup) -> Any:
         """What masks the copy that a group publishes."""
@@ -99,8 +148,9 @@ class Masks:
 
         def veil(values: torch.Tensor) -> None:
             for name in names:
-                if name in self.veils:
-                    bits.apply(self.veils[name], values[self.owned[name].span])
+                packed = self.veils.get(name, self.hard.get(name))
+                if packed is not None:
+                    bits.apply(packed, values[self.owned[name].span])
 
         return veil
 
@@ -115,6 +165,7 @@ class Masks:
         due = [rule for rule in self.rules if rule.name not in self.final and rule.due(step)]
         ended = []
         with torch.no_grad():
+            self._recall()
             for rule in due:
                 self._form(rule, rule.ratio_at(step))
                 if rule.final(step):

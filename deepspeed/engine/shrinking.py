@@ -181,7 +181,9 @@ class Shrinking:
     def _cut_plain(self) -> None:
         for name, param in self.state.module.named_parameters():
             if name in self.removal.cuts and not is_managed(param) and name not in self._view.members:
+                gradient, param.grad = param.grad, None  # no step clears it: nothing here updates the parameter
                 reshape(param, self.removal.select(name, param.data).clone())
+                param.grad = None if gradient is None else self.removal.select(name, gradient).clone()
         cut_buffers(self.state.module, self.removal)
 
     def _rebuild(self) -> None:

@@ -114,6 +114,8 @@ class WeightsIO:
         found: dict[str, torch.Tensor] = {}
         view = self._state.view()
         view.settle()
+        if self._state.compression is not None:
+            self._state.compression.masks.enforce()
         batches = [[member.param for member in group.members] for group in view.groups] + [list(view.plain.values())]
         names = {id(param): name for name, param in self._state.module.named_parameters()}
         for params in batches:
