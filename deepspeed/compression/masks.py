@@ -118,7 +118,9 @@ class Masks:
         """Put masks of these parameters into force again if they do not hold there, on any rank."""
         if not names:
             return
-        broken = torch.tensor([self._is_broken(name, where) for name in names], dtype=torch.uint8)
+        broken = torch.tensor(
+            [_is_broken(self.owned[name], self.hard.get(name), where) for name in names], dtype=torch.uint8
+        )
         told = self.exchange.rows(broken, "masks that edits have broken").amax(0).tolist()
         again = [name for name, flag in zip(names, told, strict=True) if flag]
         found = [self.owned[name].member for name in again]
@@ -127,20 +129,6 @@ class Masks:
         self.act(again)
         for group in groups.values():
             group.refresh()
-
-    def _is_broken(self, name: str, where: Callable[[ShardGroup], Stored]) -> bool:
-        """Whether a final mask drops an element that is not zero."""
-        owned, packed = self.owned[name], self.hard.get(name)
-        if packed is None:
-            return False
-        with contextlib.ExitStack() as stack:
-            if owned.member is None:
-                values = stack.enter_context(owned.values())
-            else:
-                values = stack.enter_context(where(group_of(owned.member)).borrowed())[owned.span]
-            masked = values.clone()
-            bits.apply(packed, masked)
-            return not torch.equal(masked, values)
 
     def _veil_of(self, group: ShardGroup) -> Any:
         """What masks the copy that a group publishes."""
@@ -259,15 +247,8 @@ class Masks:
             return
         with self.optimizer.shard_of(owned.member).at_hand(changed=True), owned.values(changed=True) as values:
             bits.apply(packed, values)
-            for fragment in self.optimizer.fragments[owned.member.uid]:
-                self._mask_moments(owned, fragment, packed)
-
-    def _mask_moments(self, owned: Owned, fragment: Fragment, packed: torch.Tensor) -> None:
-        if self.optimizer is None:
-            return
-        for value in self.optimizer.optimizer.state.get(fragment.leaf, {}).values():
-            if isinstance(value, torch.Tensor) and value.dim() and value.numel() == owned.high - owned.low:
-                bits.apply(packed, value.view(-1))
+            for moment in owned.moments():
+                bits.apply(packed, moment)
 
     # -- in a checkpoint ----------------------------------------------------------------------------------------------
 
@@ -337,6 +318,20 @@ class Masks:
         """Bytes of the masks on this rank."""
         stores = [*self.kept.values(), *self.hard.values(), *self.veils.values()]
         return sum({packed.data_ptr(): packed.numel() for packed in stores}.values())
+
+
+def _is_broken(owned: Owned, packed: torch.Tensor | None, where: Callable[[ShardGroup], Stored]) -> bool:
+    """Whether a final mask drops an element that is not zero there."""
+    if packed is None:
+        return False
+    with contextlib.ExitStack() as stack:
+        if owned.member is None:
+            values = stack.enter_context(owned.values())
+        else:
+            values = stack.enter_context(where(group_of(owned.member)).borrowed())[owned.span]
+        masked = values.clone()
+        bits.apply(packed, masked)
+        return not torch.equal(masked, values)
 
 
 def _aliases(model: nn.Module) -> dict[str, list[str]]:
