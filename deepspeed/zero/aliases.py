@@ -83,6 +83,11 @@ class Aliases:
         self._quiet = now if self._quiet is None else min(self._quiet, now)
         return now > self._quiet
 
+    def outlived(self) -> bool:
+        """Whether somebody holds the memory of a whole group that some parameter has left by `param.data = …`."""
+        away = sum(member.param.untyped_storage()._cdata != self.key for member in self._group.members)
+        return self._quiet is not None and self.others() > self._quiet - away
+
     def held(self) -> bool:
         """Whether somebody holds a view of the freed group."""
         return self.lent and self.others() > 0

@@ -134,6 +134,8 @@ class ZeroOptimizer:
                         self.optimizer.state[fragment.leaf] = cut_state(state, fragment)
             group["params"] = leaves
             self._leaves += len(leaves)
+        for group in self._whole:
+            group.aliases.noisy()  # nobody else has anything over the memory yet
         self._normed = [shard.bucket for shard in self.shards if shard.members]
         for shard in self.shards:
             shard.store_state()
@@ -284,9 +286,13 @@ class ZeroOptimizer:
         """A parameter changed in place by the user since the last step (weight clipping) updates its master."""
         if member.group.policy.gathers_before_use:
             return
+        group = group_of(member)
+        if member.param.data_ptr() != group.views[member.index].data_ptr() and group.aliases.outlived():
+            group.move_out()
+            group.aliases.noisy()
+            self.shard_of(member).point()
         member.rejoin()
         if member.exposed or member.param._version != member.version:
-            group = group_of(member)
             # A master follows what is written past the version, for as long as somebody may hold a `.data`.
             member.version, member.exposed = member.param._version, group.master is not None and group.aliases.noisy()
             group.import_edits(member)

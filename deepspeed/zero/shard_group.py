@@ -144,6 +144,18 @@ class ShardGroup(LocalShard):
         self.views = [member.flat().view(member.shape) for member in self.members]
         self.aliases = Aliases(self)
 
+    def move_out(self) -> None:
+        """Leave the memory of a whole group to whoever holds it, and go on in memory of its own."""
+        old, views = self.full, self.views
+        self.new_buffer()
+        self.full.copy_(old)
+        span = self.full[self.low : self.high]
+        self.values = Resident(self.values.label, span)
+        for member, before, view in zip(self.members, views, self.views, strict=True):
+            if member.param.data_ptr() == before.data_ptr():
+                member.param.data = view
+                member.address = view.data_ptr()
+
     def _adopt(self) -> None:
         """Copy the values into the full buffer and make the parameters views of it."""
         with self.master.borrowed(changed=True) if self.master is not None else contextlib.nullcontext():

@@ -144,6 +144,53 @@ def exchanged_data(stage: int) -> None:
         assert torch.equal(found[0], values[1]) and torch.equal(found[1], values[0])
 
 
+def averages_exchanged_by_pointer(stage: int, precision: str) -> None:
+    """Weights and their average change places and come back: neither takes the other's values."""
+    import tempfile
+
+    with start(stage, precision=precision) as engine:
+        params = list(engine.module.parameters())
+        averages = [torch.full_like(param, 7.0) for param in params]
+
+        def exchange() -> None:
+            for index, param in enumerate(params):
+                param.data, averages[index] = averages[index], param.data
+
+        back(engine)
+        engine.step()
+        before, weights = masters(engine), [param.detach().clone() for param in params]
+        exchange()
+        assert all(value.eq(7).all() for value in masters(engine).values())
+        folder = [tempfile.mkdtemp()]
+        dist.broadcast_object_list(folder)
+        engine.save_checkpoint(folder[0], tag="averages")
+        assert all(torch.equal(average, weight) for average, weight in zip(averages, weights, strict=True))
+        exchange()
+        assert all(average.eq(7).all() for average in averages)
+        after = masters(engine)
+        bar = 0.0 if precision == "fp32" else 1e-2  # rounded masters come back
+        assert all((after[name] - before[name]).abs().max() <= bar for name in before)
+        back(engine)
+        engine.step()
+        stepped = masters(engine)
+        assert all(average.eq(7).all() for average in averages)
+        assert any(not torch.equal(stepped[name], after[name]) for name in after)
+        assert all(
+            torch.equal(p.detach().float(), stepped[n].to(p.dtype).float()) for n, p in engine.module.named_parameters()
+        )
+
+
+def old_memory_stays(stage: int) -> None:
+    with start(stage) as engine:
+        _, param = first(engine)
+        kept = param.detach()
+        values = kept.clone()
+        param.data = torch.ones(param.shape)
+        back(engine)
+        engine.step()
+        assert torch.equal(kept, values)
+
+
 def frozen(stage: int) -> None:
     from tests.parallel.tiny import tiny
 
@@ -175,9 +222,15 @@ def test_a_graph_of_gradients_changes_nothing(workers: Any, stage: int, accumula
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-@pytest.mark.parametrize("case", [kept_data, exchanged_data])
+@pytest.mark.parametrize("case", [kept_data, exchanged_data, old_memory_stays])
 def test_values_follow_their_data(workers: Any, case: Any, stage: int) -> None:
     workers(RANKS).run(case, stage)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_averages_exchanged_by_pointer(workers: Any, stage: int, precision: str) -> None:
+    workers(RANKS).run(averages_exchanged_by_pointer, stage, precision)
 
 
 def other_rules(stage: int, change: str) -> None:
