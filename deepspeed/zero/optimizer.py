@@ -21,7 +21,7 @@ from deepspeed.zero.norm import explain_overflow, global_norm
 from deepspeed.zero.optimizer_shard import OptimizerShard, whole_state
 from deepspeed.zero.param import is_managed
 from deepspeed.zero.reducer import Reducer
-from deepspeed.zero.shard_group import ShardGroup, group_of
+from deepspeed.zero.shard_group import ShardGroup, edited, group_of
 from deepspeed.zero.waves import update, waves_of
 
 
@@ -255,10 +255,10 @@ class ZeroOptimizer:
             )
 
     def _apply(self, factor: float) -> None:
-        edited = [member for group in self._whole for member in group.edited()]
-        for member in edited:
+        changed = [member for group in self._whole for member in edited(group)]
+        for member in changed:
             member.step_aside()  # read all before any is written: two may have been exchanged
-        for member in edited:
+        for member in changed:
             self.import_edits(member)
         if sum(len(group["params"]) for group in self.optimizer.param_groups) != self._leaves:
             raise OptimizerError(

@@ -398,16 +398,6 @@ class ShardGroup(LocalShard):
         if self.fetch is not None:
             self.fetch.advance(self.channel)
 
-    def edited(self) -> list[Member]:
-        """Members of a gathered group whose values may have been changed, or replaced, by somebody else."""
-        dtype, found = self.dtype, []
-        for member in self.members:
-            param = member.param
-            unseen = member.exposed or param._version != member.version
-            if unseen or param.data_ptr() != member.address or param.dtype != dtype:
-                found.append(member)
-        return found
-
     def start_publish(self) -> Handle | None:
         """Send the updated slice to the other ranks; None when nothing travels."""
         if not self.policy.publishes_after_step or self.axis.size == 1:
@@ -463,6 +453,17 @@ class ShardGroup(LocalShard):
         self.values.drop()
         self.views = []
         self.aliases = Aliases(self)
+
+
+def edited(group: ShardGroup) -> list[Member]:
+    """Members of a gathered group whose values may have been changed, or replaced, by somebody else."""
+    dtype, found = group.dtype, []
+    for member in group.members:
+        param = member.param
+        unseen = member.exposed or param._version != member.version
+        if unseen or param.data_ptr() != member.address or param.dtype != dtype:
+            found.append(member)
+    return found
 
 
 def group_of(member: Member) -> ShardGroup:
