@@ -330,6 +330,7 @@ def _dtypes(accelerator: Any) -> None:
     "LongTensor",
 )
 def _tensor_types(accelerator: Any) -> None:
+    # Written out, and not taken from the package: a table cannot be tested against itself.
     types = {
         "BFloat16Tensor": torch.bfloat16,
         "ByteTensor": torch.uint8,

@@ -289,7 +289,7 @@ class AccumulationWindow:
             purpose: why ranks meet.
             detail: place of the parameter that is read or written, else 0.
             edits: gradients that were changed in place.
-            rates: say learning rates too; stages of a model may have others.
+            rates: say hyperparameters too; stages of a model may have others.
         """
         told = tuple(self.rates()) if rates and purpose in (Purpose.STEP, Purpose.FLUSH) else ()
         own = (self.items, self.ways, purpose, detail, self.seen, self.steps, self.micro, self.loss_scale, edits)

@@ -80,7 +80,8 @@ class ManagedParameter(ClientSurface, Parameter):
         """The mean gradient of the window so far, as plain PyTorch under DDP would show it.
 
         At stages 2 and 3 every rank holds a slice only, so this gathers: all ranks read together. In-place changes of
-        the tensor handed out are taken over by the next `step`.
+        the tensor handed out are taken over before more gradients are added and by `step`; one that comes after more
+        have been added is refused by `step`, on all ranks.
         """
         if TracingContext.try_get() is not None:  # the compiler looks at every parameter; no collective for it
             return None

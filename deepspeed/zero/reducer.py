@@ -161,7 +161,8 @@ class Reducer:
             What the ranks have agreed on.
 
         Raises:
-            UsageError: on all ranks, when they differ in what each of them decides alone; the window is dropped.
+            UsageError: on all ranks, when they differ in what each of them decides alone, or a gradient that was read
+                has been changed after more were added to it; the window is dropped.
         """
         self._adopt_edits()
         for bucket in self.buckets:
