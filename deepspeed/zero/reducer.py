@@ -317,7 +317,10 @@ class Reducer:
             if range_ is not None:
                 at = range_.at - bucket.low
                 place = total[at : at + range_.numel]
-                _ = place.zero_() if flat is None else place.copy_(flat[range_.start : range_.stop])
+                if flat is None:
+                    place.zero_()
+                else:
+                    place.copy_(flat[range_.start : range_.stop])
         bucket.filled = True
 
 
