@@ -432,7 +432,7 @@ class DeepSpeedEngine(EngineSurface, nn.Module):
         self.wait_for_checkpoint()
         self._compressing.stop()
         components = self._components
-        # What is under way is pulled while its owner still serves it, also for a rank that has something to complain of.
+        # What is under way is pulled while its owner still serves it, also where a rank has something to complain of.
         lost = None if components.lifecycle is None else components.lifecycle.wind_up()
         if self._shards_parameters and not components.destroyed and not failing:
             self._feeding.agree(0, "all ranks are done with their engine")
