@@ -148,7 +148,7 @@ class Wire:
             self._fly((leaving, bucket, current))
 
     def _send(self, bucket: Bucket, current: Round, seq: int) -> Handle:
-        group, buffer, axis = bucket.group, current.buffer, bucket.group.axis
+        group, buffer, axis = bucket.group, current.buffer, bucket.group.axis.reductions
         label = f"reduce of {group.name}"
         tag = tag_of(group.channel, EXCHANGE, seq)
         cuts, scratch = group.layout.cuts, self._scratch
@@ -176,7 +176,7 @@ class Wire:
             total = torch.empty(bucket.total.numel, dtype=torch.float32, device=bucket.group.device)
             sum_in_rank_order(parts, total, current.at_owner, add=False)
             self._finished(parts)
-            return self._across_copies(bucket, bucket.group.holders.copies, total, seq)
+            return self._across_copies(bucket, bucket.group.holders.copies.reductions, total, seq)
         leaving = bucket.add(parts, current.at_owner)
         self._finished(parts)
         return leaving
@@ -202,7 +202,7 @@ class Wire:
         sum_in_rank_order(parts, total[low:high], current.at_owner, add=False)
         self._finished(parts)
         tag, label = tag_of(group.channel, SPREAD, seq), f"share of {group.name}"
-        handle = collectives.share(group.axis, total, group.layout.cuts, tag, label)
+        handle = collectives.share(group.axis.reductions, total, group.layout.cuts, tag, label)
         return handle.followed_by(lambda: self._take(bucket, total))
 
     def _take(self, bucket: Bucket, total: torch.Tensor) -> None:

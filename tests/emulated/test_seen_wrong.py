@@ -110,7 +110,6 @@ def test_offloaded_parameters_are_not_copied_on_the_compute_stream(emulated):
         assert copies and rank not in copies, seen.trace  # the default stream has the device's number
 
 
-@pytest.mark.xfail(reason="gathers and reductions share one communicator", strict=True)
 def test_gathers_and_reductions_have_communicators_of_their_own(emulated):
     for seen in emulated(2).run(one_step, Cell(stage=3, ranks=2), True, timeout=LIMIT):
         gathers = {stream for what, stream, *_ in seen.trace if what.startswith("nccl all_gather")}
@@ -125,7 +124,6 @@ def births() -> dict[str, int]:
     return seen.counters
 
 
-@pytest.mark.xfail(reason="the cache is emptied for every group at its birth", strict=True)
 def test_the_cache_is_emptied_once_at_birth(emulated):
     assert emulated(1).run(births, timeout=LIMIT)[0].get("empty_cache", 0) <= 1
 
