@@ -14,6 +14,7 @@ from torch.nn import Parameter
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.collectives import broadcast_tensors
 from deepspeed.comm.fetch import release_abandoned
+from deepspeed.comm.lockstep import Lockstep
 from deepspeed.config import DeepSpeedConfig, Facts
 from deepspeed.engine.offloading import Offload, accumulator_dtype, master_dtype, state_of_group
 from deepspeed.errors import ArgumentError, OptimizerError, SchedulerError, UsageError
@@ -25,6 +26,7 @@ from deepspeed.optim.precision import DTYPES, InputCaster, compute_dtypes
 from deepspeed.zero.accumulation import AccumulationWindow
 from deepspeed.zero.buckets import ReduceSettings
 from deepspeed.zero.exhaustion import suggests_offload
+from deepspeed.zero.gather_order import GatherOrder
 from deepspeed.zero.grouping import GroupingPlan, build_group, cut, named_parameters, plan_groups
 from deepspeed.zero.holders import Axes, Relations, Signature, equalise, find_tied, signatures_of
 from deepspeed.zero.leaf import mark_leaves
@@ -322,7 +324,10 @@ def _lifecycle(model: nn.Module, sharded: list[ShardGroup], config: DeepSpeedCon
     release_abandoned(group.axis for group in sharded)
     for group in sharded:
         group.serve(any_graph)
-    lifecycle = Lifecycle(model, Keeper(sharded, limits))
+    order = None
+    if any(group.fetch is None for group in sharded) and Lockstep.possible(axes.world):
+        order = GatherOrder(axes.world, zero.stage3_check_order, zero.stage3_fixed_graph)
+    lifecycle = Lifecycle(model, Keeper(sharded, limits), order)
     say(lifecycle.bound())
     return lifecycle
 

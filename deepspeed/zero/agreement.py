@@ -60,6 +60,7 @@ class Agreement:
 
     def __init__(self, axes: Axes, buckets: Sequence[Bucket], window: AccumulationWindow, device: torch.device) -> None:
         self._window, self._device = window, device
+        self._gather_order = next((b.group.gather_order for b in buckets if b.group.gather_order is not None), None)
         # Ranks agree on a group with all that have its parameters, and all meet on their axes in one order.
         where = {axes.world, *(bucket.group.holders.everyone for bucket in buckets)}
         self._meetings = [Meeting(axis, axis.channel()) for axis in sorted(where, key=lambda axis: axis.ranks)]
@@ -83,6 +84,8 @@ class Agreement:
             of: the parameter that is read or written, if it is one.
             edits: gradients that were changed in place.
         """
+        if self._gather_order is not None and meeting.axis is self._gather_order.axis:
+            self._gather_order.meet("agreement on gradients")
         row = self._window.row(purpose, of.place if of is not None else 0, edits)
         for bucket in meeting.buckets if meeting.axis.size > 1 else ():
             launches = bucket.launches if bucket.sum is not None else (-1, -1)
