@@ -292,6 +292,7 @@ def reduce_to_owners(
     label: str,
     finish: Callable[[list], Handle | None],
     scratch: Scratch = torch.empty_like,
+    in_rank_order: bool = False,
 ) -> Handle:
     """Bring every rank's contribution to each slice to its owner.
 
@@ -303,10 +304,12 @@ def reduce_to_owners(
         label: for reports.
         finish: called with the contributions in rank order; sums them (`sum_in_rank_order`).
         scratch: makes the buffers to receive into.
+        in_rank_order: also where the backend has a reduction of its own, whose order nobody promises.
     """
     if axis.shared is not None:
         return _read_posts(axis, axis.shared, flat, cuts, tag, label, finish)
-    if not axis.tagged and axis.group is not None and flat.dtype == torch.float32 and is_even(cuts):
+    native = not in_rank_order and not axis.tagged and axis.group is not None
+    if native and flat.dtype == torch.float32 and is_even(cuts):
         own = flat[cuts[axis.rank] : cuts[axis.rank + 1]]
         flat = flat[: cuts[-1]]
         works = post(axis, label, lambda: [_reduce_scatter(own, flat, group=axis.group, async_op=True)])  # in place

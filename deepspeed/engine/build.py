@@ -350,6 +350,7 @@ def _add_optimizer(
         overlap=config.zero.overlap_comm is not False,
         in_flight=config.zero.reduce_bucket_size,
         prescale=1.0 / ranks if config.prescale_gradients else 1.0 / predivide if predivide != 1.0 else None,
+        in_rank_order=config.deterministic_reduction,
         watch_ranks=low,
     )
     axes = components.axes
