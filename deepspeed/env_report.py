@@ -19,6 +19,7 @@ import torch
 from deepspeed import native
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.init import choose_backend
+from deepspeed.comm.whereabouts import backend_settings
 from deepspeed.config.schema import all_keys
 from deepspeed.errors import DeepSpeedError, NotAvailableError
 from deepspeed.version import __version__
@@ -95,6 +96,7 @@ def _accelerator() -> Rows:
         ("fast dtypes", ", ".join(["fp32", *(name for name, is_fast in fast.items() if is_fast)])),
         ("slow dtypes", ", ".join(name for name, is_fast in fast.items() if not is_fast) or "none"),
         ("communication", ", ".join(_backends())),
+        ("set for it", backend_settings() or "nothing (NCCL_*, GLOO_*)"),
     ]
 
 

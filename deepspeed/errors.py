@@ -27,6 +27,10 @@ class UsageError(DeepSpeedError, RuntimeError, AssertionError):
     """A call came at a moment when it cannot be served."""
 
 
+class OrderError(UsageError):
+    """Ranks are about to take part in different collectives, on a backend that would hang or mix their values."""
+
+
 class MeshError(DeepSpeedConfigError, ArgumentError):
     """The mesh of ranks that was asked for contradicts itself, or cannot be made of the ranks that were started."""
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -48,6 +48,12 @@ class Axis:
     abandoned: deque[int] = field(default_factory=deque, repr=False)  # channels served for groups that were dropped
     _channels: itertools.count = field(default_factory=lambda: itertools.count(PUBLIC + 1), repr=False)
     _public: itertools.count = field(default_factory=itertools.count, repr=False)
+    _reductions: Axis | None = field(default=None, repr=False)
+
+    @property
+    def reductions(self) -> Axis:
+        """The same ranks, over the communicator of their own that `separate_reductions` has made; else this axis."""
+        return self._reductions or self
 
     @property
     def size(self) -> int:
@@ -157,6 +163,30 @@ def make_group(ranks: list[int] | None, timeout: timedelta, backend: str | None 
         raise watch.failed(label, error) from error
     finally:
         watch.note_done()
+
+
+def separate_reductions(axes: Iterable[Axis]) -> None:
+    """Give reductions a communicator of their own: one runs its calls in order, so a gather would wait for them.
+
+    Where messages carry tags they pass each other anyway, and nothing is made.
+
+    Args:
+        axes: in any order; the ranks of each call together.
+    """
+    for axis in sorted(set(axes), key=lambda axis: axis.ranks):
+        if axis.tagged or axis._reductions is not None:
+            continue
+        backend = _device_backend(axis.group)
+        if backend in (None, "fake", "mpi"):
+            continue
+        group = make_group(list(axis.ranks), watch.timeout(), backend, use_local_synchronization=True)
+        axis._reductions = replace(axis, group=group)
+
+
+def _device_backend(group: dist.ProcessGroup | None) -> str | None:
+    """What moves the tensors of a group's device; None where nothing does."""
+    devices = [] if group is None else [device for device in group._device_types if device.type != "cpu"]
+    return group._get_backend(devices[0]).name() if group is not None and devices else None
 
 
 def _checked(ranks: Sequence[int], name: str) -> tuple[int, ...]:

@@ -12,8 +12,8 @@
 | all-reduce, fp32   | reduce to owners, share   | –                             | two ranks: the backend's own     |
 | swap (two ranks)   | post, both read           | a message each way            | –                                |
 
-The left column is `comm/shared_memory`, and is taken where ranks share memory. Every entry but the backend's own
-reduce-scatter gives the same bits: the fp32 sum in rank order.
+The left column is `comm/shared_memory`, taken where ranks share memory. All but the backend's own reduce-scatter give
+the same bits: the fp32 sum in rank order.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ from deepspeed.comm import watch
 from deepspeed.comm.axis import Axis
 from deepspeed.comm.logging import comms_logger
 from deepspeed.comm.shared_memory import SharedMemory, Until, sum_natively
+from deepspeed.comm.underway import underway
 
-# Kinds of messages on one channel; with the channel and a sequence number they make the tag.
+# Kinds of messages on one channel.
 EXCHANGE, SPREAD, PULL, READ, SMALL = range(5)
 
 # Tests plant delays here; called with the label before each message, wait and hook.
@@ -40,8 +41,7 @@ PLANTED_DELAY: Callable[[str], None] | None = None
 
 Scratch = Callable[[torch.Tensor], torch.Tensor]
 
-# Sums run over pieces that stay in the second-level cache.
-_BLOCK = 1 << 16
+_BLOCK = 1 << 16  # elements of a sum at once: they stay in the second-level cache
 
 # torch's functions by the newest of their names: the older one warns in a newer torch.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -72,7 +72,7 @@ class Handle:
         label: what is moved, for error reports.
         works: the backend's handles.
         then: called once, when all messages have arrived; may return the handle of a next phase.
-        payload: the tensor that travels, for the comms logger.
+        payload: the tensor that travels.
     """
 
     def __init__(
@@ -86,6 +86,7 @@ class Handle:
         self.axis, self.label, self.works, self.then = axis, label, works, then
         self.done = False
         self._size = payload.numel() * payload.itemsize if payload is not None and works else 0
+        self._on_device = payload if works and not axis.tagged else None
         self._started = time.perf_counter()
         self._waiter: threading.Thread | None = None
         self._failure: RuntimeError | None = None
@@ -129,11 +130,12 @@ class Handle:
             watch.note_done()
             if self._failure is not None:
                 raise watch.failed(self.label, self._failure, list(self.axis.ranks)) from self._failure
-        operation = self.label.partition(" ")[0]
-        if self._size and comms_logger.wants(operation, False):
+        if self._on_device is not None:
+            underway.add(self.label, self._on_device)
+        if self._size and comms_logger.wants(operation := self.label.partition(" ")[0], False):
             seconds = time.perf_counter() - self._started
             comms_logger.record(operation, self._size, self.axis.size, seconds, self.label)
-        self.done, self.works = True, []
+        self.done, self.works, self._on_device = True, [], None
         then, self.then = self.then, None
         return then() if then is not None else None
 
@@ -290,6 +292,7 @@ def reduce_to_owners(
     label: str,
     finish: Callable[[list], Handle | None],
     scratch: Scratch = torch.empty_like,
+    in_rank_order: bool = False,
 ) -> Handle:
     """Bring every rank's contribution to each slice to its owner.
 
@@ -301,10 +304,12 @@ def reduce_to_owners(
         label: for reports.
         finish: called with the contributions in rank order; sums them (`sum_in_rank_order`).
         scratch: makes the buffers to receive into.
+        in_rank_order: also where the backend has a reduction of its own, whose order nobody promises.
     """
     if axis.shared is not None:
         return _read_posts(axis, axis.shared, flat, cuts, tag, label, finish)
-    if not axis.tagged and axis.group is not None and flat.dtype == torch.float32 and is_even(cuts):
+    native = not in_rank_order and not axis.tagged and axis.group is not None
+    if native and flat.dtype == torch.float32 and is_even(cuts):
         own = flat[cuts[axis.rank] : cuts[axis.rank + 1]]
         flat = flat[: cuts[-1]]
         works = post(axis, label, lambda: [_reduce_scatter(own, flat, group=axis.group, async_op=True)])  # in place
@@ -361,7 +366,6 @@ def spread(axis: Axis, full: torch.Tensor, cuts: Sequence[int], tag: int, label:
             works = [group.recv([slices[r]], r, tag) for r in axis.peers if slices[r].numel()]
             return works + [group.send([own], r, tag) for r in axis.peers if own.numel()]
         if len({s.numel() for s in slices}) == 1:
-            # In place, but for gloo, which is given small tables of the host.
             return [_all_gather(full[: cuts[-1]], own if full.is_cuda else own.clone(), group=group, async_op=True)]
         return [
             dist.broadcast(s, src=axis.ranks[r], group=group, async_op=True) for r, s in enumerate(slices) if s.numel()
@@ -463,6 +467,7 @@ def broadcast(axis: Axis, flat: torch.Tensor, src: int, label: str) -> None:
     elif group is not None:
         works = post(axis, label, lambda: [dist.broadcast(flat, src=axis.ranks[src], group=group, async_op=True)])
         wait_all(axis, label, works)
+        underway.add(label, flat)
 
 
 def broadcast_tensors(axis: Axis, tensors: Sequence[torch.Tensor], label: str, chunk: int = 1 << 23) -> None:

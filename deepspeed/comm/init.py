@@ -163,10 +163,18 @@ def _adopt(rank: int, size: int) -> None:
             "Leave the arguments out to adopt it."
         )
     group = dist.distributed_c10d._get_default_group()
-    options = [group._get_backend(device).options for device in group._device_types]
-    limits = [option._timeout for option in options if option is not None]
-    if limits:  # a fake group, which plans without communicating, has none and needs no watch
+    backends = [group._get_backend(device) for device in group._device_types]
+    if any(backend.name() != "fake" for backend in backends):  # which plans without communicating: no need of a watch
+        limits = [_limit_of(backend) for backend in backends]
         watch.start(dist.distributed_c10d._get_default_store(), here, world, max(limits))
+
+
+def _limit_of(backend: Any) -> timedelta:
+    """How long a collective of a backend may take; the default where it does not say."""
+    try:
+        return backend.options._timeout
+    except (AttributeError, RuntimeError):  # no options, none that Python sees, or a base class that refuses
+        return default_timeout()
 
 
 def _leave() -> None:

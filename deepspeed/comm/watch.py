@@ -19,7 +19,8 @@ import torch.distributed as dist
 
 from deepspeed.comm.agreement import agreement
 from deepspeed.comm.status_page import INSIDE, LEFT, OUTSIDE, StatusPage, boot, describe, neighbour
-from deepspeed.comm.whereabouts import whereabouts
+from deepspeed.comm.underway import underway
+from deepspeed.comm.whereabouts import backend_settings, whereabouts
 from deepspeed.errors import CommError, CommTimeoutError
 
 # [Note: the watch]
@@ -41,6 +42,8 @@ GRACE_S = 1.0  # how long a rank that was told may take to end by its own except
 LET_GO_S = 1.0  # how long the end of the process waits for the backend's threads
 FAREWELL_S = 1.5  # how long rank 0 waits until the others can do without the store
 DEFAULT_TIMEOUT = timedelta(minutes=10)
+_OF_LIMIT = 0.9  # of the timeout, for a device's messages: at the timeout NCCL ends the process, in its own words
+
 
 _ENDING = "ending"
 _ADVICE = (
@@ -195,7 +198,10 @@ def timeout() -> timedelta:
 
 
 def _full(what: str, report: str) -> str:
-    return f"{what}\nThe last collective of each rank:\n{report}\n{_ADVICE}"
+    settings = backend_settings()
+    return f"{what}\nThe last collective of each rank:\n{report}\n{_ADVICE}" + (
+        f"\nSet: {settings}" if settings else ""
+    )
 
 
 def _line(rank: int, page: bytes | mmap | None, answered: bool) -> str:
@@ -208,6 +214,12 @@ def _line(rank: int, page: bytes | mmap | None, answered: bool) -> str:
     if not answered:
         return f"  rank {rank}: no answer (process gone or stuck); last {'in' if state == INSIDE else 'after'} {where}"
     return f"  rank {rank}: in {where}" if state == INSIDE else f"  rank {rank}: in no collective, after {where}"
+
+
+def _whereabouts() -> str:
+    """Where the main thread is, and what the device has not finished."""
+    late = underway.oldest()
+    return whereabouts() + (f", the device waits for '{late[0]}'" if late is not None else "")
 
 
 class _Watcher(threading.Thread):
@@ -281,9 +293,8 @@ class _Watcher(threading.Thread):
             _here.page.turn(LEFT)
             self._with_store(self._say_goodbye)
             return True
-        if self._hangs():
-            where, _ = describe(_here.page.snapshot())
-            what = f"rank {self._rank} still waits in {where}; the limit is {_here.timeout.total_seconds():g} s"
+        what = self._trouble()
+        if what is not None:
             self._sound(what)
             self._end_process(what)
             return True
@@ -300,12 +311,20 @@ class _Watcher(threading.Thread):
         self._end_process(f"rank {self._rank} was told: {alarm}")
         return True
 
-    def _hangs(self) -> bool:
-        """Whether the main thread has been in one collective for longer than the timeout."""
-        number, now = _here.page.number, time.monotonic()
+    def _trouble(self) -> str | None:
+        """What has lasted for longer than the timeout: a collective, or a message that only the device waits for."""
+        number, now, limit = _here.page.number, time.monotonic(), _here.timeout.total_seconds()
         if number != self._collective[0] or not _here.page.inside:
             self._collective = (number, now)
-        return now - self._collective[1] > _here.timeout.total_seconds()
+        if now - self._collective[1] > limit:
+            return f"rank {self._rank} still waits in {describe(_here.page.snapshot())[0]}; the limit is {limit:g} s"
+        late = underway.oldest()
+        if late is not None and late[1] > _OF_LIMIT * limit:
+            return (
+                f"the device of rank {self._rank} still waits for '{late[0]}', {late[1]:.1f} s ago; the limit is "
+                f"{_OF_LIMIT * limit:g} s, before the backend of the device ends the process"
+            )
+        return None
 
     def _introduce(self, store: Store) -> None:
         """Offer this rank's page to the others on the machine."""
@@ -345,13 +364,13 @@ class _Watcher(threading.Thread):
             answered = rank == self._rank or rank in self._answered
             heard = _here.page.snapshot() if rank == self._rank else self._heard.get(rank)
             line = _line(rank, heard if answered else self._neighbours.get(rank, heard), answered)
-            where = whereabouts() if rank == self._rank else self._where.get(rank)
+            where = _whereabouts() if rank == self._rank else self._where.get(rank)
             lines.append(f"{line} ({where})" if where else line)
         return "\n".join(lines)
 
     def _hear(self, store: Store) -> None:
         """Answer, and wait at most `ANSWER_S` seconds for the answers of the listed ranks."""
-        store.set(f"where/{self._rank}", whereabouts())
+        store.set(f"where/{self._rank}", _whereabouts())
         store.set(f"answer/{self._rank}", _here.page.snapshot())
         end = time.monotonic() + ANSWER_S
         answers = [f"answer/{rank}" for rank in self._ranks]

@@ -16,6 +16,12 @@ _LIBRARIES = tuple(
 )
 
 
+def backend_settings() -> str:
+    """The variables of this process's environment that change how NCCL or gloo work, in one line; "" without any."""
+    found = sorted(name for name in os.environ if name.startswith(("NCCL_", "TORCH_NCCL_", "GLOO_", "TP_SOCKET_")))
+    return ", ".join(f"{name}={os.environ[name]}" for name in found)
+
+
 def whereabouts() -> str:
     """`host, file:line` of the innermost frame of the main thread that is the user's; taken by another thread."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)

@@ -14,6 +14,7 @@ from torch.nn import Parameter
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.collectives import broadcast_tensors
 from deepspeed.comm.fetch import release_abandoned
+from deepspeed.comm.lockstep import Lockstep
 from deepspeed.config import DeepSpeedConfig, Facts
 from deepspeed.engine.offloading import Offload, accumulator_dtype, master_dtype, state_of_group
 from deepspeed.errors import ArgumentError, OptimizerError, SchedulerError, UsageError
@@ -25,6 +26,7 @@ from deepspeed.optim.precision import DTYPES, InputCaster, compute_dtypes
 from deepspeed.zero.accumulation import AccumulationWindow
 from deepspeed.zero.buckets import ReduceSettings
 from deepspeed.zero.exhaustion import suggests_offload
+from deepspeed.zero.gather_order import GatherOrder
 from deepspeed.zero.grouping import GroupingPlan, build_group, cut, named_parameters, plan_groups
 from deepspeed.zero.holders import Axes, Relations, Signature, equalise, find_tied, signatures_of
 from deepspeed.zero.leaf import mark_leaves
@@ -302,10 +304,13 @@ def _groups(
         state = state_of_group(config, (own, layout), holders.shard.rank, (dtype, master), optimizer)
         planned.append((holders, own, members, (dtype, master), offload.place(state), state))
     offload.announce([(state, tiers) for *_, tiers, state in planned])
+    born = any(is_managed(param) for param in names)
     groups = [
         build_group(holders, own, members, names, plan, dtypes, tiers)
         for holders, own, members, dtypes, tiers, _ in planned
     ]
+    if born and groups[0].device.type != "cpu":  # whole blocks are free now, which hold nothing but holes
+        get_accelerator().empty_cache()
     places = {param: place for place, param in enumerate(names)}
     for member in (member for group in groups for member in group.members):
         member.place = places[member.param]
@@ -319,7 +324,10 @@ def _lifecycle(model: nn.Module, sharded: list[ShardGroup], config: DeepSpeedCon
     release_abandoned(group.axis for group in sharded)
     for group in sharded:
         group.serve(any_graph)
-    lifecycle = Lifecycle(model, Keeper(sharded, limits))
+    order = None
+    if any(group.fetch is None for group in sharded) and Lockstep.possible(axes.world):
+        order = GatherOrder(axes.world, zero.stage3_check_order, zero.stage3_fixed_graph)
+    lifecycle = Lifecycle(model, Keeper(sharded, limits), order)
     say(lifecycle.bound())
     return lifecycle
 
@@ -342,6 +350,7 @@ def _add_optimizer(
         overlap=config.zero.overlap_comm is not False,
         in_flight=config.zero.reduce_bucket_size,
         prescale=1.0 / ranks if config.prescale_gradients else 1.0 / predivide if predivide != 1.0 else None,
+        in_rank_order=config.deterministic_reduction,
         watch_ranks=low,
     )
     axes = components.axes

@@ -93,6 +93,7 @@ class Agreement:
 
     def __init__(self, axes: Axes, buckets: Sequence[Bucket], window: AccumulationWindow, device: torch.device) -> None:
         self._window, self._device = window, device
+        self._gather_order = next((b.group.gather_order for b in buckets if b.group.gather_order is not None), None)
         # Ranks agree on a group with all that have its parameters, and all meet on their axes in one order.
         where = {axes.world, *(bucket.group.holders.everyone for bucket in buckets)}
         self._meetings = [Meeting(axis, axis.channel()) for axis in sorted(where, key=lambda axis: axis.ranks)]
@@ -117,6 +118,8 @@ class Agreement:
             edits: gradients that were changed in place.
             revision: of the gradients of this rank.
         """
+        if self._gather_order is not None and meeting.axis is self._gather_order.axis:
+            self._gather_order.meet("agreement on gradients")
         if meeting.as_of != revision:
             alone = meeting.axis.size == 1
             meeting.told = b"" if alone else b"".join(bucket.row() for bucket in meeting.buckets)

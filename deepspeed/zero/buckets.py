@@ -37,6 +37,7 @@ class ReduceSettings:
         overlap: send while backward still runs (`zero_optimization.overlap_comm`).
         in_flight: elements that may be on the wire at once (`reduce_bucket_size`).
         prescale: factor applied before the wire to low-precision gradients (`prescale_gradients`); None: after it.
+        in_rank_order: sum fp32 in rank order where the backend has a reduction of its own (`deterministic_reduction`).
         watch_ranks: be able to tell which rank sent non-finite values.
     """
 
@@ -46,6 +47,7 @@ class ReduceSettings:
     overlap: bool = True
     in_flight: int = 500_000_000
     prescale: float | None = None
+    in_rank_order: bool = False
     watch_ranks: bool = False
 
 

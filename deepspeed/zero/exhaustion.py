@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 from collections.abc import Iterator
 
 import torch
 
+from deepspeed.accelerator import get_accelerator
 from deepspeed.errors import MemoryExhaustedError
 
+_MUCH = 0.1  # of what torch holds of a device, in pieces
 _WORDS = ("can't allocate memory", "out of memory", "not enough memory", "Cannot allocate memory")
 
 
@@ -46,5 +49,18 @@ def exhausted(doing: str, error: BaseException) -> MemoryExhaustedError:
         f"memory ran out while {doing} ({str(error).strip().splitlines()[0]}). Move training state away: "
         f'zero_optimization.offload_optimizer.device "cpu" or "nvme" takes master weights, gradient sums and optimizer '
         f"state from stage 1 on; at stage 3 zero_optimization.offload_param does the same for parameters, with "
-        f"zero.Init(remote_device=…) from birth on"
+        f"zero.Init(remote_device=…) from birth on{_advice_on_pieces()}"
+    )
+
+
+def _advice_on_pieces() -> str:
+    """What helps where torch holds much of the device in pieces too small to be lent."""
+    accelerator = get_accelerator()
+    held, used = accelerator.memory_reserved(), accelerator.memory_allocated()
+    settings = os.environ.get("PYTORCH_ALLOC_CONF", "") + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    if accelerator.device_name() != "cuda" or held - used < _MUCH * held or "expandable_segments" in settings:
+        return ""
+    return (
+        f". Of {held / 2**30:.2f} GiB that torch holds of the device, {(held - used) / 2**30:.2f} are in pieces that "
+        f"nothing fitted into: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True joins them"
     )

@@ -162,6 +162,7 @@ def build_group(
     if born:
         for group in born:
             group.drop()
-        # Many small buffers have been freed: without this their pages stay with the process.
-        get_accelerator().empty_cache()
+        if made.device.type == "cpu":
+            # Many small buffers have been freed: without this their pages stay with the process.
+            get_accelerator().empty_cache()
     return made

@@ -171,7 +171,7 @@ class Init:
         for buffer in module._buffers.values():
             if buffer is not None and buffer.device.type != "meta":
                 broadcast_tensors(self.axis, [buffer], f"birth of a buffer of {type(module).__name__}")
-        if self._unshared > _TRIM_AFTER:
+        if self._unshared > _TRIM_AFTER and self.device.type == "cpu":  # a device's allocator lends them out again
             self._unshared = 0
             get_accelerator().empty_cache()
 

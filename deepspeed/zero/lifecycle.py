@@ -23,6 +23,7 @@ from deepspeed.comm import collectives
 from deepspeed.errors import ShardedParameterError
 from deepspeed.foundation.tree import tensors_in
 from deepspeed.zero import aliases
+from deepspeed.zero.gather_order import GatherOrder
 from deepspeed.zero.param import is_managed
 from deepspeed.zero.prefetch import Keeper, Trace
 from deepspeed.zero.shard_group import ShardGroup, State
@@ -115,10 +116,11 @@ class Lifecycle:
     Args:
         module: the root.
         keeper: the groups and the limits.
+        gather_order: compares what ranks gather; None where gathers are one-sided, or carry names.
     """
 
-    def __init__(self, module: nn.Module, keeper: Keeper) -> None:
-        self.module, self.keeper = module, keeper
+    def __init__(self, module: nn.Module, keeper: Keeper, gather_order: GatherOrder | None = None) -> None:
+        self.module, self.keeper, self.gather_order = module, keeper, gather_order
         self.units: dict[nn.Module, list[ShardGroup]] = {}
         self.depth = 0  # forward passes running right now
         self.running: list[nn.Module] = []  # units whose forward is on the stack
@@ -134,7 +136,7 @@ class Lifecycle:
         self._find_units(set(repeated_blocks(module)))
         self.attach()
         for group in keeper.groups:
-            group.lifecycle = self
+            group.lifecycle, group.gather_order = self, gather_order
 
     def _find_units(self, blocks: set[nn.Module]) -> None:
         def visit(module: nn.Module, unit: nn.Module | None) -> None:
@@ -229,7 +231,10 @@ class Lifecycle:
 
     def _begin_pass(self, first: nn.Module) -> None:
         """The order of the last pass that began like this one is expected."""
-        self.keeper.trace.restart((first, torch.is_grad_enabled()))
+        kind = (first, torch.is_grad_enabled())
+        self.keeper.trace.restart(kind)
+        if self.gather_order is not None:
+            self.gather_order.begin(kind)
         self._with_grad, self._turned = torch.is_grad_enabled(), False
         self._alone.clear()
 
@@ -358,6 +363,8 @@ class Lifecycle:
         for group in self.keeper.groups:
             group.users = 0
         self.keeper.free_idle()
+        if self.gather_order is not None:
+            self.gather_order.step()
         for group in self.keeper.groups:
             group.aliases.refuse_lost_writes()
             group.aliases.refuse_stale()

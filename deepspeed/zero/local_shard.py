@@ -38,6 +38,7 @@ class LocalShard:
     master: Stored | None = None
     low: int
     high: int
+    _staged: torch.Tensor | None = None
     veil: Callable[[torch.Tensor], None] | None = None  # masks the values that are made of a master
 
     def settle_values(self, values: torch.Tensor) -> None:
@@ -129,6 +130,36 @@ class LocalShard:
                 else:
                     mover_of(self.device).deliver(values, master, self.tiers.optimizer.pool)
         self.draw_veil()
+
+    def stage_rounded(self, keeps: bool) -> torch.Tensor | None:
+        """A host buffer for rounded masters of values on a device, until `deliver_staged`; None where none is lent.
+
+        Args:
+            keeps: not all of it will be written: it must hold what the values hold.
+        """
+        pool = self.tiers.optimizer.pool
+        if pool is None or self.master is None:
+            return None
+        self._staged = pool.take(self.values.numel * self.dtype.itemsize).view(self.dtype)
+        if keeps:
+            with self.master.borrowed() as master:
+                self._staged.copy_(master)
+        return self._staged
+
+    def deliver_staged(self) -> None:
+        """Send what was staged to the values, without waiting; the current stream sees it."""
+        staged, self._staged = self._staged, None
+        if staged is not None and self.tiers.optimizer.pool is not None:
+            with self.values.borrowed(changed=True, read=False) as values:
+                arrival = mover_of(self.device).copy(values, staged)
+            arrival.before_current()
+            self.tiers.optimizer.pool.put(staged, after=arrival)
+
+    def drop_staged(self) -> None:
+        """The update was given up before anything was delivered."""
+        staged, self._staged = self._staged, None
+        if staged is not None and self.tiers.optimizer.pool is not None:
+            self.tiers.optimizer.pool.put(staged)
 
     def draw_veil(self) -> None:
         """Mask the values that were made of the master."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from deepspeed.comm import collectives
+from deepspeed.comm.axis import separate_reductions
 from deepspeed.comm.collectives import READ
 from deepspeed.errors import UsageError
 from deepspeed.foundation.log import warn_once
@@ -47,6 +48,7 @@ class Reducer:
         self.on_complete: Callable[[ShardGroup], None] | None = None  # all gradients of a group are here
         largest = max((g.numel for g in groups), default=0)
         self.device = groups[0].device if groups else torch.device("cpu")
+        separate_reductions(axis for g in groups for axis in (g.axis, g.holders.copies) if axis is not None)
         self.wire = Wire(settings, largest, self.device)
         self._agreement = Agreement(axes, self.buckets, window, self.device)
         for meeting in self._agreement.meetings():

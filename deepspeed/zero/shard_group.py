@@ -22,6 +22,7 @@ from deepspeed.storage.mover import Arrival, mover_of
 from deepspeed.storage.resident import RESIDENT, Resident
 from deepspeed.storage.tier import Stored
 from deepspeed.zero.aliases import Aliases
+from deepspeed.zero.gather_order import GatherOrder
 from deepspeed.zero.holders import Holders
 from deepspeed.zero.layout import Layout
 from deepspeed.zero.local_shard import LocalShard
@@ -97,6 +98,7 @@ class ShardGroup(LocalShard):
         self.fetch: FetchService | SharedSlices | None = None
         self._dropped: weakref.finalize | None = None
         self.lifecycle: Gatherer | None = None  # of the engine that gathers it
+        self.gather_order: GatherOrder | None = None  # where messages of a device carry no names
         self.observer: Callable[[ShardGroup], None] | None = None  # told when the state has changed
         self._handle: Handle | None = None
         self._arrival: Arrival | None = None  # the own slice, on its way from another device
@@ -208,10 +210,9 @@ class ShardGroup(LocalShard):
         if self.fetch is not None:
             self._handle = self.fetch.pull(self.channel, self.full, cuts, label)
         else:
-            tag = tag_of(self.channel, SPREAD, next(self._seq))
             # Behind the copy of the own slice, which what is computed meanwhile need not wait for.
             with contextlib.nullcontext() if arrival is None else arrival.stream():
-                self._handle = spread(self.axis, self.full, cuts, tag, label)
+                self._handle = _gather(self, label)
         self._arrival = arrival
         self.state = State.INFLIGHT
 
@@ -274,8 +275,7 @@ class ShardGroup(LocalShard):
         if self.fetch is not None:
             self.fetch.pull(self.channel, self.full, self.layout.cuts, label).wait()
         else:
-            tag = tag_of(self.channel, SPREAD, next(self._seq))
-            spread(self.axis, self.full, self.layout.cuts, tag, label).wait()
+            _gather(self, label).wait()
         self.aliases.snap()
 
     def retain(self) -> None:
@@ -438,7 +438,7 @@ class ShardGroup(LocalShard):
             self.fetch = None
         if self._dropped is not None:
             self._dropped.detach()
-        self.lifecycle = self.observer = None
+        self.lifecycle = self.observer = self.gather_order = None
         if self.master is not None:
             self.master.drop()
             self.master = None
@@ -453,6 +453,13 @@ class ShardGroup(LocalShard):
         self.values.drop()
         self.views = []
         self.aliases = Aliases(self)
+
+
+def _gather(group: ShardGroup, label: str) -> Handle:
+    """Start the collective that brings every slice of a group to all ranks of its axis."""
+    if group.gather_order is not None:
+        group.gather_order.before(group)
+    return spread(group.axis, group.full, group.layout.cuts, tag_of(group.channel, SPREAD, next(group._seq)), label)
 
 
 def edited(group: ShardGroup) -> list[Member]:

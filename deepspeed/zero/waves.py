@@ -94,8 +94,13 @@ class Wave:
         keeps = len(self.touched) < sum(len(shard.fragments) for shard in self.shards)  # some have no gradient
         for group in groups:
             on_host = group.values.memory is None or group.values.memory.device.type == "cpu"
-            if on_host and group.dtype.itemsize < torch.float32.itemsize:
+            if group.dtype.itemsize >= torch.float32.itemsize:
+                continue
+            if on_host:
                 rounded[id(group)] = stack.enter_context(group.values.borrowed(changed=True, read=keeps))
+            elif (staged := group.stage_rounded(keeps)) is not None:
+                rounded[id(group)] = staged
+                stack.callback(group.drop_staged)
         folds = {}
         for fragment in self.touched:
             gradient = fragment.gradient(totals[id(fragment.bucket)])
@@ -208,6 +213,7 @@ def start_publish(groups: Sequence[ShardGroup], rounded: bool = False) -> list[H
         if not rounded:
             group.round_masters()
         else:
+            group.deliver_staged()
             group.draw_veil()
         handle = group.start_publish()
         if handle is not None:

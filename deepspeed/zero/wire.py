@@ -148,10 +148,10 @@ class Wire:
             self._fly((leaving, bucket, current))
 
     def _send(self, bucket: Bucket, current: Round, seq: int) -> Handle:
-        group, buffer, axis = bucket.group, current.buffer, bucket.group.axis
+        group, buffer, axis = bucket.group, current.buffer, bucket.group.axis.reductions
         label = f"reduce of {group.name}"
         tag = tag_of(group.channel, EXCHANGE, seq)
-        cuts, scratch = group.layout.cuts, self._scratch
+        cuts, scratch, ordered = group.layout.cuts, self._scratch, self.settings.in_rank_order
 
         def add(parts: list[torch.Tensor]) -> Handle | None:
             return self._add(bucket, parts, current, seq)
@@ -160,7 +160,7 @@ class Wire:
             return self._share(bucket, parts, current, seq)
 
         if not bucket.whole:
-            return collectives.reduce_to_owners(axis, buffer, cuts, tag, label, add, scratch)
+            return collectives.reduce_to_owners(axis, buffer, cuts, tag, label, add, scratch, ordered)
         # In place where the buffer is the accumulator: while peers read a posted buffer, nobody else may write to it.
         exact = current.at_owner == 1.0 and (buffer.dtype == torch.float32 or not current.pooled)
         if exact and collectives.can_all_reduce(axis, buffer.dtype):
@@ -168,7 +168,7 @@ class Wire:
             return collectives.all_reduce_sum(axis, buffer, cuts, tags, label, lambda: self._take(bucket, buffer))
         if axis.size == 2 and axis.tagged:
             return collectives.swap(axis, buffer, tag, label, add, scratch)
-        return collectives.reduce_to_owners(axis, buffer, cuts, tag, label, share, scratch)
+        return collectives.reduce_to_owners(axis, buffer, cuts, tag, label, share, scratch, ordered)
 
     def _add(self, bucket: Bucket, parts: list[torch.Tensor], current: Round, seq: int) -> Handle | None:
         """The owner has all contributions: sum them into the accumulator."""
@@ -176,7 +176,7 @@ class Wire:
             total = torch.empty(bucket.total.numel, dtype=torch.float32, device=bucket.group.device)
             sum_in_rank_order(parts, total, current.at_owner, add=False)
             self._finished(parts)
-            return self._across_copies(bucket, bucket.group.holders.copies, total, seq)
+            return self._across_copies(bucket, bucket.group.holders.copies.reductions, total, seq)
         leaving = bucket.add(parts, current.at_owner)
         self._finished(parts)
         return leaving
@@ -202,7 +202,7 @@ class Wire:
         sum_in_rank_order(parts, total[low:high], current.at_owner, add=False)
         self._finished(parts)
         tag, label = tag_of(group.channel, SPREAD, seq), f"share of {group.name}"
-        handle = collectives.share(group.axis, total, group.layout.cuts, tag, label)
+        handle = collectives.share(group.axis.reductions, total, group.layout.cuts, tag, label)
         return handle.followed_by(lambda: self._take(bucket, total))
 
     def _take(self, bucket: Bucket, total: torch.Tensor) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tests.emulated import runs
-from tests.emulated.cells import Cell, others, pairwise
+from tests.emulated.cells import VALUES, Cell, others, pairwise
 from tests.emulated.needs import LIMIT, need_compiler
 
 need_compiler()
@@ -41,6 +43,30 @@ def test_losses_are_the_cpus(workers, emulated, cell):
 @pytest.mark.parametrize("cell", others(60), ids=str)
 def test_losses_are_the_cpus_in_other_cells(workers, emulated, cell):
     expect_parity(cell, workers, emulated)
+
+
+TIERS = {1: VALUES["tier"][:3], 2: VALUES["tier"][:3], 3: VALUES["tier"]}
+
+
+def expect_the_same_on_every_tier(emulated, cell: Cell, tiers: tuple[str, ...]) -> None:
+    found = {tier: emulated(cell.ranks).run(runs.train, replace(cell, tier=tier), timeout=LIMIT) for tier in tiers}
+    losses = {tier: [rank.losses for rank in ranks] for tier, ranks in found.items()}
+    assert [report for ranks in found.values() for rank in ranks for report in rank.reports] == []
+    assert all(each == losses["device"] for each in losses.values()), losses
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_losses_in_low_precision_are_the_same_on_every_tier(emulated, dtype):
+    expect_the_same_on_every_tier(emulated, Cell(stage=3, ranks=2, dtype=dtype), ("device", "cpu", "nvme-nvme"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("small_buckets", [False, True])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_losses_in_low_precision_are_the_same_on_all_tiers(emulated, stage, dtype, small_buckets):
+    cell = Cell(stage=stage, ranks=2, dtype=dtype, accumulation=2, small_buckets=small_buckets)
+    expect_the_same_on_every_tier(emulated, cell, TIERS[stage])
 
 
 def test_the_cover_is_one():

@@ -110,8 +110,11 @@ class Zero(Section):
     )
     stage3_fixed_graph: bool = key(
         False,
-        "all ranks always run the same modules, so they need not agree on the next one",
+        "a promise: all ranks always run the same modules in the same order, and need not agree on the next one",
         aliases=["fixed_graph"],
+    )
+    stage3_check_order: bool = key(
+        False, "on devices, compare the order of gathers in every step, not only in the first ten and where it changes"
     )
     compute_grad_norm: bool = key(True, "false skips the global gradient norm; needs gradient_clipping 0")
     ignore_unused_parameters: bool = key(True, "false: a parameter without a gradient is an error")

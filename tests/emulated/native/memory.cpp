@@ -46,6 +46,11 @@ Lock::~Lock() {
   depth--;
   state_mutex.unlock();
 }
+TryLock::TryLock() : held(state_mutex.try_lock()) { depth += held; }
+TryLock::~TryLock() {
+  depth -= held;
+  if (held) state_mutex.unlock();
+}
 bool locked_here() { return depth > 0; }
 
 void without_gil(const std::function<void()>& wait) {

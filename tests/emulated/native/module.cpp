@@ -35,6 +35,7 @@ PYBIND11_MODULE(_emulated_device, m) {
     else if (name == "trace") settings.trace = value;
     else throw py::key_error(name);
   });
+  m.def("is_over", [](int64_t event) { return !event || is_over(*(EventState*)event); });
   m.def("watch_host", &watch_host);
   m.def("host_use", [](const Tensor& tensor, bool write, const std::string& what) {
     if (!tensor.is_cuda() && tensor.numel()) host_use(range_of(tensor), write, what, here());

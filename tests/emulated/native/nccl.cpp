@@ -94,7 +94,8 @@ bool EmulatedWork::wait(std::chrono::milliseconds) {
   int id = current_stream(stream(stream_).device);
   merge(stream(id).seen, end_);
   auto done = done_;
-  push(id, [done] { without_gil([&] { done.get(); }); });
+  push(id, [done] { without_gil([&] { done.get(); }); }, {},
+       [done] { return done.wait_for(std::chrono::seconds(0)) != std::future_status::timeout; });
   counters["nccl.wait"]++;
   dropped.swap(held_);
   return true;

@@ -75,7 +75,7 @@ class EmulatedNCCL : public c10d::Backend {
   c10::intrusive_ptr<c10d::Backend::Options> getBackendOptions() override { return options_; }
   bool supportsCoalescing() const override { return true; }
   void setSequenceNumberForGroup() override {}
-  uint64_t getSequenceNumberForGroup() override { return lane(-1).calls; }
+  uint64_t getSequenceNumberForGroup() override { Lock lock; return lane(-1).calls; }
   void setTimeout(std::chrono::milliseconds) override {}
   void startCoalescing() override;
   WorkRef endCoalescing() override;

@@ -6,6 +6,7 @@
 #include <c10/core/Stream.h>
 
 #include <array>
+#include <atomic>
 #include <cstdint>
 #include <deque>
 #include <functional>
@@ -55,6 +56,11 @@ class Lock {
  public:
   Lock();
   ~Lock();
+};
+struct TryLock {
+  TryLock();
+  ~TryLock();
+  bool held;
 };
 bool locked_here();
 void without_gil(const std::function<void()>& wait);  // for waits that may be long
@@ -128,15 +134,18 @@ struct Late {
   int64_t number;
   std::function<void()> run;
   std::vector<Range> touches;
+  std::function<bool()> over;  // whether running it would not block; none: it would not
 };
 struct StreamState {
   int id, device;
   std::deque<Late> late;
   int64_t issued = 0, done = 0;
+  std::atomic<int64_t> pending{INT64_MAX};  // the first that has not been run to its end; readable without the lock
   Clock seen;
 };
 struct EventState {
   int stream = -1;
+  const StreamState* on = nullptr;
   int64_t number = 0;
   Clock seen;
   int asked = 0;
@@ -150,7 +159,7 @@ void set_device(int device);
 int current_stream(int device = -1);  // of this thread
 int exchange_stream(int device, int id);
 void flush(int id, int64_t up_to = INT64_MAX);  // run what is late
-int64_t push(int id, std::function<void()> run, std::vector<Range> touches = {});
+int64_t push(int id, std::function<void()> run, std::vector<Range> touches = {}, std::function<bool()> over = {});
 bool is_late(const Range& range);  // whether something that is late touches it
 void flush_touching(const Range& range);
 void advance(int id);              // one more point in a stream's time
@@ -163,6 +172,7 @@ void host_use(const Range& range, bool write, const std::string& what, const Sit
 void record(EventState& event, int id);
 void wait_for(const EventState& event, int id);
 bool query(EventState& event);
+bool is_over(const EventState& event);  // for an onlooker: changes nothing and never blocks
 void synchronize_event(const EventState& event, const Site& site);
 void synchronize_stream(int id, const Site& site);
 void synchronize_device(int device, const Site& site);

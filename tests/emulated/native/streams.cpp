@@ -64,11 +64,13 @@ void flush(int id, int64_t up_to) {
     on.late.pop_front();
     late.run();
     on.done = std::max(on.done, late.number);
+    on.pending = on.late.empty() ? INT64_MAX : on.late.front().number;
   }
 }
-int64_t push(int id, std::function<void()> run, std::vector<Range> touches) {
+int64_t push(int id, std::function<void()> run, std::vector<Range> touches, std::function<bool()> over) {
   auto& on = stream(id);
-  on.late.push_back({++on.issued, std::move(run), std::move(touches)});
+  on.late.push_back({++on.issued, std::move(run), std::move(touches), std::move(over)});
+  if (on.pending > on.issued) on.pending = on.issued;
   return on.issued;
 }
 bool is_late(const Range& range) {
@@ -84,11 +86,17 @@ void flush_touching(const Range& range) {
     if (is_late(range)) flush(i);
 }
 
+static bool would_not_block(int id, int64_t up_to) {
+  for (auto& late : stream(id).late)
+    if (late.number <= up_to && late.over && !late.over()) return false;
+  return true;
+}
+
 void record(EventState& event, int id) {
   Lock lock;
   advance(id);
   auto& on = stream(id);
-  event = {id, on.issued, on.seen, 0, now_ms()};
+  event = {id, &on, on.issued, on.seen, 0, now_ms()};
   counters["event.record"]++;
 }
 void wait_for(const EventState& event, int id) {
@@ -99,7 +107,12 @@ void wait_for(const EventState& event, int id) {
   int from = event.stream;
   int64_t number = event.number;
   if (from != id && !stream(from).late.empty() && stream(from).late.front().number <= number)
-    push(id, [from, number] { flush(from, number); });
+    push(id, [from, number] { flush(from, number); }, {}, [from, number] { return would_not_block(from, number); });
+}
+bool is_over(const EventState& event) {
+  if (event.stream < 0 || event.number < event.on->pending) return true;
+  TryLock lock;  // whoever holds it for long waits for a message
+  return lock.held && would_not_block(event.stream, event.number);
 }
 bool query(EventState& event) {
   Lock lock;

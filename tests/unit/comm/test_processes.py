@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from deepspeed.comm.init import _limit_of
 from tests.unit.comm.ranks import run_ranks, torchrun
 
 
@@ -68,6 +69,19 @@ def test_an_existing_group_is_adopted_with_its_timeout():
         2,
     )
     assert [(end.code, end.out) for end in ends] == [(0, "77.0 True\n")] * 2, ends
+
+
+def test_a_backend_without_options_has_the_default_limit(monkeypatch):
+    """torch's own base class refuses, older ones have no such attribute, and some say None."""
+
+    class Refusing:
+        @property
+        def options(self):
+            raise RuntimeError("Backend bare does not implement getBackendOptions")
+
+    monkeypatch.setenv("DEEPSPEED_TIMEOUT", "2")
+    none = type("NoOptions", (), {"options": None})()
+    assert [_limit_of(each).total_seconds() for each in (Refusing(), object(), none)] == [120.0] * 3
 
 
 def test_a_group_is_destroyed_and_made_again():

@@ -31,6 +31,13 @@ def test_little_shared_memory_is_remarked_on(capsys, monkeypatch):
     assert "may end with SIGBUS" in capsys.readouterr().out
 
 
+def test_what_is_set_for_the_backend_is_told(capsys, monkeypatch):
+    monkeypatch.setenv("NCCL_IB_DISABLE", "1")
+    monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "0")
+    env_report.main([])
+    assert "NCCL_IB_DISABLE=1, TORCH_NCCL_BLOCKING_WAIT=0" in capsys.readouterr().out
+
+
 def test_slow_dtypes_are_told_from_fast_ones(capsys, monkeypatch):
     monkeypatch.setattr(type(get_accelerator()), "is_bf16_fast", lambda _: False)
     env_report.main([])

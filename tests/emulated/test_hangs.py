@@ -1,0 +1,78 @@
+"""A host that blocks on its device inside no collective: the report names rank, message and the user's line."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.emulated.needs import need_compiler
+from tests.harness.pool import PATIENCE, free_port
+
+need_compiler()
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+LIMIT_S = 8.0 * PATIENCE
+SCRIPT = """
+import os, sys, time
+from tests.emulated import device
+import torch
+import deepspeed
+from tests.emulated import runs
+from tests.emulated.cells import Cell
+
+deepspeed.init_distributed()
+engine = runs.engine_of(Cell(stage={stage}, ranks=2))
+runs.micro_step(engine, 0)
+torch.cuda.synchronize()
+rank = torch.distributed.get_rank()
+if rank == 1:
+    time.sleep(600)
+group = engine._components.groups[0]
+if {stage} == 3:
+    from deepspeed.comm.collectives import spread
+    values = group.full.new_zeros(group.numel)
+    handle = spread(group.axis, values, group.layout.cuts, 0, f"gather of {{group.name}}")
+else:
+    values, handle = group.full, group.start_publish()
+handle.wait()  # returns at once
+print("not blocked", flush=True)
+values.sum().item()  # THE LINE
+print("over", flush=True)
+"""
+
+
+@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_the_report_names_rank_message_and_line(tmp_path, stage):
+    script = tmp_path / "blocks.py"
+    script.write_text(SCRIPT.format(stage=stage))
+    line = 1 + script.read_text().splitlines().index("values.sum().item()  # THE LINE")
+    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    shared |= {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "DEEPSPEED_TIMEOUT": str(LIMIT_S / 60)}
+    begin = time.monotonic()
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(script)],
+            env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        (out, said), (_, others) = (rank.communicate(timeout=200 * PATIENCE) for rank in ranks)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+    assert [rank.returncode for rank in ranks] == [1, 1], said + others
+    assert out.endswith("not blocked\n") and time.monotonic() - begin < 180 * PATIENCE
+    what = "gather of " if stage == 3 else "publish of "
+    for text in (said, others):
+        assert f"the device of rank 0 still waits for '{what}" in text, text
+        assert "rank 0: in no collective" in text and f"{script}:{line}" in text, text
