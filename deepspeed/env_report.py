@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import json
 import os
 import platform
 import shutil
@@ -41,6 +42,7 @@ def main(args: Sequence[str] | None = None) -> int:
         0, or 1 when the environment asks for an accelerator that is not there.
     """
     parser = argparse.ArgumentParser(prog="ds_report", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="the same as JSON, for programs")
     parser.add_argument("--hide_operator_status", action="store_true", help="leave out which features there are")
     parser.add_argument("--hide_errors_and_warnings", action="store_true", help="leave out what may be in the way")
     options = parser.parse_args(args)
@@ -53,6 +55,9 @@ def main(args: Sequence[str] | None = None) -> int:
         parts["features"] = _features()
     if not options.hide_errors_and_warnings:
         parts["remarks"] = _remarks()
+    if options.json:
+        print(json.dumps({title: dict(rows) for title, rows in parts.items()}, indent=2))
+        return 0
     print("\n\n".join(_part(title, rows) for title, rows in parts.items() if rows))
     return 0
 

@@ -16,10 +16,18 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.comm import routes, watch
 from deepspeed.comm.groups import require_group
 from deepspeed.comm.logging import as_table, comms_logger
+from deepspeed.comm.trail import trail
 from deepspeed.foundation.log import say
 
 # Arguments whose bytes are the size of the message; for operations not named here it is the first argument.
 _MESSAGE = {"reduce_scatter": 1, "reduce_scatter_tensor": 1}
+# What all ranks of a group call in one order, and of these those whose tensors may differ from rank to rank.
+_ORDERED = {
+    "all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter",
+    "reduce_scatter_tensor", "all_to_all", "all_to_all_single", "gather", "scatter", "barrier", "monitored_barrier",
+    "broadcast_object_list", "all_gather_object", "gather_object", "scatter_object_list",
+}  # fmt: skip
+_UNEVEN = {"all_to_all", "all_to_all_single"}
 # How the backends word a failure of the network or of another rank; other errors are the caller's own.
 _NETWORK = ("timed out", "timeout", "connection", "peer", "gloo/transport")
 
@@ -65,6 +73,9 @@ def timed_op(func: Callable[..., Any]) -> Callable[..., Any]:
         if comms_logger.wants(operation, prof):
             group = args[group_place] if len(args) > group_place else kwargs.get("group")
             finish = _begin(operation, label, message, group, bool(debug))
+        if trail.interval and operation in _ORDERED:
+            group = args[group_place] if len(args) > group_place else kwargs.get("group")
+            _enter(group, log_name or operation if operation in _UNEVEN else label)
         result = _guarded(label, func, *args, **kwargs)
         if isinstance(result, dist.Work):
             return Pending(result, label, finish)
@@ -72,6 +83,13 @@ def timed_op(func: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return call
+
+
+def _enter(group: Any, label: str) -> None:
+    """Enter a call into this rank's trail; a rank outside the group takes no part."""
+    group = dist.group.WORLD if group is None else group
+    if isinstance(group, dist.ProcessGroup) and dist.get_world_size(group) > 1:
+        trail.enter(group, "public", lambda: dist.get_process_group_ranks(group), label)
 
 
 def _guarded(label: str, action: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

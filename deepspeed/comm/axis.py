@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from deepspeed.comm import watch
 from deepspeed.comm.shared_memory import SharedMemory, forget_shared_memory, shared_memory_of
+from deepspeed.comm.trail import trail
 from deepspeed.errors import ArgumentError, UsageError
 
 PUBLIC = 1  # the channel of the public collectives of each axis
@@ -157,6 +158,7 @@ def make_group(ranks: list[int] | None, timeout: timedelta, backend: str | None 
     """torch's new_group under the watch; all ranks of the world call it in the same order."""
     label = f"new_group {ranks or 'of all ranks'}"
     watch.note(label)
+    trail.enter(dist.group.WORLD, "groups", lambda: range(dist.get_world_size()), label)
     try:
         return dist.new_group(ranks, timeout, backend, **options)
     except RuntimeError as error:

@@ -31,6 +31,7 @@ from deepspeed.comm import watch
 from deepspeed.comm.axis import Axis
 from deepspeed.comm.logging import comms_logger
 from deepspeed.comm.shared_memory import SharedMemory, Until, sum_natively
+from deepspeed.comm.trail import trail
 from deepspeed.comm.underway import underway
 
 # Kinds of messages on one channel.
@@ -352,6 +353,11 @@ def spread(axis: Axis, full: torch.Tensor, cuts: Sequence[int], tag: int, label:
         tag: the message tag.
         label: for reports.
     """
+    trail.enter(axis, "internal", lambda: axis.ranks, label, full.numel())
+    return _spread(axis, full, cuts, tag, label)
+
+
+def _spread(axis: Axis, full: torch.Tensor, cuts: Sequence[int], tag: int, label: str) -> Handle:
     group = axis.group
     if group is None:
         return Handle(axis, label, [])
@@ -378,7 +384,7 @@ def share(axis: Axis, full: torch.Tensor, cuts: Sequence[int], tag: int, label: 
     """`spread` for ranks that may call in different orders, where the axis allows it."""
     shared = axis.shared
     if shared is None:
-        return spread(axis, full, cuts, tag, label)
+        return _spread(axis, full, cuts, tag, label)
     slices = [full[cuts[r] : cuts[r + 1]] for r in range(axis.size)]
     own = slices[axis.rank]
     givers = [r for r in axis.peers if slices[r].numel()]
@@ -462,6 +468,7 @@ def all_reduce_sum(
 def broadcast(axis: Axis, flat: torch.Tensor, src: int, label: str) -> None:
     """Axis rank `src` sends `flat` to all, blocking."""
     shared, group = axis.shared, axis.group
+    trail.enter(axis, "internal", lambda: axis.ranks, label, flat.numel())
     if shared is not None:
         post(axis, label, lambda: shared.broadcast(flat, src, zlib.crc32(label.encode())) or [])
     elif group is not None:

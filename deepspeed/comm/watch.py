@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from deepspeed.comm.agreement import agreement
 from deepspeed.comm.status_page import INSIDE, LEFT, OUTSIDE, StatusPage, boot, describe, neighbour
+from deepspeed.comm.trail import parting, trail
 from deepspeed.comm.underway import underway
 from deepspeed.comm.whereabouts import backend_settings, whereabouts
 from deepspeed.errors import CommError, CommTimeoutError
@@ -131,6 +132,7 @@ def start(store: Store, rank: int, world: int, timeout: timedelta) -> None:
         return
     _here.timeout = timeout
     _here.verdict, _here.raised = None, False
+    trail.forget()
     if world > 1:
         _here.watches += 1
         own = dist.PrefixStore(f"deepspeed.watch.{_here.watches}", store.clone())
@@ -240,6 +242,8 @@ class _Watcher(threading.Thread):
         self._neighbours: dict[int, mmap] = {}
         self._heard: dict[int, bytes] = {}  # other ranks' places, from the store
         self._answered: set[int] = set()
+        self._marks = b""  # of this rank's trail, as published
+        self._trails: dict[int, bytes] = {}  # that ranks said with their answers
         self._where: dict[int, str] = {}  # host, file and line of the user's that ranks said with their answers
         self._with_store(self._introduce)
 
@@ -301,7 +305,7 @@ class _Watcher(threading.Thread):
         alarm = self._with_store(self._listen)
         if alarm is None:
             self._with_store(lambda store: agreement.look(store, self._rank, self._world))
-            return False
+            return self._has_parted()
         if alarm == _ENDING:
             self._with_store(self._copy)
             self._store = None
@@ -310,6 +314,27 @@ class _Watcher(threading.Thread):
         _here.verdict = _full(alarm, self._report)
         self._end_process(f"rank {self._rank} was told: {alarm}")
         return True
+
+    def _has_parted(self) -> bool:
+        """Whether this rank's trail is not that of others; then all end."""
+        what = self._with_store(self._compare_trails) if trail.interval else None
+        if not what:
+            return False
+        self._sound(what)
+        _here.verdict = _full(what, self._report)
+        self._end_process(what)
+        return True
+
+    def _compare_trails(self, store: Store) -> str | None:
+        """Publish the marks of this rank's trail, and compare them with those of the lowest rank of each set."""
+        marks = trail.marks()
+        if marks != self._marks:
+            store.set(f"marks/{self._rank}", marks)
+            self._marks = marks
+        for leader, names in trail.leaders(self._rank).items():
+            if store.check([f"marks/{leader}"]) and (what := trail.differs(store.get(f"marks/{leader}"), names)):
+                return what
+        return None
 
     def _trouble(self) -> str | None:
         """What has lasted for longer than the timeout: a collective, or a message that only the device waits for."""
@@ -366,11 +391,16 @@ class _Watcher(threading.Thread):
             line = _line(rank, heard if answered else self._neighbours.get(rank, heard), answered)
             where = _whereabouts() if rank == self._rank else self._where.get(rank)
             lines.append(f"{line} ({where})" if where else line)
+        if trail.interval:
+            part = parting({**self._trails, self._rank: trail.recent()})
+            lines += [part] if part else []
         return "\n".join(lines)
 
     def _hear(self, store: Store) -> None:
         """Answer, and wait at most `ANSWER_S` seconds for the answers of the listed ranks."""
         store.set(f"where/{self._rank}", _whereabouts())
+        if trail.interval:
+            store.set(f"trail/{self._rank}", trail.recent())
         store.set(f"answer/{self._rank}", _here.page.snapshot())
         end = time.monotonic() + ANSWER_S
         answers = [f"answer/{rank}" for rank in self._ranks]
@@ -388,10 +418,14 @@ class _Watcher(threading.Thread):
                         self._answered.add(rank)
             if store.check([f"where/{rank}"]):
                 self._where[rank] = store.get(f"where/{rank}").decode()
+            if trail.interval and store.check([f"trail/{rank}"]):
+                self._trails[rank] = store.get(f"trail/{rank}")
         store.set(f"free/{self._rank}", "")
 
     def _say_goodbye(self, store: Store) -> None:
         """Leave a last word; on rank 0, wait until the others have copied what they need."""
+        if trail.interval:
+            store.set(f"trail/{self._rank}", trail.recent())
         store.set(f"answer/{self._rank}", _here.page.snapshot())
         store.set(f"free/{self._rank}", "")
         if self._rank == 0 and store.compare_set("alarm", "", _ENDING) == _ENDING.encode():

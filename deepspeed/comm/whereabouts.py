@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 import threading
+from functools import cache
 from pathlib import Path
 from types import FrameType
 
@@ -30,10 +31,15 @@ def whereabouts() -> str:
     return f"{socket.gethostname()}{place}"
 
 
+@cache
+def is_users(path: str) -> bool:
+    """Whether the code in a file is the user's: not of this package, of torch, of Python or of another package."""
+    return not path.startswith((*_LIBRARIES, "<frozen")) and "site-packages" not in path
+
+
 def _own(frame: FrameType | None) -> FrameType | None:
     while frame is not None:
-        path = frame.f_code.co_filename
-        if not path.startswith((*_LIBRARIES, "<frozen")) and "site-packages" not in path:
+        if is_users(frame.f_code.co_filename):
             return frame
         frame = frame.f_back
     return None

@@ -113,7 +113,7 @@ def conflicts(top: TopLevel, reading: Reading, ranks: tuple[int, int] | None) ->
     precisions = {"fp16": top.fp16.enabled, "bf16": top.bf16.enabled, "torch_autocast": top.torch_autocast.enabled}
     chosen = [name for name, enabled in precisions.items() if enabled]
     if len(chosen) > 1:
-        paths = " and ".join(f"{name}.enabled" for name in chosen)
+        paths = " and ".join(reading.name(f"{name}.enabled") for name in chosen)
         yield Problem(f"{paths} are all true: enable one precision, fp32 being the one without any of them")
     zero = top.zero_optimization
     if not zero.compute_grad_norm and top.gradient_clipping > 0:

@@ -107,6 +107,7 @@ def read(raw: Mapping[str, Any]) -> Reading:
     except RecursionError:
         raise DeepSpeedConfigError("The configuration is nested too deeply, or holds itself") from None
     _take_legacy_boolean(given, reading)
+    _take_apex(given, reading)
     moved = _take_moved(given, reading)
     reading.tree = _read_section(TopLevel, given, "", "", reading)
     for old, new, value in moved:
@@ -141,6 +142,29 @@ def _take_legacy_boolean(given: dict[str, Any], reading: Reading) -> None:
         reading.spelled["zero_optimization.stage"] = "zero_optimization"
         reading.warnings.append(
             f'"zero_optimization": {str(value).lower()} is deprecated: write {{"stage": {int(value)}}}'
+        )
+
+
+def _take_apex(given: dict[str, Any], reading: Reading) -> None:
+    """`amp` asks for NVIDIA Apex, which is no longer kept up: torch's own autocast takes its place."""
+    block = given.get("amp")
+    if not isinstance(block, dict):
+        return
+    apex = cast("dict[str, Any]", block)
+    level = apex.get("opt_level") or "O1"
+    given["amp"] = {name: value for name, value in apex.items() if name in ("enabled", "opt_level")}
+    if apex.get("enabled") is not True or level not in ("O0", "O1", "O2", "O3"):
+        return  # off, or for the type check to name
+    if level == "O0":
+        reading.warnings.append('"amp" with opt_level O0 is training in fp32: leave it out')
+    elif isinstance(given.get("torch_autocast"), dict):
+        reading.problems.append(wrong("amp.enabled", True, '"torch_autocast" takes its place, and is given as well'))
+    else:
+        given["torch_autocast"] = {"enabled": True, "dtype": "bf16"}
+        reading.spelled["torch_autocast.enabled"] = "amp.enabled"
+        reading.warnings.append(
+            f'"amp" (Apex, {level}) is deprecated: write "torch_autocast": {{"enabled": true, "dtype": "bf16"}}; '
+            "that is what runs, and its other keys have no effect"
         )
 
 

@@ -20,6 +20,7 @@ from deepspeed.activation_checkpointing.wrapping import compile_block, wrap
 from deepspeed.comm import scalars
 from deepspeed.comm.fetch import release_abandoned
 from deepspeed.comm.logging import configure
+from deepspeed.comm.trail import trail
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.engine.accessors import MeshAccessors, StateAccessors
 from deepspeed.engine.build import (
@@ -97,6 +98,7 @@ class DeepSpeedEngine(EngineSurface, nn.Module):
             logger.setLevel(resolved.log_level.upper())
         if resolved.comms_logger.enabled:
             configure(resolved)
+        trail.start(resolved.top.divergence_check_interval)
         self.client_optimizer, self.client_lr_scheduler = optimizer, lr_scheduler
         chosen = choose_optimizer(model, optimizer, listed(model_parameters), resolved)
         self.module = model

@@ -94,11 +94,13 @@ def _is_free(number: int) -> bool:
 
 def _on_signal(number: int, _: Any) -> None:
     known = any(each.can_save for each in _listening)
+    if known and os.getpid() == _process[0] and agreement.request == number:
+        return  # a scheduler that signals every process of a job reaches a rank by itself and through its agent
     if known and os.getpid() == _process[0] and not agreement.request:
         agreement.ask(number)
         end = threading.Timer(float(os.environ.get("DS_GRACE") or GRACE_S), os._exit, (128 + number,))
         end.daemon = True  # a run that takes no further step ends all the same
         end.start()
         return
-    signal.signal(number, signal.SIG_DFL)  # nothing to save, a worker, or a second time: as if nobody listened
+    signal.signal(number, signal.SIG_DFL)  # nothing to save, a worker, or another signal: as if nobody listened
     os.kill(os.getpid(), number)

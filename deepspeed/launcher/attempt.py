@@ -103,6 +103,8 @@ class Attempt:
     def signal(self, number: int) -> None:
         """A signal of the user's or a scheduler's: all ranks get it, and in the end they end."""
         again = number == self.stopped_by == signal.SIGINT  # a second Ctrl-C means at once
+        if number == self.stopped_by and not again:
+            return  # a scheduler tells the agent of every host, a platform every container
         first, self.stopped_by = self.stopped_by is None, number
         if again:
             self._kill()

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from deepspeed.errors import LaunchError
 from deepspeed.foundation.log import logger
 from deepspeed.launcher.attempt import Attempt
+from deepspeed.launcher.helpers import helpers_of, kill
 from deepspeed.launcher.job import Job
 from deepspeed.launcher.loop import Loop
 from deepspeed.launcher.peers import Peer, Process
@@ -327,11 +328,13 @@ class Control:
 
 
 def _kill(process: Process) -> None:
-    """End a starter and what it started here, such as the ssh of pdsh: they are a session of their own."""
+    """End a starter and what it started here, such as the ssh of pdsh."""
     if process.popen is None:
         return
+    found = helpers_of(process.pid if process.peer is not None else os.getpid())  # of one for all, orphans too
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, number)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.popen.wait(timeout=0.5)
+    kill(found)

@@ -21,6 +21,15 @@ from deepspeed.launcher.wire import Channel
 HANDED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 LOST = 1
 """Exit code when the process that ran the job is gone."""
+LAST_BYTES = 16384
+"""Of the errors shown that are kept for whoever has to report them elsewhere."""
+
+_last_errors = bytearray()
+
+
+def last_errors() -> str:
+    """The end of what was shown on standard error."""
+    return _last_errors.decode(errors="replace")
 
 
 class Screen:
@@ -99,8 +108,8 @@ def _show(channel: Channel, pid: int) -> int:
             for message, data in channel.receive():
                 if message["kind"] == "exit":
                     code = message["code"]
-                elif message["kind"] == "out" and message["to"] not in dead and not _wrote(message["to"], data):
-                    dead.add(message["to"])
+                elif message["kind"] == "out":
+                    _show_text(message["to"], data, dead)
     finally:
         channel.close()
         for number, handler in before.items():
@@ -108,6 +117,14 @@ def _show(channel: Channel, pid: int) -> int:
         with contextlib.suppress(ChildProcessError):
             os.waitpid(pid, 0)
     return code
+
+
+def _show_text(descriptor: int, data: bytes, dead: set[int]) -> None:
+    if descriptor == 2:
+        _last_errors.extend(data)
+        del _last_errors[:-LAST_BYTES]
+    if descriptor not in dead and not _wrote(descriptor, data):
+        dead.add(descriptor)
 
 
 def _wrote(descriptor: int, data: bytes) -> bool:

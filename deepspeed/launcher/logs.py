@@ -41,9 +41,21 @@ def attempt_folder(named: str, job: str, attempt: str) -> Path | None:
     return folder
 
 
+def jobs() -> list[Path]:
+    """The folders of this user's jobs where no folder was named, the last one first."""
+    parent = Path(tempfile.gettempdir(), f"deepspeed-{os.getuid()}")
+    with contextlib.suppress(OSError):
+        if not parent.is_symlink() and parent.stat().st_uid == os.getuid():
+            return _by_age(parent)
+    return []
+
+
+def _by_age(parent: Path) -> list[Path]:
+    return sorted(parent.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
+
+
 def _prune(parent: Path) -> None:
     """Remove the folders of old jobs, those that are being written excepted."""
     with contextlib.suppress(OSError):
-        jobs = sorted(parent.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
-        for old in jobs[KEPT_JOBS - 1 :]:
+        for old in _by_age(parent)[KEPT_JOBS - 1 :]:
             shutil.rmtree(old, ignore_errors=True)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from deepspeed.launcher import runner
+from deepspeed.launcher.front import last_errors
 
 ROOT = Path("/opt/ml")
-LAST_LOG_BYTES = 1024
-"""The platform shows that much of the failure file."""
+FAILURE_BYTES = 1024
+"""The platform shows that much of the failure file, from its beginning."""
+_HEAD_BYTES = 384
 
 
 def main(args: Sequence[str] | None = None, root: Path = ROOT) -> int:
@@ -33,7 +36,7 @@ def main(args: Sequence[str] | None = None, root: Path = ROOT) -> int:
         os.environ["HOME"] = tempfile.mkdtemp(prefix="home-")
     code = runner.main([*given, *hyper_parameters(root)])
     if code not in (0, 85):
-        report_failure(root, f"exit code {code}; the log has the traceback of the rank that failed first")
+        report_failure(root, f"exit code {code}: {reason(last_errors())}")
     return code
 
 
@@ -83,11 +86,20 @@ def variables(root: Path) -> dict[str, str]:
     return found
 
 
+def reason(shown: str) -> str:
+    """Why a run failed: the launcher's own report, which comes last, else the last lines shown."""
+    found = list(re.finditer(r"^(\[deepspeed\]|deepspeed:) ", shown, re.MULTILINE))
+    return shown[found[-1].end() :] if found else shown[-FAILURE_BYTES // 2 :]
+
+
 def report_failure(root: Path, text: str) -> None:
-    """Write the failure file, which the platform shows as the reason of the job."""
+    """Write the failure file, which the platform shows as the reason of the job: beginning and end of a long text."""
+    data = text.encode()
+    if len(data) > FAILURE_BYTES:
+        data = data[:_HEAD_BYTES] + b"\n...\n" + data[_HEAD_BYTES + 5 - FAILURE_BYTES :]
     try:
         (root / "output").mkdir(parents=True, exist_ok=True)
-        (root / "output/failure").write_text(text[:LAST_LOG_BYTES])
+        (root / "output/failure").write_text(data.decode(errors="ignore"))
     except OSError as error:
         print(f"[deepspeed] {root}/output/failure cannot be written: {error}", file=sys.stderr)
 

@@ -23,6 +23,7 @@ from deepspeed.launcher.agent import Agent
 from deepspeed.launcher.children import close_all_but
 from deepspeed.launcher.control import Control, Starter
 from deepspeed.launcher.door import Door
+from deepspeed.launcher.helpers import adopt_orphans
 from deepspeed.launcher.peers import Peer, Process
 from deepspeed.launcher.wire import Channel
 
@@ -176,6 +177,7 @@ class Many:
 
     def begin(self, control: Control, peers: list[Peer]) -> None:
         """Open the door and start the program."""
+        adopt_orphans()
         names = [peer.name for peer in peers]
         self._door = Door(control, peers)
         call = ",".join([self._door.token, str(self._door.port), *boot.addresses(names)])

@@ -58,13 +58,16 @@ def ready(launcher):
         pytest.param("SIGTERM", "launcher", marks=pytest.mark.slow),
         ("SIGUSR1", "rank"),
         pytest.param("SIGHUP", "launcher", marks=pytest.mark.slow),
+        pytest.param("SIGTERM", "every process", marks=pytest.mark.slow),
     ],
 )
 def test_all_ranks_save_on_one_step_and_go_on(tmp_path, name, whom):
     launcher = start(tmp_path)
     ranks = ready(launcher)
-    target = launcher if whom == "launcher" else psutil.Process(ranks[1])
-    target.send_signal(signal.Signals[name])
+    targets = {"launcher": [launcher], "rank": [psutil.Process(ranks[1])]}
+    targets["every process"] = [launcher, *psutil.Process(launcher.pid).children(recursive=True), launcher]
+    for target in targets[whom]:
+        target.send_signal(signal.Signals[name])
     _, err = launcher.communicate(timeout=240)
     assert launcher.returncode == 85, err
     assert f"{name}: saved to saved; exit code 85" in err

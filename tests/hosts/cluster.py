@@ -87,14 +87,20 @@ class Cluster:
         """The name of the host's network namespace."""
         return f"{self._prefix}-{self.names.index(name)}"
 
-    def on(self, name: str, command: Sequence[str], cwd: str | Path = "/", **options: Any) -> subprocess.Popen[Any]:
+    def on(
+        self, name: str, command: Sequence[str], cwd: str | Path = "/", user: int = 0, **options: Any
+    ) -> subprocess.Popen[Any]:
         """Start a command as a process of the host, not through ssh; `inner` finds the process itself."""
-        return subprocess.Popen(self.enter(name, ["env", "-C", str(cwd), *command]), **options)
+        return subprocess.Popen(self.enter(name, ["env", "-C", str(cwd), *command], user), **options)
 
-    def enter(self, name: str, command: Sequence[str]) -> list[str]:
-        """The command line that runs `command` on the host."""
+    def enter(self, name: str, command: Sequence[str], user: int = 0) -> list[str]:
+        """The command line that runs `command` on the host, as a user of that number."""
         target = str(self._first[name].pid)
-        return ["nsenter", "-t", target, "-n", "-u", "-m", "-p", "-i", "--", *command]
+        return ["nsenter", "-t", target, "-n", "-u", "-m", "-p", "-i", "-S", str(user), "-G", str(user), "--", *command]
+
+    def sees(self, name: str, path: str) -> Path:
+        """A path of the host, whose mounts are its own, as this process can read it."""
+        return Path(f"/proc/{self._first[name].pid}/root", path.lstrip("/"))
 
     def inner(self, process: subprocess.Popen[Any]) -> psutil.Process:
         """The process that `on` started, for signals: the command that enters the host does not pass them on."""

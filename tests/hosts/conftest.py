@@ -37,7 +37,9 @@ def runs(two_hosts: Cluster, tmp_path: Path, request: pytest.FixtureRequest) -> 
     """Runs from host h0, in a folder that all hosts see; nothing of them is left at the end."""
     made = Runs(two_hosts, tmp_path)
     if _starter(request) == "slurm":
-        made.environment.update(request.getfixturevalue("slurm_variables"))
+        variables = request.getfixturevalue("slurm_variables")
+        slurm.settle(two_hosts, variables)
+        made.environment.update(variables)
     yield made
     made.close()
 

@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.harness.pool import PATIENCE
 from tests.hosts.cluster import ROOT, Cluster, missing
 
 STARTERS = ["ssh", *(pytest.param(name, marks=pytest.mark.slow) for name in ("pdsh", "openmpi", "mpich", "slurm"))]
@@ -76,20 +77,25 @@ class Runs:
         self, script: str, *flags: str, args: Sequence[str] = (), by: str = "ssh", on: str = "h0", **options: Any
     ) -> subprocess.Popen[str]:
         """The running command."""
+        return self.run(self.command(script, flags, args, by), on, **options)
+
+    def run(self, command: Sequence[str], on: str = "h0", **options: Any) -> subprocess.Popen[str]:
+        """Any command on a host, in the folder."""
         streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL, **options}
-        command = self.command(script, flags, args, by)
         started = self.cluster.on(on, command, cwd=self.folder, env=self.environment, text=True, **streams)
         self._started.append(started)
         return started
 
-    def to_end(self, script: str, *flags: str, limit: float = 60, **options: Any) -> Done:
+    def to_end(self, script: str, *flags: str, limit: float = 60 * PATIENCE, **options: Any) -> Done:
         """Run to the end."""
         since = time.monotonic()
         started = self.start(script, *flags, **options)
         out, err = started.communicate(timeout=limit)
         return Done(started.returncode, out, err, time.monotonic() - since)
 
-    def until_said(self, started: subprocess.Popen[str], words: str, count: int, limit: float = 60) -> list[str]:
+    def until_said(
+        self, started: subprocess.Popen[str], words: str, count: int, limit: float = 60 * PATIENCE
+    ) -> list[str]:
         """Read lines of the output until `count` of them begin with `words`."""
         assert started.stdout is not None
         lines: list[str] = []

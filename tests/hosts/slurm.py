@@ -70,12 +70,20 @@ def start(cluster: Cluster) -> dict[str, str]:
     return environment
 
 
+def settle(cluster: Cluster, environment: dict[str, str]) -> None:
+    """End the allocations of srun commands that were killed: SLURM keeps those (`InactiveLimit` is off by default)."""
+    cancel = ["env", *_words(environment), "scancel", "--user=root"]
+    cluster.on(cluster.names[0], cancel, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).wait(timeout=20)
+    _until_idle(cluster, environment)
+
+
 def _until_idle(cluster: Cluster, environment: dict[str, str]) -> None:
     first, folder = cluster.names[0], cluster.folder / "slurm"
     end = time.monotonic() + 30
     while time.monotonic() < end:
         asked = cluster.on(first, ["env", *_words(environment), "sinfo", "-h", "-o", "%T"], stdout=subprocess.PIPE)
-        if set(asked.communicate(timeout=20)[0].split()) == {b"idle"}:
+        states = asked.communicate(timeout=20)[0].split()
+        if set(states) == {b"idle"}:
             return
         time.sleep(0.1)
     raise RuntimeError(f"SLURM did not start: {(folder / 'ctld.log').read_text()[-2000:]}")

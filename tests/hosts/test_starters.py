@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tests.hosts.runs import STARTERS, need_hosts
+from tests.hosts.runs import STARTERS, Runs, need_hosts
 
 need_hosts()
 
@@ -49,6 +49,28 @@ def test_the_world_and_what_travels(runs, by):
         assert one["folder"] == str(runs.folder)
     assert not (runs.folder / "pwned").exists()
     assert len(done.err.splitlines()) <= 10
+
+
+@pytest.mark.parametrize("by", STARTERS)
+@pytest.mark.parametrize("name", ['-b it\'s "q" $(touch pwned) `touch pwned`', "%h %n\n; touch pwned #\\ \t*ü€"])
+def test_a_folder_of_any_name(runs, name, by):
+    """The folder, the script in it, its environment file, the logs and the script that is sourced before it."""
+    odd = runs.folder / name
+    odd.mkdir()
+    inside = Runs(runs.cluster, odd)
+    inside.environment = {**runs.environment, "HOME": str(odd)}
+    (odd / ".deepspeed_env").write_text("ODD='$(touch pwned) %h'\n")
+    (odd / "ven'v $x").write_text("export ODDER=sourced\n")
+    flags = ["--venv_script", "ven'v $x", "--enable_each_rank_log=-l $(touch pwned)"]
+    done = inside.to_end(SHOW, *flags, by=by)
+    assert done.code == 0, done.err
+    told = [json.loads(line.partition("] ")[2]) for line in done.out.splitlines()]
+    assert [one["folder"] for one in told] == [str(odd)] * 4
+    assert [one["variables"]["ODD"] for one in told] == ["$(touch pwned) %h"] * 4
+    assert [one["variables"]["ODDER"] for one in told] == ["sourced"] * 4
+    assert {path.name for path in (odd / "-l $(touch pwned)/attempt0").iterdir()} == {f"rank{n}.log" for n in range(4)}
+    assert not [path for folder in (odd, runs.folder) for path in folder.iterdir() if path.name == "pwned"]
+    inside.close()
 
 
 @pytest.mark.parametrize("by", STARTERS)

@@ -59,6 +59,7 @@ class DataTypes(Section):
 class Amp(Section):
     """`amp`: NVIDIA Apex."""
 
-    switch = "enabled"
-    enabled: bool = later(False, "mixed precision by NVIDIA Apex")
-    opt_level: Literal["O0", "O1", "O2", "O3"] | None = later(None, "Apex's optimization level")
+    enabled: bool = moot(False, "mixed precision by NVIDIA Apex", "torch_autocast runs, with one warning")
+    opt_level: Literal["O0", "O1", "O2", "O3"] | None = moot(
+        None, "Apex's optimization level", "O0 is fp32, all others are torch_autocast"
+    )

@@ -65,6 +65,7 @@ class TopLevel(Section):
     log_level: LogLevel | None = key(None, "level of the package's logger")
     disable_python_gc: bool = key(False, "collect Python's garbage at step boundaries only")
     comms_logger: CommsLogger = key(CommsLogger, "time and size of every collective")
+    divergence_check_interval: Int = key(0, "collectives between two comparisons of what ranks did; 0: never", ge=0)
     timers: Timers = key(Timers, "timers")
 
     zero_allow_untested_optimizer: bool = moot(

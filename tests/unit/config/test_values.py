@@ -109,3 +109,33 @@ def test_torch_is_not_imported():
         "deepspeed.__path__ = ['deepspeed']; sys.modules['deepspeed'] = deepspeed; "
     )
     assert subprocess.run([sys.executable, "-c", blocked + code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3", None])
+def test_apex_becomes_autocast_with_one_warning(lines, level):
+    block = {"enabled": True, "loss_scale": "dynamic", **({"opt_level": level} if level else {})}
+    for _ in range(2):
+        cfg = DeepSpeedConfig({**BATCH, "amp": block})
+        assert (cfg.torch_autocast.enabled, cfg.torch_autocast.dtype) == (True, "bf16")
+    assert sum("torch_autocast" in line for line in lines) == 1
+
+
+def test_apex_without_an_effect_is_fp32(lines):
+    assert not DeepSpeedConfig({**BATCH, "amp": {"enabled": False, "opt_level": "O2", "x": 1}}).torch_autocast.enabled
+    assert not lines
+    assert not DeepSpeedConfig({**BATCH, "amp": {"enabled": True, "opt_level": "O0"}}).torch_autocast.enabled
+    assert sum("fp32" in line for line in lines) == 1
+
+
+@pytest.mark.parametrize(
+    ("others", "words"),
+    [
+        ({"torch_autocast": {"enabled": True}}, "amp.enabled"),
+        ({"bf16": {"enabled": True}}, "amp.enabled"),
+        ({"amp": {"enabled": True, "opt_level": "O7"}}, "amp.opt_level"),
+        ({"amp": {"enabled": 1}}, "amp.enabled"),
+    ],
+)
+def test_apex_beside_what_contradicts_it_is_refused(others, words):
+    with pytest.raises(DeepSpeedConfigError, match=words):
+        DeepSpeedConfig({**BATCH, "amp": {"enabled": True}, **others})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from deepspeed import env_report
@@ -16,6 +18,16 @@ def test_the_report_names_versions_machine_and_features(capsys):
     for word in ("deepspeed", "torch", *machine, "zero_optimization", "native library"):
         assert word in shown
     assert max(map(len, shown.splitlines())) <= 120
+
+
+def test_the_same_as_json(capsys):
+    assert env_report.main(["--json"]) == 0
+    parts = json.loads(capsys.readouterr().out)
+    assert {"software", "machine", "accelerator", "features"} <= parts.keys()
+    env_report.main([])
+    shown = " ".join(capsys.readouterr().out.split())
+    for name in ("deepspeed", "torch", "python"):
+        assert parts["software"][name] in shown
 
 
 def test_parts_can_be_hidden(capsys):

@@ -35,10 +35,17 @@ def test_channels_and_hosts(tmp_path):
 
 def test_a_failure_is_written_where_the_platform_looks(tmp_path):
     platform(tmp_path, resourceconfig={"hosts": ["algo-1"], "current_host": "algo-1"}, hyperparameters={"code": "3"})
-    (tmp_path / "train.py").write_text("import sys; sys.exit(int(sys.argv[-1].partition('=')[2]))")
+    script = (
+        "import sys; code = int(sys.argv[-1].partition('=')[2]); "
+        + "print('x' * 9000, file=sys.stderr); "
+        + "1 / (code - 3)"
+    )
+    (tmp_path / "train.py").write_text(script)
     call = f"sys.exit(main(['train.py', 'train'], Path({str(tmp_path)!r})))"
     code = f"import sys; from pathlib import Path; from deepspeed.launcher.sagemaker import main; {call}"
     inherited = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "HOME": "/nonexistent"}
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=inherited, timeout=60, check=False)
-    assert done.returncode == 3
-    assert "exit code 3" in (tmp_path / "output/failure").read_text()
+    assert done.returncode == 1
+    text = (tmp_path / "output/failure").read_text()
+    assert "rank 0 of 1 failed first" in text and text.rstrip().endswith("ZeroDivisionError: division by zero")
+    assert len(text) <= 1024 and "xxx" not in text

@@ -1,0 +1,150 @@
+"""`ds_bundle`: what a bug report needs, in one file: versions, variables, the logs of the last job. No secrets."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from deepspeed.errors import LaunchError
+from deepspeed.launcher.logs import jobs
+from deepspeed.launcher.variables import environment_files
+
+LOG_BYTES = 1 << 20
+"""That is taken from the end of each file."""
+HIDDEN = "[hidden]"
+SHOWN = (
+    "CUDA_", "DEEPSPEED_", "DS_", "GLOO_", "GROUP_", "HIP_", "LOCAL_", "MASTER_", "MKL_", "NCCL_", "NODE_RANK", "OMP_",
+    "OMPI_", "PALS_", "PET_", "PMI", "PYTORCH_", "RANK", "ROCR_", "SLURM_", "SM_HOSTS", "SM_CURRENT", "SM_NUM_",
+    "TORCH", "UCX_", "WORLD_SIZE", "LD_LIBRARY_PATH", "PATH", "PYTHONPATH", "TMPDIR",
+)  # fmt: skip
+"""Variables whose values are shown begin so; of others only the name is."""
+
+_WORDS = r"pass(?:word|wd|phrase)?|pwd|secret|token|credential|api[_-]?key|(?:access|private|account|auth)[_-]?key|auth"
+_NAME = re.compile(rf"(?:^|[_-])(?:{_WORDS}|key)s?(?:$|[_-])", re.IGNORECASE)
+_ASSIGNED = re.compile(
+    rf"""((?:[\w.-]*[_.-])?(?:{_WORDS})(?:[_.-][\w.-]*)?["']?(?:\s*[:=]\s*|(?<=\w)\s+(?=["']))|--[\w-]*(?:{_WORDS})[\w-]*\s+)"""
+    r"""("(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'|[^\s,;}&]+)""",
+    re.IGNORECASE,
+)
+_ALWAYS = tuple(
+    re.compile(pattern, flags)
+    for pattern, flags in (
+        (r"-----BEGIN [^-]*PRIVATE KEY-----.*?(?:-----END [^-]*-----|\Z)", re.DOTALL),
+        (r"(?<=://)[^/\s@]+(?=@)", 0),
+        (r"\b(?:bearer|basic)\s+[\w.~+/=-]{8,}", re.IGNORECASE),
+        (r"\b(?:AKIA|ASIA)[A-Z0-9]{16}\b", 0),
+        (r"\b(?:hf|gh[pousr]|github_pat|glpat|xox[abprs])[_-][\w-]{16,}", 0),
+        (r"\bsk-[\w-]{16,}", 0),
+        (r"\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*", 0),
+        (r"([?&](?:sig|signature|X-Amz-[A-Za-z-]+|token)=)[^&\s]+", re.IGNORECASE),
+    )
+)
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Write the bundle.
+
+    Args:
+        args: command line; None takes the process's own.
+
+    Returns:
+        0, or 2 when there is nothing to read or nowhere to write.
+    """
+    parser = argparse.ArgumentParser(prog="ds_bundle", description=__doc__)
+    parser.add_argument("-o", "--output", default="deepspeed-bundle.zip", help="the file to write")
+    parser.add_argument("-l", "--logs", default="", help="folder of rank logs (default: those of the last job)")
+    parser.add_argument("files", nargs="*", help="further text files, such as the configuration and the hostfile")
+    options = parser.parse_args(args)
+    try:
+        count = write(Path(options.output), _logs(options.logs), [Path(name) for name in options.files])
+    except (OSError, LaunchError) as error:
+        print(f"ds_bundle: {error}", file=sys.stderr)
+        return 2
+    print(f"{options.output}: {count} files; what looked like a secret is hidden, but read it before you send it")
+    return 0
+
+
+def write(output: Path, logs: Mapping[str, Path], files: Sequence[Path]) -> int:
+    """Write the bundle, for its owner alone.
+
+    Args:
+        output: where.
+        logs: by name within the bundle.
+        files: further ones.
+
+    Returns:
+        How many files are in it.
+    """
+    secrets = known_secrets(os.environ)
+    texts = {"report.json": _report(), "variables.txt": variables(os.environ)}
+    named = {**{f"logs/{name}": path for name, path in logs.items()}, **{f"files/{p.name}": p for p in files}}
+    texts.update({name: _end_of(path) for name, path in named.items()})
+    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "wb") as file, zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, text in texts.items():
+            archive.writestr(name, without_secrets(text, secrets))
+    return len(texts)
+
+
+def known_secrets(environment: Mapping[str, str]) -> list[str]:
+    """Values of variables, here and in the environment files, whose names say that they are secret; longest first."""
+    found = {value for name, value in environment.items() if _NAME.search(name)}
+    for path in environment_files():
+        pairs = (line.partition("=") for line in path.read_text().splitlines())
+        found |= {value.strip("\"' ") for name, _, value in pairs if _NAME.search(name.strip().partition("@")[0])}
+    return sorted((value for value in found if len(value) >= 4), key=len, reverse=True)
+
+
+def variables(environment: Mapping[str, str]) -> str:
+    """A line for each variable: the value where its name is one of `SHOWN`, else its length."""
+    lines: list[str] = []
+    for name, value in sorted(environment.items()):
+        shown = name.startswith(SHOWN) and not _NAME.search(name)
+        lines.append(f"{name}={value}" if shown else f"{name} is set ({len(value)} characters)")
+    return "\n".join(lines) + "\n"
+
+
+def without_secrets(text: str, secrets: Sequence[str]) -> str:
+    """The text, with these values and all that looks like a secret hidden.
+
+    Args:
+        text: any.
+        secrets: known values, longest first.
+    """
+    for secret in secrets:
+        text = text.replace(secret, HIDDEN)
+    for pattern in _ALWAYS:
+        text = pattern.sub(lambda match: (match[1] if match.lastindex else "") + HIDDEN, text)
+    return _ASSIGNED.sub(lambda match: match[1] + HIDDEN, text)
+
+
+def _report() -> str:
+    command = [sys.executable, "-m", "deepspeed.env_report", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout or done.stderr
+
+
+def _logs(named: str) -> dict[str, Path]:
+    if named and not Path(named).is_dir():
+        raise LaunchError(f"{named} is no folder of logs")
+    folder = Path(named) if named else next(iter(jobs()), None)
+    if folder is None:
+        return {}
+    return {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*.log*")) if path.is_file()}
+
+
+def _end_of(path: Path) -> str:
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - LOG_BYTES))
+        return file.read().decode(errors="replace")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
