@@ -30,19 +30,18 @@ import torch.distributed as dist
 from deepspeed.comm import watch
 from deepspeed.comm.axis import Axis
 from deepspeed.comm.logging import comms_logger
-from deepspeed.comm.shared_memory import SharedMemory, Until, sum_natively
+from deepspeed.comm.shared_memory import SharedMemory, Until
+from deepspeed.comm.sums import sum_in_rank_order
 from deepspeed.comm.trail import trail
 from deepspeed.comm.underway import underway
 
-# Kinds of messages on one channel.
+# Kinds of messages on one channel; with the channel and a sequence number they make the tag.
 EXCHANGE, SPREAD, PULL, READ, SMALL = range(5)
 
 # Tests plant delays here; called with the label before each message, wait and hook.
 PLANTED_DELAY: Callable[[str], None] | None = None
 
 Scratch = Callable[[torch.Tensor], torch.Tensor]
-
-_BLOCK = 1 << 16  # elements of a sum at once: they stay in the second-level cache
 
 # torch's functions by the newest of their names: the older one warns in a newer torch.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -224,61 +223,6 @@ def exchange(
     return post(axis, label, start), parts
 
 
-def sum_in_rank_order(parts: Sequence[torch.Tensor], out: torch.Tensor, scale: float, add: bool) -> None:
-    """out (+)= scale * (parts[0] + parts[1] + …), each term and the sum in fp32.
-
-    Args:
-        parts: one contribution per rank, any floating dtype.
-        out: the accumulator, any floating dtype.
-        scale: factor on the sum.
-        add: add to what `out` holds instead of replacing it.
-    """
-    if out.device.type != "cpu":
-        _sum_on_device(parts, out, scale, add)
-        return
-    exact = out.dtype == torch.float32 and all(p.dtype == torch.float32 for p in parts)
-    aliased = any(p.data_ptr() == out.data_ptr() for p in parts[2:])  # `out` may be the own part: read it first
-    if not add and scale == 1.0 and exact and not aliased:
-        if len(parts) == 1:
-            out.copy_(parts[0])
-        else:
-            torch.add(parts[0], parts[1], out=out)
-            for part in parts[2:]:
-                out.add_(part)
-        return
-    if sum_natively(parts, out, scale, add):
-        return
-    total = torch.empty(min(_BLOCK, out.numel()), dtype=torch.float32, device=out.device)
-    term = torch.empty_like(total)
-    aliased = any(p.data_ptr() == out.data_ptr() for p in parts)
-    in_place = not add and not aliased and out.dtype == torch.float32
-    for start in range(0, out.numel(), _BLOCK):
-        stop = min(start + _BLOCK, out.numel())
-        o, u = out[start:stop], term[: stop - start]
-        t = o if in_place else total[: stop - start]
-        t.copy_(parts[0][start:stop])
-        for part in parts[1:]:
-            t.add_(u.copy_(part[start:stop]))
-        if scale != 1.0:
-            t.mul_(scale)
-        if add:
-            t.add_(u.copy_(o))
-        if t is not o:
-            o.copy_(t)
-
-
-def _sum_on_device(parts: Sequence[torch.Tensor], out: torch.Tensor, scale: float, add: bool) -> None:
-    """The same bits in one kernel per term: a launch costs more there than memory traffic it could save."""
-    total = parts[0].to(torch.float32, copy=True)
-    for part in parts[1:]:
-        total.add_(part)
-    if scale != 1.0:
-        total.mul_(scale)
-    if add:
-        total.add_(out)
-    out.copy_(total)
-
-
 def is_even(cuts: Sequence[int]) -> bool:
     """Whether every rank owns as much, from the first element on."""
     share = cuts[1]
@@ -372,6 +316,7 @@ def _spread(axis: Axis, full: torch.Tensor, cuts: Sequence[int], tag: int, label
             works = [group.recv([slices[r]], r, tag) for r in axis.peers if slices[r].numel()]
             return works + [group.send([own], r, tag) for r in axis.peers if own.numel()]
         if len({s.numel() for s in slices}) == 1:
+            # In place, but for gloo, which is given small tables of the host.
             return [_all_gather(full[: cuts[-1]], own if full.is_cuda else own.clone(), group=group, async_op=True)]
         return [
             dist.broadcast(s, src=axis.ranks[r], group=group, async_op=True) for r, s in enumerate(slices) if s.numel()

@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from deepspeed.comm import watch
 from deepspeed.comm.axis import PUBLIC, Axis, group_axis
-from deepspeed.comm.collectives import EXCHANGE, SPREAD, reduce_to_owners, spread, sum_in_rank_order, tag_of
+from deepspeed.comm.collectives import EXCHANGE, SPREAD, reduce_to_owners, spread, tag_of
+from deepspeed.comm.sums import sum_in_rank_order
 from deepspeed.native import KINDS
 
 _SUM = dist.ReduceOp.SUM

@@ -291,7 +291,7 @@ def _addresses(mapped: Sequence[mmap]) -> ctypes.Array[ctypes.c_void_p]:
 
 
 def sum_natively(parts: Sequence[torch.Tensor], out: torch.Tensor, scale: float, add: bool) -> bool:
-    """`collectives.sum_in_rank_order` in one pass; False where it cannot be done here."""
+    """`sums.sum_in_rank_order` in one pass; False where it cannot be done here."""
     native = library()
     kinds = [KINDS.get(part.dtype) for part in parts]
     if native is None or out.dtype not in KINDS or len(set(kinds)) > 1 or kinds[0] is None or out.device.type != "cpu":

@@ -17,7 +17,7 @@ from deepspeed.comm.fetch import release_abandoned
 from deepspeed.comm.lockstep import Lockstep
 from deepspeed.config import DeepSpeedConfig, Facts
 from deepspeed.engine.offloading import Offload, accumulator_dtype, master_dtype, state_of_group
-from deepspeed.errors import ArgumentError, OptimizerError, SchedulerError, UsageError
+from deepspeed.errors import ArgumentError, OptimizerError, SchedulerError, ShardedParameterError, UsageError
 from deepspeed.foundation.log import say, say_once
 from deepspeed.optim import loss_scale
 from deepspeed.optim.build import build_optimizer, leave_embeddings_to_adam, needs_whole_tensors, refuse_unsupported
@@ -36,7 +36,7 @@ from deepspeed.zero.param import is_managed
 from deepspeed.zero.policy import policy_for
 from deepspeed.zero.prefetch import Keeper, Limits
 from deepspeed.zero.reducer import Reducer
-from deepspeed.zero.shard_group import ShardGroup
+from deepspeed.zero.shard_group import ShardGroup, State
 
 
 @dataclass
@@ -53,6 +53,21 @@ class Components:
     caster: InputCaster | None = None
     frozen: list[Any] = field(default_factory=list)  # members that may be unfrozen later
     destroyed: bool = False  # the engine has let everything go
+
+    def wind_up(self) -> ShardedParameterError | None:
+        """Let no gather be under way; gives the first complaint about a change that is lost, if there is one."""
+        first = None
+        for _ in self.groups:  # each complains once
+            try:
+                if self.lifecycle is not None:
+                    self.lifecycle.settle()
+                break
+            except ShardedParameterError as error:
+                first = first or error
+        for group in self.groups:
+            if group.state is State.INFLIGHT:
+                group.finish_gather()
+        return first
 
 
 def compute_dtype(config: DeepSpeedConfig) -> torch.dtype:

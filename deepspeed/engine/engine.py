@@ -425,17 +425,15 @@ class DeepSpeedEngine(EngineSurface, nn.Module):
     def destroy(self) -> None:
         """Take the hooks off and let optimizer state and gradients go; the model stays, plain or sharded.
 
-        All ranks call together, since others may still pull this rank's slices; one that fails waits for nobody.
-
-        Raises:
-            ShardedParameterError: a parameter was changed where the change is lost. The engine is gone all the same.
+        All ranks call together, since others may still pull this rank's slices; one that fails waits for nobody. A
+        change of a parameter that is lost raises `ShardedParameterError` when everything else is done.
         """
         failing = sys.exc_info()[0] is not None
         self.wait_for_checkpoint()
         self._compressing.stop()
         components = self._components
         # What is under way is pulled while its owner still serves it, also where a rank has something to complain of.
-        lost = None if components.lifecycle is None else components.lifecycle.wind_up()
+        lost = components.wind_up()
         if self._shards_parameters and not components.destroyed and not failing:
             self._feeding.agree(0, "all ranks are done with their engine")
             release_abandoned(group.axis for group in components.groups)

@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 import torch
 
-from deepspeed.comm.collectives import Handle, sum_in_rank_order
+from deepspeed.comm.collectives import Handle
+from deepspeed.comm.sums import sum_in_rank_order
 from deepspeed.storage.mover import mover_of
 from deepspeed.storage.resident import RESIDENT, Resident
 from deepspeed.storage.tier import Stored

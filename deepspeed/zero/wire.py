@@ -10,7 +10,8 @@ import torch
 
 from deepspeed.comm import collectives, waiting
 from deepspeed.comm.axis import Axis
-from deepspeed.comm.collectives import EXCHANGE, SPREAD, Handle, sum_in_rank_order, tag_of
+from deepspeed.comm.collectives import EXCHANGE, SPREAD, Handle, tag_of
+from deepspeed.comm.sums import sum_in_rank_order
 from deepspeed.foundation.log import warn_once
 from deepspeed.storage.resident import RESIDENT
 from deepspeed.zero.buckets import Bucket, ReduceSettings, Round

@@ -80,7 +80,8 @@ def test_a_client_may_destroy_its_group(workers: Any) -> None:
 
 INTERLEAVED = """
     from deepspeed.comm.axis import group_axis, world_axis
-    from deepspeed.comm.collectives import EXCHANGE, reduce_to_owners, sum_in_rank_order, tag_of
+    from deepspeed.comm.collectives import EXCHANGE, reduce_to_owners, tag_of
+    from deepspeed.comm.sums import sum_in_rank_order
 
     dist.init_distributed("gloo")
     rank, every, pair = dist.get_rank(), dist.new_group([0, 1, 2]), dist.new_group([0, 1])
