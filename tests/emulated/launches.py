@@ -97,8 +97,14 @@ def fsdp2(_: int, clip: float) -> Step:
 
 def ddp(_: int, clip: float) -> Step:
     """torch's DistributedDataParallel."""
-    index = torch.cuda.current_device()
-    return _plain(nn.parallel.DistributedDataParallel(Blocks().cuda(), device_ids=[index]), clip)
+    model: Any = nn.parallel.DistributedDataParallel(Blocks().cuda(), device_ids=[torch.cuda.current_device()])
+    model.logger = _Silent()  # DDP's own wants a timer that a build without CUDA lacks
+    return _plain(model, clip)
+
+
+class _Silent:
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_args, **_kwargs: None
 
 
 MAKERS = {"package": package, "fsdp2": fsdp2, "ddp": ddp}
