@@ -120,6 +120,8 @@ class Agreement:
         """
         if self._gather_order is not None and meeting.axis is self._gather_order.axis:
             self._gather_order.meet("agreement on gradients")
+            if purpose in (Purpose.STEP, Purpose.FLUSH):
+                self._gather_order.step()
         if meeting.as_of != revision:
             alone = meeting.axis.size == 1
             meeting.told = b"" if alone else b"".join(bucket.row() for bucket in meeting.buckets)

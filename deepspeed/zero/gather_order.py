@@ -14,6 +14,7 @@ from collections.abc import Hashable
 from typing import Any
 
 from deepspeed.comm.axis import Axis
+from deepspeed.comm.collectives import Handle, spread
 from deepspeed.comm.lockstep import Lockstep
 
 STEPS, PASSES = 10, 100  # compared from the first gather to the last: so many steps, or passes where nothing is trained
@@ -67,7 +68,7 @@ class GatherOrder:
         self._count, self._last = self._count + 1, group.name
 
     def step(self) -> None:
-        """A step begins."""
+        """Ranks have met for an update."""
         self._steps += 1
 
     def meet(self, what: str) -> None:
@@ -78,3 +79,19 @@ class GatherOrder:
     def _compare(self, what: str) -> None:
         if self._always or not self._promised:
             self.meet(what)
+
+
+def gather_all(group: Any, tag: int, label: str) -> Handle:
+    """Start the collective that brings every slice of a group to all ranks of its axis.
+
+    Args:
+        group: a ShardGroup, its full buffer grown and the own slice in it or on its way.
+        tag: the message tag, where messages have one.
+        label: for reports.
+
+    Raises:
+        OrderError: on all ranks, when they are about to gather different groups where messages carry no names.
+    """
+    if group.gather_order is not None:
+        group.gather_order.before(group)
+    return spread(group.axis, group.full, group.layout.cuts, tag, label)

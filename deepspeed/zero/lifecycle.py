@@ -349,8 +349,6 @@ class Lifecycle:
         for group in self.keeper.groups:
             group.users = 0
         self.keeper.free_idle()
-        if self.gather_order is not None:
-            self.gather_order.step()
         for group in self.keeper.groups:
             group.aliases.refuse_lost_writes()
             group.aliases.refuse_stale()

@@ -22,7 +22,7 @@ from deepspeed.storage.mover import Arrival, mover_of
 from deepspeed.storage.resident import RESIDENT, Resident
 from deepspeed.storage.tier import Stored
 from deepspeed.zero.aliases import Aliases
-from deepspeed.zero.gather_order import GatherOrder
+from deepspeed.zero.gather_order import GatherOrder, gather_all
 from deepspeed.zero.holders import Holders
 from deepspeed.zero.layout import Layout
 from deepspeed.zero.local_shard import LocalShard
@@ -212,7 +212,7 @@ class ShardGroup(LocalShard):
         else:
             # Behind the copy of the own slice, which what is computed meanwhile need not wait for.
             with contextlib.nullcontext() if arrival is None else arrival.stream():
-                self._handle = _gather(self, label)
+                self._handle = gather_all(self, tag_of(self.channel, SPREAD, next(self._seq)), label)
         self._arrival = arrival
         self.state = State.INFLIGHT
 
@@ -275,7 +275,7 @@ class ShardGroup(LocalShard):
         if self.fetch is not None:
             self.fetch.pull(self.channel, self.full, self.layout.cuts, label).wait()
         else:
-            _gather(self, label).wait()
+            gather_all(self, tag_of(self.channel, SPREAD, next(self._seq)), label).wait()
         self.aliases.snap()
 
     def retain(self) -> None:
@@ -453,13 +453,6 @@ class ShardGroup(LocalShard):
         self.values.drop()
         self.views = []
         self.aliases = Aliases(self)
-
-
-def _gather(group: ShardGroup, label: str) -> Handle:
-    """Start the collective that brings every slice of a group to all ranks of its axis."""
-    if group.gather_order is not None:
-        group.gather_order.before(group)
-    return spread(group.axis, group.full, group.layout.cuts, tag_of(group.channel, SPREAD, next(group._seq)), label)
 
 
 def edited(group: ShardGroup) -> list[Member]:

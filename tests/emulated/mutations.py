@@ -94,12 +94,12 @@ MUTATIONS = [
     ),
     Mutation(
         "a loan ended before its copy",
-        f"{MOVER}:Mover.deliver",
-        "pool.put(buffer, after=arrival)",
-        "pool.put(buffer)",
+        "deepspeed.zero.local_shard:LocalShard.deliver_staged",
+        "pool.put(staged, after=arrival)",
+        "pool.put(staged)",
         HOST_BF16,
         "HOST RACE",
-        ("storage/mover.py", "storage/mover.py"),
+        ("storage/mover.py", "ops/host_step.py"),
     ),
     Mutation(
         "a source not kept for its copy",

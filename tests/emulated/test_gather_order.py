@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import random
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -43,15 +45,17 @@ def engine_of(stage: int, **zero: Any) -> Any:
 
     torch.manual_seed(0)
     model = Routed()
-    section = {"stage": stage, "stage3_param_persistence_threshold": 0}
-    if stage < 3:  # at stage 3 a full wire would stop the host here, which goes on with a GPU, to where ranks compare
-        section["reduce_bucket_size"] = WIDTH * WIDTH + WIDTH
+    section = {"stage": stage, "reduce_bucket_size": WIDTH * WIDTH + WIDTH, "stage3_param_persistence_threshold": 0}
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
         "zero_optimization": section | zero,
     }
-    return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+    engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+    # A full wire would stop the host here, before it comes to where ranks meet; with a GPU it goes on.
+    wire = engine._components.reducer.wire
+    wire.settings = replace(wire.settings, in_flight=1 << 30)
+    return engine
 
 
 def one_step(engine: Any, route: Route, step: int) -> float:
@@ -111,7 +115,7 @@ def drawn(seed: int, most: int = 4) -> tuple[int, int, Schedule, dict[str, Any]]
     return ranks, stage, tuple(of_step() for _ in range(STEPS)), limits
 
 
-def expect_equal_or_named(workers, emulated, seeds: range, most: int = 4) -> tuple[int, int]:
+def expect_equal_or_named(workers, emulated, seeds: Sequence[int], most: int = 4) -> tuple[int, int]:
     """Runs the schedules of these seeds; returns how many gave the CPU's losses, and how many the error."""
     equal, refused, by_ranks = 0, 0, {}
     for seed in seeds:
@@ -142,10 +146,11 @@ def test_some_schedules_are_equal_or_refused_by_name(workers, emulated):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(0, 200, 25))
-def test_200_schedules_are_equal_or_refused_by_name(workers, emulated, first):
-    equal, refused = expect_equal_or_named(workers, emulated, range(first, first + 25))
-    print(f"{equal} equal, {refused} refused")
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_200_schedules_are_equal_or_refused_by_name(workers, emulated, ranks):
+    seeds = [seed for seed in range(200) if drawn(seed)[0] == ranks]
+    equal, refused = expect_equal_or_named(workers, emulated, seeds)
+    print(f"{ranks} ranks: {equal} equal, {refused} refused")
     assert equal and refused
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -46,14 +45,24 @@ print("over", flush=True)
 """
 
 
-@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_the_report_names_rank_message_and_line(tmp_path, stage):
-    script = tmp_path / "blocks.py"
-    script.write_text(SCRIPT.format(stage=stage))
-    line = 1 + script.read_text().splitlines().index("values.sum().item()  # THE LINE")
+ALONE = """
+from tests.emulated import device
+import torch
+import deepspeed
+from tests.emulated.test_gather_order import engine_of, one_step
+
+deepspeed.init_distributed()
+engine = engine_of(3, stage3_prefetch_bucket_size=0, stage3_max_live_parameters=0)
+for step in range(13):
+    alone = step == 12 and torch.distributed.get_rank() == 1
+    one_step(engine, (0, 2, 1, 3) if alone else (0, 1, 2, 3), step)
+"""
+
+
+def ended(script: Path) -> list[tuple[int, str, str]]:
+    """Exit code and words of two ranks that run a script under a short limit."""
     shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     shared |= {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "DEEPSPEED_TIMEOUT": str(LIMIT_S / 60)}
-    begin = time.monotonic()
     ranks = [
         subprocess.Popen(
             [sys.executable, str(script)],
@@ -65,14 +74,31 @@ def test_the_report_names_rank_message_and_line(tmp_path, stage):
         for rank in range(2)
     ]
     try:
-        (out, said), (_, others) = (rank.communicate(timeout=200 * PATIENCE) for rank in ranks)
+        said = [rank.communicate(timeout=200 * PATIENCE) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
             rank.communicate()
-    assert [rank.returncode for rank in ranks] == [1, 1], said + others
-    assert out.endswith("not blocked\n") and time.monotonic() - begin < 180 * PATIENCE
+    return [(rank.returncode, *words) for rank, words in zip(ranks, said, strict=True)]
+
+
+@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_the_report_names_rank_message_and_line(tmp_path, stage):
+    script = tmp_path / "blocks.py"
+    script.write_text(SCRIPT.format(stage=stage))
+    line = 1 + script.read_text().splitlines().index("values.sum().item()  # THE LINE")
+    (code, out, said), (other_code, _, others) = ended(script)
+    assert (code, other_code) == (1, 1) and out.endswith("not blocked\n"), said + others
     what = "gather of " if stage == 3 else "publish of "
     for text in (said, others):
         assert f"the device of rank 0 still waits for '{what}" in text, text
         assert "rank 0: in no collective" in text and f"{script}:{line}" in text, text
+
+
+@pytest.mark.slow
+def test_a_rank_that_changes_its_order_alone_and_late_ends_in_a_report_by_name(tmp_path):
+    script = tmp_path / "alone.py"
+    script.write_text(ALONE)
+    for code, _, said in ended(script):
+        assert code == 1 and "comparison before gather of blocks.2." in said, said
+        assert "rank 0: " in said and "rank 1: in 'comparison" in said, said
