@@ -426,13 +426,17 @@ class DeepSpeedEngine(EngineSurface, nn.Module):
         """Take the hooks off and let optimizer state and gradients go; the model stays, plain or sharded.
 
         All ranks call together, since others may still pull this rank's slices; one that fails waits for nobody.
+
+        Raises:
+            ShardedParameterError: a parameter was changed where the change is lost. The engine is gone all the same.
         """
+        failing = sys.exc_info()[0] is not None
         self.wait_for_checkpoint()
         self._compressing.stop()
         components = self._components
-        if components.lifecycle is not None:
-            components.lifecycle.settle()  # what is under way is pulled while its owner still serves it
-        if self._shards_parameters and not components.destroyed and sys.exc_info()[0] is None:
+        # What is under way is pulled while its owner still serves it, also where a rank has something to complain of.
+        lost = None if components.lifecycle is None else components.lifecycle.wind_up()
+        if self._shards_parameters and not components.destroyed and not failing:
             self._feeding.agree(0, "all ranks are done with their engine")
             release_abandoned(group.axis for group in components.groups)
         if components.lifecycle is not None:
@@ -449,6 +453,8 @@ class DeepSpeedEngine(EngineSurface, nn.Module):
         self._state.components = Components([], self._axes, components.dtype, self._window, destroyed=True)
         self.optimizer = self.basic_optimizer = self.lr_scheduler = None
         self.client_optimizer = self.client_lr_scheduler = None
+        if lost is not None:
+            raise lost
 
     def __enter__(self) -> DeepSpeedEngine:
         return self

@@ -6,16 +6,18 @@ sent so far, the factor of those in low precision, and which parameters had a gr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
 from deepspeed.comm import scalars
 from deepspeed.comm.axis import Axis
 from deepspeed.comm.collectives import SMALL, tag_of
-from deepspeed.zero.accumulation import WIDTH, AccumulationWindow, Purpose, disagreement
-from deepspeed.zero.buckets import Bucket, Round
+from deepspeed.zero.accumulation import AccumulationWindow, Purpose, disagreement
+from deepspeed.zero.buckets import Bucket, BucketRow, Round
 from deepspeed.zero.holders import Axes
 from deepspeed.zero.launch_order import LaunchOrder
 from deepspeed.zero.member import Member
@@ -31,6 +33,9 @@ class Meeting:
     buckets: list[Bucket] = field(default_factory=list)
     count: int = 0
     order: LaunchOrder | None = None
+    told: bytes = b""  # what this rank last said of the buckets
+    as_of: int = -1  # the reducer's revision then
+    _known: tuple[int, list[bytes]] | None = None
 
     def put_in_order(self, depart: Callable[[Bucket, Round, int], None]) -> None:
         """Launch rounds in one order where messages carry no tags."""
@@ -42,10 +47,38 @@ class Meeting:
         for bucket in untagged:
             bucket.order = self.order
 
+    def knows(self, rows: Rows, revision: int) -> bool:
+        """Whether nothing has changed on any rank since the rows that were learnt last."""
+        return self._known == (revision, rows.tails)
+
+    def learn(self, rows: Rows, revision: int) -> None:
+        """The ranks are level: their rows are these, and this rank's gradients have this revision."""
+        self._known = (revision, rows.tails)
+
     def tag(self) -> int:
         """Of the next row."""
         self.count += 1
         return tag_of(self.channel, SMALL, self.count)
+
+
+class Rows(NamedTuple):
+    """What every rank says, in rank order."""
+
+    heads: list[list[float]]  # of the window
+    tails: list[bytes]  # of the buckets, one after the other
+
+    @property
+    def equal(self) -> bool:
+        """Whether all say the same of the buckets."""
+        return all(tail == self.tails[0] for tail in self.tails)
+
+    def by_bucket(self, buckets: Sequence[Bucket]) -> Iterator[list[BucketRow]]:
+        """What every rank says of each bucket."""
+        at = 0
+        for bucket in buckets:
+            size = bucket.row_bytes
+            yield [BucketRow.unpack(tail[at : at + size], len(bucket.touched)) for tail in self.tails]
+            at += size
 
 
 class Agreement:
@@ -74,20 +107,25 @@ class Agreement:
             return self._meetings
         return [meeting for meeting in self._meetings if meeting.axis is group_of(of).holders.everyone]
 
-    def exchange(self, meeting: Meeting, purpose: Purpose, of: Member | None, edits: int) -> list[list[float]]:
-        """Everybody's row.
+    def exchange(self, meeting: Meeting, purpose: Purpose, of: Member | None, edits: int, revision: int) -> Rows:
+        """Everybody's row. What stands of buckets is packed anew only when gradients have changed since.
 
         Args:
             meeting: who takes part; all of them call together.
             purpose: why they meet.
             of: the parameter that is read or written, if it is one.
             edits: gradients that were changed in place.
+            revision: of the gradients of this rank.
         """
-        row = self._window.row(purpose, of.place if of is not None else 0, edits)
-        for bucket in meeting.buckets if meeting.axis.size > 1 else ():
-            launches = bucket.launches if bucket.sum is not None else (-1, -1)
-            row += [*launches, bucket.factor, *bucket.touched]
-        return scalars.current.table(meeting.axis, row, meeting.tag(), "agreement on gradients", self._device)
+        if meeting.as_of != revision:
+            alone = meeting.axis.size == 1
+            meeting.told = b"" if alone else b"".join(bucket.row() for bucket in meeting.buckets)
+            meeting.as_of = revision
+        head = array("d", self._window.row(purpose, of.place if of is not None else 0, edits)).tobytes()
+        label, tag = "agreement on gradients", meeting.tag()
+        found = scalars.current.rows(meeting.axis, head + meeting.told, tag, label, self._device)
+        cut = len(head)
+        return Rows([array("d", row[:cut]).tolist() for row in found], [row[cut:] for row in found])
 
     def share(self, trouble: str | None, purpose: Purpose) -> str | None:
         """Slices and stages of a model go on together, or stop together.
@@ -109,14 +147,12 @@ class Agreement:
         return trouble or disagreement([numbers[:-1] for numbers in table]) or told
 
 
-def uneven(buckets: Sequence[Bucket], table: list[list[float]]) -> str | None:
+def uneven(buckets: Sequence[Bucket], rows: Rows) -> str | None:
     """What the rows say that no zeros can mend; None when there is nothing."""
-    at = WIDTH
-    if all(row[at:] == table[0][at:] for row in table):
+    if rows.equal:
         return None
-    for bucket in buckets:
-        launches, factors = [row[at : at + 2] for row in table], {row[at + 2] for row in table} - {0.0}
-        at += 3 + len(bucket.touched)
+    for bucket, table in zip(buckets, rows.by_bucket(buckets), strict=True):
+        launches, factors = [row.launches for row in table], {row.factor for row in table} - {0.0}
         frozen = [rank for rank, counts in enumerate(launches) if counts[0] < 0]
         if frozen and any(max(counts) > 0 for counts in launches):
             return f"{bucket.group.name} is trained on some ranks, and frozen on rank {', '.join(map(str, frozen))}"

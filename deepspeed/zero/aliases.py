@@ -129,7 +129,7 @@ class Aliases:
 
     def written(self, member: Member) -> bool:
         """Whether a write through `param.data` has changed the values."""
-        return member.snapshot is not None and not _same_bits(member.flat(), member.snapshot)
+        return member.snapshot is not None and not same_bits(member.flat(), member.snapshot)
 
     def refuse_lost_writes(self) -> None:
         """Raise when a view of the freed group was written to."""
@@ -157,6 +157,11 @@ class Aliases:
                 f"change now: hold a clone() instead. (Views follow their parameter where gathers are one-sided; "
                 f"zero_optimization.stage3_fixed_graph makes them collectives.)"
             )
+
+
+def tensors_over(tensor: torch.Tensor) -> int:
+    """How many tensors lie over the memory of `tensor`, itself included."""
+    return _references(tensor.untyped_storage()._cdata)
 
 
 def version_of(member: Member) -> int:
@@ -244,6 +249,6 @@ def _names_of(kind: type) -> list[str]:
     return [name for name in dir(kind) if name.startswith("_raw_saved_")]
 
 
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two contiguous tensors of one dtype hold the same bits; NaN equals itself."""
     return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))

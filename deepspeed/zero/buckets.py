@@ -9,7 +9,9 @@ round in their tag, so the order of launches need not agree.
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -20,6 +22,8 @@ from deepspeed.storage.tier import Stored
 from deepspeed.zero.launch_order import LaunchOrder
 from deepspeed.zero.member import Member
 from deepspeed.zero.shard_group import ShardGroup
+
+_ROW = struct.Struct("<qqd")  # launches in low precision and exact, the factor
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,20 @@ class Round:
     expected: int = 0  # gradients that make it complete
     arrived: set[int] = field(default_factory=set)
     fresh: set[int] = field(default_factory=set)  # those of the micro-batch that is sent: all of them end the round
+
+
+class BucketRow(NamedTuple):
+    """What one rank says of a bucket."""
+
+    launches: tuple[int, int]  # below 0: frozen there
+    factor: float
+    touched: bytes
+
+    @classmethod
+    def unpack(cls, row: bytes, members: int) -> BucketRow:
+        """From `Bucket.row()`."""
+        low, exact, factor = _ROW.unpack_from(row)
+        return cls((low, exact), factor, row[_ROW.size : _ROW.size + members])
 
 
 class Bucket:
@@ -169,6 +187,16 @@ class Bucket:
             self.factor = factor
         else:
             self.factor = -1.0 - hash((self.factor, self.launches[0], factor)) % (1 << 40)
+
+    @property
+    def row_bytes(self) -> int:
+        """Length of `row()`, a multiple of eight."""
+        return _ROW.size + -(-len(self.touched) // 8) * 8
+
+    def row(self) -> bytes:
+        """What ranks compare before gradients are used."""
+        launches = self.launches if self.sum is not None else (-1, -1)
+        return _ROW.pack(*launches, self.factor) + self.touched + bytes(-len(self.touched) % 8)
 
     def clear(self) -> None:
         """Forget the window."""

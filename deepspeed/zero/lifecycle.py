@@ -25,7 +25,7 @@ from deepspeed.foundation.tree import tensors_in
 from deepspeed.zero import aliases
 from deepspeed.zero.param import is_managed
 from deepspeed.zero.prefetch import Keeper, Trace
-from deepspeed.zero.shard_group import ShardGroup
+from deepspeed.zero.shard_group import ShardGroup, State
 
 _EXTERNALS = "ds_external_parameters"  # TRL asks the root for parameters it uses that are not below it
 LEAF_MARK = "_z3_leaf"  # set on modules to be treated as one unit (leaf_module, set_z3_leaf_modules)
@@ -333,6 +333,20 @@ class Lifecycle:
             call.open.discard(id(group))
             if call.using and not call.open:
                 self._after_backward(call)
+
+    def wind_up(self) -> ShardedParameterError | None:
+        """Settle for good, whatever was changed where it is lost; gives the first complaint, if there is one."""
+        first = None
+        for _ in self.keeper.groups:  # each complains once
+            try:
+                self.settle()
+                break
+            except ShardedParameterError as error:
+                first = first or error
+        for group in self.keeper.groups:
+            if group.state is State.INFLIGHT:
+                group.finish_gather()
+        return first
 
     def settle(self) -> None:
         """The window is over: nothing is in use, everything is freed."""

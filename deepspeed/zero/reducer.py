@@ -13,9 +13,9 @@ from deepspeed.comm import collectives
 from deepspeed.comm.collectives import READ
 from deepspeed.errors import UsageError
 from deepspeed.foundation.log import warn_once
-from deepspeed.zero.accumulation import WIDTH, AccumulationWindow, Agreed, Purpose, agreed, disagreement
-from deepspeed.zero.agreement import Agreement, Meeting, uneven
-from deepspeed.zero.buckets import Bucket, ReduceSettings, Round
+from deepspeed.zero.accumulation import AccumulationWindow, Agreed, Purpose, agreed, disagreement
+from deepspeed.zero.agreement import Agreement, Meeting, Rows, uneven
+from deepspeed.zero.buckets import Bucket, BucketRow, ReduceSettings, Round
 from deepspeed.zero.entry import Entries, Entry
 from deepspeed.zero.handed_out import HandedOut
 from deepspeed.zero.holders import Axes
@@ -42,6 +42,8 @@ class Reducer:
         self.buckets = [Bucket(group, settings.accumulator, settings.accumulates) for group in groups]
         self._of = {id(b.group): b for b in self.buckets}
         self.clean = True
+        self.revision = 0  # changes whenever what ranks compare may have changed
+        self._launched = -1  # at this revision no round was open
         self.on_complete: Callable[[ShardGroup], None] | None = None  # all gradients of a group are here
         largest = max((g.numel for g in groups), default=0)
         self.device = groups[0].device if groups else torch.device("cpu")
@@ -64,6 +66,7 @@ class Reducer:
         """Take the gradients of `member` from now on (again, when it was unfrozen)."""
         if member.param.requires_grad and member.uid not in self._hooks:
             self._of[id(member.group)].prepare()
+            self.revision += 1
             self._hooks[member.uid] = member.param.register_post_accumulate_grad_hook(_Arrival(member))
 
     def arrived(self, member: Member) -> None:
@@ -75,6 +78,7 @@ class Reducer:
             collectives.delay(f"gradient of {member.name}")
         clear_raw_grad(member.param)
         self.clean = False
+        self.revision += 1
         if self._handed_out:
             self._adopt_edits()
             self._handed_out.close()
@@ -164,19 +168,20 @@ class Reducer:
             UsageError: on all ranks, when they differ in what each of them decides alone, or a gradient that was read
                 has been changed after more were added to it; the window is dropped.
         """
-        self._adopt_edits()
-        for bucket in self.buckets:
-            if bucket.round is not None:
-                self._launch(bucket)
-        late = self._handed_out.late()
+        self._adopt_edits(of)
+        self._launch_open()
+        late = self._handed_out.late() if of is None else []
         edits = self._handed_out.edits + len(late)
         trouble, found = None, None
         for meeting in self._agreement.meetings(of):
-            table = self._agreement.exchange(meeting, purpose, of, edits)
-            trouble = trouble or disagreement(table) or uneven(meeting.buckets, table)
-            self._catch_up(meeting, table)
+            rows = self._agreement.exchange(meeting, purpose, of, edits, self.revision)
+            trouble = trouble or disagreement(rows.heads)
+            if not meeting.knows(rows, self.revision):
+                trouble = trouble or uneven(meeting.buckets, rows)
+                self._catch_up(meeting, rows)
+                meeting.learn(rows, self.revision)
             if found is None or meeting.axis is self.world:
-                found = agreed(table)
+                found = agreed(rows.heads)
         if of is None:
             trouble = self._agreement.share(trouble, purpose)
         if trouble is not None:
@@ -198,22 +203,36 @@ class Reducer:
         self.window.restart()
         raise UsageError(f"{trouble}; nothing was updated, and the window's gradients are dropped")
 
-    def _catch_up(self, meeting: Meeting, table: list[list[float]]) -> None:
+    def _launch_open(self) -> None:
+        """Send what is collected so far."""
+        if self._launched == self.revision:
+            return  # one read of a gradient after another
+        self._handed_out.close(own=True)
+        for bucket in self.buckets:
+            if bucket.round is not None:
+                self._launch(bucket)
+        self._launched = self.revision
+
+    def _catch_up(self, meeting: Meeting, rows: Rows) -> None:
         """Send zeros for rounds that others have launched and this rank has not, and whatever waits for its turn."""
-        if all(row[WIDTH:] == table[0][WIDTH:] for row in table):
+        if rows.equal:
             self._touched_anywhere |= {id(bucket): bytearray(bucket.touched) for bucket in meeting.buckets}
         else:
-            most, at = [max(column) for column in zip(*table, strict=True)], WIDTH
-            for bucket in meeting.buckets:
-                for exact in (0, 1):
-                    while bucket.launches[exact] < most[at + exact]:
-                        bucket.prepare()  # nothing to do, unless the group is frozen here alone; then all raise
-                        self._send_zeros(bucket, exact, most[at + 2])
-                count = len(bucket.touched)
-                self._touched_anywhere[id(bucket)] = bytearray(mark > 0 for mark in most[at + 3 : at + 3 + count])
-                at += 3 + count
+            for bucket, table in zip(meeting.buckets, rows.by_bucket(meeting.buckets), strict=True):
+                self._even_out(bucket, table)
+            self._launched = self.revision = self.revision + 1
         if meeting.order is not None:
             meeting.order.flush([bucket for bucket in meeting.buckets if any(self._touched_anywhere[id(bucket)])])
+
+    def _even_out(self, bucket: Bucket, table: list[BucketRow]) -> None:
+        """Bring a bucket to what the ranks say of it together."""
+        factor = max(row.factor for row in table)
+        for exact in (0, 1):
+            while bucket.launches[exact] < max(row.launches[exact] for row in table):
+                bucket.prepare()  # nothing to do, unless the group is frozen here alone; then all raise
+                self._send_zeros(bucket, exact, factor)
+        columns = zip(*(row.touched for row in table), strict=True)
+        self._touched_anywhere[id(bucket)] = bytearray(any(column) for column in columns)
 
     def _send_zeros(self, bucket: Bucket, exact: int, factor: float) -> None:
         low = self.settings.wire or bucket.group.dtype
@@ -231,16 +250,21 @@ class Reducer:
         marks = self.marks(bucket)
         return bool(marks and marks[member.index])
 
-    def _adopt_edits(self) -> None:
+    def _adopt_edits(self, of: Member | None = None) -> None:
         """Take over in-place changes of gradients that were handed out; nothing has been added to them since."""
-        for member, tensor in self._handed_out.take_edited():
-            self._write(member, tensor)
+        for member, tensor, own in self._handed_out.take_edited(of):
+            current = self.bucket_of(member).round
+            if not own:
+                self._write(member, tensor)
+            elif current is not None:
+                current.buffer[member.offset : member.offset + member.numel] = tensor.reshape(-1)
 
     def clear(self) -> None:
         """Forget the window; its sums are overwritten by the next gradients."""
         for bucket in self.buckets:
             bucket.clear()
         self._touched_anywhere.clear()
+        self.revision += 1
         self._handed_out.clear()
         self.clean = True
         self.window.forget()
@@ -273,22 +297,23 @@ class Reducer:
         """The mean gradient of the window so far, in the parameter's shape; see `ManagedParameter.grad`."""
         if self.clean:
             return None
-        bucket = self.bucket_of(member)
+        bucket, low, high = self.bucket_of(member), member.offset, member.offset + member.numel
         if self._entries.summed_first(bucket) and not self.window.reduce_now and not bucket.filled:
             current = bucket.round
             if current is None or member.index not in current.arrived:
                 return None
-            return current.buffer[member.offset : member.offset + member.numel].view(member.shape)
+            part = current.buffer[low:high].view(member.shape)
+            return self._handed_out.add(member, part.clone(), part, own=True)
         self.finish(Purpose.READ, member)
         if not self.touched(bucket, member):
             return None
         if bucket.whole:
             whole = bucket.total.borrow()  # where everything is whole, nothing rests elsewhere
-            return whole[member.offset : member.offset + member.numel].view(member.shape)
+            values = whole[low:high].view(member.shape)
+            return self._handed_out.add(member, values.clone(), values)
         with bucket.total.borrowed() as total:
-            tensor = member.group.assemble(member, total, READ, f"gradient of {member.name}").view(member.shape)
-        self._handed_out.add(member, tensor)
-        return tensor
+            dense = member.group.assemble(member, total, READ, f"gradient of {member.name}")
+        return self._handed_out.add(member, dense.view(member.shape))
 
     def set_grad(self, member: Member, value: torch.Tensor | None) -> None:
         """Replace the window's gradient of `member` by `value` (None: as if it had none). All ranks call together."""
@@ -303,6 +328,7 @@ class Reducer:
         self._handed_out.forget(member)
         self.finish(Purpose.WRITE, member)
         bucket.touched[member.index] = int(value is not None)
+        self.revision += 1
         self._touched_anywhere[id(bucket)][member.index] = value is not None
         if value is not None or bucket.filled:
             self._write(member, value)

@@ -157,6 +157,7 @@ class WindowView:
         if self.reducer is None:
             return {}
         current = bucket.round = self.reducer._open(bucket, dtype, at_owner)
+        self.reducer.revision += 1
         members = [self.members[name] for name in names]
         current.arrived, current.fresh = {m.index for m in members}, set(fresh)
         return {m.name: current.buffer[m.offset : m.offset + m.numel] for m in members}
@@ -178,6 +179,7 @@ class WindowView:
             member = self.members[name]
             self.bucket(member.group).touched[member.index] = 1
         self.reducer.clean, self.reducer.window.deferred = False, deferred
+        self.reducer.revision += 1
 
 
 class PlacedView:

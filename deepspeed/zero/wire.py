@@ -244,6 +244,8 @@ class Wire:
 
     def settle(self, buckets: Sequence[Bucket] | None = None) -> None:
         """Wait for the rounds of these buckets, or for everything."""
+        if not self._in_flight:
+            return
         wanted = None if buckets is None else {id(bucket) for bucket in buckets}
         flying = self._in_flight.values()
         while entry := next((each for each in flying if wanted is None or id(each[1]) in wanted), None):

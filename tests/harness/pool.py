@@ -20,8 +20,9 @@ GRACE = 2.0  # seconds the other ranks get to answer once one rank has failed
 LOG_TAIL = 4000  # characters of a rank's log shown with a failure
 
 
-# On a machine that is busy with other work, answers take longer: TEST_PATIENCE=5 waits five times as long.
-PATIENCE = float(os.environ.get("TEST_PATIENCE", "1"))
+# On a machine that is busy with other work, answers take longer: TEST_PATIENCE=5 waits five times as long. Beside
+# another worker of pytest-xdist the machine is busy.
+PATIENCE = float(os.environ.get("TEST_PATIENCE", "2" if "PYTEST_XDIST_WORKER" in os.environ else "1"))
 
 
 class WorkerError(AssertionError):
@@ -167,7 +168,9 @@ class WorkerPool:
             self._processes[rank].send_signal(signal.SIGUSR1)  # faulthandler writes the stacks into the log
         if silent:
             time.sleep(0.3)
-        parts = [f"{fn.__module__}.{fn.__qualname__} on {self.size} ranks"]
+        # Logs are cut in the middle: what was raised stands first, before where.
+        raised = [f"rank {rank}: {text.rstrip().splitlines()[-1]}" for rank, text in sorted(failed.items())]
+        parts = ["; ".join([f"{fn.__module__}.{fn.__qualname__} on {self.size} ranks", *raised])]
         parts += [f"--- rank {rank} failed:\n{text}" for rank, text in sorted(failed.items())]
         parts += [f"--- rank {rank} gave no answer (limit {timeout:g} s):\n{self._tail(rank)}" for rank in silent]
         return "\n".join(parts)

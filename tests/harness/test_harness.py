@@ -50,7 +50,7 @@ def test_results_come_in_rank_order_from_the_same_processes(workers):
 def test_failures_name_the_rank_and_the_pool_recovers():
     pool = WorkerPool(2)
     try:
-        with pytest.raises(WorkerError, match=r"rank 1 failed:\n(.|\n)*ValueError: planted"):
+        with pytest.raises(WorkerError, match=r"^\S+ on 2 ranks; rank 1: ValueError: planted\n(.|\n)*rank 1 failed:\n"):
             pool.run(raise_on_one)
         with pytest.raises(WorkerError, match="left behind: environment variable LEAKED_BY_TEST"):
             pool.run(leak_variable)

@@ -71,6 +71,78 @@ def set_after_edit(stage: int) -> None:
         torch.testing.assert_close(applied(engine, before, name), torch.full(param.shape, 3.0))
 
 
+def edits_past_the_version_counter(stage: int) -> None:
+    """`p.grad.data` and a view that outlives the gradient's own name change the gradient too."""
+    with start(stage) as engine:
+        named = dict(engine.module.named_parameters())
+        names = list(named)[:2]
+        before = masters(engine)
+        back(engine)
+        wanted = {name: named[name].grad.clone() for name in names}
+        named[names[0]].grad.data.mul_(0.5)
+        view = named[names[1]].grad.view(-1)
+        for param in named.values():  # what nobody holds is let go
+            assert param.grad is not None
+        view.mul_(3.0)
+        engine.step()
+        torch.testing.assert_close(applied(engine, before, names[0]), 0.5 * wanted[names[0]])
+        torch.testing.assert_close(applied(engine, before, names[1]), 3.0 * wanted[names[1]])
+
+
+def own_parts_are_edited(stage: int) -> None:
+    """Before the boundary, stages 0 and 1 show this rank's part: one rank may change its own."""
+    with start(stage, accumulation=2) as engine:
+        name, param = first(engine)
+        before = masters(engine)
+        back(engine)
+        gradient = param.grad.clone()
+        if dist.get_rank() == 0:
+            param.grad.data.zero_()
+        engine.step()
+        back(engine)
+        engine.step()
+        torch.testing.assert_close(applied(engine, before, name), 3.0 * gradient)
+
+
+def kept_over_a_step(stage: int) -> None:
+    """A gradient that is kept stays what it was when it was read."""
+    for accumulation in (1, 2):
+        with start(stage, accumulation=accumulation) as engine:
+            param = next(engine.module.parameters())
+            back(engine)
+            kept = param.grad
+            values = kept.clone()
+            for step in range(1, 4):
+                engine.step()
+                back(engine, step)
+            assert torch.equal(kept, values)
+
+
+def reads_one_by_one(stage: int) -> None:
+    """Reading every gradient packs what ranks compare once, and keeps none of them."""
+    import gc
+
+    from deepspeed.zero import buckets
+
+    with start(stage) as engine:
+        params = list(engine.module.parameters())
+        back(engine)
+        assert params[0].grad is not None
+        packed, row = [], buckets.Bucket.row
+        buckets.Bucket.row = lambda bucket: packed.append(bucket) or row(bucket)
+        try:
+            gc.collect()
+            before = {id(found) for found in gc.get_objects() if isinstance(found, torch.Tensor)}
+            for _ in range(3):
+                for param in params:
+                    assert param.grad is not None
+            after = [found for found in gc.get_objects() if isinstance(found, torch.Tensor) and id(found) not in before]
+        finally:
+            buckets.Bucket.row = row
+        assert packed == []
+        assert len(after) <= 8, [tensor.shape for tensor in after]
+
+
 def without_gradient(stage: int) -> None:
     """`p.grad = None`: out of the norm, and out of the sum of a window that goes on."""
     with start(stage) as engine:
@@ -205,9 +277,26 @@ def frozen(stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("case", [edits_in_a_window, set_after_edit, without_gradient, set_in_a_window, frozen])
+@pytest.mark.parametrize(
+    "case",
+    [
+        edits_in_a_window,
+        edits_past_the_version_counter,
+        kept_over_a_step,
+        reads_one_by_one,
+        set_after_edit,
+        without_gradient,
+        set_in_a_window,
+        frozen,
+    ],
+)
 def test_gradients_follow_what_is_done_to_them(workers: Any, case: Any, stage: int) -> None:
     workers(RANKS).run(case, stage)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_rank_changes_its_own_part(workers: Any, stage: int) -> None:
+    workers(RANKS).run(own_parts_are_edited, stage)
 
 
 @pytest.mark.parametrize("stage", [2, 3])

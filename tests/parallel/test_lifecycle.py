@@ -6,6 +6,7 @@ import gc
 import time
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -13,7 +14,18 @@ from torch import nn
 import deepspeed
 from deepspeed.zero.param import ShardedParameter
 from deepspeed.zero.shard_group import State
-from tests.parallel.tiny import STAGES, WIDTH, Tiny, expect_close, loss_of, masters, micro_step, reference, rows, start
+from tests.parallel.tiny import (
+    STAGES,
+    WIDTH,
+    Tiny,
+    expect_close,
+    loss_of,
+    masters,
+    micro_step,
+    reference,
+    rows,
+    start,
+)
 
 RANKS = 2
 BLOCK = 48  # elements of a block's group, with its padding
@@ -249,3 +261,36 @@ def whole_and_split() -> None:
 
 def test_the_breakdown_counts_retained_buffers(workers: Any) -> None:
     workers(RANKS).run(whole_and_split)
+
+
+def destroyed_with_a_lost_write(slow: int) -> None:
+    """A view is written to after its parameter was freed, and one rank is slow to serve: destroy says so on all ranks,
+    and no rank leaves while another still pulls."""
+    from deepspeed.comm import collectives
+    from tests.parallel.test_order import by_messages
+
+    with by_messages(True):
+        engine = start(3, sharded=False, zero={"stage3_param_persistence_threshold": 0, **dict.fromkeys(LIMITS, 0)})
+    first, last = engine.module.layers[0][0].weight, engine.module.out.weight
+    with deepspeed.zero.GatheredParameters([first]):
+        view = first.data.view(-1)
+    view.add_(1.0)
+    if dist.get_rank() != slow:
+        last._ds_member.group.start_gather()
+    if dist.get_rank() == slow:
+        collectives.PLANTED_DELAY = lambda label: time.sleep(0.5) if label.startswith("serve") else None
+    try:
+        try:
+            engine.destroy()
+            raise AssertionError("the lost write was not noticed")
+        except deepspeed.errors.ShardedParameterError as error:
+            assert "layers.0.0.weight" in str(error)
+            engine.destroy()
+    finally:
+        dist.barrier()
+        collectives.PLANTED_DELAY = None
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_destroy_ends_on_all_ranks_whatever_it_finds(workers: Any, slow: int) -> None:
+    workers(RANKS).run(destroyed_with_a_lost_write, slow)
