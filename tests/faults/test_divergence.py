@@ -14,7 +14,7 @@ from tests.unit.comm.ranks import Ended, run_ranks
 
 TIMEOUT = 3.0 * PATIENCE  # seconds of one collective, and of the imports that one rank may be behind
 MARGIN = 5.0  # seconds after it until everybody has been told
-TEARDOWN = 15.0  # seconds the interpreter may take to unload torch on a busy machine
+TEARDOWN = 15.0 * PATIENCE  # seconds the interpreter may take to unload torch on a busy machine
 
 SCRIPT = """
 import os, sys, time
