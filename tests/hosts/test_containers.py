@@ -64,6 +64,8 @@ def write(pods: Containers, script: str) -> None:
     for name in pods.cluster.names:
         pods.put(name, "code/train.py", script)
         pods.put(name, "code/ds.json", config)
+        if not name.startswith("algo"):
+            continue
         # the platform writes every value as a string, and the SDK some in JSON
         given = {**TINY, "prompt": json.dumps(TINY["prompt"]), "sagemaker_region": '"nowhere"'}
         pods.put(name, "input/config/hyperparameters.json", given)
@@ -105,7 +107,7 @@ def on_one_host(pods: Containers, ranks: int) -> list[str]:
     words = [f"--{name}={value}" for name, value in TINY.items()]
     first = pods.cluster.names[0]
     for name in ("resourceconfig", "hyperparameters"):
-        pods.file(first, f"input/config/{name}.json").unlink()
+        pods.file(first, f"input/config/{name}.json").unlink(missing_ok=True)
     codes, said = to_end([pods.run(first, [*LAUNCH, "--num_gpus", str(ranks), "train.py", *words], FOLDERS)])
     assert codes == [0], said
     found = losses(pods, first)

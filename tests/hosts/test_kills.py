@@ -88,7 +88,7 @@ def test_a_signal_to_any_part_reaches_all(runs, by, name, part):
     assert runs.left(GONE_WITHIN) == []
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize("name", ["SIGTERM", pytest.param("SIGINT", marks=pytest.mark.slow)])
 def test_what_does_not_end_is_killed_after_the_grace(runs, name):
     script = """
         import os, signal, time
@@ -132,6 +132,7 @@ def test_a_cut_cable_ends_both_sides(fragile, by):
     assert [line for line in ours if "train.py" in line or "agent" in line] == []
 
 
+@pytest.mark.slow
 def test_a_stopped_terminal_is_not_silence(runs):
     """Ctrl-Z of the command for longer than the heartbeat: the ranks go on, and all is shown afterwards."""
     script = """
@@ -152,7 +153,7 @@ def test_a_stopped_terminal_is_not_silence(runs):
     assert out.count("step 11") == 4
 
 
-@pytest.mark.parametrize("sink", ["head", "full", "stuck"])
+@pytest.mark.parametrize("sink", ["head", *(pytest.param(name, marks=pytest.mark.slow) for name in ("full", "stuck"))])
 def test_output_that_nobody_takes_is_not_silence(runs, sink):
     script = f"""
         import os, time

@@ -170,7 +170,7 @@ def test_two_jobs_at_once_both_finish(runs):
         if os.environ["RANK"] == "0":
             with socket.create_server(("", int(os.environ["MASTER_PORT"]))):
                 time.sleep(1)
-        print(os.environ["DS_JOB_ID"])
+        os.write(1, (os.environ["DS_JOB_ID"] + "\\n").encode())
     """
     first, second = runs.start(script), runs.start(script)
     ends = [started.communicate(timeout=60)[0].split() for started in (first, second)]
