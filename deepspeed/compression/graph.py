@@ -39,7 +39,7 @@ def channel_families(model: nn.Module, example: Any, refused: dict[str, str] | N
         raise NotAvailableError("channels are coupled by torch-pruning: pip install 'deepspeed[compression]'")
     torch_pruning: Any = importlib.import_module("torch_pruning")
     twin = whole_twin(model)
-    run = runner(model)
+    run = _on(example)
     graph: Any = torch_pruning.DependencyGraph().build_dependency(twin, example_inputs=_example(example))
     names = {id(module): name for name, module in twin.named_modules()}
     found: list[Family] = []
@@ -171,8 +171,7 @@ def runner(model: nn.Module) -> Run | None:
     """
     example = getattr(model, "example_input_array", None)
     if example is not None:
-        inputs = _example(example if isinstance(example, tuple) else (example,))
-        return lambda made: _flat(made(*inputs))
+        return _on(example)
     config = config_of(model)
     if config is None or sum(shape.numel() for shape in shapes_of(model).values()) > LARGEST:
         return None
@@ -181,6 +180,11 @@ def runner(model: nn.Module) -> Run | None:
     except CompressionError:
         return None
     return lambda made: outputs(made, asked)
+
+
+def _on(example: Any) -> Run:
+    inputs = _example(example if isinstance(example, tuple) else (example,))
+    return lambda made: _flat(made(*inputs))
 
 
 def _flat(found: Any) -> torch.Tensor:

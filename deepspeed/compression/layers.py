@@ -76,7 +76,7 @@ def _said(model_class: type[nn.Module], config: Any, prefix: str, total: int, ke
     for keys in [*((key,) for key in named), named]:
         small = with_layers(config, keep, keys, total)
         try:
-            made = dict(on_meta(model_class, small).named_modules())
+            made: dict[str, Any] = dict(on_meta(model_class, small).named_modules())
         except CompressionError:
             continue
         if all(name in made and len(made[name]) == size for name, size in wanted.items()):

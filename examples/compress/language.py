@@ -10,6 +10,7 @@ import argparse
 import copy
 import json
 import math
+import re
 import subprocess
 import sys
 import tempfile
@@ -134,7 +135,7 @@ class Job:
         """The row of an exported folder; on rank 0, elsewhere empty."""
         row: dict[str, Any] = {}
         if comm.get_rank() == 0:
-            folder = self.folder / name.replace(" ", "-").replace(":", "of").replace("%", "")
+            folder = self.folder / re.sub(r"[^a-zA-Z0-9]+", "-", name).strip("-")
             export(model, model.state_dict(), folder, weights)
             with tempfile.NamedTemporaryFile(suffix=".pt") as file:
                 torch.save(self.heldout, file.name)
