@@ -13,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-SIZES = {"toy": (2, 64, 512, 4), "20M": (8, 384, 8192, 6), "110M": (12, 768, 16384, 12)}  # layers, width, words, heads
+SIZES = {"toy": (2, 96, 512, 6), "20M": (8, 384, 8192, 6), "110M": (12, 768, 16384, 12)}  # layers, width, words, heads
 
 # Runs alone: it imports torch and Transformers and nothing of this repository.
 TIMER = """

@@ -90,6 +90,10 @@ def _unit_rows(model: nn.Module, plan: Plan, kind: str, ratio: float) -> list[di
 def _row(model: nn.Module, plan: Plan, shrink: Shrink, ratio: float) -> dict[str, Any]:
     family = shrink.families[0]
     kept, of = kept_per_block(shrink, ratio), family.size // family.blocks
+    try:
+        plan.check_said(family, kept)
+    except CompressionError as error:
+        return {"kind": shrink.kind, "refused": str(error)}
     small = on_meta(type(model), shrink.config(plan.config, kept, of))
     names = {name for one in shrink.families for name in one.names()}
     return {

@@ -14,6 +14,7 @@ from deepspeed.compression.masks import Masks
 from deepspeed.compression.plan import Plan
 from deepspeed.compression.remove import Removal, removal_of
 from deepspeed.compression.rules import Rule, rules_of
+from deepspeed.compression.select import kept_of
 from deepspeed.config.sections.compression import CompressionTraining, QuantizeTraining
 from deepspeed.foundation.log import say
 from deepspeed.zero.optimizer import ZeroOptimizer
@@ -59,6 +60,11 @@ class Compression:
         for rule in self.rules:
             for line in describe(rule, self.masks):
                 say(line)
+        if self.plan.unproven:
+            say(
+                f"related_modules of {', '.join(self.plan.unproven[:4])}: removed is masked, it is assumed; "
+                f"nothing says what {type(self.model).__name__} takes (example_input_array) to try it"
+            )
 
     def step(self) -> list[Rule]:
         """An optimizer step was applied. All ranks call together.
@@ -147,18 +153,20 @@ def describe(rule: Rule, masks: Masks) -> list[str]:
         total = sum(masks.of(name).numel for name in rule.weights)
         gone = total - int(total * rule.ratio)
         return [f"{rule.name}: {gone:,} of {total:,} single weights in {len(rule.weights)} tensors become zero {when}"]
+    made, kept = Removal(), 0
+    for family in rule.families:
+        width = family.size // family.blocks
+        keep = (torch.arange(family.size) % width) < kept_of(width, rule.ratio)  # which units, will be seen
+        kept += int(keep.sum())
+        for slot in family.slots:
+            made.cut_slot(slot, keep)
     units = sum(family.size for family in rule.families)
-    per = {name: family for family in rule.families for name in family.names()}
-    coupled = 0
-    for name, family in per.items():
-        owned = masks.of(name)
-        coupled += int((~family.flags(name, owned.shape, (0, owned.numel), torch.zeros(family.size).bool())).sum())
-    gone = int(coupled * (1 - rule.ratio))
+    shapes = {name: masks.of(name).shape for name in made.cuts}
+    gone = sum(shape.numel() - made.shape(name, shape).numel() for name, shape in shapes.items())
     kind = rule.families[0].kind if rule.families else "units"
     how = "leave the engine" if rule.physical and removable(rule) else "are masked"
-    which = f"{units - int(units * rule.ratio):,} of {units:,} {kind} in {len(rule.families)} layers"
-    text = f"{rule.name}: {which} {how} {when}"
-    return [f"{text}: {gone:,} parameters of {len(per)} coupled tensors, {4 * gone / 2**20:.1f} MiB in fp32"]
+    text = f"{rule.name}: {units - kept:,} of {units:,} {kind} in {len(rule.families)} layers {how} {when}"
+    return [f"{text}: {gone:,} parameters of {len(shapes)} coupled tensors, {4 * gone / 2**20:.1f} MiB in fp32"]
 
 
 class _InputNorms:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 
+from deepspeed.compression.layers import block_lists
 from deepspeed.config.sections.compression import Distillation
 from deepspeed.errors import CompressionError, UsageError
 
@@ -64,9 +66,38 @@ class Distiller:
         own = getattr(output, "loss", None)
         if own is None:
             return None  # without labels there is no loss to add to
-        told = self._told(inputs, kwargs)
+        with self._watched() as seen:
+            told = self._told(inputs, kwargs)
         output.loss = self.loss(output, told, kwargs.get("labels"), own)
+        if self.section.layerwise:
+            output.loss = output.loss + self.section.layerwise * self._layerwise(seen)
         return output
+
+    @contextlib.contextmanager
+    def _watched(self) -> Iterator[list[_Call]]:
+        """What goes into and comes out of every block of the teacher."""
+        seen: list[_Call] = []
+        blocks = _blocks(self.teacher) if self.section.layerwise and self.teacher is not None else []
+        hooks = [block.register_forward_hook(_noting(seen), with_kwargs=True) for block in blocks]
+        try:
+            yield seen
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _layerwise(self, seen: list[_Call]) -> torch.Tensor:
+        """Mean squared error of each layer on what the teacher's layer was given: no layer waits for another."""
+        blocks = _blocks(self.student)
+        errors = []
+        for block, at in zip(blocks, self._layers(len(blocks), len(seen)), strict=True):
+            inputs, kwargs, wanted = seen[at]
+            found = _first(block(*inputs, **kwargs))
+            if found.shape != wanted.shape:
+                raise CompressionError(
+                    f"distillation.layerwise: a layer gives {tuple(found.shape)}, the teacher's {tuple(wanted.shape)}"
+                )
+            errors.append(functional.mse_loss(found.float(), wanted.float()))
+        return torch.stack(errors).mean()
 
     def _told(self, inputs: Any, kwargs: dict[str, Any]) -> Any:
         if self.teacher is None:
@@ -125,6 +156,32 @@ class Distiller:
         if self.close is not None:
             self.close()
         self.teacher = None
+
+
+_Call = tuple[tuple[Any, ...], dict[str, Any], torch.Tensor]
+# A layer that is asked again must not write into the teacher's cache.
+_CACHES = {"past_key_values": None, "past_key_value": None, "layer_past": None, "use_cache": False}
+
+
+def _noting(seen: list[_Call]) -> Callable[..., None]:
+    def hook(module: nn.Module, inputs: Any, kwargs: dict[str, Any], output: Any) -> None:
+        seen.append((inputs, kwargs | {k: v for k, v in _CACHES.items() if k in kwargs}, _first(output)))
+
+    return hook
+
+
+def _first(output: Any) -> torch.Tensor:
+    return output[0] if isinstance(output, (tuple, list)) else output
+
+
+def _blocks(model: Any) -> list[nn.Module]:
+    """The longest list of repeated blocks of a module or an engine."""
+    lists = block_lists(model.module if isinstance(getattr(model, "module", None), nn.Module) else model)
+    if not lists:
+        raise CompressionError(
+            f"distillation.layerwise: {type(model).__name__} has no list of two or more equal blocks"
+        )
+    return list(next(iter(lists.values())))
 
 
 def divergence(

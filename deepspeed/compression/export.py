@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.compression.families import config_of, on_meta
+from deepspeed.compression.families import config_of, dense_class, on_meta
+from deepspeed.compression.inside import inside, plain_state
 from deepspeed.errors import CompressionError, NotAvailableError
 
 BITS = {"int8": 8, "int4": 4}
@@ -45,12 +46,13 @@ def export(
         CompressionError: the model has no Transformers config, or the weights do not fit the class.
         NotAvailableError: packed integers need compressed-tensors.
     """
-    config = config_of(model)
-    if config is None or not hasattr(model, "save_pretrained"):
+    inner = inside(model)[1]
+    config = config_of(inner)
+    if config is None or not hasattr(inner, "save_pretrained"):
         raise CompressionError(
             f"export writes folders of Transformers models; {type(model).__name__} has no config: save its state dict"
         )
-    plain = _filled(getattr(type(model), "_plain", type(model)), config, state)
+    plain = _filled(dense_class(inner), config, plain_state(model, state))
     folder = Path(folder)
     before = sum(param.numel() for param in plain.parameters())
     if weights != "float":

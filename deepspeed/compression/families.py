@@ -79,6 +79,11 @@ def on_meta(model_class: type[nn.Module], config: Any) -> nn.Module:
         raise CompressionError(f"{model_class.__name__} cannot be built so: {type(error).__name__}: {error}") from error
 
 
+def dense_class(model: nn.Module) -> type[nn.Module]:
+    """The class a model had before its modules learned of quantizers."""
+    return getattr(type(model), "_plain", type(model))
+
+
 def shapes_of(model: nn.Module) -> dict[str, torch.Size]:
     """Shapes of the parameters, each under its first name; true ones of sharded parameters too."""
     return {name: torch.Size(getattr(p, "ds_shape", p.shape)) for name, p in model.named_parameters()}

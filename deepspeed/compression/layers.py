@@ -10,7 +10,7 @@ from torch import nn
 
 from deepspeed.compression.families import LAYER_KEYS, config_of, on_meta
 from deepspeed.compression.remove import attribute_changes
-from deepspeed.compression.twin import layers_of, with_layers
+from deepspeed.compression.twin import with_layers
 from deepspeed.errors import CompressionError
 
 
@@ -44,15 +44,15 @@ def keep_layers(model: nn.Module, prefix: str, keep: list[int]) -> nn.Module:
     if bad or len(set(keep)) != len(keep):
         raise CompressionError(f"layers {keep} of '{prefix}', which has {len(blocks)}: name each one once, from 0")
     config, total = config_of(model), len(blocks)
-    kept = [blocks[index] for index in keep]
     home, _, last = prefix.rpartition(".")
-    setattr(model.get_submodule(home), last, nn.ModuleList(kept))
     if config is None:
+        setattr(model.get_submodule(home), last, nn.ModuleList(blocks[index] for index in keep))
         return model
-    if layers_of(config) != total:
-        raise CompressionError(f"{type(config).__name__} says {layers_of(config)} layers, and '{prefix}' has {total}")
-    small = with_layers(config, keep)
+    small = _said(type(model), config, prefix, total, keep)
     base, after = on_meta(type(model), config), on_meta(type(model), small)
+    for new, old in enumerate(keep):
+        _refuse_another(f"{prefix}.{old}", blocks[old], after.get_submodule(f"{prefix}.{new}"))
+    setattr(model.get_submodule(home), last, nn.ModuleList(blocks[index] for index in keep))
     moved = {f"{prefix}.{new}": f"{prefix}.{old}" for new, old in enumerate(keep)}
     _follow(model, base, after, moved)
     for key, value in vars(small).items():
@@ -62,6 +62,49 @@ def keep_layers(model: nn.Module, prefix: str, keep: list[int]) -> nn.Module:
         if getattr(small, key, None) != getattr(config, key, None):
             setattr(config, key, getattr(small, key))
     return model
+
+
+def _said(model_class: type[nn.Module], config: Any, prefix: str, total: int, keep: list[int]) -> Any:
+    """The config whose model has so many blocks in that list, and in no other: an encoder beside a decoder stays.
+
+    Raises:
+        CompressionError: no number of the config says how long the list is.
+    """
+    named = tuple(key for key in LAYER_KEYS if getattr(config, key, None) == total)
+    wanted = {name: len(blocks) for name, blocks in block_lists(on_meta(model_class, config)).items()}
+    wanted[prefix] = len(keep)
+    for keys in [*((key,) for key in named), named]:
+        small = with_layers(config, keep, keys, total)
+        try:
+            made: dict[str, Any] = dict(on_meta(model_class, small).named_modules())
+        except CompressionError:
+            continue
+        if all(name in made and len(made[name]) == size for name, size in wanted.items()):
+            _refuse_small_cache(small, max((n for name, n in wanted.items() if "decoder" in name), default=0))
+            return small
+    raise CompressionError(f"{type(config).__name__} has no number that says the {total} blocks of '{prefix}' alone")
+
+
+def _refuse_small_cache(config: Any, decoder: int) -> None:
+    """Transformers makes the cache of some decoders as deep as the encoder is."""
+    if not getattr(config, "is_encoder_decoder", False):
+        return
+    cached = getattr(config.get_text_config(decoder=True), "num_hidden_layers", decoder)
+    if cached < decoder:
+        raise CompressionError(
+            f"generate makes a cache of {cached} layers from {type(config).__name__}, and the decoder has {decoder}: "
+            f"keep at most {cached} layers of the decoder first"
+        )
+
+
+def _refuse_another(name: str, block: nn.Module, place: nn.Module) -> None:
+    """A block that has other parameters than the one in whose place it comes, as the first one of a T5 has."""
+    one, two = ({n: getattr(p, "ds_shape", p.shape) for n, p in m.named_parameters()} for m in (block, place))
+    if one != two:
+        raise CompressionError(
+            f"{name} cannot take another's place: they differ in {sorted(one.keys() ^ two.keys())[:2] or 'shapes'}; "
+            f"keep the first block where it is"
+        )
 
 
 def _follow(model: nn.Module, base: nn.Module, after: nn.Module, moved: dict[str, str]) -> None:
@@ -75,6 +118,17 @@ def _follow(model: nn.Module, base: nn.Module, after: nn.Module, moved: dict[str
         pair = attribute_changes(_shell(old[before]), _shell(module))
         for key, value in pair.get("", {}).items():
             setattr(model.get_submodule(name), key, value)
+        _follow_config(model.get_submodule(name), old[before], module)
+
+
+def _follow_config(module: Any, base: Any, after: Any) -> None:
+    """A stack may have a config of its own, as the decoder of a T5: caches are made by it."""
+    if any(config_of(one) is None for one in (module, base, after)) or module.config is base.config:
+        return
+    before, now = vars(base.config), vars(after.config)
+    for key, value in now.items():
+        if before.get(key) != value:
+            vars(module.config)[key] = copy.deepcopy(value)
 
 
 def _shell(module: nn.Module) -> nn.Module:

@@ -23,6 +23,7 @@ from deepspeed.compression.rules import Rule
 from deepspeed.compression.scores import Scores
 from deepspeed.compression.select import keep_largest, kept_of, largest_units
 from deepspeed.compression.units import Family
+from deepspeed.errors import CompressionError
 from deepspeed.storage.tier import Stored
 from deepspeed.zero.fragment import Fragment
 from deepspeed.zero.optimizer import ZeroOptimizer
@@ -60,6 +61,7 @@ class Masks:
         if optimizer is not None and rules:
             optimizer.masks = self
             for rule in rules:
+                _refuse_blind(rule, self)
                 self._hang_veils(rule, optimizer)
 
     def _hang_veils(self, rule: Rule, optimizer: ZeroOptimizer) -> None:
@@ -171,12 +173,12 @@ class Masks:
         owned = [self.of(name) for name in rule.weights]
         score = self.scores.of_weights(rule)
         if rule.pattern is not None:
-            flags = {one.name: self.scores.by_pattern(rule, one, score, ratio) for one in owned}
+            flags = ((one.name, self.scores.by_pattern(rule, one, score, ratio)) for one in owned)
         else:
             sets = [owned] if rule.over_all else [[one] for one in owned]
             keep = [kept_of(sum(one.numel for one in some), ratio) for some in sets]
             flags = keep_largest(sets, keep, score, self.exchange)
-        for name, flag in flags.items():
+        for name, flag in flags:  # one at a time
             self.kept[rule.name, name] = bits.pack(flag)
 
     def _choose(self, rule: Rule, ratio: float) -> list[torch.Tensor]:
@@ -318,6 +320,15 @@ class Masks:
         """Bytes of the masks on this rank."""
         stores = [*self.kept.values(), *self.hard.values(), *self.veils.values()]
         return sum({packed.data_ptr(): packed.numel() for packed in stores}.values())
+
+
+def _refuse_blind(rule: Rule, masks: Masks) -> None:
+    """A criterion that reads gradients, of parameters that have none."""
+    if rule.criterion in ("movement", "taylor") and not any(masks.of(name).trained for name in rule.names()):
+        raise CompressionError(
+            f"{rule.name}: criterion {rule.criterion} reads gradients, and none of its parameters is trained: "
+            f"use magnitude or activation"
+        )
 
 
 def _is_broken(owned: Owned, packed: torch.Tensor | None, where: Callable[[ShardGroup], Stored]) -> bool:

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
-from deepspeed.compression.families import HEAD_KEYS, Shrink, config_of, ffn_shrinks, head_shrinks
+from deepspeed.compression.families import (
+    HEAD_KEYS,
+    Shrink,
+    config_of,
+    dense_class,
+    ffn_shrinks,
+    head_shrinks,
+)
+from deepspeed.compression.graph import channel_families, not_proven, runner, whole_twin
+from deepspeed.compression.inside import inside
 from deepspeed.compression.twin import prove
 from deepspeed.compression.units import Family
 from deepspeed.errors import CompressionError
@@ -22,11 +33,16 @@ class Plan:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.model, self.config = model, config_of(model)
+        self.model = model
+        self.prefix, self.inner = inside(model)
+        self.config = config_of(self.inner)
         self._graph: list[Family] | None = None
         self._found: dict[str, list[Shrink]] = {}
         self.refused: dict[str, str] = {}
+        self.left_alone: dict[str, str] = {}  # convolutions whose channels stay, and why
         self.distances: dict[str, float] = {}
+        self.unproven: list[str] = []  # modules whose partners were named, where no inputs are known to try it
+        self._twin: tuple[Any, ...] | None = None
 
     @property
     def heads(self) -> int | None:
@@ -44,14 +60,30 @@ class Plan:
                 return []
             find: Any = _FINDERS[kind]
             try:
-                for shrink in find(self.model, self.config):
-                    proven, self.distances[kind] = prove(type(self.model), self.config, find, shrink)
-                    self._found[kind].append(proven)
+                for shrink in find(self.inner, self.config):
+                    proven, self.distances[kind] = prove(dense_class(self.inner), self.config, find, shrink)
+                    self._found[kind].append(self._named(proven))
                 if not self._found[kind]:
                     self.refused[kind] = f"{type(self.config).__name__} names no width of the {kind} units"
             except CompressionError as error:
                 self._found[kind], self.refused[kind] = [], str(error)
         return self._found[kind]
+
+    def _named(self, shrink: Shrink) -> Shrink:
+        """The shrink by the names that parameters have in the whole model."""
+        if not self.prefix:
+            return shrink
+        there = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        for family in shrink.families:
+            family.label = self.prefix + family.label
+            family.slots = [replace(slot, name=self.prefix + slot.name) for slot in family.slots]
+            for slot in family.slots:
+                if slot.name not in there:
+                    raise CompressionError(
+                        f"{slot.name} is not in {type(self.model).__name__}: adapters stand in its place; leave them "
+                        f"off what is pruned, or prune before they are added"
+                    )
+        return shrink
 
     def family_of(self, name: str, axis: int, kind: str) -> Family | None:
         """The family of which an axis of a parameter holds units; None when no plan has it."""
@@ -64,18 +96,110 @@ class Plan:
                     return family
         return None
 
+    def prove_named(self, family: Family) -> None:
+        """Try a family whose partners were named by hand on a twin, where inputs for it are known.
+
+        Raises:
+            CompressionError: a model without these units is not the model with the units masked.
+        """
+        if self._twin is None:
+            self._twin = self._running_twin()
+        if not self._twin:
+            self.unproven.append(family.label)
+            return
+        reason = not_proven(self._twin[0], family, self._twin[1])
+        if reason:
+            raise CompressionError(
+                f"related_modules do not name all that goes with {family.label}: {reason}; without related_modules "
+                f"its {family.kind} are masked and stay"
+            )
+
+    def _running_twin(self) -> tuple[Any, ...]:
+        """(twin, what runs it); empty where no inputs are known that it takes."""
+        run = runner(self.model)
+        if run is None:
+            return ()
+        twin = whole_twin(self.model)
+        try:
+            with torch.no_grad():
+                run(twin)
+        except (CompressionError, RuntimeError, ValueError, TypeError):
+            return ()
+        return twin, run
+
+    def forget_twin(self) -> None:
+        """No more families are tried: the twin's memory is given back."""
+        self._twin = None
+
+    def why_not(self, kind: str, labels: list[str]) -> str:
+        """Why units of these modules cannot be taken out.
+
+        Args:
+            kind: of the families.
+            labels: names of the modules.
+        """
+        found = [f"{label}: {self.left_alone[label]}" for label in labels if label in self.left_alone]
+        kinds = {"rows": "ffn"}
+        reason = self.refused.get(kinds.get(kind, kind), "no partners of these modules are known")
+        return "; ".join(found) or f"{', '.join(labels[:3])}: {reason}; name them in related_modules"
+
+    def check_said(self, family: Family, kept: int) -> None:
+        """See that the model's config can be saved with so many units.
+
+        Args:
+            family: of this plan.
+            kept: units that stay of each run of them.
+
+        Raises:
+            CompressionError: it cannot; the text names the nearest number that can.
+        """
+        shrink, width = self.shrink_of(family), family.size // family.blocks
+        if shrink is None or self._unsaid(shrink, width, width):
+            return  # a config that is wrong already is no matter of the cut
+        reason = self._unsaid(shrink, kept, width)
+        if reason:
+            order = sorted(range(1, width), key=lambda other: abs(other - kept))
+            near = next((other for other in order if not self._unsaid(shrink, other, width)), width)
+            raise CompressionError(
+                f"{type(self.config).__name__} cannot say {kept} of {width} {shrink.kind} units: {reason}; the nearest "
+                f"number that can be exported is {near} (dense_ratio {near / width:.4g})"
+            )
+
+    def _unsaid(self, shrink: Shrink, kept: int, of: int) -> str:
+        """What a config says against a number; empty: nothing."""
+        made = shrink.config(self.config, kept, of)
+        try:
+            getattr(made, "validate", lambda: None)()
+        except Exception as error:  # whatever a config refuses itself by
+            return str(error.__cause__ or error).splitlines()[-1].strip()
+        return ""
+
+    def packed_family(self, name: str) -> Family:
+        """The family of FFN units that a packed tensor of experts holds.
+
+        Raises:
+            CompressionError: no plan has it.
+        """
+        for shrink in self.shrinks("ffn"):
+            for family in shrink.families:
+                if any(slot.name == name and len(slot.axes) == 2 for slot in family.slots):
+                    return family
+        raise CompressionError(
+            f"{name} is packed, and no units of it are known: {self.refused.get('ffn', 'no FFN width changes it')}"
+        )
+
     def _channels(self) -> list[Family]:
         """Families of a convolutional network that says what its inputs look like (`example_input_array`)."""
         example = getattr(self.model, "example_input_array", None)
+        if self._graph is None and example is None:
+            self.refused["channels"] = f"{type(self.model).__name__} has no example_input_array to trace it with"
         if self._graph is None:
-            from deepspeed.compression.graph import channel_families
-
-            self._graph = [] if example is None else channel_families(self.model, example)
+            self._graph = [] if example is None else channel_families(self.model, example, self.left_alone)
         return self._graph
 
     def shrink_of(self, family: Family) -> Shrink | None:
         """The config's number that a family belongs to."""
         for shrink in self.shrinks(family.kind):
-            if any(one.label == family.label for one in shrink.families):
+            if any(one.label == family.label and one.names() == family.names() for one in shrink.families):
                 return shrink
         return None

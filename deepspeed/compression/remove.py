@@ -9,8 +9,9 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from deepspeed.compression.families import config_of, on_meta
-from deepspeed.compression.units import Family, Slot
+from deepspeed.compression.families import config_of, dense_class, on_meta
+from deepspeed.compression.inside import inside
+from deepspeed.compression.units import TRANSPOSED, Family, Slot
 from deepspeed.errors import CompressionError
 
 _PLAIN = (int, float, str, bool, type(None))
@@ -18,8 +19,8 @@ _PLAIN = (int, float, str, bool, type(None))
 _SIZES = (
     ("Linear", "out_features", "weight", 0), ("Linear", "in_features", "weight", 1), ("Conv1D", "nf", "weight", 1),
     ("Conv1D", "nx", "weight", 0), ("Embedding", "num_embeddings", "weight", 0),
-    ("Embedding", "embedding_dim", "weight", 1), ("_ConvNd", "out_channels", "weight", 0),
-    ("_NormBase", "num_features", "weight", 0), ("GroupNorm", "num_channels", "weight", 0),
+    ("Embedding", "embedding_dim", "weight", 1), ("_NormBase", "num_features", "weight", 0),
+    ("GroupNorm", "num_channels", "weight", 0),
 )  # fmt: skip
 
 
@@ -57,6 +58,20 @@ class Removal:
                 rows[at] = (axis, before[torch.isin(before, indices)])
                 return
         rows.append((axis, indices))
+        rows.sort(key=lambda row: -row[1].dim())  # rows of their own per expert or output come before those leave
+
+    def cut_slot(self, slot: Slot, keep: torch.Tensor) -> None:
+        """Keep some of the units that a slot holds.
+
+        Args:
+            slot: of a family.
+            keep: bool per unit.
+        """
+        if len(slot.axes) == 1:
+            indices = slot.indices(keep)
+        else:
+            indices = torch.stack([slot.indices(keep, lead) for lead in range(slot.table.shape[0])])
+        self.cut(slot.name, slot.axes[-1], indices)
 
     def select(self, name: str, values: torch.Tensor) -> torch.Tensor:
         """What is left of a tensor of a parameter's shape."""
@@ -69,13 +84,22 @@ class Removal:
                 values = torch.stack([part.index_select(axis - 1, row) for part, row in rows])
         return values
 
+    def shape(self, name: str, shape: torch.Size) -> torch.Size:
+        """The shape that is left of a parameter of that shape."""
+        left = list(shape)
+        for axis, indices in self.cuts.get(name, ()):
+            left[axis] = indices.shape[-1]
+        return torch.Size(left)
+
     def remap(self, family: Family) -> Family:
         """Another family, of a model from which this was removed."""
         slots = []
         for slot in family.slots:
             table = slot.table
             for axis, indices in self.cuts.get(slot.name, ()):
-                if axis == slot.axes[-1]:
+                if len(slot.axes) == 2 and axis == slot.axes[0]:
+                    table = table[indices]
+                elif axis == slot.axes[-1]:
                     table = table[indices] if indices.dim() == 1 and table.dim() == 1 else table.gather(-1, indices)
             slots.append(Slot(slot.name, slot.axes, table, slot.scored))
         return Family(family.kind, family.label, family.size, slots, family.blocks, family.config)
@@ -86,7 +110,7 @@ class Removal:
             module = model.get_submodule(name)
             for key, value in values.items():
                 setattr(module, key, value)
-        config = config_of(model)
+        config = config_of(inside(model)[1])
         for key, value in self.config.items():
             setattr(config, key, value)
         for name in {name.rpartition(".")[0] for name in self.cuts}:
@@ -119,9 +143,11 @@ def _resize(module: Any) -> None:
 
 def _resize_convolution(module: Any) -> None:
     shape = getattr(module.weight, "ds_shape", module.weight.shape)
-    depthwise = module.groups > 1 and shape[1] == 1
-    module.groups = shape[0] if depthwise else module.groups
-    module.in_channels = shape[1] * module.groups
+    if module.groups > 1 and module.groups == module.in_channels:  # depthwise: as many groups as there are inputs
+        module.groups = shape[0] * module.groups // module.out_channels
+    one, two = (shape[1] * module.groups, shape[0])
+    transposed = isinstance(module, TRANSPOSED)
+    module.in_channels, module.out_channels = (two, one) if transposed else (one, two)
 
 
 def removal_of(
@@ -141,11 +167,7 @@ def removal_of(
     made = Removal(text=", ".join(f"{int((~k).sum())} {f.kind} of {f.label}" for f, k in chosen[:4]))
     for family, keep in chosen:
         for slot in family.slots:
-            if len(slot.axes) == 1:
-                indices = slot.indices(keep)
-            else:
-                indices = torch.stack([slot.indices(keep, lead) for lead in range(slot.table.shape[0])])
-            made.cut(slot.name, slot.axes[-1], indices)
+            made.cut_slot(slot, keep)
     if buffers:
         cut_with_buffers(model, made)
     if plan.config is not None:
@@ -182,13 +204,10 @@ def _follow_config(model: nn.Module, plan: Plans, chosen: list[tuple[Family, tor
         config = shrink.config(config, kept, of)
         made.config |= {key: getattr(config, key) for key in shrink.changes}
     if counts:
-        made.attributes = attribute_changes(
-            on_meta(_dense_class(model), plan.config), on_meta(_dense_class(model), config)
-        )
-
-
-def _dense_class(model: nn.Module) -> type[nn.Module]:
-    return getattr(type(model), "_plain", type(model))
+        prefix, inner = inside(model)
+        kind = dense_class(inner)
+        changes = attribute_changes(on_meta(kind, plan.config), on_meta(kind, config))
+        made.attributes = {(prefix + name).removesuffix("."): values for name, values in changes.items()}
 
 
 def attribute_changes(before: nn.Module, after: nn.Module) -> dict[str, dict[str, Any]]:

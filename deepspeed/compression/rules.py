@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from deepspeed.compression.plan import Plan
+from deepspeed.compression.select import kept_of
 from deepspeed.compression.units import CONV, Family, Slot, axis_slot
 from deepspeed.config.compression_check import pattern_of
 from deepspeed.config.sections.compression import CompressionTraining, Group
@@ -86,8 +87,8 @@ class Rule:
         return [*self.weights, *dict.fromkeys(name for family in self.families for name in family.names())]
 
 
-def matched(model: nn.Module, expressions: list[str]) -> Iterator[tuple[int, str, nn.Module]]:
-    """(place of the expression, name, module) of compressible modules.
+def matched(model: nn.Module, expressions: list[str], packed: bool = False) -> Iterator[tuple[int, str, nn.Module]]:
+    """(place of the expression, name, module) of compressible modules; `packed`: of those that pack experts too.
 
     Raises:
         CompressionError: an expression finds none.
@@ -96,7 +97,8 @@ def matched(model: nn.Module, expressions: list[str]) -> Iterator[tuple[int, str
         found = [
             (name, module)
             for name, module in model.named_modules()
-            if compressible(module) and (expression == "*" or re.search(expression, name))
+            if (compressible(module) or (packed and experts_of(module)))
+            and (expression == "*" or re.search(expression, name))
         ]
         if not found:
             raise CompressionError(
@@ -113,6 +115,12 @@ def _some_names(model: nn.Module) -> list[str]:
 def compressible(module: nn.Module) -> bool:
     """Whether techniques work on a module's weight."""
     return isinstance(module, (nn.Linear, nn.Embedding, *CONV)) or type(module).__name__ == "Conv1D"
+
+
+def experts_of(module: nn.Module) -> list[str]:
+    """Names of a module's own parameters that pack several experts: three axes, and no convolution."""
+    own = {} if compressible(module) else module._parameters
+    return [name for name, p in own.items() if p is not None and len(getattr(p, "ds_shape", p.shape)) == 3]
 
 
 def out_axis(module: nn.Module) -> int:
@@ -149,8 +157,13 @@ def rules_of(model: nn.Module, section: CompressionTraining, plan: Plan, called:
                 rule.families = list(_units(model, technique, group, shared, plan))
                 wanted = getattr(shared, "physical", None)
                 rule.physical = not called if wanted is None else wanted
+                _refuse_masks_alone(rule, plan, wanted)
+                for family in rule.families if wanted is not False and not rule.over_all else ():
+                    if family.config:
+                        plan.check_said(family, kept_of(family.size // family.blocks, rule.ratio))
             _refuse_twice(rule, taken)
             made.append(rule)
+    plan.forget_twin()
     return made
 
 
@@ -168,6 +181,14 @@ def _rule(technique: str, name: str, group: Any, shared: Any) -> Rule:
         criterion,
         shared.scope == "global",
     )
+
+
+def _refuse_masks_alone(rule: Rule, plan: Plan, wanted: bool | None) -> None:
+    """`"physical": true` of units that nobody knows how to take out."""
+    stuck = [family for family in rule.families if family.config is False]
+    if wanted and stuck:
+        reason = plan.why_not(stuck[0].kind, [family.label for family in stuck])
+        raise CompressionError(f"{rule.name}: physical is true, and units cannot be taken out of {reason}")
 
 
 def _refuse_twice(rule: Rule, taken: dict[str, str]) -> None:
@@ -208,18 +229,27 @@ def _check_pattern(model: nn.Module, rule: Rule) -> None:
 
 
 def _units(model: nn.Module, technique: str, group: Any, shared: Any, plan: Plan) -> Iterator[Family]:
-    chosen = list(matched(model, group.modules))
+    chosen = list(matched(model, group.modules, packed=technique == "row_pruning"))
     if technique == "head_pruning":
         yield from _heads(model, group, shared, plan, chosen)
         return
     families: dict[int, tuple[Family, list[str]]] = {}
     for place, name, module in chosen:
+        packed = [f"{name}.{param}" for param in experts_of(module)]
+        for weight in packed:
+            family = plan.packed_family(weight)
+            families.setdefault(id(family), (family, []))[1].append(weight)
+        if packed:
+            continue
         weight = f"{name}.weight"
         family = None
         if group.related_modules is None:
             family = plan.family_of(weight, out_axis(module), "channels" if technique == "channel_pruning" else "ffn")
         if family is None:
-            family = _rows(model, name, module, _partners(model, group, place, name))
+            partners = _partners(model, group, place, name)
+            family = _rows(model, name, module, partners)
+            if partners:
+                plan.prove_named(family)
         families.setdefault(id(family), (family, []))[1].append(weight)
     for family, weights in families.values():
         yield _scored_by(family, weights)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from deepspeed.compression.owned import Exchange, Owned
 
 _DIGITS = ((21, 11), (10, 11), (0, 10))  # (shift, bits) of the parts of a 32-bit number, highest first
+_CHUNK = 1 << 18  # scores that are looked at together: what is made of them is eight times as large
 Score = Callable[[Owned], torch.Tensor]
 
 
@@ -26,11 +27,11 @@ def ordered(scores: torch.Tensor) -> torch.Tensor:
 
 def keep_largest(
     sets: Sequence[Sequence[Owned]], keep: Sequence[int], score: Score, exchange: Exchange
-) -> dict[str, torch.Tensor]:
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Flags of the `keep[i]` highest scores among all elements of the parameters in `sets[i]`.
 
     Equal scores: those of the earlier parameter, and in it those at the lower index, are kept first. The flags are the
-    same however the parameters are cut. All ranks call together.
+    same however the parameters are cut. All ranks call together, and take all that is given.
 
     Args:
         sets: disjoint lists of parameters, the same on all ranks.
@@ -38,8 +39,8 @@ def keep_largest(
         score: 1-D over [low, high) of a parameter.
         exchange: the ranks.
 
-    Returns:
-        1-D bool over [low, high) by the parameter's name.
+    Yields:
+        The parameter's name, 1-D bool over [low, high).
     """
     prefixes, remaining = [0] * len(sets), list(keep)
     for shift, bits in _DIGITS:
@@ -50,16 +51,17 @@ def keep_largest(
         for at, row in enumerate(table):
             digit, remaining[at] = _digit(row, remaining[at])
             prefixes[at] = (prefixes[at] << bits) | digit
-    return _flags(sets, prefixes, remaining, score, exchange)
+    yield from _flags(sets, prefixes, remaining, score, exchange)
 
 
 def _counts(owned: Sequence[Owned], score: Score, prefix: int, digit: tuple[int, int]) -> torch.Tensor:
     shift, bits = digit
     found = torch.zeros(1 << bits, dtype=torch.int64)
     for one in owned:
-        numbers = ordered(one.part(score(one)))
-        numbers = numbers[(numbers >> (shift + bits)) == prefix]
-        found += torch.bincount((numbers >> shift) & ((1 << bits) - 1), minlength=1 << bits).cpu()
+        for part in one.part(score(one)).split(_CHUNK):
+            numbers = ordered(part)
+            numbers = numbers[(numbers >> (shift + bits)) == prefix]
+            found += torch.bincount((numbers >> shift) & ((1 << bits) - 1), minlength=1 << bits).cpu()
     return found
 
 
@@ -76,26 +78,36 @@ def _digit(counts: torch.Tensor, wanted: int) -> tuple[int, int]:
 
 def _flags(
     sets: Sequence[Sequence[Owned]], thresholds: list[int], remaining: list[int], score: Score, exchange: Exchange
-) -> dict[str, torch.Tensor]:
+) -> Iterator[tuple[str, torch.Tensor]]:
     """What is above the threshold, and the first of what is equal to it."""
     equal = [
-        torch.tensor([int((ordered(one.part(score(one))) == level).sum()) for one in owned], dtype=torch.int64)
+        torch.tensor([_count(one.part(score(one)), level) for one in owned], dtype=torch.int64)
         for owned, level in zip(sets, thresholds, strict=True)
     ]
     table = exchange.rows(torch.cat(equal), "counts of equal scores")
-    flags: dict[str, torch.Tensor] = {}
     at = 0
     for owned, level, wanted in zip(sets, thresholds, remaining, strict=True):
         left = wanted
         for one in owned:
             by_rank = table[:, at].tolist()
             at += 1
-            numbers = ordered(score(one))
-            keep, same = numbers > level, numbers == level
             before = sum(by_rank[: one.axis.rank]) if (one.low, one.high) == one.counted else 0
-            keep |= same & (torch.cumsum(same, 0) <= left - before)
-            flags[one.name] = keep
+            yield one.name, _above(score(one), level, left - before)
             left = max(left - sum(by_rank), 0)
+
+
+def _count(scores: torch.Tensor, level: int) -> int:
+    return sum(int((ordered(part) == level).sum()) for part in scores.split(_CHUNK))
+
+
+def _above(scores: torch.Tensor, level: int, wanted: int) -> torch.Tensor:
+    """Flags of what is above a level, and of the first `wanted` that are on it."""
+    flags = torch.empty(scores.numel(), dtype=torch.bool, device=scores.device)
+    for part, flag in zip(scores.split(_CHUNK), flags.split(_CHUNK), strict=True):
+        numbers = ordered(part)
+        same = numbers == level
+        flag.copy_((numbers > level) | (same & (torch.cumsum(same, 0) <= wanted)))
+        wanted -= int(same.sum())
     return flags
 
 

@@ -24,19 +24,21 @@ from deepspeed.compression.families import (
 from deepspeed.errors import CompressionError
 
 TOLERANCE = 1e-5  # of the largest output
-_LARGEST = 40_000_000  # parameters of a twin
+LARGEST = 40_000_000  # parameters of a twin
 
 
-def with_layers(config: Any, keep: list[int]) -> Any:
+def with_layers(config: Any, keep: list[int], keys: tuple[str, ...] = LAYER_KEYS, total: int | None = None) -> Any:
     """A copy of the config with some of the layers; what it lists by layer is cut alike.
 
     Args:
         config: of a Transformers model.
         keep: indices of the layers that stay.
+        keys: the numbers of layers that are meant; default: all that are equal.
+        total: layers there are; default: what the config says first.
     """
     made = copy.deepcopy(config)
-    total = layers_of(config)
-    for key in LAYER_KEYS:
+    total = layers_of(config) if total is None else total
+    for key in keys:
         if getattr(made, key, None) == total and key not in getattr(made, "attribute_map", {}):
             setattr(made, key, len(keep))
     for key, value in list(vars(made).items()):
@@ -227,14 +229,14 @@ def twin_config(model_class: type[nn.Module], config: Any) -> Any:
     """A config of few layers and a small vocabulary, which keeps the kinds of layers and the ratios of heads."""
     total = layers_of(config)
     made = with_layers(config, list(range(min(total, 2)))) if total > 2 else copy.deepcopy(config)
-    if sum(p.numel() for p in on_meta(model_class, made).parameters()) <= _LARGEST:
+    if sum(p.numel() for p in on_meta(model_class, made).parameters()) <= LARGEST:
         return made
     narrow = _narrow(made)
     try:
         small = sum(p.numel() for p in on_meta(model_class, narrow).parameters())
     except CompressionError as error:
         raise CompressionError(f"no small twin of {model_class.__name__}: {error}") from error
-    if small > _LARGEST:
+    if small > LARGEST:
         raise CompressionError(f"no small twin of {model_class.__name__}: it still has {small:,} parameters")
     return narrow
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 CONV = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 _CHUNK = 1 << 20
 

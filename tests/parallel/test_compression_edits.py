@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from tests.parallel.test_compression import WEIGHTS, pruning, trained
 from tests.parallel.test_compression_removal import llama, settings, train
-from tests.parallel.tiny import STAGES, Tiny, adamw, loss_of, masters, rows, start
+from tests.parallel.tiny import STAGES, Tiny, adamw, loss_of, masters, raises, rows, start, tiny
 
 EDITS = ("full", "local", "in place", "gathered", "load")
 GATHER: dict[str, Any] = {"zero": {"stage3_gather_16bit_weights_on_model_save": True}}
@@ -150,3 +150,19 @@ def ungrouped(stage: int) -> None:
 @pytest.mark.parametrize("stage", STAGES)
 def test_units_leave_parameters_in_no_optimizer_group(workers: Any, stage: int) -> None:
     workers(1).run(ungrouped, stage, timeout=120)
+
+
+def blind() -> None:
+    """Scores that read gradients, of parameters that nobody trains: the mask would be the first so many units."""
+    from deepspeed.errors import CompressionError
+
+    model = tiny()
+    for layer in model.layers:
+        layer.requires_grad_(False)
+    for criterion in ("taylor", "movement"):
+        with raises(CompressionError, "reads gradients, and none of its parameters is trained"):
+            start(2, model, lambda params: adamw(model.out.parameters()), **pruning("row_pruning", criterion=criterion))
+
+
+def test_a_criterion_without_gradients_is_refused(workers: Any) -> None:
+    workers(1).run(blind, timeout=60)

@@ -203,6 +203,9 @@ class Distillation(Section):
     logits: float = key(0.5, "weight of the divergence of the logits", ge=0)
     hidden: float = key(0.0, "weight of the squared error of hidden states", ge=0)
     attention: float = key(0.0, "weight of the squared error of attention maps; needs eager attention", ge=0)
+    layerwise: float = key(
+        0.0, "weight of each layer's squared error, on what the teacher gives to its own layer", ge=0
+    )
     layers: list[int] | None = key(None, "teacher layer of each student layer; default: spread evenly")
 
 

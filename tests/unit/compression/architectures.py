@@ -6,7 +6,8 @@ from typing import Any
 
 BASE = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 GQA = {**BASE, "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0}
-EXPERTS = {**GQA, "num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+EXPERTS = {**GQA, "num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+           "shared_expert_intermediate_size": 40}  # fmt: skip
 VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
           "image_size": 32, "patch_size": 8}  # fmt: skip
 NEO = {"vocab_size": 64, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "max_position_embeddings": 64,

@@ -125,6 +125,49 @@ def test_xtc_and_zeroquant_recipes() -> None:
         model(torch.arange(8)[None]).logits.sum().backward()
 
 
+def test_rows_and_heads_recipes() -> None:
+    """As they circulate for BERT, partners by hand."""
+    ids = torch.arange(8)[None]
+    rows = technique(
+        "row_pruning",
+        {
+            "rp1": {
+                "params": {"dense_ratio": 0.5},
+                "modules": ["intermediate.dense"],
+                "related_modules": [["layer.\\w+.output.dense"]],
+            }
+        },
+        method="l1",
+    )
+    model = bert()
+    masked = copy.deepcopy(model)
+    for layer in masked.bert.encoder.layer:
+        keep = torch.zeros(48)
+        keep[layer.intermediate.dense.weight.abs().sum(1).topk(24).indices] = 1
+        layer.output.dense.weight.data.mul_(keep)
+    redundancy_clean(init_compression(model, config(rows)), config(rows))
+    assert [layer.intermediate.dense.out_features for layer in model.bert.encoder.layer] == [24, 24]
+    assert torch.allclose(model(ids).logits, masked(ids).logits, atol=1e-5)
+    heads = technique(
+        "head_pruning",
+        {
+            "rp1": {
+                "params": {"dense_ratio": 0.5},
+                "modules": ["attention.output.dense"],
+                "related_modules": [["self.query", "self.key", "self.value"]],
+            }
+        },
+        num_heads=4,
+    )
+    model = redundancy_clean(init_compression(bert(), config(heads)), config(heads))
+    for layer in model.bert.encoder.layer:
+        whole = layer.attention.output.dense.weight.view(32, 4, 8).abs().sum((0, 2)) > 0
+        assert whole.sum() == 2, "two of four heads are masked; a config of BERT cannot say fewer"
+        for name in ("query", "key", "value"):
+            part = layer.attention.self.get_submodule(name).weight.view(4, 8, 32).abs().sum((1, 2)) > 0
+            assert torch.equal(part, whole)
+
+
 def test_layer_reduction_copies_what_is_named() -> None:
     section = {"enabled": True, "keep_number_layer": 2, "module_name_prefix": "bert.encoder.layer",
                "teacher_layer": [1, 3], "other_module_name": ["bert.embeddings", "cls"]}  # fmt: skip
@@ -179,6 +222,27 @@ def test_conv1d_becomes_linear_with_ties() -> None:
 def test_every_wrong_block_is_an_error(one: dict[str, Any], text: str) -> None:
     with pytest.raises(DeepSpeedConfigError, match=text):
         init_compression(Branch(), config(one))
+
+
+@pytest.mark.parametrize("name", ["Mixtral", "Qwen2Moe"])
+def test_packed_experts_are_named_by_their_module(name: str) -> None:
+    """Experts keep equally many units, each its own; a shared expert beside them is a width of its own."""
+    model_class, settings = architecture(name)
+    torch.manual_seed(0)
+    model = model_class(settings).eval()
+    experts = model.model.layers[0].mlp.experts
+    before = experts.down_proj.shape
+    section = config(technique("row_pruning", {"g": {"params": {"dense_ratio": 0.5}, "modules": [r"mlp\.experts$"]}}))
+    redundancy_clean(init_compression(model, section), section)
+    assert experts.down_proj.shape == (*before[:2], before[2] // 2)
+    assert experts.gate_up_proj.shape == (before[0], before[2], before[1])
+    assert torch.isfinite(model(torch.arange(6)[None]).logits).all()
+    assert getattr(model.config, "shared_expert_intermediate_size", 40) == 40
+    with pytest.raises(CompressionError, match="is packed, and no units"):
+        wrong = nn.ModuleDict({"experts": nn.Module()})
+        wrong["experts"].weights = nn.Parameter(torch.randn(2, 3, 4))
+        group = {"g": {"params": {"dense_ratio": 0.5}, "modules": ["experts"]}}
+        init_compression(wrong, config(technique("row_pruning", group)))
 
 
 def test_modules_that_are_not_there_or_are_named_twice() -> None:
@@ -241,6 +305,33 @@ def test_distillation_is_the_sum_written_by_hand() -> None:
     assert torch.allclose(found, expected, rtol=1e-5)
     labels = torch.full((1, 10), -100)
     assert divergence(mine.logits, theirs.logits, 1.0, labels) == 0
+
+
+def test_layer_by_layer_is_the_sum_written_by_hand() -> None:
+    student, teacher = llama(0, 2), llama(1, 4).eval()
+    section = Distillation(enabled=True, hard=0.0, logits=0.0, layerwise=2.0)
+    distiller = Distiller(student.train(), section)
+    distiller.set_teacher(teacher)
+    ids = torch.arange(10)[None]
+    found = student(input_ids=ids, labels=ids).loss
+    assert not any(layer._forward_hooks for layer in teacher.model.layers)
+    found.backward()
+    distiller.remove()
+    with torch.no_grad():
+        states = teacher(input_ids=ids, output_hidden_states=True, use_cache=False).hidden_states[:-1]
+        places = torch.arange(10)[None]
+        rotary = teacher.model.rotary_emb(states[0], places)
+    mask = torch.full((10, 10), torch.finfo(torch.float32).min).triu(1)[None, None]
+    given = {"position_embeddings": rotary, "attention_mask": mask}
+    errors = []
+    for mine, theirs in ((0, 1), (1, 3)):
+        wanted = teacher.model.layers[theirs](states[theirs], **given).detach()
+        errors.append((student.model.layers[mine](states[theirs], **given) - wanted).square().mean())
+    expected = 2 * torch.stack(errors).mean()
+    assert torch.allclose(found, expected, rtol=1e-5), (found, expected)
+    grads = torch.autograd.grad(expected, list(student.model.layers.parameters()))
+    for param, grad in zip(student.model.layers.parameters(), grads, strict=True):
+        assert torch.allclose(param.grad, grad, rtol=1e-4, atol=1e-7)
 
 
 # -- convolutions -----------------------------------------------------------------------------------------------------

@@ -17,8 +17,8 @@ from deepspeed.compression.twin import build, distance, flags_at_random, inputs_
 from deepspeed.errors import CompressionError
 from tests.unit.compression.architectures import FAMILIES, architecture
 
-FAST = ["Llama", "Mixtral", "GPT2", "Phi3", "T5", "Albert", "GPTNeo"]
-HEADS = {"Llama", "Mixtral", "Phi3", "T5"}
+FAST = ["Llama", "Mixtral", "Qwen2Moe", "GPT2", "Phi3", "T5", "Albert", "GPTNeo"]
+HEADS = {"Llama", "Mixtral", "Qwen2Moe", "Phi3", "T5"}
 
 
 def parameters(model: Any) -> int:
@@ -40,9 +40,7 @@ def check(name: str, kind: str, folder: Path) -> str:
     """`equal`, or the reason of a refusal."""
     from transformers import AutoModel
 
-    model_class, config = architecture(name)
-    build(model_class, config).save_pretrained(folder / "dense")
-    model = model_class.from_pretrained(folder / "dense").eval()  # what a folder cannot hold is gone now
+    model_class, config, model = loaded_dense(name, folder)
     plan = Plan(model)
     found = plan.shrinks(kind)
     if not found:
@@ -75,13 +73,24 @@ def test_half_of_the_heads_leave_or_are_refused(name: str, tmp_path: Path) -> No
         assert "fewer heads cannot be said" in found and "layers" in found
 
 
-def layers_leave(name: str, folder: Path) -> None:
+def loaded_dense(name: str, folder: Path) -> tuple[Any, Any, Any]:
+    """(class, config, model) of a folder: what one cannot hold, as computed positions, is gone."""
     model_class, config = architecture(name)
-    model = build(model_class, config)
-    prefix, blocks = next(iter(block_lists(model).items()))
+    build(model_class, config).save_pretrained(folder / "dense")
+    return model_class, config, model_class.from_pretrained(folder / "dense").eval()
+
+
+def layers_leave(name: str, folder: Path) -> None:
+    model_class, config, model = loaded_dense(name, folder)
+    lists = block_lists(model)
+    prefix, blocks = next((one for one in lists.items() if "decoder" in one[0]), next(iter(lists.items())))
     given, before = inputs_for(model, config), len(blocks)
-    kept = list(range(before))[::2]
-    keep_layers(model, prefix, kept)
+    kept = list(range(before))[1::2]
+    try:
+        keep_layers(model, prefix, kept)
+    except CompressionError as error:  # the first block of a T5 holds what all others use
+        assert "keep the first block" in str(error)
+        keep_layers(model, prefix, kept := [0])
     assert len(dict(model.named_modules())[prefix]) == len(kept) < before
     found = outputs(model, given)
     export(model, model.state_dict(), folder)
@@ -98,6 +107,38 @@ def test_layers_leave_and_generate_with_a_cache(name: str, tmp_path: Path) -> No
     layers_leave(name, tmp_path)
 
 
+@pytest.mark.parametrize("name", ["T5", "Bart", "Marian"])
+@pytest.mark.parametrize("side", ["encoder", "decoder"])
+def test_one_side_of_an_encoder_decoder_gets_shallower(name: str, side: str, tmp_path: Path) -> None:
+    model_class, config, model = loaded_dense(name, tmp_path)
+    lists = block_lists(model)
+    prefix, other = (next(p for p in lists if s in p) for s in (side, {"encoder": "decoder"}.get(side, "encoder")))
+    if (name, side) == ("T5", "encoder"):
+        with pytest.raises(CompressionError, match="makes a cache of 1 layers"):
+            keep_layers(model, prefix, [0])
+        keep_layers(model, other, [0])
+        keep_layers(model, prefix, [0])
+    else:
+        keep_layers(model, prefix, [0])
+        assert len(model.get_submodule(other)) == 2
+    assert len(model.get_submodule(prefix)) == 1
+    given = inputs_for(model, config)
+    found = outputs(model, given)
+    export(model, model.state_dict(), tmp_path)
+    loaded = model_class.from_pretrained(tmp_path).eval()
+    assert distance(outputs(loaded, given), found) <= 1e-6
+    new = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "decoder_start_token_id": 0}
+    ids = given["input_ids"]
+    assert torch.equal(model.generate(ids, use_cache=True, **new), model.generate(ids, use_cache=False, **new))
+
+
+def test_a_block_that_is_not_like_the_others_stays_first() -> None:
+    model_class, config = architecture("T5")
+    model = build(model_class, config)
+    with pytest.raises(CompressionError, match="keep the first block where it is"):
+        keep_layers(model, "decoder.block", [1])
+
+
 def test_planted_swapped_heads_are_caught() -> None:
     """A fused matrix cut by another layout than the model's own is no removal."""
     model_class, config = architecture("Phi3")
@@ -110,6 +151,27 @@ def test_planted_swapped_heads_are_caught() -> None:
     without = outputs(masked(model, wrong, keeps), given)
     remove_from(model, removal_of(model, plan, list(zip(wrong.families, keeps, strict=True))))
     assert distance(without, outputs(model, given)) > 1e-3
+
+
+def test_numbers_that_a_config_cannot_be_saved_with_are_refused_before_they_leave() -> None:
+    """Transformers saves no Llama whose width is no multiple of its heads, though it builds and runs."""
+    from deepspeed.compression import init_compression
+    from deepspeed.compression.cli import plan_rows
+    from tests.unit.compression.test_calls import config as block
+    from tests.unit.compression.test_calls import technique
+
+    model_class, config = architecture("Llama")
+    config.num_key_value_heads = 4
+    group = {"g": {"params": {"dense_ratio": 2 / 3}, "modules": ["o_proj"]}}
+    section = block(technique("head_pruning", group, method="l1"))
+    with pytest.raises(
+        CompressionError, match=r"cannot say 3 of 4 heads units.*the nearest .* is 2 \(dense_ratio 0.5\)"
+    ):
+        init_compression(build(model_class, config), section)
+    rows = plan_rows(build(model_class, config), config, ["heads"], 2 / 3)
+    assert "cannot say 3 of 4" in rows[1]["refused"]
+    section["compression_training"]["head_pruning"]["shared_parameters"]["physical"] = False
+    init_compression(build(model_class, config), section)  # masks are no matter of the config
 
 
 def test_widths_that_differ_by_layer_are_refused() -> None:

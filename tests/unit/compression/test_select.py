@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from deepspeed.comm.axis import Axis
-from deepspeed.compression import bits
+from deepspeed.compression import bits, select
 from deepspeed.compression.owned import Exchange, Owned
 from deepspeed.compression.select import exact_sums, keep_largest, kept_of, largest_units, ordered
 from deepspeed.compression.utils import asymmetric, binary, quantize, straight_through, symmetric, ternary
@@ -34,13 +34,17 @@ def test_bits_are_the_flags(numel: int) -> None:
 
 @pytest.mark.parametrize("ratio", [0.01, 0.3, 0.5, 1.0])
 @pytest.mark.parametrize("levels", [3, 10**6])
-def test_the_threshold_is_exact_with_ties_by_index(ratio: float, levels: int) -> None:
+@pytest.mark.parametrize("chunk", [7, 1 << 18])
+def test_the_threshold_is_exact_with_ties_by_index(
+    ratio: float, levels: int, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(0)
+    monkeypatch.setattr(select, "_CHUNK", chunk)
     params = [nn.Parameter((torch.randn(13, n) * levels).round() / levels) for n in (3, 8, 5)]
     owned = [Owned(str(at), p, ALONE, None) for at, p in enumerate(params)]
     flat = torch.cat([p.detach().abs().view(-1) for p in params])
     keep = kept_of(flat.numel(), ratio)
-    found = keep_largest([owned], [keep], lambda one: one.param.detach().abs().view(-1), exchange())
+    found = dict(keep_largest([owned], [keep], lambda one: one.param.detach().abs().view(-1), exchange()))
     assert torch.equal(torch.cat([found[str(at)] for at in range(3)]), largest_units(flat, keep))
 
 

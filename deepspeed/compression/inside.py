@@ -1,0 +1,71 @@
+"""The model of Transformers inside of what a client hands over: a Lightning module around it, adapters on it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.errors import CompressionError
+
+_BASE = "base_layer"
+
+
+def inside(model: nn.Module) -> tuple[str, Any]:
+    """(what its names begin with, the model of Transformers); the model itself where there is none, or several."""
+    if _is_pretrained(model):
+        return "", model
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        if _is_pretrained(module) and not any(name.startswith(f"{outer}.") for outer in found):
+            found[name] = module
+    if len(found) != 1:
+        return "", model
+    name, module = next(iter(found.items()))
+    return f"{name}.", module
+
+
+def _is_pretrained(module: nn.Module) -> bool:
+    return any(kind.__name__ == "PreTrainedModel" for kind in type(module).__mro__)
+
+
+def plain_state(model: nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The state dict of the model inside: names without what is around it, low-rank adapters added to their weights.
+
+    Args:
+        model: what the engine trains.
+        state: all its weights, whole.
+
+    Raises:
+        CompressionError: adapters of another kind.
+    """
+    prefix, _ = inside(model)
+    made = {}
+    for name, value in state.items():
+        if not name.startswith(prefix) or ".lora_" in name:
+            continue
+        short = name[len(prefix) :]
+        home, _, last = name.rpartition(".")
+        if home.endswith(f".{_BASE}"):
+            module: Any = model.get_submodule(home.removesuffix(f".{_BASE}"))
+            value = value + _delta(module, home.removesuffix(_BASE), state) if last == "weight" else value
+            short = short.replace(f".{_BASE}.", ".")
+        made[short] = value
+    return made
+
+
+def _delta(module: Any, home: str, state: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """What the active adapters of a module add to its weight."""
+    total: Any = 0
+    for adapter in module.active_adapters:
+        one, two = (state.get(f"{home}lora_{side}.{adapter}.weight") for side in "AB")
+        if one is None or two is None or one.dim() != 2 or len(getattr(module, "lora_magnitude_vector", ())):
+            raise CompressionError(
+                f"{home[:-1]} has adapters that are no plain LoRA of a Linear: call merge_and_unload, then export"
+            )
+        added = (two.float() @ one.float()) * module.scaling[adapter]
+        total = total + (added.t() if getattr(module, "fan_in_fan_out", False) else added)
+    base = state[f"{home}{_BASE}.weight"]
+    return total.to(base.dtype) if isinstance(total, torch.Tensor) else torch.zeros_like(base)

@@ -1,0 +1,298 @@
+"""Compress the model of `make train` in every way, on the same added bytes, and draw loss over size.
+
+A dense model is trained first; every row then starts from it, trains on the same bytes more, and is exported. Size,
+loss and speed are those of the exported folder, in a process that does not know this package.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import math
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Subset
+
+import deepspeed
+from deepspeed import comm
+from deepspeed.compression import init_compression, redundancy_clean
+from deepspeed.compression.export import export
+from deepspeed.compression.layers import block_influence, by_influence, keep_layers
+from deepspeed.compression.plan import Plan
+from deepspeed.compression.remove import removal_of, remove_from
+from deepspeed.compression.twin import flags_at_random
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bytes_lm"))
+from corpus import Windows, library_files, split
+from train import build_model
+
+READER = """
+import json, sys, time
+import torch
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging
+logging.disable_progress_bar()
+folder, windows = sys.argv[1], torch.load(sys.argv[2])
+torch.set_num_threads(1)
+model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+total = 0.0
+with torch.no_grad():
+    for start in range(0, len(windows), 16):
+        part = windows[start:start + 16]
+        logits = model(input_ids=part[:, :-1], use_cache=False).logits
+        total += F.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten(), reduction="sum").item()
+    started = time.process_time()
+    for _ in range(5):
+        model(input_ids=windows[:1, :-1], use_cache=False)
+assert "deepspeed" not in sys.modules
+seconds = (time.process_time() - started) / 5
+print(json.dumps({"loss": total / windows[:, 1:].numel(), "parameters": model.num_parameters(), "prefill": seconds}))
+"""
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--width", type=int, default=192)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--heads", type=int, default=6)
+    parser.add_argument("--sequence", type=int, default=128)
+    parser.add_argument("--train_bytes", type=int, default=3_000_000)
+    parser.add_argument("--more_bytes", type=int, default=600_000, help="that every row is trained on")
+    parser.add_argument("--heldout_bytes", type=int, default=200_000)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--lr", type=float, default=6e-4)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--only", nargs="+", help="rows whose names begin so; dense is always there")
+    parser.add_argument("--stage", type=int, default=2)
+    parser.add_argument("--output", type=Path, default=Path("runs/compress"))
+    parser.add_argument("--local_rank", type=int, default=-1)
+    return parser.parse_args()
+
+
+@dataclass
+class Job:
+    """What all rows share.
+
+    Args:
+        given: the command line.
+        seed: of weights and order.
+        first: windows that the dense model is trained on.
+        more: windows that every row is trained on.
+        heldout: int64 [n, sequence + 1].
+        folder: of this seed.
+    """
+
+    given: argparse.Namespace
+    seed: int
+    first: Any
+    more: Any
+    heldout: Tensor
+    folder: Path
+
+    def steps(self, windows: Any) -> int:
+        """Optimizer steps of one pass."""
+        return math.ceil(len(windows) / self.given.batch)
+
+    def train(self, model: nn.Module, windows: Any, lr: float, section: dict[str, Any], teacher: Any = None) -> None:
+        """One pass; the model is what came out of it."""
+        steps = self.steps(windows)
+        config = {
+            "train_batch_size": self.given.batch,
+            "gradient_clipping": 1.0,
+            "optimizer": {"type": "AdamW", "params": {"lr": lr, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+            "scheduler": {
+                "type": "WarmupCosineLR",
+                "params": {"warmup_num_steps": max(steps // 15, 1), "total_num_steps": steps},
+            },
+            "zero_optimization": {"stage": self.given.stage},
+            **({"compression_training": section} if section else {}),
+        }
+        torch.manual_seed(self.seed)
+        engine, _, loader, _ = deepspeed.initialize(
+            model=model, model_parameters=list(model.parameters()), training_data=windows, config=config
+        )
+        if teacher is not None:
+            engine.set_teacher(teacher)
+        for batch in loader:
+            ids = batch[:, :-1].to(engine.device)
+            engine.backward(engine(input_ids=ids, labels=ids).loss)
+            engine.step()
+        engine.destroy()
+
+    def measured(self, model: Any, name: str, weights: str = "float") -> dict[str, Any]:
+        """The row of an exported folder; on rank 0, elsewhere empty."""
+        row: dict[str, Any] = {}
+        if comm.get_rank() == 0:
+            folder = self.folder / re.sub(r"[^a-zA-Z0-9]+", "-", name).strip("-")
+            export(model, model.state_dict(), folder, weights)
+            with tempfile.NamedTemporaryFile(suffix=".pt") as file:
+                torch.save(self.heldout, file.name)
+                command = [sys.executable, "-c", READER, str(folder.resolve()), file.name]
+                told = subprocess.run(command, check=True, capture_output=True, text=True, cwd="/").stdout
+            size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+            row = {"name": name, "seed": self.seed, "bytes": size, **json.loads(told.splitlines()[-1])}
+            print(f"{self.seed} {name:28} {size / 1e6:7.2f} MB  {row['loss']:.4f} nats", flush=True)
+        comm.barrier()
+        return row
+
+
+def pruning(technique: str, modules: list[str], ratio: float = 0.5, **shared: Any) -> dict[str, Any]:
+    """A block of the JSON."""
+    group = {"params": {"dense_ratio": ratio}, "modules": modules}
+    return {technique: {"shared_parameters": {"enabled": True, **shared}, "different_groups": {"g": group}}}
+
+
+def rows_of(job: Job, dense: Any) -> dict[str, Callable[[], dict[str, Any]]]:
+    """Every row by its name; `dense` is the model that all start from."""
+    given, steps, lr = job.given, job.steps(job.more), job.given.lr / 2
+    blocks = ["attention", "mlp"]
+    ramp = {"schedule_offset": steps // 20, "schedule_offset_end": steps // 2, "schedule": "cubic",
+            "schedule_offset_stride": max(steps // 40, 1)}  # fmt: skip
+    pruned = {
+        "single weights -50%": pruning("sparse_pruning", blocks, method="l1", **ramp),
+        "2:4": pruning("sparse_pruning", blocks, block_pattern="2:4", schedule_offset=steps // 20),
+        "FFN -50%": pruning("row_pruning", ["c_fc"], criterion="taylor", schedule_offset=max(steps // 20, 1)),
+    }
+    half = given.layers // 2
+
+    def trained(section: dict[str, Any]) -> Any:
+        model = copy.deepcopy(dense)
+        job.train(model, job.more, lr, section)
+        return model
+
+    def shallow() -> Any:
+        model = copy.deepcopy(dense)
+        batches = [{"input_ids": job.first[index][None, :-1]} for index in range(8)]
+        kept = by_influence(block_influence(model, "transformer.h", batches), half)
+        return keep_layers(model, "transformer.h", kept)
+
+    def distilled() -> dict[str, Any]:
+        model = shallow()
+        section = {"distillation": {"enabled": True, "hard": 0.5, "logits": 0.5, "temperature": 2.0}}
+        job.train(model, job.more, lr, section, teacher=copy.deepcopy(dense))
+        return job.measured(model, f"layers -> {half} distilled")
+
+    def cut_layers() -> dict[str, Any]:
+        model = shallow()
+        job.train(model, job.more, lr, {})
+        return job.measured(model, f"layers -> {half}")
+
+    def from_scratch(name: str, *parts: Any) -> dict[str, Any]:
+        torch.manual_seed(job.seed + 100)
+        model = build_model(argparse.Namespace(**{**vars(given), "layers": half}))
+        for part in parts:
+            job.train(model, part, given.lr, {})
+        return job.measured(model, name)
+
+    def packed(weights: str) -> dict[str, Any]:
+        return job.measured(trained({}), weights, weights)
+
+    return {
+        "dense": lambda: job.measured(trained({}), "dense"),
+        **{name: (lambda n=name, s=section: job.measured(trained(s), n)) for name, section in pruned.items()},
+        f"layers -> {half}": cut_layers,
+        f"layers -> {half} distilled": distilled,
+        "int8": lambda: packed("int8"),
+        "int4": lambda: packed("int4"),
+        "scratch, added bytes": lambda: from_scratch("scratch, added bytes", job.more),
+        "scratch, all bytes": lambda: from_scratch("scratch, all bytes", job.first, job.more),
+        **{f"one-shot {kind}": (lambda k=kind: one_shot(job, dense, k)) for kind in ("none", "taylor", "l1", "random")},
+    }
+
+
+def one_shot(job: Job, dense: Any, criterion: str) -> dict[str, Any]:
+    """Half of the FFN leaves, and nothing is trained after it."""
+    model = copy.deepcopy(dense)
+    if criterion == "taylor":
+        few = Subset(job.more, range(min(len(job.more), 16 * job.given.batch)))
+        section = pruning("row_pruning", ["c_fc"], criterion="taylor", schedule_offset=job.steps(few))
+        job.train(model, few, 0.0, section)
+    elif criterion == "l1":
+        section = {"compression_training": pruning("row_pruning", ["c_fc"], method="l1", schedule_offset=0)}
+        redundancy_clean(init_compression(model, section), section)
+    elif criterion == "random":
+        cut_at_random(model, job.seed)
+    return job.measured(model, f"one-shot {criterion}")
+
+
+def cut_at_random(model: Any, seed: int) -> None:
+    """Half of the FFN units of every layer, whichever."""
+    plan = Plan(model)
+    shrink = plan.shrinks("ffn")[0]
+    keeps = flags_at_random(shrink, 0.5, seed)
+    remove_from(model, removal_of(model, plan, list(zip(shrink.families, keeps, strict=True))))
+
+
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """Loss over bytes: one point per row, the mean over seeds."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 5))
+    for name in dict.fromkeys(row["name"] for row in rows):
+        same = [row for row in rows if row["name"] == name]
+        size = sum(row["bytes"] for row in same) / len(same) / 1e6
+        loss = sum(row["loss"] for row in same) / len(same)
+        axes.plot(size, loss, "o")
+        axes.annotate(name, (size, loss), textcoords="offset points", xytext=(5, 3), fontsize=8)
+    axes.set(xlabel="MB of the exported folder", ylabel="held-out nats per byte", xscale="log")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def table(rows: list[dict[str, Any]]) -> None:
+    """Nats over the dense model that got the same bytes, by row; of one-shot rows over the model that was cut."""
+    by = {(row["name"], row["seed"]): row for row in rows}
+    print(f"{'row':28} {'MB':>7} {'x':>6} {'nats over dense, by seed'}")
+    for name in dict.fromkeys(row["name"] for row in rows):
+        same = [row for row in rows if row["name"] == name]
+        base = "one-shot none" if name.startswith("one-shot") else "dense"
+        over = [row["loss"] - by[base, row["seed"]]["loss"] for row in same if (base, row["seed"]) in by]
+        size = same[0]["bytes"] / by["dense", same[0]["seed"]]["bytes"]
+        print(f"{name:28} {same[0]['bytes'] / 1e6:7.2f} {size:6.3f} {' '.join(f'{one:+.4f}' for one in over)}")
+
+
+def main() -> None:
+    """Every seed, every row; then table and picture."""
+    given = parse_arguments()
+    deepspeed.init_distributed()
+    training, heldout = split(library_files())
+    held = Windows(heldout, given.sequence, given.heldout_bytes, seed=0)
+    windows = torch.stack([held[index] for index in range(len(held))])
+    rows: list[dict[str, Any]] = []
+    for seed in given.seeds:
+        every = Windows(training, given.sequence, given.train_bytes + given.more_bytes, seed=seed)
+        cut = given.train_bytes // given.sequence
+        parts = [Subset(every, range(cut)), Subset(every, range(cut, len(every)))]
+        job = Job(given, seed, *parts, windows, given.output / str(seed))
+        torch.manual_seed(seed)
+        dense = build_model(given)
+        job.train(dense, job.first, given.lr, {})
+        for name, run in rows_of(job, dense).items():
+            if given.only is None or name == "dense" or any(name.startswith(one) for one in given.only):
+                rows.append(run())
+    if comm.get_rank() == 0:
+        given.output.mkdir(parents=True, exist_ok=True)
+        (given.output / "rows.json").write_text(json.dumps(rows, indent=1) + "\n")
+        table(rows)
+        draw(rows, given.output / "loss_over_size.png")
+        print(f"picture: {given.output / 'loss_over_size.png'}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""Folders that are handed over: packed integers are small on disk, and plain Transformers loads them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from deepspeed.compression.export import export, packable
+from deepspeed.compression.twin import build, inputs_for
+from tests.unit.compression.architectures import architecture
+
+# In a process without this package: the folder's outputs.
+READER = """
+import json, sys
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging
+logging.disable_progress_bar()
+folder, ids = sys.argv[1], json.loads(sys.argv[2])
+model = AutoModelForCausalLM.from_pretrained(folder).eval()
+with torch.no_grad():
+    logits = model(input_ids=torch.tensor(ids), use_cache=False).logits
+assert "deepspeed" not in sys.modules
+print(json.dumps(logits.flatten().tolist()))
+"""
+
+
+def wide_llama() -> Any:
+    model_class, config = architecture("Llama")
+    config.hidden_size, config.intermediate_size, config.head_dim = 256, 512, 64
+    return build(model_class, config)
+
+
+def packed_folder(folder: Path, weights: str) -> tuple[float, float]:
+    """(bytes over those of fp32, the largest over all packed tensors; largest difference of the logits over theirs).
+
+    Raises:
+        AssertionError: a matrix is not stored as packed integers.
+    """
+    model = wide_llama()
+    given = inputs_for(model, model.config)
+    wanted = model(**given).logits.detach().flatten()
+    names = {name: module.weight.numel() * 4 for name, module in packable(model).items()}
+    export(model, model.state_dict(), folder, weights)
+    with safe_open(folder / "model.safetensors", "pt") as file:  # type: ignore[no-untyped-call]
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    sizes = {name: (value.nbytes, value.dtype) for name, value in tensors.items()}
+    shares = []
+    for name, dense in names.items():
+        parts = {key: value for key, value in sizes.items() if key.startswith(f"{name}.")}
+        assert f"{name}.weight" not in parts, f"{name} is stored whole"
+        assert parts[f"{name}.weight_packed"][1] is torch.int32
+        shares.append(sum(size for size, _ in parts.values()) / dense)
+    command = [sys.executable, "-c", READER, str(folder), json.dumps(given["input_ids"].tolist())]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd="/")
+    logits = json.loads(done.stdout.splitlines()[-1])
+    apart = (torch.tensor(logits) - wanted).abs().max() / wanted.abs().max()
+    return max(shares), float(apart)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("weights", "share", "apart"), [("int8", 0.27, 0.02), ("int4", 0.17, 0.25)])
+def test_packed_integers_are_small_on_disk(weights: str, share: float, apart: float, tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors")
+    found, far = packed_folder(tmp_path, weights)
+    print(f"{weights}: {found:.4f} × the bytes of fp32 per tensor, logits within {far:.4f}")
+    assert found <= share and far <= apart, (found, far)
