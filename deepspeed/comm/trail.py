@@ -27,6 +27,7 @@ from deepspeed.comm.whereabouts import is_users
 _LEVELS = (1, 16, 256)  # of marks: every one, every 16th, every 256th
 _MARKS = 16  # of each level
 _LEAST_ENTRIES = 1024  # that are kept of a set of ranks
+_TOLD_SETS = 4  # of ranks, in a report
 _TOLD_RANKS = 8  # listed one by one where trails part
 
 Mark = tuple[int, int]
@@ -169,7 +170,7 @@ def parting(told: Mapping[int, bytes]) -> str:
         if part is not None:
             found.append(part)
     # ranks that did different things say more than ranks that are not there yet
-    return "\n".join(text for _, text in sorted(found, key=lambda part: not part[0])[:2])
+    return "\n".join(text for _, text in sorted(found, key=lambda part: not part[0])[:_TOLD_SETS])
 
 
 def _first_difference(streams: Mapping[int, Any], hosts: Mapping[int, str]) -> tuple[bool, str] | None:

@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from tests.harness.pool import PATIENCE
 from tests.hosts.runs import need_hosts
 
 need_hosts()
@@ -45,7 +46,8 @@ def judge(ended, ranks, limit=20):
 
 
 def ends(started):
-    return [(process.returncode, out, err) for process in started for out, err in [process.communicate(timeout=90)]]
+    said = [process.communicate(timeout=90 * PATIENCE) for process in started]
+    return [(process.returncode, *texts) for process, texts in zip(started, said, strict=True)]
 
 
 @pytest.mark.slow

@@ -83,7 +83,7 @@ def test_many_ranks_take_few_lines():
 
 def test_entering_is_cheap():
     made = trail_of("a")
-    begun = time.perf_counter()
+    begun = time.thread_time()
     for _ in range(10_000):
         made.enter(OWNER, "public", lambda: (0, 1), "reduce of layers.3.attention.weight")
-    assert time.perf_counter() - begun < 0.5  # 3 µs each on an idle core
+    assert time.thread_time() - begun < 0.5  # 3 µs each on an idle core
