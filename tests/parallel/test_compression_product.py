@@ -11,7 +11,7 @@ from tests.parallel.compression_cells import Cell, pairwise, product, run_cells
 from tests.parallel.planted import per_rank_scales, per_rank_top_k, revival_by_momentum, stale_mask
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_any_two_settings_together(workers: Any, ranks: int) -> None:
     cells = [cell for cell in pairwise() if cell.ranks == ranks]
     told = workers(ranks).run(run_cells, cells, timeout=120)
