@@ -170,19 +170,20 @@ def make_group(ranks: list[int] | None, timeout: timedelta, backend: str | None 
 def separate_reductions(axes: Iterable[Axis]) -> None:
     """Give reductions a communicator of their own: one runs its calls in order, so a gather would wait for them.
 
-    Where messages carry tags they pass each other anyway, and nothing is made.
+    Where messages carry tags they pass each other anyway, and nothing is made. An axis of some ranks only keeps one for
+    both: torch names a group that only its own ranks make after the number of groups that each of them has, and ranks
+    that have made unequal numbers would wait for each other for ever.
 
     Args:
-        axes: in any order; the ranks of each call together.
+        axes: in any order; all ranks of the world call together.
     """
-    for axis in sorted(set(axes), key=lambda axis: axis.ranks):
-        if axis.tagged or axis._reductions is not None:
+    for axis in set(axes):
+        if axis.tagged or axis._reductions is not None or axis.size < _registry().size:
             continue
         backend = _device_backend(axis.group)
         if backend in (None, "fake", "mpi"):
             continue
-        group = make_group(list(axis.ranks), watch.timeout(), backend, use_local_synchronization=True)
-        axis._reductions = replace(axis, group=group)
+        axis._reductions = replace(axis, group=make_group(list(axis.ranks), watch.timeout(), backend))
 
 
 def _device_backend(group: dist.ProcessGroup | None) -> str | None:

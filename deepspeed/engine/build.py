@@ -358,12 +358,14 @@ def _add_optimizer(
     ranks = components.axes.data.size if config.gradient_allreduce_op == "mean" else 1
     wire = DTYPES[config.communication_data_type] if config.communication_data_type else None
     predivide = config.gradient_predivide_factor
+    overlap = config.zero.overlap_comm is not False
     settings = ReduceSettings(
         accumulates=components.window.steps > 1,
         accumulator=accumulator_dtype(config),
         wire=wire,
-        overlap=config.zero.overlap_comm is not False,
-        in_flight=config.zero.reduce_bucket_size,
+        overlap=overlap,
+        # A bucket travels while the next one is collected: with one alone, backward would wait for every message.
+        in_flight=config.zero.reduce_bucket_size * (2 if overlap else 1),
         prescale=1.0 / ranks if config.prescale_gradients else 1.0 / predivide if predivide != 1.0 else None,
         in_rank_order=config.deterministic_reduction,
         watch_ranks=low,

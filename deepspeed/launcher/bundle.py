@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import subprocess
@@ -10,6 +11,7 @@ import sys
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from deepspeed.errors import LaunchError
 from deepspeed.launcher.logs import jobs
@@ -82,13 +84,13 @@ def write(output: Path, logs: Mapping[str, Path], files: Sequence[Path]) -> int:
         How many files are in it.
     """
     secrets = known_secrets(os.environ)
-    texts = {"report.json": _report(), "variables.txt": variables(os.environ)}
+    texts = {"report.json": _report(secrets), "variables.txt": variables(os.environ)}
     named = {**{f"logs/{name}": path for name, path in logs.items()}, **{f"files/{p.name}": p for p in files}}
     texts.update({name: _end_of(path) for name, path in named.items()})
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "wb") as file, zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, text in texts.items():
-            archive.writestr(name, without_secrets(text, secrets))
+            archive.writestr(name, text if name == "report.json" else without_secrets(text, secrets))
     return len(texts)
 
 
@@ -124,10 +126,25 @@ def without_secrets(text: str, secrets: Sequence[str]) -> str:
     return _ASSIGNED.sub(lambda match: match[1] + HIDDEN, text)
 
 
-def _report() -> str:
+def _report(secrets: Sequence[str]) -> str:
     command = [sys.executable, "-m", "deepspeed.env_report", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return done.stdout or done.stderr
+    try:
+        report = json.loads(done.stdout)
+    except ValueError:
+        return without_secrets(done.stdout + done.stderr, secrets)
+    return json.dumps(_without_secrets_inside(report, secrets), indent=2)
+
+
+def _without_secrets_inside(value: Any, secrets: Sequence[str], name: str = "") -> Any:
+    """What is hidden in the text of a JSON document may end in the middle of a string: each string by itself."""
+    if isinstance(value, dict):
+        return {key: _without_secrets_inside(inner, secrets, key) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_without_secrets_inside(inner, secrets, name) for inner in value]
+    if isinstance(value, str):
+        return HIDDEN if _NAME.search(name) else without_secrets(value, secrets)
+    return value
 
 
 def _logs(named: str) -> dict[str, Path]:

@@ -36,7 +36,7 @@ class ReduceSettings:
         accumulator: dtype of the accumulators (`data_types.grad_accum_dtype`).
         wire: dtype gradients travel in (`communication_data_type`); None: as they are.
         overlap: send while backward still runs (`zero_optimization.overlap_comm`).
-        in_flight: elements that may be on the wire at once (`reduce_bucket_size`).
+        in_flight: elements that may be on the wire at once.
         prescale: factor applied before the wire to low-precision gradients (`prescale_gradients`); None: after it.
         in_rank_order: sum fp32 in rank order where the backend has a reduction of its own (`deterministic_reduction`).
         watch_ranks: be able to tell which rank sent non-finite values.

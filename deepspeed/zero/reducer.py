@@ -317,6 +317,10 @@ class Reducer:
             dense = member.group.assemble(member, total, READ, f"gradient of {member.name}")
         return self._handed_out.add(member, dense.view(member.shape))
 
+    def forget_reads(self, member: Member) -> None:
+        """The sum of a member is about to be replaced: what was read of it is nobody's gradient any more."""
+        self._handed_out.forget(member)
+
     def set_grad(self, member: Member, value: torch.Tensor | None) -> None:
         """Replace the window's gradient of `member` by `value` (None: as if it had none). All ranks call together."""
         bucket = self.bucket_of(member)
@@ -327,7 +331,7 @@ class Reducer:
         if value is None and self.clean:
             return
         self.clean = False
-        self._handed_out.forget(member)
+        self.forget_reads(member)
         self.finish(Purpose.WRITE, member)
         bucket.touched[member.index] = int(value is not None)
         self.revision += 1

@@ -255,6 +255,7 @@ def safe_set_local_grad(param: torch.nn.Parameter, value: torch.Tensor) -> None:
     if member is None or reducer is None:
         raise ArgumentError("the parameter belongs to no engine; set .grad directly")
     reducer.finish(Purpose.WRITE, member)
+    reducer.forget_reads(member)
     for fragment in _fragments(member):
         with fragment.bucket.total.borrowed(changed=True) as total:
             total[fragment.span].copy_(value.reshape(-1))

@@ -44,6 +44,16 @@ def test_what_does_not_is_left(line):
     assert without_secrets(line, []) == line
 
 
+def test_what_is_hidden_ends_with_its_string():
+    """A folder whose name looks like an assignment, and more of the document behind it."""
+    from deepspeed.launcher.bundle import _without_secrets_inside
+
+    report = {"folder": "runs/token=abc 'def", "TOKEN": "hunter2x", "lines": ['password: "hunter2x', "loss 3"], "n": 1}
+    found = json.loads(json.dumps(_without_secrets_inside(report, [])))
+    assert found.keys() == report.keys() and "hunter2x" not in str(found)
+    assert found["lines"][1] == "loss 3" and found["n"] == 1 and found["TOKEN"] == "[hidden]"
+
+
 def test_values_are_shown_of_known_names_only():
     lines = variables({**SECRETS, "NCCL_DEBUG": "INFO", "COMPANY": "secret project"})
     assert "NCCL_DEBUG=INFO" in lines and "COMPANY is set (14 characters)" in lines
