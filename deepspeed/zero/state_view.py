@@ -167,6 +167,9 @@ class WindowView:
         bucket = self.bucket(group)
         if bucket.sum is None:  # nothing of it is trained
             return
+        if self.reducer is not None:
+            for member in bucket.group.members:
+                self.reducer.forget_reads(member)
         with bucket.total.borrowed(changed=True, read=False) as total:
             total.zero_()
         bucket.filled = True

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -262,6 +264,7 @@ def in_flight() -> tuple[int, int, int, int]:
     engine = runs.engine_of(Cell(stage=2, ranks=2, dtype="bf16", small_buckets=True))
     reducer = engine._components.reducer
     wire, found = reducer.wire, []
+    reducer.settings = wire.settings = replace(wire.settings, in_flight=wire.settings.in_flight // 2)  # one bucket
     for param in engine.module.parameters():
         param.register_post_accumulate_grad_hook(lambda _: found.append(wire._elements))
     for step in range(2):
