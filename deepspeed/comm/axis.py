@@ -177,7 +177,7 @@ def separate_reductions(axes: Iterable[Axis]) -> None:
     Args:
         axes: in any order; all ranks of the world call together.
     """
-    for axis in set(axes):
+    for axis in dict.fromkeys(axes):  # in one order on every rank
         if axis.tagged or axis._reductions is not None or axis.size < _registry().size:
             continue
         backend = _device_backend(axis.group)

@@ -1,4 +1,4 @@
-"""Faults once seen on the emulated device, one test each; those that are not mended yet are expected to fail."""
+"""Faults once seen on the emulated device, one test each."""
 
 from __future__ import annotations
 
