@@ -39,6 +39,11 @@ class _Gradient:
         self.version = self.tensor._version
         self.values = self.tensor.clone() if self.source is None else self.source
 
+    def part(self) -> None:
+        """The accumulator gets the values of another read of the same gradient: compare with this one's own."""
+        self.source = None
+        self.taken_over()
+
     @property
     def edited(self) -> bool:
         """Whether it has been changed since."""
@@ -101,6 +106,9 @@ class HandedOut:
         found = self._out.values() if of is None else self._of.get(id(of), ())
         edited = [given for given in found if given.edited]
         for given in edited:
+            reads = self._of[id(given.member)]
+            for read in reads if len(reads) > 1 else ():
+                read.part()
             given.taken_over()
             self.edits += not given.own
         return [(given.member, given.tensor, given.own) for given in edited]

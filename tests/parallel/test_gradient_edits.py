@@ -89,6 +89,21 @@ def edits_past_the_version_counter(stage: int) -> None:
         torch.testing.assert_close(applied(engine, before, names[1]), 3.0 * wanted[names[1]])
 
 
+def kept_beside_an_edit(stage: int) -> None:
+    """A gradient was read and kept, then changed through another read of it: the kept one is no change back."""
+    with start(stage) as engine:
+        name, param = first(engine)
+        before = masters(engine)
+        back(engine)
+        kept = param.grad
+        values = kept.clone()
+        param.grad.mul_(0.5)
+        assert torch.equal(param.grad, 0.5 * values)
+        engine.step()
+        assert torch.equal(kept, values)
+        torch.testing.assert_close(applied(engine, before, name), 0.5 * values)
+
+
 def own_parts_are_edited(stage: int) -> None:
     """Before the boundary, stages 0 and 1 show this rank's part: one rank may change its own."""
     with start(stage, accumulation=2) as engine:
@@ -282,6 +297,7 @@ def frozen(stage: int) -> None:
     [
         edits_in_a_window,
         edits_past_the_version_counter,
+        kept_beside_an_edit,
         kept_over_a_step,
         reads_one_by_one,
         set_after_edit,
