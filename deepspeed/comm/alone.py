@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
-from deepspeed.comm.groups import get_rank, get_world_group, new_group
+import torch.distributed as dist
 
-_groups: dict[Any, Any] = {}  # by world group: a new world has new groups
+from deepspeed.comm import watch
+from deepspeed.comm.axis import make_group, require_group
+
+_groups: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # by world group: a new world has new groups
 
 
 def get_own_group() -> Any:
     """The group that holds this process alone; made without the other ranks' help."""
-    world = get_world_group()
+    require_group()
+    world = dist.distributed_c10d._get_default_group()
     if world not in _groups:
-        _groups.clear()
-        _groups[world] = new_group([get_rank()], use_local_synchronization=True)
+        _groups[world] = make_group([dist.get_rank()], watch.timeout(), use_local_synchronization=True)
     return _groups[world]
 
 

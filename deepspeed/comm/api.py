@@ -15,9 +15,8 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm import routes, watch
 from deepspeed.comm.groups import require_group
-from deepspeed.comm.logging import as_table, comms_logger
+from deepspeed.comm.logging import comms_logger
 from deepspeed.comm.trail import trail
-from deepspeed.foundation.log import say
 
 # Arguments whose bytes are the size of the message; for operations not named here it is the first argument.
 _MESSAGE = {"reduce_scatter": 1, "reduce_scatter_tensor": 1}
@@ -237,35 +236,18 @@ def _together(starts: list[Callable[[], Pending]], async_op: bool) -> _All | Non
     return None
 
 
-def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, dict[int, dict[str, Any]]] | None:
-    """Log a table of what was timed on rank 0: operation and bytes, count, time, bandwidths.
+def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
+    """Log a table of what was timed on rank 0: operation, bytes, count, time, speeds in Gbit/s.
 
     Args:
-        show_straggler: add the time lost to waiting for the slowest rank; then all ranks must call.
+        show_straggler: a second table, of the time lost to waiting for the slowest rank; then all ranks must call.
         return_dict: also return the figures.
 
     Returns:
-        With `return_dict`, operation → bytes → figures; see `CommsLogger.summary`.
+        With `return_dict`, what `CommsLogger.log_all` gives; `comms_logger.summary()` has them by group size and in
+        bytes per second.
     """
-    rows = comms_logger.summary(_fastest() if show_straggler else None)
-    say("collectives of this rank\n" + as_table(rows))
-    if not return_dict:
-        return None
-    figures: dict[str, dict[int, dict[str, Any]]] = {}
-    for row in rows:
-        figures.setdefault(row["op"], {})[row["bytes"]] = row
-    return figures
-
-
-def _fastest() -> dict[tuple[str, int, int], list[float]]:
-    """The shortest time any rank had for each call."""
-    mine = {(operation, *key): times for operation, sizes in comms_logger.times.items() for key, times in sizes.items()}
-    everyone: list[Any] = [None] * dist.get_world_size()
-    _guarded("log_summary", dist.all_gather_object, everyone, mine)
-    return {
-        key: [min(calls) for calls in zip(*(other[key] for other in everyone if key in other), strict=False)]
-        for key in mine
-    }
+    return _guarded("log_summary", comms_logger.log_all, True, show_straggler, return_dict)
 
 
 def get_logged_comm_ops() -> list[str]:

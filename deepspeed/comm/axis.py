@@ -154,6 +154,15 @@ def hybrid_axes(shard_size: int, device: torch.device | None = None) -> tuple[Ax
     return make_axes(shards, "shard", device), make_axes(replicas, "replicate", device)
 
 
+def require_group() -> None:
+    """Raise UsageError when there is no process group."""
+    if not dist.is_initialized():
+        raise UsageError(
+            "DeepSpeed backend not set, there is no process group: call deepspeed.init_distributed() or "
+            "deepspeed.initialize() first."
+        )
+
+
 def make_group(ranks: list[int] | None, timeout: timedelta, backend: str | None = None, **options: Any) -> Any:
     """torch's new_group under the watch; all ranks of the world call it in the same order."""
     label = f"new_group {ranks or 'of all ranks'}"

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.comm import discovery, fetch, init, watch
-from deepspeed.comm.axis import forget_axes, make_group
-from deepspeed.comm.routes import forget_routes
-from deepspeed.errors import NotAvailableError, UsageError
+from deepspeed.comm import discovery, init, watch
+from deepspeed.comm.axis import make_group, require_group
+from deepspeed.comm.ending import wind_up
+from deepspeed.errors import NotAvailableError
 from deepspeed.foundation.log import say
 
 
@@ -26,15 +26,6 @@ def is_available() -> bool:
 def is_initialized() -> bool:
     """Whether there is a process group."""
     return dist.is_initialized()
-
-
-def require_group() -> None:
-    """Raise UsageError when there is no process group."""
-    if not dist.is_initialized():
-        raise UsageError(
-            "DeepSpeed backend not set, there is no process group: call deepspeed.init_distributed() or "
-            "deepspeed.initialize() first."
-        )
 
 
 def get_rank(group: dist.ProcessGroup | None = None) -> int:
@@ -100,11 +91,8 @@ def new_group(
 
 def destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
     """End `group`; None ends all groups and the watch over them."""
-    if group is None:
-        fetch.close_all()
-        forget_routes()
-        forget_axes()
-        watch.stop()
+    if group is None or group == dist.group.WORLD:
+        wind_up()
     if dist.is_initialized():
         dist.destroy_process_group(group)
 

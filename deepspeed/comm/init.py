@@ -11,14 +11,13 @@ from typing import Any
 import torch.distributed as dist
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.comm import fetch, watch
+from deepspeed.comm import watch
 from deepspeed.comm.discovery import DEFAULT_PORT, World, discover
+from deepspeed.comm.ending import wind_up, wind_up_with_the_groups
 from deepspeed.comm.logging import configure
-from deepspeed.comm.meet import open_store, shake
+from deepspeed.comm.meet import meet
 from deepspeed.errors import ArgumentError, CommError, CommTimeoutError, NotAvailableError
 from deepspeed.foundation.log import say, say_once
-
-_stores: dict[str, Any] = {}  # by rendezvous URL: a later group of this process meets there again
 
 
 def init_distributed(
@@ -125,11 +124,11 @@ def _one_per_task() -> bool:
 def _join(world: World, backend: str, limit: timedelta, init_method: str | None) -> None:
     """Meet the other ranks and make the group."""
     try:
-        store = _meet(world, limit, init_method)
+        store = meet(world, limit, init_method)
         watch.start(store, world.rank, world.size, limit)
         dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=limit)
     except (RuntimeError, OSError) as error:
-        watch.stop()
+        wind_up()
         timed_out = isinstance(error, TimeoutError) or "timed out" in str(error).lower()
         kind = CommTimeoutError if timed_out else CommError
         where = init_method or f"{world.address}:{world.port}"
@@ -139,19 +138,9 @@ def _join(world: World, backend: str, limit: timedelta, init_method: str | None)
             "Check that every rank was started, that the address is rank 0's and that the port is free."
         ) from error
     watch.settle()
+    wind_up_with_the_groups()
+    atexit.unregister(_leave)
     atexit.register(_leave)
-
-
-def _meet(world: World, limit: timedelta, init_method: str | None) -> dist.Store:
-    """The store of the group, with keys of its own; kept for a later group. A world of one needs no port."""
-    if world.size == 1 and init_method is None:
-        return dist.HashStore()
-    url = init_method or f"{world.address}:{world.port}"
-    if url not in _stores:
-        _stores[url] = open_store(world, limit, init_method)
-    store = _stores[url]
-    store.set_timeout(limit)
-    return dist.PrefixStore(shake(store, world.rank, world.size, limit), store)
 
 
 def _adopt(rank: int, size: int) -> None:
@@ -167,6 +156,7 @@ def _adopt(rank: int, size: int) -> None:
     if any(backend.name() != "fake" for backend in backends):  # which plans without communicating: no need of a watch
         limits = [_limit_of(backend) for backend in backends]
         watch.start(dist.distributed_c10d._get_default_store(), here, world, max(limits))
+    wind_up_with_the_groups()
 
 
 def _limit_of(backend: Any) -> timedelta:
@@ -179,8 +169,6 @@ def _limit_of(backend: Any) -> timedelta:
 
 def _leave() -> None:
     """At exit: end the watch, and the group too unless an exception ends the process (others may be gone then)."""
-    fetch.close_all()
-    watch.stop()
+    wind_up()
     if dist.is_initialized() and not hasattr(sys, "last_value"):
         dist.destroy_process_group()
-    _stores.clear()

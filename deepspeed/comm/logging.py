@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any
 
-from deepspeed.foundation.log import logger
+import torch.distributed as dist
+
+from deepspeed.foundation.log import logger, say
+
+_SETTINGS = ("enabled", "prof_all", "prof_ops", "verbose", "debug")
+# A rank's message is one part of what each receives, or sends, in all.
+_OF_PARTS = {"all_gather", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor"}
 
 # Bytes on the busiest link per byte of the message, times n / (n - 1); the convention of nccl-tests.
 _BUS_FACTOR = {
@@ -40,12 +48,36 @@ class CommsLogger:
     debug: bool = False
     # operation → (bytes of the message, ranks) → milliseconds of each call
     times: dict[str, dict[tuple[int, int], list[float]]] = field(default_factory=dict)
+    _kinds: dict[str, str] = field(default_factory=dict)  # what was recorded under another name than the operation's
 
-    def configure(self, **settings: Any) -> None:
-        """Change the settings that are given and not None."""
-        for name, value in settings.items():
+    def configure(self, comms_config: Any = None, **settings: Any) -> None:
+        """Change the settings that are given and not None.
+
+        Args:
+            comms_config: an object with a `comms_logger` block, or the block itself; `settings` outrank it.
+            settings: by name.
+        """
+        block = getattr(comms_config, "comms_logger", comms_config)
+        of_block = {} if block is None else {name: getattr(block, name) for name in _SETTINGS}
+        for name, value in {**of_block, **settings}.items():
             if value is not None:
                 setattr(self, name, value)
+
+    def start_profiling_comms(self) -> None:
+        """Time every operation from now on."""
+        self.enabled = self.prof_all = True
+
+    def stop_profiling_comms(self) -> None:
+        """Time only what `start_profiling_op` has named."""
+        self.prof_all = False
+
+    def start_profiling_op(self, op_name_list: Sequence[str]) -> None:
+        """Time these operations too."""
+        self.prof_ops = [*self.prof_ops, *(name for name in op_name_list if name not in self.prof_ops)]
+
+    def stop_profiling_op(self, op_name_list: Sequence[str]) -> None:
+        """Time these operations no longer."""
+        self.prof_ops = [name for name in self.prof_ops if name not in op_name_list]
 
     def wants(self, operation: str, asked: bool) -> bool:
         """Whether `operation` is to be timed; `asked` is the caller's `prof`."""
@@ -58,8 +90,91 @@ class CommsLogger:
         if self.verbose:
             logger.info("%s: %.3f ms, %.3f GB/s", note, seconds * 1e3, size / max(seconds, 1e-9) / 1e9)
 
+    def append(self, raw_name: str, record_name: str, latency: float, msg_size: int) -> None:
+        """Keep one call of the world's ranks.
+
+        Args:
+            raw_name: the operation.
+            record_name: what it is listed under.
+            latency: milliseconds.
+            msg_size: bytes.
+        """
+        self._kinds[record_name] = raw_name
+        self.record(record_name, msg_size, _world_size(), latency / 1e3, record_name)
+
+    @property
+    def comms_dict(self) -> dict[str, dict[int, list[Any]]]:
+        """What was timed: operation → bytes → [count, milliseconds, Gbit/s of the message, Gbit/s of the bus]."""
+        made: dict[str, dict[int, list[Any]]] = {}
+        for operation, sizes in self.times.items():
+            of_op = made.setdefault(operation, {})
+            for (size, ranks), times in sizes.items():
+                row = of_op.setdefault(size, [0, [], [], []])
+                speeds = [calc_bw_log(self._kinds.get(operation, operation), size, ms, ranks) for ms in times]
+                row[0] += len(times)
+                row[1] += times
+                row[2] += [one for one, _ in speeds]
+                row[3] += [bus for _, bus in speeds]
+        return made
+
+    def get_raw_data(self) -> dict[str, dict[int, list[Any]]]:
+        """See `comms_dict`; a copy."""
+        return self.comms_dict
+
+    def log_all(
+        self, print_log: bool = True, show_straggler: bool = False, return_dict: bool = False
+    ) -> dict[str, Any] | None:
+        """Log a table of what was timed on rank 0.
+
+        Args:
+            print_log: False says nothing.
+            show_straggler: a second table, of the time lost to waiting for the slowest rank; then all ranks call.
+            return_dict: give the figures.
+
+        Returns:
+            With `return_dict`: "summary" (operation → bytes → count, total_latency_ms, avg_latency_ms, tput_avg_gbps,
+            busbw_avg_gbps, msg_size_bytes, msg_size_str), "straggler_analysis" (None, or the same with count,
+            total_comm_lat_ms, total_straggler_ms, avg_comm_lat_ms, avg_straggler_ms and the size) and "metadata"
+            (world_size, rank, timestamp). Speeds are Gbit/s; averages leave out a tenth at each end.
+        """
+        waits = self._straggling(_fastest(self.times)) if show_straggler else None
+        summary = {
+            op: {size: _figures(size, *row) for size, row in rows.items()} for op, rows in self.comms_dict.items()
+        }
+        if print_log:
+            say("collectives of this rank\n" + as_table(_rows(summary)))
+            if waits is not None:
+                say("time lost to waiting\n" + as_table(_rows(waits)))
+        if not return_dict:
+            return None
+        when = datetime.now().astimezone().isoformat()
+        about = {
+            "world_size": _world_size(),
+            "rank": dist.get_rank() if dist.is_initialized() else 0,
+            "timestamp": when,
+        }
+        return {"summary": summary, "straggler_analysis": waits, "metadata": about}
+
+    def _straggling(self, fastest: Mapping[tuple[str, int, int], Sequence[float]]) -> dict[str, dict[int, Any]]:
+        """What of each call's time was waiting: its own less the shortest that any rank had."""
+        made: dict[str, dict[int, Any]] = {}
+        for operation, sizes in self.times.items():
+            for (size, ranks), times in sizes.items():
+                shortest = list(fastest[operation, size, ranks])
+                lost = [mine - least for mine, least in zip(times, shortest, strict=False)]
+                made.setdefault(operation, {})[size] = {
+                    "count": len(times),
+                    "total_comm_lat_ms": sum(shortest),
+                    "total_straggler_ms": sum(lost),
+                    "avg_comm_lat_ms": trimmed_mean(shortest),
+                    "avg_straggler_ms": trimmed_mean(lost),
+                    "msg_size_bytes": size,
+                    "msg_size_str": convert_size(size),
+                }
+        return made
+
     def summary(self, fastest: Mapping[tuple[str, int, int], Sequence[float]] | None = None) -> list[dict[str, Any]]:
-        """One row per operation and size.
+        """One row per operation and size, in bytes per second and with the group's size.
 
         Args:
             fastest: for each row, the shortest time any rank had for each call; adds what was lost to waiting.
@@ -84,10 +199,86 @@ class CommsLogger:
     def reset(self) -> None:
         """Forget every time."""
         self.times.clear()
+        self._kinds.clear()
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _fastest(times: Mapping[str, Mapping[tuple[int, int], list[float]]]) -> dict[tuple[str, int, int], list[float]]:
+    """The shortest time any rank had for each call; all ranks call."""
+    mine = {(operation, *key): calls for operation, sizes in times.items() for key, calls in sizes.items()}
+    everyone: list[Any] = [mine]
+    if _world_size() > 1:
+        everyone *= _world_size()
+        dist.all_gather_object(everyone, mine)
+    return {
+        key: [min(calls) for calls in zip(*(other[key] for other in everyone if key in other), strict=False)]
+        for key in mine
+    }
+
+
+def _figures(size: int, count: int, times: list[float], speeds: list[float], bus: list[float]) -> dict[str, Any]:
+    return {
+        "count": count,
+        "total_latency_ms": sum(times),
+        "avg_latency_ms": trimmed_mean(times),
+        "tput_avg_gbps": trimmed_mean(speeds),
+        "busbw_avg_gbps": trimmed_mean(bus),
+        "msg_size_bytes": size,
+        "msg_size_str": convert_size(size),
+    }
+
+
+_TITLES = {
+    "count": "Count", "total_latency_ms": "Total Latency(ms)", "avg_latency_ms": "Avg Latency(ms)",
+    "tput_avg_gbps": "tput_avg (Gbps)", "busbw_avg_gbps": "busbw_avg (Gbps)", "total_comm_lat_ms": "Total comm lat(ms)",
+    "total_straggler_ms": "Total straggler(ms)", "avg_comm_lat_ms": "Avg comm lat(ms)",
+    "avg_straggler_ms": "Avg straggler(ms)",
+}  # fmt: skip
+
+
+def _rows(figures: Mapping[str, Mapping[int, Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    return [
+        {"Comm. Op": op, "Message Size": row["msg_size_str"], **{t: row[n] for n, t in _TITLES.items() if n in row}}
+        for op, sizes in sorted(figures.items())
+        for _, row in sorted(sizes.items())
+    ]
+
+
+def trimmed_mean(values: Sequence[float], share: float = 0.1) -> float:
+    """The mean without the largest and the smallest `share` of the values; 0 of none."""
+    cut = int(len(values) * share)
+    kept = sorted(values)[cut : len(values) - cut] if cut else values
+    return sum(kept) / len(kept) if kept else 0.0
+
+
+def convert_size(size_bytes: float) -> str:
+    """Bytes in words: `1.5 KB` (powers of 1024)."""
+    units = ("B", "KB", "MB", "GB", "TB", "PB")
+    place = min(int(math.log(size_bytes, 1024)), len(units) - 1) if size_bytes >= 1 else 0
+    return f"{round(size_bytes / 1024**place, 2)} {units[place]}"
+
+
+def calc_bw_log(comm_op: str, size: int, duration: float, ranks: int | None = None) -> tuple[float, float]:
+    """Speed of a collective in Gbit/s: of the message, and of the busiest link.
+
+    Args:
+        comm_op: its name.
+        size: bytes of the message on one rank.
+        duration: milliseconds.
+        ranks: that took part; None: all.
+    """
+    n = _world_size() if ranks is None else ranks
+    moved = {"all_reduce": 2.0}.get(comm_op, float(n) if comm_op in _OF_PARTS else 1.0)
+    share = (n - 1) / n if comm_op in _BUS_FACTOR else 1.0
+    speed = moved * size * 8 / max(duration, 1e-9) / 1e6
+    return speed, speed * share
 
 
 def as_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The rows of `CommsLogger.summary` as text, one line each under a heading."""
+    """Rows as text, one line each under a heading."""
     if not rows:
         return "no collective was timed"
     columns = list(rows[0])

@@ -38,6 +38,45 @@ def job_id() -> str:
     return found[0] if found else "unnamed"
 
 
+_stores: dict[str, Store] = {}  # by rendezvous URL, for as long as a group may ask there
+
+
+def meet(world: World, limit: timedelta, init_method: str | None) -> Store:
+    """The store of a new group, with keys of its own. A world of one needs no port.
+
+    Args:
+        world: this process's place.
+        limit: how long the other ranks may take.
+        init_method: a rendezvous URL in place of the address.
+
+    Raises:
+        CommTimeoutError: not all ranks arrived in time.
+        CommError: see `shake`.
+    """
+    if world.size == 1 and init_method is None:
+        return dist.HashStore()
+    url = init_method or f"{world.address}:{world.port}"
+    end = time.monotonic() + limit.total_seconds()
+    while True:
+        try:
+            if url not in _stores:
+                _stores[url] = open_store(world, limit, init_method)
+            store = _stores[url]
+            store.set_timeout(limit)
+            return dist.PrefixStore(shake(store, world.rank, world.size, limit), store)
+        except dist.DistNetworkError:
+            # The server of the group before, which rank 0 had not ended yet: its next one comes to the same place.
+            _stores.pop(url, None)
+            if world.rank == 0 or time.monotonic() > end:
+                raise
+            time.sleep(_POLL_S[1])
+
+
+def forget_stores() -> None:
+    """The process groups are gone."""
+    _stores.clear()
+
+
 def open_store(world: World, limit: timedelta, init_method: str | None) -> Store:
     """The store of the run, before anything is agreed on.
 

@@ -225,6 +225,11 @@ def mesh_for(sizes: Mapping[str, int], ranks: Sequence[int] | None = None, devic
     return known
 
 
+def forget_meshes() -> None:
+    """The process groups are gone."""
+    _meshes.clear()
+
+
 def current_mesh() -> Mesh:
     """The mesh of the newest engine or `zero.Init`; one of data-parallel ranks only where there is none yet."""
     if _meshes and _meshes[-1].group is _world_group():

@@ -55,6 +55,7 @@ class _Region:
         self.nbytes = nbytes
         self._owner = os.getpid()
         self.descriptor, self.memory = shared_memory(nbytes)
+        weakref.finalize(self, os.close, self.descriptor).atexit = False
         self.base = np.frombuffer(self.memory, dtype=np.uint8).ctypes.data
         self.free: list[tuple[int, int]] = [(0, nbytes)]  # (offset, bytes), sorted, never touching each other
         self._returned: deque[tuple[int, int]] = deque()  # free too, and not yet among them

@@ -63,6 +63,13 @@ class StatusPage:
             self._page = shared
         return f"{os.getpid()} {self._descriptor} {self._token.hex()}"
 
+    def keep_to_itself(self) -> None:
+        """Move the page back to this process's own memory; who has mapped it keeps what it said last."""
+        if self._descriptor >= 0:
+            self._page = bytearray(self._page[:])
+            os.close(self._descriptor)
+            self._descriptor = -1
+
 
 def neighbour(address: str) -> mmap.mmap | None:
     """The page at an address of `StatusPage.share`; None when its process is gone or hidden from this one."""

@@ -71,7 +71,7 @@ class Groups:
         self._bells: dict[tuple[int, int], mmap.mmap] = {}  # those of other processes
 
     def bell(self) -> tuple[int, mmap.mmap]:
-        """The bell of this process: (descriptor, memory). It lasts as long as the process."""
+        """The bell of this process: (descriptor, memory). It lasts as long as its groups."""
         if self._bell is None or self._bell[0] != os.getpid():
             self._bell = (os.getpid(), *shared_memory(_BELL_BYTES))
         return self._bell[1:]
@@ -90,6 +90,9 @@ class Groups:
         """The process groups are gone; other processes may come under the numbers of the peers."""
         self.memories.clear()
         self._bells.clear()
+        if self._bell is not None:
+            os.close(self._bell[1])
+            self._bell = None
 
     def drain(self) -> bool:
         """Take in what has arrived in any group; False when another thread is at it in one."""

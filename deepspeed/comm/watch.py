@@ -18,10 +18,10 @@ from typing import Any, TypeAlias
 import torch.distributed as dist
 
 from deepspeed.comm.agreement import agreement
+from deepspeed.comm.report import full_report, line_of, where_now
 from deepspeed.comm.status_page import INSIDE, LEFT, OUTSIDE, StatusPage, boot, describe, neighbour
 from deepspeed.comm.trail import parting, trail
 from deepspeed.comm.underway import underway
-from deepspeed.comm.whereabouts import backend_settings, whereabouts
 from deepspeed.errors import CommError, CommTimeoutError
 
 # [Note: the watch]
@@ -33,7 +33,8 @@ from deepspeed.errors import CommError, CommTimeoutError
 # on one machine map each other's pages, so the place of one that died without a word (gloo aborts the process when
 # sizes differ) is known exactly. The store lives in rank 0's process: before rank 0 leaves it tells the others
 # (`alarm` = "ending"), who copy what they need and go on without a store. Last of all a process waits until the
-# threads of the backend rest (`_at_exit`).
+# threads of the backend rest (`_at_exit`). The thread can be stopped from outside (`WatchThread.stop`), as test suites
+# that look for threads do: the rank's next collective starts it anew, and says then what it has missed.
 
 Store: TypeAlias = Any  # a store of torch.distributed, whose type stubs lack `clone`, `append` and values in bytes
 
@@ -47,10 +48,6 @@ _OF_LIMIT = 0.9  # of the timeout, for a device's messages: at the timeout NCCL 
 
 
 _ENDING = "ending"
-_ADVICE = (
-    "The ranks took different paths, or one is slow or gone: compare the labels. "
-    "init_distributed(timeout=...) or DEEPSPEED_TIMEOUT (minutes) sets the limit."
-)
 
 
 class _Here:
@@ -62,6 +59,7 @@ class _Here:
         self.raised = False  # this process is already ending with a CommError
         self.timeout = DEFAULT_TIMEOUT
         self.watcher: _Watcher | None = None
+        self.resting = False  # the watcher's thread was stopped, and the next collective starts it anew
         self.watches = 0
 
 
@@ -77,9 +75,17 @@ def note(label: str) -> None:
     Raises:
         CommError: another rank has reported a failure, so this collective could never complete.
     """
+    if _here.resting:
+        _wake()
     heed(label)
     _here.page.number += 1
     _here.page.write(label, INSIDE)
+
+
+def _wake() -> None:
+    """Start the watcher's thread anew."""
+    if _here.watcher is not None:
+        _here.watcher.go_on()
 
 
 def heed(label: str = "") -> None:
@@ -115,9 +121,9 @@ def failed(label: str, error: BaseException, ranks: Sequence[int] | None = None)
     timed_out = isinstance(error, TimeoutError) or "timed out" in cause.lower()
     what = f"'{label}' {'timed out' if timed_out else 'failed'}: {cause}"
     _here.raised = True
-    report = _here.watcher.ask(what, ranks) if _here.watcher else _line(0, _here.page.snapshot(), True)
+    report = _here.watcher.ask(what, ranks) if _here.watcher else line_of(0, _here.page.snapshot(), True)
     note_done()
-    return (CommTimeoutError if timed_out else CommError)(_full(what, report))
+    return (CommTimeoutError if timed_out else CommError)(full_report(what, report))
 
 
 def start(store: Store, rank: int, world: int, timeout: timedelta) -> None:
@@ -132,12 +138,14 @@ def start(store: Store, rank: int, world: int, timeout: timedelta) -> None:
         return
     _here.timeout = timeout
     _here.verdict, _here.raised = None, False
+    _here.page.turn(OUTSIDE)
     trail.forget()
     if world > 1:
         _here.watches += 1
         own = dist.PrefixStore(f"deepspeed.watch.{_here.watches}", store.clone())
         _here.watcher = _Watcher(own, rank, world)
-        _here.watcher.start()
+        _here.watcher.go_on()
+    atexit.unregister(_at_exit)
     atexit.register(_at_exit)
 
 
@@ -150,8 +158,8 @@ def settle() -> None:
 def stop() -> None:
     """End the watch; rank 0 first makes sure that the others no longer need its store."""
     watcher, _here.watcher = _here.watcher, None
-    if watcher is not None:
-        watcher.leave()
+    if watcher is not None and watcher.leave():
+        _here.page.keep_to_itself()
 
 
 def _at_exit() -> None:
@@ -199,36 +207,28 @@ def timeout() -> timedelta:
     return _here.timeout
 
 
-def _full(what: str, report: str) -> str:
-    settings = backend_settings()
-    return f"{what}\nThe last collective of each rank:\n{report}\n{_ADVICE}" + (
-        f"\nSet: {settings}" if settings else ""
-    )
+class WatchThread(threading.Thread):
+    """The thread of a watch."""
+
+    def __init__(self, watcher: _Watcher) -> None:
+        super().__init__(name="deepspeed-watch", daemon=True)
+        self._watcher = watcher
+
+    def run(self) -> None:
+        """Look around until the watch is over, or stopped."""
+        self._watcher.look_around()
+
+    def stop(self) -> None:
+        """End the thread and wait for its end; this process's next collective starts another one."""
+        self._watcher.rest()
 
 
-def _line(rank: int, page: bytes | mmap | None, answered: bool) -> str:
-    """The report's line for one rank, from its answer or else its last sign of life."""
-    if page is None:
-        return f"  rank {rank}: no answer (process gone or not started)"
-    where, state = describe(page)
-    if state == LEFT:
-        return f"  rank {rank}: has ended, after {where}"
-    if not answered:
-        return f"  rank {rank}: no answer (process gone or stuck); last {'in' if state == INSIDE else 'after'} {where}"
-    return f"  rank {rank}: in {where}" if state == INSIDE else f"  rank {rank}: in no collective, after {where}"
-
-
-def _whereabouts() -> str:
-    """Where the main thread is, and what the device has not finished."""
-    late = underway.oldest()
-    return whereabouts() + (f", the device waits for '{late[0]}'" if late is not None else "")
-
-
-class _Watcher(threading.Thread):
-    """One rank's thread of the watch. [Note: the watch]"""
+class _Watcher:
+    """One rank's side of the watch. [Note: the watch]"""
 
     def __init__(self, store: Store, rank: int, world: int) -> None:
-        super().__init__(name="deepspeed-watch", daemon=True)
+        self._thread: WatchThread | None = None
+        self._threads = threading.Lock()
         self._store: Store | None = store
         self._rank, self._world = rank, world
         self._ranks: Sequence[int] = range(world)  # those a report lists
@@ -251,29 +251,58 @@ class _Watcher(threading.Thread):
         """The report on `ranks`; when the store does not respond, with what is known without it."""
         self._ranks = sorted(ranks) if ranks else self._ranks
         self._question = what
-        self._wake.set()
+        self.look_now()
         self._reported.wait(ANSWER_S + 2.0)
         return self._report or self._compose()
 
     def settle(self) -> None:
         """Let the thread look around once."""
         self._looked.clear()
-        self._wake.set()
+        self.look_now()
         self._looked.wait(POLL_S)
 
     def look_now(self) -> None:
         """Have the thread look around at once."""
+        if _here.resting:
+            self.go_on()
         self._wake.set()
 
-    def leave(self) -> None:
-        """Say goodbye and end the thread."""
+    def go_on(self) -> None:
+        """Start the thread, at first and after a rest."""
+        with self._threads:
+            if self._thread is None or _here.resting:
+                _here.resting = False
+                self._thread = WatchThread(self)
+                self._thread.start()
+
+    def rest(self) -> None:
+        """End the thread until this process is in a collective again."""
+        with self._threads:
+            if self._thread is not None and self._thread.is_alive():
+                _here.resting = True
+                self._wake.set()
+                self._thread.join()
+
+    def leave(self) -> bool:
+        """Say goodbye and end the thread; whether it has ended."""
         self._leaving = True
-        self._wake.set()
-        self.join(FAREWELL_S + 4.0)  # a thread inside the store when the interpreter ends would abort the process
+        with self._threads:
+            thread, rested = self._thread, _here.resting
+            _here.resting = False
+            if rested:
+                self._round()
+            self._wake.set()
+            if thread is not None and thread is not threading.current_thread():
+                thread.join(FAREWELL_S + 4.0)  # inside the store when the interpreter ends it would abort the process
+            ended = thread is None or not thread.is_alive()
+        if ended:
+            self._store = None
+            self._neighbours.clear()
+        return ended
 
-    def run(self) -> None:
-        """Look around until the watch is over."""
-        while not self._round():
+    def look_around(self) -> None:
+        """Look around until the watch is over, or this rank's side of it rests."""
+        while not _here.resting and not self._round():
             self._looked.set()
             self._wake.wait(POLL_S)
             self._wake.clear()
@@ -311,7 +340,7 @@ class _Watcher(threading.Thread):
             self._store = None
             return False
         self._collect()
-        _here.verdict = _full(alarm, self._report)
+        _here.verdict = full_report(alarm, self._report)
         self._end_process(f"rank {self._rank} was told: {alarm}")
         return True
 
@@ -321,7 +350,7 @@ class _Watcher(threading.Thread):
         if not what:
             return False
         self._sound(what)
-        _here.verdict = _full(what, self._report)
+        _here.verdict = full_report(what, self._report)
         self._end_process(what)
         return True
 
@@ -388,8 +417,8 @@ class _Watcher(threading.Thread):
         for rank in self._ranks:
             answered = rank == self._rank or rank in self._answered
             heard = _here.page.snapshot() if rank == self._rank else self._heard.get(rank)
-            line = _line(rank, heard if answered else self._neighbours.get(rank, heard), answered)
-            where = _whereabouts() if rank == self._rank else self._where.get(rank)
+            line = line_of(rank, heard if answered else self._neighbours.get(rank, heard), answered)
+            where = where_now() if rank == self._rank else self._where.get(rank)
             lines.append(f"{line} ({where})" if where else line)
         if trail.interval:
             part = parting({**self._trails, self._rank: trail.recent()})
@@ -398,7 +427,7 @@ class _Watcher(threading.Thread):
 
     def _hear(self, store: Store) -> None:
         """Answer, and wait at most `ANSWER_S` seconds for the answers of the listed ranks."""
-        store.set(f"where/{self._rank}", _whereabouts())
+        store.set(f"where/{self._rank}", where_now())
         if trail.interval:
             store.set(f"trail/{self._rank}", trail.recent())
         store.set(f"answer/{self._rank}", _here.page.snapshot())
@@ -443,6 +472,6 @@ class _Watcher(threading.Thread):
             time.sleep(0.05)
         with suppress(OSError, ValueError):  # nobody may be left to read
             sys.stdout.flush()
-            sys.stderr.write(f"[deepspeed] {_full(why, self._report)}\nThis process ends.\n")
+            sys.stderr.write(f"[deepspeed] {full_report(why, self._report)}\nThis process ends.\n")
             sys.stderr.flush()
         os._exit(1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 import deepspeed.comm as dist
@@ -118,10 +120,18 @@ def the_log() -> None:
     dist.all_reduce(torch.ones(1000, dtype=torch.bfloat16))  # one call, by however many messages
     dist.barrier()
     dist.broadcast(torch.ones(10), 0, prof=True)
-    summary = dist.log_summary(show_straggler=True, return_dict=True)["all_reduce"]
-    assert summary[2000]["count"] == 1
+    told = dist.log_summary(show_straggler=True, return_dict=True)
+    assert list(told) == ["summary", "straggler_analysis", "metadata"]
+    summary, waits = told["summary"]["all_reduce"], told["straggler_analysis"]["all_reduce"]
+    assert summary[2000]["count"] == 1 and summary[2000]["msg_size_str"] == "1.95 KB"
     row = summary[4000]
-    assert row["count"] == 2 and row["busbw_gbs"] > 0 and row["straggler_ms"] >= 0
+    assert row["count"] == 2 and math.isclose(row["total_latency_ms"], 2 * row["avg_latency_ms"])
+    assert math.isclose(row["tput_avg_gbps"], 2 * row["busbw_avg_gbps"])  # (n - 1) / n of it, n = 2
+    assert waits[4000]["total_straggler_ms"] >= 0 and waits[4000]["count"] == 2
+    assert told["metadata"]["world_size"] == 2 and told["metadata"]["rank"] == dist.get_rank()
+    assert dist.log_summary(return_dict=True)["straggler_analysis"] is None and dist.log_summary() is None
+    raw = dist.comms_logger.comms_dict["all_reduce"][4000]
+    assert raw[0] == 2 and len(raw[1]) == len(raw[2]) == len(raw[3]) == 2
     assert dist.get_logged_comm_ops() == ["all_reduce", "broadcast"]
     assert (dist.get_comm_operation_count(), dist.get_comm_operation_count("broadcast")) == (4, 1)
     dist.reset_log()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from deepspeed.comm.logging import CommsLogger, as_table
+from deepspeed.comm.logging import CommsLogger, as_table, calc_bw_log, convert_size, trimmed_mean
 from tests.unit.comm.ranks import run_ranks
 
 
@@ -16,7 +17,8 @@ def test_every_name_on_two_ranks(switched):
     script = script.replace("from __future__ import annotations\n", "")
     ends = run_ranks("warnings.simplefilter('error')\n" + script, 2, **switched)
     assert [(end.code, end.out) for end in ends] == [(0, "all as expected\n")] * 2, [end.err for end in ends]
-    assert "all_reduce   4000" in ends[0].err and "straggler_ms" in ends[0].err
+    for title in ("Comm. Op  Message Size", "tput_avg (Gbps)", "all_reduce       3.91 KB", "Total straggler(ms)"):
+        assert title in ends[0].err
 
 
 def test_bandwidths_follow_the_convention_of_nccl_tests():
@@ -57,3 +59,45 @@ def test_the_table_lines_up():
         "   x   1.000",
         "long  10.000",
     ]
+
+
+def test_the_comms_logger_as_scripts_drive_it():
+    log = CommsLogger()
+    log.start_profiling_op(["all_reduce"])
+    log.configure(SimpleNamespace(enabled=True, prof_all=False, prof_ops=["barrier"], verbose=False, debug=False))
+    assert log.wants("barrier", False) and not log.wants("all_reduce", False)
+    log.start_profiling_op(["all_reduce", "barrier"])
+    log.stop_profiling_op(["barrier"])
+    assert log.prof_ops == ["all_reduce"]
+    log.start_profiling_comms()
+    assert log.wants("gather", False)
+    log.stop_profiling_comms()
+    assert not log.wants("gather", False)
+    for milliseconds in (1.0, 2.0, 3.0):
+        log.append("all_reduce", "all_reduce | [Caller Func: step]", milliseconds, 10**6)
+    (row,) = log.comms_dict["all_reduce | [Caller Func: step]"].values()
+    assert row == [3, [1.0, 2.0, 3.0], pytest.approx([16.0, 8.0, 16 / 3]), [0.0, 0.0, 0.0]]  # a bus of one rank
+    told = log.log_all(print_log=False, show_straggler=True, return_dict=True)
+    figures = told["summary"]["all_reduce | [Caller Func: step]"][10**6]
+    assert (figures["avg_latency_ms"], figures["total_latency_ms"], figures["msg_size_str"]) == (2.0, 6.0, "976.56 KB")
+    waits = told["straggler_analysis"]["all_reduce | [Caller Func: step]"][10**6]
+    assert (waits["total_comm_lat_ms"], waits["total_straggler_ms"]) == (6.0, 0.0)
+    assert log.log_all(print_log=False) is None and told["metadata"]["world_size"] == 1
+
+
+@pytest.mark.parametrize(
+    ("operation", "speeds"),
+    [
+        ("all_reduce", (16.0, 12.0)),
+        ("all_gather", (32.0, 24.0)),
+        ("all_to_all_single", (8.0, 6.0)),
+        ("send", (8.0, 8.0)),
+    ],
+)
+def test_speeds_of_four_ranks_in_gigabits(operation, speeds):
+    assert calc_bw_log(operation, 10**6, 1.0, 4) == pytest.approx(speeds)
+
+
+def test_sizes_and_means_in_words():
+    assert [convert_size(size) for size in (0, 1, 1024, 1536 * 1024)] == ["0.0 B", "1.0 B", "1.0 KB", "1.5 MB"]
+    assert trimmed_mean([100.0, *[1.0] * 9]) == 1.0 and trimmed_mean([]) == 0.0 and trimmed_mean([1.0, 3.0]) == 2.0
