@@ -129,7 +129,7 @@ def memory(case: dict[str, Any]) -> dict[str, Any]:
         "asked": asked,
         "drift": (rss[-1] - rss[1]) / parameters,
         "groups": max(peaks) / block,
-        "breakdown": engine.memory_breakdown(),
+        "breakdown": engine.state_bytes(),
     }
 
 

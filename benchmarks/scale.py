@@ -80,7 +80,7 @@ def measure(stage: int, ranks: int) -> tuple[float, float, float]:
     engine.backward(logits.float().logsumexp(-1).mean())
     engine.step()
     seconds = time.perf_counter() - started
-    state = sum(engine.memory_breakdown().values()) / count
+    state = sum(engine.state_bytes().values()) / count
     engine.destroy()
     return seconds, state, FORMULA[stage](ranks)
 

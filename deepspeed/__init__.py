@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from deepspeed.foundation.not_yet import install
 from deepspeed.version import __version__
 
 # name: (module, attribute or None for the module itself); looked up on first use, so that importing costs nothing
@@ -48,6 +49,7 @@ _LATER = {
 }
 
 __all__ = ["__version__", *sorted(_LAZY)]
+install()
 __version_major__, __version_minor__, __version_patch__ = (int(part) for part in __version__.split("."))
 __git_hash__ = __git_branch__ = None
 

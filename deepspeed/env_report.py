@@ -23,6 +23,7 @@ from deepspeed.comm.init import choose_backend
 from deepspeed.comm.whereabouts import backend_settings
 from deepspeed.config.schema import all_keys
 from deepspeed.errors import DeepSpeedError, NotAvailableError
+from deepspeed.ops.op_builder.all_ops import compatible_ops
 from deepspeed.version import __version__
 
 Rows = list[tuple[str, str]]
@@ -117,6 +118,8 @@ def _features() -> Rows:
         ("available", ", ".join(sorted(statuses.keys() - missing))),
         ("not yet", ", ".join(sorted(missing))),
         ("native library", native.state()),
+        ("operators", ", ".join(name for name, there in compatible_ops().items() if there)),
+        ("operators not yet", ", ".join(name for name, there in compatible_ops().items() if not there)),
     ]
 
 

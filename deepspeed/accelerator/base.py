@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, MutableMapping, Sequence
 from functools import partial
 from types import ModuleType
@@ -9,7 +10,7 @@ from typing import Any
 
 import torch
 
-from deepspeed.errors import ArgumentError, NotAvailableError
+from deepspeed.errors import ArgumentError
 
 _TENSOR_TYPES = {
     "BFloat16Tensor": torch.bfloat16,
@@ -100,15 +101,18 @@ class Accelerator:
             raise ArgumentError(f"compile backend {backend!r} is unknown; torch has {known}.")
         self._compile_backend = backend
 
+    def op_builder_dir(self) -> str:
+        """The package with the builders of this accelerator's operators."""
+        return "deepspeed.ops.op_builder"
+
+    def get_op_builder(self, class_name: str) -> Any:
+        """The builder class of that name, None where there is none."""
+        return getattr(importlib.import_module(self.op_builder_dir()), class_name, None)
+
     def create_op_builder(self, class_name: str) -> Any:
-        """Compiled kernels by builder name.
-
-        Raises:
-            NotAvailableError: always; nothing in this package is compiled at first use.
-        """
-        raise NotAvailableError(f"op builder {class_name!r}: this package has no builders, its kernels need none.")
-
-    get_op_builder = create_op_builder
+        """A builder of that name, None where there is none."""
+        found = self.get_op_builder(class_name)
+        return None if found is None else found()
 
     def build_extension(self) -> type:
         """The setuptools command that builds torch extensions."""

@@ -10,6 +10,7 @@ import psutil
 
 from deepspeed.accelerator.real_accelerator import get_accelerator
 from deepspeed.foundation.log import log_dist, say
+from deepspeed.foundation.timer import ThroughputMeter
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 GB = 2**30
@@ -72,3 +73,51 @@ def instrument_w_nvtx(func: Function) -> Function:
             get_accelerator().range_pop()
 
     return ranged  # type: ignore[return-value]
+
+
+class ThroughputTimer(ThroughputMeter):
+    """Samples per second, over all ranks, from the step after `start_step` on.
+
+    Args:
+        config: the `timers.throughput` section: `enabled`, and `synchronized` (wait for the device at each look).
+        batch_size: samples of one global step, over all ranks.
+        start_step: steps to leave out as warm-up.
+        steps_per_output: global steps between two log lines; None or 0 logs none.
+        monitor_memory: with the host's memory in each line.
+        logging_fn: takes the line; None logs it on rank 0.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        batch_size: int,
+        start_step: int = 2,
+        steps_per_output: int | None = None,
+        monitor_memory: bool = False,
+        logging_fn: Callable[[str], Any] | None = None,
+    ) -> None:
+        wait = get_accelerator().synchronize if config.synchronized else lambda: None
+        super().__init__(batch_size, start_step, steps_per_output, wait)
+        self.config, self.monitor_memory, self.logging = config, monitor_memory, logging_fn or say
+
+    def start(self) -> None:
+        """A micro-step begins."""
+        if self.config.enabled:
+            super().start()
+
+    def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
+        """A micro-step ends; see `ThroughputMeter.stop`."""
+        if self.config.enabled:
+            super().stop(global_step, report_speed)
+
+    def say(self, now: float) -> None:
+        """Log the figures."""
+        device = get_accelerator()
+        held, most = device.memory_allocated() / GB, device.max_memory_allocated() / GB
+        line = (
+            f"epoch={self.epoch_count}/micro_step={self.micro_step_count}/global_step={self.global_step_count}, "
+            f"RunningAvgSamplesPerSec={self.avg_samples_per_sec():.2f}, CurrSamplesPerSec={now:.2f}, "
+            f"MemAllocated={held:.2f}GB, MaxMemAllocated={most:.2f}GB"
+        )
+        host = psutil.virtual_memory()
+        self.logging(line + (f", host {host.used / GB:.2f}GB of {host.total / GB:.2f}GB" * self.monitor_memory))

@@ -45,9 +45,10 @@ def upstream_names(client_state: dict[str, Any], about: dict[str, Any], counters
     model = {**shared, **plain(kept)}
     optimizer = {"optimizer_state_dict": {"zero_stage": stage, "partition_count": 1}, "ds_version": __version__}
     first = "zero_pp_rank_0_mp_rank_00" if stage == 3 else "mp_rank_00"
+    prefix = "bf16_" if about["precision"] == "bfloat16" else ""  # of upstream's optimizer files alone
     return {
         f"{first}_model_states.pt": _saved(model),
-        "zero_pp_rank_0_mp_rank_00_optim_states.pt": _saved(optimizer),
+        f"{prefix}zero_pp_rank_0_mp_rank_00_optim_states.pt": _saved(optimizer),
     }
 
 

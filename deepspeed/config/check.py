@@ -132,19 +132,25 @@ def conflicts(top: TopLevel, reading: Reading, ranks: tuple[int, int] | None) ->
         yield wrong("data_parallel_size", top.data_parallel_size, f"this run has {ranks[0]} data-parallel rank(s)")
     if top.mesh.dp_replicate not in (None, 1) and zero.stage != 3:
         yield wrong("mesh.dp_replicate", top.mesh.dp_replicate, f"hybrid sharding needs stage 3, not {zero.stage}")
-    yield from _offload_conflicts(top)
+    yield from _offload_conflicts(top, reading)
     yield from _optimizer_conflicts(top)
     yield from _scheduler_conflicts(top, reading)
     yield from compression_conflicts(top.compression_training, top.quantize_training)
 
 
-def _offload_conflicts(top: TopLevel) -> Iterator[Problem]:
+def _offload_conflicts(top: TopLevel, reading: Reading) -> Iterator[Problem]:
     zero = top.zero_optimization
-    for name, section, least in (("optimizer", zero.offload_optimizer, 1), ("param", zero.offload_param, 3)):
+    for name, section in (("optimizer", zero.offload_optimizer), ("param", zero.offload_param)):
         path = f"zero_optimization.offload_{name}"
-        if section.device != "none" and zero.stage < least:
-            stages = "stage 1, 2 or 3" if least == 1 else "stage 3"
-            yield wrong(f"{path}.device", section.device, f"needs {stages}, and zero_optimization.stage = {zero.stage}")
+        if section.device != "none" and name == "param" and zero.stage < 3:
+            reading.warnings.append(
+                f'{path}.device = "{section.device}" has no effect: at stage {zero.stage} parameters are whole on '
+                "every rank, and stay where the model computes"
+            )
+            continue
+        if section.device != "none" and zero.stage < 1:
+            found = f"needs stage 1, 2 or 3, and zero_optimization.stage = {zero.stage}"
+            yield wrong(f"{path}.device", section.device, found)
         if section.device == "nvme" and not section.nvme_path:
             yield Problem(f"{path}.nvme_path is missing: device nvme needs a folder on a local disk")
     if top.bf16.bf16_optimizer_states and not top.bf16.bf16_master_weights_and_grads:
@@ -173,7 +179,7 @@ def _scheduler_conflicts(top: TopLevel, reading: Reading) -> Iterator[Problem]:
         return
     kind, params = top.scheduler.type, top.scheduler.params
     if not kind:
-        yield Problem('scheduler.type is missing: name one, such as "WarmupLR", or leave the block out')
+        reading.warnings.append("scheduler has no type: no schedule is made of it; one given to initialize counts")
     for name in params:
         if kind in ARGUMENTS and name not in ARGUMENTS[kind]:
             hint = "" if name in SchedulerParams.model_fields else f"; {nearest(name, SchedulerParams)}"

@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Annotated, Any, ClassVar, Literal, cast
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler
+from pydantic import BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler
 from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, core_schema
+
+from deepspeed.config.model import DeepSpeedConfigModel
 
 Status = Literal["implemented", "moot by design", "not available yet"]
 
@@ -35,7 +38,7 @@ class Note:
     idle: tuple[Any, ...] = ()
 
 
-class Section(BaseModel):
+class Section(DeepSpeedConfigModel):
     """A block of the JSON: frozen, strict in its names and types.
 
     `switch` names the key (dotted, inside the block) that turns the block on; at its default nothing in the block asks
@@ -48,9 +51,26 @@ class Section(BaseModel):
         strict=True,
         allow_inf_nan=False,
         protected_namespaces=(),
+        validate_default=False,
+        validate_assignment=False,
+        use_enum_values=False,
+        arbitrary_types_allowed=False,
+        populate_by_name=False,
         defer_build=True,  # the schema is built at the first use, not at import
     )
     switch: ClassVar[str] = ""
+
+    @classmethod
+    def respelled(cls, data: dict[str, Any]) -> dict[str, Any]:
+        """Canonical names in place of aliases and deprecated spellings, values in place of enums."""
+        names = {old: name for name, field in cls.model_fields.items() for old in _spelled(field)}
+        given = {names.get(name, name): value for name, value in super().respelled(data).items()}
+        return {name: value.value if isinstance(value, Enum) else value for name, value in given.items()}
+
+
+def _spelled(field: FieldInfo) -> tuple[str, ...]:
+    note = note_of(field)
+    return (*note.aliases, *note.deprecated)
 
 
 def _field(default: Any, note: Note, limits: dict[str, Any]) -> Any:

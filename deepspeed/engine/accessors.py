@@ -10,7 +10,6 @@ from deepspeed.comm.groups import get_local_rank
 from deepspeed.comm.mesh import MODEL, Mesh
 from deepspeed.engine.report import gather_counts, state_bytes
 from deepspeed.engine.state import EngineState
-from deepspeed.foundation.timer import SynchronizedWallClockTimer
 from deepspeed.optim.precision import DTYPES
 
 
@@ -157,9 +156,12 @@ class StateAccessors:
         """(dtype of parameters, dtype of gradient accumulators)."""
         return self._state.components.dtype, DTYPES[self._state.ds_config.data_types.grad_accum_dtype]
 
-    def get_wall_clock_timers(self) -> SynchronizedWallClockTimer:
-        """The timers of forward, backward and step; they run under `wall_clock_breakdown: true`."""
-        return self._state.timers
+    def get_wall_clock_timers(self) -> dict[str, float]:
+        """Milliseconds of forward, backward and step since the last report, by name; under `wall_clock_breakdown`.
+
+        The timers themselves are `engine.timers`.
+        """
+        return {name: timer.elapsed(reset=False) for name, timer in self._state.timers.get_timers().items()}
 
     @property
     def communication_data_type(self) -> torch.dtype:
@@ -170,7 +172,7 @@ class StateAccessors:
         """The dtype of `torch_autocast`."""
         return DTYPES[self._state.ds_config.torch_autocast.dtype]
 
-    def memory_breakdown(self) -> dict[str, int]:
+    def state_bytes(self) -> dict[str, int]:
         """Bytes of training state on this rank: parameters, masters, gradients, optimizer state, gathered buffers."""
         return state_bytes(self._state.components)
 

@@ -16,13 +16,14 @@ from deepspeed.comm.collectives import broadcast_tensors
 from deepspeed.comm.fetch import release_abandoned
 from deepspeed.comm.lockstep import Lockstep
 from deepspeed.config import DeepSpeedConfig, Facts
+from deepspeed.engine.clients import tell_dtypes
 from deepspeed.engine.offloading import Offload, accumulator_dtype, master_dtype, state_of_group
 from deepspeed.errors import ArgumentError, OptimizerError, SchedulerError, ShardedParameterError, UsageError
 from deepspeed.foundation.log import say, say_once
 from deepspeed.optim import loss_scale
 from deepspeed.optim.build import build_optimizer, leave_embeddings_to_adam, needs_whole_tensors, refuse_unsupported
 from deepspeed.optim.lr_schedules import build_scheduler
-from deepspeed.optim.precision import DTYPES, InputCaster, compute_dtypes
+from deepspeed.optim.precision import DTYPES, InputCaster, cast_buffers, compute_dtypes
 from deepspeed.zero.accumulation import AccumulationWindow
 from deepspeed.zero.buckets import ReduceSettings
 from deepspeed.zero.exhaustion import suggests_offload
@@ -233,7 +234,10 @@ def build(
     own = {names[param]: signature for param, signature in signatures.items() if signature[1]}
     relations = Relations(axes.mesh, policy_for(config.zero.stage).owns_a_slice, tied, own)
     kept = config.data_types.keep_in_fp32_modules
-    wanted = compute_dtypes(model, low, () if kept in (None, "auto") else kept) if low != torch.float32 else {}
+    stay = () if kept in (None, "auto") else kept
+    wanted = compute_dtypes(model, low, stay) if low != torch.float32 else {}
+    if config.data_types.buffer_dtype is not None:
+        cast_buffers(model, DTYPES[config.data_types.buffer_dtype], stay)
     plan = GroupingPlan(
         bucket=config.zero.reduce_bucket_size,
         whole_tensors=optimizer is not None and needs_whole_tensors(optimizer),
@@ -244,6 +248,7 @@ def build(
     for param, dtype in wanted.items():
         if not is_managed(param):
             param.data = param.data.to(dtype)
+    tell_dtypes(model, wanted)
     components = Components(groups, axes, low, _window(config, axes) if held is None else held.window)
     if wanted and config.auto_cast:
         components.caster = InputCaster(model, wanted, low, Hook)

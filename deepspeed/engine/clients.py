@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
+from torch.nn import Parameter
 
 from deepspeed.foundation.log import say
 from deepspeed.zero.lifecycle import Hook
@@ -30,6 +32,20 @@ def take_over(model: nn.Module, close: Callable[[], None]) -> None:
 def let_go(model: nn.Module) -> None:
     """The engine of `model` is closed."""
     vars(model).pop(_CLOSE, None)
+
+
+def tell_dtypes(model: nn.Module, dtypes: Mapping[Parameter, torch.dtype]) -> None:
+    """Modules of Lightning answer for their dtype from a note of their own, which a cast of parameters must change.
+
+    Args:
+        model: whose parameters have been cast.
+        dtypes: to which dtype; those that are not named kept theirs.
+    """
+    for module in model.modules():
+        if any(kind.__name__ == "_DeviceDtypeModuleMixin" for kind in type(module).__mro__):
+            dtype = next((dtypes[param] for param in module.parameters() if param in dtypes), None)
+            if dtype is not None:
+                vars(module)["_dtype"] = dtype
 
 
 def loss_is_divided(model: nn.Module) -> bool:

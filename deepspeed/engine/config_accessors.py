@@ -40,6 +40,8 @@ GETTERS = {
     "steps_per_print": "steps_per_print",
     "wall_clock_breakdown": "wall_clock_breakdown",
     "dump_state": "dump_state",
+    "memory_breakdown": "memory_breakdown",
+    "log_level": "log_level",
     "load_universal_checkpoint": "checkpoint.load_universal",
     "managed_gradient_accumulation": "managed_gradient_accumulation",
     "aio_config": "aio",

@@ -7,6 +7,7 @@ from typing import Any
 
 from deepspeed.comm import init as comm_init
 from deepspeed.engine.engine import DeepSpeedEngine
+from deepspeed.engine.reporting import say_info
 from deepspeed.errors import ArgumentError, DeepSpeedConfigError
 from deepspeed.zero.init_context import suspended
 
@@ -55,6 +56,7 @@ def initialize(
     source = _config_of(args, config, config_params)
     if dist_init_required is not False:
         comm_init.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+    say_info()
     with suspended():
         engine = DeepSpeedEngine(
             model,

@@ -19,7 +19,7 @@ from deepspeed.storage.resident import RESIDENT
 from deepspeed.storage.tier import Tier
 from deepspeed.zero.estimate import DEVICE, HOST, NVME, GroupState, rest_bytes
 from deepspeed.zero.layout import Layout
-from deepspeed.zero.policy import Policy
+from deepspeed.zero.policy import Policy, policy_for
 from deepspeed.zero.tiers import Tiers
 
 _PLACES = {"none": DEVICE, "cpu": HOST, "nvme": NVME}
@@ -43,7 +43,8 @@ class Offload:
     @cached_property
     def active(self) -> bool:
         """Whether anything rests elsewhere than on the device."""
-        return self.optimizer.device != "none" or self.parameters.device != "none"
+        gathers = policy_for(self.config.zero.stage).gathers_before_use
+        return self.optimizer.device != "none" or (gathers and self.parameters.device != "none")
 
     def place(self, state: GroupState) -> Tiers:
         """Where the next group rests."""

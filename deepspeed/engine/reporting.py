@@ -4,13 +4,27 @@ from __future__ import annotations
 
 import time
 
+import torch
+
+from deepspeed import native
 from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.groups import get_backend, get_world_size, is_initialized
 from deepspeed.config.explain import as_text
 from deepspeed.engine.accessors import StateAccessors
 from deepspeed.engine.state import EngineState
 from deepspeed.foundation.log import say, say_once
+from deepspeed.version import __version__
 
 FORWARD, BACKWARD, STEP = "forward", "backward", "step"
+
+
+def say_info() -> None:
+    """What runs on what: the first line of `initialize`."""
+    ranks = f"ranks={get_world_size()}, backend={get_backend()}" if is_initialized() else "ranks=1, no process group"
+    say(
+        f"DeepSpeed info: version={__version__}, torch={torch.__version__}, "
+        f"accelerator={get_accelerator().device_name()}, {ranks}, native library: {native.state()}"
+    )
 
 
 class Reporting:
@@ -59,7 +73,7 @@ class Reporting:
         if self._state.ds_config.wall_clock_breakdown:
             self._state.timers.log([FORWARD, BACKWARD, STEP])
         if self._state.ds_config.memory_breakdown:
-            say("state bytes: " + ", ".join(f"{k} {v:,}" for k, v in self._facts.memory_breakdown().items()))
+            say("state bytes: " + ", ".join(f"{k} {v:,}" for k, v in self._facts.state_bytes().items()))
 
     def _throughput(self) -> str:
         """Samples per second since the last report."""

@@ -87,7 +87,7 @@ class EngineSurface:
     get_model_parallel_rank = by("_mesh", MeshAccessors.get_model_parallel_rank)
     get_tensor_parallel_rank = by("_mesh", MeshAccessors.get_tensor_parallel_rank)
     torch_autocast_dtype = by("_facts", StateAccessors.torch_autocast_dtype)
-    memory_breakdown = by("_facts", StateAccessors.memory_breakdown)
+    state_bytes = by("_facts", StateAccessors.state_bytes)
     zero_report = by("_facts", StateAccessors.zero_report)
 
     zero_optimization = by("_settings", ConfigAccessors.zero_optimization)

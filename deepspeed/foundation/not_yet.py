@@ -1,27 +1,47 @@
-"""Names at old addresses whose feature this version does not have: looking one up says so."""
+"""Modules whose feature this version does not have: importing one says so."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import sys
 
 from deepspeed.errors import NotAvailableError
 
+# module: the feature it belongs to. One that is there is found before anybody asks here.
+LATER_MODULES = {
+    "deepspeed.autotuning": "autotuning",
+    "deepspeed.inference": "the inference engine",
+    "deepspeed.linear": "low-rank linear layers",
+    "deepspeed.model_implementations": "the inference engine",
+    "deepspeed.module_inject": "tensor parallelism",
+    "deepspeed.moe": "mixture of experts",
+    "deepspeed.monitor": "monitors",
+    "deepspeed.ops.sparse_attention": "block-sparse attention layouts",
+    "deepspeed.ops.transformer": "the inference engine",
+    "deepspeed.pipe": "pipeline parallelism",
+    "deepspeed.profiling": "the operation counter",
+    "deepspeed.runtime.data_pipeline": "data efficiency",
+    "deepspeed.runtime.fp16.onebit": "optimizers with one-bit communication",
+    "deepspeed.runtime.hybrid_engine": "the hybrid engine",
+    "deepspeed.runtime.pipe": "pipeline parallelism",
+    "deepspeed.runtime.sequence_parallel": "sequence parallelism",
+    "deepspeed.runtime.tensor_parallel": "tensor parallelism",
+    "deepspeed.sequence": "sequence parallelism",
+}
 
-def not_yet(module: str, reasons: dict[str, str]) -> Callable[[str], Any]:
-    """A module's `__getattr__`.
 
-    Args:
-        module: its `__name__`.
-        reasons: by name, what it belongs to or what there is instead.
+class Later:
+    """The last of Python's finders: modules of features that are not there say so when they are imported."""
 
-    Returns:
-        A function that raises `NotAvailableError` for these names, `AttributeError` for others.
-    """
+    @staticmethod
+    def find_spec(fullname: str, path: object = None, target: object = None) -> None:
+        """Raise NotAvailableError, which is an ImportError, for a module of `LATER_MODULES`."""
+        if fullname in LATER_MODULES:
+            error = NotAvailableError(f"{fullname} is not available yet: it belongs to {LATER_MODULES[fullname]}")
+            error.name = fullname
+            raise error
 
-    def look_up(name: str) -> Any:
-        if name in reasons:
-            raise NotAvailableError(f"{module}.{name} is not available yet: {reasons[name]}")
-        raise AttributeError(f"module {module!r} has no attribute {name!r}")
 
-    return look_up
+def install() -> None:
+    """Have Python ask `Later` when nobody else knows a module."""
+    if Later not in sys.meta_path:
+        sys.meta_path.append(Later)  # pyright: ignore[reportArgumentType]

@@ -147,7 +147,7 @@ class NoopTimer(SynchronizedWallClockTimer):
 _NO_TIMER = _NoTimer("none")
 
 
-class ThroughputTimer:
+class ThroughputMeter:
     """Samples per second, over all ranks, from the step after `start_step` on.
 
     Args:
@@ -204,12 +204,17 @@ class ThroughputTimer:
         self._step_time += took
         if global_step:
             if report_speed and self.steps_per_output and self.global_step_count % self.steps_per_output == 0:
-                log_dist(
-                    f"step {self.global_step_count}: {self.avg_samples_per_sec():.2f} samples/s on average, "
-                    f"{self.batch_size / max(self._step_time, 1e-9):.2f} samples/s now",
-                    ranks=[0],
-                )
+                self.say(self.batch_size / max(self._step_time, 1e-9))
             self._step_time = 0.0
+
+    def say(self, now: float) -> None:
+        """Log the figures.
+
+        Args:
+            now: samples per second of the last step.
+        """
+        average = self.avg_samples_per_sec()
+        log_dist(f"step {self.global_step_count}: {average:.2f} samples/s on average, {now:.2f} samples/s now", [0])
 
     def avg_samples_per_sec(self) -> float:
         """Mean since the warm-up; 0 before its end."""

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from deepspeed.errors import LaunchError
+from deepspeed.foundation.log import logger
 
 Hosts = dict[str, list[int]]
 """Host name to the indices of its device slots, in the order of the ranks."""
@@ -93,6 +94,18 @@ def read_hostfile(path: str | Path) -> Hosts:
     if not hosts:
         raise LaunchError(f"{path} names no host; add lines of the form 'hostname slots=N', or leave the file out")
     return hosts
+
+
+def fetch_hostfile(hostfile_path: str | Path) -> dict[str, int] | None:
+    """How many slots each host of a hostfile has, in its order; None, with one line, where there is no such file.
+
+    Raises:
+        LaunchError: as `read_hostfile` does.
+    """
+    if not Path(hostfile_path).is_file():
+        logger.info("there is no hostfile %s: this machine's own devices are used", hostfile_path)
+        return None
+    return {host: len(slots) for host, slots in read_hostfile(hostfile_path).items()}
 
 
 def select(pool: Hosts, include: str = "", exclude: str = "") -> Hosts:

@@ -17,7 +17,7 @@ from deepspeed.launcher.boot import own_folder
 from deepspeed.launcher.control import Control
 from deepspeed.launcher.elastic import ElasticControl, valid_sizes
 from deepspeed.launcher.front import run_behind
-from deepspeed.launcher.hostfile import Hosts, is_this_machine, select
+from deepspeed.launcher.hostfile import Hosts, fetch_hostfile, is_this_machine, select
 from deepspeed.launcher.job import Elastic, Job
 from deepspeed.launcher.options import DLTS_HOSTFILE, parse, program, set_log_level
 from deepspeed.launcher.output import terminal_size
@@ -29,6 +29,7 @@ __all__ = [
     "EXPORT_ENVS",
     "PDSH_MAX_FAN_OUT",
     "exported_variables",
+    "fetch_hostfile",
     "main",
 ]
 

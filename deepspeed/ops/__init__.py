@@ -1,5 +1,17 @@
 """Kernels of the optimizers, one package each, every one with a plain-torch form."""
 
-from deepspeed.ops import adagrad, adam, aio, lamb, lion, muon
+from __future__ import annotations
 
-__all__ = ["adagrad", "adam", "aio", "lamb", "lion", "muon"]
+from typing import Any
+
+from deepspeed.ops import adagrad, adam, aio, lamb, lion, muon, op_builder
+from deepspeed.ops.op_builder.all_ops import ALL_OPS as __op_builders__
+from deepspeed.ops.op_builder.all_ops import compatible_ops
+
+__all__ = ["__op_builders__", "adagrad", "adam", "aio", "lamb", "lion", "muon", "op_builder"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__compatible_ops__":  # looks at the machine, so not at import
+        return compatible_ops()
+    raise AttributeError(f"module 'deepspeed.ops' has no attribute {name!r}")

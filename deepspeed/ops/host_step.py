@@ -81,9 +81,28 @@ class HostOptimizer(GroupOptimizer):
         for param in group["params"]:
             fold = (self.folds or {}).get(param)
             if fold is None and param.grad is not None:
+                if param.grad.is_sparse:
+                    self.step_rows(group, param, param.grad.coalesce())
+                    continue
                 fold = Fold(param.grad)
             if fold is not None:
                 self._step_param(group, param, fold)
+
+    def step_rows(self, group: State, param: Tensor, grad: Tensor) -> None:
+        """Update the rows that a sparse gradient names.
+
+        Args:
+            group: of the parameter.
+            param: dense.
+            grad: sparse in its first dimension, coalesced.
+
+        Raises:
+            OptimizerError: the rule moves rows without a gradient too.
+        """
+        raise OptimizerError(
+            f"{type(self).__name__} takes dense gradients, and one of shape {tuple(grad.shape)} is sparse: use "
+            "DeepSpeedCPUAdagrad, or an embedding with sparse=False"
+        )
 
     def load_state_dict(self, state_dict: State) -> None:
         """Take over a state as `state_dict()` gave it; moments get the dtype of this optimizer's."""

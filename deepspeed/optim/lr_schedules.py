@@ -100,16 +100,16 @@ class _Warmup:
     """The rise from 0 to 1 over the first iterations, logarithmic or linear."""
 
     def __init__(self, num_steps: int, kind: str) -> None:
-        if not isinstance(num_steps, int) or num_steps <= 0:
-            raise SchedulerError(f"scheduler.params.warmup_num_steps is {num_steps!r}; it must be an integer > 0")
+        if not isinstance(num_steps, int) or num_steps < 0:
+            raise SchedulerError(f"scheduler.params.warmup_num_steps is {num_steps!r}; it must be an integer >= 0")
         if kind not in WARMUP_TYPES:
             warn_once(f"scheduler.params.warmup_type {kind!r} is not one of {', '.join(WARMUP_TYPES)}; log is used")
         # ln(1) = 0 cannot be divided by, so the shortest rise takes two steps.
-        self.num_steps = max(2, num_steps)
+        self.num_steps = max(2, num_steps) if num_steps else 0
         self.linear = kind == "linear"
 
     def __call__(self, iteration: int) -> float:
-        if iteration >= self.num_steps:
+        if iteration >= self.num_steps or not self.num_steps:
             return 1.0
         iteration = max(0, iteration)
         return iteration / self.num_steps if self.linear else math.log(iteration + 1) / math.log(self.num_steps)
@@ -133,7 +133,7 @@ class WarmupLR(Schedule):
             optimizer: a torch optimizer, or a wrapper with one as `.optimizer`.
             warmup_min_lr: first rate, one or one for each group (`scheduler.params.*` holds the arguments).
             warmup_max_lr: last rate; None takes the optimizer's own.
-            warmup_num_steps: length of the rise, in optimizer steps; at least 2 are made.
+            warmup_num_steps: length of the rise, in optimizer steps; 1 makes 2, 0 is no rise.
             warmup_type: "log" or "linear".
             last_batch_iteration: iteration to go on from.
 
@@ -176,7 +176,7 @@ class WarmupDecayLR(WarmupLR):
             total_num_steps: optimizer steps in all, rise included.
             warmup_min_lr: first and last rate, one or one for each group.
             warmup_max_lr: highest rate; None takes the optimizer's own.
-            warmup_num_steps: length of the rise, in optimizer steps.
+            warmup_num_steps: length of the rise, in optimizer steps; 1 makes 2, 0 is no rise.
             warmup_type: "log" or "linear".
             last_batch_iteration: iteration to go on from.
 
@@ -213,7 +213,7 @@ class WarmupCosineLR(Schedule):
             optimizer: a torch optimizer, or a wrapper with one as `.optimizer`.
             total_num_steps: optimizer steps in all, rise included (`scheduler.params.*` holds the arguments).
             warmup_min_ratio: ratio of the first step.
-            warmup_num_steps: length of the rise, in optimizer steps; at least 2 are made.
+            warmup_num_steps: length of the rise, in optimizer steps; 1 makes 2, 0 is no rise.
             cos_min_ratio: ratio at the end.
             warmup_type: "log" or "linear".
             last_batch_iteration: iteration to go on from.
@@ -233,7 +233,7 @@ class WarmupCosineLR(Schedule):
     def get_lr_ratio(self) -> float:
         """Rise: m + (1 - m) g. After it: c + (1 - c) (1 + cos(pi p)) / 2, p = min(1, (it - W + 1) / max(1, T - W))."""
         iteration, rise = self.last_batch_iteration, self.warmup.num_steps
-        if iteration < 0:
+        if iteration < 0 and rise:
             return 0.0
         if iteration < rise:
             return self.warmup_min_ratio + (1 - self.warmup_min_ratio) * self.warmup(iteration)

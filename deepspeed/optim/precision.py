@@ -43,6 +43,25 @@ def compute_dtypes(
     return {p: torch.float32 if p in kept else d for p, d in wanted.items()}
 
 
+def cast_buffers(module: nn.Module, dtype: torch.dtype, keep_fp32: Iterable[str] = ()) -> None:
+    """Bring floating buffers to a dtype, in place (`data_types.buffer_dtype`).
+
+    Args:
+        module: the model.
+        dtype: the new one.
+        keep_fp32: as in `compute_dtypes`; the buffers of modules that stay float32, and of those below them, are left.
+    """
+    patterns = [*keep_fp32, *(getattr(module, "_keep_in_fp32_modules", None) or ())]
+    kept: set[nn.Module] = set()
+    for name, child in module.named_modules():
+        if isinstance(child, _PAIRED_WITH_BUFFERS) or any(_matches(name, p) for p in patterns):
+            kept.update(child.modules())
+    for child in module.modules():
+        for name, buffer in child._buffers.items():
+            if buffer is not None and buffer.is_floating_point() and child not in kept:
+                child._buffers[name] = buffer.to(dtype)
+
+
 def _matches(name: str, pattern: str) -> bool:
     return pattern in name.split(".") or name.endswith(pattern) or fnmatch.fnmatch(name, pattern)
 

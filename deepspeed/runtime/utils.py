@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from deepspeed.accelerator.instruments import empty_cache, get_ma_status, memory_status, see_memory_usage
-from deepspeed.foundation.not_yet import not_yet
+from deepspeed.comm.partitioned import PartitionedTensor
 from deepspeed.foundation.partition import partition_balanced, partition_uniform
 from deepspeed.foundation.script_helpers import (
     DummyOptim,
@@ -14,9 +14,12 @@ from deepspeed.foundation.script_helpers import (
     set_random_seed,
 )
 from deepspeed.optim.grad_norm import clip_grad_norm_, get_global_norm, get_grad_norm
+from deepspeed.optim.overflow import CheckOverflow
 
 __all__ = [
+    "CheckOverflow",
     "DummyOptim",
+    "PartitionedTensor",
     "call_to_str",
     "clip_grad_norm_",
     "empty_cache",
@@ -32,10 +35,3 @@ __all__ = [
     "see_memory_usage",
     "set_random_seed",
 ]
-__getattr__ = not_yet(
-    __name__,
-    {
-        "CheckOverflow": "engine.step() checks gradients, and engine.optimizer.overflow tells what it found",
-        "PartitionedTensor": "it belongs to pipeline parallelism",
-    },
-)

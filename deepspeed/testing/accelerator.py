@@ -346,8 +346,12 @@ def _tensor_types(accelerator: Any) -> None:
         expect(made.tolist() == [1, 2], f"{name}() with the values it is given")
 
 
-@_shows("create_op_builder", "get_op_builder", "build_extension", "get_compile_backend", "set_compile_backend")
+@_shows(
+    "create_op_builder", "get_op_builder", "op_builder_dir", "build_extension", "get_compile_backend",
+    "set_compile_backend",
+)  # fmt: skip
 def _compilers(accelerator: Any) -> None:
+    expect(isinstance(accelerator.op_builder_dir(), str), "op_builder_dir(), a package")
     for name in ("create_op_builder", "get_op_builder"):
         with contextlib.suppress(NotAvailableError):
             expect(getattr(accelerator, name)("NoSuchBuilder") is None, f"{name}() refuse what it does not know")

@@ -7,7 +7,7 @@ from deepspeed.comm import init_distributed
 from deepspeed.engine.dataloader import RepeatingLoader
 from deepspeed.foundation.log import log_dist, logger
 from deepspeed.foundation.script_helpers import OnDevice
-from deepspeed.utils import groups, logging, timer
+from deepspeed.utils import comms_logging, groups, logging, timer, torch
 from deepspeed.zero.leaf import (
     get_z3_leaf_modules,
     set_z3_leaf_module,
@@ -35,6 +35,7 @@ from deepspeed.zero.tensor_access import (
 __all__ = [
     "OnDevice",
     "RepeatingLoader",
+    "comms_logging",
     "get_z3_leaf_modules",
     "groups",
     "init_distributed",
@@ -59,6 +60,7 @@ __all__ = [
     "set_z3_leaf_modules_by_name",
     "set_z3_leaf_modules_by_suffix",
     "timer",
+    "torch",
     "unset_z3_leaf_modules",
     "z3_leaf_module",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from deepspeed.foundation.timer import NoopTimer, SynchronizedWallClockTimer, ThroughputTimer
+from deepspeed.accelerator.instruments import ThroughputTimer
+from deepspeed.foundation.timer import NoopTimer, SynchronizedWallClockTimer
 
 __all__ = ["NoopTimer", "SynchronizedWallClockTimer", "ThroughputTimer"]

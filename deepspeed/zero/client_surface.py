@@ -7,8 +7,12 @@ from typing import Any
 
 import torch
 
+from deepspeed.comm.collectives import broadcast_tensors
+from deepspeed.errors import UsageError
 from deepspeed.storage.resident import RESIDENT
+from deepspeed.zero.layout import by_group
 from deepspeed.zero.member import Member
+from deepspeed.zero.policy import policy_for
 from deepspeed.zero.roles import ZeroParamStatus
 
 
@@ -93,6 +97,31 @@ class ClientSurface:
                 group.keep_own()
             if group.users == 0:
                 group.free(edits_allowed=has_been_updated)
+
+    def convert_to_zero_parameters(self, param_list: list[Any]) -> None:
+        """Shard plain parameters as this one is, with the values of its first rank; all its ranks call together.
+
+        Args:
+            param_list: parameters that are to become part of the model; those that are sharded already are left.
+
+        Raises:
+            UsageError: this parameter has an engine, which would not know the new ones.
+        """
+        member = self._ds_member
+        if member.reducer is not None or member.group.lifecycle is not None:
+            raise UsageError(
+                f"convert_to_zero_parameters of '{member.name}', which an engine manages: the new parameters would be "
+                "in no optimizer and gathered by nobody; add them to the model before deepspeed.initialize"
+            )
+        group: Any = member.group
+        for number, param in enumerate(param_list):
+            if isinstance(param, ClientSurface):
+                continue
+            dtype = group.dtype if param.is_floating_point() else param.dtype
+            param.data = param.data.to(group.device, dtype)
+            broadcast_tensors(group.axis, [param.data], f"birth of '{member.name}.converted{number}'")
+            made, layout = Member(param, f"{member.name}.converted{number}"), by_group([param.numel()], group.axis.size)
+            type(group)(group.holders, policy_for(3), layout, [made], tiers=group.tiers)
 
     def partition_numel(self) -> int:
         """Elements of this rank's fragment."""

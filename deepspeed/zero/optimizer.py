@@ -19,6 +19,7 @@ from deepspeed.zero.lifecycle import Lifecycle
 from deepspeed.zero.member import Member
 from deepspeed.zero.norm import explain_overflow, global_norm
 from deepspeed.zero.optimizer_shard import OptimizerShard, whole_state
+from deepspeed.zero.optimizer_surface import OptimizerSurface
 from deepspeed.zero.param import is_managed
 from deepspeed.zero.reducer import Reducer
 from deepspeed.zero.shard_group import ShardGroup, edited, group_of
@@ -66,7 +67,7 @@ class Pruner(Protocol):
         ...
 
 
-class ZeroOptimizer:
+class ZeroOptimizer(OptimizerSurface):
     """A torch optimizer over the slices of this rank.
 
     Args:
@@ -107,6 +108,7 @@ class ZeroOptimizer:
         self.window = reducer.window
         self.window.rates = self._rates
         self.masks: Pruner | None = None
+        self.bit16_groups = [list(group["params"]) for group in self.optimizer.param_groups]
         self.groups = [bucket.group for bucket in reducer.buckets]  # those under this optimizer
         self._gathered = [group for group in self.groups if group.policy.gathers_before_use]
         self._whole = [group for group in self.groups if not group.policy.gathers_before_use]
@@ -218,6 +220,8 @@ class ZeroOptimizer:
             self._norms += 1
             tag = tag_of(self._norm_channel, SMALL, self._norms)
             norm = global_norm(self._normed, self.settings.clip > 0, self.reducer, tag) * abs(rescale)
+        if self.scaler is not None and norm is not None and math.isnan(norm):
+            norm = math.inf  # under a loss scale what is not finite is too large; inf - inf on the way makes it NaN
         self._global_grad_norm = norm
         self.overflow = self.settings.check and norm is not None and not math.isfinite(norm)
         self.skip_reason = explain_overflow(self.reducer, (self._tag(), self._tag())) if self.overflow else None
@@ -338,7 +342,7 @@ class ZeroOptimizer:
         self._guard.remove()
         for shard in self.shards:
             shard.drop()
-        self.shards, self.fragments, self._shard_of = [], {}, {}
+        self.shards, self.fragments, self._shard_of, self.bit16_groups = [], {}, {}, []
         self.groups, self._gathered, self._whole, self._normed = [], [], [], []
         self.optimizer.state.clear()
         self._scale_loss = None

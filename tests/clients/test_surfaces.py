@@ -13,6 +13,7 @@ import torch
 import deepspeed
 
 NAMES = {
+    "deepspeed.ops": "__compatible_ops__ __op_builders__",
     "deepspeed": "initialize init_distributed DeepSpeedEngine zero comm utils checkpointing runtime ops __version__",
     "deepspeed.zero": "Init GatheredParameters register_external_parameter",
     "deepspeed.comm": "is_initialized init_distributed get_rank",
@@ -28,9 +29,19 @@ NAMES = {
     "deepspeed.runtime.zero.partition_parameters": "ZeroParamStatus ZeroParamType get_accelerator "
     "zero_wrapper_for_fp_tensor_constructor _orig_torch_arange",
     "deepspeed.runtime.zero.stage_1_and_2": "DeepSpeedZeroOptimizer",
-    "deepspeed.runtime.utils": "move_to_device get_ma_status memory_status",
+    "deepspeed.runtime.utils": "move_to_device get_ma_status memory_status CheckOverflow PartitionedTensor",
     "deepspeed.checkpoint.utils": "clone_tensors_for_torch_save",
-    "deepspeed.launcher.runner": "DEEPSPEED_ENVIRONMENT_NAME",
+    "deepspeed.launcher.runner": "DEEPSPEED_ENVIRONMENT_NAME DLTS_HOSTFILE fetch_hostfile",
+    "deepspeed.runtime.config_utils": "DeepSpeedConfigModel get_scalar_param",
+    "deepspeed.runtime.precision_config": "DeepSpeedFP16Config DeepSpeedBF16Config",
+    "deepspeed.runtime.zero.config": "DeepSpeedZeroConfig ZeroStageEnum",
+    "deepspeed.runtime.zero.offload_config": "DeepSpeedZeroOffloadParamConfig DeepSpeedZeroOffloadOptimizerConfig "
+    "OffloadDeviceEnum OffloadStateTypeEnum",
+    "deepspeed.utils.comms_logging": "CommsLogger calc_bw_log convert_size",
+    "deepspeed.utils.torch": "required_torch_version",
+    "deepspeed.git_version_info": "version torch_info compatible_ops installed_ops accelerator_name",
+    "deepspeed.ops.op_builder": "ALL_OPS OpBuilder AsyncIOBuilder CPUAdamBuilder FusedAdamBuilder UtilsBuilder "
+    "InferenceBuilder TransformerBuilder QuantizerBuilder",
     "deepspeed.accelerator": "get_accelerator",
     "deepspeed.ops.adam": "DeepSpeedCPUAdam FusedAdam",
     "deepspeed.ops.adagrad": "DeepSpeedCPUAdagrad",
@@ -49,8 +60,6 @@ def test_names_resolve(module: str) -> None:
     ("module", "name"),
     [
         ("deepspeed", "tp_model_init"),
-        ("deepspeed.runtime.utils", "CheckOverflow"),
-        ("deepspeed.runtime.utils", "PartitionedTensor"),
     ],
 )
 def test_a_later_feature_says_so(module: str, name: str) -> None:

@@ -354,7 +354,7 @@ def without_optimizer() -> None:
             engine.eval()
             with torch.no_grad():
                 assert (engine(rows(0, 0)) - wanted).abs().max() <= 1e-6
-            held = engine.memory_breakdown()
+            held = engine.state_bytes()
             assert held["masters"] == held["gradients"] == held["optimizer"] == 0, held
             for call in (engine.step, engine.flush, lambda e=engine: e.backward(loss_of(e, rows(0, 0)))):
                 with raises(UsageError, "model_parameters"):

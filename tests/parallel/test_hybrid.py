@@ -27,7 +27,7 @@ def trained(zero: dict[str, Any], precision: str, accumulation: int, clip: float
         assert engine.world_size == RANKS
         ranks = engine.module.out.weight._ds_member.group.axis.ranks
         held: list[Any] = [None] * RANKS
-        dist.all_gather_object(held, engine.memory_breakdown())
+        dist.all_gather_object(held, engine.state_bytes())
         total = {kind: sum(each[kind] for each in held) for kind in held[0]}
         return masters(engine), moments, engine.get_global_grad_norm(), total, ranks
 

@@ -126,7 +126,7 @@ def persistence() -> None:
             micro_step(engine, 1)
             assert sum(map(is_whole, params)) == whole
             expect_close(masters(engine), twin.parameters(), at=threshold)
-            gradients = engine.memory_breakdown()["gradients"]
+            gradients = engine.state_bytes()["gradients"]
             assert gradients <= 4 * (sum(p.numel() for p in params) / RANKS + 16 * engine.zero_report()["groups"] + 64)
 
 
@@ -253,10 +253,10 @@ def whole_and_split() -> None:
                 size, groups = 2 if low == "bf16" else 4, engine._components.groups
                 slices = sum(group.values.numel for group in groups) * size
                 buffers = sum(group.numel for group in groups) * size if kept else 0
-                found = engine.memory_breakdown()
+                found = engine.state_bytes()
                 assert (found["parameters"], found["gathered"]) == (slices, buffers), (low, limits, found)
                 with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
-                    assert engine.memory_breakdown()["gathered"] == sum(group.numel for group in groups) * size
+                    assert engine.state_bytes()["gathered"] == sum(group.numel for group in groups) * size
 
 
 def test_the_breakdown_counts_retained_buffers(workers: Any) -> None:

@@ -64,7 +64,7 @@ def measured() -> list[tuple[str, float, float, float]]:
                 with start(stage, Stack(), optimizer=adamw, **settings) as engine:
                     micro_steps(engine, accumulation)
                     live = live_bytes()
-                    told = sum(engine.memory_breakdown().values())
+                    told = sum(engine.state_bytes().values())
                     wire = engine._components.reducer.wire
                     buffers = [b for kind in (wire._pool, wire._received) for pool in kind.values() for b in pool]
                     transit = sum(b.untyped_storage().nbytes() for b in buffers)

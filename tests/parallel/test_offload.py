@@ -174,7 +174,7 @@ def test_one_step_runs_hooks_once_and_counts_once(workers: Any) -> None:
 def placeholders() -> None:
     engine = begin(3, "nvme-nvme")
     trained(engine, 2)
-    held = engine.memory_breakdown()
+    held = engine.state_bytes()
     assert held["masters"] == held["gradients"] == held["optimizer"] == held["parameters"] == 0
     for leaf, state in engine.basic_optimizer.state.items():
         assert leaf.untyped_storage().nbytes() == leaf.itemsize and leaf.isnan().all()
@@ -196,7 +196,7 @@ def standing_still(stage: int, tier: str) -> None:
     def window(step: int) -> tuple[Any, ...]:
         micro_step(engine, 2 * step)
         micro_step(engine, 2 * step + 1)
-        return engine.memory_breakdown(), sum(p.allocations for p in pools), sum(p.nbytes for p in pools)
+        return engine.state_bytes(), sum(p.allocations for p in pools), sum(p.nbytes for p in pools)
 
     window(0)
     settled = window(1)
@@ -311,9 +311,9 @@ def test_models_are_born_where_their_slices_rest(workers: Any, remote: str | Non
 
 def moved(stage: int) -> None:
     engine = begin(stage, "device", precision="bf16")
-    before, held = trained(engine, 2), engine.memory_breakdown()
+    before, held = trained(engine, 2), engine.state_bytes()
     engine.offload_states()
-    away = engine.memory_breakdown()
+    away = engine.state_bytes()
     assert away["masters"] == away["gradients"] == away["optimizer"] == 0
     with raises(RuntimeError, "reload_states"):
         engine(rows(0, 0))
@@ -322,9 +322,9 @@ def moved(stage: int) -> None:
     with raises(RuntimeError, "reload_states"):
         engine.offload_states()
     engine.reload_states()
-    assert same(masters(engine), before) and engine.memory_breakdown() == held
+    assert same(masters(engine), before) and engine.state_bytes() == held
     engine.offload_states(include=["optim_states"])
-    assert engine.memory_breakdown()["optimizer"] == 0 and engine.memory_breakdown()["masters"] == held["masters"]
+    assert engine.state_bytes()["optimizer"] == 0 and engine.state_bytes()["masters"] == held["masters"]
     engine.reload_states(non_blocking=True)
     again = trained(engine, 1)
     engine.destroy()

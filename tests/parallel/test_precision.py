@@ -241,7 +241,7 @@ def accumulators() -> None:
                 assert engine.get_data_types() == (torch.bfloat16, dtype)
                 micro_step(engine, 0)
                 micro_step(engine, 1)
-                held[word] = engine.memory_breakdown()["gradients"]
+                held[word] = engine.state_bytes()["gradients"]
                 bar = 1e-3 if word == "fp32" else 1e-2
                 expect_close(masters(engine), reference([[0, 1]], RANKS, precision="bf16").parameters(), bar, at=stage)
         assert held["fp32"] == 2 * held["bf16"], (stage, held)

@@ -53,7 +53,9 @@ class DataTypes(Section):
         "auto", "modules that stay fp32; auto: those whose kernels pair buffers with parameters, and the model's list"
     )
     param_dtype: Dtype | None = later(None, "dtype of parameters, apart from fp16 and bf16")
-    buffer_dtype: Dtype | None = later(None, "dtype of buffers")
+    buffer_dtype: Dtype | None = key(
+        None, "dtype of floating buffers, but of modules that stay fp32; null: as the model has them"
+    )
 
 
 class Amp(Section):

@@ -39,7 +39,7 @@ class SchedulerParams(Section):
     model_config = ConfigDict(extra="allow")
     warmup_min_lr: NumberOrList = key(0.0, "learning rate at the start (WarmupLR, WarmupDecayLR)")
     warmup_max_lr: NumberOrList = key(1e-3, "learning rate after warm-up (WarmupLR, WarmupDecayLR)")
-    warmup_num_steps: Int = key(1000, "steps of warm-up", ge=1)
+    warmup_num_steps: Int = key(1000, "steps of warm-up; 0: none", ge=0)
     warmup_type: str = key("log", "log or linear")
     total_num_steps: Int | None = key(None, "steps of the whole run (WarmupDecayLR, WarmupCosineLR)", ge=1)
     last_batch_iteration: Int = key(-1, "step to start from", ge=-1)

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import sys
-from typing import Literal
+from enum import IntEnum
+from typing import Any, Literal
 
 from deepspeed.config.fields import Int, Names, Section, key, later, moot
 
 _IN_PLACE = "gradients are formed in flat buckets at every stage"
 _PICKED = "the collective is picked by a fixed table (operation, dtype, size, rank count)"
+
+
+_CPU_OFFLOAD = {
+    "cpu_offload": "offload_optimizer",
+    "cpu_offload_param": "offload_param",
+    "cpu_offload_params": "offload_param",
+}
 
 
 class LeafModule(Section):
@@ -23,7 +31,9 @@ class OffloadParam(Section):
     """`zero_optimization.offload_param`: where parameters rest."""
 
     switch = "device"
-    device: Literal["none", "cpu", "nvme"] = key("none", "where parameters rest between uses; stage 3")
+    device: Literal["none", "cpu", "nvme"] = key(
+        "none", "where parameters rest between uses at stage 3; below it they are whole, and this has no effect"
+    )
     nvme_path: str | None = key(None, "folder on a local disk; needed with nvme")
     pin_memory: bool = key(True, "page-locked host memory, where there is a device")
     buffer_count: Int = key(5, "most slices read ahead, and most written behind, with nvme", ge=1)
@@ -71,8 +81,29 @@ class Loco(Section):
     reset_T: Int = later(1024, "steps between resets of the carried error", ge=1)
 
 
+class ZeroStageEnum(IntEnum):
+    """Which training state is split over the ranks; each stage with what those before it split."""
+
+    disabled = 0
+    optimizer_states = 1
+    gradients = 2
+    weights = 3
+    max_stage = 3
+
+
 class Zero(Section):
     """`zero_optimization`."""
+
+    @classmethod
+    def respelled(cls, data: dict[str, Any]) -> dict[str, Any]:
+        """With what old spellings say of offload in its blocks; the reader of a whole JSON does so before."""
+        given = super().respelled(data)
+        pin = given.pop("cpu_offload_use_pin_memory", None)
+        for old, new in _CPU_OFFLOAD.items():
+            asked = given.pop(old, None)
+            if asked is not None and new not in given:
+                given[new] = {"device": "cpu" if asked else "none", **({} if pin is None else {"pin_memory": pin})}
+        return given
 
     stage: Int = key(0, "0 nothing, 1 optimizer state, 2 + gradients, 3 + parameters are split", ge=0, le=3)
     reduce_bucket_size: Int = key(int(5e8), "gradient elements reduced together", ge=1)
@@ -165,3 +196,13 @@ class Zero(Section):
     zero_quantized_gradients: bool = later(False, "quantized gradient reduction")
     zeropp_loco_param: Loco = key(Loco, "error feedback for quantized gradients")
     zenflow: ZenFlow | None = later(None, "importance-aware asynchronous updates")
+
+
+def get_zero_config(param_dict: dict[str, Any]) -> Zero:
+    """The section of a whole JSON as a dict.
+
+    Raises:
+        pydantic.ValidationError: a name, type or value is wrong.
+    """
+    block = param_dict.get("zero_optimization", {})
+    return Zero.model_validate({"stage": int(block)} if isinstance(block, bool) else block)

@@ -61,6 +61,24 @@ class DeepSpeedCPUAdagrad(HostOptimizer):
             state["sum"].addcmul_(grad, grad)
             param.addcdiv_(grad, state["sum"].sqrt().add_(group["eps"]), value=-group["lr"])
 
+    def step_rows(self, group: State, param: Tensor, grad: Tensor) -> None:
+        """Update the rows of an embedding that were looked up; the others' sums and values do not change.
+
+        Raises:
+            OptimizerError: with weight decay, which moves all rows.
+        """
+        if group["weight_decay"]:
+            raise OptimizerError("DeepSpeedCPUAdagrad: weight_decay moves all rows; leave it at 0 for sparse gradients")
+        state: State = self.state[param]
+        if not state:
+            state.update(self.fresh_state(group, param, self._moments_dtype(param)))
+        rows, total = grad.indices()[0], state["sum"]
+        gradient = grad.values().to(total.dtype) * self.factor
+        sums = total[rows].addcmul_(gradient, gradient)
+        total[rows] = sums
+        step = gradient.div_(sums.sqrt().add_(group["eps"])).mul_(-group["lr"])
+        param[rows] = (param[rows].to(step.dtype) + step).to(param.dtype)
+
     def numbers(self, group: State, state: State) -> tuple[float, ...]:
         """The fields of `Adagrad` in optimizers.cpp."""
         return float(group["lr"]), group["eps"], group["weight_decay"]

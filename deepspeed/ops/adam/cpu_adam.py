@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from deepspeed.ops.adam.update import adam_update
+from deepspeed.errors import ArgumentError, OptimizerError, UsageError
+from deepspeed.ops.adam.update import adam_update, undo_adam
 from deepspeed.ops.group_step import State
-from deepspeed.ops.host_step import HostOptimizer
+from deepspeed.ops.host_step import Fold, HostOptimizer
 
 
 class DeepSpeedCPUAdam(HostOptimizer):
@@ -73,6 +75,61 @@ class DeepSpeedCPUAdam(HostOptimizer):
         kept, l2 = (1 - lr * decay, 0.0) if self.adam_w_mode else (1.0, decay)
         # Numerator and denominator of the step are multiplied by `root`, which saves a division per element.
         return 1 - beta1, beta2, 1 - beta2, lr / first * root, group["eps"] * root, kept, l2
+
+    def step_subgroup(self, subgroup_id: int, closure: Callable[[], Any] | None = None) -> Any:
+        """Update one tensor, as `step` would.
+
+        Args:
+            subgroup_id: its number among all tensors, group by group.
+            closure: evaluates the model again and returns the loss.
+
+        Returns:
+            What the closure returned, or None.
+
+        Raises:
+            ArgumentError: there is no such tensor.
+        """
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        group, param = self._subgroup(subgroup_id)
+        if param.grad is not None:
+            with torch.no_grad():
+                self._step_param(group, param, Fold(param.grad))
+        return loss
+
+    def rollback_subgroup(self, subgroup_id: int, closure: Callable[[], Any] | None = None) -> Any:
+        """Undo the last `step_subgroup` of a tensor, up to rounding; its gradient must be as it was then.
+
+        Args:
+            subgroup_id: as in `step_subgroup`.
+            closure: as in `step_subgroup`.
+
+        Returns:
+            What the closure returned, or None.
+
+        Raises:
+            ArgumentError: there is no such tensor.
+            UsageError: it was not updated, or its gradient is gone.
+            OptimizerError: with amsgrad, whose largest moment cannot be told back.
+        """
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        group, param = self._subgroup(subgroup_id)
+        state: State = self.state[param]
+        if group["amsgrad"]:
+            raise OptimizerError("rollback_subgroup: amsgrad keeps the largest moment alone, which cannot be undone")
+        if param.grad is None or not state or not state["step"]:
+            raise UsageError(
+                f"rollback_subgroup({subgroup_id}): there is no step to undo; call it after step_subgroup, with the "
+                "gradient still there"
+            )
+        with torch.no_grad():
+            undo_adam(group, param, param.grad, state, decoupled=self.adam_w_mode)
+        return loss
+
+    def _subgroup(self, number: int) -> tuple[State, Tensor]:
+        found = [(group, param) for group in self.param_groups for param in group["params"]]
+        if not 0 <= number < len(found):
+            raise ArgumentError(f"subgroup_id {number}: there are {len(found)} tensors, the first is 0")
+        return found[number]
 
     def fresh_state(self, group: State, param: Tensor, dtype: torch.dtype) -> State:
         """The state before the first step, its moments of `dtype`."""

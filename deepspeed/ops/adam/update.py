@@ -61,3 +61,31 @@ def adam_update(
         maximize=group.get("maximize", False),
         decoupled_weight_decay=decoupled,
     )
+
+
+def undo_adam(group: dict[str, Any], param: Tensor, grad: Tensor, state: State, *, decoupled: bool) -> None:
+    """Take the last update by `grad` back: values, moments and step count as before it, up to rounding.
+
+    Args:
+        group: as in `adam_update`, as it was for that update.
+        param: changed in place.
+        grad: that update's gradient.
+        state: of at least one step, without `max_exp_avg_sq`; changed in place.
+        decoupled: as in `adam_update`.
+    """
+    (beta1, beta2), lr, decay, step = group["betas"], float(group["lr"]), group["weight_decay"], float(state["step"])
+    dtype = torch.promote_types(param.dtype, torch.float32)
+    gradient, first, second = (t.to(dtype) for t in (grad, state["exp_avg"], state["exp_avg_sq"]))
+    corrects = group.get("bias_correction", True)
+    mean, square = (1 - beta1**step, 1 - beta2**step) if corrects else (1.0, 1.0)
+    before = param.to(dtype) + lr / mean * first / ((second / square).sqrt() + group["eps"])
+    if decoupled:
+        before = before / (1 - lr * decay)
+    else:
+        gradient = gradient + decay * before
+    for moment, beta, power in (("exp_avg", beta1, 1), ("exp_avg_sq", beta2, 2)):
+        kept = state[moment].to(dtype) - (1 - beta) * gradient**power
+        kept = kept / beta if beta and step > 1 else torch.zeros_like(kept)
+        state[moment].copy_(kept.clamp(min=0) if power == 2 else kept)
+    param.copy_(before)
+    state["step"] -= 1

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from deepspeed.runtime.activation_checkpointing import checkpointing
+from deepspeed.runtime.activation_checkpointing import checkpointing, config
 
-__all__ = ["checkpointing"]
+__all__ = ["checkpointing", "config"]

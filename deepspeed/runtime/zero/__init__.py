@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from deepspeed.runtime.zero import parameter_offload, partition_parameters, stage3, stage_1_and_2
+from deepspeed.runtime.zero import (
+    config,
+    leaf_module_config,
+    offload_config,
+    parameter_offload,
+    partition_parameters,
+    stage3,
+    stage_1_and_2,
+)
 from deepspeed.zero.client_surface import ZeroParamStatus, ZeroParamType
 from deepspeed.zero.gathered import (
     GatheredParameters,
@@ -17,6 +25,9 @@ __all__ = [
     "Init",
     "ZeroParamStatus",
     "ZeroParamType",
+    "config",
+    "leaf_module_config",
+    "offload_config",
     "parameter_offload",
     "partition_parameters",
     "register_external_parameter",

@@ -18,6 +18,7 @@ from deepspeed.accelerator import (
 from deepspeed.accelerator.cpu import CpuAccelerator
 from deepspeed.accelerator.cuda import CudaAccelerator
 from deepspeed.errors import ArgumentError, NotAvailableError
+from deepspeed.ops.op_builder import CPUAdamBuilder
 
 METHODS = """
 device_name device set_device current_device current_device_name device_count synchronize random set_rng_state
@@ -137,9 +138,12 @@ def test_the_compile_backend():
         cpu.set_compile_backend("fortran")
 
 
-def test_no_builders():
-    with pytest.raises(NotAvailableError, match="CPUAdamBuilder"):
-        CpuAccelerator().create_op_builder("CPUAdamBuilder")
+def test_builders_are_had_by_name():
+    cpu = CpuAccelerator()
+    assert cpu.op_builder_dir() == "deepspeed.ops.op_builder"
+    assert cpu.get_op_builder("CPUAdamBuilder") is CPUAdamBuilder
+    assert hasattr(cpu.create_op_builder("CPUAdamBuilder").load(), "DeepSpeedCPUAdam")
+    assert cpu.create_op_builder("NoSuchBuilder") is None
 
 
 def test_choosing_creates_no_cuda_context():

@@ -6,6 +6,7 @@ import pytest
 
 from deepspeed.config import DeepSpeedConfig, DeepSpeedConfigError
 from deepspeed.errors import ArgumentError, NotAvailableError
+from tests.parallel.tiny import said, with_words
 
 BATCH = {"train_batch_size": 8}
 
@@ -62,7 +63,6 @@ def problems_of(config, world=1, **rest):
         ({"zero_optimization": {"stage": 3, "mics_shard_size": 2}}, "must divide the 1 rank(s)"),
         ({"data_parallel_size": 4}, "data_parallel_size = 4: this run has 1 data-parallel rank(s)"),
         ({"optimizer": {"params": {"lr": 1}}}, "optimizer.type is missing"),
-        ({"scheduler": {"params": {}}}, "scheduler.type is missing"),
         ({"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1}}}, 'it belongs at "gradient_clipping"'),
         (
             {"scheduler": {"type": "WarmupLR", "params": {"warmup_step": 1}}},
@@ -86,10 +86,6 @@ def problems_of(config, world=1, **rest):
         ({"zero_optimization": 3, "allgather_size": 5}, "zero_optimization = 3: expected an object"),
         # offload
         ({"zero_optimization": {"cpu_offload": True}}, 'offload_optimizer.device = "cpu": needs stage 1, 2 or 3'),
-        (
-            {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
-            'offload_param.device = "cpu": needs stage 3, and zero_optimization.stage = 2',
-        ),
         (
             {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}},
             "zero_optimization.offload_optimizer.nvme_path is missing",
@@ -178,3 +174,18 @@ def test_a_configuration_that_holds_itself():
 def test_the_world_has_at_least_one_rank(world):
     with pytest.raises(ArgumentError, match="at least 1"):
         DeepSpeedConfig(BATCH, world=world)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+def test_offloaded_parameters_are_moot_below_stage_3(stage, device):
+    with said() as lines:
+        config = DeepSpeedConfig({**BATCH, "zero_optimization": {"stage": stage, "offload_param": {"device": device}}})
+    assert config.zero.offload_param.device == device
+    assert with_words(lines, f'offload_param.device = "{device}" has no effect: at stage {stage}') == len(lines) == 1
+
+
+def test_a_scheduler_without_a_type_makes_none():
+    with said() as lines:
+        assert DeepSpeedConfig({**BATCH, "scheduler": {"params": {"warmup_num_steps": 3}}}).scheduler.type is None
+    assert with_words(lines, "scheduler has no type:") == len(lines) == 1

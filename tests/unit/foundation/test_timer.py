@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import re
 
 import pytest
 
+from deepspeed.accelerator.instruments import ThroughputTimer
+from deepspeed.config import DeepSpeedConfig
 from deepspeed.foundation import timer as timers_module
-from deepspeed.foundation.timer import NoopTimer, SynchronizedWallClockTimer, ThroughputTimer
+from deepspeed.foundation.timer import NoopTimer, SynchronizedWallClockTimer, ThroughputMeter
 
 
 @pytest.fixture
@@ -91,7 +94,7 @@ def test_noop_measures_and_says_nothing(clock, lines):
 
 
 def test_throughput_leaves_out_the_warm_up(clock, lines):
-    meter = ThroughputTimer(batch_size=8, start_step=1, steps_per_output=3)
+    meter = ThroughputMeter(batch_size=8, start_step=1, steps_per_output=3)
     for seconds in (100.0, 1.0, 3.0):  # two micro-steps each
         for last in (False, True):
             meter.start()
@@ -99,4 +102,22 @@ def test_throughput_leaves_out_the_warm_up(clock, lines):
             meter.stop(global_step=last)
     assert meter.avg_samples_per_sec() == pytest.approx(16 / 4.0)
     assert lines == ["step 3: 4.00 samples/s on average, 2.67 samples/s now"]
-    assert ThroughputTimer(8).avg_samples_per_sec() == 0.0
+    assert ThroughputMeter(8).avg_samples_per_sec() == 0.0
+
+
+def test_the_throughput_timer_of_scripts(clock, lines):
+    said = []
+    config = DeepSpeedConfig({"train_batch_size": 8}).timers.throughput
+    timer = ThroughputTimer(config, 8, start_step=1, steps_per_output=3, logging_fn=said.append)
+    for seconds in (100.0, 1.0, 3.0):
+        timer.start()
+        clock(seconds)
+        timer.stop(global_step=True)
+    assert timer.avg_samples_per_sec() == pytest.approx(16 / 4.0)
+    words = r"epoch=0/micro_step=3/global_step=3, RunningAvgSamplesPerSec=4.00, CurrSamplesPerSec=2.67, "
+    assert re.fullmatch(words + r"MemAllocated=\d+\.\d+GB, MaxMemAllocated=\d+\.\d+GB", said[0]) and len(said) == 1
+    off = ThroughputTimer(config.model_copy(update={"enabled": False}), 8, 0)
+    off.start()
+    clock(1.0)
+    off.stop(global_step=True)
+    assert (off.global_step_count, off.avg_samples_per_sec()) == (0, 0.0)

@@ -54,6 +54,22 @@ def test_warmup_ends_at_the_optimizers_own_rate_unless_told() -> None:
     assert rates(WarmupLR(adam(lr=0.5), warmup_num_steps=4), 6)[-1] == 0.5
 
 
+@pytest.mark.parametrize("kind", ["log", "linear"])
+def test_a_warmup_of_no_steps_is_none(kind: str) -> None:
+    optimizer = adam()
+    assert rates(WarmupLR(optimizer, 0.1, 0.9, 0, kind), 3) == [0.9] * 3
+    made = WarmupLR(optimizer, 0.1, 0.9, 0, kind)
+    assert optimizer.param_groups[0]["lr"] == 0.9 and made.get_lr() == [0.9]
+    WarmupDecayLR(optimizer, 10, 0.1, 0.9, 0, kind)
+    assert optimizer.param_groups[0]["lr"] == 0.9  # of the first step
+    fall = rates(WarmupDecayLR(adam(), 10, 0.1, 0.9, 0, kind), 11)
+    assert fall == pytest.approx([0.1 + 0.8 * (10 - i) / 10 for i in range(11)])
+    half = [(1 + math.cos(math.pi * (i + 1) / 10)) / 2 for i in range(10)]
+    cosine = WarmupCosineLR(adam(lr=2.0), 10, 0.1, 0, 0.0, kind)
+    assert cosine.get_lr() == pytest.approx([2.0])
+    assert rates(cosine, 10) == pytest.approx([2 * part for part in half])
+
+
 def test_warmup_of_one_step_takes_two() -> None:
     assert rates(WarmupLR(adam(), 0.0, 1.0, 1), 3) == pytest.approx([0.0, 1.0, 1.0])
 
@@ -164,7 +180,7 @@ def test_build() -> None:
         ("WarmupDecay", {}, r"unknown \(did you mean 'WarmupDecayLR'\?\)"),
         ("WarmupLR", {"warmup_steps": 4}, r"scheduler.params.warmup_steps .*did you mean 'warmup_num_steps'"),
         ("WarmupDecayLR", {}, "scheduler.params.total_num_steps is required"),
-        ("WarmupLR", {"warmup_num_steps": 0}, "warmup_num_steps is 0"),
+        ("WarmupLR", {"warmup_num_steps": -1}, "warmup_num_steps is -1"),
         ("WarmupLR", {"warmup_num_steps": 2.5}, "must be an integer"),
         ("WarmupLR", {"warmup_min_lr": [0.1, 0.2]}, "2 values, but the optimizer has 1"),
         ("LRRangeTest", {"lr_range_test_step_size": 0}, "step_size is 0"),

@@ -1,0 +1,43 @@
+"""The names under which clients look into an optimizer of ZeRO: its parameters by group, and this rank's masters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn import Parameter
+
+if TYPE_CHECKING:
+    from deepspeed.zero.shard_group import ShardGroup
+
+
+class OptimizerSurface:
+    """What an optimizer over slices can be asked; to read, not to write."""
+
+    groups: Sequence[ShardGroup]
+    bit16_groups: list[list[Parameter]]  # the model's parameters that each group of the optimizer updates
+
+    @property
+    def fp16_groups(self) -> list[list[Parameter]]:
+        """See `bit16_groups`."""
+        return self.bit16_groups
+
+    @property
+    def single_partition_of_fp32_groups(self) -> list[torch.Tensor]:
+        """This rank's slice of each flat group that is updated: 1-D, in the dtype of the master.
+
+        What rests in memory is given as it lies there, what rests on a disk as a copy. A write is found by nobody:
+        `safe_set_full_fp32_param` sets masters.
+        """
+        return [_whole(group) for group in self.groups if group.under_leaves is not None]
+
+    fp32_partitioned_groups_flat = single_partition_of_fp32_groups
+
+
+def _whole(group: ShardGroup) -> torch.Tensor:
+    stored = group.updated
+    if stored.memory is not None:
+        return stored.memory.detach()
+    with stored.borrowed() as lent:
+        return lent.detach().clone()
