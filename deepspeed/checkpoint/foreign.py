@@ -83,6 +83,7 @@ class _Reading:
         engine = {"counters": run, "scheduler": model.get("lr_scheduler"), "optimizer": self.optimizer}
         client = {key: value for key, value in model.items() if key not in _OWN_KEYS}
         about = {"aliases": dict(model.get("shared_params") or {}), "stage": self._stage}
+        about["package"] = model.get("ds_version")
         state = {"engine": engine, "client_state": client}
         return TensorSource(self.path, list(self.rows.values()), self.chunks, self.states, state, about)
 

@@ -240,7 +240,7 @@ class CheckpointIO:
             custom_load_fn: called as `custom_load_fn(src=state_dict, dst=module)` instead of matching names.
 
         Returns:
-            (folder that was read, client state and with it `ds_version`, the version of this package that saved it);
+            (folder that was read, client state and with it `ds_version`, the version of what saved it);
             (None, None) when there is no checkpoint.
 
         Raises:
@@ -332,8 +332,8 @@ class CheckpointIO:
         gone = f", missing {report.missing[:4]}" if report.missing else ""
         more = f", not used {report.unexpected[:4]}" if report.unexpected else ""
         say(f"loaded {report.elements:,} of {report.total:,} elements from {source.path}{left}{gone}{more}")
-        written_by = source.manifest.about.get("package", __version__)
-        return str(source.path), {"ds_version": written_by, **saved.get("client_state", {})}
+        written_by = source.manifest.about.get("package")
+        return str(source.path), {**({"ds_version": written_by} if written_by else {}), **saved.get("client_state", {})}
 
     def _restore_modules(self, saved: dict[str, Any]) -> None:
         modules = dict(self._state.module.named_modules())

@@ -78,7 +78,9 @@ ENDS = {
 """,
     "adopted": """
     plain.init_process_group("gloo")
-    dist.init_distributed(verbose=False)
+    for _ in range(3):
+        dist.init_distributed(verbose=False)
+    assert len(plain.distributed_c10d._world.pg_coalesce_state) == 1
     work(dist.get_world_size(), dist.get_rank())
     plain.destroy_process_group()
 """,

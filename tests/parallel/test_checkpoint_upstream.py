@@ -47,6 +47,7 @@ def test_upstreams_files_load(workers: Any, cell: str, stage: int) -> None:
     wanted = json.loads((MADE / cell / "expected.json").read_text())["losses"]
     found = workers(2).run(go_on, str(MADE / cell), stage, precision, timeout=120)
     for rank, (losses, client, steps) in enumerate(found):
+        assert client.pop("ds_version").startswith("0.")  # of the release that wrote it
         assert client == {"best": 0.5, "names": ["a", "b"]} and steps == 6
         assert losses[0] == pytest.approx(wanted[rank][0], rel=1e-6 if precision == "fp32" else 4e-3)
         assert losses == pytest.approx(wanted[rank], rel=1e-5 if precision == "fp32" else 2e-2)
@@ -89,7 +90,7 @@ def test_both_layouts_of_one_save_are_equal(workers: Any, tmp_path: Path, cell: 
         assert all(torch.equal(source.whole(name).float(), state[name]) for name in state if source.manifest.row(name))
         assert source.manifest.aliases == {"out.weight": "embed.weight"}
     again = workers(2).run(go_on, str(tmp_path), stage, precision, timeout=120)
-    assert again[0][0] == losses and again[0][1] == {"best": 0.5}
+    assert again[0][0] == losses and again[0][1]["best"] == 0.5
 
 
 NEEDS_UPSTREAM = pytest.mark.skipif(
