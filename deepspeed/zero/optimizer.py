@@ -102,7 +102,7 @@ class ZeroOptimizer:
         self.reducer = reducer
         if lifecycle is not None:
             self.parameter_offload = lifecycle
-        self._channel, self._rounds = reducer.world.channel(), 0
+        self._channel, self._rounds = reducer.axes.same_slice.channel(), 0
         self._norm_channel, self._norms = reducer.axes.one_copy.channel(), 0
         self.window = reducer.window
         self.window.rates = self._rates

@@ -39,7 +39,7 @@ class Reducer:
     def __init__(
         self, axes: Axes, groups: list[ShardGroup], settings: ReduceSettings, window: AccumulationWindow
     ) -> None:
-        self.axes, self.world, self.settings, self.window = axes, axes.world, settings, window
+        self.axes, self.settings, self.window = axes, settings, window
         self.buckets = [Bucket(group, settings.accumulator, settings.accumulates) for group in groups]
         self._of = {id(b.group): b for b in self.buckets}
         self.clean = True
@@ -182,7 +182,7 @@ class Reducer:
                 trouble = trouble or uneven(meeting.buckets, rows)
                 self._catch_up(meeting, rows)
                 meeting.learn(rows, self.revision)
-            if found is None or meeting.axis is self.world:
+            if found is None or meeting.axis is self.axes.same_slice:
                 found = agreed(rows.heads)
         if of is None:
             trouble = self._agreement.share(trouble, purpose)
