@@ -22,11 +22,10 @@ from typing import Any, Protocol
 import torch
 
 from deepspeed.errors import ShardedParameterError
-from deepspeed.zero.member import Member
+from deepspeed.zero.member import Member, references
 from deepspeed.zero.roles import Group, ZeroParamStatus
 from deepspeed.zero.transforms import in_transform
 
-_references: Any = torch._C._storage_Use_Count  # pyright: ignore[reportAttributeAccessIssue]
 now: Any = torch.autograd._get_sequence_nr  # pyright: ignore[reportAttributeAccessIssue]  # of the next node here
 
 
@@ -75,7 +74,7 @@ class Aliases:
 
     def others(self) -> int:
         """Tensors over the memory beside the freed group's own: parameters while gathered, what somebody holds."""
-        return _references(self.key) - self._own
+        return references(self.key) - self._own
 
     def noisy(self) -> bool:
         """Whether more tensors lie over the memory than there have to be: somebody may hold one."""
@@ -157,11 +156,6 @@ class Aliases:
                 f"change now: hold a clone() instead. (Views follow their parameter where gathers are one-sided; "
                 f"zero_optimization.stage3_fixed_graph makes them collectives.)"
             )
-
-
-def tensors_over(tensor: torch.Tensor) -> int:
-    """How many tensors lie over the memory of `tensor`, itself included."""
-    return _references(tensor.untyped_storage()._cdata)
 
 
 def version_of(member: Member) -> int:

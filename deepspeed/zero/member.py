@@ -11,10 +11,17 @@ import torch
 from torch.nn import Parameter
 
 from deepspeed.errors import UsageError
+from deepspeed.foundation.log import warn_once
 from deepspeed.zero.placement import Placement, placement_of
 from deepspeed.zero.roles import Gradients, Group
 
 _uids = itertools.count()
+references: Any = torch._C._storage_Use_Count  # pyright: ignore[reportAttributeAccessIssue]  # tensors over a storage
+
+
+def tensors_over(tensor: torch.Tensor) -> int:
+    """How many tensors lie over the memory of `tensor`, itself included."""
+    return references(tensor.untyped_storage()._cdata)
 
 
 @dataclass(eq=False)
@@ -125,6 +132,12 @@ class Member:
                 f"parameter '{self.name}' was {tuple(view.shape)} {view.dtype} at initialize and is now "
                 f"{tuple(param.shape)} {param.dtype}: cast or resize the model before initialize, or name the dtype "
                 f"in the JSON (bf16, fp16)"
+            )
+        if tensors_over(param) > 1:  # plain PyTorch would go on sharing that memory
+            warn_once(
+                f"parameter '{self.name}' was given the memory of another tensor by `.data =`: its values are copied, "
+                f"and the two do not share memory; what a step changes does not show there, nor its changes here",
+                key=("copied", self.uid),
             )
         view.copy_(param.detach())
         param.data = view

@@ -22,6 +22,7 @@ from deepspeed.zero.handed_out import HandedOut
 from deepspeed.zero.holders import Axes
 from deepspeed.zero.member import Member
 from deepspeed.zero.param import clear_raw_grad, raw_grad
+from deepspeed.zero.roles import Group
 from deepspeed.zero.shard_group import ShardGroup
 from deepspeed.zero.wire import Wire
 
@@ -293,7 +294,11 @@ class Reducer:
 
     def bucket_of(self, member: Member) -> Bucket:
         """The bucket of a member's group."""
-        return self._of[id(member.group)]
+        return self.bucket_for(member.group)
+
+    def bucket_for(self, group: Group) -> Bucket:
+        """The gradient side of a group."""
+        return self._of[id(group)]
 
     def grad_of(self, member: Member) -> torch.Tensor | None:
         """The mean gradient of the window so far, in the parameter's shape; see `ManagedParameter.grad`."""
