@@ -13,6 +13,7 @@ backward makes the view anew. A saved view that is not found there counts as hel
 from __future__ import annotations
 
 import functools
+import weakref
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -22,7 +23,7 @@ from typing import Any, Protocol
 import torch
 
 from deepspeed.errors import ShardedParameterError
-from deepspeed.zero.member import Member, references
+from deepspeed.zero.member import Member, memories, references
 from deepspeed.zero.roles import Group, ZeroParamStatus
 from deepspeed.zero.transforms import in_transform
 
@@ -63,6 +64,8 @@ class Aliases:
     def __init__(self, group: LentGroup) -> None:
         self._group, self._storage = group, group.full.untyped_storage()
         self.key = self._storage._cdata  # equal for all tensors over it
+        memories.add(self.key)
+        weakref.finalize(self, memories.discard, self.key).atexit = False
         self._bytes = self._storage.nbytes()
         self._own = len(group.views) + 2  # tensors of the freed group: views, the full buffer; and `self._storage`
         self.lent = False  # somebody held a view when the group was freed

@@ -257,6 +257,7 @@ class ZeroOptimizer:
     def _apply(self, factor: float) -> None:
         changed = [member for group in self._whole for member in edited(group)]
         for member in changed:
+            member.tell_holder()
             member.step_aside()  # read all before any is written: two may have been exchanged
         for member in changed:
             self.import_edits(member)
@@ -291,6 +292,7 @@ class ZeroOptimizer:
             group.move_out()
             group.aliases.noisy()
             self.shard_of(member).point()
+        member.tell_holder()
         member.rejoin()
         if member.exposed or member.param._version != member.version:
             # A master follows what is written past the version, for as long as somebody may hold a `.data`.

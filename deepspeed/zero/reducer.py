@@ -49,7 +49,8 @@ class Reducer:
         self.on_complete: Callable[[ShardGroup], None] | None = None  # all gradients of a group are here
         largest = max((g.numel for g in groups), default=0)
         self.device = groups[0].device if groups else torch.device("cpu")
-        separate_reductions(axis for g in groups for axis in (g.axis, g.holders.copies) if axis is not None)
+        parts = (axis for g in groups for axis in (g.axis, g.holders.copies) if axis is not None)
+        separate_reductions(parts, axes.everyone)
         self.wire = Wire(settings, largest, self.device)
         self._agreement = Agreement(axes, self.buckets, window, self.device)
         for meeting in self._agreement.meetings():
@@ -256,7 +257,7 @@ class Reducer:
     def _adopt_edits(self, of: Member | None = None) -> None:
         """Take over in-place changes of gradients that were handed out; nothing has been added to them since."""
         for member, tensor, own in self._handed_out.take_edited(of):
-            current = self.bucket_of(member).round
+            current = self.bucket_of(member.group).round
             if not own:
                 self._write(member, tensor)
             elif current is not None:
@@ -292,11 +293,7 @@ class Reducer:
 
     # -- what users see -------------------------------------------------------------------------------------------
 
-    def bucket_of(self, member: Member) -> Bucket:
-        """The bucket of a member's group."""
-        return self.bucket_for(member.group)
-
-    def bucket_for(self, group: Group) -> Bucket:
+    def bucket_of(self, group: Group) -> Bucket:
         """The gradient side of a group."""
         return self._of[id(group)]
 
@@ -304,7 +301,7 @@ class Reducer:
         """The mean gradient of the window so far, in the parameter's shape; see `ManagedParameter.grad`."""
         if self.clean:
             return None
-        bucket, low, high = self.bucket_of(member), member.offset, member.offset + member.numel
+        bucket, low, high = self.bucket_of(member.group), member.offset, member.offset + member.numel
         if self._entries.summed_first(bucket) and not self.window.reduce_now and not bucket.filled:
             current = bucket.round
             if current is None or member.index not in current.arrived:
@@ -328,7 +325,7 @@ class Reducer:
 
     def set_grad(self, member: Member, value: torch.Tensor | None) -> None:
         """Replace the window's gradient of `member` by `value` (None: as if it had none). All ranks call together."""
-        bucket = self.bucket_of(member)
+        bucket = self.bucket_of(member.group)
         if bucket.sum is None:
             if value is None:
                 return
@@ -345,7 +342,7 @@ class Reducer:
             self._write(member, value)
 
     def _write(self, member: Member, value: torch.Tensor | None) -> None:
-        bucket = self.bucket_of(member)
+        bucket = self.bucket_of(member.group)
         flat = None if value is None else value.detach().reshape(-1)
         with bucket.total.borrowed(changed=True, read=bucket.filled) as total:
             if not bucket.filled:

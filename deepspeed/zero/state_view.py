@@ -108,7 +108,7 @@ class WindowView:
         """The gradient side of a group."""
         if self.reducer is None:
             raise RuntimeError(f"{group.name} has no gradients here")
-        return self.reducer.bucket_for(group)
+        return self.reducer.bucket_of(group)
 
     def _buckets(self) -> list[Bucket]:
         return [] if self.reducer is None else self.reducer.buckets
