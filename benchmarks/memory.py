@@ -93,9 +93,9 @@ def make_rank() -> Callable[..., Any]:
             engine.backward(engine(batch_of(SHAPE, step, rank)))
             if step == 0:
                 engine.step()
-        deepspeed.utils.safe_get_full_grad(next(model.parameters()))  # waits until no gradient is on its way
-        still_whole = whole_bytes(model) if stage == 3 and ranks > 1 else 0
         wire = engine._components.reducer.wire
+        wire.settle()  # until no gradient is on its way
+        still_whole = whole_bytes(model) if stage == 3 and ranks > 1 else 0
         kept = [buffer for kind in (wire._pool, wire._received) for pool in kind.values() for buffer in pool]
         transit = sum(buffer.untyped_storage().nbytes() for buffer in kept)
         state = live_bytes() - before - still_whole - transit

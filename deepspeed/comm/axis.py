@@ -9,9 +9,10 @@ descriptors and threads that no engine may leave behind.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -165,34 +166,46 @@ def require_group() -> None:
 
 def make_group(ranks: list[int] | None, timeout: timedelta, backend: str | None = None, **options: Any) -> Any:
     """torch's new_group under the watch; all ranks of the world call it in the same order."""
-    label = f"new_group {ranks or 'of all ranks'}"
+    with _watched(f"new_group {ranks or 'of all ranks'}"):
+        return dist.new_group(ranks, timeout, backend, **options)
+
+
+@contextlib.contextmanager
+def _watched(label: str) -> Iterator[None]:
+    """A call of all ranks of the world, under the watch."""
     watch.note(label)
     trail.enter(dist.group.WORLD, "groups", lambda: range(dist.get_world_size()), label)
     try:
-        return dist.new_group(ranks, timeout, backend, **options)
+        yield
     except RuntimeError as error:
         raise watch.failed(label, error) from error
     finally:
         watch.note_done()
 
 
-def separate_reductions(axes: Iterable[Axis]) -> None:
+def separate_reductions(axes: Iterable[Axis], everyone: Axis) -> None:
     """Give reductions a communicator of their own: one runs its calls in order, so a gather would wait for them.
 
-    Where messages carry tags they pass each other anyway, and nothing is made. An axis of some ranks only keeps one for
-    both: torch names a group that only its own ranks make after the number of groups that each of them has, and ranks
-    that have made unequal numbers would wait for each other for ever.
+    Where messages carry tags they pass each other anyway, and nothing is made. Ranks may need different ones (a stage
+    of a pipeline has none of another's), and torch names groups by how many there are: so all ranks say what they
+    need, and make all of it together.
 
     Args:
-        axes: in any order; all ranks of the world call together.
+        axes: in any order; all of `everyone` call together.
+        everyone: all ranks of the engine. Where they are not the whole world, nothing is made.
     """
-    for axis in dict.fromkeys(axes):  # in one order on every rank
-        if axis.tagged or axis._reductions is not None or axis.size < _registry().size:
-            continue
-        backend = _device_backend(axis.group)
-        if backend in (None, "fake", "mpi"):
-            continue
-        axis._reductions = replace(axis, group=make_group(list(axis.ranks), watch.timeout(), backend))
+    backend, world = _device_backend(everyone.group), _registry().size
+    if everyone.tagged or everyone.size < world or backend in (None, "fake", "mpi"):
+        return
+    lacking = [axis for axis in dict.fromkeys(axes) if axis.size > 1 and axis._reductions is None]
+    lacking = [axis for axis in lacking if _device_backend(axis.group) == backend]
+    asked: list[Any] = [None] * world
+    with _watched("all_gather_object of the axes that reduce"):
+        dist.all_gather_object(asked, [axis.ranks for axis in lacking])
+    wanted = sorted({ranks for rows in asked for ranks in rows})
+    groups = {ranks: make_group(list(ranks), watch.timeout(), backend) for ranks in wanted}
+    for axis in lacking:
+        axis._reductions = replace(axis, group=groups[axis.ranks])
 
 
 def _device_backend(group: dist.ProcessGroup | None) -> str | None:

@@ -17,9 +17,9 @@ from typing import Any, TypeAlias
 
 import torch.distributed as dist
 
-from deepspeed.comm.agreement import agreement
 from deepspeed.comm.report import full_report, line_of, where_now
 from deepspeed.comm.status_page import INSIDE, LEFT, OUTSIDE, StatusPage, boot, describe, neighbour
+from deepspeed.comm.stopping import stopping
 from deepspeed.comm.trail import parting, trail
 from deepspeed.comm.underway import underway
 from deepspeed.errors import CommError, CommTimeoutError
@@ -193,8 +193,8 @@ def end_of_step() -> int:
     """
     watcher = _here.watcher
     if watcher is None:
-        agreement.alone()
-    return agreement.step(heed, watcher.look_now if watcher is not None else agreement.alone)
+        stopping.alone()
+    return stopping.step(heed, watcher.look_now if watcher is not None else stopping.alone)
 
 
 def allow(timeout: timedelta) -> None:
@@ -333,7 +333,7 @@ class _Watcher:
             return True
         alarm = self._with_store(self._listen)
         if alarm is None:
-            self._with_store(lambda store: agreement.look(store, self._rank, self._world))
+            self._with_store(lambda store: stopping.look(store, self._rank, self._world))
             return self._has_parted()
         if alarm == _ENDING:
             self._with_store(self._copy)

@@ -132,7 +132,7 @@ class Owned:
         """The gradient side of its group."""
         if self.optimizer is None or self.member is None or not self.trained:
             return None
-        return self.optimizer.reducer.bucket_of(self.member)
+        return self.optimizer.reducer.bucket_of(self.member.group)
 
     @contextlib.contextmanager
     def gradient(self, changed: bool = False) -> Iterator[torch.Tensor | None]:

@@ -41,7 +41,7 @@ class MeshAccessors:
     @property
     def seq_dp_world_size(self) -> int:
         """Ranks that hold the same slice of the model."""
-        return self._state.axes.world.size
+        return self._state.axes.same_slice.size
 
     @property
     def mp_world_size(self) -> int:

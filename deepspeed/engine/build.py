@@ -224,7 +224,7 @@ def build(
     updated = _check_optimizer(model, optimizer, names) if optimizer is not None else set()
     _place(model, device)
     broadcast_tensors(
-        axes.world,
+        axes.same_slice,
         [t for t in [*names, *model.buffers()] if not is_managed(t) and t.device.type != "meta"],
         "broadcast of rank 0's model",
     )
@@ -345,8 +345,8 @@ def _lifecycle(model: nn.Module, sharded: list[ShardGroup], config: DeepSpeedCon
     for group in sharded:
         group.serve(any_graph)
     order = None
-    if any(group.fetch is None for group in sharded) and Lockstep.possible(axes.world):
-        order = GatherOrder(axes.world, zero.stage3_check_order, zero.stage3_fixed_graph)
+    if any(group.fetch is None for group in sharded) and Lockstep.possible(axes.same_slice):
+        order = GatherOrder(axes.same_slice, zero.stage3_check_order, zero.stage3_fixed_graph)
     lifecycle = Lifecycle(model, Keeper(sharded, limits), order)
     say(lifecycle.bound())
     return lifecycle

@@ -171,7 +171,7 @@ class CheckpointIO:
     def _contents(self, ranks: Ranks, client_state: dict[str, Any], leave_out_frozen: bool) -> Contents:
         view = self._state.view()
         view.settle()
-        view.settle_gradients(Ranks(self._state.axes.world).gather)
+        view.settle_gradients(Ranks(self._state.axes.same_slice).gather)
         captured = capture(view, leave_out_frozen)
         captured.private |= run_state.capture_private(self._state)
         self._add_own_buffers(captured, view, ranks)
@@ -386,7 +386,8 @@ class CheckpointIO:
         rows = [row for row in source.manifest.rows if row.kind != LEFT_OUT]
         state = {row.name: source.whole(row.name) for row in rows}
         state |= {alias: state[name] for alias, name in source.manifest.aliases.items() if name in state}
-        with GatheredParameters(list(self._state.module.parameters()), modifier_rank=self._state.axes.world.ranks[0]):
+        first = self._state.axes.same_slice.ranks[0]
+        with GatheredParameters(list(self._state.module.parameters()), modifier_rank=first):
             load(src=state, dst=self._state.module)
         view.settle()
 

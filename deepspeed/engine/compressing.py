@@ -130,7 +130,7 @@ class Compressing:
         """
         section = self._state.ds_config.top.compression_training.export
         state, report = self._weights._consolidated_16bit_state_dict(), None
-        with Ranks(self._state.axes.world).together(f"exporting to {folder}"):
+        with Ranks(self._state.axes.same_slice).together(f"exporting to {folder}"):
             if state is not None:
                 if self._state.compression is not None:
                     self._state.compression.quantizers.bake(state)

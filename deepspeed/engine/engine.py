@@ -93,7 +93,7 @@ class DeepSpeedEngine(EngineSurface, nn.Module):
         device = scalars.current.device or torch.device(accelerator.current_device_name())
         axes = axes_of(find_mesh(DeepSpeedConfig.for_init(config), mpu, mesh_param, device))
         facts = facts_of(model, optimizer, device)
-        resolved = DeepSpeedConfig(config, world=axes.data.size, holders=axes.world.size, facts=facts)
+        resolved = DeepSpeedConfig(config, world=axes.data.size, holders=axes.same_slice.size, facts=facts)
         if resolved.log_level:
             logger.setLevel(resolved.log_level.upper())
         if resolved.comms_logger.enabled:
@@ -125,7 +125,7 @@ class DeepSpeedEngine(EngineSurface, nn.Module):
     def _hold_parts(self) -> None:
         """The components that `EngineSurface` names."""
         state = self._state
-        self._statistics = RunningStatistics(state.module, state.axes.world)
+        self._statistics = RunningStatistics(state.module, state.axes.same_slice)
         self._facts, self._mesh = StateAccessors(state), MeshAccessors(state)
         self._settings = ConfigAccessors(state.ds_config)
         self._reports, self._offload = Reporting(state), OffloadStates(state, self.register_forward_pre_hook)
@@ -140,7 +140,7 @@ class DeepSpeedEngine(EngineSurface, nn.Module):
 
     def _laid_out_anew(self) -> None:
         """The groups are others than before."""
-        self._statistics = RunningStatistics(self.module, self._axes.world)
+        self._statistics = RunningStatistics(self.module, self._axes.same_slice)
         self.optimizer = self._components.optimizer or self._components.lifecycle
 
     def train(self, mode: bool = True) -> DeepSpeedEngine:

@@ -10,7 +10,7 @@ import weakref
 from typing import Any
 
 from deepspeed.comm import watch
-from deepspeed.comm.agreement import agreement
+from deepspeed.comm.stopping import stopping
 from deepspeed.engine.checkpoint_io import CheckpointIO
 from deepspeed.engine.state import EngineState
 from deepspeed.foundation.log import say, say_once
@@ -94,10 +94,10 @@ def _is_free(number: int) -> bool:
 
 def _on_signal(number: int, _: Any) -> None:
     known = any(each.can_save for each in _listening)
-    if known and os.getpid() == _process[0] and agreement.request == number:
+    if known and os.getpid() == _process[0] and stopping.request == number:
         return  # a scheduler that signals every process of a job reaches a rank by itself and through its agent
-    if known and os.getpid() == _process[0] and not agreement.request:
-        agreement.ask(number)
+    if known and os.getpid() == _process[0] and not stopping.request:
+        stopping.ask(number)
         end = threading.Timer(float(os.environ.get("DS_GRACE") or GRACE_S), os._exit, (128 + number,))
         end.daemon = True  # a run that takes no further step ends all the same
         end.start()

@@ -84,13 +84,13 @@ class EngineState:
     def view(self) -> StateView:
         """The training state by name."""
         parts, at = self.components, self.axes.mesh.coordinates
-        return StateView(self.module, parts.groups, self.axes.world, parts.optimizer, parts.reducer, at)
+        return StateView(self.module, parts.groups, self.axes.same_slice, parts.optimizer, parts.reducer, at)
 
     def names_elsewhere(self, view: StateView) -> set[str]:
         """Names of the model that other ranks hold. All ranks call together."""
         if not self.sliced:
             return set()
-        mine = [*view.members, *view.plain, *view.buffers, *view.aliases] if self.axes.world.rank == 0 else []
+        mine = [*view.members, *view.plain, *view.buffers, *view.aliases] if self.axes.same_slice.rank == 0 else []
         return {name for names in Ranks(self.everyone).gather(mine) for name in names}
 
     def forget_window(self) -> None:

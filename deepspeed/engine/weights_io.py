@@ -110,7 +110,7 @@ class WeightsIO:
         self, exclude_frozen_parameters: bool = False
     ) -> OrderedDict[str, torch.Tensor] | None:
         """The whole model on rank 0's CPU, group by group; None on the others. All ranks call together."""
-        first = self._state.axes.world.rank == 0
+        first = self._state.axes.same_slice.rank == 0
         found: dict[str, torch.Tensor] = {}
         view = self._state.view()
         view.settle()
@@ -193,7 +193,7 @@ class WeightsIO:
         if custom_load_fn is not None:
             self.check_custom(view)
             with GatheredParameters(
-                list(self._state.module.parameters()), modifier_rank=self._state.axes.world.ranks[0]
+                list(self._state.module.parameters()), modifier_rank=self._state.axes.same_slice.ranks[0]
             ):
                 custom_load_fn(src=state, dst=self._state.module)
             view.settle()

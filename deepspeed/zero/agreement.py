@@ -95,11 +95,11 @@ class Agreement:
         self._window, self._device = window, device
         self._gather_order = next((b.group.gather_order for b in buckets if b.group.gather_order is not None), None)
         # Ranks agree on a group with all that have its parameters, and all meet on their axes in one order.
-        where = {axes.world, *(bucket.group.holders.everyone for bucket in buckets)}
+        where = {axes.same_slice, *(bucket.group.holders.everyone for bucket in buckets)}
         self._meetings = [Meeting(axis, axis.channel()) for axis in sorted(where, key=lambda axis: axis.ranks)]
         for bucket in buckets:
             next(m for m in self._meetings if m.axis is bucket.group.holders.everyone).buckets.append(bucket)
-        apart = axes.everyone is not axes.world
+        apart = axes.everyone is not axes.same_slice
         self._everyone = Meeting(axes.everyone, axes.everyone.channel()) if apart else None
 
     def meetings(self, of: Member | None = None) -> list[Meeting]:

@@ -13,6 +13,7 @@ backward makes the view anew. A saved view that is not found there counts as hel
 from __future__ import annotations
 
 import functools
+import weakref
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -22,11 +23,10 @@ from typing import Any, Protocol
 import torch
 
 from deepspeed.errors import ShardedParameterError
-from deepspeed.zero.member import Member
+from deepspeed.zero.member import Member, memories, references
 from deepspeed.zero.roles import Group, ZeroParamStatus
 from deepspeed.zero.transforms import in_transform
 
-_references: Any = torch._C._storage_Use_Count  # pyright: ignore[reportAttributeAccessIssue]
 now: Any = torch.autograd._get_sequence_nr  # pyright: ignore[reportAttributeAccessIssue]  # of the next node here
 
 
@@ -64,6 +64,8 @@ class Aliases:
     def __init__(self, group: LentGroup) -> None:
         self._group, self._storage = group, group.full.untyped_storage()
         self.key = self._storage._cdata  # equal for all tensors over it
+        memories.add(self.key)
+        weakref.finalize(self, memories.discard, self.key).atexit = False
         self._bytes = self._storage.nbytes()
         self._own = len(group.views) + 2  # tensors of the freed group: views, the full buffer; and `self._storage`
         self.lent = False  # somebody held a view when the group was freed
@@ -75,7 +77,7 @@ class Aliases:
 
     def others(self) -> int:
         """Tensors over the memory beside the freed group's own: parameters while gathered, what somebody holds."""
-        return _references(self.key) - self._own
+        return references(self.key) - self._own
 
     def noisy(self) -> bool:
         """Whether more tensors lie over the memory than there have to be: somebody may hold one."""
@@ -157,11 +159,6 @@ class Aliases:
                 f"change now: hold a clone() instead. (Views follow their parameter where gathers are one-sided; "
                 f"zero_optimization.stage3_fixed_graph makes them collectives.)"
             )
-
-
-def tensors_over(tensor: torch.Tensor) -> int:
-    """How many tensors lie over the memory of `tensor`, itself included."""
-    return _references(tensor.untyped_storage()._cdata)
 
 
 def version_of(member: Member) -> int:

@@ -12,8 +12,8 @@ from collections import OrderedDict
 
 import torch
 
-from deepspeed.zero.aliases import same_bits, tensors_over
-from deepspeed.zero.member import Member
+from deepspeed.zero.aliases import same_bits
+from deepspeed.zero.member import Member, tensors_over
 
 # References to a tensor that only this module knows: of its entry, and of the call that counts them.
 _OURS = 2

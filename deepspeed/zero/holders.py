@@ -55,7 +55,7 @@ class Axes:
     Args:
         mesh: all of it.
         everyone: all ranks.
-        world: ranks with the same slice of the model, whose gradients are summed.
+        same_slice: ranks with the same slice of the model, whose gradients are summed.
         data: those of them that see other samples.
         shard: those of them that hold one copy of the split state together.
         one_copy: ranks that hold one copy of the whole model's state together.
@@ -63,7 +63,7 @@ class Axes:
 
     mesh: Mesh
     everyone: Axis
-    world: Axis
+    same_slice: Axis
     data: Axis
     shard: Axis
     one_copy: Axis

@@ -11,10 +11,19 @@ import torch
 from torch.nn import Parameter
 
 from deepspeed.errors import UsageError
+from deepspeed.foundation.log import warn_once
 from deepspeed.zero.placement import Placement, placement_of
 from deepspeed.zero.roles import Gradients, Group
 
 _uids = itertools.count()
+references: Any = torch._C._storage_Use_Count  # pyright: ignore[reportAttributeAccessIssue]  # tensors over a storage
+
+memories: set[int] = set()  # of all groups, by identity of the storage: what lies there belongs to a parameter
+
+
+def tensors_over(tensor: torch.Tensor) -> int:
+    """How many tensors lie over the memory of `tensor`, itself included."""
+    return references(tensor.untyped_storage()._cdata) - 1  # the object that it is asked by counts too
 
 
 @dataclass(eq=False)
@@ -109,6 +118,18 @@ class Member:
         """Let values that were put under the parameter, and may be another parameter's memory, be values of its own."""
         if self.param.data_ptr() != self.group.views[self.index].data_ptr():
             self.param.data = self.param.detach().clone()
+
+    def tell_holder(self) -> None:
+        """Say that values put under the parameter are copied, when somebody holds the tensor that they come from."""
+        with torch._C.DisableTorchFunctionSubclass():
+            away = self.param.data_ptr() != self.group.views[self.index].data_ptr()
+            if away and tensors_over(self.param) > 1 and self.param.untyped_storage()._cdata not in memories:
+                warn_once(
+                    f"parameter '{self.name}' was given the memory of another tensor by `.data =`: its values are "
+                    f"copied, and the two do not share memory; what a step changes does not show there, nor what is "
+                    f"written there here",
+                    key=("copied", self.uid),
+                )
 
     def rejoin(self) -> None:
         """Take back values that were put under the gathered parameter by `param.data = …`.

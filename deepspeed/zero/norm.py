@@ -85,14 +85,14 @@ def explain_overflow(reducer: Reducer, tags: tuple[int, int]) -> str:
     ordered = sorted(((-m.place, b, m) for b in reducer.buckets for m in b.group.members), key=lambda row: row[0])
     broken = (i for i, (_, b, m) in enumerate(ordered) if b.filled and not _finite(b, m.offset, m.numel))
     mine = float(next(broken, len(ordered)))
-    first = int(min(row[0] for row in scalars.current.table(reducer.world, [mine], tags[0], _LABEL, device)))
+    first = int(min(row[0] for row in scalars.current.table(reducer.axes.same_slice, [mine], tags[0], _LABEL, device)))
     if first == len(ordered):
-        whole = set(reducer.axes.one_copy.ranks) <= set(reducer.world.ranks)
+        whole = set(reducer.axes.one_copy.ranks) <= set(reducer.axes.same_slice.ranks)
         return f"the gradient norm overflows although every gradient{'' if whole else ' of this model slice'} is finite"
     _, bucket, member = ordered[first]
     sent = float(any(not math.isfinite(float(total)) for total in bucket.sent))
-    marks = scalars.current.table(reducer.world, [sent], tags[1], _LABEL, device)
-    ranks = [reducer.world.ranks[r] for r, (mark,) in enumerate(marks) if mark]
+    marks = scalars.current.table(reducer.axes.same_slice, [sent], tags[1], _LABEL, device)
+    ranks = [reducer.axes.same_slice.ranks[r] for r, (mark,) in enumerate(marks) if mark]
     origin = f"sent by rank {', '.join(map(str, ranks))}" if ranks else "formed in the sum over ranks"
     module = member.name.rpartition(".")[0] or "the root module"
     return f"first non-finite gradient: parameter '{member.name}' of module '{module}', {origin}"

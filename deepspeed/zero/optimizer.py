@@ -103,7 +103,7 @@ class ZeroOptimizer(OptimizerSurface):
         self.reducer = reducer
         if lifecycle is not None:
             self.parameter_offload = lifecycle
-        self._channel, self._rounds = reducer.world.channel(), 0
+        self._channel, self._rounds = reducer.axes.same_slice.channel(), 0
         self._norm_channel, self._norms = reducer.axes.one_copy.channel(), 0
         self.window = reducer.window
         self.window.rates = self._rates
@@ -261,6 +261,7 @@ class ZeroOptimizer(OptimizerSurface):
     def _apply(self, factor: float) -> None:
         changed = [member for group in self._whole for member in edited(group)]
         for member in changed:
+            member.tell_holder()
             member.step_aside()  # read all before any is written: two may have been exchanged
         for member in changed:
             self.import_edits(member)
@@ -295,6 +296,7 @@ class ZeroOptimizer(OptimizerSurface):
             group.move_out()
             group.aliases.noisy()
             self.shard_of(member).point()
+        member.tell_holder()
         member.rejoin()
         if member.exposed or member.param._version != member.version:
             # A master follows what is written past the version, for as long as somebody may hold a `.data`.

@@ -22,6 +22,7 @@ from deepspeed.zero.handed_out import HandedOut
 from deepspeed.zero.holders import Axes
 from deepspeed.zero.member import Member
 from deepspeed.zero.param import clear_raw_grad, raw_grad
+from deepspeed.zero.roles import Group
 from deepspeed.zero.shard_group import ShardGroup
 from deepspeed.zero.wire import Wire
 
@@ -39,7 +40,7 @@ class Reducer:
     def __init__(
         self, axes: Axes, groups: list[ShardGroup], settings: ReduceSettings, window: AccumulationWindow
     ) -> None:
-        self.axes, self.world, self.settings, self.window = axes, axes.world, settings, window
+        self.axes, self.settings, self.window = axes, settings, window
         self.buckets = [Bucket(group, settings.accumulator, settings.accumulates) for group in groups]
         self._of = {id(b.group): b for b in self.buckets}
         self.clean = True
@@ -48,7 +49,8 @@ class Reducer:
         self.on_complete: Callable[[ShardGroup], None] | None = None  # all gradients of a group are here
         largest = max((g.numel for g in groups), default=0)
         self.device = groups[0].device if groups else torch.device("cpu")
-        separate_reductions(axis for g in groups for axis in (g.axis, g.holders.copies) if axis is not None)
+        parts = (axis for g in groups for axis in (g.axis, g.holders.copies) if axis is not None)
+        separate_reductions(parts, axes.everyone)
         self.wire = Wire(settings, largest, self.device)
         self._agreement = Agreement(axes, self.buckets, window, self.device)
         for meeting in self._agreement.meetings():
@@ -182,7 +184,7 @@ class Reducer:
                 trouble = trouble or uneven(meeting.buckets, rows)
                 self._catch_up(meeting, rows)
                 meeting.learn(rows, self.revision)
-            if found is None or meeting.axis is self.world:
+            if found is None or meeting.axis is self.axes.same_slice:
                 found = agreed(rows.heads)
         if of is None:
             trouble = self._agreement.share(trouble, purpose)
@@ -255,7 +257,7 @@ class Reducer:
     def _adopt_edits(self, of: Member | None = None) -> None:
         """Take over in-place changes of gradients that were handed out; nothing has been added to them since."""
         for member, tensor, own in self._handed_out.take_edited(of):
-            current = self.bucket_of(member).round
+            current = self.bucket_of(member.group).round
             if not own:
                 self._write(member, tensor)
             elif current is not None:
@@ -291,15 +293,15 @@ class Reducer:
 
     # -- what users see -------------------------------------------------------------------------------------------
 
-    def bucket_of(self, member: Member) -> Bucket:
-        """The bucket of a member's group."""
-        return self._of[id(member.group)]
+    def bucket_of(self, group: Group) -> Bucket:
+        """The gradient side of a group."""
+        return self._of[id(group)]
 
     def grad_of(self, member: Member) -> torch.Tensor | None:
         """The mean gradient of the window so far, in the parameter's shape; see `ManagedParameter.grad`."""
         if self.clean:
             return None
-        bucket, low, high = self.bucket_of(member), member.offset, member.offset + member.numel
+        bucket, low, high = self.bucket_of(member.group), member.offset, member.offset + member.numel
         if self._entries.summed_first(bucket) and not self.window.reduce_now and not bucket.filled:
             current = bucket.round
             if current is None or member.index not in current.arrived:
@@ -323,7 +325,7 @@ class Reducer:
 
     def set_grad(self, member: Member, value: torch.Tensor | None) -> None:
         """Replace the window's gradient of `member` by `value` (None: as if it had none). All ranks call together."""
-        bucket = self.bucket_of(member)
+        bucket = self.bucket_of(member.group)
         if bucket.sum is None:
             if value is None:
                 return
@@ -340,7 +342,7 @@ class Reducer:
             self._write(member, value)
 
     def _write(self, member: Member, value: torch.Tensor | None) -> None:
-        bucket = self.bucket_of(member)
+        bucket = self.bucket_of(member.group)
         flat = None if value is None else value.detach().reshape(-1)
         with bucket.total.borrowed(changed=True, read=bucket.filled) as total:
             if not bucket.filled:

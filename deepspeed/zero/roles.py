@@ -46,8 +46,6 @@ class Gatherer(Protocol):
 class Gradients(Protocol):
     """Where a parameter's gradients are; see `reducer.Reducer`."""
 
-    world: Axis
-
     def arrived(self, member: Any) -> None:
         """Autograd has finished its gradient."""
 

@@ -106,7 +106,9 @@ class WindowView:
 
     def bucket(self, group: Group) -> Bucket:
         """The gradient side of a group."""
-        return next(b for b in self._buckets() if b.group is group)
+        if self.reducer is None:
+            raise RuntimeError(f"{group.name} has no gradients here")
+        return self.reducer.bucket_of(group)
 
     def _buckets(self) -> list[Bucket]:
         return [] if self.reducer is None else self.reducer.buckets

@@ -112,13 +112,12 @@ def make_trainer(strategy: Any, precision: str, folder: str, **more: Any) -> Any
 
     quiet = dict.fromkeys(["enable_progress_bar", "logger", "enable_checkpointing", "enable_model_summary"], False)
     return pl.Trainer(
-        accelerator="cpu",
         devices=torch.distributed.get_world_size(),
         strategy=strategy,
         precision=MIXED[precision],  # type: ignore[arg-type]
         gradient_clip_val=CLIP,
         default_root_dir=folder,
-        **quiet | {"max_epochs": 1, "accumulate_grad_batches": ACCUMULATION} | more,  # type: ignore[arg-type]
+        **quiet | {"accelerator": "cpu", "max_epochs": 1, "accumulate_grad_batches": ACCUMULATION} | more,  # type: ignore[arg-type]
     )
 
 
@@ -128,9 +127,14 @@ def batches() -> Any:
 
 
 def train(stage: int | None, precision: str) -> Run:
+    return fitted(stage, precision, trainer_strategy(stage))
+
+
+def fitted(stage: int | None, precision: str, strategy: Any, **more: Any) -> Run:
+    """One epoch of the Trainer."""
     run = Run()
     with fresh_clients() as folder:
-        trainer = make_trainer(trainer_strategy(stage), precision, folder)
+        trainer = make_trainer(strategy, precision, folder, **more)
         module = lightning_module(run, sharded=stage is not None)
         trainer.fit(module, batches())
         run.updates = trainer.global_step

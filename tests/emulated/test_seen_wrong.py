@@ -178,8 +178,9 @@ def test_offloaded_parameters_are_not_copied_on_the_compute_stream(emulated):
         assert copies and rank not in copies, seen.trace  # the default stream has the device's number
 
 
-def test_gathers_and_reductions_have_communicators_of_their_own(emulated):
-    for seen in emulated(2).run(one_step, Cell(stage=3, ranks=2), True, timeout=LIMIT):
+@pytest.mark.parametrize("cell", [Cell(stage=3, ranks=2), Cell(stage=3, ranks=4, hybrid=True)], ids=["dp", "hybrid"])
+def test_gathers_and_reductions_have_communicators_of_their_own(emulated, cell):
+    for seen in emulated(cell.ranks).run(one_step, cell, True, timeout=LIMIT):
         gathers = {stream for what, stream, *_ in seen.trace if what.startswith("nccl all_gather")}
         reductions = {stream for what, stream, *_ in seen.trace if what.startswith("nccl reduce_scatter")}
         assert gathers and reductions and not gathers & reductions

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from deepspeed import utils
 from deepspeed.errors import UsageError
-from tests.parallel.tiny import STAGES, loss_of, masters, raises, rows, start
+from tests.parallel.tiny import STAGES, loss_of, masters, raises, rows, said, start
 
 RANKS = 2
 
@@ -278,6 +278,24 @@ def old_memory_stays(stage: int) -> None:
         assert torch.equal(kept, values)
 
 
+def memory_of_another(stage: int) -> None:
+    """Values are copied; who still holds the tensor they come from is told that it is a copy now."""
+    with start(stage) as engine:
+        name, param = first(engine)
+        held = torch.ones(param.shape)
+        param.data = held
+        with said() as told:
+            back(engine)
+            engine.step()
+            assert held.eq(1).all() and not torch.equal(param.detach(), held)
+        assert dist.get_rank() or any(name in each and "do not share memory" in each for each in told), told
+        param.data = torch.full(param.shape, 2.0)
+        with said() as told:
+            back(engine)
+            engine.step()
+        assert not any("share memory" in each for each in told), told
+
+
 def frozen(stage: int) -> None:
     from tests.parallel.tiny import tiny
 
@@ -327,7 +345,7 @@ def test_a_graph_of_gradients_changes_nothing(workers: Any, stage: int, accumula
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-@pytest.mark.parametrize("case", [kept_data, exchanged_data, old_memory_stays])
+@pytest.mark.parametrize("case", [kept_data, exchanged_data, old_memory_stays, memory_of_another])
 def test_values_follow_their_data(workers: Any, case: Any, stage: int) -> None:
     workers(RANKS).run(case, stage)
 

@@ -18,7 +18,7 @@ Store: TypeAlias = Any  # a store of torch.distributed, whose type stubs lack `c
 _WAIT_S = 0.002
 
 
-class Agreement:
+class Stopping:
     """What the main thread and the watch's thread of this process share about stopping."""
 
     def __init__(self) -> None:
@@ -82,5 +82,5 @@ class Agreement:
             self._decision = max(int(store.get(name).decode()) for name in promises)
 
 
-agreement = Agreement()
+stopping = Stopping()
 """This process's."""
