@@ -19,7 +19,7 @@ from deepspeed.errors import MeshError, TensorParallelError, UsageError
 from deepspeed.foundation.log import say
 from deepspeed.tensor_parallel import verify
 from deepspeed.tensor_parallel.dropout import install
-from deepspeed.tensor_parallel.fit import cut_region, pick, set_numbers
+from deepspeed.tensor_parallel.fit import cut_region, is_local, pick, set_numbers
 from deepspeed.tensor_parallel.head import cut_vocabulary
 from deepspeed.tensor_parallel.layers import Slot
 from deepspeed.tensor_parallel.packed import become_packed
@@ -210,11 +210,13 @@ def _hidden(module: nn.Module) -> dict[str, float]:
 def _inputs_hook(one: Fitted, axis: Axis) -> Callable[..., Any] | None:
     """What arguments of a unit become when it is cut: this rank's channels, or entered into its computations."""
     shares = one.shares
-    cut = {} if shares.local_inputs else shares.inputs
+    cut = shares.inputs
     if not cut and not shares.partial_inputs:
         return None
 
     def change(path: str, tensor: torch.Tensor) -> torch.Tensor:
+        if path in cut and is_local(tensor, cut[path], axis.rank):
+            return tensor
         if path in cut:
             return pick(enter(tensor, axis, f"gradient of {path}"), cut[path], axis.rank)
         if path in shares.partial_inputs:

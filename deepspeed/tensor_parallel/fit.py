@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from deepspeed.comm.axis import Axis
-from deepspeed.errors import DeepSpeedError
+from deepspeed.errors import DeepSpeedError, TensorParallelError
 from deepspeed.tensor_parallel.layers import Slot, become_column, become_row, cut_tensor, is_linear, mark_partial
 from deepspeed.tensor_parallel.regions import lies_in, owner
 from deepspeed.tensor_parallel.shares import Call, Share, Shares, floating, randomised, row_size
@@ -25,6 +25,15 @@ from deepspeed.tensor_parallel.shares import Call, Share, Shares, floating, rand
 TRIES = 600
 TOLERANCE = 1e-4
 Numbers = dict[tuple[str, str], int]  # by (module, attribute), "config.…" for those of its config
+
+
+def is_local(tensor: torch.Tensor, share: Share, rank: int) -> bool:
+    """Whether an argument has one rank's channels already, as what another cut unit gives has."""
+    size, here = tensor.shape[share.dim], sum(length for _, length in share.segments[rank])
+    whole = 1 + max(start + length - 1 for segments in share.segments for start, length in segments)
+    if size % whole and size % here:
+        raise TensorParallelError(f"'{share.name}' has {size} channels; a rank of tp has {here} of {whole}")
+    return size % whole != 0
 
 
 def pick(tensor: torch.Tensor, share: Share, rank: int) -> torch.Tensor:

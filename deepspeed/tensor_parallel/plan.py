@@ -157,7 +157,7 @@ def make_plan(
         fitted = []
         for region in mine:
             inside = _inside(region, home)
-            key = _kind(modules[home], home, region, shapes)
+            key = (_kind(modules[home], home, region, shapes), _given(calls[home]))
             if key not in known:
                 known[key] = _fitted(modules[home], inside, region, calls[home], heads, (ranks, rank))
             found = known[key]
@@ -211,6 +211,18 @@ def _inside(region: Region, home: str) -> Region:
     return Region(cut(region.home), columns, rows, set(map(cut, region.inner)), tables, region.packed)
 
 
+def _given(call: Call) -> Any:
+    """Which tensors a module is called with: blocks after the first are often given more."""
+    found: list[tuple[str, tuple[int, ...]]] = []
+
+    def note(path: str, tensor: torch.Tensor) -> torch.Tensor:
+        found.append((path, tuple(tensor.shape)))
+        return tensor
+
+    call.mapped(note)
+    return tuple(found)
+
+
 def _kind(module: nn.Module, home: str, region: Region, shapes: dict[str, tuple[int, ...]]) -> Any:
     """What regions with one way of being cut have in common."""
     names = [name for name in shapes if lies_in(name, home)]
@@ -234,7 +246,6 @@ def _fitted(
         return f"it does not run alone: {type(error).__name__}: {str(error).splitlines()[0][:120]}"
     if shares is None:
         return "every channel depends on every other"
-    shares.local_inputs = len(inside.tables) < len(region.tables)
     numbers = fit(module, shares, call, at[1])
     return numbers if isinstance(numbers, str) else Fitted(shares, numbers)
 

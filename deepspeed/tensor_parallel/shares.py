@@ -51,7 +51,6 @@ class Shares:
         rows: inputs of the row-parallel matrices, by rank.
         tensors: parameters and buffers, by name.
         inputs: arguments of forward that have channels of the region, by name.
-        local_inputs: those arguments come from another region, where they are cut already.
         partial_inputs: arguments that all ranks' channels depend on.
         bytes: of the largest rank, over those of the dense region.
     """
@@ -60,7 +59,6 @@ class Shares:
     rows: list[Segments]
     tensors: dict[str, Share] = field(default_factory=dict)
     inputs: dict[str, Share] = field(default_factory=dict)
-    local_inputs: bool = False
     partial_inputs: list[str] = field(default_factory=list)
     bytes: float = 1.0
 

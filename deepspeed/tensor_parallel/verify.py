@@ -13,7 +13,6 @@ from deepspeed.comm.api import all_gather_object
 from deepspeed.comm.axis import Axis
 from deepspeed.comm.differentiable import summed
 from deepspeed.errors import TensorParallelError
-from deepspeed.tensor_parallel.fit import pick
 from deepspeed.tensor_parallel.layers import take
 from deepspeed.tensor_parallel.plan import Unit
 from deepspeed.tensor_parallel.shares import floating
@@ -33,19 +32,16 @@ class Seen:
     params: dict[str, torch.Tensor | None]
 
 
-def run(module: nn.Module, unit: Unit, slices: Any = None) -> Seen:
+def run(module: nn.Module, unit: Unit) -> Seen:
     """Forward and backward with fixed cotangents, without dropout.
 
     Args:
         module: dense or cut.
         unit: says what it is called with.
-        slices: gives a path and a tensor's part that this form is given; None: all of it.
     """
     dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
     call, _ = floating(unit.call)
-    call = call.mapped(lambda _, t: t.to(dtype) if t.is_floating_point() and _computed_in(unit, dtype) else t)
-    if slices is not None:
-        call = call.mapped(slices)
+    call = call.mapped(lambda _, t: t.to(dtype) if t.is_floating_point() and dtype != torch.float32 else t)
     given: dict[str, torch.Tensor] = {}
 
     def leaf(path: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -78,10 +74,6 @@ def run(module: nn.Module, unit: Unit, slices: Any = None) -> Seen:
     )
 
 
-def _computed_in(unit: Unit, dtype: torch.dtype) -> bool:
-    return dtype != torch.float32
-
-
 def _drawn(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     return torch.randn(tensor.shape, generator=generator).to(tensor)
 
@@ -92,14 +84,11 @@ def compare(unit: Unit, dense: Seen, module: nn.Module, axis: Axis) -> None:
     Raises:
         TensorParallelError: on every rank, with what differs on which.
     """
-    inputs = {path: share for one in unit.regions for path, share in one.shares.inputs.items()}
-    local = {path for one in unit.regions if one.shares.local_inputs for path in one.shares.inputs}
     error = ""
     try:
-        part = lambda path, t: pick(t, inputs[path], axis.rank) if path in local else t  # noqa: E731
-        seen = run(module, unit, part)
+        seen = run(module, unit)
         dtype = next(p.dtype for p in module.parameters() if p.is_floating_point())
-        differs = list(_differences(dense, seen, module, axis, inputs.keys() & local, TOLERANCES[dtype]))
+        differs = list(_differences(dense, seen, module, axis, TOLERANCES[dtype]))
         error = "; ".join(differs[:3])
     except (RuntimeError, ValueError, IndexError, TypeError) as why:
         error = f"{type(why).__name__}: {str(why).splitlines()[0][:160]}"
@@ -113,16 +102,14 @@ def compare(unit: Unit, dense: Seen, module: nn.Module, axis: Axis) -> None:
         )
 
 
-def _differences(
-    dense: Seen, cut: Seen, module: nn.Module, axis: Axis, sliced: set[str], tolerance: float
-) -> Iterator[str]:
+def _differences(dense: Seen, cut: Seen, module: nn.Module, axis: Axis, tolerance: float) -> Iterator[str]:
     for at, (wanted, ours) in enumerate(zip(dense.outputs, cut.outputs, strict=False)):
         if at == 0 or wanted.shape == ours.shape:
             yield from _apart(f"output {at}", wanted, ours, 0.0, tolerance)
     largest = max((float(g.abs().max()) for g in dense.params.values() if g is not None and g.numel()), default=0.0)
     for name, wanted in dense.inputs.items():
         ours = cut.inputs.get(name)
-        if wanted is not None and name not in sliced and name in cut.inputs:
+        if wanted is not None and name in cut.inputs:
             yield from _apart(f"the gradient of {name}", wanted, ours, largest, tolerance)
     params = dict(module.named_parameters())
     for name, wanted in dense.params.items():
