@@ -18,6 +18,8 @@ _LAZY: dict[str, tuple[str, str | None]] = {
     "DeepSpeedConfig": ("deepspeed.config", "DeepSpeedConfig"),
     "DeepSpeedConfigError": ("deepspeed.errors", "DeepSpeedConfigError"),
     "DeepSpeedOptimizer": ("deepspeed.zero.optimizer", "ZeroOptimizer"),
+    "tp_model_init": ("deepspeed.tensor_parallel.init", "tp_model_init"),
+    "set_autotp_mode": ("deepspeed.tensor_parallel.init", "set_autotp_mode"),
     "get_accelerator": ("deepspeed.accelerator", "get_accelerator"),
     "log_dist": ("deepspeed.foundation.log", "log_dist"),
     "logger": ("deepspeed.foundation.log", "logger"),
@@ -44,8 +46,6 @@ _LATER = {
     "init_inference": "the inference engine",
     "moe": "mixture of experts",
     "pipe": "pipeline parallelism",
-    "set_autotp_mode": "tensor parallelism",
-    "tp_model_init": "tensor parallelism",
 }
 
 __all__ = ["__version__", *sorted(_LAZY)]

@@ -91,5 +91,9 @@ class CompressionError(DeepSpeedError, ValueError):
     """A model cannot be made smaller as asked; says what stands against it and what can be done instead."""
 
 
+class TensorParallelError(DeepSpeedError, ValueError):
+    """A model that cannot be cut over ranks, or whose slices do not compute what it computed whole."""
+
+
 class ContractError(DeepSpeedError, AssertionError):
     """A third party's part does not do what the protocol it is used through says."""

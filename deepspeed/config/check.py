@@ -206,11 +206,16 @@ def unavailable(section: Section, reading: Reading, path: str = "") -> Iterator[
         here = f"{path}.{name}" if path else name
         value: Any = getattr(section, name)
         if note_of(field).status == "not available yet" and _differs(field, value):
-            yield Problem(f"{reading.name(here)} = {show(reading.find(here))}: {_refusal(field)}", "unavailable")
+            given = value if "[]" in here else reading.find(here)
+            yield Problem(f"{reading.name(here)} = {show(given)}: {_refusal(field)}", "unavailable")
             if section.switch == name:
                 return
         elif isinstance(value, Section):
             yield from unavailable(value, reading, here)
+        elif isinstance(value, list):
+            for one in cast("list[object]", value):
+                if isinstance(one, Section):
+                    yield from unavailable(one, reading, f"{here}[]")
         elif here == "optimizer.params":
             yield from _unavailable_params(value)
 

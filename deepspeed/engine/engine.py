@@ -40,6 +40,8 @@ from deepspeed.engine.feeding import Feeding
 from deepspeed.engine.offload_states import OffloadStates
 from deepspeed.engine.preemption import Preemption
 from deepspeed.engine.reporting import BACKWARD, FORWARD, STEP, Reporting
+from deepspeed.engine.same_batches import SameBatches
+from deepspeed.engine.slicing import asked_by_model, refuse_whole_tensors, slice_model
 from deepspeed.engine.state import EngineState
 from deepspeed.engine.statistics import RunningStatistics
 from deepspeed.engine.surface import EngineSurface
@@ -91,7 +93,8 @@ class DeepSpeedEngine(EngineSurface, nn.Module):
             raise ArgumentError(f"deepspeed.initialize requires a model: model is {type(model).__name__}, not a Module")
         accelerator = get_accelerator()
         device = scalars.current.device or torch.device(accelerator.current_device_name())
-        axes = axes_of(find_mesh(DeepSpeedConfig.for_init(config), mpu, mesh_param, device))
+        mesh = find_mesh(DeepSpeedConfig.for_init(config), mpu, mesh_param, device, asked_by_model(model))
+        axes = axes_of(mesh)
         facts = facts_of(model, optimizer, device)
         resolved = DeepSpeedConfig(config, world=axes.data.size, holders=axes.same_slice.size, facts=facts)
         if resolved.log_level:
@@ -100,7 +103,9 @@ class DeepSpeedEngine(EngineSurface, nn.Module):
             configure(resolved)
         trail.start(resolved.top.divergence_check_interval)
         self.client_optimizer, self.client_lr_scheduler = optimizer, lr_scheduler
+        slice_model(model, resolved, mesh, mpu, optimizer)
         chosen = choose_optimizer(model, optimizer, listed(model_parameters), resolved)
+        refuse_whole_tensors(model, chosen)
         self.module = model
         take_over(model, self.destroy)
         self._recompute = wrap(model, resolved.top.activation_checkpointing, mpu)
@@ -136,6 +141,7 @@ class DeepSpeedEngine(EngineSurface, nn.Module):
         self._compressing = Compressing(
             state, self._weights, self._checkpoints, self._feeding, self._laid_out_anew, type(self)
         )
+        self._same_batches = SameBatches(state.axes.mesh.axis("tp"))
         self._applied = False
 
     def _laid_out_anew(self) -> None:
@@ -153,6 +159,8 @@ class DeepSpeedEngine(EngineSurface, nn.Module):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module; same arguments and outputs."""
         if self.training:
+            if self._same_batches.left:
+                self._same_batches.compare([inputs, kwargs])
             self._before_micro_batch()
         with self._timed(FORWARD), self._autocast():
             return self.module(*inputs, **kwargs)

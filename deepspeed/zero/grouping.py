@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import nn
@@ -130,6 +131,19 @@ def cut(plan: GroupingPlan, policy: Policy, numels: list[int], ranks: int) -> La
     if plan.whole_tensors and policy.owns_a_slice:
         return by_owner(numels, ranks)
     return by_group(numels, ranks)
+
+
+def release(params: Iterable[Any]) -> None:
+    """Give parameters that zero.Init has sharded back as plain, whole ones. All ranks that split them call together."""
+    managed = [param for param in params if is_managed(param)]
+    groups = list(dict.fromkeys(param._ds_member.group for param in managed))
+    for group in groups:
+        group.finish_gather()
+        group.dissolve()
+    for param in managed:
+        param.data = param.data.clone()
+    for group in groups:
+        group.drop()
 
 
 def build_group(

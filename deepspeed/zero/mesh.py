@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -12,7 +12,9 @@ from deepspeed.config import DeepSpeedConfig
 from deepspeed.errors import ArgumentError, NotAvailableError
 
 
-def find_mesh(config: DeepSpeedConfig | None, mpu: Any, mesh_param: Any, device: torch.device) -> Mesh:
+def find_mesh(
+    config: DeepSpeedConfig | None, mpu: Any, mesh_param: Any, device: torch.device, also: Iterable[Asked] = ()
+) -> Mesh:
     """The mesh of an engine, from its JSON, `mesh_param` and `mpu` together. All ranks call together.
 
     Args:
@@ -20,12 +22,13 @@ def find_mesh(config: DeepSpeedConfig | None, mpu: Any, mesh_param: Any, device:
         mpu: a client's model-parallel unit, or None.
         mesh_param: sizes by axis name, or (data-parallel ranks, ranks of a sequence), or None.
         device: where messages start.
+        also: what was asked for besides.
 
     Raises:
         MeshError: they contradict one another, or the ranks do not make such a mesh.
         NotAvailableError: `mesh_param` asks for an axis that is not there yet.
     """
-    asked = [*(config.mesh_sizes() if config is not None else ()), *_asked_by(mesh_param)]
+    asked = [*(config.mesh_sizes() if config is not None else ()), *_asked_by(mesh_param), *also]
     if mpu is not None:
         return mesh_of_unit(mpu, asked, device)
     return mesh_for(resolve(ranks_started(), asked), None, device)
@@ -41,7 +44,7 @@ def _asked_by(mesh_param: Any) -> list[Asked]:
             f"mesh_param is {mesh_param!r}; it takes sizes by axis name, as {{'dp_shard': 4}}, or (data-parallel "
             f"ranks, ranks of a sequence)"
         )
-    for dim in ("pp", "sp", "tp"):
+    for dim in ("pp", "sp"):
         if mesh_param.get(dim, 1) != 1:
             raise NotAvailableError(f"mesh_param[{dim!r}] = {mesh_param[dim]} is not available yet")
     return [(str(dim), size, "mesh_param") for dim, size in mesh_param.items() if size != 1 or dim not in MODEL]

@@ -15,7 +15,7 @@ class MeshSizes(Section):
     dp_shard: Int | None = key(None, "data-parallel ranks that share one copy of the state", ge=-1)
     pp: Int = later(1, "pipeline stages", ge=-1)
     sp: Int = later(1, "ranks that share a sequence", ge=-1)
-    tp: Int = later(1, "ranks that share a matrix", ge=-1)
+    tp: Int = key(1, "ranks that share a matrix", ge=-1)
 
 
 class Pipeline(Section):
@@ -33,8 +33,10 @@ class Pipeline(Section):
 class LayerSpec(Section):
     """`tensor_parallel.partition_config.layer_specs[]`."""
 
-    patterns: Names | None = later(None, "regular expressions on parameter names")
-    partition_type: Literal["row", "column", "skip"] | None = later(None, "how the weight is cut")
+    patterns: Names | None = key(None, "regular expressions on parameter names")
+    partition_type: Literal["row", "column", "skip"] | None = later(
+        None, "how the weight is cut; skip leaves it whole", idle=["skip"]
+    )
     shape: list[Any] | None = later(None, "view of a fused weight")
     partition_dim: Int | None = later(None, "dimension that is cut")
     model_types: Names | None = later(None, "model types the entry is for")
@@ -46,16 +48,16 @@ class PartitionConfig(Section):
     """`tensor_parallel.partition_config`."""
 
     use_default_specs: bool = later(True, "use the built-in list")
-    strict_mode: bool = later(False, "a weight without an entry is an error")
+    strict_mode: bool = key(False, "a matrix of a block that stays whole is an error")
     lm_head_patterns: Names | None = later(None, "names of the output projection")
     embedding_partition_dim: Int = later(1, "dimension of embeddings that is cut")
-    layer_specs: list[LayerSpec] = later([], "how each weight is cut")
+    layer_specs: list[LayerSpec] = key([], "weights that are not cut as the plan would")
 
 
 class TpSize(Section):
     """`tensor_parallel.tp` (also spelled `tensor_parallel.tensor_parallel`)."""
 
-    tp_size: Int = later(1, "ranks that share a layer", ge=1)
+    tp_size: Int = key(1, "ranks that share a layer", ge=1)
     tp_grain_size: Int = later(1, "smallest piece of a cut", ge=1)
     mpu: Any = later(None, "model-parallel unit object")
     tp_group: Any = later(None, "process group")
@@ -64,10 +66,13 @@ class TpSize(Section):
 class TensorParallel(Section):
     """`tensor_parallel`."""
 
-    autotp_size: Int = later(0, "ranks that share a layer", idle=[1], ge=0)
+    autotp_size: Int = key(0, "ranks that share a layer; 0 is 1", ge=0)
     dtype: Dtype = later("fp16", "compute dtype", idle=["bf16", "fp32"])
     tp_overlap_comm: bool = later(False, "overlap its collectives")
-    vocab_parallel_lm_head: bool | None = later(None, "cut the output projection by vocabulary", idle=[False])
+    verify: Literal["off", "units", "model"] = key(
+        "units", "what is compared with its dense form before training: nothing, each unit, or the model's output too"
+    )
+    vocab_parallel_lm_head: bool | None = key(None, "cut embedding, output projection and loss by vocabulary too")
     vocab_parallel_ce_backend: Literal["torch", "liger"] = later("torch", "cross-entropy on a cut vocabulary")
     tp: TpSize = key(TpSize, "size", aliases=["tensor_parallel"])
     injection_policy_tuple: list[Any] | None = later(None, "output layers by name")

@@ -1,0 +1,164 @@
+"""Time of one training step of Transformers' Llama cut over ranks, beside torch's `parallelize_module`.
+
+(A) width 384, batch 8; (B) width 128, batch 1; fp32, 8 layers, vocabulary 8,192, sequence 128. Sides, in random order
+in every round: torch's DTensor styles by the model's own plan, the same again, the cut layers in the same loop, and an
+engine at ZeRO 0. All gradients are equal, which is checked at the first step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from common import World, median_interval, print_table, serve, start_world, write_json
+from torch import Tensor, nn
+
+SHAPES = {"A": {"width": 384, "batch": 8}, "B": {"width": 128, "batch": 1}}
+BARS = {"A": 1.00, "B": 0.90}
+LAYERS, VOCABULARY, SEQUENCE = 8, 8192, 128
+REFERENCE, AGAIN = "torch", "torch-again"
+SIDES = [REFERENCE, AGAIN, "layers", "engine"]
+SAME_LOSS = 1e-4
+LEARNING_RATE = 1e-3
+
+
+def llama(width: int) -> nn.Module:
+    """The same random weights on every rank and side."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=width, intermediate_size=4 * width, num_hidden_layers=LAYERS, num_attention_heads=width // 32,
+        num_key_value_heads=width // 32, vocab_size=VOCABULARY, max_position_embeddings=SEQUENCE, use_cache=False,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).train()
+
+
+@dataclass
+class Side:
+    """One way to train: a whole step that returns the loss before it."""
+
+    step: Callable[[Tensor], float]
+
+
+def plain(model: nn.Module) -> Side:
+    """A plain loop."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, foreach=False)
+
+    def step(ids: Tensor) -> float:
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    return Side(step)
+
+
+def make_side(name: str, width: int, ranks: int) -> Side:
+    """The side of this name."""
+    model = llama(width)
+    if name in (REFERENCE, AGAIN):
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+        mesh = torch.distributed.init_device_mesh("cpu", (ranks,))
+        styles = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
+        plan = {f"model.{name}": styles[style]() for name, style in model.config.base_model_tp_plan.items()
+                if style in styles}  # fmt: skip
+        return plain(parallelize_module(model, mesh, plan))
+    if name == "layers":
+        from deepspeed.comm.mesh import mesh_for
+        from deepspeed.tensor_parallel.cut import cut_model
+
+        cut_model(model, mesh_for({"tp": ranks}).axis("tp"))
+        return plain(model)
+    import deepspeed
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, foreach=False)
+    config = {"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": ranks}, "steps_per_print": 10**9}
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+
+    def step(ids: Tensor) -> float:
+        loss = engine(input_ids=ids, labels=ids).loss
+        engine.backward(loss)
+        engine.step()
+        return loss.item()
+
+    return Side(step)
+
+
+def make_rank(shape: str, ranks: int) -> Callable[..., Any]:
+    """A rank that holds all sides; a round answers with seconds and losses by side."""
+    start_world()
+    width, batch = SHAPES[shape]["width"], SHAPES[shape]["batch"]
+    built = {name: make_side(name, width, ranks) for name in SIDES}
+
+    def handle(what: str, order: list[str], number: int) -> dict[str, tuple[float, float]]:
+        ids = torch.randint(0, VOCABULARY, (batch, SEQUENCE), generator=torch.Generator().manual_seed(number))
+        found = {}
+        for name in order:
+            built[name].step(ids)  # what a side defers to its next step is paid for in the timed one
+            torch.distributed.barrier()
+            started = time.perf_counter()
+            loss = built[name].step(ids)
+            found[name] = (time.perf_counter() - started, loss)
+        return found
+
+    return handle
+
+
+def measure(shape: str, ranks: int, rounds: int, seed: int) -> list[dict[str, Any]]:
+    """Rows of the table."""
+    world = World("tensor_step.py", ranks, {"shape": shape, "ranks": ranks})
+    times: dict[str, list[float]] = {name: [] for name in SIDES}
+    order = random.Random(seed)
+    for number in range(rounds):
+        answers = world.ask(what="round", order=order.sample(SIDES, len(SIDES)), number=number)
+        for name in SIDES:
+            times[name].append(max(answer[name][0] for answer in answers))
+        losses = [answer[name][1] for answer in answers for name in SIDES]
+        if number == 0 and max(losses) - min(losses) > SAME_LOSS * min(losses):
+            raise SystemExit(f"the sides do not compute the same: losses {losses}")
+    world.close()
+    rows = []
+    for name in SIDES:
+        ratio = median_interval([a / b for a, b in zip(times[name], times[REFERENCE], strict=True)])
+        seconds = median_interval(times[name])
+        rows.append({"shape": shape, "ranks": ranks, "side": name, "ms": 1e3 * seconds.median, "ratio": ratio.median,
+                     "low": ratio.low, "high": ratio.high})  # fmt: skip
+    return rows
+
+
+def main() -> None:
+    """Run and print."""
+    if "--worker" in sys.argv:
+        serve(make_rank)
+        return
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--shapes", default="AB")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dry", action="store_true", help="two rounds, nothing written")
+    args = parser.parse_args()
+    rows = [
+        row for shape in args.shapes for row in measure(shape, args.ranks, 2 if args.dry else args.rounds, args.seed)
+    ]
+    table = [
+        [row["shape"], str(row["ranks"]), row["side"], f"{row['ms']:.1f}",
+         f"{row['ratio']:.3f} [{row['low']:.3f}, {row['high']:.3f}]", f"{BARS[row['shape']]:.2f}"]
+        for row in rows
+    ]  # fmt: skip
+    print_table(["shape", "ranks", "side", "ms", "of torch's", "bar"], table)
+    if not args.dry:
+        print(write_json(f"tensor_step-{args.ranks}.json", rows))
+
+
+if __name__ == "__main__":
+    main()

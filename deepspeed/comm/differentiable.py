@@ -1,0 +1,164 @@
+"""Collectives that autograd knows: one way forward, its counterpart backward.
+
+| function         | forward        | backward       | where                                                   |
+|------------------|----------------|----------------|---------------------------------------------------------|
+| `copy_to`        | –              | sum            | equal values go into computations of each rank's own    |
+| `reduce_from`    | sum            | –              | parts of a sum come out of them                         |
+| `gather_from`    | all-gather     | own slice      | slices become whole, and ranks go on alike              |
+| `scatter_to`     | own slice      | all-gather     | the other way                                           |
+| `gather_to`      | all-gather     | reduce-scatter | slices become whole for computations of each rank's own |
+| `reduce_scatter` | reduce-scatter | all-gather     | parts of a sum come out of them as slices               |
+
+All ranks of the axis call in one order, forward and backward. A second derivative is refused by torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from deepspeed.comm.api import all_gather_into_tensor, all_reduce
+from deepspeed.comm.axis import Axis
+
+_Way = Callable[[torch.Tensor], torch.Tensor]
+
+
+class _Collective(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, there: _Way, back: _Way) -> torch.Tensor:  # type: ignore[override]
+        ctx.back = back
+        return there(tensor)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        return ctx.back(gradient), None, None
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view_as(tensor)
+
+
+def _call(tensor: torch.Tensor, there: _Way, back: _Way) -> torch.Tensor:
+    return _Collective.apply(tensor, there, back)  # type: ignore[no-any-return]
+
+
+def summed(tensor: torch.Tensor, axis: Axis, label: str = "") -> torch.Tensor:
+    """A new tensor: the sum over the axis; autograd does not see it."""
+    out = tensor.detach().clone(memory_format=torch.contiguous_format)
+    if axis.group is not None and out.numel():
+        all_reduce(out, group=axis.group, log_name=label or f"sum over {axis.name}")
+    return out
+
+
+def gathered(
+    tensor: torch.Tensor, axis: Axis, dim: int, sizes: Sequence[int] | None = None, label: str = ""
+) -> torch.Tensor:
+    """A new tensor: the ranks' slices one after the other; autograd does not see it.
+
+    Args:
+        tensor: this rank's slice, any dtype.
+        axis: ranks that have one.
+        dim: along which they are joined.
+        sizes: of each rank's slice along it; None: all alike.
+        label: for reports.
+    """
+    if axis.group is None:
+        return tensor.detach().clone()
+    sizes = [tensor.shape[dim]] * axis.size if sizes is None else list(sizes)
+    longest, mine = max(sizes), tensor.detach().movedim(dim, 0).contiguous()
+    if mine.shape[0] < longest:
+        mine = torch.cat([mine, mine.new_zeros(longest - mine.shape[0], *mine.shape[1:])])
+    every = mine.new_empty(axis.size * longest, *mine.shape[1:])
+    all_gather_into_tensor(every, mine, group=axis.group, log_name=label or f"gather over {axis.name}")
+    if min(sizes) < longest:
+        every = torch.cat([every[at * longest : at * longest + size] for at, size in enumerate(sizes)])
+    return every.movedim(0, dim).contiguous()
+
+
+def _own(tensor: torch.Tensor, axis: Axis, dim: int, sizes: Sequence[int] | None) -> torch.Tensor:
+    """This rank's slice."""
+    sizes = [tensor.shape[dim] // axis.size] * axis.size if sizes is None else list(sizes)
+    return tensor.narrow(dim, sum(sizes[: axis.rank]), sizes[axis.rank]).contiguous()
+
+
+def copy_to(tensor: torch.Tensor, axis: Axis, label: str = "") -> torch.Tensor:
+    """The tensor; its gradient is the sum of the ranks' gradients."""
+    if axis.size == 1:
+        return tensor
+    return _call(tensor, _same, lambda gradient: summed(gradient, axis, label))
+
+
+def reduce_from(tensor: torch.Tensor, axis: Axis, label: str = "") -> torch.Tensor:
+    """The sum over the ranks; each rank's part has the sum's gradient."""
+    if axis.size == 1:
+        return tensor
+    return _call(tensor, lambda part: summed(part, axis, label), _same)
+
+
+def gather_from(
+    tensor: torch.Tensor, axis: Axis, dim: int = -1, sizes: Sequence[int] | None = None, label: str = ""
+) -> torch.Tensor:
+    """The ranks' slices joined along `dim`, for computations that are equal on all of them."""
+    if axis.size == 1:
+        return tensor
+    return _call(
+        tensor, lambda part: gathered(part, axis, dim, sizes, label), lambda whole: _own(whole, axis, dim, sizes)
+    )
+
+
+def scatter_to(
+    tensor: torch.Tensor, axis: Axis, dim: int = -1, sizes: Sequence[int] | None = None, label: str = ""
+) -> torch.Tensor:
+    """This rank's slice of a tensor that is equal on all ranks."""
+    if axis.size == 1:
+        return tensor
+    return _call(
+        tensor, lambda whole: _own(whole, axis, dim, sizes), lambda part: gathered(part, axis, dim, sizes, label)
+    )
+
+
+def gather_to(
+    tensor: torch.Tensor, axis: Axis, dim: int = -1, sizes: Sequence[int] | None = None, label: str = ""
+) -> torch.Tensor:
+    """The ranks' slices joined along `dim`, for computations of each rank's own: their gradients are summed."""
+    if axis.size == 1:
+        return tensor
+    return _call(
+        tensor,
+        lambda part: gathered(part, axis, dim, sizes, label),
+        lambda whole: _own(summed(whole, axis, label), axis, dim, sizes),
+    )
+
+
+def reduce_scatter(
+    tensor: torch.Tensor, axis: Axis, dim: int = -1, sizes: Sequence[int] | None = None, label: str = ""
+) -> torch.Tensor:
+    """This rank's slice of the sum over the ranks."""
+    if axis.size == 1:
+        return tensor
+    return _call(
+        tensor,
+        lambda whole: _own(summed(whole, axis, label), axis, dim, sizes),
+        lambda part: gathered(part, axis, dim, sizes, label),
+    )
+
+
+def enter(tensor: torch.Tensor, axis: Axis, label: str = "") -> torch.Tensor:
+    """`copy_to`, once for all layers that read one tensor: their gradients are added here and travel as one sum.
+
+    A second layer that gets the same tensor object, unchanged, gets the same copy of it.
+    """
+    if axis.size == 1 or not tensor.requires_grad or not torch.is_grad_enabled():
+        return tensor
+    key = (axis.ranks, tensor._version)
+    known = getattr(tensor, "_ds_entered", None)
+    if known is not None and known[0] == key:
+        return known[1]
+    entered = copy_to(tensor, axis, label)
+    if not tensor.is_leaf:  # a leaf is held by its graph, which the copy holds: they would keep each other for ever
+        tensor._ds_entered = (key, entered)  # type: ignore[attr-defined]
+    return entered

@@ -1,0 +1,59 @@
+"""Ranks that share matrices must be given the same batches: compared by hash of values while a run is young."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import torch
+
+from deepspeed.comm.api import all_gather_object
+from deepspeed.comm.axis import Axis
+from deepspeed.errors import DataError
+
+COMPARED = 10  # micro-batches
+
+
+class SameBatches:
+    """Compares what the ranks of an axis are given.
+
+    Args:
+        axis: ranks of one data-parallel coordinate.
+    """
+
+    def __init__(self, axis: Axis) -> None:
+        self._axis, self.left = axis, COMPARED if axis.size > 1 else 0
+
+    def compare(self, inputs: Any) -> None:
+        """One micro-batch. All ranks of the axis call together.
+
+        Args:
+            inputs: arguments of forward.
+
+        Raises:
+            DataError: two ranks have other values, on all ranks of the axis.
+        """
+        self.left -= 1
+        everyone: list[Any] = [None] * self._axis.size
+        all_gather_object(everyone, digest(inputs), group=self._axis.group)
+        for at, theirs in enumerate(everyone):
+            if theirs != everyone[0]:
+                raise DataError(
+                    f"ranks {self._axis.ranks[0]} and {self._axis.ranks[at]} share the model's matrices (tp) and were "
+                    f"given different batches in micro-batch {COMPARED - self.left}: a loader deals samples to "
+                    f"data-parallel ranks, so give it engine.get_data_parallel_rank() of engine.dp_world_size, or pass "
+                    f"training_data to initialize"
+                )
+
+
+def digest(value: Any) -> int:
+    """A number that tells values apart: tensors by their bytes, containers by what is in them."""
+    if isinstance(value, torch.Tensor):
+        data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return zlib.crc32(data, zlib.crc32(f"{tuple(value.shape)} {value.dtype}".encode()))
+    if isinstance(value, dict):
+        return digest([[str(key), value[key]] for key in sorted(value, key=str)])
+    if isinstance(value, (list, tuple)):
+        return zlib.crc32(repr([digest(one) for one in value]).encode())
+    plain = isinstance(value, (int, float, str, bytes, bool, type(None)))
+    return zlib.crc32((repr(value) if plain else type(value).__name__).encode())

@@ -1,0 +1,85 @@
+"""A model that an engine gets whole, cut over the ranks of `tp` before anything else happens to it."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.comm.mesh import Asked, Mesh
+from deepspeed.config import DeepSpeedConfig
+from deepspeed.errors import ArgumentError, DeepSpeedConfigError, NotAvailableError, OptimizerError, TensorParallelError
+from deepspeed.optim.build import needs_whole_tensors
+from deepspeed.tensor_parallel.cut import cut_model, is_cut, plan_of
+from deepspeed.zero.placement import placement_of
+
+
+def asked_by_model(model: nn.Module) -> list[Asked]:
+    """The axis that a model was cut over by `tp_model_init`."""
+    plan = plan_of(model)
+    return [] if plan is None else [("tp", plan.ranks, "tp_model_init")]
+
+
+def slice_model(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh, mpu: Any, optimizer: Any) -> None:
+    """Cut a dense model where the mesh has ranks that share matrices, unless its maker has done so.
+
+    Args:
+        model: changed in place; its parameters stay the objects they are.
+        config: resolved.
+        mesh: of the engine.
+        mpu: a client's unit, whose client cuts the model.
+        optimizer: the client's, or None.
+
+    Raises:
+        ArgumentError: the optimizer has state of whole matrices.
+        NotAvailableError: the model is to be compressed too.
+        TensorParallelError: the model cannot be cut so.
+    """
+    asked = mpu is None or any(dim == "tp" for dim, *_ in config.mesh_sizes())
+    if mesh.size("tp") == 1 or not asked or is_cut(model):
+        return
+    if isinstance(optimizer, torch.optim.Optimizer) and optimizer.state:
+        raise ArgumentError("the optimizer has state of whole matrices: pass it to initialize before its first step")
+    for name in ("compression_training", "quantize_training"):
+        block = getattr(config.top, name)
+        if block != type(block)():
+            raise NotAvailableError(f"{name} together with tensor parallelism is not available yet; leave one out")
+    section = config.top.tensor_parallel
+    skip = []
+    for spec in section.partition_config.layer_specs:
+        if not spec.patterns or not spec.partition_type:
+            raise DeepSpeedConfigError(
+                'tensor_parallel.partition_config.layer_specs: an entry needs "patterns" and "partition_type"'
+            )
+        skip += spec.patterns
+    plan = cut_model(
+        model,
+        mesh.axis("tp"),
+        check=section.verify,
+        skip=[re.compile(pattern) for pattern in skip],
+        vocabulary=bool(section.vocab_parallel_lm_head),
+    )
+    if section.partition_config.strict_mode and plan.whole:
+        name, why = next(iter(plan.whole.items()))
+        raise TensorParallelError(
+            f"tensor_parallel.partition_config.strict_mode: {len(plan.whole)} matrices of blocks stay whole, such as "
+            f"'{name}': {why}"
+        )
+
+
+def refuse_whole_tensors(model: nn.Module, optimizer: Any) -> None:
+    """Refuse optimizers whose update reads whole matrices, where ranks have slices.
+
+    Raises:
+        OptimizerError: it is one.
+    """
+    if optimizer is None or plan_of(model) is None or not needs_whole_tensors(optimizer):
+        return
+    cut = next((name for name, param in model.named_parameters() if placement_of(param).cuts), None)
+    if cut is not None:
+        raise OptimizerError(
+            f"{type(optimizer).__name__} may read whole matrices, and '{cut}' is cut over ranks (tp): use an optimizer "
+            f"that updates element by element, such as AdamW, SGD or Lion"
+        )

@@ -1,0 +1,230 @@
+"""From a dense model to slices: agree, plan, say, cut unit by unit and compare each with its dense form."""
+
+from __future__ import annotations
+
+import copy
+import re
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.comm.api import all_gather_object
+from deepspeed.comm.axis import Axis
+from deepspeed.comm.collectives import broadcast_tensors
+from deepspeed.comm.differentiable import enter
+from deepspeed.errors import MeshError, TensorParallelError, UsageError
+from deepspeed.foundation.log import say
+from deepspeed.tensor_parallel import verify
+from deepspeed.tensor_parallel.dropout import install
+from deepspeed.tensor_parallel.fit import cut_region, is_local, pick, set_numbers
+from deepspeed.tensor_parallel.head import cut_vocabulary
+from deepspeed.tensor_parallel.layers import Slot
+from deepspeed.tensor_parallel.packed import become_packed
+from deepspeed.tensor_parallel.plan import Fitted, Plan, Unit, make_plan
+from deepspeed.tensor_parallel.regions import join
+from deepspeed.tensor_parallel.shares import Call
+from deepspeed.zero.gathered import GatheredParameters
+from deepspeed.zero.grouping import release
+from deepspeed.zero.param import is_managed
+from deepspeed.zero.placement import placement_of
+
+_MARK = "_ds_tensor_plan"
+
+
+def plan_of(model: nn.Module) -> Plan | None:
+    """The plan by which a model was cut; None for a dense one."""
+    return getattr(model, _MARK, None)
+
+
+def is_cut(model: nn.Module) -> bool:
+    """Whether somebody has cut the model already."""
+    return plan_of(model) is not None or any(placement_of(param).cuts for param in model.parameters())
+
+
+def cut_model(
+    model: nn.Module,
+    axis: Axis,
+    *,
+    example: Any = None,
+    check: str = "units",
+    skip: Sequence[re.Pattern[str]] = (),
+    vocabulary: bool = False,
+) -> Plan:
+    """Make a dense model this rank's slices of it, in place. All ranks of the axis call together.
+
+    Args:
+        model: the same on all ranks; the values of the first rank count. Parameters stay the objects they are.
+        axis: the ranks that share its matrices.
+        example: arguments of its forward; None: made up for a model of Transformers.
+        check: "units" compares each unit with its dense form, forward and backward; "model" compares the model's
+            output besides; "off" compares nothing.
+        skip: names of parameters that stay whole.
+        vocabulary: share out the embedding and the output projection of a causal LM too.
+
+    Raises:
+        MeshError: the ranks have different models.
+        TensorParallelError: nothing can be cut, or slices do not compute what the model computed whole.
+    """
+    _same_model(model, axis)
+    _same_values(model, axis)
+    plan = _agreed(_planned(model, axis, example, skip), axis)
+    say(plan.table())
+    for unit in plan.units:
+        _cut_unit(model.get_submodule(unit.name), unit, axis, check != "off")
+        unit.call = Call({}, [])  # its tensors are needed no more
+    columns = {join(unit.name, n) for unit in plan.units for one in unit.regions for n in one.shares.region.columns}
+    install(model, plan.drops, columns, axis)
+    if vocabulary:
+        cut_vocabulary(model, axis, check != "off")
+    if check == "model":
+        verify.compare_models(model, plan, axis)
+    plan.output = None
+    _guard_saving(model)
+    object.__setattr__(model, _MARK, plan)
+    return plan
+
+
+def _guard_saving(model: Any) -> None:
+    """A client's `save_pretrained` of the slices of one rank would be half a model that nobody sees is one."""
+    save = getattr(model, "save_pretrained", None)
+    if save is None:
+        return
+
+    def save_pretrained(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("state_dict") is None:
+            raise UsageError(
+                "save_pretrained of a model that is cut over ranks (tp) would save one rank's slices: pass "
+                "state_dict=engine._consolidated_16bit_state_dict(), or call engine.save_16bit_model(folder)"
+            )
+        return save(*args, **kwargs)
+
+    object.__setattr__(model, "save_pretrained", save_pretrained)
+
+
+def _same_values(model: nn.Module, axis: Axis) -> None:
+    """The values of the first rank for all."""
+    label = "broadcast of a model that is to be cut"
+    tensors = [t for t in [*model.parameters(), *model.buffers()] if t.device.type != "meta"]
+    broadcast_tensors(axis, [t.data for t in tensors if not is_managed(t)], label)
+    for param in [t for t in tensors if is_managed(t)]:
+        group: Any = param._ds_member.group  # type: ignore[attr-defined]
+        with GatheredParameters(param, modifier_rank=group.axis.ranks[0]), torch.no_grad():
+            broadcast_tensors(axis, [param], label)
+
+
+def _same_model(model: nn.Module, axis: Axis) -> None:
+    mine = [(name, tuple(t.shape), str(t.dtype)) for name, t in model.named_parameters()]
+    everyone: list[Any] = [None] * axis.size
+    all_gather_object(everyone, mine, group=axis.group)
+    for at, theirs in enumerate(everyone):
+        if theirs != everyone[0]:
+            pairs = zip([*everyone[0], None], [*theirs, None], strict=False)
+            a, b = next(pair for pair in pairs if pair[0] != pair[1])
+            raise MeshError(
+                f"ranks {axis.ranks[0]} and {axis.ranks[at]} (tp) should have the same model, and have {a} and {b}"
+            )
+
+
+def _planned(model: nn.Module, axis: Axis, example: Any, skip: Sequence[re.Pattern[str]]) -> Plan | str:
+    try:
+        return make_plan(model, axis.size, axis.rank, example, skip)
+    except TensorParallelError as error:
+        return str(error)
+
+
+def _agreed(plan: Plan | str, axis: Axis) -> Plan:
+    """The regions that fit on every rank; a region that does not on one stays whole on all."""
+    mine: Any = plan
+    if isinstance(plan, Plan):
+        mine = ({_key(unit, one): _digest(one) for unit in plan.units for one in unit.regions}, plan.whole)
+    everyone: list[Any] = [None] * axis.size
+    all_gather_object(everyone, mine, group=axis.group)
+    refusals = {axis.ranks[at]: one for at, one in enumerate(everyone) if isinstance(one, str)}
+    if refusals or not isinstance(plan, Plan):
+        alike = len(set(refusals.values())) == 1 and len(refusals) == axis.size
+        texts = [text if alike else f"rank {rank}: {text}" for rank, text in refusals.items()]
+        raise TensorParallelError(texts[0] if alike else " | ".join(texts))
+    for _, whole in everyone:
+        plan.whole = {**whole, **plan.whole}
+    for unit in plan.units:
+        unit.regions = [one for one in unit.regions if _on_all(_key(unit, one), [found for found, _ in everyone])]
+    plan.units = [unit for unit in plan.units if unit.regions]
+    if not plan.units:
+        raise TensorParallelError(f"no matrix can be cut on every rank of tp {list(axis.ranks)}: {plan.whole}")
+    return plan
+
+
+def _key(unit: Unit, one: Fitted) -> str:
+    return join(unit.name, one.shares.region.rows[0])
+
+
+def _on_all(key: str, everyone: Sequence[dict[str, int]]) -> bool:
+    found = {regions.get(key) for regions in everyone}
+    if len(found) > 1 and None not in found:
+        raise TensorParallelError(f"'{key}': the ranks of tp would cut it in different ways")
+    return None not in found
+
+
+def _digest(one: Fitted) -> int:
+    shares = one.shares
+    tensors = sorted((t.name, t.dim, t.segments, t.copied) for t in shares.tensors.values())
+    return zlib.crc32(repr((shares.rows, tensors, sorted(shares.inputs))).encode())
+
+
+def _cut_unit(module: nn.Module, unit: Unit, axis: Axis, check: bool) -> None:
+    release(module.parameters())
+    constants = _hidden(module) if check else {}
+    seen = verify.run(copy.deepcopy(module), unit) if check else None
+    for one in unit.regions:
+        if one.shares.region.packed:
+            become_packed(module, one.shares, axis.rank, Slot(axis, unit.name))
+        else:
+            cut_region(module, one.shares, axis.rank, lambda name: Slot(axis, join(unit.name, name)))
+        set_numbers(module, one.numbers)
+        home = module.get_submodule(one.shares.region.home)
+        if hook := _inputs_hook(one, axis):
+            home.register_forward_pre_hook(hook, with_kwargs=True)
+    if seen is not None:
+        verify.compare(unit, seen, module, axis)
+    params = dict(module.named_parameters())
+    with torch.no_grad():
+        for name, value in constants.items():
+            params[name].fill_(value)
+
+
+@torch.no_grad()
+def _hidden(module: nn.Module) -> dict[str, float]:
+    """Give values to parameters that are all zero or all one, which would hide mistakes; what they were, by name."""
+    found = {}
+    for at, (name, param) in enumerate(module.named_parameters()):
+        if param.is_floating_point() and param.numel() > 1 and param.min() == param.max():
+            found[name] = float(param.flatten()[0])
+            noise = torch.randn(param.shape, generator=torch.Generator().manual_seed(at))
+            param.add_((noise * 0.2).to(param))
+    return found
+
+
+def _inputs_hook(one: Fitted, axis: Axis) -> Callable[..., Any] | None:
+    """What arguments of a unit become when it is cut: this rank's channels, or entered into its computations."""
+    shares = one.shares
+    cut = shares.inputs
+    if not cut and not shares.partial_inputs:
+        return None
+
+    def change(path: str, tensor: torch.Tensor) -> torch.Tensor:
+        if path in cut and is_local(tensor, cut[path], axis.rank):
+            return tensor
+        if path in cut:
+            return pick(enter(tensor, axis, f"gradient of {path}"), cut[path], axis.rank)
+        if path in shares.partial_inputs:
+            return enter(tensor, axis, f"gradient of {path}")
+        return tensor
+
+    def hook(module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        positional, named = Call.of(module, args, kwargs).mapped(change).split()
+        return tuple(positional), named
+
+    return hook

@@ -1,0 +1,177 @@
+"""The vocabulary of a causal LM of Transformers, shared out: its embedding, its output projection, its loss."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from deepspeed.comm.api import all_gather_object
+from deepspeed.comm.axis import Axis
+from deepspeed.errors import NotAvailableError, TensorParallelError
+from deepspeed.tensor_parallel.layers import Slot, become_column, even_segments, even_sizes, is_linear
+from deepspeed.tensor_parallel.verify import TOLERANCES
+from deepspeed.tensor_parallel.vocabulary import become_vocabulary_slice, vocab_parallel_cross_entropy
+from deepspeed.zero.grouping import release
+
+
+class _Head:
+    """What a model with a cut vocabulary does around its forward.
+
+    Where it is given labels its loss is computed from each rank's own logits, and no logits are returned; elsewhere the
+    ranks' logits are joined.
+    """
+
+    def __init__(self, layer: Any, axis: Axis, vocabulary: int) -> None:
+        self._layer, self._axis, self._vocabulary = layer, axis, vocabulary
+        self._sizes = even_sizes(vocabulary, axis.size)
+        layer.sizes = self._sizes
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Head:
+        raise NotAvailableError("a model with a cut vocabulary cannot be copied; copy it before it is cut")
+
+    def before(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        self._layer.sizes = self._sizes if kwargs.get("labels") is None else None
+
+    def after(self, model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+        if self._layer.sizes is None and hasattr(output, "logits"):
+            output.logits = None  # nobody has them
+        self._layer.sizes = self._sizes
+        return output
+
+    def loss(
+        self,
+        logits: torch.Tensor,
+        labels: torch.Tensor | None = None,
+        vocab_size: int | None = None,
+        num_items_in_batch: Any = None,
+        ignore_index: int = -100,
+        shift_labels: torch.Tensor | None = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        """As `ForCausalLMLoss` of Transformers: (batch, length, columns of this rank) and (batch, length)."""
+        if shift_labels is None:
+            if labels is None:
+                raise TensorParallelError("the loss of a cut vocabulary needs labels")
+            shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        summed = num_items_in_batch is not None
+        found = vocab_parallel_cross_entropy(
+            logits.flatten(0, -2),
+            shift_labels.flatten().to(logits.device),
+            self._axis,
+            vocabulary=self._vocabulary,
+            ignore_index=ignore_index,
+            reduction="sum" if summed else "mean",
+        )
+        return found / num_items_in_batch if summed else found
+
+
+def cut_vocabulary(model: Any, axis: Axis, check: bool) -> list[tuple[str, str, str]]:
+    """Share out the embedding and the output projection. All ranks of the axis call together.
+
+    Args:
+        model: a causal LM, the same on all ranks; changed in place.
+        axis: the ranks.
+        check: compare both with their dense forms.
+
+    Returns:
+        Rows of the plan's table.
+
+    Raises:
+        NotAvailableError: the model's loss cannot be computed so.
+        TensorParallelError: a slice does not compute what the whole did.
+    """
+    embedding, head = _parts(model)
+    release([*embedding.parameters(), *head.parameters()])
+    tied, vocabulary = head.weight is embedding.weight, embedding.num_embeddings
+    dense = [None if t is None else t.detach().clone() for t in (embedding.weight, head.weight, head.bias)]
+    names = {module: name for name, module in model.named_modules()}
+    slot = Slot(axis, names[head])
+    become_vocabulary_slice(embedding, Slot(axis, names[embedding]))
+    become_column(head, slot, even_segments(vocabulary, axis, names[head]), weight_is_cut=tied)
+    around = _Head(head, axis, vocabulary)
+    if check:
+        _check(embedding, head, dense, axis, (names[embedding], names[head]))
+    model.loss_function = around.loss
+    model.register_forward_pre_hook(around.before, with_kwargs=True)
+    model.register_forward_hook(around.after, with_kwargs=True)
+    counts = "/".join(map(str, even_sizes(vocabulary, axis.size)))
+    return [(f"{names[embedding]}.weight", "vocabulary", counts), (f"{names[head]}.weight", "vocabulary", counts)]
+
+
+def _parts(model: Any) -> tuple[nn.Embedding, Any]:
+    embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    why = ""
+    if type(embedding) is not nn.Embedding or head is None or not is_linear(head):
+        why = "its embedding or output projection is none of torch's"
+    elif embedding.num_embeddings != head.out_features:
+        why = "its output projection has other rows than its embedding"
+    elif "self.loss_function(" not in inspect.getsource(type(model).forward):
+        why = "its forward computes the loss itself, from all logits"
+    if why or embedding is None:
+        raise NotAvailableError(
+            f"tensor_parallel.vocab_parallel_lm_head is not available for {type(model).__name__}: {why}; leave it out"
+        )
+    return embedding, head
+
+
+def _check(embedding: Any, head: Any, dense: Sequence[Any], axis: Axis, names: tuple[str, str]) -> None:
+    differs = [*_embedding_differs(embedding, dense[0], axis, names[0]), *_head_differs(head, dense, axis, names[1])]
+    everyone: list[Any] = [None] * axis.size
+    all_gather_object(everyone, "; ".join(differs), group=axis.group)
+    wrong = [f"rank {axis.ranks[at]}: {text}" for at, text in enumerate(everyone) if text]
+    if wrong:
+        raise TensorParallelError(
+            f"the vocabulary cut over {axis.size} ranks (tp) is not the dense one: {' | '.join(wrong)}"
+        )
+
+
+def _own(whole: torch.Tensor, axis: Axis) -> torch.Tensor:
+    return whole.split(even_sizes(len(whole), axis.size))[axis.rank]
+
+
+def _embedding_differs(embedding: Any, dense: torch.Tensor, axis: Axis, name: str) -> Iterator[str]:
+    generator = torch.Generator().manual_seed(11)
+    ids = torch.randint(0, len(dense), (64,), generator=generator).to(dense.device)
+    table = dense.detach().requires_grad_()
+    with torch.enable_grad():
+        wanted, found = F.embedding(ids, table, embedding.padding_idx), embedding(ids)
+        cotangent = torch.randn(wanted.shape, generator=generator).to(wanted)
+        (ours,) = torch.autograd.grad((found * cotangent).sum(), [embedding.weight])
+        (theirs,) = torch.autograd.grad((wanted * cotangent).sum(), [table])
+    if _apart(found, wanted):
+        yield f"rows of '{name}' differ"
+    if _apart(ours, _own(theirs, axis)):
+        yield f"the gradient of '{name}' differs"
+
+
+def _head_differs(head: Any, dense: Sequence[Any], axis: Axis, name: str) -> Iterator[str]:
+    generator = torch.Generator().manual_seed(12)
+    _, weight, bias = dense
+    hidden = torch.randn(32, weight.shape[1], generator=generator).to(weight).requires_grad_()
+    target = torch.randint(0, len(weight), (32,), generator=generator).to(weight.device)
+    table, before = weight.detach().requires_grad_(), head.sizes
+    with torch.enable_grad():
+        wanted = F.cross_entropy(F.linear(hidden, table, bias).float(), target)
+        head.sizes = None
+        found = vocab_parallel_cross_entropy(head(hidden), target, axis, vocabulary=len(weight))
+        head.sizes = before
+        ours = torch.autograd.grad(found, [head.weight, hidden])
+        theirs = torch.autograd.grad(wanted, [table, hidden])
+    if _apart(found, wanted):
+        yield f"the loss of '{name}' differs"
+    if _apart(ours[0], _own(theirs[0], axis)):
+        yield f"the gradient of '{name}' differs"
+    if _apart(ours[1], theirs[1]):
+        yield f"the gradient of what '{name}' reads differs"
+
+
+def _apart(ours: torch.Tensor, wanted: torch.Tensor) -> bool:
+    bar = TOLERANCES.get(wanted.dtype, 6e-2)
+    ours, wanted = ours.detach().float(), wanted.detach().float()
+    return not float((ours - wanted).abs().max()) <= bar * max(float(wanted.abs().max()), 1e-30)

@@ -1,0 +1,102 @@
+"""A model cut before there is an engine, and single layers, under the names that scripts import."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.comm import init as comm_init
+from deepspeed.comm.axis import Axis, group_axis, world_axis
+from deepspeed.comm.groups import is_initialized
+from deepspeed.comm.mesh import mesh_for, ranks_started, resolve
+from deepspeed.errors import ArgumentError, MeshError
+from deepspeed.foundation.log import warn_once
+from deepspeed.tensor_parallel.cut import cut_model, is_cut
+from deepspeed.tensor_parallel.layers import Slot, become_column, become_row, even_segments, is_linear, is_transposed
+
+
+def tp_model_init(
+    model: nn.Module,
+    tp_size: int,
+    dtype: torch.dtype | None = None,
+    config: Any = None,
+    tp_group: Any = None,
+    *,
+    example: Any = None,
+    verify: str = "units",
+) -> nn.Module:
+    """Cut a dense model over ranks now; `initialize` takes it as it is. All ranks call together.
+
+    Args:
+        model: the same on all ranks; changed in place.
+        tp_size: neighbouring ranks that share its matrices.
+        dtype: has no effect: the engine computes in the precision its JSON names.
+        config: has no effect beside `initialize`'s.
+        tp_group: those ranks as a process group, or None.
+        example: arguments of forward, where they cannot be made up.
+        verify: as `tensor_parallel.verify`.
+
+    Returns:
+        The model.
+
+    Raises:
+        ArgumentError: the model is cut already.
+        MeshError: `tp_group` is not the ranks of the mesh.
+        TensorParallelError: it cannot be cut.
+    """
+    if not is_initialized():
+        comm_init.init_distributed()
+    if is_cut(model):
+        raise ArgumentError("tp_model_init: the model is cut already")
+    device = torch.device(get_accelerator().current_device_name())
+    mesh = mesh_for(resolve(ranks_started(), [("tp", tp_size, "tp_model_init")]), None, device)
+    axis = mesh.axis("tp")
+    if tp_group is not None and group_axis("tp", tp_group, device) is not axis:
+        raise MeshError(f"tp_model_init: tp_group is not the {tp_size} neighbouring ranks {list(axis.ranks)}")
+    if axis.size > 1:
+        cut_model(model, axis, example=example, check=verify)
+    return model
+
+
+def set_autotp_mode(training: bool = False) -> None:
+    """Has no effect: a cut model trains and generates with the same layers."""
+    if not training:
+        warn_once("set_autotp_mode has no effect: cut layers train and generate alike")
+
+
+def LinearLayer(module: nn.Module, mp_group: Any = None, name: str = "linear") -> nn.Module:
+    """A linear layer, made to hold this rank's outputs in place.
+
+    Args:
+        module: whole; a linear layer, or GPT-2's `Conv1D`.
+        mp_group: the ranks that share it; None: all.
+        name: for reports.
+
+    Raises:
+        ArgumentError: it is no linear layer, or has fewer outputs than ranks.
+    """
+    axis, made = _axis_of(mp_group), _linear(module)
+    size = made.weight.shape[1 if is_transposed(module) else 0]
+    become_column(module, Slot(axis, name), even_segments(size, axis, name))
+    return module
+
+
+def LinearAllreduce(module: nn.Module, mp_group: Any = None, name: str = "linear") -> nn.Module:
+    """A linear layer, made to hold this rank's inputs in place; its outputs are summed. See `LinearLayer`."""
+    axis, made = _axis_of(mp_group), _linear(module)
+    size = made.weight.shape[0 if is_transposed(module) else 1]
+    become_row(module, Slot(axis, name), even_segments(size, axis, name))
+    return module
+
+
+def _axis_of(group: Any) -> Axis:
+    return world_axis() if group is None else group_axis("tp", group)
+
+
+def _linear(module: nn.Module) -> Any:
+    if not is_linear(module):
+        raise ArgumentError(f"a {type(module).__name__} is no linear layer that can be cut")
+    return module

@@ -1,0 +1,109 @@
+"""A small input for a model, by which it is traced, and what its modules are called with on it."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.errors import ArgumentError
+from deepspeed.tensor_parallel.shares import Call
+
+TOKENS = 12
+
+
+def inputs_of(model: nn.Module, example: Any = None) -> dict[str, Any]:
+    """Arguments of the model's forward: the example, or made up from the config of a Transformers model.
+
+    Args:
+        model: to be called.
+        example: a dict of arguments, or positional ones: a tensor or a tuple.
+
+    Raises:
+        ArgumentError: nothing says what the model takes.
+    """
+    example = getattr(model, "example_input_array", None) if example is None else example
+    if example is not None:
+        names = list(inspect.signature(model.forward).parameters)
+        given = example if isinstance(example, dict) else dict(zip(names, _tuple(example), strict=False))
+        return {name: _here(value, model) for name, value in given.items()}
+    config = getattr(model, "config", None)
+    if not hasattr(config, "to_dict"):
+        raise ArgumentError(
+            f"tensor parallelism follows one forward of the model, and {type(model).__name__} does not say what it "
+            f"takes: give it an attribute example_input_array (a tensor, or a tuple of forward's arguments)"
+        )
+    made = _made_up(model, config)
+    if "use_cache" in inspect.signature(model.forward).parameters:
+        made["use_cache"] = False
+    return {name: _here(value, model) for name, value in made.items()}
+
+
+def _made_up(model: nn.Module, config: Any) -> dict[str, Any]:
+    main = getattr(model, "main_input_name", "input_ids")
+    generator = torch.Generator().manual_seed(1)
+    if main == "input_ids":
+        text = config.get_text_config() if hasattr(config, "get_text_config") else config
+        vocabulary = min(int(getattr(text, "vocab_size", None) or getattr(config, "vocab_size", None) or 32), 1000)
+        draw = lambda count: torch.randint(min(3, vocabulary - 1), vocabulary, (1, count), generator=generator)  # noqa: E731
+        given: dict[str, Any] = {"input_ids": draw(TOKENS)}
+        if getattr(config, "is_encoder_decoder", False):
+            given["decoder_input_ids"] = draw(TOKENS - 2)
+        return given
+    if main == "pixel_values":
+        size = getattr(config, "image_size", 32)
+        height, width = size if isinstance(size, (list, tuple)) else (size, size)
+        return {main: torch.randn(1, getattr(config, "num_channels", 3), height, width, generator=generator)}
+    raise ArgumentError(
+        f"the input {main!r} of {type(model).__name__} cannot be made up: give the model an attribute "
+        f"example_input_array, a dict of forward's arguments"
+    )
+
+
+def _tuple(example: Any) -> tuple[Any, ...]:
+    return example if isinstance(example, tuple) else (example,)
+
+
+def _here(value: Any, model: nn.Module) -> Any:
+    """Where the model is, in its dtype."""
+    param = next(model.parameters(), None)
+    if not isinstance(value, torch.Tensor) or param is None:
+        return value
+    return value.to(param.device, param.dtype if value.is_floating_point() else value.dtype)
+
+
+@contextlib.contextmanager
+def quiet(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode, no gradients, and random states as they were."""
+    before = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        for module in before:
+            module.training = True
+
+
+def calls_of(model: nn.Module, names: Iterable[str], inputs: dict[str, Any]) -> tuple[dict[str, Call], Any]:
+    """What modules are called with first in a forward, and what the model returns."""
+    found: dict[str, Call] = {}
+    modules = dict(model.named_modules())
+
+    def noting(name: str) -> Any:
+        def note(module: nn.Module, args: Any, kwargs: Any) -> None:
+            found.setdefault(name, Call.of(module, args, kwargs))
+
+        return note
+
+    handles = [modules[name].register_forward_pre_hook(noting(name), with_kwargs=True) for name in dict.fromkeys(names)]
+    try:
+        with quiet(model):
+            return found, model(**inputs)
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,256 @@
+"""Layers that hold a slice of a matrix; the other ranks of their axis hold the rest.
+
+A column-parallel layer has some of the outputs and reads the whole input; a row-parallel layer reads some of the inputs
+and adds up its outputs over the ranks, before its bias. Between the two, each rank computes on channels of its own.
+Existing layers become slices in place: module and parameters stay the objects they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from deepspeed.comm.axis import Axis
+from deepspeed.comm.differentiable import enter, gather_from, reduce_from
+from deepspeed.errors import ArgumentError
+from deepspeed.foundation.partition import partition_uniform
+from deepspeed.zero.placement import Cut, Placement, Relation, place
+
+
+class Slot:
+    """Where the slices of one layer lie; copies of a layer share it.
+
+    Args:
+        axis: the ranks.
+        name: of the layer, for reports.
+    """
+
+    def __init__(self, axis: Axis, name: str = "") -> None:
+        self.axis, self.name = axis, name
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Slot:
+        return self
+
+
+def take(tensor: torch.Tensor, dim: int, segments: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """The segments (start, length) of a dim, one after the other, in memory of their own."""
+    return torch.cat([tensor.narrow(dim, start, length) for start, length in segments], dim)
+
+
+def cut_tensor(tensor: torch.Tensor, dim: int, segments: Sequence[tuple[int, int]]) -> None:
+    """Keep some segments of one dim of a parameter or buffer, and place it so; it stays the object it is."""
+    size = tensor.shape[dim]
+    with torch.no_grad():
+        tensor.data = take(tensor.data, dim, segments)
+    place(tensor, Placement((Cut(dim, size, tuple(segments)),), {"tp": Relation.CUT}))
+
+
+def mark_partial(tensor: torch.Tensor) -> None:
+    """A parameter that is whole on each rank and whose gradients there are parts of one sum."""
+    place(tensor, Placement((), {"tp": Relation.PARTIAL}))
+
+
+def even_segments(size: int, axis: Axis, name: str) -> tuple[tuple[int, int], ...]:
+    """This rank's share of a dim: as even as it goes.
+
+    Raises:
+        ArgumentError: there are fewer elements than ranks.
+    """
+    if size < axis.size:
+        raise ArgumentError(f"{name}: {size} channels cannot be shared out to {axis.size} ranks")
+    low, high = partition_uniform(size, axis.size)[axis.rank : axis.rank + 2]
+    return ((low, high - low),)
+
+
+def even_sizes(size: int, ranks: int) -> list[int]:
+    """How many channels each rank has."""
+    bounds = partition_uniform(size, ranks)
+    return [high - low for low, high in zip(bounds, bounds[1:], strict=False)]
+
+
+class _Sliced(nn.Module):
+    """What slices of linear layers have in common; `weight` is (out, in), or (in, out) as GPT-2's `Conv1D` has it."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    slot: Slot
+    transposed = False
+
+    def _matrix(self) -> torch.Tensor:
+        return self.weight.t() if self.transposed else self.weight
+
+
+class ColumnParallel(_Sliced):
+    """Some of the outputs of a linear layer.
+
+    Attributes:
+        enters: the gradient of the input is summed here; False where an earlier layer of the same region does that.
+        rows: outputs that this rank uses of weights that are whole everywhere; None: the weights are a slice.
+        sizes: outputs of each rank, where they are joined; None: they stay apart.
+    """
+
+    enters = True
+    rows: torch.Tensor | None = None
+    sizes: Sequence[int] | None = None
+
+    def forward(self, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """(…, in) to (…, outputs of this rank)."""
+        if self.enters:
+            input = enter(input, self.slot.axis, f"gradient of what {self.slot.name} reads")
+        weight, bias = self._matrix(), self.bias
+        if self.rows is not None:
+            weight = weight.index_select(0, self.rows)
+            bias = None if bias is None else bias.index_select(0, self.rows)
+        out = F.linear(input, weight, bias)
+        if self.sizes is None:
+            return out
+        return gather_from(out, self.slot.axis, -1, self.sizes, f"outputs of {self.slot.name}")
+
+
+class RowParallel(_Sliced):
+    """Some of the inputs of a linear layer."""
+
+    def forward(self, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """(…, inputs of this rank) to (…, out), equal on all ranks."""
+        out = reduce_from(F.linear(input, self._matrix()), self.slot.axis, f"sum of {self.slot.name}")
+        return out if self.bias is None else out + self.bias
+
+
+class ColumnParallelLinear(ColumnParallel, nn.Linear):
+    """A linear layer of which this rank has some outputs.
+
+    Args:
+        in_features: of the whole layer.
+        out_features: of the whole layer, shared out as evenly as it goes.
+        bias: whether it has one.
+        axis: the ranks that share it.
+        gather_output: every rank returns all outputs.
+        name: for reports.
+        device, dtype: of the parameters.
+
+    Values are drawn for the whole layer, so ranks with equal seeds have slices of one matrix.
+
+    Raises:
+        ArgumentError: fewer outputs than ranks.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        axis: Axis,
+        gather_output: bool = False,
+        name: str = "linear",
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        nn.Linear.__init__(self, in_features, out_features, bias, device, dtype)
+        become_column(self, Slot(axis, name), even_segments(out_features, axis, name))
+        self.sizes = even_sizes(out_features, axis.size) if gather_output else None
+
+
+class RowParallelLinear(RowParallel, nn.Linear):
+    """A linear layer of which this rank has some inputs; see `ColumnParallelLinear`."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        axis: Axis,
+        name: str = "linear",
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        nn.Linear.__init__(self, in_features, out_features, bias, device, dtype)
+        become_row(self, Slot(axis, name), even_segments(in_features, axis, name))
+
+
+_classes: dict[tuple[type, type], type] = {}
+
+
+def _class_of(kind: type, slice_class: type) -> type:
+    """The class of a layer that has become a slice: it still is an instance of what it was."""
+    if kind is nn.Linear:
+        return ColumnParallelLinear if slice_class is ColumnParallel else RowParallelLinear
+    if (kind, slice_class) not in _classes:
+        name = slice_class.__name__ + kind.__name__
+        _classes[kind, slice_class] = type(name, (slice_class, kind), {"__module__": __name__})
+    return _classes[kind, slice_class]
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Whether a linear layer holds (in, out), as `Conv1D` of Transformers does."""
+    return hasattr(module, "nf") and not hasattr(module, "out_features")
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module is a linear layer that can become a slice."""
+    weight = module._parameters.get("weight")
+    if weight is None or weight.dim() != 2 or not weight.is_floating_point() or hasattr(weight, "quant_state"):
+        return False
+    if type(module).__name__ == "Conv1D" and is_transposed(module):
+        return True
+    # Subclasses of Transformers spell out the same product.
+    return isinstance(module, nn.Linear) and (
+        type(module).forward in _FORWARDS or type(module).__module__.startswith("transformers.")
+    )
+
+
+_FORWARDS = (nn.Linear.forward, ColumnParallel.forward, RowParallel.forward)
+
+
+def _turn(module: nn.Module, slot: Slot, slice_class: type) -> Any:
+    made: Any = module
+    if not isinstance(module, slice_class):
+        made.transposed = is_transposed(module)
+        made.__class__ = _class_of(type(module), slice_class)
+    made.slot = slot
+    return made
+
+
+def become_column(
+    module: nn.Module,
+    slot: Slot,
+    segments: Sequence[tuple[int, int]],
+    copied: bool = False,
+    weight_is_cut: bool = False,
+) -> None:
+    """Make a linear layer hold some of its outputs, in place.
+
+    Args:
+        module: dense, with the values of the whole layer.
+        slot: the ranks.
+        segments: (start, length) of the outputs, in this rank's order.
+        copied: other ranks use some of them too: weights stay whole, and their gradients are parts of a sum.
+        weight_is_cut: its weight is another layer's too, which has been cut alike.
+    """
+    made = _turn(module, slot, ColumnParallel)
+    dim, here = 1 if made.transposed else 0, sum(length for _, length in segments)
+    if copied:
+        if list(segments) != [(0, made.weight.shape[dim])]:
+            rows = torch.cat([torch.arange(start, start + length) for start, length in segments])
+            made.rows = rows.to(made.weight.device)
+        for tensor in made._parameters.values():
+            if tensor is not None:
+                mark_partial(tensor)
+    else:
+        if not weight_is_cut:
+            cut_tensor(made.weight, dim, segments)
+        if made.bias is not None:
+            cut_tensor(made.bias, 0, segments)
+    setattr(made, "nf" if made.transposed else "out_features", here)
+
+
+def become_row(module: nn.Module, slot: Slot, segments: Sequence[tuple[int, int]]) -> None:
+    """Make a linear layer hold some of its inputs, in place; see `become_column`."""
+    made = _turn(module, slot, RowParallel)
+    cut_tensor(made.weight, 0 if made.transposed else 1, segments)
+    setattr(made, "nx" if made.transposed else "in_features", sum(length for _, length in segments))

@@ -1,0 +1,261 @@
+"""The plan: which matrices of a model are cut, how, and why others stay whole; printed before anything moves."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.errors import TensorParallelError
+from deepspeed.tensor_parallel.dropout import Draws
+from deepspeed.tensor_parallel.fit import Numbers, fit
+from deepspeed.tensor_parallel.inputs import calls_of, inputs_of, quiet
+from deepspeed.tensor_parallel.packed import fit_packed, share_packed
+from deepspeed.tensor_parallel.regions import Region, find_regions, join, lies_in, owner
+from deepspeed.tensor_parallel.shares import Call, Shares, heads_in, share_out
+from deepspeed.tensor_parallel.trace import Trace
+
+
+@dataclass
+class Fitted:
+    """A region, shared out, and the numbers of this rank."""
+
+    shares: Shares
+    numbers: Numbers
+
+
+@dataclass
+class Unit:
+    """A module of a block, whose regions are cut and compared together.
+
+    Args:
+        name: of the module.
+        regions: with names inside it.
+        call: what it is called with on the small input.
+    """
+
+    name: str
+    regions: list[Fitted]
+    call: Call
+
+
+@dataclass
+class Plan:
+    """How a model is cut.
+
+    Args:
+        ranks: that share it.
+        units: in the order in which they run.
+        whole: matrices of blocks that stay whole, and why.
+        inputs: the small input of the model.
+        output: what the dense model makes of it.
+        drops: which matrices' results each module drops in training.
+        shapes: of the parameters.
+    """
+
+    ranks: int
+    units: list[Unit]
+    whole: dict[str, str]
+    inputs: dict[str, Any]
+    output: Any
+    drops: dict[str, list[frozenset[str]]] = field(default_factory=dict)
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def part(self) -> float:
+        """Bytes of the blocks' matrices on the largest rank, over those of the dense model."""
+        dense = held = 0.0
+        for unit in self.units:
+            for one in unit.regions:
+                size = sum(
+                    torch.Size(self.shapes[join(unit.name, n)]).numel()
+                    for n in [*one.shares.region.columns, *one.shares.region.rows]
+                )
+                dense, held = dense + size, held + size * one.shares.bytes
+        left = sum(torch.Size(self.shapes[name]).numel() for name in self.whole)
+        return (held + left) / max(dense + left, 1)
+
+    def rows(self) -> list[tuple[str, str, str]]:
+        """(matrix, how it is cut, channels of each rank), one line for equal layers of several blocks."""
+        found: dict[tuple[str, str, str], int] = {}
+        for unit in self.units:
+            for one in unit.regions:
+                for key in _rows(unit.name, one.shares):
+                    found[key] = found.get(key, 0) + 1
+        for name, why in self.whole.items():
+            key = (_starred(name), "whole", why)
+            found[key] = found.get(key, 0) + 1
+        return [(f"{name} ({count})" if count > 1 else name, how, what) for (name, how, what), count in found.items()]
+
+    def table(self) -> str:
+        """The plan in words, a line for each kind of matrix."""
+        rows = [("matrix", "cut", "channels of each rank"), *self.rows()]
+        widths = [max(len(row[at]) for row in rows) for at in range(2)]
+        lines = [f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c}".rstrip() for a, b, c in rows]
+        return "\n".join([f"tensor parallelism over {self.ranks} ranks; the largest holds {self.part():.2f} of the "
+                          f"blocks' matrices", *lines])  # fmt: skip
+
+
+def _starred(name: str) -> str:
+    return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
+
+
+def _rows(unit: str, shares: Shares) -> list[tuple[str, str, str]]:
+    made = []
+    region = shares.region
+    for name, share in shares.tensors.items():
+        if name in region.rows:
+            continue
+        layers = {owner(column) for column in region.columns if not region.packed}
+        how = "column" if name in region.columns or owner(name) in layers else f"dim {share.dim}"
+        how = "partial" if share.dim < 0 or share.copied else how
+        counts = "/".join(str(sum(length for _, length in one)) for one in share.segments)
+        what = "copied" if share.dim < 0 else f"uses {counts}" if share.copied else counts
+        runs = max(len(one) for one in share.segments)
+        made.append((_starred(join(unit, name)), how, what + (f" in {runs} runs" if runs > 1 else "")))
+    counts = "/".join(str(one[0][1]) for one in shares.rows)
+    made += [(_starred(join(unit, name)), "row", counts) for name in region.rows]
+    return made
+
+
+def make_plan(
+    model: nn.Module, ranks: int, rank: int, example: Any = None, skip: Sequence[re.Pattern[str]] = ()
+) -> Plan:
+    """Find out how a dense model can be cut.
+
+    Args:
+        model: dense, whole on this rank or sharded by `zero.Init`; nothing of it is changed.
+        ranks: to share its matrices out to.
+        rank: this one.
+        example: arguments of its forward; None: made up for a model of Transformers.
+        skip: names of parameters that stay whole, with all that shares their channels.
+
+    Raises:
+        ArgumentError: nothing says what the model takes.
+        TensorParallelError: none of its matrices can be cut.
+    """
+    inputs = inputs_of(model, example)
+    with Trace(model, inputs) as trace, quiet(model):
+        model(**inputs)
+    regions, whole = find_regions(model, trace.nodes)
+    for region in [region for region in regions if _skipped(region, skip)]:
+        whole.update(dict.fromkeys([*region.columns, *region.rows], "partition_config says so"))
+        regions.remove(region)
+    homes = _homes(regions)
+    calls, output = calls_of(model, homes, inputs)
+    shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in model.named_parameters()}
+    modules = dict(model.named_modules())
+    heads = sorted(set(heads_in(getattr(model, "config", None))))
+    known: dict[Any, Fitted | str] = {}
+    units = []
+    for home in homes:
+        packed = any(region.packed and region.home == home for region in regions)
+        mine = [one for one in regions if one.packed == packed and lies_in(one.home, home)]
+        fitted = []
+        for region in mine:
+            inside = _inside(region, home)
+            key = (_kind(modules[home], home, region, shapes), _given(calls[home]))
+            if key not in known:
+                known[key] = _fitted(modules[home], inside, region, calls[home], heads, (ranks, rank))
+            found = known[key]
+            if isinstance(found, str):
+                whole.update(dict.fromkeys([*region.columns, *region.rows], found))
+            else:
+                fitted.append(Fitted(replace(found.shares, region=inside), found.numbers))
+        if fitted:
+            units.append(Unit(home, fitted, calls[home]))
+    if not units:
+        reasons = "; ".join(f"{_starred(n)}: {why}" for n, why in list(whole.items())[:4])
+        raise TensorParallelError(
+            f"{type(model).__name__} cannot be cut over {ranks} ranks: {reasons or 'no block has a pair'}"
+        )
+    return Plan(ranks, units, whole, inputs, output, _drops(model, inputs), shapes)
+
+
+def _drops(model: nn.Module, inputs: dict[str, Any]) -> dict[str, list[frozenset[str]]]:
+    """What the model's modules drop in training."""
+    training = [module for module in model.modules() if module.training]
+    if not training:
+        return {}
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}  # running statistics
+    draws = Draws(model, inputs)
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), draws:
+            model(**inputs)
+        for name, buffer in model.named_buffers():
+            buffer.copy_(buffers[name])
+    finally:
+        draws.remove()
+    return draws.found
+
+
+def _skipped(region: Region, skip: Sequence[re.Pattern[str]]) -> bool:
+    return any(pattern.search(name) for pattern in skip for name in [*region.columns, *region.rows])
+
+
+def _homes(regions: Sequence[Region]) -> list[str]:
+    """The modules that are cut at once: those that lie in no other, and packed experts."""
+    packed = {region.home for region in regions if region.packed}
+    others = {region.home for region in regions if not region.packed}
+    inside = {home for home in others if any(home != other and lies_in(home, other) for other in others)}
+    return [home for home in dict.fromkeys(region.home for region in regions) if home in packed or home not in inside]
+
+
+def _inside(region: Region, home: str) -> Region:
+    cut = lambda name: name.removeprefix(home).removeprefix(".")  # noqa: E731
+    tables = [cut(name) for name in region.tables if lies_in(name, home)]
+    columns, rows = list(map(cut, region.columns)), list(map(cut, region.rows))
+    return Region(cut(region.home), columns, rows, set(map(cut, region.inner)), tables, region.packed)
+
+
+def _given(call: Call) -> Any:
+    """Which tensors a module is called with: blocks after the first are often given more."""
+    found: list[tuple[str, tuple[int, ...]]] = []
+
+    def note(path: str, tensor: torch.Tensor) -> torch.Tensor:
+        found.append((path, tuple(tensor.shape)))
+        return tensor
+
+    call.mapped(note)
+    return tuple(found)
+
+
+def _kind(module: nn.Module, home: str, region: Region, shapes: dict[str, tuple[int, ...]]) -> Any:
+    """What regions with one way of being cut have in common."""
+    names = [name for name in shapes if lies_in(name, home)]
+    numbers = {
+        k: v for k, v in vars(module).items() if type(v) in (int, str, bool) and k not in ("layer_idx", "training")
+    }
+    inside = [(name.removeprefix(home), shapes[name]) for name in names]
+    foreign = [name for name in region.tables if not lies_in(name, home)]
+    inner = [name.removeprefix(home) for name in [*region.columns, *region.rows]]
+    return (type(module), tuple(inside), tuple(inner), tuple(sorted(numbers.items())), tuple(foreign))
+
+
+def _fitted(
+    module: nn.Module, inside: Region, region: Region, call: Call, heads: list[int], at: tuple[int, int]
+) -> Fitted | str:
+    if inside.packed:
+        return _packed(module.get_submodule(inside.home), inside, call, at)
+    try:
+        shares = share_out(module, inside, call, heads, at[0])
+    except (RuntimeError, ValueError, TypeError) as error:
+        return f"it does not run alone: {type(error).__name__}: {str(error).splitlines()[0][:120]}"
+    if shares is None:
+        return "every channel depends on every other"
+    numbers = fit(module, shares, call, at[1])
+    return numbers if isinstance(numbers, str) else Fitted(shares, numbers)
+
+
+def _packed(module: nn.Module, region: Region, call: Call, at: tuple[int, int]) -> Fitted | str:
+    try:
+        shares = share_packed(module, region, call, at[0])
+        if isinstance(shares, str):
+            return shares
+        numbers = fit_packed(module, shares, call, at[1])
+    except (RuntimeError, ValueError, TypeError) as error:
+        return f"it does not run alone: {type(error).__name__}: {str(error).splitlines()[0][:120]}"
+    return numbers if isinstance(numbers, str) else Fitted(shares, numbers)

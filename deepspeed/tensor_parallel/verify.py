@@ -1,0 +1,171 @@
+"""A cut unit against its dense form, forward and backward, while both are at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.comm.api import all_gather_object
+from deepspeed.comm.axis import Axis
+from deepspeed.comm.differentiable import summed
+from deepspeed.errors import TensorParallelError
+from deepspeed.tensor_parallel.layers import take
+from deepspeed.tensor_parallel.plan import Unit
+from deepspeed.tensor_parallel.shares import floating
+from deepspeed.tensor_parallel.trace import tensors_in
+from deepspeed.zero.placement import Relation, placement_of
+
+# Of the largest value, by the precision the unit computes in.
+TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 6e-2, torch.float16: 2e-2}
+
+
+@dataclass
+class Seen:
+    """What a unit computes: outputs, and gradients of its inputs and parameters."""
+
+    outputs: list[torch.Tensor]
+    inputs: dict[str, torch.Tensor | None]
+    params: dict[str, torch.Tensor | None]
+
+
+def run(module: nn.Module, unit: Unit) -> Seen:
+    """Forward and backward with fixed cotangents, without dropout.
+
+    Args:
+        module: dense or cut.
+        unit: says what it is called with.
+    """
+    dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
+    call, _ = floating(unit.call)
+    call = call.mapped(lambda _, t: t.to(dtype) if t.is_floating_point() and dtype != torch.float32 else t)
+    given: dict[str, torch.Tensor] = {}
+
+    def leaf(path: str, tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_floating_point():
+            return tensor
+        given[path] = tensor.detach().clone().requires_grad_()
+        return given[path].view_as(given[path])
+
+    params = {n: p for n, p in module.named_parameters() if p.is_floating_point()}
+    frozen = [p for p in params.values() if not p.requires_grad]
+    training = [m for m in module.modules() if m.training]
+    module.eval()
+    try:
+        for p in frozen:
+            p.requires_grad_(True)
+        with torch.enable_grad():
+            outputs = [t for t in tensors_in(call.mapped(leaf).run(module)) if t.is_floating_point()]
+            generator = torch.Generator().manual_seed(7)
+            whole = [(t * _drawn(t, generator)).sum() for t in outputs[:1] if t.requires_grad]
+            asked = [*given.values(), *params.values()]
+            grads = torch.autograd.grad(sum(whole, torch.zeros((), device=asked[0].device)), asked, allow_unused=True)
+    finally:
+        for p in frozen:
+            p.requires_grad_(False)
+        for m in training:
+            m.training = True
+    found = dict(zip([*given, *(f"parameter {n}" for n in params)], grads, strict=True))
+    return Seen(
+        [t.detach() for t in outputs], {n: found[n] for n in given}, {n: found[f"parameter {n}"] for n in params}
+    )
+
+
+def _drawn(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    return torch.randn(tensor.shape, generator=generator).to(tensor)
+
+
+def compare(unit: Unit, dense: Seen, module: nn.Module, axis: Axis) -> None:
+    """Run the cut unit and compare. All ranks of the axis call together.
+
+    Raises:
+        TensorParallelError: on every rank, with what differs on which.
+    """
+    error = ""
+    try:
+        seen = run(module, unit)
+        dtype = next(p.dtype for p in module.parameters() if p.is_floating_point())
+        differs = list(_differences(dense, seen, module, axis, TOLERANCES[dtype]))
+        error = "; ".join(differs[:3])
+    except (RuntimeError, ValueError, IndexError, TypeError) as why:
+        error = f"{type(why).__name__}: {str(why).splitlines()[0][:160]}"
+    everyone: list[Any] = [None] * axis.size
+    all_gather_object(everyone, error, group=axis.group)
+    wrong = [f"rank {axis.ranks[at]}: {text}" for at, text in enumerate(everyone) if text]
+    if wrong:
+        raise TensorParallelError(
+            f"'{unit.name}' cut over {axis.size} ranks (tp) does not compute what it computed whole: "
+            f"{' | '.join(wrong)}. Leave it whole: partition_type skip in tensor_parallel.partition_config.layer_specs"
+        )
+
+
+def _differences(dense: Seen, cut: Seen, module: nn.Module, axis: Axis, tolerance: float) -> Iterator[str]:
+    for at, (wanted, ours) in enumerate(zip(dense.outputs, cut.outputs, strict=False)):
+        if at == 0 or wanted.shape == ours.shape:
+            yield from _apart(f"output {at}", wanted, ours, 0.0, tolerance)
+    largest = max((float(g.abs().max()) for g in dense.params.values() if g is not None and g.numel()), default=0.0)
+    for name, wanted in dense.inputs.items():
+        ours = cut.inputs.get(name)
+        if wanted is not None and name in cut.inputs:
+            yield from _apart(f"the gradient of {name}", wanted, ours, largest, tolerance)
+    params = dict(module.named_parameters())
+    for name, wanted in dense.params.items():
+        ours, placed = cut.params[name], placement_of(params[name])
+        if placed.relations.get("tp") is Relation.PARTIAL:
+            part = torch.zeros_like(params[name]) if ours is None else ours
+            ours = summed(part, axis, f"check of {name}")
+        if wanted is None:
+            continue
+        for one in placed.cuts:
+            wanted = take(wanted, one.dim, one.segments)
+        yield from _apart(f"the gradient of {name}", wanted, ours, largest, tolerance)
+
+
+def _apart(
+    what: str, wanted: torch.Tensor, ours: torch.Tensor | None, largest: float, tolerance: float
+) -> Iterator[str]:
+    if ours is None:
+        if float(wanted.abs().max()) > tolerance * largest:
+            yield f"{what} is missing"
+        return
+    if wanted.shape != ours.shape:
+        yield f"{what} has shape {tuple(ours.shape)}, and {tuple(wanted.shape)} belongs there"
+        return
+    if not wanted.numel():
+        return
+    scale = max(float(wanted.abs().max()), 1e-3 * largest, 1e-30)
+    gap = float((ours.float() - wanted.float().to(ours.device)).abs().max())
+    if not gap <= tolerance * scale:
+        yield f"{what} differs by {gap / scale:.2g} of its largest value"
+
+
+def compare_models(model: nn.Module, plan: Any, axis: Axis) -> None:
+    """The output of the cut model against the dense one's. All ranks of the axis call together.
+
+    Raises:
+        TensorParallelError: they differ.
+    """
+    from deepspeed.tensor_parallel.inputs import quiet
+
+    with quiet(model):
+        found = [t for t in tensors_in(_values(model(**plan.inputs))) if t.is_floating_point()]
+    wanted = [t for t in tensors_in(_values(plan.output)) if t.is_floating_point()]
+    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+    differs = [
+        text for at, (a, b) in enumerate(zip(wanted, found, strict=False))
+        for text in _apart(f"output {at}", a, b, 0.0, TOLERANCES[dtype])
+    ]  # fmt: skip
+    everyone: list[Any] = [None] * axis.size
+    all_gather_object(everyone, "; ".join(differs[:3]), group=axis.group)
+    wrong = [f"rank {axis.ranks[at]}: {text}" for at, text in enumerate(everyone) if text]
+    if wrong:
+        raise TensorParallelError(
+            f"the model cut over {axis.size} ranks (tp) is not the dense one: {' | '.join(wrong)}"
+        )
+
+
+def _values(output: Any) -> Any:
+    return output.to_tuple() if hasattr(output, "to_tuple") else output

@@ -1,0 +1,29 @@
+"""Toys of the installed Transformers, cut over ranks: none is wrong in silence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.parallel.tensor_models import cut_and_compare, names
+from tests.parallel.tensor_table import counts, rows_of
+
+# One of each way: three matrices and fused ones in three layouts, Conv1D, gate beside up, experts, shared heads, alibi,
+# relative positions, shared layers, two stacks.
+KINDS = ("GPTNeoXForCausalLM", "BloomForCausalLM", "GPT2LMHeadModel", "Phi3ForCausalLM", "MixtralForCausalLM",
+         "T5ForConditionalGeneration", "AlbertForMaskedLM", "BartForConditionalGeneration")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_one_of_each_kind(workers: Any, name: str) -> None:
+    for row in workers(2).run(cut_and_compare, name, 2, timeout=60):
+        assert counts(row, 2), row
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_no_model_is_wrong_in_silence(ranks: int) -> None:
+    found = rows_of(ranks, sorted(names()))
+    assert [row for row in found.values() if row["verdict"] == "WRONG"] == []
+    assert sum(counts(row, ranks) for row in found.values()) >= 60

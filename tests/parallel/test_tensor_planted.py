@@ -1,0 +1,160 @@
+"""Mistakes planted into the cutting: each is found at the start, by name."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from deepspeed.comm.mesh import mesh_for
+from deepspeed.errors import TensorParallelError
+from deepspeed.tensor_parallel import cut, dropout, head, layers
+from tests.parallel.tensor_runs import model_of
+
+Patch = Callable[[Any], None]
+
+
+@contextlib.contextmanager
+def patched(owner: Any, name: str, made: Callable[[Any], Any]) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, made(before))
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def swapped(right: Any) -> Any:
+    """Query and key change places."""
+
+    def cut_region(module: nn.Module, *args: Any) -> None:
+        right(module, *args)
+        params = dict(module.named_parameters())
+        if "q_proj.weight" in params:
+            q, k = params["q_proj.weight"], params["k_proj.weight"]
+            q.data, k.data = k.data.clone(), q.data.clone()
+
+    return cut_region
+
+
+def changed(names: str, segments: Callable[[list[Any]], list[Any]]) -> Callable[[Any], Any]:
+    """Matrices of these names are cut as `segments` makes of the right ones, by rank."""
+
+    def patch(right: Any) -> Any:
+        def cut_region(module: nn.Module, shares: Any, *args: Any) -> None:
+            tensors = {
+                name: replace(share, segments=segments(share.segments)) if re.search(names, name) else share
+                for name, share in shares.tensors.items()
+            }
+            right(module, replace(shares, tensors=tensors), *args)
+
+        return cut_region
+
+    return patch
+
+
+one_group_off = changed("k_proj|v_proj", lambda ranks: ranks[1:] + ranks[:1])
+wrong_half = changed("gate_up", lambda ranks: [(one[0], two[1]) for one, two in zip(ranks, ranks[1:] + ranks[:1])])  # noqa: B905
+
+
+def unreduced(right: Any) -> Any:
+    def forward(self: Any, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return F.linear(input, self._matrix(), self.bias)
+
+    return forward
+
+
+def bias_twice(right: Any) -> Any:
+    def forward(self: Any, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return layers.reduce_from(F.linear(input, self._matrix(), self.bias), self.slot.axis)
+
+    return forward
+
+
+def untransposed(right: Any) -> Any:
+    return lambda module: False
+
+
+def next_rows(right: Any) -> Any:
+    def become(module: Any, slot: Any) -> None:
+        right(module, slot)
+        module.first = (module.first + module.num_embeddings) % module.whole
+
+    return become
+
+
+def alike(right: Any) -> Any:
+    return lambda self, drawn: drawn
+
+
+# what, family, changes of its config, where, how, words of the error
+MISTAKES: dict[str, tuple[str, dict[str, Any], list[tuple[Any, str, Any]], tuple[str, ...]]] = {
+    "query and key swapped": (
+        "Llama", {"num_key_value_heads": 4}, [(cut, "cut_region", swapped)], ("model.layers.0.self_attn", "rank"),
+    ),
+    "heads off by one group": (
+        "Llama", {}, [(cut, "cut_region", one_group_off)], ("model.layers.0.self_attn",),
+    ),
+    "row not summed": (
+        "Llama", {}, [(layers.RowParallel, "forward", unreduced)], ("model.layers.0.self_attn", "output 0"),
+    ),
+    "bias added by each rank": (
+        "GPTNeoX", {}, [(layers.RowParallel, "forward", bias_twice)], ("gpt_neox.layers.0.attention", "output 0"),
+    ),
+    "rows of another vocabulary": (
+        "Llama", {}, [(head, "become_vocabulary_slice", next_rows)], ("model.embed_tokens",),
+    ),
+    "wrong half of gate and up": (
+        "Phi3", {}, [(cut, "cut_region", wrong_half)], ("model.layers.0.mlp",),
+    ),
+    "Conv1D as a linear layer": (
+        "GPT2", {}, [(layers, "is_transposed", untransposed)], ("transformer.h.0",),
+    ),
+    "equal seeds": (
+        "GPT2", {"attn_pdrop": 0.1}, [(dropout.Forks, "own_seed", alike)], ("ranks 0 and 1", "alike"),
+    ),
+}  # fmt: skip
+
+
+def planted(what: str) -> None:
+    family, changes, patches, words = MISTAKES[what]
+    model = model_of(family, **changes)
+    if "attn_pdrop" in changes:
+        for module in model.modules():
+            if hasattr(module, "attn_dropout"):
+                module.attn_dropout.p = 0.1
+    axis = mesh_for({"tp": 2}).axis("tp")
+    with contextlib.ExitStack() as stack:
+        for owner, name, made in patches:
+            stack.enter_context(patched(owner, name, made))
+        try:
+            cut.cut_model(model, axis, vocabulary=what == "rows of another vocabulary")
+        except TensorParallelError as error:
+            missing = [word for word in words if word not in str(error)]
+            assert not missing, f"{missing} not in: {error}"
+            return
+    raise AssertionError(f"{what}: nothing was found")
+
+
+@pytest.mark.parametrize("what", MISTAKES)
+def test_a_planted_mistake_is_found(workers: Any, what: str) -> None:
+    workers(2).run(planted, what, timeout=60)
+
+
+def unplanted() -> None:
+    """The same models, cut rightly, pass."""
+    axis = mesh_for({"tp": 2}).axis("tp")
+    for family in ("Llama", "GPTNeoX", "Phi3", "GPT2"):
+        found = cut.cut_model(model_of(family), axis, check="model", vocabulary=family == "Llama")
+        assert not found.whole and found.part() <= 0.55, found.table()
+
+
+def test_what_is_right_passes(workers: Any) -> None:
+    workers(2).run(unplanted, timeout=120)
