@@ -9,7 +9,7 @@ import torch
 from deepspeed.compression.owned import Exchange, Owned
 
 _DIGITS = ((21, 11), (10, 11), (0, 10))  # (shift, bits) of the parts of a 32-bit number, highest first
-_CHUNK = 1 << 18  # scores that are looked at together: what is made of them is eight times as large
+_CHUNK = 1 << 16  # scores that are looked at together: what is made of them is eight times as large
 Score = Callable[[Owned], torch.Tensor]
 
 

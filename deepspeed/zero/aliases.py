@@ -107,8 +107,9 @@ class Aliases:
         if self.lent or self._group.retains:
             return
         if not self._storage.resizable():  # `numpy()` fixes the size for ever, also after the array is gone
-            self._group.new_buffer()
-        self._group.aliases.shrink()
+            self._leave()
+        else:
+            self.shrink()
 
     def shrink(self) -> None:
         """Give the memory back; nobody may hold it."""
@@ -134,19 +135,26 @@ class Aliases:
         return member.snapshot is not None and not same_bits(member.flat(), member.snapshot)
 
     def refuse_lost_writes(self) -> None:
-        """Raise when a view of the freed group was written to."""
+        """Raise when a view of the freed group was written to. Its memory is left to who holds it, as it is now."""
         if not self.lent or self._gathered:
             return
-        for member in self._group.members:
-            version = version_of(member)
-            if version == member.version and not self.written(member):
-                continue
-            member.version, member.snapshot = version, None
-            raise ShardedParameterError(
-                f"a view of parameter '{member.name}', taken while it was gathered, was changed after it was freed, "
-                f"and the change would be lost. Change the parameter in "
-                f"deepspeed.zero.GatheredParameters([param], modifier_rank=0)."
-            )
+        written = [m for m in self._group.members if version_of(m) != m.version or self.written(m)]
+        if not written:
+            return
+        for member in written:
+            member.version, member.snapshot = version_of(member), None
+        self._leave()
+        names = ", ".join(f"'{member.name}'" for member in written)
+        raise ShardedParameterError(
+            f"a view of parameter {names}, taken while it was gathered, was changed after it was freed, and the change "
+            f"would be lost. Change the parameter in deepspeed.zero.GatheredParameters([param], modifier_rank=0)."
+        )
+
+    def _leave(self) -> None:
+        """Give this memory up, and have other memory from now on."""
+        self._group.new_buffer()
+        if not self._group.retains:
+            self._group.aliases.shrink()
 
     def refuse_stale(self) -> None:
         """Raise when views are held on this rank and only a collective of all ranks could bring them new values."""
