@@ -48,10 +48,11 @@ class DeepSpeedConfigModel(BaseModel):
         if "strict" in cls.model_fields and "strict" in data:
             taken["strict"] = data["strict"]
         for name, field in cls.model_fields.items():
-            said = field.json_schema_extra
+            extra = field.json_schema_extra
+            said = cast("dict[str, Any]", extra) if isinstance(extra, dict) else {}
             spelled = next((one for one in (name, field.alias) if one in taken), None)
-            if spelled is not None and isinstance(said, dict) and said.get("deprecated"):
-                _hand_on(cls, taken, spelled, cast("dict[str, Any]", said))
+            if spelled is not None and said.get("deprecated"):
+                _hand_on(cls, taken, spelled, said)
         return taken
 
 

@@ -12,7 +12,6 @@ LATER_MODULES = {
     "deepspeed.inference": "the inference engine",
     "deepspeed.linear": "low-rank linear layers",
     "deepspeed.model_implementations": "the inference engine",
-    "deepspeed.module_inject": "tensor parallelism",
     "deepspeed.moe": "mixture of experts",
     "deepspeed.monitor": "monitors",
     "deepspeed.ops.sparse_attention": "block-sparse attention layouts",
