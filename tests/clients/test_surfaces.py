@@ -59,7 +59,7 @@ def test_names_resolve(module: str) -> None:
 @pytest.mark.parametrize(
     ("module", "name"),
     [
-        ("deepspeed", "tp_model_init"),
+        ("deepspeed", "init_inference"),
     ],
 )
 def test_a_later_feature_says_so(module: str, name: str) -> None:

@@ -7,11 +7,12 @@ import re
 import pytest
 
 from deepspeed.native import library
+from tests.harness.pool import PATIENCE
 from tests.unit.comm.ranks import Ended, run_ranks
 
 TIMEOUT = 2.0  # seconds of one collective
 MARGIN = 5.0  # seconds after it within which every rank has reported
-TEARDOWN = 10.0  # seconds the interpreter may take to unload torch on a busy machine
+TEARDOWN = 10.0 * PATIENCE  # seconds the interpreter may take to unload torch on a busy machine
 
 SETUP = """
 dist.init_distributed(verbose=False)
@@ -150,6 +151,7 @@ def test_a_wait_that_the_backend_never_ends():
     ends = diverge(
         """
 from deepspeed.comm import watch
+from tests.harness.pool import PATIENCE
 watch.note("a wait of its own kind" if rank == 0 else "another one")
 time.sleep(100)
 """
