@@ -42,7 +42,9 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view_as(tensor)
 
 
-def _call(tensor: torch.Tensor, there: _Way, back: _Way) -> torch.Tensor:
+def _call(tensor: torch.Tensor, axis: Axis, there: _Way, back: _Way) -> torch.Tensor:
+    if axis.size == 1:
+        return tensor
     return _Collective.apply(tensor, there, back)  # type: ignore[no-any-return]
 
 
@@ -85,66 +87,55 @@ def _own(tensor: torch.Tensor, axis: Axis, dim: int, sizes: Sequence[int] | None
     return tensor.narrow(dim, sum(sizes[: axis.rank]), sizes[axis.rank]).contiguous()
 
 
+def _ways(axis: Axis, dim: int, sizes: Sequence[int] | None, label: str) -> tuple[_Way, _Way, _Way]:
+    """(slices joined, the own slice of what is equal everywhere, the own slice of the sum)."""
+    return (
+        lambda part: gathered(part, axis, dim, sizes, label),
+        lambda whole: _own(whole, axis, dim, sizes),
+        lambda whole: _own(summed(whole, axis, label), axis, dim, sizes),
+    )
+
+
 def copy_to(tensor: torch.Tensor, axis: Axis, label: str = "") -> torch.Tensor:
     """The tensor; its gradient is the sum of the ranks' gradients."""
-    if axis.size == 1:
-        return tensor
-    return _call(tensor, _same, lambda gradient: summed(gradient, axis, label))
+    return _call(tensor, axis, _same, lambda gradient: summed(gradient, axis, label))
 
 
 def reduce_from(tensor: torch.Tensor, axis: Axis, label: str = "") -> torch.Tensor:
     """The sum over the ranks; each rank's part has the sum's gradient."""
-    if axis.size == 1:
-        return tensor
-    return _call(tensor, lambda part: summed(part, axis, label), _same)
+    return _call(tensor, axis, lambda part: summed(part, axis, label), _same)
 
 
 def gather_from(
     tensor: torch.Tensor, axis: Axis, dim: int = -1, sizes: Sequence[int] | None = None, label: str = ""
 ) -> torch.Tensor:
     """The ranks' slices joined along `dim`, for computations that are equal on all of them."""
-    if axis.size == 1:
-        return tensor
-    return _call(
-        tensor, lambda part: gathered(part, axis, dim, sizes, label), lambda whole: _own(whole, axis, dim, sizes)
-    )
+    join, own, _ = _ways(axis, dim, sizes, label)
+    return _call(tensor, axis, join, own)
 
 
 def scatter_to(
     tensor: torch.Tensor, axis: Axis, dim: int = -1, sizes: Sequence[int] | None = None, label: str = ""
 ) -> torch.Tensor:
     """This rank's slice of a tensor that is equal on all ranks."""
-    if axis.size == 1:
-        return tensor
-    return _call(
-        tensor, lambda whole: _own(whole, axis, dim, sizes), lambda part: gathered(part, axis, dim, sizes, label)
-    )
+    join, own, _ = _ways(axis, dim, sizes, label)
+    return _call(tensor, axis, own, join)
 
 
 def gather_to(
     tensor: torch.Tensor, axis: Axis, dim: int = -1, sizes: Sequence[int] | None = None, label: str = ""
 ) -> torch.Tensor:
     """The ranks' slices joined along `dim`, for computations of each rank's own: their gradients are summed."""
-    if axis.size == 1:
-        return tensor
-    return _call(
-        tensor,
-        lambda part: gathered(part, axis, dim, sizes, label),
-        lambda whole: _own(summed(whole, axis, label), axis, dim, sizes),
-    )
+    join, _, own_of_sum = _ways(axis, dim, sizes, label)
+    return _call(tensor, axis, join, own_of_sum)
 
 
 def reduce_scatter(
     tensor: torch.Tensor, axis: Axis, dim: int = -1, sizes: Sequence[int] | None = None, label: str = ""
 ) -> torch.Tensor:
     """This rank's slice of the sum over the ranks."""
-    if axis.size == 1:
-        return tensor
-    return _call(
-        tensor,
-        lambda whole: _own(summed(whole, axis, label), axis, dim, sizes),
-        lambda part: gathered(part, axis, dim, sizes, label),
-    )
+    join, _, own_of_sum = _ways(axis, dim, sizes, label)
+    return _call(tensor, axis, own_of_sum, join)
 
 
 def enter(tensor: torch.Tensor, axis: Axis, label: str = "") -> torch.Tensor:

@@ -20,7 +20,7 @@ from deepspeed.comm.axis import Axis
 from deepspeed.errors import DeepSpeedError, TensorParallelError
 from deepspeed.tensor_parallel.layers import Slot, become_column, become_row, cut_tensor, is_linear, mark_partial
 from deepspeed.tensor_parallel.regions import lies_in, owner
-from deepspeed.tensor_parallel.shares import Call, Share, Shares, floating, randomised, row_size
+from deepspeed.tensor_parallel.shares import Call, Share, Shares, floating, in_words, randomised, row_size
 
 TRIES = 600
 TOLERANCE = 1e-4
@@ -113,7 +113,7 @@ def fit(module: nn.Module, shares: Shares, call: Call, rank: int) -> Numbers | s
             set_numbers(local, {**as_before, **chosen})
             found = _read(local, shares, given)
         except (RuntimeError, ValueError, IndexError, TypeError, AttributeError, AssertionError, DeepSpeedError) as why:
-            reason = reason or f"{type(why).__name__}: {str(why).splitlines()[0][:120]}"
+            reason = reason or in_words(why)
             continue
         if _alike(found, target):
             return chosen

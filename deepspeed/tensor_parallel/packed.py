@@ -23,6 +23,7 @@ from deepspeed.tensor_parallel.shares import (
     covered,
     disjoint,
     floating,
+    in_words,
     parts_of,
     randomised,
     runs,
@@ -162,7 +163,7 @@ def fit_packed(module: nn.Module, shares: Shares, call: Call, rank: int) -> Numb
                     set_numbers(local, {k: numbers[k] // whole * shares.rows[at][0][1] for k in chosen})
                     total += floating(call)[0].run(local)
         except (RuntimeError, ValueError, IndexError, TypeError, AttributeError, DeepSpeedError) as why:
-            reason = reason or f"{type(why).__name__}: {str(why).splitlines()[0][:120]}"
+            reason = reason or in_words(why)
             continue
         if float((total - wanted).abs().max()) <= TOLERANCE * float(wanted.abs().max()):
             return {k: numbers[k] // whole * shares.rows[rank][0][1] for k in chosen}

@@ -16,7 +16,7 @@ from deepspeed.tensor_parallel.fit import Numbers, fit
 from deepspeed.tensor_parallel.inputs import calls_of, inputs_of, quiet
 from deepspeed.tensor_parallel.packed import fit_packed, share_packed
 from deepspeed.tensor_parallel.regions import Region, find_regions, join, lies_in, owner
-from deepspeed.tensor_parallel.shares import Call, Shares, heads_in, share_out
+from deepspeed.tensor_parallel.shares import Call, Shares, heads_in, in_words, share_out
 from deepspeed.tensor_parallel.trace import Trace
 
 
@@ -243,7 +243,7 @@ def _fitted(
     try:
         shares = share_out(module, inside, call, heads, at[0])
     except (RuntimeError, ValueError, TypeError) as error:
-        return f"it does not run alone: {type(error).__name__}: {str(error).splitlines()[0][:120]}"
+        return f"it does not run alone: {in_words(error)}"
     if shares is None:
         return "every channel depends on every other"
     numbers = fit(module, shares, call, at[1])
@@ -257,5 +257,5 @@ def _packed(module: nn.Module, region: Region, call: Call, at: tuple[int, int]) 
             return shares
         numbers = fit_packed(module, shares, call, at[1])
     except (RuntimeError, ValueError, TypeError) as error:
-        return f"it does not run alone: {type(error).__name__}: {str(error).splitlines()[0][:120]}"
+        return f"it does not run alone: {in_words(error)}"
     return numbers if isinstance(numbers, str) else Fitted(shares, numbers)

@@ -25,6 +25,11 @@ DRAWS = 6  # of random values: a channel that an activation shuts in one is open
 Segments = tuple[tuple[int, int], ...]
 
 
+def in_words(error: Exception, most: int = 120) -> str:
+    """An error's class and the first line of what it says, which may be nothing."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:most]}"
+
+
 @dataclass
 class Share:
     """How one tensor of a region is shared out.

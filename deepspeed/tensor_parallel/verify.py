@@ -15,7 +15,7 @@ from deepspeed.comm.differentiable import summed
 from deepspeed.errors import TensorParallelError
 from deepspeed.tensor_parallel.layers import take
 from deepspeed.tensor_parallel.plan import Unit
-from deepspeed.tensor_parallel.shares import floating
+from deepspeed.tensor_parallel.shares import floating, in_words
 from deepspeed.tensor_parallel.trace import tensors_in
 from deepspeed.zero.placement import Relation, placement_of
 
@@ -91,7 +91,7 @@ def compare(unit: Unit, dense: Seen, module: nn.Module, axis: Axis) -> None:
         differs = list(_differences(dense, seen, module, axis, TOLERANCES[dtype]))
         error = "; ".join(differs[:3])
     except (RuntimeError, ValueError, IndexError, TypeError) as why:
-        error = f"{type(why).__name__}: {str(why).splitlines()[0][:160]}"
+        error = in_words(why, 160)
     everyone: list[Any] = [None] * axis.size
     all_gather_object(everyone, error, group=axis.group)
     wrong = [f"rank {axis.ranks[at]}: {text}" for at, text in enumerate(everyone) if text]

@@ -23,6 +23,7 @@ from deepspeed.comm.differentiable import (
 )
 from deepspeed.errors import ArgumentError
 from deepspeed.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, even_sizes
+from deepspeed.tensor_parallel.shares import in_words
 from deepspeed.tensor_parallel.vocabulary import VocabParallelEmbedding, vocab_parallel_cross_entropy
 from deepspeed.zero.placement import placement_of
 from tests.parallel.tiny import raises
@@ -192,3 +193,7 @@ def vocabulary() -> None:
 def test_a_cut_vocabulary_equals_the_dense_one(workers: Any) -> None:
     workers(2).run(vocabulary)
     workers(3).run(vocabulary)
+
+
+def test_an_error_that_says_nothing_is_named_by_its_class() -> None:
+    assert in_words(AssertionError()) == "AssertionError: " and in_words(ValueError("a\nb")) == "ValueError: a"
