@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,7 +23,7 @@ from deepspeed.tensor_parallel.layers import Slot
 from deepspeed.tensor_parallel.packed import become_packed
 from deepspeed.tensor_parallel.plan import Fitted, Plan, Unit, make_plan
 from deepspeed.tensor_parallel.regions import join
-from deepspeed.tensor_parallel.shares import Call, in_words
+from deepspeed.tensor_parallel.shares import Call, all_tensors, in_words
 from deepspeed.tensor_parallel.specs import Specs
 from deepspeed.zero.gathered import GatheredParameters
 from deepspeed.zero.grouping import release
@@ -182,7 +181,9 @@ def _digest(one: Fitted) -> int:
 def _cut_unit(module: nn.Module, unit: Unit, axis: Axis, check: bool) -> None:
     release(module.parameters())
     constants = _hidden(module) if check else {}
-    seen = verify.run(copy.deepcopy(module), unit) if check else None
+    if check:  # what a model draws before the unit may differ over ranks
+        broadcast_tensors(axis, list(all_tensors(unit.call)), f"inputs of {unit.name}")
+    seen = verify.run(module, unit) if check else None
     for one in unit.regions:
         if one.shares.region.packed:
             become_packed(module, one.shares, axis.rank, Slot(axis, unit.name))
