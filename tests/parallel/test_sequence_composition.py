@@ -1,0 +1,276 @@
+"""Cut sequences beside everything else an engine does: each equals the dense model on whole sequences."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from deepspeed.comm.mesh import current_mesh
+from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF, UlyssesSPDataLoaderAdapter
+from deepspeed.sequence.batches import slice_batch
+from deepspeed.utils import safe_get_full_fp32_param
+from tests.parallel.dense import Dense, compared, momentum
+from tests.parallel.sequence_runs import batch_of, close, config_of, loss_of, start, trained
+from tests.parallel.tensor_runs import model_of
+from tests.parallel.test_tensor_composition import with_lora
+
+# sizes, stage, accumulation, clip, optimizer, kv heads
+CELLS = [
+    pytest.param({"sp": 2, "tp": 2}, 1, 2, 0.5, "momentum", 2, id="sp2-tp2-zero1"),
+    *(
+        pytest.param(sizes, stage, 4, clip, how, kv, id=f"{name}-zero{stage}-kv{kv}-{how}", marks=pytest.mark.slow)
+        for name, sizes in {
+            "sp2": {"sp": 2},
+            "sp4": {"sp": 4},
+            "dp2-sp2": {"dp_shard": 2, "sp": 2},
+            "tp2-sp2": {"sp": 2, "tp": 2},
+            "dp2-tp2-sp2": {"dp_shard": 2, "sp": 2, "tp": 2},
+            "hybrid-sp2": {"dp_replicate": 2, "dp_shard": 1, "sp": 2},
+            "dp2-sp4": {"dp_shard": 2, "sp": 4},
+        }.items()
+        for stage, clip, how, kv in ((0, 0.5, "momentum", 4), (1, 0.0, "adamw", 2), (2, 0.5, "momentum", 1), (3, 0.0, "adamw", 1), (3, 0.0, "momentum", 2))
+        if not (name == "hybrid-sp2" and stage != 3) and not ("tp" in name and kv == 1)
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("sizes", "stage", "accumulation", "clip", "optimizer", "kv"), CELLS)
+def test_same_numbers(
+    workers: Any, sizes: dict[str, int], stage: int, accumulation: int, clip: float, optimizer: str, kv: int
+) -> None:
+    ranks = torch.tensor(list(sizes.values())).prod().item()
+    run = partial(trained, num_key_value_heads=kv)
+    for windows in workers(ranks).run(run, "Llama", sizes, stage, accumulation, clip, 10, optimizer, timeout=300):
+        close(windows)
+
+
+def kind_of_batch(kind: str, model: Any, step: int, rank: int) -> torch.Tensor:
+    return model(**batch_of(step, rank, kind=kind), use_cache=False).loss
+
+
+def composed(what: str, stage: int, data: int) -> None:
+    model, kind = model_of("Llama"), what if what in ("padded", "packed", "prompt") else "plain"
+    config = config_of({"sp": 2}, stage, accumulation=2)
+    if what == "recompute":
+        model.gradient_checkpointing_enable()
+    elif what == "recompute by JSON":
+        config["activation_checkpointing"] = {"enabled": True}
+    elif what == "lora":
+        model = with_lora(model)
+    elif what == "offload":
+        config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+    elif what == "one number":
+        del config["mesh"]
+        config["sequence_parallel_size"] = 2
+    dense = Dense(model, momentum, data, 2)
+    with start(model, config) as engine:
+        close(list(compared(engine, dense, current_mesh(), partial(kind_of_batch, kind), 3)))
+        if what == "packed":
+            alone = dense.model(**{**batch_of(0, 0, kind="packed"), "position_ids": None}, use_cache=False).loss
+            together = dense.model(**batch_of(0, 0, kind="packed"), use_cache=False).loss
+            assert abs(float(alone - together)) > 1e-3  # documents matter
+
+
+WHATS = ("padded", "packed", "prompt", "recompute", "recompute by JSON", "lora", "offload", "one number")
+FAST = {("packed", 3), ("padded", 1), ("recompute", 3)}
+
+
+@pytest.mark.parametrize(
+    ("what", "stage"),
+    [
+        pytest.param(what, stage, marks=() if (what, stage) in FAST else pytest.mark.slow)
+        for what in WHATS
+        for stage in (0, 1, 2, 3)
+        if not (what == "offload" and stage == 0)
+    ],
+)
+def test_it_composes(workers: Any, what: str, stage: int) -> None:
+    workers(2).run(composed, what, stage, 1, timeout=180)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", WHATS)
+def test_it_composes_over_data_parallel_ranks(workers: Any, what: str) -> None:
+    workers(4).run(composed, what, 3, 2, timeout=240)
+
+
+def families(family: str) -> None:
+    model = model_of(family)
+    dense = Dense(model, momentum, 1)
+    with start(model, config_of({"sp": 2}, 1)) as engine:
+        close(list(compared(engine, dense, current_mesh(), loss_of, 3)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["GPT2", "GPTNeoX", "Mistral", "Qwen2", "Phi", "Gemma2"])
+def test_other_families(workers: Any, family: str) -> None:
+    workers(2).run(families, family, timeout=120)
+
+
+# -- the two conventions of losses -----------------------------------------------------------------------------------
+
+
+def counted() -> None:
+    """Sums over each rank's own tokens with `num_items`, of sequences of several lengths, one with a prompt."""
+    model = model_of("Llama")
+    dense = Dense(model, momentum, 1, 2)
+    with start(model, config_of({"sp": 2}, 2, accumulation=2)) as engine:
+        axis, batches = current_mesh().axis("sp"), [batch_of(0, 0, 8), batch_of(1, 0, kind="prompt")]
+        for batch in batches:
+            part = slice_batch(batch, axis)
+            own = part["shift_labels"].flatten()
+            logits = engine(**{name: part[name] for name in ("input_ids", "position_ids")}).logits.flatten(0, 1)
+            loss = torch.nn.functional.cross_entropy(logits, own, reduction="sum", ignore_index=-100)
+            engine.backward(loss, num_items=int((own != -100).sum()))
+            engine.step()
+        items = [int((batch["labels"][:, 1:] != -100).sum()) for batch in batches]
+        losses = [dense.model(**batch).loss * count for batch, count in zip(batches, items, strict=True)]
+        (torch.stack(losses).sum() / sum(items)).backward()
+        dense.step()
+        for name, wanted in dense.parameters().items():
+            assert (safe_get_full_fp32_param(model.get_parameter(name)) - wanted).abs().max() <= 1e-6, name
+
+
+def test_sums_over_own_tokens_are_counted(workers: Any) -> None:
+    workers(2).run(counted, timeout=60)
+
+
+# -- loaders -----------------------------------------------------------------------------------------------------------
+
+
+def row_of(at: int) -> dict[str, torch.Tensor]:
+    return {name: value[0] for name, value in batch_of(at, 0).items()}
+
+
+class Rows(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, at: int) -> dict[str, torch.Tensor]:
+        return row_of(at)
+
+
+def loaded() -> list[list[int]]:
+    import deepspeed
+
+    model = model_of("Llama")
+    engine, _, loader, _ = deepspeed.initialize(
+        model=model, optimizer=momentum(model.parameters()), config=config_of({"sp": 2}, 3), training_data=Rows()
+    )
+    with engine:
+        found = []
+        for batch in loader:
+            assert set(batch) >= {"input_ids", "position_ids", "labels", "shift_labels"}
+            assert batch["input_ids"].shape == (2, 6)
+            engine.backward(engine(**batch).loss)
+            engine.step()
+            found += batch["input_ids"].tolist()
+        return found
+
+
+def test_the_own_loader_gives_slices(workers: Any) -> None:
+    found = workers(4).run(loaded, timeout=120)
+    for one, other in ((0, 1), (2, 3)):
+        halves = [a + b for a, b in zip(found[one], found[other], strict=True)]
+        assert all(half in [row_of(at)["input_ids"].tolist() for at in range(8)] for half in halves)
+    seen = sorted(a + b for one, other in ((0, 1), (2, 3)) for a, b in zip(found[one], found[other], strict=True))
+    assert seen == sorted(row_of(at)["input_ids"].tolist() for at in range(8))
+
+
+def by_script() -> None:
+    """A mesh as model-parallel unit, an adapted loader, evaluation and generation."""
+    model = model_of("Llama")
+    dense = Dense(model, momentum, 1)
+    mpu = UlyssesSPAttentionHF.register_with_transformers(model, "sdpa", 2, 2, seq_length_is_variable=True)
+    group, rank = mpu.get_sequence_parallel_group(), mpu.get_sequence_parallel_rank()
+    loader = torch.utils.data.DataLoader([row_of(at) for at in range(8)], 2)
+    adapted = UlyssesSPDataLoaderAdapter(
+        loader, rank, group, mpu.get_sequence_parallel_world_size(), torch.device("cpu")
+    )
+    assert len(adapted) == 4 and adapted.batch_size == 2
+    config = config_of({}, 1)
+    with start(model, config, mpu=mpu) as engine:
+        assert engine.sequence_parallel_size == 2 and engine.dp_world_size == 1
+        for step, (part, whole) in enumerate(zip(adapted, loader, strict=True)):
+            assert "labels" not in part
+            loss = engine(**part, labels=part["shift_labels"]).loss
+            engine.backward(loss)
+            engine.step()
+            theirs = dense.window(step, lambda one, *_: one(**whole).loss)  # noqa: B023
+            assert abs(loss.item() - theirs[0]) <= 2e-6 * theirs[0]
+            dense.step()
+        engine.eval()
+        with torch.no_grad():
+            whole = next(iter(loader))
+            one, other = engine(**whole), dense.model(**whole)
+            assert (one.logits - other.logits).abs().max() <= 1e-5 and abs(one.loss - other.loss) <= 1e-6
+            part = slice_batch(whole, mpu.axis("sp"))
+            assert abs(engine(**part).loss - other.loss) <= 1e-6
+            prompt = whole["input_ids"][:, :5]
+            ours, theirs = (m.generate(prompt, max_new_tokens=4, do_sample=False) for m in (model, dense.model.eval()))
+            assert torch.equal(ours, theirs)
+
+
+def test_the_way_of_scripts(workers: Any) -> None:
+    workers(2).run(by_script, timeout=120)
+
+
+# -- checkpoints, random numbers --------------------------------------------------------------------------------------
+
+
+def saved(folder: str, sizes: dict[str, int], stage: int) -> list[float]:
+    with start(model_of("Llama"), config_of(sizes, stage)) as engine:
+        return [goes_on(engine, range(2)), engine.save_checkpoint(folder), goes_on(engine, range(2, 4))][2]  # type: ignore[list-item]
+
+
+def resumed(folder: str, sizes: dict[str, int], stage: int) -> list[float]:
+    with start(model_of("Llama", seed=7), config_of(sizes, stage)) as engine:
+        engine.load_checkpoint(folder)
+        return goes_on(engine, range(2, 4))
+
+
+def goes_on(engine: Any, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        loss = loss_of(engine, step, 0)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("before", [(2, {"sp": 2}, 3), (4, {"sp": 2, "tp": 2}, 1)])
+@pytest.mark.parametrize("after", [(1, {}, 0), (4, {"sp": 4}, 3)])
+def test_any_mesh_loads_it(workers: Any, tmp_path: Path, before: Any, after: Any) -> None:
+    one = workers(before[0]).run(saved, str(tmp_path), *before[1:], timeout=120)
+    two = workers(after[0]).run(resumed, str(tmp_path), *after[1:], timeout=120)
+    assert max(abs(a - b) / b for a, b in zip(one[0], two[0], strict=True)) <= 2e-6, (one[0], two[0])
+
+
+def dropped() -> list[list[bool]]:
+    """Tokens of different ranks are dropped apart, alike when computed again; the surrounding state stays alike."""
+    model = model_of("Llama", attention_dropout=0.5)
+    drops: list[list[bool]] = []
+    inner = model.model.layers[0].mlp.forward
+    model.model.layers[0].mlp.forward = lambda x: torch.nn.functional.dropout(inner(x), 0.5)
+    model.gradient_checkpointing_enable()
+    with start(model, config_of({"sp": 2}, 1)) as engine:
+        model.model.layers[0].mlp.register_forward_hook(lambda _, __, out: drops.append((out[0, 0] == 0).tolist()))
+        torch.manual_seed(5)
+        engine.backward(loss_of(engine, 0, 0))
+        engine.step()
+        states: list[Any] = [None] * 2
+        dist.all_gather_object(states, torch.get_rng_state().tolist())
+        assert states[0] == states[1]
+    return drops
+
+
+def test_tokens_are_dropped_apart(workers: Any) -> None:
+    one, other = workers(2).run(dropped, timeout=60)
+    assert one[0] == one[1] and other[0] == other[1] and one[0] != other[0]
