@@ -467,6 +467,7 @@ class DeepSpeedEngine(EngineSurface, nn.Module):
             self._recompute.remove()
         for group in components.groups:
             group.dissolve()
+        self._sequencing.close()
         let_go(self.module)
         self._state.components = Components([], self._axes, components.dtype, self._window, destroyed=True)
         self.optimizer = self.basic_optimizer = self.lr_scheduler = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from deepspeed.comm.api import all_gather_object
 from deepspeed.comm.mesh import Mesh
 from deepspeed.comm.same_batches import COMPARED, digest
 from deepspeed.errors import UsageError
-from deepspeed.sequence.batches import check_labels, check_slices, edge_of, slice_batch
+from deepspeed.sequence.batches import check_labels, check_slices, edge_of, length_of, slice_batch
 from deepspeed.sequence.prove import prove
 from deepspeed.sequence.register import settings_of
 from deepspeed.sequence.ulysses import cut_sequence, sequence_models
@@ -43,9 +44,16 @@ class Sequencing:
     def __init__(self, model: nn.Module, mesh: Mesh) -> None:
         self._axis = mesh.axis("sp")
         self._models = sequence_models(model) if self._axis.size > 1 else []
+        self._names = list(inspect.signature(model.forward).parameters)
         self._batches = self._losses = COMPARED if self._axis.size > 1 else 0
         self._whole = False  # each rank is given the whole batch
         self.active = self._axis.size > 1
+
+    def close(self) -> None:
+        """Make the models plain ones again."""
+        for made in self._models:
+            made.remove()
+        self._models = []
 
     def prove(self) -> None:
         """Compare the model with what it computes whole. All ranks call together."""
@@ -63,13 +71,19 @@ class Sequencing:
         if self._batches:
             self._batches -= 1
             self._whole = self._compare(inputs, kwargs)
-        if not self._whole or not self._models:
+        for made in self._models:
+            made.takes_slices = True
+        named = self._named(inputs, kwargs)
+        if not self._whole or not self._models or length_of(named) is None:
             return inputs, kwargs
-        return (), slice_batch(self._models[0].named(inputs, kwargs), self._axis)
+        return (), slice_batch(named, self._axis)
+
+    def _named(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        return {**dict(zip(self._names, inputs, strict=False)), **kwargs}
 
     def _compare(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the ranks were given one batch."""
-        named = self._models[0].named(inputs, kwargs) if self._models else kwargs
+        named = self._named(inputs, kwargs)
         positions = named.get("position_ids")
         mine = (digest([inputs, kwargs]), positions.cpu() if positions is not None else None, edge_of(named))
         everyone: list[Any] = [None] * self._axis.size

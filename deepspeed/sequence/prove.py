@@ -60,11 +60,11 @@ def _batches(made: SequenceModel) -> Iterator[tuple[str, dict[str, Any]]]:
     mask, padding = torch.ones_like(ids), getattr(config, "pad_token_id", None)
     mask[1, :3] = 0
     padded = ids if padding is None else ids.masked_fill(mask == 0, padding)
-    yield "padded", {"input_ids": padded.to(device), "attention_mask": mask.to(device), "use_cache": False}
+    yield "padded", {"input_ids": padded.to(device), "attention_mask": mask.to(device), **made.without_cache}
     places = torch.arange(tokens)
     first = tokens // 2 - 2
     places = torch.where(places < first, places, places - first).expand(2, -1)
-    yield "packed", {"input_ids": ids.to(device), "position_ids": places.to(device), "use_cache": False}
+    yield "packed", {"input_ids": ids.to(device), "position_ids": places.to(device), **made.without_cache}
 
 
 def _differences(made: SequenceModel, kind: str, batch: dict[str, Any]) -> Iterator[str]:

@@ -62,21 +62,56 @@ class SequenceModel:
 
     def __init__(self, model: Any, axis: Axis, disable_in_eval: bool = False) -> None:
         self.model, self.axis, self.disable_in_eval = model, axis, disable_in_eval
-        self._names = [*inspect.signature(model.forward).parameters]
+        self.takes_slices = False  # the next forward has to be one of slices
+        self._before = (model.config._attn_implementation, model.loss_function)
+        self._hooks: list[Any] = []
         self._entered: list[tuple[Token[Sequence | None], torch.Tensor | None]] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         return None  # a copy is the plain model
 
-    def named(self, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of a forward by name."""
-        return {**dict(zip(self._names, args, strict=False)), **kwargs}
+    @property
+    def without_cache(self) -> dict[str, bool]:
+        """Arguments by which forward keeps no keys and values: with them, Transformers ignores packed documents."""
+        return {"use_cache": False} if "use_cache" in inspect.signature(self.model.forward).parameters else {}
+
+    def install(self, core: str) -> None:
+        """Have the model compute with attention `core` over slices."""
+        from transformers import PreTrainedModel
+
+        self.model.set_attn_implementation(_registered(core))
+        self.model.loss_function = _whole_loss(self.model)
+        # First of all hooks: what others see of a forward are slices.
+        for module in self.model.modules():  # those inside may be called without the outermost
+            if isinstance(module, PreTrainedModel):
+                self._hooks += [
+                    module.register_forward_pre_hook(Hook(self.enter), with_kwargs=True, prepend=True),
+                    module.register_forward_hook(Hook(self.leave), always_call=True),
+                ]
+        object.__setattr__(self.model, _MARK, self)
+
+    def remove(self) -> None:
+        """Make it the plain model again."""
+        for hook in self._hooks:
+            hook.remove()
+        implementation, self.model.loss_function = self._before
+        self.model.set_attn_implementation(implementation)
+        object.__delattr__(self.model, _MARK)
 
     def enter(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         """Before forward: its arguments, of slices or as they are."""
-        given = self.named(args, kwargs)
+        if _current.get() is not None:  # called by the outermost
+            self._entered.append((_current.set(_current.get()), None))
+            return None
+        given = {**dict(zip(inspect.signature(model.forward).parameters, args, strict=False)), **kwargs}
         positions = None if self.disable_in_eval and not model.training else self._positions(given)
+        expected, self.takes_slices = self.takes_slices, False
         if positions is None:
+            if expected:
+                raise DataError(
+                    f"rank {self.axis.ranks[self.axis.rank]} was given no slice of a sequence (sp): input_ids or "
+                    f"inputs_embeds with position_ids [batch, tokens] that continue from rank to rank"
+                )
             self._entered.append((_current.set(None), None))
             return None
         mask = given.get("attention_mask")
@@ -86,14 +121,14 @@ class SequenceModel:
         sequence = Sequence(self.axis, positions, whole)
         # Given a mask, Transformers does not look for packed documents, of which a slice shows a part only.
         local = torch.ones_like(given["position_ids"], dtype=torch.bool) if mask is None else mask
-        given |= {"attention_mask": local, "use_cache": False, _KEYWORD: sequence}
+        given |= {"attention_mask": local, _KEYWORD: sequence} | self.without_cache
         self._entered.append((_current.set(sequence), self._fork() if model.training else None))
         return (), given
 
     def _positions(self, given: dict[str, Any]) -> torch.Tensor | None:
         """Those of the whole sequence; None where the ranks have no slices of one."""
         own, tokens = given.get("position_ids"), length_of(given)
-        if own is None or tokens is None or own.shape[-1] != tokens:
+        if own is None or tokens is None or own.dim() > 2 or own.shape[-1] != tokens:
             return None
         rows = next(given[name] for name in INPUTS if given.get(name) is not None)
         given["position_ids"] = own = own.expand(rows.shape[0], -1).contiguous()
@@ -154,12 +189,18 @@ def cut_sequence(
         if not isinstance(module, PreTrainedModel) or any(name.startswith(outer) for outer in inside):
             continue
         inside.add(f"{name}." if name else "")
-        if vars(module).get(_MARK) is None:
-            _cut(module, SequenceModel(module, axis, disable_in_eval), core)
+        known: SequenceModel | None = vars(module).get(_MARK)
+        if known is not None and known.axis is not axis:  # of an engine on other ranks
+            known.remove()
+            known = None
+        if known is None:
+            _refuse(module)
+            SequenceModel(module, axis, disable_in_eval).install(core or module.config._attn_implementation)
     return sequence_models(model)
 
 
-def _cut(model: Any, made: SequenceModel, core: str | None) -> None:
+def _refuse(model: Any) -> None:
+    """Raise NotAvailableError for a model that cannot be cut."""
     parameters, config = inspect.signature(model.forward).parameters, model.config
     why = ""
     if getattr(config, "is_encoder_decoder", False):
@@ -172,12 +213,6 @@ def _cut(model: Any, made: SequenceModel, core: str | None) -> None:
         why = "its attention does not go by AttentionInterface"
     if why:
         raise NotAvailableError(f"sequence parallelism is not available for {type(model).__name__}: {why}")
-    model.set_attn_implementation(_registered(core or config._attn_implementation))
-    model.loss_function = _whole_loss(model)
-    # First of all hooks: what others see of a forward are slices.
-    model.register_forward_pre_hook(Hook(made.enter), with_kwargs=True, prepend=True)
-    model.register_forward_hook(Hook(made.leave), always_call=True)
-    object.__setattr__(model, _MARK, made)
 
 
 def _registered(core: str) -> str:
@@ -266,6 +301,7 @@ def _mask(
 def _whole_loss(model: Any) -> Callable[..., torch.Tensor]:
     """The model's loss over all tokens of a sequence, equal on all of its ranks, whose gradients are summed."""
     inner, kind = model.loss_function, str(getattr(model, "loss_type", None))
+    inner = getattr(inner, "_ds_inner", inner)  # of a copy of a cut model
     if kind not in ("ForCausalLM", "ForMaskedLM"):
         return inner
 
@@ -295,4 +331,5 @@ def _whole_loss(model: Any) -> Callable[..., torch.Tensor]:
         part = inner(logits, labels, *args, num_items_in_batch=items, **kwargs)
         return gather_to(part.reshape(1), axis, 0, label="loss of a sequence").sum()
 
+    loss._ds_inner = inner  # type: ignore[attr-defined]
     return loss

@@ -19,24 +19,27 @@ from tests.parallel.sequence_runs import batch_of, close, config_of, loss_of, st
 from tests.parallel.tensor_runs import model_of
 from tests.parallel.test_tensor_composition import with_lora
 
-# sizes, stage, accumulation, clip, optimizer, kv heads
+MESHES = {
+    "sp2": {"sp": 2},
+    "sp4": {"sp": 4},
+    "dp2-sp2": {"dp_shard": 2, "sp": 2},
+    "tp2-sp2": {"sp": 2, "tp": 2},
+    "dp2-tp2-sp2": {"dp_shard": 2, "sp": 2, "tp": 2},
+    "hybrid-sp2": {"dp_replicate": 2, "dp_shard": 1, "sp": 2},
+    "dp2-sp4": {"dp_shard": 2, "sp": 4},
+}
+# stage, clip, optimizer, key-value heads
+HOWS = [(0, 0.5, "momentum", 4), (1, 0.0, "adamw", 2), (2, 0.5, "momentum", 1), (3, 0.0, "adamw", 1),
+        (3, 0.0, "momentum", 2)]  # fmt: skip
 CELLS = [
     pytest.param({"sp": 2, "tp": 2}, 1, 2, 0.5, "momentum", 2, id="sp2-tp2-zero1"),
     *(
         pytest.param(sizes, stage, 4, clip, how, kv, id=f"{name}-zero{stage}-kv{kv}-{how}", marks=pytest.mark.slow)
-        for name, sizes in {
-            "sp2": {"sp": 2},
-            "sp4": {"sp": 4},
-            "dp2-sp2": {"dp_shard": 2, "sp": 2},
-            "tp2-sp2": {"sp": 2, "tp": 2},
-            "dp2-tp2-sp2": {"dp_shard": 2, "sp": 2, "tp": 2},
-            "hybrid-sp2": {"dp_replicate": 2, "dp_shard": 1, "sp": 2},
-            "dp2-sp4": {"dp_shard": 2, "sp": 4},
-        }.items()
-        for stage, clip, how, kv in ((0, 0.5, "momentum", 4), (1, 0.0, "adamw", 2), (2, 0.5, "momentum", 1), (3, 0.0, "adamw", 1), (3, 0.0, "momentum", 2))
+        for name, sizes in MESHES.items()
+        for stage, clip, how, kv in HOWS
         if not (name == "hybrid-sp2" and stage != 3) and not ("tp" in name and kv == 1)
     ),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("sizes", "stage", "accumulation", "clip", "optimizer", "kv"), CELLS)
@@ -258,7 +261,7 @@ def dropped() -> list[list[bool]]:
     model = model_of("Llama", attention_dropout=0.5)
     drops: list[list[bool]] = []
     inner = model.model.layers[0].mlp.forward
-    model.model.layers[0].mlp.forward = lambda x: torch.nn.functional.dropout(inner(x), 0.5)
+    model.model.layers[0].mlp.forward = lambda x: torch.nn.functional.dropout(inner(x), 0.5, model.training)
     model.gradient_checkpointing_enable()
     with start(model, config_of({"sp": 2}, 1)) as engine:
         model.model.layers[0].mlp.register_forward_hook(lambda _, __, out: drops.append((out[0, 0] == 0).tolist()))

@@ -62,13 +62,16 @@ def attended(heads: int, kv: int) -> None:
     wanted = core(*whole)
     (wanted * weight).sum().backward()
     part = slice(tokens // axis.size * axis.rank, tokens // axis.size * (axis.rank + 1))
-    for layout in ("batch first", "tokens first"):
-        first = layout == "tokens first"
-        turn = (lambda t: t.transpose(0, 1)) if first else (lambda t: t)
+    for turns in (0, 1):  # batch first, tokens first
+
+        def turn(t: torch.Tensor, turns: int = turns) -> torch.Tensor:
+            return t.transpose(0, turns)
+
+        def local(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, turn: Any = turn) -> torch.Tensor:
+            return turn(core(turn(q), turn(k), turn(v)))
+
         mine = [t.detach()[:, part].clone().requires_grad_() for t in whole]
-        attention = DistributedAttention(
-            lambda q, k, v: turn(core(turn(q), turn(k), turn(v))), axis, scatter_idx=2, gather_idx=0 if first else 1
-        )
+        attention = DistributedAttention(local, axis, scatter_idx=2, gather_idx=1 - turns)
         got = turn(attention(*(turn(t) for t in mine)))
         torch.testing.assert_close(got, wanted[:, part], rtol=1e-5, atol=1e-6)
         (got * weight[:, part]).sum().backward()
