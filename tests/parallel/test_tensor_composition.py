@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from deepspeed.comm.mesh import current_mesh
-from deepspeed.errors import DataError, MeshError, NotAvailableError, OptimizerError, TensorParallelError, UsageError
+from deepspeed.errors import DataError, DeepSpeedError, MeshError, OptimizerError, TensorParallelError, UsageError
 from deepspeed.utils import safe_get_full_fp32_param
-from tests.parallel.dense import Dense, adamw, compared, momentum, share_of
+from tests.parallel.dense import Dense, adamw, compared, momentum
 from tests.parallel.tensor_runs import batch_of, config_of, loss_of, model_of
 from tests.parallel.tiny import raises
 
@@ -108,8 +108,7 @@ def counted() -> None:
         (torch.stack(losses).sum() / total).backward()
         dense.step()
         for name, wanted in dense.parameters().items():
-            param = model.get_parameter(name)
-            assert (safe_get_full_fp32_param(param) - share_of(param, wanted)).abs().max() <= 1e-6, name
+            assert (safe_get_full_fp32_param(model.get_parameter(name)) - wanted).abs().max() <= 1e-6, name
 
 
 def test_items_are_counted_once_for_ranks_that_share_them(workers: Any) -> None:
@@ -175,9 +174,18 @@ def refused() -> None:
         start(plain, config_of(0, 2))
     with raises(MeshError, "tp"):
         start(model_of("Llama"), config_of(0, 3))
-    with raises(NotAvailableError, "partition_type"):
-        specs = {"layer_specs": [{"patterns": ["q_proj"], "partition_type": "row"}]}
-        start(model_of("Llama"), config_of(0, 2, tensor_parallel={"partition_config": specs}))
+    for pattern, how, why in (
+        ("q_proj", "row", "cut by column"),
+        ("embed", "column", "no block"),
+        ("(", "row", "no reg"),
+    ):
+        specs = {"layer_specs": [{"patterns": [pattern], "partition_type": how}]}
+        with raises(DeepSpeedError, "partition_config", pattern, why):
+            start(model_of("Llama"), config_of(0, 2, tensor_parallel={"partition_config": specs}))
+    specs = {"layer_specs": [{"patterns": ["o_proj"], "partition_type": "row"}], "use_default_specs": False}
+    with start(model_of("Llama"), config_of(0, 2, tensor_parallel={"partition_config": specs})) as engine:
+        shapes = {name: tuple(p.shape) for name, p in engine.module.model.layers[0].named_parameters()}
+        assert shapes["self_attn.o_proj.weight"] == (32, 16) and shapes["mlp.up_proj.weight"] == (48, 32)
     skip = {"layer_specs": [{"patterns": ["self_attn"], "partition_type": "skip"}]}
     with raises(TensorParallelError, "strict_mode", "q_proj"):
         config = config_of(0, 2, tensor_parallel={"partition_config": {**skip, "strict_mode": True}})
