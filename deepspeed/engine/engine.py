@@ -126,9 +126,7 @@ class DeepSpeedEngine(EngineSurface, nn.Module):
         self._preemption.listen()
         if self._shards_parameters:  # a slice can be pulled only when its owner serves it
             self._feeding.agree(0, "all ranks have their engine")
-        if resolved.top.sequence_parallel_verify:
-            with self._autocast():
-                self._sequencing.prove()
+        self._sequencing.prove(self._autocast)
 
     # -- making ---------------------------------------------------------------------------------------------------
 
@@ -147,7 +145,7 @@ class DeepSpeedEngine(EngineSurface, nn.Module):
             state, self._weights, self._checkpoints, self._feeding, self._laid_out_anew, type(self)
         )
         self._same_batches = SameBatches(state.axes.mesh.axis("tp"))
-        self._sequencing = Sequencing(state.module, state.axes.mesh)
+        self._sequencing = Sequencing(state.module, state.axes.mesh, state.ds_config.top.sequence_parallel_verify)
         self._window.refuses_bare = BARE if self._sequencing.active else ""
         self._applied = False
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -39,15 +41,16 @@ class Sequencing:
     Args:
         model: its module.
         mesh: its ranks.
+        verify: compare it with what it computes whole.
     """
 
-    def __init__(self, model: nn.Module, mesh: Mesh) -> None:
-        self._axis = mesh.axis("sp")
-        self._models = sequence_models(model) if self._axis.size > 1 else []
-        self._names = list(inspect.signature(model.forward).parameters)
-        self._batches = self._losses = COMPARED if self._axis.size > 1 else 0
-        self._whole = False  # each rank is given the whole batch
+    def __init__(self, model: nn.Module, mesh: Mesh, verify: bool) -> None:
+        self._axis, self._verify = mesh.axis("sp"), verify
         self.active = self._axis.size > 1
+        self._models = sequence_models(model) if self.active else []
+        self._names = list(inspect.signature(model.forward).parameters) if self.active else []
+        self._batches = self._losses = COMPARED if self.active else 0
+        self._whole = False  # each rank is given the whole batch
 
     def close(self) -> None:
         """Make the models plain ones again."""
@@ -55,10 +58,15 @@ class Sequencing:
             made.remove()
         self._models = []
 
-    def prove(self) -> None:
-        """Compare the model with what it computes whole. All ranks call together."""
-        for made in self._models:
-            prove(made)
+    def prove(self, around: Callable[[], AbstractContextManager[Any]]) -> None:
+        """Compare the model with what it computes whole, unless that is switched off. All ranks call together.
+
+        Args:
+            around: makes the context in which the engine computes.
+        """
+        for made in self._models if self._verify else []:
+            with around():
+                prove(made)
 
     def take(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of a forward in training: of a whole batch, this rank's slice. All ranks call together.

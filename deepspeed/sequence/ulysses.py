@@ -126,9 +126,10 @@ class SequenceModel:
         return (), given
 
     def _positions(self, given: dict[str, Any]) -> torch.Tensor | None:
-        """Those of the whole sequence; None where the ranks have no slices of one."""
+        """Those of the whole sequence; None where the ranks have no slices of one, as in `generate`."""
         own, tokens = given.get("position_ids"), length_of(given)
-        if own is None or tokens is None or own.dim() > 2 or own.shape[-1] != tokens:
+        generates = given.get("past_key_values") is not None
+        if own is None or generates or tokens is None or own.dim() > 2 or own.shape[-1] != tokens:
             return None
         rows = next(given[name] for name in INPUTS if given.get(name) is not None)
         given["position_ids"] = own = own.expand(rows.shape[0], -1).contiguous()

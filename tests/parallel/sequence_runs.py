@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 from deepspeed.comm.mesh import current_mesh
+from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss, TiledMLP
 from tests.parallel.dense import Dense, adamw, compared, momentum
 from tests.parallel.tensor_runs import model_of
 
@@ -80,3 +84,27 @@ def trained(
     config = config_of(sizes, stage, accumulation, clip)
     with start(model, config, OPTIMIZERS[optimizer]) as engine:
         return list(compared(engine, dense, current_mesh(), loss_of, windows))
+
+
+def tile(model: Any, tiles: int = 3) -> None:
+    """Feed-forward blocks tile by tile."""
+    for layer in model.model.layers:
+        whole = layer.mlp.forward
+        layer.mlp.forward = lambda x, mlp=layer.mlp, whole=whole: TiledMLP.apply(lambda _, t: whole(t), mlp, x, tiles)
+
+
+class Tiled(nn.Module):
+    """The sum of the tokens' losses; the logits come tile by tile."""
+
+    def __init__(self, lm: Any, tiles: int, watch: AbstractContextManager[Any] | None = None) -> None:
+        super().__init__()
+        self.lm, self.tiles, self.watch = lm, tiles, watch or nullcontext()
+
+    def forward(self, ids: torch.Tensor, position_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        hidden = self.lm.model(input_ids=ids, position_ids=position_ids, use_cache=False).last_hidden_state
+
+        def loss_of(head: Any, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            return F.cross_entropy(head(hidden).flatten(0, 1), labels.flatten(), reduction="sum")
+
+        with self.watch:
+            return TiledFusedLogitsLoss.apply(loss_of, self.lm.lm_head, hidden, labels, None, self.tiles, None, "sum")

@@ -7,15 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepspeed.comm.mesh import current_mesh
-from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss, TiledMLP
 from deepspeed.sequence.batches import slice_batch
 from tests.parallel.dense import momentum
-from tests.parallel.sequence_runs import config_of, start
+from tests.parallel.sequence_runs import Tiled, config_of, start, tile
 from tests.parallel.tensor_runs import model_of
 from tests.parallel.test_sequence_layers import Largest
 
@@ -23,11 +19,10 @@ LENGTH = int(os.environ.get("LONG_SEQUENCE", "32768"))
 TILES, WORDS = 16, 64
 
 
-class Saved(TorchDispatchMode):
+class Saved:
     """Bytes that autograd keeps for backward, of activations."""
 
     def __init__(self, model: Any) -> None:
-        super().__init__()
         self.bytes, self._seen = 0, {id(p) for p in model.parameters()}
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda t: t)
 
@@ -46,38 +41,14 @@ class Saved(TorchDispatchMode):
         self._hooks.__exit__(*args)
 
 
-class Whole(nn.Module):
-    """The sum of the tokens' losses; the logits come tile by tile."""
-
-    def __init__(self, lm: Any, tiles: int, largest: Largest) -> None:
-        super().__init__()
-        self.lm, self.tiles, self.largest = lm, tiles, largest
-
-    def forward(self, ids: torch.Tensor, position_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        hidden = self.lm.model(input_ids=ids, position_ids=position_ids, use_cache=False).last_hidden_state
-
-        def loss_of(head: Any, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            return F.cross_entropy(head(hidden).flatten(0, 1), labels.flatten(), reduction="sum")
-
-        with self.largest:
-            if self.tiles == 1:
-                return loss_of(self.lm.lm_head, hidden, labels)
-            return TiledFusedLogitsLoss.apply(loss_of, self.lm.lm_head, hidden, labels, None, self.tiles, None, "sum")
-
-
 def ran(sp: int, kv: int, tiled: bool) -> tuple[list[float], float, int, int]:
     """Losses of two steps, the first gradient's norm, bytes kept for backward, the largest tensor of the loss."""
     model = model_of("Llama", num_key_value_heads=kv, max_position_embeddings=LENGTH, vocab_size=WORDS)
     ids = torch.randint(3, WORDS, (1, LENGTH), generator=torch.Generator().manual_seed(0))
     if tiled:
-        for layer in model.model.layers:
-            whole = layer.mlp.forward
-            layer.mlp.forward = lambda x, mlp=layer.mlp, whole=whole: TiledMLP.apply(
-                lambda _, t: whole(t), mlp, x, TILES
-            )
-
+        tile(model, TILES)
     losses, norm, kept, largest = [], 0.0, 0, Largest()
-    with start(Whole(model, TILES if tiled else 1, largest), config_of({"sp": sp}, 1), momentum) as engine:
+    with start(Tiled(model, TILES if tiled else 1, largest), config_of({"sp": sp}, 1), momentum) as engine:
         part = slice_batch({"input_ids": ids, "labels": ids}, current_mesh().axis("sp"))
         labels = part["shift_labels"]
         for _ in range(2):
