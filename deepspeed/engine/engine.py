@@ -105,11 +105,11 @@ class DeepSpeedEngine(EngineSurface, nn.Module):
         trail.start(resolved.top.divergence_check_interval)
         self.client_optimizer, self.client_lr_scheduler = optimizer, lr_scheduler
         slice_model(model, resolved, mesh, mpu, optimizer)
-        share_sequence(model, mesh)
         chosen = choose_optimizer(model, optimizer, listed(model_parameters), resolved)
         refuse_whole_tensors(model, chosen)
         self.module = model
         take_over(model, self.destroy)
+        share_sequence(model, mesh)
         self._recompute = wrap(model, resolved.top.activation_checkpointing, mpu)
         components = build(model, chosen, resolved, axes, device)
         timers = SynchronizedWallClockTimer(accelerator.synchronize)

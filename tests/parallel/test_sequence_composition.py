@@ -126,7 +126,7 @@ def families(family: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["GPT2", "GPTNeoX", "Mistral", "Qwen2", "Phi", "Gemma2"])
+@pytest.mark.parametrize("family", ["GPT2", "GPTNeoX", "Mistral", "Qwen2", "Qwen3", "Phi"])
 def test_other_families(workers: Any, family: str) -> None:
     workers(2).run(families, family, timeout=120)
 
@@ -257,6 +257,24 @@ def by_script() -> None:
 
 def test_the_way_of_scripts(workers: Any) -> None:
     workers(2).run(by_script, timeout=120)
+
+
+def another_engine() -> None:
+    """A model gets a second engine while it has one, then an engine of whole sequences, and is the plain one after."""
+    model = model_of("Llama")
+    attention, loss = model.config._attn_implementation, model.loss_function
+    for sizes in ({"sp": 2}, {"sp": 2}, {}):
+        dense = Dense(model, momentum, 1 if sizes else 2)
+        engine = start(model, config_of(sizes, 1))
+        close(list(compared(engine, dense, current_mesh(), loss_of, 1)))
+    engine.destroy()
+    assert (model.config._attn_implementation, model.loss_function) == (attention, loss)
+    assert not model._forward_pre_hooks
+
+
+@pytest.mark.slow
+def test_a_model_gets_another_engine(workers: Any) -> None:
+    workers(2).run(another_engine, timeout=120)
 
 
 # -- checkpoints, random numbers --------------------------------------------------------------------------------------
