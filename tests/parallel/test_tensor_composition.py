@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from deepspeed.comm.mesh import current_mesh
 from deepspeed.errors import DataError, DeepSpeedError, MeshError, OptimizerError, TensorParallelError, UsageError
 from deepspeed.utils import safe_get_full_fp32_param
+from tests.parallel.checkpointing import differences, everything
 from tests.parallel.dense import Dense, adamw, compared, momentum
 from tests.parallel.tensor_runs import batch_of, config_of, loss_of, model_of
 from tests.parallel.tiny import raises
@@ -244,6 +246,36 @@ def born(stage: int) -> None:
 
 def test_models_born_sharded_are_cut(workers: Any) -> None:
     workers(4).run(born, 3, timeout=120)
+
+
+def kept(folder: str, tp: int, stage: int, family: str, load: bool) -> tuple[Any, list[float]]:
+    """Masters and moments where a run was saved or loaded, and the losses after it."""
+    with start(model_of(family, seed=4 if load else 3), config_of(stage, tp), adamw) as engine:
+        if load:
+            engine.load_checkpoint(folder)
+        else:
+            for step in range(2):
+                engine.backward(loss_of(engine, step, 0))
+                engine.step()
+            engine.save_checkpoint(folder)
+        return everything(engine), goes_on(engine, 3)
+
+
+MESHES = [(1, 1), (2, 1), (2, 2), (3, 3), (4, 2), (4, 4), (4, 1), (6, 3)]  # ranks, tp
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trial", range(20))
+def test_random_pairs_of_meshes(workers: Any, tmp_path: Path, trial: int) -> None:
+    draw = random.Random(trial)
+    family = draw.choice(["Llama", "GPT2", "Falcon"])
+    ends = []
+    for load in (False, True):
+        (ranks, tp), stage = draw.choice(MESHES), draw.randint(0, 3)
+        ends.append(workers(ranks).run(kept, str(tmp_path), tp, stage, family, load, timeout=240)[0])
+    (wanted, one), (found, two) = ends
+    assert not differences(found, wanted)
+    assert max(abs(a - b) / b for a, b in zip(one, two, strict=True)) <= 2e-6, (one, two)
 
 
 def initialised_first() -> None:
