@@ -95,5 +95,9 @@ class TensorParallelError(DeepSpeedError, ValueError):
     """A model that cannot be cut over ranks, or whose slices do not compute what it computed whole."""
 
 
+class SequenceParallelError(DeepSpeedError, ValueError):
+    """A model over a sequence that ranks share does not compute what it computes whole."""
+
+
 class ContractError(DeepSpeedError, AssertionError):
     """A third party's part does not do what the protocol it is used through says."""

@@ -8,6 +8,7 @@
 | `scatter_to`     | own slice      | all-gather     | the other way                                           |
 | `gather_to`      | all-gather     | reduce-scatter | slices become whole for computations of each rank's own |
 | `reduce_scatter` | reduce-scatter | all-gather     | parts of a sum come out of them as slices               |
+| `all_to_all`     | all-to-all     | all-to-all     | one dim becomes whole while another one is cut          |
 
 All ranks of the axis call in one order, forward and backward. A second derivative is refused by torch.
 """
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from deepspeed.comm.api import all_gather_into_tensor, all_reduce
+from deepspeed.comm.api import all_gather_into_tensor, all_reduce, all_to_all_single
 from deepspeed.comm.axis import Axis
 
 _Way = Callable[[torch.Tensor], torch.Tensor]
@@ -81,6 +82,26 @@ def gathered(
     return every.movedim(0, dim).contiguous()
 
 
+def exchanged(tensor: torch.Tensor, axis: Axis, cut: int, join: int, label: str = "") -> torch.Tensor:
+    """A new tensor: cut along one dim, whole along another; autograd does not see it.
+
+    Args:
+        tensor: whole along `cut`, which the ranks divide; this rank's slice along `join`, all alike; any dtype.
+        axis: ranks that have one.
+        cut: dim of which each rank keeps its slice.
+        join: dim along which the ranks' slices come together.
+        label: for reports.
+    """
+    if axis.group is None:
+        return tensor.detach().clone()
+    cut, join = cut % tensor.dim(), join % tensor.dim()
+    parts = tensor.detach().unflatten(cut, (axis.size, -1)).movedim(cut, 0)
+    packed = axis.empty(tensor.numel(), tensor.dtype, tensor.device).view(parts.shape).copy_(parts)
+    every = torch.empty_like(packed)
+    all_to_all_single(every, packed, group=axis.group, log_name=label or f"all-to-all over {axis.name}")
+    return every.movedim(0, join).flatten(join, join + 1)
+
+
 def _own(tensor: torch.Tensor, axis: Axis, dim: int, sizes: Sequence[int] | None) -> torch.Tensor:
     """This rank's slice."""
     sizes = [tensor.shape[dim] // axis.size] * axis.size if sizes is None else list(sizes)
@@ -136,6 +157,13 @@ def reduce_scatter(
     """This rank's slice of the sum over the ranks."""
     join, _, own_of_sum = _ways(axis, dim, sizes, label)
     return _call(tensor, axis, own_of_sum, join)
+
+
+def all_to_all(tensor: torch.Tensor, axis: Axis, cut: int, join: int, label: str = "") -> torch.Tensor:
+    """This rank's slice along `cut` of what the ranks' slices along `join` are together; see `exchanged`."""
+    there: _Way = lambda part: exchanged(part, axis, cut, join, label)  # noqa: E731
+    back: _Way = lambda gradient: exchanged(gradient, axis, join, cut, label)  # noqa: E731
+    return _call(tensor, axis, there, back)
 
 
 def enter(tensor: torch.Tensor, axis: Axis, label: str = "") -> torch.Tensor:

@@ -101,6 +101,30 @@ def all_gather_into_tensor(
     return None
 
 
+def all_to_all_single(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    output_split_sizes: Any = None,
+    input_split_sizes: Any = None,
+    group: Any = None,
+    async_op: bool = False,
+) -> Any:
+    """As torch's; even splits over CPU ranks go as messages, or are read where they lie."""
+    even = not (async_op or output_split_sizes or input_split_sizes) and output.dtype == input.dtype
+    axis = _route(group, output, input) if even else None
+    if axis is None or output.numel() != input.numel() or input.numel() % axis.size:
+        return dist.all_to_all_single(output, input, output_split_sizes, input_split_sizes, group, async_op)
+    cuts, flat = _even(input.numel(), axis.size), input.detach().view(-1)
+    slots = output.detach().view(axis.size, -1)
+
+    def finish(parts: list[torch.Tensor]) -> None:
+        for slot, part in zip(slots, parts, strict=True):
+            slot.copy_(part)
+
+    reduce_to_owners(axis, flat, cuts, _tag(axis, EXCHANGE), watch.noted(), finish).unrecorded().wait()
+    return None
+
+
 def broadcast(
     tensor: torch.Tensor,
     src: int | None = None,

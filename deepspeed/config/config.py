@@ -170,12 +170,13 @@ def _batch(top: TopLevel, reading: Reading, world: int, facts: Facts) -> Batch |
     if any(getattr(top, name) is None and reading.origins.get(name) == "given" for name in BATCH):
         return None  # a part had a wrong type: it is reported already
     sections = top.tensor_parallel
-    slices = max(sections.autotp_size, sections.tp.tp_size, top.mesh.tp)
+    slices = max(sections.autotp_size, sections.tp.tp_size, top.mesh.tp) * max(top.sequence_parallel_size, top.mesh.sp)
     if slices > 1 and train and micro and steps and train == micro * steps * world * slices:
-        # Clients count all ranks, and those that share matrices get the same batch.
+        # Clients count all ranks, and those that share matrices or a sequence get the same batch.
         train = micro * steps * world
         reading.warnings.append(
-            f"{TRAIN} counts {slices} ranks that share matrices (tp) as data-parallel ones; it is {train} here"
+            f"{TRAIN} counts {slices} ranks that share matrices (tp) or a sequence (sp) as data-parallel ones; it is "
+            f"{train} here"
         )
     if MICRO in reading.autos and not (train and steps):
         micro = facts.loader_batch_size

@@ -80,6 +80,10 @@ class MeshAccessors:
         """This rank's number among those that share its matrices."""
         return self._state.axes.mesh.axis("tp").rank
 
+    def get_sequence_parallel_group(self) -> Any:
+        """The process group of the ranks that share sequences with this one."""
+        return self._state.axes.mesh.get_sequence_parallel_group()
+
 
 class StateAccessors:
     """Answers about an engine.

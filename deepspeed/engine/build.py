@@ -262,6 +262,8 @@ def build(
 
 def _window(config: DeepSpeedConfig, axes: Axes) -> AccumulationWindow:
     ranks = axes.data.size if config.gradient_allreduce_op == "mean" else 1
+    # Ranks of a sequence have the same loss, of all its tokens, and each differentiates it once.
+    ranks *= axes.mesh.size("sp")
     return AccumulationWindow(config.gradient_accumulation_steps, config.train_micro_batch_size_per_gpu, ranks)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -101,6 +101,7 @@ class DeepSpeedDataLoader:
         world: int = 1,
         sampler: Sampler[Any] | None = None,
         shuffle: bool = True,
+        part: Callable[[Any], Any] | None = None,
         **loader: Any,
     ) -> None:
         """Make the loader.
@@ -112,6 +113,7 @@ class DeepSpeedDataLoader:
             world: data-parallel size.
             sampler: chooses this rank's indices instead of the default.
             shuffle: draw a new order in each epoch, the same on all ranks.
+            part: what this rank takes of a batch; None: all of it.
             loader: arguments of torch's DataLoader: collate_fn, num_workers, pin_memory, drop_last
                 (`dataloader_drop_last`) and so on.
 
@@ -120,7 +122,7 @@ class DeepSpeedDataLoader:
         """
         if isinstance(dataset, DataLoader):
             raise DataError("training_data is a DataLoader; pass its dataset, or loop over the DataLoader yourself")
-        self.batch_size, self.world = batch_size, world
+        self.batch_size, self.world, self._part = batch_size, world, part
         self.epoch = 0  # of the next pass
         self._running, self._taken = 0, 0  # epoch of the pass under way, batches it has given
         self._resume_at, self._loads = 0, 0  # where the next pass begins, states that were loaded
@@ -194,7 +196,7 @@ class DeepSpeedDataLoader:
             torch.set_rng_state(drawn)
         for batch in batches:
             self._taken += 1
-            yield batch
+            yield batch if self._part is None else self._part(batch)
         self._position.start = self._taken = 0
         self._running = self.epoch
 

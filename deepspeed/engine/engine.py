@@ -20,6 +20,7 @@ from deepspeed.activation_checkpointing.wrapping import compile_block, wrap
 from deepspeed.comm import scalars
 from deepspeed.comm.fetch import release_abandoned
 from deepspeed.comm.logging import configure
+from deepspeed.comm.same_batches import SameBatches
 from deepspeed.comm.trail import trail
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.engine.accessors import MeshAccessors, StateAccessors
@@ -40,7 +41,7 @@ from deepspeed.engine.feeding import Feeding
 from deepspeed.engine.offload_states import OffloadStates
 from deepspeed.engine.preemption import Preemption
 from deepspeed.engine.reporting import BACKWARD, FORWARD, STEP, Reporting
-from deepspeed.engine.same_batches import SameBatches
+from deepspeed.engine.sequencing import BARE, Sequencing, share_sequence
 from deepspeed.engine.slicing import asked_by_model, refuse_whole_tensors, slice_model
 from deepspeed.engine.state import EngineState
 from deepspeed.engine.statistics import RunningStatistics
@@ -108,6 +109,7 @@ class DeepSpeedEngine(EngineSurface, nn.Module):
         refuse_whole_tensors(model, chosen)
         self.module = model
         take_over(model, self.destroy)
+        share_sequence(model, mesh)
         self._recompute = wrap(model, resolved.top.activation_checkpointing, mpu)
         components = build(model, chosen, resolved, axes, device)
         timers = SynchronizedWallClockTimer(accelerator.synchronize)
@@ -124,6 +126,7 @@ class DeepSpeedEngine(EngineSurface, nn.Module):
         self._preemption.listen()
         if self._shards_parameters:  # a slice can be pulled only when its owner serves it
             self._feeding.agree(0, "all ranks have their engine")
+        self._sequencing.prove(self._autocast)
 
     # -- making ---------------------------------------------------------------------------------------------------
 
@@ -142,6 +145,8 @@ class DeepSpeedEngine(EngineSurface, nn.Module):
             state, self._weights, self._checkpoints, self._feeding, self._laid_out_anew, type(self)
         )
         self._same_batches = SameBatches(state.axes.mesh.axis("tp"))
+        self._sequencing = Sequencing(state.module, state.axes.mesh, state.ds_config.top.sequence_parallel_verify)
+        self._window.refuses_bare = BARE if self._sequencing.active else ""
         self._applied = False
 
     def _laid_out_anew(self) -> None:
@@ -161,6 +166,8 @@ class DeepSpeedEngine(EngineSurface, nn.Module):
         if self.training:
             if self._same_batches.left:
                 self._same_batches.compare([inputs, kwargs])
+            if self._sequencing.active:
+                inputs, kwargs = self._sequencing.take(inputs, kwargs)
             self._before_micro_batch()
         with self._timed(FORWARD), self._autocast():
             return self.module(*inputs, **kwargs)
@@ -210,6 +217,8 @@ class DeepSpeedEngine(EngineSurface, nn.Module):
             raise without_optimizer("backward", self._components)
         window, counts = self._window, num_items is not None
         way = Way.ITEMS if counts else Way.MEAN if scale_wrt_gas else Way.SUM
+        if not counts:
+            self._sequencing.check_loss(loss)
         if window.samples is None:
             window.count(way, num_items)
         elif counts:
@@ -237,6 +246,7 @@ class DeepSpeedEngine(EngineSurface, nn.Module):
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss with the loss scale applied, for a `.backward()` of one's own under fp16."""
         self._check_loss(loss)
+        self._sequencing.check_loss(loss)
         return loss if self._window.scaler is None else self._window.scaled(loss)
 
     @contextlib.contextmanager
@@ -455,6 +465,7 @@ class DeepSpeedEngine(EngineSurface, nn.Module):
             self._recompute.remove()
         for group in components.groups:
             group.dissolve()
+        self._sequencing.close()
         let_go(self.module)
         self._state.components = Components([], self._axes, components.dtype, self._window, destroyed=True)
         self.optimizer = self.basic_optimizer = self.lr_scheduler = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 from deepspeed.comm import scalars
@@ -10,6 +11,7 @@ from deepspeed.comm.collectives import SMALL, tag_of
 from deepspeed.engine.dataloader import DeepSpeedDataLoader
 from deepspeed.engine.loop import equal_steps
 from deepspeed.engine.state import EngineState
+from deepspeed.sequence.batches import slice_batch
 
 
 class Feeding:
@@ -36,7 +38,7 @@ class Feeding:
         collate_fn: Callable[..., Any] | None = None,
         num_local_io_workers: int | None = None,
     ) -> DeepSpeedDataLoader:
-        """A loader over this rank's share of a dataset.
+        """A loader over this rank's share of a dataset; ranks of a sequence get slices of one batch.
 
         Args:
             dataset: map-style or iterable.
@@ -47,6 +49,7 @@ class Feeding:
             collate_fn: as in torch's DataLoader.
             num_local_io_workers: loader processes.
         """
+        sequence = self._state.axes.mesh.axis("sp")
         return DeepSpeedDataLoader(
             dataset,
             batch_size or self._state.window.micro,
@@ -58,6 +61,7 @@ class Feeding:
             collate_fn=collate_fn,
             num_workers=num_local_io_workers or 0,
             drop_last=self._state.ds_config.dataloader_drop_last,
+            part=partial(slice_batch, axis=sequence) if sequence.size > 1 else None,
         )
 
     def loop(self, loader: Iterable[Any], policy: str = "drop") -> Iterator[Any]:

@@ -85,6 +85,7 @@ class EngineSurface:
     get_wall_clock_timers = by("_facts", StateAccessors.get_wall_clock_timers)
     get_data_parallel_rank = by("_mesh", MeshAccessors.get_data_parallel_rank)
     get_model_parallel_rank = by("_mesh", MeshAccessors.get_model_parallel_rank)
+    get_sequence_parallel_group = by("_mesh", MeshAccessors.get_sequence_parallel_group)
     get_tensor_parallel_rank = by("_mesh", MeshAccessors.get_tensor_parallel_rank)
     torch_autocast_dtype = by("_facts", StateAccessors.torch_autocast_dtype)
     state_bytes = by("_facts", StateAccessors.state_bytes)

@@ -22,9 +22,7 @@ LATER_MODULES = {
     "deepspeed.runtime.fp16.onebit": "optimizers with one-bit communication",
     "deepspeed.runtime.hybrid_engine": "the hybrid engine",
     "deepspeed.runtime.pipe": "pipeline parallelism",
-    "deepspeed.runtime.sequence_parallel": "sequence parallelism",
     "deepspeed.runtime.tensor_parallel": "tensor parallelism",
-    "deepspeed.sequence": "sequence parallelism",
 }
 
 

@@ -89,13 +89,15 @@ class AccumulationWindow:
     Args:
         steps: micro-batches per update (`gradient_accumulation_steps`).
         micro: samples per rank and micro-batch.
-        ranks: what the sum over ranks is divided by: their number, or 1 when gradients are summed.
+        ranks: what the sum over ranks is divided by: their number (when gradients are summed, that of the ranks which
+            share a sequence), for they all differentiate the loss.
         scaler: loss scaler; None when losses are not scaled.
     """
 
     def __init__(self, steps: int, micro: int, ranks: int, scaler: Any = None) -> None:
         self.steps, self.micro, self.ranks, self.scaler = steps, micro, ranks, scaler
         self.seen = 0  # micro-batches that have ended
+        self.refuses_bare = ""  # why every backward pass has to be announced; empty: it need not
         self.forced: bool | None = None  # the boundary, where a driver decides it
         self.holding = False  # gradients are not to be reduced (`no_sync`)
         self.flushing = False  # the update that comes is that of a window that is not full
@@ -183,6 +185,8 @@ class AccumulationWindow:
         task = self._pass.task
         if task is not None and task != torch._C._current_graph_task_id():  # that pass was ended by an exception
             self._close()
+        if self.refuses_bare and self._pass is _BARE:
+            raise UsageError(self.refuses_bare)
         self.ways |= self.way
 
     # -- counting -----------------------------------------------------------------------------------------------------

@@ -70,6 +70,12 @@ def sample_of(mesh: Mesh) -> int:
     return at["dp_replicate"] * mesh.size("dp_shard") + at["dp_shard"]
 
 
+def backward(engine: Any, mesh: Mesh, loss: torch.Tensor) -> None:
+    """Of parts of a loss: those of a sequence's ranks are summed."""
+    parts = mesh.size("sp")
+    engine.backward(loss, num_items=None if parts == 1 else 1 / parts)
+
+
 @contextlib.contextmanager
 def built(name: str, stage: int, clip: float, exact: bool, precision: str = "fp32") -> Any:
     sizes, blocks, tied, empty = MESHES[name]
@@ -86,7 +92,7 @@ def trained(name: str, stage: int, clip: float, exact: bool) -> dict[str, float]
         for window in range(WINDOWS):
             steps = [ACCUMULATION * window + i for i in range(ACCUMULATION)]
             for step in steps:
-                engine.backward(engine(step, sample_of(mesh)))
+                backward(engine, mesh, engine(step, sample_of(mesh)))
                 engine.step()
             twin.window(steps)
             found["norm"] = max(found["norm"], abs(engine.get_global_grad_norm() - twin.norm) / twin.norm)
@@ -131,7 +137,7 @@ def overflowed(name: str, stage: int) -> None:
         for step in range(ACCUMULATION):
             loss = engine(step, sample_of(mesh))
             spoilt = [m for m in engine.module.modules() if dict(m.named_parameters(recurse=False))]
-            engine.backward(loss * float("inf") if last and spoilt else loss)
+            backward(engine, mesh, loss * float("inf") if last and spoilt else loss)
             engine.step()
         assert engine.skipped_steps == 1 and not engine.was_step_applied()
         after = [utils.safe_get_full_fp32_param(p) for p in engine.module.parameters() if p.requires_grad]
@@ -186,7 +192,7 @@ def with_unit(family: str, tp: int, pp: int, stage: int) -> tuple[float, ...]:
     engine, *_ = deepspeed.initialize(model=model, optimizer=momentum(model.parameters()), config=config, mpu=unit)
     with engine:
         for step in range(ACCUMULATION):
-            engine.backward(engine(step, sample_of(mesh)))
+            backward(engine, mesh, engine(step, sample_of(mesh)))
             engine.step()
         twin.window(list(range(ACCUMULATION)))
         from deepspeed.utils import groups

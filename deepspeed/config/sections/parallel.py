@@ -14,7 +14,7 @@ class MeshSizes(Section):
     dp_replicate: Int | None = key(None, "copies of the sharded state (hybrid sharding)", ge=-1)
     dp_shard: Int | None = key(None, "data-parallel ranks that share one copy of the state", ge=-1)
     pp: Int = later(1, "pipeline stages", ge=-1)
-    sp: Int = later(1, "ranks that share a sequence", ge=-1)
+    sp: Int = key(1, "ranks that share a sequence", ge=-1)
     tp: Int = key(1, "ranks that share a matrix", ge=-1)
 
 

@@ -78,7 +78,10 @@ class TopLevel(Section):
     vocabulary_size: Int | None = moot(None, "warn when not a multiple of 8", _MODEL, ge=1)
 
     managed_gradient_accumulation: bool = later(True, "false: the caller alone decides the boundary")
-    sequence_parallel_size: Int = later(1, "ranks that share a sequence", ge=1)
+    sequence_parallel_size: Int = key(1, "ranks that share a sequence", ge=1)
+    sequence_parallel_verify: bool = key(
+        True, "compare a model of Transformers over cut sequences with the whole one before the first step"
+    )
     data_parallel_size: Int | None = key(None, "data-parallel ranks; checked against the world", ge=1)
     use_data_before_expert_parallelism: bool = later(
         False, "order of the axes of experts", aliases=["use_data_before_expert_parallelism_"]

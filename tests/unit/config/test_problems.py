@@ -119,7 +119,6 @@ def test_all_problems_come_in_one_error():
         ({"tensorboard": {"enabled": True, "output_path": "x"}}, "tensorboard.enabled"),
         ({"flops_profiler": {"enabled": True}}, "flops_profiler.enabled"),
         ({"sparse_gradients": True}, "sparse_gradients"),
-        ({"sequence_parallel_size": 2}, "sequence_parallel_size"),
         ({"optimizer": {"type": "OneBitAdam"}}, "optimizer.type"),
         ({"eigenvalue": {"enabled": True}}, "eigenvalue.enabled"),
     ],

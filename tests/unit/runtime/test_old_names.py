@@ -119,12 +119,10 @@ def test_pairs_with_equal_names_are_refused() -> None:
 
 @pytest.mark.parametrize(
     "module",
-    ["deepspeed.sequence", "deepspeed.sequence.layer", "deepspeed.runtime.sequence_parallel.ulysses_sp"],
+    ["deepspeed.moe", "deepspeed.moe.layer", "deepspeed.runtime.hybrid_engine"],
 )
 def test_modules_of_later_features_say_so_at_import(module: str) -> None:
-    with pytest.raises(
-        NotAvailableError, match="deepspeed.*sequence.* is not available yet: it belongs to sequence"
-    ) as e:
+    with pytest.raises(NotAvailableError, match="deepspeed.* is not available yet: it belongs to") as e:
         importlib.import_module(module)
     assert isinstance(e.value, ImportError) and not isinstance(e.value, ModuleNotFoundError)
     with pytest.raises(ModuleNotFoundError):

@@ -1,4 +1,4 @@
-"""Ranks that share matrices must be given the same batches: compared by hash of values while a run is young."""
+"""Ranks that share matrices or a sequence get the same batches: compared by hash of values while a run is young."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ class SameBatches:
 
     Args:
         axis: ranks of one data-parallel coordinate.
+        share: what they do, for the error.
     """
 
-    def __init__(self, axis: Axis) -> None:
-        self._axis, self.left = axis, COMPARED if axis.size > 1 else 0
+    def __init__(self, axis: Axis, share: str = "share the model's matrices (tp)") -> None:
+        self._axis, self._share, self.left = axis, share, COMPARED if axis.size > 1 else 0
 
     def compare(self, inputs: Any) -> None:
         """One micro-batch. All ranks of the axis call together.
@@ -39,7 +40,7 @@ class SameBatches:
         for at, theirs in enumerate(everyone):
             if theirs != everyone[0]:
                 raise DataError(
-                    f"ranks {self._axis.ranks[0]} and {self._axis.ranks[at]} share the model's matrices (tp) and were "
+                    f"ranks {self._axis.ranks[0]} and {self._axis.ranks[at]} {self._share} and were "
                     f"given different batches in micro-batch {COMPARED - self.left}: a loader deals samples to "
                     f"data-parallel ranks, so give it engine.get_data_parallel_rank() of engine.dp_world_size, or pass "
                     f"training_data to initialize"

@@ -1,0 +1,123 @@
+"""Ranks that share sequences: each batch is one for all of them or slices of one, and each loss is of all tokens."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.comm.api import all_gather_object
+from deepspeed.comm.mesh import Mesh
+from deepspeed.comm.same_batches import COMPARED, digest
+from deepspeed.errors import UsageError
+from deepspeed.sequence.batches import check_labels, check_slices, edge_of, length_of, slice_batch
+from deepspeed.sequence.prove import prove
+from deepspeed.sequence.register import settings_of
+from deepspeed.sequence.ulysses import cut_sequence, sequence_models
+
+BARE = (
+    "loss.backward() where ranks share a sequence (sp): call engine.backward(loss), which compares the ranks' losses "
+    "(or takes num_items)"
+)
+
+
+def share_sequence(model: nn.Module, mesh: Mesh) -> None:
+    """Let a model take slices of sequences, where the mesh has ranks that share them.
+
+    Raises:
+        NotAvailableError: its attention cannot be reached.
+    """
+    asked = settings_of(mesh)
+    cut_sequence(model, mesh.axis("sp"), asked.core, asked.disable_in_eval)
+
+
+class Sequencing:
+    """What an engine does with batches and losses of ranks that share sequences.
+
+    Args:
+        model: its module.
+        mesh: its ranks.
+        verify: compare it with what it computes whole.
+    """
+
+    def __init__(self, model: nn.Module, mesh: Mesh, verify: bool) -> None:
+        self._axis, self._verify = mesh.axis("sp"), verify
+        self.active = self._axis.size > 1
+        self._models = sequence_models(model) if self.active else []
+        self._names = list(inspect.signature(model.forward).parameters) if self.active else []
+        self._batches = self._losses = COMPARED if self.active else 0
+        self._whole = False  # each rank is given the whole batch
+
+    def close(self) -> None:
+        """Make the models plain ones again."""
+        for made in self._models:
+            made.remove()
+        self._models = []
+
+    def prove(self, around: Callable[[], AbstractContextManager[Any]]) -> None:
+        """Compare the model with what it computes whole, unless that is switched off. All ranks call together.
+
+        Args:
+            around: makes the context in which the engine computes.
+        """
+        for made in self._models if self._verify else []:
+            with around():
+                prove(made)
+
+    def take(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a forward in training: of a whole batch, this rank's slice. All ranks call together.
+
+        The first ten batches are compared: equal ones are whole, others have to be slices of one.
+
+        Raises:
+            DataError: they are neither, or labels are shifted wrongly, on all ranks, with both that differ.
+        """
+        if self._batches:
+            self._batches -= 1
+            self._whole = self._compare(inputs, kwargs)
+        for made in self._models:
+            made.takes_slices = True
+        named = self._named(inputs, kwargs)
+        if not self._whole or not self._models or length_of(named) is None:
+            return inputs, kwargs
+        return (), slice_batch(named, self._axis)
+
+    def _named(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        return {**dict(zip(self._names, inputs, strict=False)), **kwargs}
+
+    def _compare(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the ranks were given one batch."""
+        named = self._named(inputs, kwargs)
+        positions = named.get("position_ids")
+        mine = (digest([inputs, kwargs]), positions.cpu() if positions is not None else None, edge_of(named))
+        everyone: list[Any] = [None] * self._axis.size
+        all_gather_object(everyone, mine, group=self._axis.group)
+        if len({found for found, *_ in everyone}) == 1:
+            return True
+        check_slices([places for _, places, _ in everyone], self._axis.ranks)
+        check_labels([edge for *_, edge in everyone], self._axis.ranks)
+        return False
+
+    def check_loss(self, loss: torch.Tensor) -> None:
+        """See that a loss is the same on all ranks of a sequence, in the first ten. All ranks call together.
+
+        Raises:
+            UsageError: it is not, on all ranks, with two that differ.
+        """
+        if not self._losses:
+            return
+        self._losses -= 1
+        everyone: list[Any] = [None] * self._axis.size
+        all_gather_object(everyone, (digest(loss), float(loss.detach())), group=self._axis.group)
+        for at, (bits, value) in enumerate(everyone):
+            if bits != everyone[0][0]:
+                raise UsageError(
+                    f"backward: ranks {self._axis.ranks[0]} and {self._axis.ranks[at]} share a sequence (sp) and have "
+                    f"the losses {everyone[0][1]:.9g} and {value:.9g}: a loss covers all tokens and has equal bits on "
+                    f"all of them (gathered, with a sum in backward), or is this rank's sum over tokens with "
+                    f"backward(loss_sum, num_items=its tokens)"
+                )

@@ -1,0 +1,206 @@
+"""Batches of sequences that are cut: each rank's slice, labels shifted before the cut, and what a slice can be told by.
+
+A whole batch is a mapping with `input_ids` or `inputs_embeds` `[batch, sequence, …]`; whatever else has as many
+entries along dim 1 is cut with it. Each rank gets the positions of its tokens in the sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from deepspeed.comm.api import all_gather_object
+from deepspeed.comm.axis import Axis, group_axis
+from deepspeed.comm.same_batches import SameBatches
+from deepspeed.errors import DataError
+
+IGNORED = -100  # a label that counts nothing
+INPUTS = ("input_ids", "inputs_embeds")
+
+
+def length_of(batch: Any) -> int | None:
+    """Tokens along dim 1 of a batch of sequences; None for anything else."""
+    tokens = next((batch[name] for name in INPUTS if batch.get(name) is not None), None) if _named(batch) else None
+    return int(tokens.shape[1]) if isinstance(tokens, torch.Tensor) and tokens.dim() > 1 else None
+
+
+def _named(batch: Any) -> bool:
+    return isinstance(batch, Mapping)
+
+
+def shifted(labels: torch.Tensor) -> torch.Tensor:
+    """The label of each token's successor; the last has none."""
+    return F.pad(labels, (0, 1), value=IGNORED)[..., 1:].contiguous()
+
+
+def slice_batch(batch: Mapping[str, Any], axis: Axis) -> dict[str, Any]:
+    """This rank's slice of a whole batch, with the positions of its tokens.
+
+    Args:
+        batch: equal on all ranks of the axis; `labels` of a causal model get `shift_labels` beside them.
+        axis: ranks of a sequence.
+
+    Raises:
+        DataError: it is no batch of sequences, or its length does not divide.
+    """
+    tokens = length_of(batch)
+    if tokens is None:
+        raise DataError(
+            f"a sequence is cut along dim 1 of 'input_ids' or 'inputs_embeds', and the batch is a "
+            f"{type(batch).__name__}{f' of {sorted(batch)}' if _named(batch) else ''}: let collate_fn make a dict of "
+            f"tensors, or cut it in the loader and give each rank the position_ids of its tokens"
+        )
+    if tokens % axis.size:
+        raise DataError(
+            f"a sequence of {tokens} tokens does not divide over {axis.size} ranks (sp): let the collator pad to a "
+            f"multiple of {axis.size}"
+        )
+    whole = dict(batch)
+    if whole.get("position_ids") is None:
+        first = next(batch[name] for name in INPUTS if batch.get(name) is not None)
+        whole["position_ids"] = torch.arange(tokens, device=first.device).expand(first.shape[0], -1)
+    labels = whole.get("labels")
+    if isinstance(labels, torch.Tensor) and labels.shape[1:] == (tokens,) and whole.get("shift_labels") is None:
+        whole["shift_labels"] = shifted(labels)
+    part = tokens // axis.size
+    return {name: _cut(name, value, tokens, axis.rank * part, part) for name, value in whole.items()}
+
+
+def _cut(name: str, value: Any, tokens: int, start: int, length: int) -> Any:
+    if not isinstance(value, torch.Tensor) or value.dim() < 2:
+        return value
+    if name == "attention_mask" and value.dim() > 2:
+        raise DataError(f"attention_mask has shape {tuple(value.shape)}: give one of [batch, sequence]")
+    return value.narrow(1, start, length).contiguous() if value.shape[1] == tokens else value
+
+
+def continues(before: torch.Tensor | None, after: torch.Tensor | None) -> bool:
+    """Whether positions `[batch, tokens]` go on from one rank's slice to the next one's, or start anew with a document.
+
+    Args:
+        before: of the one; None: it has none.
+        after: of the next one.
+    """
+    if before is None or after is None or before.shape[0] != after.shape[0]:
+        return False
+    first = after[:, 0]
+    return bool(((first == before[:, -1] + 1) | (first == 0)).all())
+
+
+def check_slices(slices: Sequence[torch.Tensor | None], ranks: Sequence[int]) -> None:
+    """See that what the ranks of a sequence were given are slices of one batch.
+
+    Args:
+        slices: positions on each rank, in order; see `continues`.
+        ranks: what they are called.
+
+    Raises:
+        DataError: two neighbours' are not, with both.
+    """
+    for at, (before, after) in enumerate(zip(slices, slices[1:], strict=False)):
+        if not continues(before, after):
+            raise DataError(
+                f"ranks {ranks[at]} and {ranks[at + 1]} share a sequence (sp) and were given different batches that "
+                f"are no slices of one: give all ranks of a sequence the same batch (deal samples to "
+                f"engine.get_data_parallel_rank() of engine.dp_world_size), or slices whose position_ids continue from "
+                f"rank to rank"
+            )
+
+
+def check_labels(edges: Sequence[Mapping[str, torch.Tensor]], ranks: Sequence[int]) -> None:
+    """See that the last label of a rank's slice is the first token of the next one's, where labels are tokens.
+
+    Args:
+        edges: `edge_of` the ranks' slices, in order; empty where they say nothing.
+        ranks: what they are called.
+
+    Raises:
+        DataError: it is not, with both ranks.
+    """
+    for at, (before, after) in enumerate(zip(edges, edges[1:], strict=False)):
+        if not before or not after or not bool(before["follow"]) or not bool(after["follow"]):
+            continue
+        label, token = before["last"], after["first"]
+        lost = (label == IGNORED) & before["counted"] & after["counted"] & (after["position"] != 0)
+        wrong = ((label != IGNORED) & (label != token)) | lost
+        if bool(wrong.any()):
+            row = int(wrong.nonzero()[0])
+            raise DataError(
+                f"labels are shifted wrongly where ranks {ranks[at]} and {ranks[at + 1]} cut a sequence (sp): the last "
+                f"label of the one is {int(label[row])}, and the first token of the other {int(token[row])}; "
+                f"shift labels before the sequence is cut, or pass them unshifted as labels"
+            )
+
+
+def edge_of(batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """What `check_labels` compares of one rank's slice: empty without tokens, positions and shifted labels."""
+    names = ("input_ids", "shift_labels", "position_ids")
+    given = [batch.get(name) for name in names] if _named(batch) else [None]
+    if any(not isinstance(one, torch.Tensor) or one.dim() != 2 or one.shape[1] < 2 for one in given):
+        return {}
+    tokens, labels, positions = (one.detach().cpu() for one in given if one is not None)
+    inner = labels[:, :-1]
+    counted = inner != IGNORED
+    return {
+        "follow": ((inner == tokens[:, 1:]) | ~counted).all() & counted.any(),
+        "first": tokens[:, 0],
+        "last": labels[:, -1],
+        "counted": counted[:, -1] & counted[:, 0],
+        "position": positions.expand(tokens.shape[0], -1)[:, 0],
+    }
+
+
+class UlyssesSPDataLoaderAdapter:
+    """A loader of whole batches as one of slices; `labels` become `shift_labels`.
+
+    Ranks of a sequence give the same batches, which are compared for the first ten. Accelerate's loaders deal samples
+    to all ranks: there the ranks of a sequence take turns, and all of them work on the batch of each.
+
+    Args:
+        dl: gives mappings with `input_ids` or `inputs_embeds`.
+        sp_rank: of this process in the group.
+        sp_group: process group of the ranks of a sequence.
+        sp_world_size: their number.
+        device: where slices go; None: they stay.
+    """
+
+    def __init__(self, dl: Any, sp_rank: int, sp_group: Any, sp_world_size: int, device: Any = None) -> None:
+        self.dl, self.sp_rank, self.sp_group, self.sp_world_size, self.device = (
+            dl, sp_rank, sp_group, sp_world_size, device,
+        )  # fmt: skip
+        self._axis = group_axis("sp", sp_group)
+        self._same = SameBatches(self._axis, "share a sequence (sp)")
+        self._takes_turns = type(dl).__module__.split(".")[0] == "accelerate"
+
+    def __len__(self) -> int:
+        return len(self.dl) * (self.sp_world_size if self._takes_turns else 1)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "dl":
+            raise AttributeError(name)
+        return getattr(self.dl, name)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """Slices, as many on each rank of the group."""
+        for batch in self._turns() if self._takes_turns else self.dl:
+            if self._same.left and not self._takes_turns:
+                self._same.compare(batch)
+            part = slice_batch(batch, self._axis)
+            part.pop("labels", None)
+            yield {name: _moved(value, self.device) for name, value in part.items()}
+
+    def _turns(self) -> Iterator[Any]:
+        batches = iter(self.dl)
+        while True:
+            everyone: list[Any] = [None] * self._axis.size
+            all_gather_object(everyone, next(batches, None), group=self._axis.group)
+            if any(batch is None for batch in everyone):
+                return
+            yield from everyone
+
+
+def _moved(value: Any, device: Any) -> Any:
+    return value.to(device) if device is not None and isinstance(value, torch.Tensor) else value

@@ -1,0 +1,26 @@
+"""The loss of each token of a sequence that is cut, on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from deepspeed.comm.axis import group_axis
+from deepspeed.comm.differentiable import gather_to
+
+
+def vocab_sequence_parallel_cross_entropy(logits: torch.Tensor, target: torch.Tensor, sp_group: Any) -> torch.Tensor:
+    """Cross entropy of every token of the sequence, equal on all of its ranks; gradients of the ranks are summed.
+
+    Args:
+        logits: `[sequence / ranks, batch, vocabulary]`, of this rank's tokens.
+        target: `[sequence / ranks, batch]`, int64; -100 counts nothing.
+        sp_group: process group of the ranks that share the sequence.
+
+    Returns:
+        `[sequence, batch]`, fp32; its mean is a loss as `engine.backward` takes it.
+    """
+    own = F.cross_entropy(logits.float().flatten(0, -2), target.flatten(), reduction="none").view(target.shape)
+    return gather_to(own, group_axis("sp", sp_group), dim=0, label="losses of the tokens of a sequence")

@@ -1,0 +1,183 @@
+"""Attention over a sequence that is cut: all-to-all from slices of the sequence to slices of the heads, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import gcd
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.comm.axis import Axis, group_axis
+from deepspeed.comm.differentiable import all_to_all
+from deepspeed.errors import MeshError
+
+
+def check_heads(heads: int, axis: Axis) -> None:
+    """Refuse ranks that query heads cannot be shared out to.
+
+    Raises:
+        MeshError: with the nearest sizes.
+    """
+    if heads % axis.size:
+        fits = sorted((n for n in range(1, heads + 1) if heads % n == 0), key=lambda n: (abs(n - axis.size), n))[:2]
+        raise MeshError(
+            f"{heads} query head(s) cannot be shared out evenly to {axis.size} ranks of a sequence (sp "
+            f"{list(axis.ranks)}); the nearest sizes that fit are {' and '.join(map(str, sorted(fits)))}"
+        )
+
+
+def repeats(heads: int, axis: Axis) -> int:
+    """Copies of each key-value head, so that every rank has those that its query heads read.
+
+    The copies are as few as can be shared out evenly; each has a part of the head's gradient.
+    """
+    return axis.size // gcd(heads, axis.size)
+
+
+def to_heads(tensor: torch.Tensor, axis: Axis, heads: int, sequence: int, copies: int = 1) -> torch.Tensor:
+    """From this rank's slice of the sequence with all heads to the whole sequence with this rank's heads.
+
+    Args:
+        tensor: any layout with the heads along one dim and the sequence along another.
+        axis: ranks of a sequence.
+        heads: dim of the heads.
+        sequence: dim of the sequence.
+        copies: of each head; see `repeats`.
+    """
+    if copies > 1:
+        tensor = tensor.repeat_interleave(copies, dim=heads)
+    return all_to_all(tensor, axis, heads, sequence, "sequence to heads")
+
+
+def attend(
+    local: Callable[..., torch.Tensor],
+    states: Sequence[torch.Tensor],
+    axis: Axis,
+    heads: int,
+    sequence: int,
+) -> torch.Tensor:
+    """Attention over a sequence that is cut.
+
+    Args:
+        local: takes query, key and value of the whole sequence and this rank's heads, returns the context alike.
+        states: query, key and value: this rank's slice of the sequence, all heads.
+        axis: ranks of a sequence.
+        heads: dim of the heads.
+        sequence: dim of the sequence.
+
+    Raises:
+        MeshError: the query heads cannot be shared out evenly.
+    """
+    query, key, value = states
+    check_heads(query.shape[heads], axis)
+    copies = repeats(key.shape[heads], axis)
+    query = to_heads(query, axis, heads, sequence)
+    key, value = (to_heads(tensor, axis, heads, sequence, copies) for tensor in (key, value))
+    return all_to_all(local(query, key, value), axis, sequence, heads, "heads to sequence")
+
+
+def single_all_to_all(
+    input: torch.Tensor, scatter_idx: int, gather_idx: int, batch_dim_idx: int = 0, group: Any = None
+) -> torch.Tensor:
+    """Cut dim `scatter_idx` over the ranks of `group` and join their slices of dim `gather_idx`; differentiable.
+
+    Args:
+        input: at least as many dims as the numbers say.
+        scatter_idx: whole before, this rank's slice after.
+        gather_idx: this rank's slice before, whole after.
+        batch_dim_idx: accepted for old scripts; any layout works.
+        group: process group of the ranks.
+    """
+    return all_to_all(input, group_axis("sp", group), scatter_idx, gather_idx)
+
+
+class _SeqAllToAll:
+    """The name by which old scripts call `single_all_to_all`."""
+
+    @staticmethod
+    def apply(
+        group: Any, input: torch.Tensor, scatter_idx: int, gather_idx: int, batch_dim_idx: int = 0, *_: Any
+    ) -> torch.Tensor:
+        """See `single_all_to_all`."""
+        return single_all_to_all(input, scatter_idx, gather_idx, batch_dim_idx, group)
+
+
+class DistributedAttention(nn.Module):
+    """Any attention over a sequence that is cut over ranks: inside, each rank has the whole sequence and its heads.
+
+    Args:
+        local_attention: called with query, key and value of the whole sequence and this rank's heads, then what
+            `forward` was given besides; returns the context in the same layout (heads and their width may be one dim).
+        sequence_process_group: ranks that share a sequence, or their `Axis`.
+        scatter_idx: dim of the heads.
+        gather_idx: dim of the sequence.
+        sp_stream: accepted for old scripts; collectives are ordered with the computation.
+        num_kv_heads: accepted for old scripts; keys and values say it themselves.
+
+    Example:
+        >>> attention = DistributedAttention(local, mesh.get_sequence_parallel_group(), scatter_idx=2, gather_idx=1)
+        >>> context = attention(q, k, v)  # [batch, sequence / ranks, heads, width] each
+    """
+
+    def __init__(
+        self,
+        local_attention: Callable[..., torch.Tensor],
+        sequence_process_group: Any,
+        scatter_idx: int = 2,
+        gather_idx: int = 0,
+        sp_stream: Any = None,
+        num_kv_heads: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.local_attn = local_attention
+        group = sequence_process_group
+        self.axis = group if isinstance(group, Axis) else group_axis("sp", group)
+        self.scatter_idx, self.gather_idx, self.num_kv_heads = scatter_idx, gather_idx, num_kv_heads
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        batch_dim_idx: int = 0,
+        rotary_pos_emb: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Attention of this rank's slice of the sequence with all of it.
+
+        Args:
+            query: this rank's slice of the sequence, all heads.
+            key: the same; it may have fewer heads, each for as many neighbouring query heads.
+            value: as `key`.
+            batch_dim_idx: accepted for old scripts; any layout works.
+            rotary_pos_emb: pair of tables for the whole sequence, by which query and key are rotated (halves of the
+                width); None: they are rotated already, or need not be.
+            *args: for the local attention.
+            **kwargs: likewise.
+
+        Returns:
+            The context, in the layout of `query`.
+
+        Raises:
+            MeshError: the query heads cannot be shared out evenly.
+        """
+
+        def local(*states: torch.Tensor) -> torch.Tensor:
+            query, key, value = states
+            if rotary_pos_emb is not None:
+                query, key = (_rotated(tensor, *rotary_pos_emb) for tensor in (query, key))
+            return self.local_attn(query, key, value, *args, **kwargs)
+
+        return attend(local, (query, key, value), self.axis, self.scatter_idx, self.gather_idx)
+
+
+def _rotated(tensor: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary position embedding of the first `cos.shape[-1]` channels; tables broadcast against `tensor`."""
+    width = cos.shape[-1]
+    turned, kept = tensor[..., :width], tensor[..., width:]
+    first, second = turned.chunk(2, dim=-1)
+    turned = turned * cos + torch.cat((-second, first), dim=-1) * sin
+    return torch.cat((turned, kept), dim=-1)

@@ -1,0 +1,336 @@
+"""Models of Transformers over a cut sequence, by its own interfaces for attention, masks and losses.
+
+A model is *cut* once (`cut_sequence`): its attention and masks go by the names registered here, and a hook around its
+forward looks at the positions it is given. Where those of the ranks continue, the forward is of slices: masks are made
+for the whole sequence, attention exchanges slices of the sequence for heads, the loss covers all tokens, and each rank
+drops with random numbers of its own. Anything else, such as `generate`, is computed whole.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from contextvars import ContextVar, Token
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.api import all_gather_object
+from deepspeed.comm.axis import Axis
+from deepspeed.comm.differentiable import gather_to, gathered, summed
+from deepspeed.comm.same_batches import digest
+from deepspeed.errors import DataError, NotAvailableError
+from deepspeed.sequence.batches import IGNORED, INPUTS, continues, length_of, shifted
+from deepspeed.sequence.layer import attend
+from deepspeed.zero.lifecycle import Hook
+
+_KEYWORD = "ds_sequence"  # by which a forward hands what it knows to its attention, also when it is computed again
+_MARK = "_ds_sequence_model"
+_PRIME = 1_000_003
+
+
+class Sequence:
+    """What one forward knows of its sequence.
+
+    Args:
+        axis: ranks that share it.
+        positions: of all tokens, `[batch, sequence]`.
+        mask: of all tokens, `[batch, sequence]`, or None.
+    """
+
+    __slots__ = ("axis", "mask", "positions")
+
+    def __init__(self, axis: Axis, positions: torch.Tensor, mask: torch.Tensor | None) -> None:
+        self.axis, self.positions, self.mask = axis, positions, mask
+
+
+_current: ContextVar[Sequence | None] = ContextVar("sequence", default=None)
+
+
+class SequenceModel:
+    """A model of Transformers that was cut along the sequence.
+
+    Args:
+        model: the outermost `PreTrainedModel`.
+        axis: ranks that share sequences.
+        disable_in_eval: compute whole sequences in evaluation, whatever positions are given.
+    """
+
+    def __init__(self, model: Any, axis: Axis, disable_in_eval: bool = False) -> None:
+        self.model, self.axis, self.disable_in_eval = model, axis, disable_in_eval
+        self.takes_slices = False  # the next forward has to be one of slices
+        self._before = (model.config._attn_implementation, model.loss_function)
+        self._hooks: list[Any] = []
+        self._entered: list[tuple[Token[Sequence | None], torch.Tensor | None]] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None  # a copy is the plain model
+
+    @property
+    def without_cache(self) -> dict[str, bool]:
+        """Arguments by which forward keeps no keys and values: with them, Transformers ignores packed documents."""
+        return {"use_cache": False} if "use_cache" in inspect.signature(self.model.forward).parameters else {}
+
+    def install(self, core: str) -> None:
+        """Have the model compute with attention `core` over slices."""
+        from transformers import PreTrainedModel
+
+        self.model.set_attn_implementation(_registered(core))
+        self.model.loss_function = _whole_loss(self.model)
+        # First of all hooks: what others see of a forward are slices.
+        for module in self.model.modules():  # those inside may be called without the outermost
+            if isinstance(module, PreTrainedModel):
+                self._hooks += [
+                    module.register_forward_pre_hook(Hook(self.enter), with_kwargs=True, prepend=True),
+                    module.register_forward_hook(Hook(self.leave), always_call=True),
+                ]
+        object.__setattr__(self.model, _MARK, self)
+
+    def remove(self) -> None:
+        """Make it the plain model again."""
+        for hook in self._hooks:
+            hook.remove()
+        implementation, self.model.loss_function = self._before
+        self.model.set_attn_implementation(implementation)
+        object.__delattr__(self.model, _MARK)
+
+    def enter(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Before forward: its arguments, of slices or as they are."""
+        if _current.get() is not None:  # called by the outermost
+            self._entered.append((_current.set(_current.get()), None))
+            return None
+        given = {**dict(zip(inspect.signature(model.forward).parameters, args, strict=False)), **kwargs}
+        positions = None if self.disable_in_eval and not model.training else self._positions(given)
+        expected, self.takes_slices = self.takes_slices, False
+        if positions is None:
+            if expected:
+                raise DataError(
+                    f"rank {self.axis.ranks[self.axis.rank]} was given no slice of a sequence (sp): input_ids or "
+                    f"inputs_embeds with position_ids [batch, tokens] that continue from rank to rank"
+                )
+            self._entered.append((_current.set(None), None))
+            return None
+        mask = given.get("attention_mask")
+        if mask is not None and mask.dim() != 2:
+            raise DataError(f"attention_mask has shape {tuple(mask.shape)}: over a cut sequence give [batch, tokens]")
+        whole = None if mask is None else gathered(mask.contiguous(), self.axis, 1, label="mask of a sequence")
+        sequence = Sequence(self.axis, positions, whole)
+        # Given a mask, Transformers does not look for packed documents, of which a slice shows a part only.
+        local = torch.ones_like(given["position_ids"], dtype=torch.bool) if mask is None else mask
+        given |= {"attention_mask": local, _KEYWORD: sequence} | self.without_cache
+        self._entered.append((_current.set(sequence), self._fork() if model.training else None))
+        return (), given
+
+    def _positions(self, given: dict[str, Any]) -> torch.Tensor | None:
+        """Those of the whole sequence; None where the ranks have no slices of one, as in `generate`."""
+        own, tokens = given.get("position_ids"), length_of(given)
+        generates = given.get("past_key_values") is not None
+        if own is None or generates or tokens is None or own.dim() > 2 or own.shape[-1] != tokens:
+            return None
+        rows = next(given[name] for name in INPUTS if given.get(name) is not None)
+        given["position_ids"] = own = own.expand(rows.shape[0], -1).contiguous()
+        whole = gathered(own, self.axis, 1, label="positions of a sequence")
+        slices = whole.chunk(self.axis.size, 1)
+        if not all(continues(before, after) for before, after in zip(slices, slices[1:], strict=False)):
+            return None
+        if all(torch.equal(one, slices[0]) for one in slices):  # a whole sequence each, or as many documents
+            everyone: list[Any] = [None] * self.axis.size
+            all_gather_object(everyone, digest(rows), group=self.axis.group)
+            if len(set(everyone)) == 1:
+                return None
+        return whole
+
+    def _fork(self) -> torch.Tensor:
+        """Random numbers of this rank's own, for tokens of its own; gives the state to return to."""
+        accelerator = get_accelerator()
+        device = accelerator.current_device_name() if accelerator.device_name() != "cpu" else "cpu"
+        drawn = int(torch.randint(1 << 40, (), device=device))
+        around = accelerator.get_rng_state()
+        accelerator.manual_seed((drawn * self.axis.size + self.axis.rank) * _PRIME % (1 << 62))
+        return around
+
+    def leave(self, *_: Any) -> None:
+        """After forward, whatever became of it."""
+        if self._entered:
+            token, around = self._entered.pop()
+            _current.reset(token)
+            if around is not None:
+                get_accelerator().set_rng_state(around)
+
+
+def sequence_models(model: nn.Module) -> list[SequenceModel]:
+    """Those inside that were cut."""
+    return [found for module in model.modules() if (found := vars(module).get(_MARK)) is not None]
+
+
+def cut_sequence(
+    model: nn.Module, axis: Axis, core: str | None = None, disable_in_eval: bool = False
+) -> list[SequenceModel]:
+    """Let the models of Transformers inside `model` take slices of sequences; what is cut already stays so.
+
+    Args:
+        model: any module; one without a model of Transformers inside takes care of its sequences itself.
+        axis: ranks that share sequences.
+        core: attention that each rank computes, a name of Transformers such as "sdpa"; None: the model's own.
+        disable_in_eval: see `SequenceModel`.
+
+    Raises:
+        NotAvailableError: a model's attention cannot be reached, with what stands in the way.
+    """
+    if axis.size == 1 or "transformers" not in sys.modules:
+        return []
+    from transformers import PreTrainedModel
+
+    inside: set[str] = set()
+    for name, module in model.named_modules():
+        if not isinstance(module, PreTrainedModel) or any(name.startswith(outer) for outer in inside):
+            continue
+        inside.add(f"{name}." if name else "")
+        known: SequenceModel | None = vars(module).get(_MARK)
+        if known is not None and known.axis is not axis:  # of an engine on other ranks
+            known.remove()
+            known = None
+        if known is None:
+            _refuse(module)
+            SequenceModel(module, axis, disable_in_eval).install(core or module.config._attn_implementation)
+    return sequence_models(model)
+
+
+def _refuse(model: Any) -> None:
+    """Raise NotAvailableError for a model that cannot be cut."""
+    parameters, config = inspect.signature(model.forward).parameters, model.config
+    why = ""
+    if getattr(config, "is_encoder_decoder", False):
+        why = "it has an encoder and a decoder, whose sequences are two"
+    elif "position_ids" not in parameters:
+        why = "its forward takes no position_ids"
+    elif all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters.values()):
+        why = "its forward takes no further keyword arguments"
+    elif not model._can_set_attn_implementation():
+        why = "its attention does not go by AttentionInterface"
+    if why:
+        raise NotAvailableError(f"sequence parallelism is not available for {type(model).__name__}: {why}")
+
+
+def _registered(core: str) -> str:
+    """The name of a core's attention over a cut sequence, known to Transformers from now on."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as MASKS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as CORES
+
+    core = "sdpa" if core == "eager" else core  # each model has an eager one of its own, without a name
+    if core not in CORES:
+        raise NotAvailableError(f"attention {core!r} is not known to Transformers: it knows {sorted(CORES)}")
+    name = f"ulysses_{core}"
+    if not core.startswith("ulysses_") and name not in CORES:
+        AttentionInterface.register(name, partial(_attention, CORES[core]))
+        if core in MASKS:
+            AttentionMaskInterface.register(name, partial(_mask, MASKS[core]))
+    return core if core.startswith("ulysses_") else name
+
+
+class _Local:
+    """An attention module as its core sees it: with as many query heads for each key-value head as this rank has."""
+
+    def __init__(self, module: nn.Module, groups: int) -> None:
+        self._module, self.num_key_value_groups = module, groups
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def _attention(
+    core: Callable[..., Any],
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    *,
+    ds_sequence: Sequence | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """As attention of Transformers: states `[batch, heads, tokens, width]` to a context `[batch, tokens, heads, …]`."""
+    if ds_sequence is None:
+        if _current.get() is not None:
+            raise NotAvailableError(
+                f"sequence parallelism is not available here: {type(module).__name__} is not handed the keyword "
+                f"arguments of the model's forward"
+            )
+        return core(module, query, key, value, attention_mask, **kwargs)
+    if kwargs.get("position_ids") is not None:
+        kwargs["position_ids"] = ds_sequence.positions
+
+    def local(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        shown: Any = module
+        if hasattr(module, "num_key_value_groups"):
+            shown = _Local(module, query.shape[1] // key.shape[1])
+        return core(shown, query, key, value, attention_mask, **kwargs)[0].transpose(1, 2)
+
+    return attend(local, (query, key, value), ds_sequence.axis, 1, 2).transpose(1, 2), None
+
+
+def _mask(
+    core: Callable[..., Any],
+    *args: Any,
+    q_length: int,
+    kv_length: int,
+    mask_function: Callable[..., Any],
+    attention_mask: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> Any:
+    """As a mask of Transformers, for the whole sequence: padding and packed documents are those of all ranks."""
+    from transformers.masking_utils import find_packed_sequence_indices, packed_sequence_compatibility_function
+
+    sequence = _current.get()
+    if sequence is None:
+        given = {"q_length": q_length, "kv_length": kv_length, "mask_function": mask_function}
+        return core(*args, **given, attention_mask=attention_mask, **kwargs)
+    tokens = sequence.positions.shape[1]
+    documents = find_packed_sequence_indices(sequence.positions) if sequence.mask is None else None
+    if documents is not None:
+        mask_function = packed_sequence_compatibility_function(mask_function, sequence.positions, documents)
+        kwargs["allow_is_causal_skip"] = False
+    mask = None if sequence.mask is None else sequence.mask.to(torch.bool)
+    return core(*args, q_length=tokens, kv_length=tokens, mask_function=mask_function, attention_mask=mask, **kwargs)
+
+
+def _whole_loss(model: Any) -> Callable[..., torch.Tensor]:
+    """The model's loss over all tokens of a sequence, equal on all of its ranks, whose gradients are summed."""
+    inner, kind = model.loss_function, str(getattr(model, "loss_type", None))
+    inner = getattr(inner, "_ds_inner", inner)  # of a copy of a cut model
+    if kind not in ("ForCausalLM", "ForMaskedLM"):
+        return inner
+
+    def loss(
+        logits: torch.Tensor,
+        labels: torch.Tensor,
+        *args: Any,
+        num_items_in_batch: Any = None,
+        ignore_index: int = IGNORED,
+        shift_labels: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        kwargs.pop(_KEYWORD, None)
+        kwargs |= {"ignore_index": ignore_index} | ({} if shift_labels is None else {"shift_labels": shift_labels})
+        sequence = _current.get()
+        if sequence is None:
+            return inner(logits, labels, *args, num_items_in_batch=num_items_in_batch, **kwargs)
+        axis, counted = sequence.axis, labels
+        if kind == "ForCausalLM":
+            if shift_labels is None:
+                whole = shifted(gathered(labels.contiguous(), axis, 1, label="labels of a sequence"))
+                shift_labels = whole.chunk(axis.size, 1)[axis.rank]
+            counted = kwargs["shift_labels"] = shift_labels
+        items = num_items_in_batch
+        if items is None:
+            items = summed((counted != ignore_index).sum().float(), axis, "tokens of a sequence").clamp(min=1)
+        part = inner(logits, labels, *args, num_items_in_batch=items, **kwargs)
+        return gather_to(part.reshape(1), axis, 0, label="loss of a sequence").sum()
+
+    loss._ds_inner = inner  # type: ignore[attr-defined]
+    return loss
