@@ -95,5 +95,9 @@ class TensorParallelError(DeepSpeedError, ValueError):
     """A model that cannot be cut over ranks, or whose slices do not compute what it computed whole."""
 
 
+class PipelineError(UsageError):
+    """A model, schedule or call that a pipeline of stages cannot serve, or a stage that failed; says which."""
+
+
 class ContractError(DeepSpeedError, AssertionError):
     """A third party's part does not do what the protocol it is used through says."""
