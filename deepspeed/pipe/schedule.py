@@ -124,6 +124,12 @@ def make_schedule(name: str, stages: int, micros: int, chunks: int = 1) -> Sched
         raise ArgumentError(f"a schedule needs stages, micro-batches and chunks, not {(stages, micros, chunks)}")
     if name == "1f1b" and chunks > 1:
         raise ArgumentError(f'1f1b has one chunk per stage; with {chunks} the schedule is called "interleaved"')
+    if name == "interleaved" and micros % stages:
+        more = -(-micros // stages) * stages
+        raise ArgumentError(
+            f"interleaved runs in rounds of {stages} micro-batches, one for each stage, and {micros} are no multiple: "
+            f"the next count is {more} (gradient_accumulation_steps)"
+        )
     rows = (_computing(name, stage, stages, micros, chunks) for stage in range(stages))
     last = stages * chunks - 1
     return Schedule(
@@ -134,7 +140,7 @@ def make_schedule(name: str, stages: int, micros: int, chunks: int = 1) -> Sched
 def _computing(name: str, stage: int, stages: int, micros: int, chunks: int) -> list[Action]:
     """Forward and backward of one stage, without messages."""
     if name == "interleaved":
-        rounds = [range(low, min(low + stages, micros)) for low in range(0, micros, stages)]
+        rounds = [range(low, low + stages) for low in range(0, micros, stages)]
         order = [(micro, chunk) for group in rounds for chunk in range(chunks) for micro in group]
         back = [(micro, chunk) for group in rounds for chunk in reversed(range(chunks)) for micro in group]
     else:
@@ -153,7 +159,7 @@ def warmup(name: str, stage: int, stages: int, micros: int, chunks: int) -> int:
         return total
     if name == "1f1b":
         return min(total, stages - stage - 1)
-    return min(total, 2 * (stages - stage - 1) + (chunks - 1) * min(stages, micros))
+    return min(total, 2 * (stages - stage - 1) + (chunks - 1) * stages)
 
 
 def _alternating(forward: Sequence[Action], backward: Sequence[Action], first: int) -> list[Action]:

@@ -158,6 +158,10 @@ def peak_by_formula(schedule: Schedule, stage: int) -> int:
 
 
 def time_by_formula(schedule: Schedule) -> float:
-    """Time of a schedule whose rounds are full: what one stage computes, and the way through the others."""
+    """Time of a schedule: what one stage computes, and the way through the others.
+
+    Where all micro-batches go through a chunk before the next one begins, fewer of them than stages leave gaps.
+    """
     cost = FORWARD if schedule.name == "inference" else FORWARD + BACKWARD
-    return (schedule.micros * schedule.chunks + schedule.stages - 1) * cost
+    per_chunk = max(schedule.micros, schedule.stages)
+    return ((schedule.chunks - 1) * per_chunk + schedule.micros + schedule.stages - 1) * cost

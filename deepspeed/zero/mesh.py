@@ -44,7 +44,6 @@ def _asked_by(mesh_param: Any) -> list[Asked]:
             f"mesh_param is {mesh_param!r}; it takes sizes by axis name, as {{'dp_shard': 4}}, or (data-parallel "
             f"ranks, ranks of a sequence)"
         )
-    for dim in ("pp", "sp"):
-        if mesh_param.get(dim, 1) != 1:
-            raise NotAvailableError(f"mesh_param[{dim!r}] = {mesh_param[dim]} is not available yet")
+    if mesh_param.get("sp", 1) != 1:
+        raise NotAvailableError(f"mesh_param['sp'] = {mesh_param['sp']} is not available yet")
     return [(str(dim), size, "mesh_param") for dim, size in mesh_param.items() if size != 1 or dim not in MODEL]
