@@ -9,7 +9,7 @@ import torch
 
 from deepspeed.comm.mesh import Mesh, current_mesh
 from deepspeed.utils import safe_get_full_fp32_param
-from tests.parallel.dense import Dense, momentum
+from tests.parallel.dense import Dense, adamw, momentum, share_of
 from tests.parallel.tensor_runs import batch_of, loss_of, model_of
 
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
@@ -17,10 +17,12 @@ LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 
 def deep(family: str, layers: int, **changes: Any) -> Any:
     """A toy of so many blocks, without dropout."""
+    counts = dict.fromkeys(LAYERS, layers)
     if family == "GPTNeo":
-        changes.setdefault("attention_types", [[["global", "local"], layers // 2]])
-        changes.setdefault("attention_layers", ["global", "local"] * (layers // 2))
-    return model_of(family, **{name: layers for name in LAYERS if family not in ("GPTNeo",) or name == "num_layers"}, **changes)
+        halves = layers // 2
+        counts = {"num_layers": layers, "attention_layers": ["global", "local"] * halves}
+        changes.setdefault("attention_types", [[["global", "local"], halves]])
+    return model_of(family, **counts, **changes)
 
 
 def config_of(stage: int, pp: int, accumulation: int = 4, clip: float = 0.0, **more: Any) -> dict[str, Any]:
@@ -51,7 +53,7 @@ def apart(engine: Any, dense: Dense) -> float:
     for name, param in engine.module.named_parameters():
         ours = safe_get_full_fp32_param(param)
         if ours is not None:
-            worst = max(worst, float((ours - whole[name]).norm()))
+            worst = max(worst, float((ours - share_of(param, whole[name])).norm()))
     return worst / largest
 
 
@@ -77,3 +79,91 @@ def trained(
             norm = abs(float(engine.get_global_grad_norm()) - dense.norm) / dense.norm
             found.append((abs(float(ours) - wanted) / wanted, norm, apart(engine, dense)))
     return found
+
+
+def skipped(precision: str) -> list[Any]:
+    """An overflow that is planted on the last stage skips the step on every stage, and what follows trains."""
+    import deepspeed
+
+    scaled = {"initial_scale_power": 4, "loss_scale_window": 1000}
+    block = {"fp16": {"enabled": True, **scaled}} if precision == "fp16" else {
+        "bf16": {"enabled": True, "check_grad_overflow": True}
+    }  # fmt: skip
+    model = deep("GPTNeo", 2)
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=momentum(model.parameters()), config=config_of(1, 2, 2, **block)
+    )
+    with engine:
+        losses = [float(engine.train_batch(batches(engine.module, 0, 2, 0)))]
+        before = {n: safe_get_full_fp32_param(p).clone() for n, p in engine.module.named_parameters()}
+        handle = None
+        if engine.is_last_stage():
+            home: Any = engine.module.transformer.ln_f
+            handle = home.register_forward_hook(lambda _m, _a, out: out * float("inf"))
+        engine.train_batch(batches(engine.module, 2, 2, 0))
+        if handle is not None:
+            handle.remove()
+        same = all(torch.equal(before[n], safe_get_full_fp32_param(p)) for n, p in engine.module.named_parameters())
+        losses += [float(engine.train_batch(batches(engine.module, 0, 2, 0))) for _ in range(3)]
+        return [engine.skipped_steps, same, engine.loss_scale(), losses]
+
+
+def reshaped(schedule: str) -> list[Any]:
+    """Lengths that change from micro-batch to micro-batch; messages, headers and losses of training and evaluation."""
+    import deepspeed
+
+    model = deep("Llama", 4)
+    dense = Dense(model, momentum, 1, 4)
+    settings = {"schedule": schedule, "chunks": 2 if schedule == "interleaved" else 1}
+    config = config_of(1, 2, pipeline=settings)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=momentum(model.parameters()), config=config)
+    with engine:
+        wanted = [float(dense.model(**one).loss) for one in batches(model, 0, 4, 0, True)]
+        evaluated = float(engine.eval_batch(batches(model, 0, 4, 0, True)))
+        losses, outputs = engine.eval_batch(batches(model, 0, 2, 0), True, reduce_output=None, num_micro_batches=2)
+        mean = float(engine.train_batch(batches(model, 0, 4, 0, True)))
+        shapes = [tuple(out.logits.shape) for out in outputs] if outputs is not None else None
+        sent = engine._executor.bytes_sent, engine._executor.headers_sent
+        assert engine.training and len(losses) == 2
+        return [abs(evaluated - sum(wanted) / 4), abs(mean - sum(wanted) / 4), shapes, sent]
+
+
+def saved(folder: str, pp: int, stage: int, layers: int = 4) -> None:
+    """Train two windows and save."""
+    engine = started(pp, stage, layers)
+    with engine:
+        for window in range(2):
+            engine.train_batch(batches(engine.module, 2 * window, 2, replica(current_mesh())))
+        engine.save_checkpoint(folder, tag="two")
+
+
+def started(pp: int, stage: int, layers: int = 4, seed: int = 0) -> Any:
+    import deepspeed
+
+    model = deep("GPTNeo", layers, seed=seed)
+    return deepspeed.initialize(model=model, optimizer=adamw(model.parameters()), config=config_of(stage, pp, 2))[0]
+
+
+def loaded(folder: str, pp: int, stage: int) -> tuple[dict[str, Any], float]:
+    """Masters and moments by name after loading, and the next loss."""
+    from deepspeed.utils import safe_get_full_optimizer_state
+
+    engine = started(pp, stage, seed=5)
+    with engine:
+        engine.load_checkpoint(folder, tag="two")
+        found = {}
+        for name, param in engine.module.named_parameters():
+            found[name] = safe_get_full_fp32_param(param).clone()
+            found[f"{name} moment"] = safe_get_full_optimizer_state(param, "exp_avg").clone()
+        rank = replica(current_mesh())
+        if pp > 1:
+            return found, float(engine.train_batch(batches(engine.module, 4, 2, rank)))
+        losses = []
+        for one in batches(engine.module, 4, 2, rank):
+            loss = engine(**one).loss
+            engine.backward(loss)
+            engine.step()
+            losses.append(float(loss.detach()))
+        mean = torch.tensor(sum(losses) / 2)
+        torch.distributed.all_reduce(mean)
+        return found, float(mean) / torch.distributed.get_world_size()
