@@ -274,7 +274,9 @@ class PipelineEngine(DeepSpeedEngine):
         Raises:
             PipelineError: always.
         """
-        raise PipelineError("only train_batch() and eval_batch() run a pipeline: forward() of one stage is half a model")
+        raise PipelineError(
+            "only train_batch() and eval_batch() run a pipeline: forward() of one stage is half a model"
+        )
 
     def backward(self, *_: Any, **__: Any) -> Any:
         """Not for pipelines.
@@ -291,3 +293,13 @@ class PipelineEngine(DeepSpeedEngine):
             PipelineError: always.
         """
         raise PipelineError("step() of a pipeline is a part of train_batch()")
+
+
+def _endless(loader: Any) -> Iterator[Any]:
+    while True:
+        empty = True
+        for batch in loader:
+            empty = False
+            yield batch
+        if empty:
+            return

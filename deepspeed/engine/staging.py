@@ -54,9 +54,7 @@ def stage_model(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh, optimizer
     chunks = section.chunks
     layout = find_layout(model, stages * chunks, inputs_of(model), section.partition)
     parts: list[Part] = list(keep_stage(model, layout, stages, stage))
-    names = [
-        ", ".join(layout.words(part) for part in range(at, layout.parts, stages)) for at in range(stages)
-    ]
+    names = [", ".join(layout.words(part) for part in range(at, layout.parts, stages)) for at in range(stages)]
     say(f"{stages} stages: {'; '.join(names)}")
     left = set(model.parameters())
     if isinstance(optimizer, torch.optim.Optimizer):

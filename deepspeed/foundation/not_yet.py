@@ -20,6 +20,7 @@ LATER_MODULES = {
     "deepspeed.runtime.data_pipeline": "data efficiency",
     "deepspeed.runtime.fp16.onebit": "optimizers with one-bit communication",
     "deepspeed.runtime.hybrid_engine": "the hybrid engine",
+    "deepspeed.runtime.pipe.schedule": "schedules as classes; schedules are data, see deepspeed.pipe.schedule",
     "deepspeed.runtime.sequence_parallel": "sequence parallelism",
     "deepspeed.runtime.tensor_parallel": "tensor parallelism",
     "deepspeed.sequence": "sequence parallelism",

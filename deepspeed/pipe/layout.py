@@ -130,8 +130,8 @@ class View:
         found = found[0] if isinstance(found, tuple) else found
         if not isinstance(found, torch.Tensor) or found.numel() != 1:
             raise PipelineError(
-                f"{type(self._model).__name__} returned no loss but a {type(made).__name__}: put labels into the batch, "
-                f"or describe the model as a PipelineModule with loss_fn"
+                f"{type(self._model).__name__} returned no loss but a {type(made).__name__}: put labels into the "
+                f"batch, or describe the model as a PipelineModule with loss_fn"
             )
         return found
 
@@ -193,8 +193,8 @@ def _block_list(model: nn.Module, parts: int) -> str:
     if not long:
         found = ", ".join(f"{name} ({len(module)})" for name, module in outer.items()) or "none"
         raise PipelineError(
-            f"{type(model).__name__} has no list of at least {parts} blocks to be cut at; its lists: {found}. Take fewer "
-            f"stages, or describe it as a PipelineModule"
+            f"{type(model).__name__} has no list of at least {parts} blocks to be cut at; its lists: {found}. Take "
+            f"fewer stages, or describe it as a PipelineModule"
         )
     return max(long, key=lambda name: sum(p.numel() for p in long[name].parameters()))
 
@@ -251,8 +251,8 @@ def _compare(model: nn.Module, layout: Layout, inputs: dict[str, Any], wanted: A
     layout.needed = [name for name in layout.before if _matters(model, layout, inputs, wanted, name)]
     if not _is_equal(model, layout, inputs, wanted):
         raise PipelineError(
-            f"{type(model).__name__} cut at the blocks of '{layout.container}' does not compute what it computes whole: "
-            f"something else than what blocks return goes from one to the next"
+            f"{type(model).__name__} cut at the blocks of '{layout.container}' does not compute what it computes "
+            f"whole: something else than what blocks return goes from one to the next"
         )
 
 

@@ -143,10 +143,14 @@ class PipelineModule(nn.Module):
         else:
             raise ArgumentError(f"partition_method {method!r} is none of parameters, uniform, type:REGEX or a list")
         ends = bounds[:1] + bounds[-1:]
-        if len(bounds) != parts + 1 or ends != [0, count] or any(a >= b for a, b in zip(bounds, bounds[1:], strict=False)):
+        if (
+            len(bounds) != parts + 1
+            or ends != [0, count]
+            or any(a >= b for a, b in zip(bounds, bounds[1:], strict=False))
+        ):
             raise ArgumentError(
-                f"{count} layers cannot be cut at {bounds}: {parts} parts need {parts + 1} bounds from 0 to {count}, each "
-                f"larger than the one before"
+                f"{count} layers cannot be cut at {bounds}: {parts} parts need {parts + 1} bounds from 0 to {count}, "
+                f"each larger than the one before"
             )
         return bounds
 

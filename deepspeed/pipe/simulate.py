@@ -92,11 +92,12 @@ class _Simulation:
         place, part = (action.micro, action.chunk), self.schedule.part(at, action.chunk)
         if not (0 <= action.micro < self.schedule.micros and 0 <= action.chunk < self.schedule.chunks):
             raise PipelineError(f"stage {at}: {action} is none of the schedule's micro-batches and chunks")
-        stage.done[action.op, *place] += 1
-        if stage.done[action.op, *place] > 1:
+        key = (action.op, action.micro, action.chunk)
+        stage.done[key] += 1
+        if stage.done[key] > 1:
             raise PipelineError(f"stage {at}: {action} is computed twice")
         end = 0 if action.op == "F" else self.schedule.parts - 1
-        if part != end and (action.op, *place) not in stage.taken:
+        if part != end and key not in stage.taken:
             raise PipelineError(f"stage {at}: {action} without <{action}: what it needs was not taken")
         if action.op == "B" and place not in stage.held:
             raise PipelineError(f"stage {at}: {action} before its forward (order swapped)")

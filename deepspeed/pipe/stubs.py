@@ -69,7 +69,9 @@ class Elsewhere(_StandIn):
             with torch.no_grad():
                 made = self._stands_for(*given, **named)
         except RuntimeError as error:
-            raise PipelineError(f"'{self.name}' lives on another stage, and its shape cannot be told: {error}") from error
+            raise PipelineError(
+                f"'{self.name}' lives on another stage, and its shape cannot be told: {error}"
+            ) from error
         device = devices[0] if devices else torch.device("cpu")
         return map_tensors(lambda tensor: _poison(tensor, device, self.dtype_here), made)
 

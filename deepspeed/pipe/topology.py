@@ -34,7 +34,9 @@ class ProcessTopology:
             raise ArgumentError(f"get_rank() needs {', '.join(self.axes)}; for some of them there is filter_match()")
         at = self.ProcessCoord(**coord_kwargs)
         if at not in self.mapping:
-            raise ArgumentError(f"there is no rank at {at}: the sizes are {dict(zip(self.axes, self.dims, strict=True))}")
+            raise ArgumentError(
+                f"there is no rank at {at}: the sizes are {dict(zip(self.axes, self.dims, strict=True))}"
+            )
         return self.mapping[at]
 
     def get_coord(self, rank: int) -> Any:
@@ -76,7 +78,9 @@ class ProcessTopology:
     ) -> str:
         """A rank in words, such as "model_00"."""
         at = self.get_coord(rank)
-        return outer_sep.join(f"{axis}{inner_sep}{getattr(at, axis):02d}" for axis in self.axes if axis not in omit_axes)
+        return outer_sep.join(
+            f"{axis}{inner_sep}{getattr(at, axis):02d}" for axis in self.axes if axis not in omit_axes
+        )
 
     def world_size(self) -> int:
         """How many ranks there are."""

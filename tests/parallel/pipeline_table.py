@@ -51,8 +51,8 @@ def page(two: dict[str, Any], four: dict[str, Any]) -> str:
     count = lambda rows, verdict: sum(row["verdict"] == verdict for row in rows.values())  # noqa: E731
     toys = len(two) - count(two, "no toy")
     summary = (
-        f"Of {toys} toys {count(two, 'equal')} are equal in 2 stages and {count(two, 'refused')} are refused; in 4 stages "
-        f"{count(four, 'equal')} are equal and {count(four, 'refused')} refused."
+        f"Of {toys} toys {count(two, 'equal')} are equal in 2 stages and {count(two, 'refused')} are refused; in 4 "
+        f"stages {count(four, 'equal')} are equal and {count(four, 'refused')} refused."
     )
     return HEAD.format(version=transformers.__version__, summary=summary) + "\n".join(lines) + "\n"
 
