@@ -22,7 +22,7 @@ from deepspeed.engine.staging import stage_model, staying
 from deepspeed.errors import ArgumentError, DataError, PipelineError
 from deepspeed.pipe.executor import Executor, Part
 from deepspeed.pipe.schedule import Schedule, make_schedule
-from deepspeed.pipe.simulate import simulate
+from deepspeed.pipe.simulate import Simulated, simulate
 from deepspeed.zero.accumulation import AccumulationWindow, Way
 
 _REDUCTIONS = ("avg", "sum", None)
@@ -119,6 +119,14 @@ class PipelineEngine(DeepSpeedEngine):
         """
         name = self._name if training else "inference"
         return validated(name, self.num_stages, micros, self._chunks)
+
+    def simulated(self, micros: int) -> Simulated:
+        """What a window costs by simulation: time, activations held, idle part.
+
+        Args:
+            micros: micro-batches.
+        """
+        return simulate(self.schedule(micros))
 
     # -- windows --------------------------------------------------------------------------------------------------
 
