@@ -66,8 +66,8 @@ def torchs(schedule: str, rank: int, ranks: int, micros: int) -> Side:
     model, parts = llama(WIDTH), ranks * CHUNKS[schedule]
     step = len(model.model.layers) // parts
     own = [Part(model, at * step, (at + 1) * step) for at in range(rank, parts, ranks)]
-    device = torch.device("cpu")
-    stages = [pipelining.PipelineStage(part, at, parts, device) for part, at in zip(own, range(rank, parts, ranks))]
+    device, places = torch.device("cpu"), zip(own, range(rank, parts, ranks), strict=True)
+    stages = [pipelining.PipelineStage(part, at, parts, device) for part, at in places]
     made = (
         pipelining.Schedule1F1B(stages[0], micros, loss_fn=loss_of)
         if schedule == "1f1b"

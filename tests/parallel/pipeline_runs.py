@@ -9,7 +9,7 @@ import torch
 
 from deepspeed.comm.mesh import Mesh, current_mesh
 from deepspeed.utils import safe_get_full_fp32_param
-from tests.parallel.dense import Dense, adamw, momentum, share_of
+from tests.parallel.dense import Dense, adamw, momentum
 from tests.parallel.tensor_runs import batch_of, loss_of, model_of
 
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
@@ -53,7 +53,7 @@ def apart(engine: Any, dense: Dense) -> float:
     for name, param in engine.module.named_parameters():
         ours = safe_get_full_fp32_param(param)
         if ours is not None:
-            worst = max(worst, float((ours - share_of(param, whole[name])).norm()))
+            worst = max(worst, float((ours - whole[name]).norm()))
     return worst / largest
 
 
