@@ -19,8 +19,9 @@ from deepspeed.engine.clients import loss_is_divided
 from deepspeed.engine.engine import DeepSpeedEngine
 from deepspeed.engine.reporting import FORWARD
 from deepspeed.engine.staging import stage_model, staying
-from deepspeed.errors import ArgumentError, DataError, PipelineError
+from deepspeed.errors import ArgumentError, DataError, NotAvailableError, PipelineError
 from deepspeed.pipe.executor import Executor, Part
+from deepspeed.pipe.module import PipelineModule
 from deepspeed.pipe.schedule import Schedule, make_schedule
 from deepspeed.pipe.simulate import Simulated, simulate
 from deepspeed.zero.accumulation import AccumulationWindow, Way
@@ -103,7 +104,13 @@ class PipelineEngine(DeepSpeedEngine):
         self._batch_fn: Callable[[Any], Any] | None = None
 
     def _cut(self, model: Any, config: Any, mesh: Any, mpu: Any, optimizer: Any, parameters: Any) -> Any:
-        parameters = super()._cut(model, config, mesh, mpu, optimizer, parameters)
+        if not isinstance(model, PipelineModule):
+            parameters = super()._cut(model, config, mesh, mpu, optimizer, parameters)
+        elif mpu is None and mesh.size("tp") > 1:
+            raise NotAvailableError(
+                "layers of a PipelineModule are not cut over ranks (tp) yet: hand over an unedited model, or layers "
+                "that hold slices, with an mpu"
+            )
         self._parts = stage_model(model, config, mesh, optimizer)
         return staying(model, parameters)
 
@@ -148,6 +155,10 @@ class PipelineEngine(DeepSpeedEngine):
             raise without_optimizer("train_batch", self._components)
         if not self.training:
             raise PipelineError("train_batch() of an engine in evaluation mode; call engine.train() first")
+        if self._window.holding:
+            raise PipelineError(
+                "train_batch() inside no_sync(): a window ends with the gradients of all its micro-batches"
+            )
         window, steps = self._window, self._window.steps
         batches = self._fetch(data_iter, steps)
         self._before_micro_batch()

@@ -108,14 +108,14 @@ def skipped(precision: str) -> list[Any]:
         return [engine.skipped_steps, same, engine.loss_scale(), losses]
 
 
-def reshaped(schedule: str) -> list[Any]:
+def reshaped(schedule: str, stage: int) -> list[Any]:
     """Lengths that change from micro-batch to micro-batch; messages, headers and losses of training and evaluation."""
     import deepspeed
 
     model = deep("Llama", 4)
     dense = Dense(model, momentum, 1, 4)
     settings = {"schedule": schedule, "chunks": 2 if schedule == "interleaved" else 1}
-    config = config_of(1, 2, pipeline=settings)
+    config = config_of(stage, 2, pipeline=settings)
     engine, *_ = deepspeed.initialize(model=model, optimizer=momentum(model.parameters()), config=config)
     with engine:
         wanted = [float(dense.model(**one).loss) for one in batches(model, 0, 4, 0, True)]
