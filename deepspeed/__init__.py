@@ -14,6 +14,8 @@ _LAZY: dict[str, tuple[str, str | None]] = {
     "add_config_arguments": ("deepspeed.engine.initialize", "add_config_arguments"),
     "init_distributed": ("deepspeed.comm.init", "init_distributed"),
     "DeepSpeedEngine": ("deepspeed.engine.engine", "DeepSpeedEngine"),
+    "PipelineEngine": ("deepspeed.engine.pipeline", "PipelineEngine"),
+    "PipelineModule": ("deepspeed.pipe", "PipelineModule"),
     "DeepSpeedDataLoader": ("deepspeed.engine.dataloader", "DeepSpeedDataLoader"),
     "DeepSpeedConfig": ("deepspeed.config", "DeepSpeedConfig"),
     "DeepSpeedConfigError": ("deepspeed.errors", "DeepSpeedConfigError"),
@@ -30,6 +32,7 @@ _LAZY: dict[str, tuple[str, str | None]] = {
     "dist": ("deepspeed.comm", None),
     "utils": ("deepspeed.utils", None),
     "ops": ("deepspeed.ops", None),
+    "pipe": ("deepspeed.pipe", None),
     "runtime": ("deepspeed.runtime", None),
     "accelerator": ("deepspeed.accelerator", None),
     "errors": ("deepspeed.errors", None),
@@ -40,12 +43,9 @@ _LATER = {
     "DeepSpeedHybridEngine": "the hybrid engine",
     "DeepSpeedInferenceConfig": "the inference engine",
     "InferenceEngine": "the inference engine",
-    "PipelineEngine": "pipeline parallelism",
-    "PipelineModule": "pipeline parallelism",
     "default_inference_config": "the inference engine",
     "init_inference": "the inference engine",
     "moe": "mixture of experts",
-    "pipe": "pipeline parallelism",
 }
 
 __all__ = ["__version__", *sorted(_LAZY)]

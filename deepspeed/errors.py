@@ -99,5 +99,9 @@ class SequenceParallelError(DeepSpeedError, ValueError):
     """A model over a sequence that ranks share does not compute what it computes whole."""
 
 
+class PipelineError(UsageError):
+    """A model, schedule or call that a pipeline of stages cannot serve, or a stage that failed; says which."""
+
+
 class ContractError(DeepSpeedError, AssertionError):
     """A third party's part does not do what the protocol it is used through says."""

@@ -104,8 +104,8 @@ class DeepSpeedEngine(EngineSurface, nn.Module):
             configure(resolved)
         trail.start(resolved.top.divergence_check_interval)
         self.client_optimizer, self.client_lr_scheduler = optimizer, lr_scheduler
-        slice_model(model, resolved, mesh, mpu, optimizer)
-        chosen = choose_optimizer(model, optimizer, listed(model_parameters), resolved)
+        parameters = self._cut(model, resolved, mesh, mpu, optimizer, listed(model_parameters))
+        chosen = choose_optimizer(model, optimizer, parameters, resolved)
         refuse_whole_tensors(model, chosen)
         self.module = model
         take_over(model, self.destroy)
@@ -129,6 +129,11 @@ class DeepSpeedEngine(EngineSurface, nn.Module):
         self._sequencing.prove(self._autocast)
 
     # -- making ---------------------------------------------------------------------------------------------------
+
+    def _cut(self, model: Any, config: Any, mesh: Any, mpu: Any, optimizer: Any, parameters: Any) -> Any:
+        """Reduce a whole model to what this rank has of it; returns those of `parameters` that stay."""
+        slice_model(model, config, mesh, mpu, optimizer)
+        return parameters
 
     def _hold_parts(self) -> None:
         """The components that `EngineSurface` names."""

@@ -7,7 +7,9 @@ from typing import Any
 
 from deepspeed.comm import init as comm_init
 from deepspeed.engine.engine import DeepSpeedEngine
+from deepspeed.engine.pipeline import PipelineEngine
 from deepspeed.engine.reporting import say_info
+from deepspeed.engine.staging import is_pipelined
 from deepspeed.errors import ArgumentError, DeepSpeedConfigError
 from deepspeed.zero.init_context import suspended
 
@@ -57,8 +59,9 @@ def initialize(
     if dist_init_required is not False:
         comm_init.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     say_info()
+    kind = PipelineEngine if is_pipelined(model, source, mpu) else DeepSpeedEngine
     with suspended():
-        engine = DeepSpeedEngine(
+        engine = kind(
             model,
             source,
             optimizer=optimizer,

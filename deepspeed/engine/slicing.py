@@ -13,15 +13,18 @@ from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.sections.parallel import PartitionConfig
 from deepspeed.errors import ArgumentError, DeepSpeedConfigError, NotAvailableError, OptimizerError, TensorParallelError
 from deepspeed.optim.build import needs_whole_tensors
+from deepspeed.pipe.module import PipelineModule
 from deepspeed.tensor_parallel.cut import cut_model, is_cut, plan_of
 from deepspeed.tensor_parallel.specs import Spec, Specs
 from deepspeed.zero.placement import placement_of
 
 
 def asked_by_model(model: nn.Module) -> list[Asked]:
-    """The axis that a model was cut over by `tp_model_init`."""
+    """The axis that a model was cut over by `tp_model_init`, or as a `PipelineModule`."""
     plan = plan_of(model)
-    return [] if plan is None else [("tp", plan.ranks, "tp_model_init")]
+    asked = [] if plan is None else [("tp", plan.ranks, "tp_model_init")]
+    stages = model.num_pipeline_stages() if isinstance(model, PipelineModule) else 1
+    return asked if stages == 1 else [*asked, ("pp", stages, "PipelineModule")]
 
 
 def slice_model(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh, mpu: Any, optimizer: Any) -> None:

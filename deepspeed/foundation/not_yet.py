@@ -16,12 +16,11 @@ LATER_MODULES = {
     "deepspeed.monitor": "monitors",
     "deepspeed.ops.sparse_attention": "block-sparse attention layouts",
     "deepspeed.ops.transformer": "the inference engine",
-    "deepspeed.pipe": "pipeline parallelism",
     "deepspeed.profiling": "the operation counter",
     "deepspeed.runtime.data_pipeline": "data efficiency",
     "deepspeed.runtime.fp16.onebit": "optimizers with one-bit communication",
     "deepspeed.runtime.hybrid_engine": "the hybrid engine",
-    "deepspeed.runtime.pipe": "pipeline parallelism",
+    "deepspeed.runtime.pipe.schedule": "schedules as classes; schedules are data, see deepspeed.pipe.schedule",
     "deepspeed.runtime.tensor_parallel": "tensor parallelism",
 }
 

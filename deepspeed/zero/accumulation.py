@@ -242,8 +242,8 @@ class AccumulationWindow:
         self.holding = holding
         self.refresh()
 
-    def force(self, boundary: bool) -> None:
-        """Decide the boundary instead of the count."""
+    def force(self, boundary: bool | None) -> None:
+        """Decide the boundary instead of the count; None: let it decide again."""
         self.forced = boundary
         self.refresh()
 

@@ -9,7 +9,7 @@ import torch
 
 from deepspeed.comm.mesh import MODEL, Asked, Mesh, mesh_for, mesh_of_unit, ranks_started, resolve
 from deepspeed.config import DeepSpeedConfig
-from deepspeed.errors import ArgumentError, NotAvailableError
+from deepspeed.errors import ArgumentError
 
 
 def find_mesh(
@@ -26,7 +26,6 @@ def find_mesh(
 
     Raises:
         MeshError: they contradict one another, or the ranks do not make such a mesh.
-        NotAvailableError: `mesh_param` asks for an axis that is not there yet.
     """
     asked = [*(config.mesh_sizes() if config is not None else ()), *_asked_by(mesh_param), *also]
     if mpu is not None:
@@ -44,6 +43,4 @@ def _asked_by(mesh_param: Any) -> list[Asked]:
             f"mesh_param is {mesh_param!r}; it takes sizes by axis name, as {{'dp_shard': 4}}, or (data-parallel "
             f"ranks, ranks of a sequence)"
         )
-    if mesh_param.get("pp", 1) != 1:
-        raise NotAvailableError(f"mesh_param['pp'] = {mesh_param['pp']} is not available yet")
     return [(str(dim), size, "mesh_param") for dim, size in mesh_param.items() if size != 1 or dim not in MODEL]

@@ -13,7 +13,7 @@ class MeshSizes(Section):
     dp: Int | None = key(None, "data-parallel ranks; checked against the world", ge=-1)
     dp_replicate: Int | None = key(None, "copies of the sharded state (hybrid sharding)", ge=-1)
     dp_shard: Int | None = key(None, "data-parallel ranks that share one copy of the state", ge=-1)
-    pp: Int = later(1, "pipeline stages", ge=-1)
+    pp: Int = key(1, "pipeline stages", ge=-1)
     sp: Int = key(1, "ranks that share a sequence", ge=-1)
     tp: Int = key(1, "ranks that share a matrix", ge=-1)
 
@@ -21,8 +21,12 @@ class MeshSizes(Section):
 class Pipeline(Section):
     """`pipeline`."""
 
-    stages: Int | Literal["auto"] = later("auto", "number of stages")
-    partition: str = later("best", "how layers are dealt to stages")
+    stages: Int | Literal["auto"] = key("auto", "number of stages")
+    partition: Literal["best", "parameters", "uniform"] = key(
+        "best", "how the blocks of a model are dealt to stages: by parameters (best), or by number"
+    )
+    schedule: Literal["gpipe", "1f1b", "interleaved"] = key("1f1b", "what each stage does in which order")
+    chunks: Int = key(1, "parts of the model that each stage holds (interleaved)", ge=1)
     seed_layers: bool = later(False, "seed each layer by its index")
     activation_checkpoint_interval: Int = later(0, "layers between checkpoints; 0 is none", ge=0)
     pipe_partitioned: bool = later(True, "split activations over model-parallel ranks when sent")

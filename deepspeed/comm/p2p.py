@@ -1,0 +1,274 @@
+"""Messages of any nest of values between two ranks of an axis, in order: activations of a pipeline and their gradients.
+
+A message is a notice of two numbers, a header (the nest without its tensors, their shapes and dtypes) where it is
+another than that of the last message, and the tensors. Ranks that share memory read all of it where the sender has put
+it, and say so when the last tensor over it is gone; elsewhere it goes through gloo, by tag. A send never waits.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import weakref
+from collections import defaultdict, deque
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from deepspeed.comm.axis import Axis
+from deepspeed.comm.collectives import EXCHANGE, READ, SMALL, delay, post, tag_of, wait_all
+from deepspeed.errors import CommError, NotAvailableError
+
+_ALIGN = 64
+_NOTICE = 16  # bytes: length of the header, or 0 where it is the last one; bytes of the tensors
+
+
+class _Leaf(NamedTuple):
+    """A tensor in a header."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    differentiable: bool
+    offset: int
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a message says of itself.
+
+    Args:
+        tree: the nest, pickled, with numbers for tensors.
+        leaves: the tensors.
+    """
+
+    tree: bytes
+    leaves: tuple[_Leaf, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors, each at a multiple of `_ALIGN`."""
+        return _end(self.leaves[-1]) if self.leaves else 0
+
+
+class _Writer(pickle.Pickler):
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self.tensors: list[torch.Tensor] = []
+        self._places: dict[int, int] = {}
+
+    def persistent_id(self, obj: Any) -> int | None:
+        if not isinstance(obj, torch.Tensor):
+            return None
+        if id(obj) not in self._places:
+            self._places[id(obj)] = len(self.tensors)
+            self.tensors.append(obj)
+        return self._places[id(obj)]
+
+
+class _Reader(pickle.Unpickler):
+    def __init__(self, tree: bytes, tensors: list[torch.Tensor]) -> None:
+        super().__init__(io.BytesIO(tree))
+        self._tensors = tensors
+
+    def persistent_load(self, pid: int) -> torch.Tensor:
+        return self._tensors[pid]
+
+
+def take_apart(value: Any) -> tuple[Header, list[torch.Tensor]]:
+    """A nest as its header and its tensors.
+
+    Raises:
+        CommError: something in it cannot be pickled.
+    """
+    file = io.BytesIO()
+    writer = _Writer(file)
+    try:
+        writer.dump(value)
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        raise CommError(f"a {type(value).__name__} cannot be sent to another rank: {error}") from error
+    leaves: list[_Leaf] = []
+    for tensor in writer.tensors:
+        offset = -(-(_end(leaves[-1]) if leaves else 0) // _ALIGN) * _ALIGN
+        leaves.append(_Leaf(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, offset))
+    return Header(file.getvalue(), tuple(leaves)), writer.tensors
+
+
+def _end(leaf: _Leaf) -> int:
+    numel = 1
+    for size in leaf.shape:
+        numel *= size
+    return leaf.offset + numel * leaf.dtype.itemsize
+
+
+def put_together(header: Header, tensors: list[torch.Tensor]) -> Any:
+    """The nest again."""
+    return _Reader(header.tree, tensors).load()
+
+
+class Sender:
+    """Sends to one rank.
+
+    Args:
+        axis: of both.
+        peer: position of the receiver.
+        channel: the receiver has the same.
+    """
+
+    def __init__(self, axis: Axis, peer: int, channel: int) -> None:
+        _check(axis)
+        self.axis, self.peer, self.channel = axis, peer, channel
+        self.bytes_sent = self.headers_sent = 0
+        self._sequence = 0
+        self._last: Header | None = None
+        self._idle: dict[int, list[torch.Tensor]] = defaultdict(list)  # buffers by size
+        self._underway: deque[tuple[list[Any], torch.Tensor]] = deque()
+
+    def send(self, header: Header, tensors: list[torch.Tensor], label: str) -> None:
+        """Send a nest that `take_apart` has taken apart; its tensors may be changed at once.
+
+        Args:
+            header: of the nest.
+            tensors: in it.
+            label: for reports.
+        """
+        told = b"" if header == self._last else pickle.dumps(header)
+        self._last = header
+        self._sequence += 1
+        self.headers_sent += bool(told)
+        self.bytes_sent += header.nbytes
+        self._collect()
+        start = -(-(_NOTICE + len(told)) // _ALIGN) * _ALIGN
+        buffer = self._buffer(start + header.nbytes)
+        buffer[:_NOTICE].view(torch.int64).copy_(torch.tensor([len(told), header.nbytes]))
+        if told:
+            buffer[_NOTICE : _NOTICE + len(told)] = torch.frombuffer(bytearray(told), dtype=torch.uint8)
+        for leaf, tensor in zip(header.leaves, tensors, strict=True):
+            _place(buffer[start:], leaf).copy_(tensor.detach())
+        self._underway.append((post(self.axis, label, lambda: self._start(buffer, len(told), start)), buffer))
+
+    def _start(self, buffer: torch.Tensor, told: int, start: int) -> list[Any]:
+        shared, group = self.axis.shared, self.axis.group
+        if shared is not None:
+            tag = tag_of(self.channel, EXCHANGE, self._sequence)
+            shared.post(tag, buffer, [self.peer])
+            return [shared.acknowledged(tag, [self.peer])]
+        pieces = {SMALL: buffer[:_NOTICE], READ: buffer[_NOTICE : _NOTICE + told], EXCHANGE: buffer[start:]}
+        if group is None:
+            raise RuntimeError("nothing can be sent without a process group")
+        return [
+            group.send([piece], self.peer, tag_of(self.channel, kind, self._sequence))
+            for kind, piece in pieces.items()
+            if piece.numel()
+        ]
+
+    def _buffer(self, nbytes: int) -> torch.Tensor:
+        """Memory for a message, which peers may read in place."""
+        kept = self._idle[nbytes]
+        return kept.pop() if kept else self.axis.empty(nbytes, torch.uint8, torch.device("cpu"))
+
+    def _collect(self) -> None:
+        """Take back the buffers that have been read."""
+        if self.axis.shared is not None:
+            self.axis.shared.drain()
+        left: deque[tuple[list[Any], torch.Tensor]] = deque()
+        for works, buffer in self._underway:
+            if all(_is_over(work) for work in works):
+                self._idle[buffer.numel()].append(buffer)
+            else:
+                left.append((works, buffer))
+        self._underway = left
+
+    def settle(self, label: str) -> None:
+        """Wait until everything was taken, where the backend says so only to who waits."""
+        if self.axis.shared is None:
+            while self._underway:
+                works, buffer = self._underway.popleft()
+                wait_all(self.axis, label, works)
+                self._idle[buffer.numel()].append(buffer)
+
+
+class Receiver:
+    """Receives from one rank, in the order of its sends; arguments as those of `Sender`."""
+
+    def __init__(self, axis: Axis, peer: int, channel: int) -> None:
+        _check(axis)
+        self.axis, self.peer, self.channel = axis, peer, channel
+        self._sequence = 0
+        self._header: Header | None = None
+        self._read: deque[int] = deque()  # tags whose memory nothing refers to any more
+
+    def receive(self, label: str) -> tuple[Header, list[torch.Tensor]]:
+        """The next message; see `put_together`. Its tensors may lie in the sender's memory, and are this rank's alone.
+
+        Args:
+            label: for reports.
+
+        Raises:
+            CommError: it did not come in time; says what all ranks were doing.
+        """
+        delay(label)
+        self._sequence += 1
+        payload = self._from_memory(label) if self.axis.shared is not None else self._from_group(label)
+        header = self._header
+        if header is None:
+            raise CommError(f"{label}: the first message has no header")
+        return header, [_place(payload, leaf) for leaf in header.leaves]
+
+    def _from_memory(self, label: str) -> torch.Tensor:
+        shared, tag = self.axis.shared, tag_of(self.channel, EXCHANGE, self._sequence)
+        if shared is None:
+            raise RuntimeError("these ranks share no memory")
+        self.release()
+        wait_all(self.axis, label, [shared.posted(tag, [self.peer])])
+        array = shared.read(self.peer, tag, torch.uint8).numpy()
+        buffer = torch.from_numpy(array)
+        # Whoever holds a tensor of the message holds this array. It may go at any moment, in any thread.
+        weakref.finalize(array, self._read.append, tag).atexit = False
+        told, nbytes = buffer[:_NOTICE].view(torch.int64).tolist()
+        if told:
+            self._learn(buffer[_NOTICE : _NOTICE + told])
+        start = -(-(_NOTICE + told) // _ALIGN) * _ALIGN
+        return buffer[start : start + nbytes]
+
+    def _from_group(self, label: str) -> torch.Tensor:
+        notice = torch.empty(2, dtype=torch.int64)
+        self._take(notice, SMALL, label)
+        told, nbytes = notice.tolist()
+        if told:
+            header = torch.empty(told, dtype=torch.uint8)
+            self._take(header, READ, label)
+            self._learn(header)
+        payload = torch.empty(nbytes, dtype=torch.uint8)
+        if nbytes:
+            self._take(payload, EXCHANGE, label)
+        return payload
+
+    def _take(self, into: torch.Tensor, kind: int, label: str) -> None:
+        group, tag = self.axis.group, tag_of(self.channel, kind, self._sequence)
+        if group is None:
+            raise RuntimeError("nothing can be received without a process group")
+        works = post(self.axis, label, lambda: [group.recv([into.view(torch.uint8)], self.peer, tag)])
+        wait_all(self.axis, label, works)
+
+    def _learn(self, told: torch.Tensor) -> None:
+        self._header = pickle.loads(told.numpy().tobytes())
+
+    def release(self) -> None:
+        """Tell the sender what has been read to its end."""
+        shared = self.axis.shared
+        while self._read and shared is not None:
+            shared.acknowledge(self._read.popleft(), [self.peer])
+
+
+def _place(buffer: torch.Tensor, leaf: _Leaf) -> torch.Tensor:
+    return buffer[leaf.offset : _end(leaf)].view(leaf.dtype).view(leaf.shape)
+
+
+def _is_over(work: Any) -> bool:
+    return work.ready() if hasattr(work, "ready") else work.is_completed()
+
+
+def _check(axis: Axis) -> None:
+    if not axis.tagged:
+        raise NotAvailableError("messages between the stages of a pipeline go from CPU to CPU so far, not over devices")

@@ -1,0 +1,324 @@
+"""The engine of a pipeline: whole windows instead of forward, backward and step.
+
+Between `train_batch` and its return a stage does what its row of the schedule says (`deepspeed/pipe/executor.py`), and
+then what any engine does at the end of a window.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from deepspeed.comm import scalars
+from deepspeed.comm.collectives import SMALL, tag_of
+from deepspeed.engine.build import without_optimizer
+from deepspeed.engine.clients import loss_is_divided
+from deepspeed.engine.engine import DeepSpeedEngine
+from deepspeed.engine.reporting import FORWARD
+from deepspeed.engine.staging import stage_model, staying
+from deepspeed.errors import ArgumentError, DataError, NotAvailableError, PipelineError
+from deepspeed.pipe.executor import Executor, Part
+from deepspeed.pipe.module import PipelineModule
+from deepspeed.pipe.schedule import Schedule, make_schedule
+from deepspeed.pipe.simulate import Simulated, simulate
+from deepspeed.zero.accumulation import AccumulationWindow, Way
+
+_REDUCTIONS = ("avg", "sum", None)
+
+
+@functools.lru_cache(maxsize=16)
+def validated(name: str, stages: int, micros: int, chunks: int) -> Schedule:
+    """A schedule that was run without processes once."""
+    schedule = make_schedule(name, stages, micros, chunks)
+    simulate(schedule)
+    return schedule
+
+
+class _Driver:
+    """What the executor asks of a training engine.
+
+    Args:
+        parts: of this stage, by chunk.
+        window: the micro-batches between two updates.
+        divided: the model divides its loss by the micro-batches itself.
+    """
+
+    def __init__(self, parts: list[Part], window: AccumulationWindow, divided: bool) -> None:
+        self._parts, self._window, self._divided = parts, window, divided
+        self.batches: list[Any] = []
+        self.training = True
+
+    def words(self, chunk: int) -> str:
+        """Which layers a chunk is."""
+        return self._parts[chunk].words
+
+    def forward(self, chunk: int, micro: int, received: Any) -> Any:
+        """Run a chunk; the last part gives its loss in training."""
+        part, batch = self._parts[chunk], self.batches[micro]
+        made = part.run(received, batch)
+        return part.loss(made, batch) if part.last and self.training else made
+
+    def backward(self, micro: int, roots: list[Any], gradients: list[torch.Tensor | None] | None) -> None:
+        """Run backward; gradients travel in the window's last micro-batch, as a chunk sees it."""
+        window = self._window
+        window.force(micro == len(self.batches) - 1)
+        window.count(Way.MEAN)
+        with window.backward_pass(Way.MEAN, by_window=not self._divided):
+            if gradients is None:
+                loss, scale = roots[0], window.loss_scale
+                if loss.requires_grad:
+                    (loss.float() * scale if scale != 1.0 else loss).backward()
+                return
+            pairs = [(root, given) for root, given in zip(roots, gradients, strict=True) if given is not None]
+            if pairs:
+                torch.autograd.backward([root for root, _ in pairs], [given for _, given in pairs])
+
+
+class PipelineEngine(DeepSpeedEngine):
+    """Trains a model whose layers are dealt to stages; arguments as those of `DeepSpeedEngine`.
+
+    Example:
+        >>> engine, _, _, _ = deepspeed.initialize(model=model, config={"pipeline": {"stages": 2}, …})
+        >>> loss = engine.train_batch(iter(batches))
+    """
+
+    _parts: list[Part]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        mesh, section = self.mesh, self.ds_config.top.pipeline
+        axis = mesh.axis("pp")
+        self._chunks = len(self._parts)
+        self.num_stages, self.stage_id = axis.size, axis.rank
+        self._name = "interleaved" if self._chunks > 1 and section.schedule == "1f1b" else section.schedule
+        for part in self._parts:
+            part.cast(self._components.dtype)
+        self.schedule(self.gradient_accumulation_steps())
+        self._driver = _Driver(self._parts, self._window, loss_is_divided(self.module))
+        self._executor = Executor(axis, self._driver, ring=self._chunks > 1)
+        self._channel, self._sums = self._axes.everyone.channel(), 0
+        self._iterator: Iterator[Any] | None = None
+        self._batch_fn: Callable[[Any], Any] | None = None
+
+    def _cut(self, model: Any, config: Any, mesh: Any, mpu: Any, optimizer: Any, parameters: Any) -> Any:
+        if not isinstance(model, PipelineModule):
+            parameters = super()._cut(model, config, mesh, mpu, optimizer, parameters)
+        elif mpu is None and mesh.size("tp") > 1:
+            raise NotAvailableError(
+                "layers of a PipelineModule are not cut over ranks (tp) yet: hand over an unedited model, or layers "
+                "that hold slices, with an mpu"
+            )
+        self._parts = stage_model(model, config, mesh, optimizer)
+        return staying(model, parameters)
+
+    def schedule(self, micros: int, training: bool = True) -> Schedule:
+        """What all stages do in a window; prints as text.
+
+        Args:
+            micros: micro-batches.
+            training: and not evaluation.
+
+        Raises:
+            ArgumentError: it cannot be had with so many.
+        """
+        name = self._name if training else "inference"
+        return validated(name, self.num_stages, micros, self._chunks)
+
+    def simulated(self, micros: int) -> Simulated:
+        """What a window costs by simulation: time, activations held, idle part.
+
+        Args:
+            micros: micro-batches.
+        """
+        return simulate(self.schedule(micros))
+
+    # -- windows --------------------------------------------------------------------------------------------------
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
+        """Train on a window: `gradient_accumulation_steps` micro-batches, then an update. All ranks call together.
+
+        Args:
+            data_iter: gives this rank's micro-batches: the same ones on all stages; a PipelineModule needs them on its
+                first and last stage only. None: `training_data`, or what `set_dataiterator` was given.
+
+        Returns:
+            The mean loss of the window over all data-parallel ranks, 0-d fp32, the same on every rank.
+
+        Raises:
+            DataError: a rank's data ended before the window was full; nothing was computed.
+            PipelineError: a stage failed; says which, with its layers and micro-batch.
+        """
+        if self._components.optimizer is None:
+            raise without_optimizer("train_batch", self._components)
+        if not self.training:
+            raise PipelineError("train_batch() of an engine in evaluation mode; call engine.train() first")
+        if self._window.holding:
+            raise PipelineError(
+                "train_batch() inside no_sync(): a window ends with the gradients of all its micro-batches"
+            )
+        window, steps = self._window, self._window.steps
+        batches = self._fetch(data_iter, steps)
+        self._before_micro_batch()
+        with self._timed(FORWARD):
+            losses = self._run(batches, training=True)
+        window.force(None)
+        for _ in range(steps):
+            self.micro_steps += 1
+            window.end_micro_batch()
+        self._applied = False
+        mean = self._mean(losses, "mean loss of a window")
+        self._update(None)
+        self._offload.let_pinned_go()
+        self._preemption.stop_if_asked()
+        return mean
+
+    def eval_batch(
+        self,
+        data_iter: Iterator[Any] | None,
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        reduce_output: str | None = "avg",
+        bcast_loss: bool = True,
+        num_micro_batches: int | None = None,
+    ) -> Any:
+        """Evaluate micro-batches, without gradients and in evaluation mode. All ranks call together.
+
+        Args:
+            data_iter: as in `train_batch`.
+            return_logits: give outputs too: (loss, outputs by micro-batch), None on all but the last stage.
+            compute_loss: False gives outputs alone.
+            reduce_output: "avg", "sum", or None for a list, over micro-batches; over ranks it is the mean.
+            bcast_loss: True: every rank gets it; else only the last stage does, and others None.
+            num_micro_batches: how many; None: as many as train.
+
+        Returns:
+            The loss, 0-d fp32 (a list of them without reduction).
+        """
+        if reduce_output not in _REDUCTIONS:
+            raise ArgumentError(f"reduce_output is {reduce_output!r}; it is one of {_REDUCTIONS}")
+        count = num_micro_batches or self._window.steps
+        batches, training = self._fetch(data_iter, count), self.training
+        self.eval()
+        try:
+            made = self._run(batches, training=False)
+        finally:
+            self.train(training)
+        outputs = made if self.is_last_stage() else None
+        if not compute_loss:
+            return outputs
+        last = self._parts[-1]
+        with torch.no_grad():
+            losses = [last.loss(one, batch).detach() for one, batch in zip(made, batches, strict=False)]
+        found: Any = [self._mean(losses[at : at + 1], "loss of an evaluation") for at in range(count)]
+        if reduce_output is not None:
+            found = torch.stack(found).sum() / (count if reduce_output == "avg" else 1)
+        if not bcast_loss and not self.is_last_stage():
+            found = None
+        return (found, outputs) if return_logits else found
+
+    def _run(self, batches: list[Any], training: bool) -> list[Any]:
+        self._driver.batches, self._driver.training = batches, training
+        try:
+            with self._autocast():
+                return self._executor.run(self.schedule(len(batches), training), training)
+        finally:
+            self._driver.batches = []
+
+    def _mean(self, losses: list[torch.Tensor], label: str) -> torch.Tensor:
+        """The mean over micro-batches and the ranks of the last stage, on all ranks."""
+        self._sums += 1
+        everyone = self._axes.everyone
+        mine = [float(torch.stack([one.float() for one in losses]).mean()), 1.0] if losses else [0.0, 0.0]
+        tag = tag_of(self._channel, SMALL, self._sums)
+        table = scalars.current.table(everyone, mine, tag, label, self.device)
+        return torch.tensor(sum(row[0] for row in table) / max(1.0, sum(row[1] for row in table)))
+
+    # -- data -----------------------------------------------------------------------------------------------------
+
+    def set_dataiterator(self, iterator: Iterator[Any]) -> None:
+        """Micro-batches for `train_batch()` without an argument."""
+        self._iterator = iterator
+
+    def set_dataloader(self, loader: Any) -> None:
+        """A loader for `train_batch()` without an argument; it begins anew when it ends."""
+        self.training_dataloader, self._iterator = loader, _endless(loader)
+
+    def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
+        """A function that each micro-batch goes through first."""
+        self._batch_fn = fn
+
+    def _fetch(self, data_iter: Iterator[Any] | None, count: int) -> list[Any]:
+        """The micro-batches of a window. All ranks call together."""
+        if data_iter is None:
+            if self._iterator is None and self.training_dataloader is not None:
+                self._iterator = _endless(self.training_dataloader)
+            data_iter = self._iterator
+        if data_iter is None and not any(part.reads_batch for part in self._parts):
+            batches: list[Any] = [None] * count
+        elif not hasattr(data_iter, "__next__"):
+            raise ArgumentError(
+                f"train_batch and eval_batch take an iterator over micro-batches, such as iter(loader), and got a "
+                f"{type(data_iter).__name__}"
+            )
+        else:
+            found = (self._batch_fn(batch) if self._batch_fn else batch for batch in data_iter)  # type: ignore[union-attr]
+            batches = [batch for _, batch in zip(range(count), found, strict=False)]  # takes none too many
+        least, _ = self._feeding.agree(len(batches), "agreement on the micro-batches of a window")
+        if least < count:
+            here = f"this rank (stage {self.stage_id}) had {len(batches)}"
+            raise DataError(f"a window takes {count} micro-batches, and the data of a rank ended after {least}; {here}")
+        return batches
+
+    # -- what scripts ask -----------------------------------------------------------------------------------------
+
+    def is_first_stage(self) -> bool:
+        """Whether this rank has the beginning of the model."""
+        return self.stage_id == 0
+
+    def is_last_stage(self) -> bool:
+        """Whether this rank has its end."""
+        return self.stage_id == self.num_stages - 1
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of a window."""
+        return self._window.steps
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        """Not for pipelines.
+
+        Raises:
+            PipelineError: always.
+        """
+        raise PipelineError(
+            "only train_batch() and eval_batch() run a pipeline: forward() of one stage is half a model"
+        )
+
+    def backward(self, *_: Any, **__: Any) -> Any:
+        """Not for pipelines.
+
+        Raises:
+            PipelineError: always.
+        """
+        raise PipelineError("backward() of a pipeline is a part of train_batch()")
+
+    def step(self, *_: Any, **__: Any) -> None:
+        """Not for pipelines.
+
+        Raises:
+            PipelineError: always.
+        """
+        raise PipelineError("step() of a pipeline is a part of train_batch()")
+
+
+def _endless(loader: Any) -> Iterator[Any]:
+    while True:
+        empty = True
+        for batch in loader:
+            empty = False
+            yield batch
+        if empty:
+            return

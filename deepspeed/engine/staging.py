@@ -1,0 +1,100 @@
+"""A model that an engine gets whole, reduced to the stage of this rank before anything else happens to it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.comm.mesh import Mesh
+from deepspeed.config import DeepSpeedConfig
+from deepspeed.errors import ArgumentError, MeshError, NotAvailableError
+from deepspeed.foundation.log import say
+from deepspeed.pipe.executor import Part
+from deepspeed.pipe.layout import find_layout
+from deepspeed.pipe.module import PipelineModule
+from deepspeed.pipe.stage import keep_stage
+from deepspeed.tensor_parallel.inputs import inputs_of
+from deepspeed.zero.param import is_managed
+
+
+def is_pipelined(model: Any, config: Any, mpu: Any) -> bool:
+    """Whether an engine runs its model as a pipeline of stages; a client's unit means that the client does so."""
+    if isinstance(model, PipelineModule):
+        return True
+    return mpu is None and any(axis == "pp" for axis, *_ in DeepSpeedConfig.for_init(config).mesh_sizes())
+
+
+def stage_model(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh, optimizer: Any) -> list[Part]:
+    """Reduce a model to this rank's stage. All ranks call together.
+
+    Args:
+        model: changed in place; what stays keeps its name and identity.
+        config: resolved.
+        mesh: of the engine.
+        optimizer: the client's, or None; what leaves the model leaves it too.
+
+    Returns:
+        The parts of this stage, by chunk.
+
+    Raises:
+        PipelineError: the model cannot be cut so.
+        NotAvailableError: what is asked for besides does not go together with stages yet.
+    """
+    section, stages, stage = config.top.pipeline, mesh.size("pp"), mesh.coordinates["pp"]
+    if mesh.size("sp") > 1:
+        raise NotAvailableError("sequences cut over ranks (sp) together with pipeline stages are not available yet")
+    _refuse_unavailable(model, config, optimizer)
+    if isinstance(model, PipelineModule):
+        if (model.num_pipeline_stages(), model.stage) != (stages, stage):
+            raise MeshError(
+                f"the PipelineModule was built for stage {model.stage} of {model.num_pipeline_stages()}, and this rank "
+                f"is stage {stage} of {stages} of mesh {mesh.describe()}"
+            )
+        return list(model.parts())
+    chunks = section.chunks
+    layout = find_layout(model, stages * chunks, inputs_of(model), section.partition)
+    parts: list[Part] = list(keep_stage(model, layout, stages, stage))
+    names = [", ".join(layout.words(part) for part in range(at, layout.parts, stages)) for at in range(stages)]
+    say(f"{stages} stages: {'; '.join(names)}")
+    left = set(model.parameters())
+    if isinstance(optimizer, torch.optim.Optimizer):
+        for group in optimizer.param_groups:
+            group["params"] = [param for param in group["params"] if param in left]
+    return parts
+
+
+def _refuse_unavailable(model: nn.Module, config: DeepSpeedConfig, optimizer: Any) -> None:
+    for name in ("compression_training", "quantize_training"):
+        block = getattr(config.top, name)
+        if block != type(block)():
+            raise NotAvailableError(f"{name} together with pipeline stages is not available yet; leave one out")
+    if isinstance(model, PipelineModule):
+        return
+    if isinstance(optimizer, torch.optim.Optimizer) and optimizer.state:
+        raise ArgumentError("the optimizer has state of the whole model: pass it to initialize before its first step")
+    if any(is_managed(param) or param.device.type == "meta" for param in model.parameters()):
+        raise NotAvailableError(
+            "pipeline stages of a model built under zero.Init or on the meta device are not available yet: build it "
+            "whole, or describe it as a PipelineModule, of which each rank builds its own layers only"
+        )
+
+
+def staying(model: nn.Module, parameters: list[Any] | None) -> list[Any] | None:
+    """Those of the parameters, or groups of them, that are this stage's.
+
+    Args:
+        model: reduced.
+        parameters: as `deepspeed.engine.build.listed` gives them.
+    """
+    left = set(model.parameters())
+    if parameters is None:
+        return None if any(param.requires_grad for param in left) else [{"params": []}]
+    found: list[Any] = []
+    for entry in parameters:
+        if isinstance(entry, dict):
+            found.append({**entry, "params": [param for param in entry["params"] if param in left]})
+        elif entry in left:
+            found.append(entry)
+    return found or [{"params": []}]

@@ -1,0 +1,15 @@
+"""Pipeline parallelism: models cut into stages, schedules as data, and one executor for all of them."""
+
+from __future__ import annotations
+
+from deepspeed.pipe.module import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.pipe.topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
+
+__all__ = [
+    "LayerSpec",
+    "PipeDataParallelTopology",
+    "PipeModelDataParallelTopology",
+    "PipelineModule",
+    "ProcessTopology",
+    "TiedLayerSpec",
+]

@@ -1,0 +1,248 @@
+"""Runs a stage's row of any schedule: takes, computes, sends; keeps what backward needs and nothing else."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from deepspeed.comm import watch
+from deepspeed.comm.axis import Axis
+from deepspeed.comm.p2p import Header, Receiver, Sender, put_together, take_apart
+from deepspeed.errors import CommError, PipelineError
+from deepspeed.pipe.schedule import Action, Schedule
+
+_COMPUTES = {"F": "forward", "B": "backward"}
+_CARRIES = {"F": "activation", "B": "gradient"}
+
+
+class Part(Protocol):
+    """A part of a model that this stage holds."""
+
+    first: bool
+    last: bool
+    words: str
+    reads_batch: bool
+
+    def run(self, received: Any, batch: Any) -> Any:
+        """What the part makes of what the part before has made."""
+        ...
+
+    def loss(self, made: Any, batch: Any) -> torch.Tensor:
+        """The loss of what the last part has made."""
+        ...
+
+    def cast(self, dtype: torch.dtype) -> None:
+        """The model computes in another dtype than it was made in."""
+        ...
+
+
+class Driver(Protocol):
+    """Who trains: knows the batches, the model and the window."""
+
+    def forward(self, chunk: int, micro: int, received: Any) -> Any:
+        """Run a chunk; the last part gives what `run` returns, in training the loss."""
+        ...
+
+    def backward(self, micro: int, roots: list[Any], gradients: list[torch.Tensor | None] | None) -> None:
+        """Run backward from what a chunk has sent, or with None for gradients from the loss."""
+
+    def words(self, chunk: int) -> str:
+        """Which part of the model a chunk is, for reports."""
+        ...
+
+
+class _Arrival(torch.autograd.Function):
+    """Received tensors enter this stage's graph; what comes back to them is noted."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, held: _Held, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+        ctx.held = held
+        ctx.set_materialize_grads(False)
+        return tuple(tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, None, None]:  # type: ignore[override]
+        ctx.held.gradients = list(gradients)
+        return None, None, None
+
+
+@dataclass
+class _Held:
+    """A micro-batch in a chunk, from the moment its input arrives until its gradient is sent.
+
+    Args:
+        value: what was received, or what is to be sent.
+        arrived: how many received tensors can have a gradient.
+        gradients: of those, once backward has run.
+        roots: where backward begins.
+        given: what it begins with; None: the loss.
+        outgoing: header and tensors to be sent.
+    """
+
+    value: Any = None
+    arrived: int = 0
+    gradients: list[torch.Tensor | None] | None = None
+    roots: list[GradientEdge | torch.Tensor] = field(default_factory=list)
+    given: list[torch.Tensor | None] | None = None
+    outgoing: tuple[Header, list[torch.Tensor]] | None = None
+
+
+class Executor:
+    """One stage of a pipeline.
+
+    Args:
+        axis: the stages.
+        driver: computes.
+        ring: messages go from the last stage to the first too (several chunks).
+    """
+
+    def __init__(self, axis: Axis, driver: Driver, ring: bool) -> None:
+        self.axis, self._driver, self.stage = axis, driver, axis.rank
+        onward, back = axis.channel(), axis.channel()
+        nearest = lambda step: (axis.rank + step) % axis.size  # noqa: E731
+        before = axis.size > 1 and (ring or axis.rank > 0)
+        after = axis.size > 1 and (ring or axis.rank < axis.size - 1)
+        self._takes = {
+            "F": Receiver(axis, nearest(-1), onward) if before else None,
+            "B": Receiver(axis, nearest(1), back) if after else None,
+        }
+        self._sends = {
+            "F": Sender(axis, nearest(1), onward) if after else None,
+            "B": Sender(axis, nearest(-1), back) if before else None,
+        }
+        self._held: dict[tuple[int, int], _Held] = {}
+        self._place = ""
+        self.waited = 0.0  # seconds in which this stage had nothing to compute
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes of tensors sent so far."""
+        return sum(sender.bytes_sent for sender in self._sends.values() if sender is not None)
+
+    @property
+    def headers_sent(self) -> int:
+        """Headers sent so far: one for each change of tree, shapes or dtypes."""
+        return sum(sender.headers_sent for sender in self._sends.values() if sender is not None)
+
+    def run(self, schedule: Schedule, training: bool) -> list[Any]:
+        """Do what the schedule says for this stage. All stages call together.
+
+        Args:
+            schedule: validated.
+            training: keep graphs for backward.
+
+        Returns:
+            What the last part gave for each micro-batch, detached; empty on other stages.
+
+        Raises:
+            PipelineError: a chunk raised; says stage, layers and micro-batch. All other ranks are told.
+            CommError: another rank failed or is late; shows where each stage stood in its schedule.
+        """
+        self._held.clear()
+        results: dict[int, Any] = {}
+        with torch.set_grad_enabled(training):
+            for at, action in enumerate(schedule.rows[self.stage]):
+                self._place = schedule.around(self.stage, at)
+                part = schedule.part(self.stage, action.chunk)
+                try:
+                    self._act(action, training, results if part == schedule.parts - 1 else None)
+                    if action.op == "B" and part == 0:
+                        del self._held[action.micro, action.chunk]
+                except CommError:
+                    raise
+                except Exception as error:
+                    raise self._failed(action, error) from error
+        self._place = "the end of its schedule"
+        for kind, sender in self._sends.items():
+            if sender is not None:
+                sender.settle(self._label(f"sends of {_CARRIES[kind]}s"))
+        return [results[micro] for micro in sorted(results)]
+
+    def _label(self, what: str) -> str:
+        return f"{what}, stage {self.stage} at {self._place}"
+
+    def _failed(self, action: Action, error: Exception) -> PipelineError:
+        """Tell all ranks, and name the place."""
+        where = (
+            f"stage {self.stage} ({self._driver.words(action.chunk)}), micro-batch {action.micro}, "
+            f"{_COMPUTES[action.op[-1]]}"
+        )
+        watch.failed(where, error)
+        return PipelineError(f"{where}: {type(error).__name__}: {error}")
+
+    def _act(self, action: Action, training: bool, results: dict[int, Any] | None) -> None:
+        place, op = (action.micro, action.chunk), action.op
+        if op == "<F":
+            self._held[place] = self._receive_activation(action, training)
+        elif op == "F":
+            self._forward(action, training, results)
+        elif op == ">F":
+            held = self._held[place] if training else self._held.pop(place)
+            self._send(action, held)
+        elif op == "<B":
+            header, tensors = self._receive(action)
+            self._held[place].given = put_together(header, tensors)
+        elif op == "B":
+            held = self._held[place]
+            self._driver.backward(action.micro, held.roots, held.given)
+            held.roots, held.given = [], None
+            held.outgoing = take_apart(held.gradients if held.gradients is not None else [None] * held.arrived)
+            held.gradients = None
+        else:
+            self._send(action, self._held.pop(place))
+
+    def _receive(self, action: Action) -> tuple[Header, list[torch.Tensor]]:
+        kind = action.op[-1]
+        receiver = self._takes[kind]
+        if receiver is None:
+            raise PipelineError(f"stage {self.stage} has nobody to take {action} from")
+        source = self.axis.ranks[receiver.peer]
+        begun = time.perf_counter()
+        try:
+            return receiver.receive(
+                self._label(f"receive of the {_CARRIES[kind]} of micro-batch {action.micro} from rank {source}")
+            )
+        finally:
+            self.waited += time.perf_counter() - begun
+
+    def _send(self, action: Action, held: _Held) -> None:
+        sender, kind = self._sends[action.op[-1]], action.op[-1]
+        if sender is None or held.outgoing is None:
+            raise PipelineError(f"stage {self.stage} has nothing to send for {action}, or nobody to send it to")
+        target = self.axis.ranks[sender.peer]
+        label = self._label(f"send of the {_CARRIES[kind]} of micro-batch {action.micro} to rank {target}")
+        sender.send(*held.outgoing, label)
+        held.outgoing = None
+
+    def _receive_activation(self, action: Action, training: bool) -> _Held:
+        header, tensors = self._receive(action)
+        held = _Held()
+        enter = [at for at, leaf in enumerate(header.leaves) if leaf.differentiable]
+        if training and enter:
+            anchor = torch.empty((), requires_grad=True)
+            entered: Any = _Arrival.apply(anchor, held, [tensors[at] for at in enter])
+            for at, tensor in zip(enter, entered, strict=True):
+                tensors[at] = tensor
+            held.arrived = len(enter)
+        held.value = put_together(header, tensors)
+        return held
+
+    def _forward(self, action: Action, training: bool, results: dict[int, Any] | None) -> None:
+        place = (action.micro, action.chunk)
+        held = self._held.setdefault(place, _Held())
+        received, held.value = held.value, None
+        made = self._driver.forward(action.chunk, action.micro, received)
+        if results is None:
+            held.outgoing = take_apart(made)
+            held.roots = [get_gradient_edge(t) for t in held.outgoing[1] if training and t.requires_grad]
+            return
+        if training:
+            held.roots = [made]
+            results[action.micro] = made.detach()
+        else:
+            del self._held[place]
+            results[action.micro] = made

@@ -1,0 +1,275 @@
+"""Where an unedited model can be cut: its blocks, what runs around them, and who needs which parameters.
+
+One forward of the whole model on a small input says in which order things run. Then the parts are run one after the
+other, each with stand-ins for all that it does not hold, and have to give the outputs of the whole model, bit by bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.errors import PipelineError
+from deepspeed.foundation.partition import partition_balanced, partition_uniform
+from deepspeed.foundation.tree import tensors_in
+from deepspeed.pipe.stubs import Elsewhere, Final, Handover, Skipped, Slot, poisoned, replaced, without_values
+from deepspeed.tensor_parallel.inputs import quiet
+
+
+@dataclass
+class Layout:
+    """How a model is cut into parts.
+
+    Args:
+        container: name of the list of blocks.
+        bounds: part p has the blocks from bounds[p] up to bounds[p + 1].
+        before: names of modules that run before the blocks.
+        after: those that run after them.
+        needed: those of `before` whose values every part needs, and computes for itself.
+        strays: parameters of modules around the list; every part holds them.
+    """
+
+    container: str
+    bounds: list[int]
+    before: list[str] = field(default_factory=list)
+    after: list[str] = field(default_factory=list)
+    needed: list[str] = field(default_factory=list)
+    strays: list[str] = field(default_factory=list)
+
+    @property
+    def parts(self) -> int:
+        """How many there are."""
+        return len(self.bounds) - 1
+
+    def blocks(self, part: int) -> range:
+        """Positions of a part's blocks."""
+        return range(self.bounds[part], self.bounds[part + 1])
+
+    def runs(self, part: int) -> set[str]:
+        """Names of the modules that a part runs, beside those without parameters."""
+        found = {f"{self.container}.{at}" for at in self.blocks(part)} | set(self.needed)
+        found |= set(self.before) if part == 0 else set()
+        return found | (set(self.after) if part == self.parts - 1 else set())
+
+    def words(self, part: int) -> str:
+        """A part in words: "transformer.h 2-3"."""
+        blocks = self.blocks(part)
+        return f"{self.container} {blocks[0]}" + (f"-{blocks[-1]}" if len(blocks) > 1 else "")
+
+
+class View:
+    """One part of an unedited model: what stands in its slots while it runs.
+
+    Args:
+        model: the root.
+        layout: how it is cut.
+        part: which.
+        stand_ins: for modules that are not run, by name.
+    """
+
+    def __init__(self, model: nn.Module, layout: Layout, part: int, stand_ins: dict[str, nn.Module]) -> None:
+        self._model, self.words = model, layout.words(part)
+        self._skipped: list[Skipped] = []
+        self.first, self.last, self.reads_batch = part == 0, part == layout.parts - 1, True
+        self._stand_ins = stand_ins
+        runs, slots = layout.runs(part), dict[Slot, nn.Module]()
+        for name in all_units(layout, stand_ins):
+            if name not in runs:
+                slots[slot_of(model, name)] = stand_ins[name]
+        container = model.get_submodule(layout.container)
+        for at in map(str, range(layout.bounds[part])):
+            self._skipped.append(Skipped(container.get_submodule(at)))
+            slots[container, at] = self._skipped[-1]
+        if not self.last:
+            end = str(layout.bounds[part + 1] - 1)
+            slots[container, end] = Final(container.get_submodule(end))
+        self._slots = slots
+
+    def run(self, received: Any, batch: Any) -> Any:
+        """What the part's last block returns, or the root at the end of the model.
+
+        Args:
+            received: what the part before has returned.
+            batch: arguments of the root's forward: by name, in a row, or one.
+        """
+        kwargs = dict(batch) if isinstance(batch, Mapping) else {}
+        args = () if kwargs else tuple(batch) if isinstance(batch, (list, tuple)) else (batch,)
+        for one in self._skipped:
+            one.value = None if self.first else poisoned(received)
+        if self._skipped:
+            self._skipped[-1].value = received
+        try:
+            with replaced(self._slots):
+                found = self._model(*args, **kwargs)
+        except Handover as over:
+            return over.value
+        finally:
+            for one in self._skipped:
+                one.value = None
+        if not self.last:
+            raise PipelineError("the model's forward ended before the last block of this stage ran")
+        return found
+
+    def cast(self, dtype: torch.dtype) -> None:
+        """What stands for other stages' modules gives this dtype too."""
+        for one in self._stand_ins.values():
+            if isinstance(one, Elsewhere) and dtype != torch.float32:
+                one.dtype_here = dtype
+
+    def loss(self, made: Any, batch: Any) -> torch.Tensor:
+        """The loss that the model returns: alone, first in a tuple, or by name.
+
+        Raises:
+            PipelineError: it returns none.
+        """
+        found = made.get("loss") if isinstance(made, Mapping) else getattr(made, "loss", made)
+        found = found[0] if isinstance(found, tuple) else found
+        if not isinstance(found, torch.Tensor) or found.numel() != 1:
+            raise PipelineError(
+                f"{type(self._model).__name__} returned no loss but a {type(made).__name__}: put labels into the "
+                f"batch, or describe the model as a PipelineModule with loss_fn"
+            )
+        return found
+
+
+def all_units(layout: Layout, stand_ins: dict[str, nn.Module]) -> list[str]:
+    """Names of the modules around the blocks that have a stand-in."""
+    return [name for name in dict.fromkeys([*layout.before, *layout.after]) if name in stand_ins]
+
+
+def slot_of(model: nn.Module, name: str) -> Slot:
+    """Where a module stands."""
+    parent, _, key = name.rpartition(".")
+    return model.get_submodule(parent), key
+
+
+def stand_ins_of(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
+    """Stand-ins for modules around the blocks."""
+    return {name: Elsewhere(without_values(model.get_submodule(name)), name) for name in names}
+
+
+# -- finding out ------------------------------------------------------------------------------------------------------
+
+
+def find_layout(model: nn.Module, parts: int, inputs: dict[str, Any], method: str = "parameters") -> Layout:
+    """Cut a model, and see that its parts compute what it computes.
+
+    Args:
+        model: whole.
+        parts: into how many.
+        inputs: arguments of its forward.
+        method: how blocks are dealt to parts: "parameters" (or "best") balances them, "uniform" counts them.
+
+    Raises:
+        PipelineError: it cannot be cut so; says why.
+    """
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        raise PipelineError(
+            f"{type(model).__name__} has an encoder and a decoder that reads all of it: such models are not cut yet"
+        )
+    container = _block_list(model, parts)
+    weights = [sum(p.numel() for p in block.parameters()) for block in model.get_submodule(container).children()]
+    uniform = method == "uniform"
+    bounds = partition_uniform(len(weights), parts) if uniform else partition_balanced(weights, parts)
+    layout = Layout(container, bounds)
+    wanted = _order(model, layout, inputs)
+    _compare(model, layout, inputs, wanted)
+    return layout
+
+
+def _block_list(model: nn.Module, parts: int) -> str:
+    """The outermost list of blocks with most parameters."""
+    lists = {
+        name: module
+        for name, module in model.named_modules()
+        if name and isinstance(module, (nn.ModuleList, nn.Sequential)) and any(True for _ in module.parameters())
+    }
+    outer = {n: m for n, m in lists.items() if not any(n.startswith(other + ".") for other in lists)}
+    long = {name: module for name, module in outer.items() if len(module) >= parts}
+    if not long:
+        found = ", ".join(f"{name} ({len(module)})" for name, module in outer.items()) or "none"
+        raise PipelineError(
+            f"{type(model).__name__} has no list of at least {parts} blocks to be cut at; its lists: {found}. Take "
+            f"fewer stages, or describe it as a PipelineModule"
+        )
+    return max(long, key=lambda name: sum(p.numel() for p in long[name].parameters()))
+
+
+def _around(model: nn.Module, container: str) -> Iterator[tuple[str, nn.Module]]:
+    """The outermost modules with parameters that do not hold the list of blocks."""
+    path = [""]
+    for part in container.split("."):
+        path.append(f"{path[-1]}.{part}".lstrip("."))
+    for home in path[:-1]:
+        for key, child in model.get_submodule(home).named_children():
+            name = f"{home}.{key}".lstrip(".")
+            if name not in path and any(True for _ in child.parameters()):
+                yield name, child
+
+
+def _order(model: nn.Module, layout: Layout, inputs: dict[str, Any]) -> Any:
+    """Run the whole model; note what runs before and after its blocks. Returns what the model returns."""
+    container = model.get_submodule(layout.container)
+    units, count, events = dict(_around(model, layout.container)), len(container), []
+    watched = {**units, **{str(at): block for at, block in enumerate(container.children())}}
+    handles = [
+        module.register_forward_pre_hook(lambda _m, _a, _k, name=name: events.append(name), with_kwargs=True)
+        for name, module in watched.items()
+    ]
+    try:
+        with quiet(model):
+            wanted = model(**inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    if [name for name in events if name.isdigit()] != [str(at) for at in range(count)]:
+        raise PipelineError(
+            f"the {count} blocks of '{layout.container}' do not each run once, in order: nothing else can be cut"
+        )
+    begin, end = events.index("0"), events.index(str(count - 1))
+    between = sorted({name for name in events[begin:end] if name in units})
+    if between:
+        raise PipelineError(f"'{between[0]}' runs between blocks of '{layout.container}', on every stage")
+    layout.before = list(dict.fromkeys(name for name in events[:begin] if name in units))
+    layout.after = list(dict.fromkeys(name for name in events[end:] if name in units))
+    layout.after += [name for name in units if name not in layout.before and name not in layout.after]
+    homes = {id(p) for name in layout.runs(0) | set(layout.after) for p in model.get_submodule(name).parameters()}
+    homes |= {id(p) for p in container.parameters()}
+    layout.strays = [name for name, param in model.named_parameters() if id(param) not in homes]
+    return wanted
+
+
+def _compare(model: nn.Module, layout: Layout, inputs: dict[str, Any], wanted: Any) -> None:
+    """Run the parts one after another; they have to give what the whole model gave."""
+    if _is_equal(model, layout, inputs, wanted):
+        return
+    layout.needed = layout.before  # a value that is made before the blocks may be read in each of them
+    layout.needed = [name for name in layout.before if _matters(model, layout, inputs, wanted, name)]
+    if not _is_equal(model, layout, inputs, wanted):
+        raise PipelineError(
+            f"{type(model).__name__} cut at the blocks of '{layout.container}' does not compute what it computes "
+            f"whole: something else than what blocks return goes from one to the next"
+        )
+
+
+def _matters(model: nn.Module, layout: Layout, inputs: dict[str, Any], wanted: Any, name: str) -> bool:
+    """Whether later parts need a module that runs before the blocks."""
+    before, layout.needed = layout.needed, [other for other in layout.before if other != name]
+    try:
+        return not _is_equal(model, layout, inputs, wanted)
+    finally:
+        layout.needed = before
+
+
+def _is_equal(model: nn.Module, layout: Layout, inputs: dict[str, Any], wanted: Any) -> bool:
+    stand_ins = stand_ins_of(model, list(dict.fromkeys([*layout.before, *layout.after])))
+    value: Any = None
+    with quiet(model):
+        for part in range(layout.parts):
+            value = View(model, layout, part, stand_ins).run(value, inputs)
+    found, whole = list(tensors_in(value)), list(tensors_in(wanted))
+    return len(found) == len(whole) and all(torch.equal(a, b) for a, b in zip(found, whole, strict=True))

@@ -1,0 +1,356 @@
+"""A model described as a row of layers, of which each rank builds those of its stage."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from deepspeed.comm.groups import get_rank, is_initialized
+from deepspeed.comm.mesh import Mesh, current_mesh, ranks_started
+from deepspeed.errors import ArgumentError, MeshError, NotAvailableError, PipelineError
+from deepspeed.foundation.partition import partition_balanced, partition_uniform
+from deepspeed.pipe.topology import PipeDataParallelTopology, ProcessTopology
+from deepspeed.zero.placement import Placement, Relation, place
+
+
+class LayerSpec:
+    """A layer that is built where it belongs.
+
+    Args:
+        typename: class of the layer, a Module.
+        module_args: for it.
+        module_kwargs: for it.
+    """
+
+    def __init__(self, typename: type[nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
+        if not (isinstance(typename, type) and issubclass(typename, nn.Module)):
+            raise ArgumentError(f"LayerSpec takes a subclass of nn.Module and its arguments, not {typename!r}")
+        self.typename, self.module_args, self.module_kwargs = typename, module_args, module_kwargs
+
+    def __repr__(self) -> str:
+        given = [*map(repr, self.module_args), *(f"{key}={value!r}" for key, value in self.module_kwargs.items())]
+        return f"{type(self).__name__}({', '.join([self.typename.__name__, *given])})"
+
+    def build(self, log: bool = False) -> nn.Module:
+        """Make the layer."""
+        return self.typename(*self.module_args, **self.module_kwargs)
+
+
+class TiedLayerSpec(LayerSpec):
+    """A layer that shares its parameters with all others of its key, on whichever stage they are.
+
+    Args:
+        key: of the shared parameters.
+        typename: class of the layer.
+        module_args: for it.
+        forward_fn: called with (layer, inputs) instead of the layer.
+        tied_weight_attr: accepted for old scripts: all parameters of the layer are shared.
+        module_kwargs: for it.
+    """
+
+    def __init__(
+        self,
+        key: str,
+        typename: type[nn.Module],
+        *module_args: Any,
+        forward_fn: Callable[[nn.Module, Any], Any] | None = None,
+        tied_weight_attr: str | Sequence[str] = ("weight",),
+        **module_kwargs: Any,
+    ) -> None:
+        super().__init__(typename, *module_args, **module_kwargs)
+        self.key, self.forward_fn = key, forward_fn
+        self.tied_weight_attr = [tied_weight_attr] if isinstance(tied_weight_attr, str) else list(tied_weight_attr)
+
+
+class PipelineModule(nn.Module):
+    """Layers in a row, cut into stages. Names of parameters are those of the whole row: the layer's index, and its own.
+
+    Args:
+        layers: modules, functions, LayerSpecs and TiedLayerSpecs, or one nn.Sequential.
+        num_stages: ranks along `pp`; this or `topology`.
+        topology: a `ProcessTopology` with an axis "pipe", the outermost.
+        loss_fn: called with (outputs, labels) on the last stage; None: the last layer gives the loss.
+        seed_layers: build each layer, and run it, from a seed of its own.
+        seed_fn: sets the seed; None: torch.manual_seed.
+        base_seed: of layer 0.
+        partition_method: "parameters", "uniform", "type:REGEX" (counts layers whose class matches), or a list of bounds
+            (stage s has the layers from bounds[s] up to bounds[s + 1]).
+        activation_checkpoint_interval: layers that are computed again together in backward; 0: none.
+        activation_checkpoint_func: called with (function, inputs); None: torch's checkpoint.
+        checkpointable_layers: names of the classes that are computed again; None: those with parameters.
+        dynamic_shape: accepted for old scripts: shapes may always change.
+        num_chunks: parts per stage, for the interleaved schedule.
+
+    Raises:
+        ArgumentError: arguments that cannot work together.
+        MeshError: the ranks do not divide into the stages.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[Any] | nn.Sequential,
+        num_stages: int | None = None,
+        topology: ProcessTopology | None = None,
+        loss_fn: Callable[..., Any] | None = None,
+        seed_layers: bool = False,
+        seed_fn: Callable[[int], Any] | None = None,
+        base_seed: int = 1234,
+        partition_method: str | Sequence[int] = "parameters",
+        activation_checkpoint_interval: int = 0,
+        activation_checkpoint_func: Callable[..., Any] | None = None,
+        checkpointable_layers: Sequence[str] | None = None,
+        dynamic_shape: bool = False,
+        num_chunks: int = 1,
+    ) -> None:
+        super().__init__()
+        self._specs = list(layers.children()) if isinstance(layers, nn.Sequential) else list(layers)
+        self._stages, self._topology = _stages_of(num_stages, topology)
+        self._chunks = num_chunks
+        self.loss_fn = loss_fn
+        self.seed_layers, self.base_seed, self._seed = seed_layers, base_seed, seed_fn or torch.manual_seed
+        self.activation_checkpoint_interval = activation_checkpoint_interval
+        self._checkpoint = activation_checkpoint_func or _checkpoint
+        self._checkpointable = checkpointable_layers
+        rank = get_rank() if is_initialized() else 0
+        self.stage = rank // (ranks_started() // self._stages)
+        self._bounds = self._partition(partition_method)
+        self._runs = 0
+        self.tied_modules = nn.ModuleDict()
+        self._functions: dict[int, Callable[..., Any]] = {}
+        self._build()
+        self._tie()
+
+    # -- making ---------------------------------------------------------------------------------------------------
+
+    def _partition(self, method: str | Sequence[int]) -> list[int]:
+        count, parts = len(self._specs), self._stages * self._chunks
+        if not isinstance(method, str):
+            bounds = [int(bound) for bound in method]
+        elif method == "uniform":
+            bounds = partition_uniform(count, parts)
+        elif method in ("parameters", "best"):
+            bounds = partition_balanced([_weight(spec) for spec in self._specs], parts)
+        elif method.startswith("type:"):
+            named = re.compile(method[5:], re.IGNORECASE)
+            bounds = partition_balanced([float(bool(named.search(_name(spec)))) for spec in self._specs], parts)
+        elif method == "profile":
+            raise NotAvailableError("partition_method 'profile' is not available yet; give a list of bounds")
+        else:
+            raise ArgumentError(f"partition_method {method!r} is none of parameters, uniform, type:REGEX or a list")
+        ends = bounds[:1] + bounds[-1:]
+        if (
+            len(bounds) != parts + 1
+            or ends != [0, count]
+            or any(a >= b for a, b in zip(bounds, bounds[1:], strict=False))
+        ):
+            raise ArgumentError(
+                f"{count} layers cannot be cut at {bounds}: {parts} parts need {parts + 1} bounds from 0 to {count}, "
+                f"each larger than the one before"
+            )
+        return bounds
+
+    def _build(self) -> None:
+        """Build all layers one by one, so that random values are those of the whole row, and keep the own ones."""
+        mine = {at for part in self._own_parts() for at in range(self._bounds[part], self._bounds[part + 1])}
+        needed = {spec.key for at, spec in enumerate(self._specs) if at in mine and isinstance(spec, TiedLayerSpec)}
+        met: set[str] = set()
+        for at, spec in enumerate(self._specs):
+            if self.seed_layers:
+                self._seed(self.base_seed + at)
+            if isinstance(spec, TiedLayerSpec):
+                if spec.key not in met:
+                    made = spec.build()
+                    if spec.key in needed:
+                        self.tied_modules[spec.key] = made
+                met.add(spec.key)
+                continue
+            if isinstance(spec, LayerSpec):
+                made = spec.build() if at in mine or not self.seed_layers else None
+            else:
+                made = spec
+            if at not in mine:
+                continue
+            if isinstance(made, nn.Module):
+                self.add_module(str(at), made)
+            elif callable(made):
+                self._functions[at] = made
+            else:
+                raise ArgumentError(f"layer {at} is a {type(spec).__name__}: no Module, LayerSpec or function")
+
+    def _tie(self) -> None:
+        for key, module in self.tied_modules.items():
+            if len(self.stages_of(key)) > 1:
+                for param in module.parameters():
+                    place(param, Placement(relations={"pp": Relation.PARTIAL}))
+
+    def stages_of(self, key: str) -> list[int]:
+        """Stages with a layer of a tied key."""
+        return sorted(
+            {self.stage_owner(at) for at, s in enumerate(self._specs) if isinstance(s, TiedLayerSpec) and s.key == key}
+        )
+
+    def _own_parts(self) -> range:
+        return range(self.stage, len(self._bounds) - 1, self._stages)
+
+    # -- running --------------------------------------------------------------------------------------------------
+
+    def parts(self) -> Iterator[LayerRun]:
+        """This stage's parts, by chunk."""
+        for part in self._own_parts():
+            yield LayerRun(self, part, range(self._bounds[part], self._bounds[part + 1]))
+
+    def forward(self, inputs: Any, layers: range | None = None) -> Any:
+        """Run layers one after the other.
+
+        Args:
+            inputs: of the first of them.
+            layers: their indices; None: all, where this rank has all.
+        """
+        if layers is None:
+            if self._stages > 1:
+                raise PipelineError("a PipelineModule of several stages runs in train_batch() or eval_batch()")
+            layers = range(len(self._specs))
+        self._runs += 1
+        every = self.activation_checkpoint_interval
+        if not every or not torch.is_grad_enabled():
+            return self._run(layers, inputs)
+        for low in range(layers.start, layers.stop, every):
+            some = range(low, min(low + every, layers.stop))
+            if self._is_checkpointable(some):
+                inputs = self._checkpoint(lambda given, some=some: self._run(some, given), inputs)
+            else:
+                inputs = self._run(some, inputs)
+        return inputs
+
+    def _run(self, layers: range, inputs: Any) -> Any:
+        for at in layers:
+            if self.seed_layers:
+                self._seed(self.base_seed * self._runs + at)
+            inputs = self._layer(at)(inputs)
+        return inputs
+
+    def _layer(self, at: int) -> Callable[..., Any]:
+        spec = self._specs[at]
+        if isinstance(spec, TiedLayerSpec):
+            module, forward = self.tied_modules[spec.key], spec.forward_fn
+            return module if forward is None else lambda inputs: forward(module, inputs)
+        return self._functions.get(at) or self._modules[str(at)]  # type: ignore[return-value]
+
+    def _is_checkpointable(self, layers: range) -> bool:
+        if self._checkpointable is not None:
+            return all(_name(self._specs[at]) in self._checkpointable for at in layers)
+        return any(isinstance(m := self._modules.get(str(at)), nn.Module) and _size(m) > 0 for at in layers)
+
+    # -- what scripts ask -----------------------------------------------------------------------------------------
+
+    def num_pipeline_stages(self) -> int:
+        """How many stages there are."""
+        return self._stages
+
+    def stage_owner(self, layer_idx: int) -> int:
+        """The stage that has a layer."""
+        if not 0 <= layer_idx < len(self._specs):
+            raise ArgumentError(f"there is no layer {layer_idx}: there are {len(self._specs)}")
+        return next(part for part, high in enumerate(self._bounds[1:]) if layer_idx < high) % self._stages
+
+    def topology(self) -> ProcessTopology:
+        """The ranks by axis."""
+        return self._topology
+
+    def mpu(self) -> Mesh:
+        """The mesh of the newest engine, which answers the names of a model-parallel unit."""
+        return current_mesh()
+
+    def partitions(self) -> list[int]:
+        """Bounds of the parts, in layers."""
+        return list(self._bounds)
+
+    def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, tuple[int, ...]]]:
+        """Parameters of this rank that other stages have too, with those stages."""
+        return [
+            (param, tuple(self.stages_of(key)))
+            for key, module in self.tied_modules.items()
+            for param in module.parameters()
+            if len(self.stages_of(key)) > 1
+        ]
+
+    def get_additional_losses(self) -> None:
+        """Losses beside that of `loss_fn`: none."""
+        return None
+
+
+class LayerRun:
+    """A part of a `PipelineModule`, as the executor runs it.
+
+    Args:
+        module: of the part.
+        part: which.
+        layers: indices of its layers.
+    """
+
+    def __init__(self, module: PipelineModule, part: int, layers: range) -> None:
+        self._module, self._layers = module, layers
+        self.first, self.last = part == 0, layers.stop == len(module._specs)
+        self.reads_batch = self.first or self.last
+        self.words = f"layers {layers[0]}" + (f"-{layers[-1]}" if len(layers) > 1 else "")
+
+    def run(self, received: Any, batch: Any) -> Any:
+        """Outputs of the part's layers; the first part takes the batch's inputs."""
+        return self._module(_inputs(batch) if self.first else received, layers=self._layers)
+
+    def cast(self, dtype: torch.dtype) -> None:
+        """Nothing stands for other stages' layers."""
+
+    def loss(self, made: Any, batch: Any) -> torch.Tensor:
+        """What `loss_fn` makes of outputs and labels; of a dict of a batch it gets all."""
+        found = made
+        if self._module.loss_fn is not None:
+            found = self._module.loss_fn(made, batch[1] if isinstance(batch, (tuple, list)) else batch)
+        if not isinstance(found, torch.Tensor) or found.numel() != 1:
+            raise PipelineError(f"the loss is one number, and loss_fn gave a {type(found).__name__}")
+        return found
+
+
+def _inputs(batch: Any) -> Any:
+    return batch[0] if isinstance(batch, (tuple, list)) else batch
+
+
+def _stages_of(num_stages: int | None, topology: ProcessTopology | None) -> tuple[int, ProcessTopology]:
+    if num_stages is None and topology is None:
+        raise ArgumentError("a PipelineModule needs num_stages or topology")
+    world = ranks_started()
+    stages = topology.get_dim("pipe") if topology is not None else int(num_stages or 1)
+    if stages < 1 or world % stages or (num_stages is not None and num_stages != stages):
+        raise MeshError(f"{world} rank(s) do not divide into {stages} stages (num_stages is {num_stages})")
+    if topology is None:
+        topology = PipeDataParallelTopology(num_pp=stages, num_dp=world // stages)
+    if topology.world_size() != world or topology.get_axis_names()[0] != "pipe":
+        raise MeshError(
+            f"the topology has axes {topology.get_axis_names()} of {topology.world_size()} ranks: 'pipe' has to be the "
+            f"first, and {world} were started"
+        )
+    return stages, topology
+
+
+def _name(spec: Any) -> str:
+    return spec.typename.__name__ if isinstance(spec, LayerSpec) else getattr(spec, "__name__", type(spec).__name__)
+
+
+def _weight(spec: Any) -> float:
+    if isinstance(spec, LayerSpec):
+        with torch.device("meta"):
+            spec = spec.build()
+    return float(_size(spec)) if isinstance(spec, nn.Module) else 0.0
+
+
+def _size(module: nn.Module) -> int:
+    return sum(param.numel() for param in module.parameters() if param.requires_grad)
+
+
+def _checkpoint(function: Callable[..., Any], inputs: Any) -> Any:
+    return checkpoint(function, inputs, use_reentrant=False)

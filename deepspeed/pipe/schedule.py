@@ -1,0 +1,181 @@
+"""Schedules as data: what each stage does in which order, as text that prints and parses.
+
+A line per stage, a word per action: `F3` and `B3` compute forward and backward of micro-batch 3, `<F3` and `>F3` take
+and send an activation, `<B3` and `>B3` its gradient. `F3.1` is chunk 1 of a stage that holds several. Chunk c of stage
+s is the (c * stages + s)-th part of the model. Sends do not wait; what is sent from one stage to another arrives in
+order. `deepspeed/pipe/simulate.py` validates a schedule, `deepspeed/pipe/executor.py` runs any.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from deepspeed.errors import ArgumentError, PipelineError
+
+_WORD = re.compile(r"([<>]?[FB])(\d+)(?:\.(\d+))?")
+NAMES = ("gpipe", "1f1b", "interleaved", "inference")
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One thing a stage does.
+
+    Args:
+        op: F or B computes forward or backward; with < it takes what that needs, with > it sends what came of it.
+        micro: micro-batch, from 0.
+        chunk: part of the stage, from 0.
+    """
+
+    op: str
+    micro: int
+    chunk: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.op}{self.micro}" + (f".{self.chunk}" if self.chunk else "")
+
+
+Row = tuple[Action, ...]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What all stages do.
+
+    Args:
+        name: as in the JSON.
+        micros: micro-batches.
+        chunks: parts of each stage.
+        rows: actions by stage.
+    """
+
+    name: str
+    micros: int
+    chunks: int
+    rows: tuple[Row, ...]
+
+    @property
+    def stages(self) -> int:
+        """How many stages there are."""
+        return len(self.rows)
+
+    @property
+    def parts(self) -> int:
+        """Parts of the model: stages times chunks."""
+        return self.stages * self.chunks
+
+    def part(self, stage: int, chunk: int) -> int:
+        """Which part of the model a chunk of a stage is."""
+        return chunk * self.stages + stage
+
+    def __str__(self) -> str:
+        head = f"{self.name}: {self.stages} stages, {self.micros} micro-batches, {self.chunks} chunks"
+        return "\n".join([head, *(" ".join(map(str, row)) for row in self.rows)])
+
+    def around(self, stage: int, at: int, beside: int = 3) -> str:
+        """A stage's place in its schedule: "F1 >F1 [<B0] B0 F2"."""
+        row = [str(action) for action in self.rows[stage]]
+        row[at : at + 1] = [f"[{word}]" for word in row[at : at + 1]]
+        low, high = max(0, at - beside), at + beside + 1
+        return " ".join([*(["…"] if low else []), *row[low:high], *(["…"] if high < len(row) else [])])
+
+
+def parse(text: str) -> Schedule:
+    """A schedule from what `str` makes of one.
+
+    Raises:
+        PipelineError: it is none; says which word.
+    """
+    head, *lines = text.strip().splitlines()
+    found = re.fullmatch(r"(\S+): (\d+) stages, (\d+) micro-batches, (\d+) chunks", head.strip())
+    if found is None:
+        raise PipelineError(f"a schedule begins with 'NAME: S stages, M micro-batches, C chunks', not {head!r}")
+    rows = tuple(tuple(_action(word) for word in line.split()) for line in lines)
+    if len(rows) != int(found[2]):
+        raise PipelineError(f"a schedule of {found[2]} stages has a line for each, and here are {len(rows)}")
+    return Schedule(found[1], int(found[3]), int(found[4]), rows)
+
+
+def _action(word: str) -> Action:
+    found = _WORD.fullmatch(word)
+    if found is None:
+        raise PipelineError(f"{word!r} is no action of a schedule, such as F3, <F3, >F3, B3 or F3.1")
+    return Action(found[1], int(found[2]), int(found[3] or 0))
+
+
+def make_schedule(name: str, stages: int, micros: int, chunks: int = 1) -> Schedule:
+    """A schedule by its name.
+
+    Args:
+        name: "gpipe" all forward, then all backward; "1f1b" a backward as soon as there is one; "interleaved" 1f1b
+            over several chunks per stage, in rounds of as many micro-batches as there are stages; "inference" no
+            backward.
+        stages: ranks along `pp`.
+        micros: micro-batches of a window.
+        chunks: parts of each stage; 1f1b has one.
+
+    Raises:
+        ArgumentError: no such schedule, or one that cannot be had with these numbers.
+    """
+    if name not in NAMES:
+        raise ArgumentError(f"there is no schedule {name!r}; there are {', '.join(NAMES)}")
+    if min(stages, micros, chunks) < 1:
+        raise ArgumentError(f"a schedule needs stages, micro-batches and chunks, not {(stages, micros, chunks)}")
+    if name == "1f1b" and chunks > 1:
+        raise ArgumentError(f'1f1b has one chunk per stage; with {chunks} the schedule is called "interleaved"')
+    if name == "interleaved" and micros % stages:
+        more = -(-micros // stages) * stages
+        raise ArgumentError(
+            f"interleaved runs in rounds of {stages} micro-batches, one for each stage, and {micros} are no multiple: "
+            f"the next count is {more} (gradient_accumulation_steps)"
+        )
+    rows = (_computing(name, stage, stages, micros, chunks) for stage in range(stages))
+    last = stages * chunks - 1
+    return Schedule(
+        name, micros, chunks, tuple(tuple(_with_messages(row, at, stages, last)) for at, row in enumerate(rows))
+    )
+
+
+def _computing(name: str, stage: int, stages: int, micros: int, chunks: int) -> list[Action]:
+    """Forward and backward of one stage, without messages."""
+    if name == "interleaved":
+        rounds = [range(low, low + stages) for low in range(0, micros, stages)]
+        order = [(micro, chunk) for group in rounds for chunk in range(chunks) for micro in group]
+        back = [(micro, chunk) for group in rounds for chunk in reversed(range(chunks)) for micro in group]
+    else:
+        order = [(micro, chunk) for chunk in range(chunks) for micro in range(micros)]
+        back = [(micro, chunk) for chunk in reversed(range(chunks)) for micro in range(micros)]
+    forward, backward = [Action("F", *one) for one in order], [Action("B", *one) for one in back]
+    if name == "inference":
+        return forward
+    return _alternating(forward, backward, warmup(name, stage, stages, micros, chunks))
+
+
+def warmup(name: str, stage: int, stages: int, micros: int, chunks: int) -> int:
+    """Forward passes before the first that is followed by a backward."""
+    total = micros * chunks
+    if name == "gpipe":
+        return total
+    if name == "1f1b":
+        return min(total, stages - stage - 1)
+    return min(total, 2 * (stages - stage - 1) + (chunks - 1) * stages)
+
+
+def _alternating(forward: Sequence[Action], backward: Sequence[Action], first: int) -> list[Action]:
+    row = list(forward[:first])
+    for one, other in zip(forward[first:], backward, strict=False):
+        row += [one, other]
+    return row + list(backward[len(forward) - first :])
+
+
+def _with_messages(row: Iterable[Action], stage: int, stages: int, last: int) -> Iterable[Action]:
+    """Receives as late and sends as early as can be: a send does not wait."""
+    for action in row:
+        part = action.chunk * stages + stage
+        takes, gives = (0, last) if action.op == "F" else (last, 0)
+        if part != takes:
+            yield Action("<" + action.op, action.micro, action.chunk)
+        yield action
+        if part != gives:
+            yield Action(">" + action.op, action.micro, action.chunk)

@@ -1,0 +1,8 @@
+"""Old address of the engine of a pipeline."""
+
+from __future__ import annotations
+
+from deepspeed.engine.pipeline import PipelineEngine
+from deepspeed.errors import PipelineError
+
+__all__ = ["PipelineEngine", "PipelineError"]

@@ -1,0 +1,159 @@
+"""A model described as layers, its dense twin, and what is planted in it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.comm.mesh import current_mesh
+from deepspeed.errors import ArgumentError, CommError, DataError, DeepSpeedError, NotAvailableError, PipelineError
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from tests.parallel.dense import Dense, momentum
+from tests.parallel.pipeline_runs import apart, config_of, replica
+from tests.parallel.tiny import raises
+
+WORDS, WIDTH = 12, 8
+
+
+class Mixed(nn.Module):
+    """Takes and gives (hidden, mask, count): a tensor, one without gradient, and a number."""
+
+    def __init__(self, width: int, fault: str = "") -> None:
+        super().__init__()
+        self.linear, self.fault = nn.Linear(width, width), fault
+
+    def forward(self, inputs: Any) -> Any:
+        hidden, mask, count = inputs
+        if self.fault == "forward":
+            raise ValueError("planted in forward")
+        hidden = hidden + torch.tanh(self.linear(hidden)) * mask
+        if self.fault == "backward":
+            hidden.register_hook(fail)
+        return hidden, mask, count + 1
+
+
+def fail(_gradient: torch.Tensor) -> None:
+    raise ValueError("planted in backward")
+
+
+def embed(layer: nn.Module, inputs: torch.Tensor) -> Any:
+    return layer(inputs), (inputs > 2).unsqueeze(-1), 0
+
+
+def project(layer: Any, inputs: Any) -> torch.Tensor:
+    return inputs[0] @ layer.weight.t()
+
+
+def rows(fault: str = "", blocks: int = 4) -> list[Any]:
+    """Layers of the model; the last block has the fault."""
+    return [
+        TiedLayerSpec("table", nn.Embedding, WORDS, WIDTH, forward_fn=embed),
+        *(LayerSpec(Mixed, WIDTH, fault=fault if at == blocks - 1 else "") for at in range(blocks)),
+        TiedLayerSpec("table", nn.Embedding, WORDS, WIDTH, forward_fn=project),
+    ]
+
+
+def loss_fn(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(outputs.reshape(-1, WORDS), labels.reshape(-1))
+
+
+class Whole(nn.Module):
+    """The same layers on one process, with the same names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for at, spec in enumerate(rows()):
+            if not isinstance(spec, TiedLayerSpec):
+                self.add_module(str(at), spec.build())
+            elif at == 0:
+                self.tied_modules = nn.ModuleDict({spec.key: spec.build()})
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        table = self.tied_modules["table"]
+        value: Any = embed(table, batch[0])
+        for at in range(1, 5):
+            value = self.get_submodule(str(at))(value)
+        return loss_fn(project(table, value), batch[1])
+
+
+def batch_of(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    draw = torch.Generator().manual_seed(100 * step + rank)
+    ids = torch.randint(0, WORDS, (2, 5 + step % 2), generator=draw)
+    return ids, ids.roll(1, 1)
+
+
+def feed(first: int, count: int, rank: int) -> Iterator[Any]:
+    return iter(batch_of(first + at, rank) for at in range(count))
+
+
+def start(
+    stage: int, pp: int, steps: int, fault: str = "", chunks: int = 1, settings: Any = None, **module: Any
+) -> Any:
+    import deepspeed
+
+    torch.manual_seed(0)
+    model = PipelineModule(rows(fault), num_stages=pp, loss_fn=loss_fn, num_chunks=chunks, **module)
+    config = config_of(stage, pp, steps, **(settings or {}))
+    return deepspeed.initialize(model=model, optimizer=momentum(model.parameters()), config=config)[0]
+
+
+def described(stage: int, pp: int, steps: int, chunks: int, **module: Any) -> list[tuple[float, float]]:
+    """Relative distances of losses and parameters."""
+    torch.manual_seed(0)
+    found = []
+    with start(stage, pp, steps, chunks=chunks, **module) as engine:
+        torch.manual_seed(0)
+        rank, replicas = replica(current_mesh()), engine.dp_world_size
+        dense = Dense(Whole(), momentum, replicas, steps)
+        for window in range(2):
+            theirs = dense.window(window * steps, lambda model, step, at: model(batch_of(step, at)))
+            dense.step()
+            ends = engine.is_first_stage() or engine.is_last_stage()
+            ours = engine.train_batch(feed(window * steps, steps, rank) if ends else None)
+            found.append((abs(float(ours) - sum(theirs) / steps), apart(engine, dense)))
+    return found
+
+
+def failed(fault: str, stage: int) -> tuple[str, str, float]:
+    """The error of each rank, and when it came."""
+    engine = start(stage, 2, 3, fault)
+    begun = time.monotonic()
+    try:
+        engine.train_batch(feed(0, 3, 0))
+    except DeepSpeedError as error:
+        return type(error).__name__, str(error), time.monotonic() - begun
+    return "", "", 0.0
+
+
+def refused() -> None:
+    """Calls that a pipeline does not serve, and data that ends."""
+    with start(1, 2, 3) as engine:
+        for call in (engine, engine.forward, engine.backward, engine.step):
+            with raises(PipelineError, "train_batch"):
+                call(torch.zeros(()))
+        with raises(ArgumentError, "iterator"):
+            engine.train_batch([batch_of(0, 0)])
+        with raises(DataError, "takes 3 micro-batches", "after 2"):
+            engine.train_batch(feed(0, 2 if engine.is_last_stage() else 3, 0))
+        engine.eval()
+        with raises(PipelineError, "evaluation mode"):
+            engine.train_batch(feed(0, 3, 0))
+        engine.train()
+        assert torch.isfinite(engine.train_batch(feed(0, 3, 0)))
+        drawn: list[int] = []
+        engine.set_batch_fn(lambda batch: drawn.append(1) or batch)
+        engine.set_dataiterator(feed(0, 30, 0))
+        engine.train_batch()
+        assert len(drawn) == 3, "one micro-batch too many was taken"
+        assert "1f1b: 2 stages, 3 micro-batches" in str(engine.schedule(3))
+    with raises(NotAvailableError, "zero.Init"):
+        import deepspeed
+
+        with deepspeed.zero.Init():
+            model = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
+        deepspeed.initialize(model=model, config=config_of(3, 2))
+    assert issubclass(CommError, DeepSpeedError)

@@ -1,0 +1,92 @@
+"""Unedited models in stages equal the dense model: schedules, ZeRO stages, tied weights, precisions, meshes."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.parallel.pipeline_runs import loaded, reshaped, saved, skipped, trained
+
+BAR = 1e-6
+SCHEDULES = {
+    "gpipe": {"schedule": "gpipe"},
+    "1f1b": {"schedule": "1f1b"},
+    "interleaved": {"schedule": "interleaved", "chunks": 2},
+}
+# pp, dp, ZeRO stage, schedule, accumulation
+FAST = [(2, 1, 0, "1f1b", 4), (2, 1, 1, "gpipe", 5), (2, 1, 2, "interleaved", 4), (2, 1, 3, "1f1b", 5)]
+ALL = [
+    (pp, dp, stage, schedule, accumulation)
+    for pp, dp, stage, schedule, accumulation in itertools.product((2, 4), (1, 2), range(4), SCHEDULES, (4, 5))
+    if pp * dp <= 4 and not (schedule == "interleaved" and accumulation % pp)
+]
+
+
+def expect(found: list[tuple[float, ...]]) -> None:
+    assert all(gap <= BAR for row in found for gap in row), found
+
+
+@pytest.mark.parametrize(("pp", "dp", "stage", "schedule", "accumulation"), FAST)
+def test_stages_equal_the_dense_model(
+    workers: Any, pp: int, dp: int, stage: int, schedule: str, accumulation: int
+) -> None:
+    settings = {"pipeline": SCHEDULES[schedule]}
+    for found in workers(pp * dp).run(trained, "GPTNeo", 4, pp, dp, stage, accumulation, settings, 2, 0.5):
+        expect(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("pp", "dp", "stage", "schedule", "accumulation"), ALL)
+def test_the_whole_table_equals_the_dense_model(
+    workers: Any, pp: int, dp: int, stage: int, schedule: str, accumulation: int
+) -> None:
+    layers, settings = pp * (2 if schedule == "interleaved" else 1), {"pipeline": SCHEDULES[schedule]}
+    for family in ("GPTNeo", "Llama"):
+        for found in workers(pp * dp).run(trained, family, layers, pp, dp, stage, accumulation, settings, timeout=60):
+            expect(found)
+
+
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
+def test_stages_of_slices_equal_the_dense_model(workers: Any, stage: int) -> None:
+    settings = {"tensor_parallel": {"autotp_size": 2}}
+    for found in workers(4).run(trained, "GPTNeo", 2, 2, 1, stage, 4, settings, timeout=60):
+        expect(found)
+
+
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
+def test_an_overflow_on_one_stage_skips_the_step_on_all(workers: Any, precision: str) -> None:
+    for steps, same, scale, losses in workers(2).run(skipped, precision):
+        assert steps == 1 and same and scale == (16.0 if precision == "fp16" else 1.0)
+        assert losses == sorted(losses, reverse=True) and losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize(("schedule", "stage"), [("1f1b", 3), pytest.param("interleaved", 1, marks=pytest.mark.slow)])
+def test_lengths_may_change_and_evaluation_is_that_of_the_whole_model(workers: Any, schedule: str, stage: int) -> None:
+    for rank, (evaluated, mean, shapes, (sent, headers)) in enumerate(workers(2).run(reshaped, schedule, stage)):
+        assert evaluated <= BAR and mean <= BAR
+        assert shapes == ([(2, 9, 64)] * 2 if rank == 1 else None)
+        assert headers <= 19
+        if schedule == "1f1b":  # lengths 9, 10, 11, 9, evaluated and trained, and two of 9: 2 samples, width 32, fp32
+            hidden = 2 * 32 * 4
+            assert sent == (2 * 39 + 18) * hidden if rank == 0 else sent == 39 * hidden
+
+
+MESHES = [(1, 1), (2, 0), (2, 1), (2, 3)]
+PAIRS = [pytest.param(a, b, marks=pytest.mark.slow) for a in MESHES[1:] for b in MESHES if a != b]
+
+
+@pytest.mark.parametrize(("source", "target"), [((2, 1), (1, 3)), *PAIRS])
+def test_a_checkpoint_goes_to_any_mesh(workers: Any, tmp_path: Path, source: Any, target: Any) -> None:
+    workers(2).run(saved, str(tmp_path), *source)
+    same, there = (workers(2).run(loaded, str(tmp_path), *mesh) for mesh in (source, target))
+    whole: dict[str, torch.Tensor] = {}
+    for found, _ in same:
+        whole |= found
+    for found, loss in there:
+        assert all(torch.equal(value, whole[name]) for name, value in found.items())
+        assert target[0] == 1 or abs(loss - same[0][1]) <= BAR
+    assert set().union(*(found for found, _ in there)) == set(whole)

@@ -1,0 +1,67 @@
+"""`PipelineModule`: layers built where they belong, tied, fed with nests; what fails is named on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.parallel.pipeline_layers import described, failed, refused
+from tests.parallel.pipeline_models import stage_and_compare
+
+FAST = [
+    (1, 2, 5, 1, {}),
+    (3, 2, 4, 1, {"partition_method": "type:mixed"}),
+    (2, 2, 4, 2, {"partition_method": "uniform"}),
+]
+SLOW = [
+    (stage, pp, steps, chunks, {})
+    for stage in range(4)
+    for pp in (1, 2, 3)
+    for steps in (4, 6)
+    for chunks in (1, 2)
+    if not (chunks == 2 and (pp == 1 or steps % pp))
+]
+
+
+@pytest.mark.parametrize(
+    ("stage", "pp", "steps", "chunks", "module"),
+    [*FAST, *(pytest.param(*one, marks=pytest.mark.slow) for one in SLOW)],
+)
+def test_layers_in_stages_equal_the_dense_model(
+    workers: Any, stage: int, pp: int, steps: int, chunks: int, module: Any
+) -> None:
+    def run(stage: int, pp: int, steps: int, chunks: int) -> Any:
+        return workers(max(pp, 2)).run(_described, stage, pp, steps, chunks, module)
+
+    for found in run(stage, pp, steps, chunks):
+        assert all(gap <= 1e-6 for row in found for gap in row), found
+
+
+def _described(stage: int, pp: int, steps: int, chunks: int, module: Any) -> Any:
+    return described(stage, pp, steps, chunks, **module)
+
+
+@pytest.mark.parametrize(("fault", "stage"), [("forward", 1), pytest.param("backward", 3, marks=pytest.mark.slow)])
+def test_a_stage_that_raises_ends_all_ranks_with_its_name(workers: Any, fault: str, stage: int) -> None:
+    (first, told, one), (kind, text, other) = workers(2).run(failed, fault, stage)
+    workers(2).kill()  # the group was told to end
+    where = f"stage 1 (layers 3-5), micro-batch 0, {fault}"
+    assert kind == "PipelineError" and where in text and f"planted in {fault}" in text
+    assert first == "CommError" and where in told and "[<B0]" in told, told
+    assert max(one, other) < 20
+
+
+def test_calls_that_a_pipeline_does_not_serve_say_so(workers: Any) -> None:
+    workers(2).run(refused)
+
+
+@pytest.mark.parametrize("name", ["BloomForCausalLM", pytest.param("MixtralForCausalLM", marks=pytest.mark.slow)])
+def test_a_toy_of_transformers_is_equal(workers: Any, name: str) -> None:
+    for row in workers(2).run(stage_and_compare, name, 2):
+        assert row["verdict"] == "equal", row
+
+
+def test_an_encoder_decoder_is_refused_with_the_reason(workers: Any) -> None:
+    for row in workers(2).run(stage_and_compare, "T5ForConditionalGeneration", 2):
+        assert row["verdict"] == "refused" and "encoder" in row["why"], row

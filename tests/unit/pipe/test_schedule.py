@@ -1,0 +1,121 @@
+"""Schedules as text, by simulation and by formula, and what their validation says of planted errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from deepspeed.errors import ArgumentError, PipelineError
+from deepspeed.pipe.schedule import NAMES, Action, Row, Schedule, make_schedule, parse
+from deepspeed.pipe.simulate import peak_by_formula, simulate, time_by_formula
+
+FAST = [(1, 1), (1, 5), (2, 1), (2, 2), (2, 5), (3, 3), (4, 2), (4, 8), (5, 10), (8, 16), (16, 4)]
+ALL = [(stages, micros) for stages in range(1, 17) for micros in range(1, 65)]
+SOME = [*(pytest.param(*one) for one in FAST), *(pytest.param(*one, marks=pytest.mark.slow) for one in ALL)]
+
+
+def possible(name: str, stages: int, micros: int, chunks: int) -> bool:
+    return not (name == "1f1b" and chunks > 1) and not (name == "interleaved" and micros % stages)
+
+
+@pytest.mark.parametrize(("stages", "micros"), SOME)
+def test_every_schedule_ends_and_costs_what_the_formula_says(stages: int, micros: int) -> None:
+    for name in NAMES:
+        for chunks in range(1, 5):
+            if not possible(name, stages, micros, chunks):
+                continue
+            schedule = make_schedule(name, stages, micros, chunks)
+            found = simulate(schedule)
+            assert found.peaks == tuple(peak_by_formula(schedule, stage) for stage in range(stages)), schedule
+            assert found.time == time_by_formula(schedule), schedule
+            cost = 1 if name == "inference" else 3
+            assert found.idle == pytest.approx(1 - micros * chunks * cost / found.time)
+
+
+def test_a_schedule_prints_and_parses() -> None:
+    for name in NAMES:
+        schedule = make_schedule(name, 2, 4, 1 if name == "1f1b" else 2)
+        assert parse(str(schedule)) == schedule
+    assert str(make_schedule("1f1b", 2, 2)).splitlines()[1:] == [
+        "F0 >F0 F1 >F1 <B0 B0 <B1 B1",
+        "<F0 F0 B0 >B0 <F1 F1 B1 >B1",
+    ]
+    assert make_schedule("1f1b", 2, 2).around(0, 4, beside=2) == "… F1 >F1 [<B0] B0 <B1 …"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "nothing",
+        "1f1b: 2 stages",
+        "1f1b: 1 stages, 1 micro-batches, 1 chunks\nF0 X0",
+        "gpipe: 3 stages, 1 micro-batches, 1 chunks\nF0",
+    ],
+)
+def test_what_is_no_schedule_does_not_parse(text: str) -> None:
+    with pytest.raises(PipelineError):
+        parse(text)
+
+
+def without(word: str) -> Callable[[Row], Row]:
+    return lambda row: tuple(action for action in row if str(action) != word)
+
+
+def swapped(one: str, other: str) -> Callable[[Row], Row]:
+    def change(row: Row) -> Row:
+        words = [str(action) for action in row]
+        order = list(row)
+        a, b = words.index(one), words.index(other)
+        order[a], order[b] = order[b], order[a]
+        return tuple(order)
+
+    return change
+
+
+def repeated(word: str) -> Callable[[Row], Row]:
+    return lambda row: tuple(a for action in row for a in ([action, action] if str(action) == word else [action]))
+
+
+@pytest.mark.parametrize(
+    ("stage", "change", "words"),
+    [
+        (1, without("<F1"), ["stage 1: F1 without <F1"]),
+        (0, without(">F1"), ["stage 1", "stage 0", "sent"]),
+        (0, without(">F3"), ["never ends", "stage 1 waits for <F3 of stage 0, which never sends it"]),
+        (1, without("B2"), ["stage 1: >B2 sends what has not been computed"]),
+        (0, without("B2"), ["stage 0 never computes B2"]),
+        (1, swapped("<F0", "<F1"), ["stage 1: <F1 would take F0"]),
+        (0, swapped("F0", ">F0"), ["stage 0: >F0 sends what has not been computed (order swapped)"]),
+        (0, repeated("F1"), ["stage 0: F1 is computed twice"]),
+        (0, repeated(">F3"), ["stage 1 never takes F3, which stage 0 sends"]),
+        (0, swapped("F0", "<B0"), ["never ends", "stage 0 waits for <B0"]),
+        (0, lambda row: (*row, Action(">B", 0)), ["no other part"]),
+        (0, lambda row: (*row, Action("F", 9)), ["none of the schedule's micro-batches"]),
+        (1, swapped("F1", "B1"), ["stage 1: B1 before its forward"]),
+    ],
+)
+def test_planted_errors_are_named(stage: int, change: Callable[[Row], Row], words: list[str]) -> None:
+    schedule = make_schedule("1f1b", 2, 4)
+    rows = list(schedule.rows)
+    rows[stage] = change(rows[stage])
+    with pytest.raises(PipelineError) as found:
+        simulate(replace(schedule, rows=tuple(rows)))
+    assert all(word in str(found.value) for word in words), found.value
+
+
+def test_a_count_that_cannot_be_had_names_the_next() -> None:
+    with pytest.raises(ArgumentError, match="the next count is 8"):
+        make_schedule("interleaved", 4, 5, 2)
+    with pytest.raises(ArgumentError, match="interleaved"):
+        make_schedule("1f1b", 2, 4, 2)
+    with pytest.raises(ArgumentError, match="no schedule 'zero'"):
+        make_schedule("zero", 2, 4)
+    with pytest.raises(ArgumentError):
+        make_schedule("1f1b", 2, 0)
+
+
+def test_stages_have_parts_in_turns() -> None:
+    schedule = Schedule("x", 1, 2, ((), (), ()))
+    assert schedule.parts == 6 and [schedule.part(stage, 1) for stage in range(3)] == [3, 4, 5]
