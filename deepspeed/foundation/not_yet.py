@@ -13,7 +13,6 @@ LATER_MODULES = {
     "deepspeed.linear": "low-rank linear layers",
     "deepspeed.model_implementations": "the inference engine",
     "deepspeed.moe": "mixture of experts",
-    "deepspeed.monitor": "monitors",
     "deepspeed.ops.sparse_attention": "block-sparse attention layouts",
     "deepspeed.ops.transformer": "the inference engine",
     "deepspeed.pipe": "pipeline parallelism",
