@@ -142,7 +142,7 @@ class DeepSpeedEngine(EngineSurface, nn.Module):
         self._compressing = Compressing(
             state, self._weights, self._checkpoints, self._feeding, self._laid_out_anew, type(self)
         )
-        self._instruments = Instruments(state, self._facts)
+        self._instruments = Instruments(state, self._facts, self)
         self._same_batches = SameBatches(state.axes.mesh.axis("tp"))
         self._applied = False
 
@@ -292,7 +292,9 @@ class DeepSpeedEngine(EngineSurface, nn.Module):
             raise without_optimizer("step", self._components)
         self.micro_steps += 1
         self._applied = False
-        if self._window.end_micro_batch():
+        update = self._window.end_micro_batch()
+        self._instruments.on_step(update)
+        if update:
             self._update(lr_kwargs)
             self._offload.let_pinned_go()
             self._preemption.stop_if_asked()
@@ -378,7 +380,7 @@ class DeepSpeedEngine(EngineSurface, nn.Module):
         return torch.autocast(self.device.type, dtype=DTYPES[section.dtype])
 
     def _timed(self, name: str) -> contextlib.AbstractContextManager[None]:
-        return self._timing(name) if self.ds_config.wall_clock_breakdown else contextlib.nullcontext()
+        return self._timing(name) if self._instruments.timed else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def _timing(self, name: str) -> Iterator[None]:

@@ -13,8 +13,10 @@ from deepspeed.comm.api import all_gather_object
 from deepspeed.comm.collectives import SMALL, tag_of
 from deepspeed.engine.accessors import StateAccessors
 from deepspeed.engine.build import without_optimizer
+from deepspeed.engine.profiling import Profiling
 from deepspeed.engine.state import EngineState
 from deepspeed.monitor.monitor import MonitorMaster
+from deepspeed.profiling.flops_profiler import FlopsProfiler
 from deepspeed.zero.accumulation import Purpose
 from deepspeed.zero.norm import squares_by_name
 
@@ -39,11 +41,13 @@ class Instruments:
     Args:
         state: of the engine.
         facts: answers about it.
+        engine: itself, for the profiler's report.
     """
 
-    def __init__(self, state: EngineState, facts: StateAccessors) -> None:
+    def __init__(self, state: EngineState, facts: StateAccessors, engine: Any) -> None:
         self._state, self._facts = state, facts
-        self._monitor = MonitorMaster(state.ds_config.monitor_config)
+        self._monitor, self._profiling = MonitorMaster(state.ds_config.monitor_config), Profiling(state, engine)
+        self.timed = state.ds_config.wall_clock_breakdown or state.ds_config.flops_profiler_config.enabled
         self._loss: torch.Tensor | float = 0.0
         self._weight, self._tokens = 0.0, 0
         self._since: float | None = None  # when the window began
@@ -56,10 +60,16 @@ class Instruments:
         """Where events go: `engine.monitor.write_events([(name, value, step), …])`."""
         return self._monitor
 
+    @property
+    def flops_profiler(self) -> FlopsProfiler | None:
+        """What the `flops_profiler` block counts; None without it, and on all ranks but 0."""
+        return self._profiling.profiler
+
     # -- the window -----------------------------------------------------------------------------------------------
 
     def on_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A micro-batch begins."""
+        self._profiling.on_forward((args, kwargs))
         if self._monitor.enabled:
             self._since = self._since or time.perf_counter()
             self._tokens += tokens_in([kwargs.get("input_ids"), *args, *kwargs.values()])
@@ -75,6 +85,10 @@ class Instruments:
             samples = self._state.window.samples
             self._loss = self._loss + loss.detach().double() * (1.0 if samples is None else samples)
             self._weight += num_items if num_items is not None else 1.0 if samples is None else samples
+
+    def on_step(self, boundary: bool) -> None:
+        """A micro-batch ends, with an update or without."""
+        self._profiling.on_step(boundary)
 
     def row(self) -> list[float]:
         """This rank's numbers of the window, to go with the exchange of the gradient norm; and forget them."""
@@ -92,6 +106,7 @@ class Instruments:
             rows: what each rank gave as its `row`.
             samples: of the window, over all ranks.
         """
+        self._profiling.after_update()
         if self._monitor.enabled:
             state = self._state
             now = time.perf_counter()

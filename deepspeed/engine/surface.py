@@ -108,6 +108,7 @@ class EngineSurface:
     reload_states = by("_offload", OffloadStates.reload_states)
 
     monitor = read("_instruments", Instruments.monitor)
+    flops_profiler = read("_instruments", Instruments.flops_profiler)
     gradient_norms = by("_instruments", Instruments.gradient_norms)
 
     compression_scheduler = read("_compressing", Compressing.compression_scheduler)

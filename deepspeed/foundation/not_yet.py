@@ -16,7 +16,6 @@ LATER_MODULES = {
     "deepspeed.ops.sparse_attention": "block-sparse attention layouts",
     "deepspeed.ops.transformer": "the inference engine",
     "deepspeed.pipe": "pipeline parallelism",
-    "deepspeed.profiling": "the operation counter",
     "deepspeed.runtime.data_pipeline": "data efficiency",
     "deepspeed.runtime.fp16.onebit": "optimizers with one-bit communication",
     "deepspeed.runtime.hybrid_engine": "the hybrid engine",

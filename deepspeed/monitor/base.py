@@ -65,7 +65,7 @@ class Monitor(abc.ABC):
     def write(self, events: list[Event]) -> None:
         """Write, and let the operating system, or the package, have it all."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  # files that are flushed may stay open
         """Nothing more will come."""
 
 
