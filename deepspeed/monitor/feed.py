@@ -14,11 +14,11 @@ import time
 from typing import Any
 
 from deepspeed.foundation.log import say
-from deepspeed.monitor.writer import LIMIT
 
+LIMIT = 30.0  # seconds that a writer has to write the rest, once the run has ended
 _PIPE = 1 << 20  # bytes that the kernel takes while the writer is busy
 _KEPT = 1 << 24  # bytes that are kept here when the pipe is full
-_TAIL = 2000  # bytes of what a writer said that are looked at when it ends
+_TAIL, _WORDS = 4096, 300  # of what a writer said: bytes that are looked at when it ends, characters that are shown
 
 
 class Feed:
@@ -49,7 +49,7 @@ class Feed:
             fcntl.fcntl(self._pipe, fcntl.F_SETPIPE_SZ, _PIPE)
         except (AttributeError, OSError):
             pass  # it stays as large as it is
-        self.send(json.dumps([block, settings]).encode() + b"\n")
+        self.send(json.dumps([block, settings, LIMIT]).encode() + b"\n")
 
     def send(self, line: bytes) -> None:
         """Hand a line over without waiting; what the pipe does not take goes with the next one.
@@ -73,12 +73,13 @@ class Feed:
         except OSError:
             self._end(0, f"has stopped: {self._last_words()}")
 
-    def close(self, limit: float = LIMIT) -> None:
+    def close(self, limit: float | None = None) -> None:
         """Let the writer write what it has, and end; one that takes longer than the limit is ended.
 
         Args:
-            limit: seconds.
+            limit: seconds; None: `LIMIT`.
         """
+        limit = LIMIT if limit is None else limit
         if os.getpid() != self._run:
             return
         deadline = time.monotonic() + limit
@@ -120,7 +121,7 @@ class Feed:
     def _last_words(self) -> str:
         size = os.fstat(self._said.fileno()).st_size
         said = os.pread(self._said.fileno(), _TAIL, max(0, size - _TAIL)).decode(errors="replace").split("\n")
-        return next((line for line in reversed(said) if line.strip()), "it said nothing").strip()
+        return next((line for line in reversed(said) if line.strip()), "it said nothing").strip()[:_WORDS]
 
     def _warn(self, what: str) -> None:
         say(f"the monitor {self.block} {what}; training goes on", logging.WARNING)

@@ -1,8 +1,8 @@
 """The process that writes to one monitor: `python -m deepspeed.monitor.writer`, started by `feed`.
 
-Lines of JSON come on its standard input: first what to write to, then lists of events; an empty line, or the end of
-the input when the run was killed, ends it. A thread takes them in, so the run never waits for a package that imports,
-blocks or asks a server.
+Lines of JSON come on its standard input: first what to write to, and how long it may take at the end; then lists of
+events. An empty line, or the end of the input when the run was killed, ends it. A thread takes them in, so the run never
+waits for a package that imports, blocks or asks a server.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ MONITORS = {
     "mlflow": ("deepspeed.monitor.mlflow", "MLflowMonitor"),
     "prometheus": ("deepspeed.monitor.prometheus", "PrometheusMonitor"),
 }
-LIMIT = 30  # seconds that a monitor has to write the rest, once the run has ended
 
 
 def monitor_class(block: str) -> type[Monitor]:
@@ -39,13 +38,15 @@ def monitor_class(block: str) -> type[Monitor]:
     return getattr(import_module(module), name)
 
 
-def _take_in(lines: BinaryIO, queue: SimpleQueue[list[Any] | None]) -> None:
+def _take_in(lines: BinaryIO, limit: float, queue: SimpleQueue[list[Any] | None]) -> None:
     for line in iter(lines.readline, b""):
         if not line.strip():
             break
         if line.endswith(b"\n"):  # else the run was killed in the middle of it
             queue.put(json.loads(line))
-    signal.alarm(LIMIT)  # its default action ends the process, whatever holds the interpreter up
+    signal.setitimer(
+        signal.ITIMER_REAL, limit
+    )  # its default action ends the process, whatever holds the interpreter up
     queue.put(None)
 
 
@@ -60,9 +61,9 @@ def _all_there_is(queue: SimpleQueue[list[Any] | None]) -> list[list[Any] | None
 
 
 def _serve(lines: BinaryIO) -> None:
-    block, settings = json.loads(lines.readline())
+    block, settings, limit = json.loads(lines.readline())
     queue: SimpleQueue[list[Any] | None] = SimpleQueue()
-    threading.Thread(target=_take_in, args=(lines, queue), daemon=True).start()
+    threading.Thread(target=_take_in, args=(lines, limit, queue), daemon=True).start()
     monitor = monitor_class(block)(SimpleNamespace(**settings))
     ended = False
     while not ended:
