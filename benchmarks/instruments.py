@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import os
 import random
-import resource
 import statistics
 import tempfile
 import time

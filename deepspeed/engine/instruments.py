@@ -13,12 +13,14 @@ from deepspeed.comm.api import all_gather_object
 from deepspeed.comm.collectives import SMALL, tag_of
 from deepspeed.engine.accessors import StateAccessors
 from deepspeed.engine.build import without_optimizer
+from deepspeed.engine.clients import loss_is_divided
 from deepspeed.engine.profiling import Profiling
 from deepspeed.engine.state import EngineState
 from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.profiling.flops_profiler import FlopsProfiler
 from deepspeed.zero.accumulation import Purpose
 from deepspeed.zero.norm import squares_by_name
+from deepspeed.zero.reducer import Reducer
 
 _SAMPLES, _MEMORY, _MS = "Train/Samples/", "Train/Memory/", "elapsed_time_ms_"
 
@@ -53,7 +55,7 @@ class Instruments:
         self._since: float | None = None  # when the window began
         self._elapsed: dict[str, float] = {}
         self._channel, self._asked = state.axes.one_copy.channel(), 0
-        self._names: list[str] | None = None
+        self._names: tuple[list[str], list[str]] = ([], [])  # this rank's, and those of the whole model
 
     @property
     def monitor(self) -> MonitorMaster:
@@ -82,9 +84,12 @@ class Instruments:
             num_items: see `engine.backward`.
         """
         if self._monitor.enabled:
-            samples = self._state.window.samples
-            self._loss = self._loss + loss.detach().double() * (1.0 if samples is None else samples)
-            self._weight += num_items if num_items is not None else 1.0 if samples is None else samples
+            window, share = self._state.window, 1.0
+            if num_items is None and loss_is_divided(self._state.module):
+                share = 1.0 / window.steps  # a client has done that
+            samples = 1.0 if window.samples is None else window.samples
+            self._loss = self._loss + loss.detach().double() * samples
+            self._weight += num_items if num_items is not None else samples * share
 
     def on_step(self, boundary: bool) -> None:
         """A micro-batch ends, with an update or without."""
@@ -157,7 +162,7 @@ class Instruments:
             raise without_optimizer("gradient_norms", self._state.components)
         agreed = reducer.finish(Purpose.REDUCE)
         found, factor = squares_by_name(reducer), abs(self._state.window.rescale(agreed))
-        names = self._all_names()
+        names = self._all_names(reducer)
         self._asked += 1
         tag, axis = tag_of(self._channel, SMALL, self._asked), self._state.axes.one_copy
         row = [found.get(name, -1.0) for name in names]  # below 0: no gradient here
@@ -166,16 +171,18 @@ class Instruments:
         touched = {name: [square for square in column if not square < 0] for name, column in columns.items()}
         return {name: sum(squares) ** 0.5 * factor for name, squares in touched.items() if squares}
 
-    def _all_names(self) -> list[str]:
+    def _all_names(self, reducer: Reducer) -> list[str]:
         """Names of parameters anywhere in a copy of the model, in one order on all ranks."""
-        if self._names is None:
-            mine = [name for name, _ in self._state.module.named_parameters()]
-            axis, told = self._state.axes.one_copy, [mine]
-            if self._state.sliced and axis.group is not None:
-                told = [[]] * axis.size
-                all_gather_object(told, mine, group=axis.group)
-            self._names = list(dict.fromkeys(name for names in told for name in names))
-        return self._names
+        members = sorted((m for b in reducer.buckets for m in b.group.members), key=lambda member: member.place)
+        mine = [member.name for member in members]
+        axis = self._state.axes.one_copy
+        if not self._state.sliced or axis.group is None:
+            return mine
+        if mine != self._names[0]:
+            told: list[list[str]] = [[]] * axis.size
+            all_gather_object(told, mine, group=axis.group)
+            self._names = mine, list(dict.fromkeys(name for names in told for name in names))
+        return self._names[1]
 
     def close(self) -> None:
         """End the monitors."""

@@ -1,8 +1,8 @@
 """The process that writes to one monitor: `python -m deepspeed.monitor.writer`, started by `feed`.
 
 Lines of JSON come on its standard input: first what to write to, and how long it may take at the end; then lists of
-events. An empty line, or the end of the input when the run was killed, ends it. A thread takes them in, so the run never
-waits for a package that imports, blocks or asks a server.
+events. An empty line, or the end of the input when the run was killed, ends it. A thread takes them in, so the run
+never waits for a package that imports, blocks or asks a server.
 """
 
 from __future__ import annotations
