@@ -344,6 +344,7 @@ class DeepSpeedEngine(EngineSurface, nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Throw the gradients of the window away. All ranks call together."""
+        self._instruments.row()
         if self._components.optimizer is not None:
             self._components.optimizer.zero_grad()
         else:

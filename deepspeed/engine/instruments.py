@@ -48,7 +48,8 @@ class Instruments:
 
     def __init__(self, state: EngineState, facts: StateAccessors, engine: Any) -> None:
         self._state, self._facts = state, facts
-        self._monitor, self._profiling = MonitorMaster(state.ds_config.monitor_config), Profiling(state, engine)
+        self._monitor = MonitorMaster(state.ds_config.monitor_config, state.everyone.rank)
+        self._profiling = Profiling(state, engine)
         self.timed = state.ds_config.wall_clock_breakdown or state.ds_config.flops_profiler_config.enabled
         self._loss: torch.Tensor | float = 0.0
         self._weight, self._tokens = 0.0, 0
@@ -112,7 +113,7 @@ class Instruments:
             samples: of the window, over all ranks.
         """
         self._profiling.after_update()
-        if self._monitor.enabled:
+        if self._monitor.writes:
             state = self._state
             now = time.perf_counter()
             seconds, self._since = now - (self._since or now), now
@@ -185,5 +186,6 @@ class Instruments:
         return self._names[1]
 
     def close(self) -> None:
-        """End the monitors."""
+        """End what is under way."""
+        self._profiling.close()
         self._monitor.close()

@@ -68,6 +68,11 @@ class Profiling:
         if self._due:
             self._print()
 
+    def close(self) -> None:
+        """Count no more."""
+        if self.profiler is not None:
+            self.profiler.stop_profile()
+
     def _print(self) -> None:
         profiler, section, self._due = self.profiler, self._section, False
         if profiler is not None:

@@ -71,7 +71,7 @@ class Feed:
         except BlockingIOError:
             pass
         except OSError:
-            self._end(0, f"has stopped: {self._last_words()}")
+            self._end(1.0, "has closed its input")
 
     def close(self, limit: float | None = None) -> None:
         """Let the writer write what it has, and end; one that takes longer than the limit is ended.

@@ -27,9 +27,11 @@ class MonitorMaster:
 
     Args:
         monitor_config: `DeepSpeedConfig(…).monitor_config`, or what `get_monitor_config` gives.
+        rank: of this process; None: as its launcher named it.
 
     Attributes:
         enabled: whether any monitor is, on every rank alike.
+        writes: whether it is, on this rank.
         tb_monitor, wandb_monitor, comet_monitor, csv_monitor, jsonl_monitor, mlflow_monitor, prometheus_monitor: the
             feed of each; None where it is not enabled, and on all ranks but 0.
 
@@ -45,18 +47,19 @@ class MonitorMaster:
     mlflow_monitor: Feed | None = None
     prometheus_monitor: Feed | None = None
 
-    def __init__(self, monitor_config: DeepSpeedMonitorConfig) -> None:
+    def __init__(self, monitor_config: DeepSpeedMonitorConfig, rank: int | None = None) -> None:
         self.monitor_config = monitor_config
         asked = {block: getattr(monitor_config, block) for block in MONITORS}
         wanted = {block: section.model_dump() for block, section in asked.items() if section.enabled}
         self.enabled = bool(wanted)
+        self.writes = self.enabled and (current_rank() if rank is None else rank) == 0
         for block in _WITH_FOLDER:
             if block in wanted:  # whoever names a folder gets the JSONL file in it
                 wanted.setdefault("jsonl_monitor", wanted[block])
         for block in wanted:
             monitor_class(block).require()
         self._feeds: list[Feed] = []
-        for block, settings in wanted.items() if current_rank() == 0 else ():
+        for block, settings in wanted.items() if self.writes else ():
             feed = Feed(block, settings)
             setattr(self, "tb_monitor" if block == "tensorboard" else f"{block.removesuffix('_monitor')}_monitor", feed)
             self._feeds.append(feed)

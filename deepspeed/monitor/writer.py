@@ -44,9 +44,8 @@ def _take_in(lines: BinaryIO, limit: float, queue: SimpleQueue[list[Any] | None]
             break
         if line.endswith(b"\n"):  # else the run was killed in the middle of it
             queue.put(json.loads(line))
-    signal.setitimer(
-        signal.ITIMER_REAL, limit
-    )  # its default action ends the process, whatever holds the interpreter up
+    # The alarm's default action ends the process, whatever holds the interpreter up.
+    signal.setitimer(signal.ITIMER_REAL, limit)
     queue.put(None)
 
 
