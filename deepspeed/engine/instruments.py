@@ -51,7 +51,7 @@ class Instruments:
         self._monitor = MonitorMaster(state.ds_config.monitor_config, state.everyone.rank)
         self._profiling = Profiling(state, engine)
         self.timed = state.ds_config.wall_clock_breakdown or state.ds_config.flops_profiler_config.enabled
-        self._loss: torch.Tensor | float = 0.0
+        self._loss: torch.Tensor | None = None
         self._weight, self._tokens = 0.0, 0
         self._since: float | None = None  # when the window began
         self._elapsed: dict[str, float] = {}
@@ -89,7 +89,8 @@ class Instruments:
             if num_items is None and loss_is_divided(self._state.module):
                 share = 1.0 / window.steps  # a client has done that
             samples = 1.0 if window.samples is None else window.samples
-            self._loss = self._loss + loss.detach().double() * samples
+            found = loss.detach().double() * samples
+            self._loss = found if self._loss is None else self._loss + found
             self._weight += num_items if num_items is not None else samples * share
 
     def on_step(self, boundary: bool) -> None:
@@ -100,9 +101,9 @@ class Instruments:
         """This rank's numbers of the window, to go with the exchange of the gradient norm; and forget them."""
         if not self._monitor.enabled:
             return []
-        loss = self._loss if isinstance(self._loss, float) else scalars.current.value(self._loss)
+        loss = 0.0 if self._loss is None else scalars.current.value(self._loss)
         row = [loss, self._weight, float(self._tokens)]
-        self._loss, self._weight, self._tokens = 0.0, 0.0, 0
+        self._loss, self._weight, self._tokens = None, 0.0, 0
         return row
 
     def after_update(self, rows: list[list[float]], samples: int) -> None:

@@ -10,9 +10,11 @@ from torch import nn
 
 from deepspeed.comm.mesh import Asked, Mesh
 from deepspeed.config import DeepSpeedConfig
+from deepspeed.config.sections.parallel import PartitionConfig
 from deepspeed.errors import ArgumentError, DeepSpeedConfigError, NotAvailableError, OptimizerError, TensorParallelError
 from deepspeed.optim.build import needs_whole_tensors
 from deepspeed.tensor_parallel.cut import cut_model, is_cut, plan_of
+from deepspeed.tensor_parallel.specs import Spec, Specs
 from deepspeed.zero.placement import placement_of
 
 
@@ -47,18 +49,11 @@ def slice_model(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh, mpu: Any,
         if block != type(block)():
             raise NotAvailableError(f"{name} together with tensor parallelism is not available yet; leave one out")
     section = config.top.tensor_parallel
-    skip = []
-    for spec in section.partition_config.layer_specs:
-        if not spec.patterns or not spec.partition_type:
-            raise DeepSpeedConfigError(
-                'tensor_parallel.partition_config.layer_specs: an entry needs "patterns" and "partition_type"'
-            )
-        skip += spec.patterns
     plan = cut_model(
         model,
         mesh.axis("tp"),
         check=section.verify,
-        skip=[re.compile(pattern) for pattern in skip],
+        specs=_specs(section.partition_config, getattr(model, "config", None)),
         vocabulary=bool(section.vocab_parallel_lm_head),
     )
     if section.partition_config.strict_mode and plan.whole:
@@ -67,6 +62,24 @@ def slice_model(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh, mpu: Any,
             f"tensor_parallel.partition_config.strict_mode: {len(plan.whole)} matrices of blocks stay whole, such as "
             f"'{name}': {why}"
         )
+
+
+def _specs(section: PartitionConfig, config: Any) -> Specs:
+    """The entries that are for this model."""
+    made = []
+    for at, spec in enumerate(section.layer_specs):
+        where = f"tensor_parallel.partition_config.layer_specs[{at}]"
+        if not spec.patterns or not spec.partition_type:
+            raise DeepSpeedConfigError(f'{where}: an entry needs "patterns" and "partition_type"')
+        if spec.model_types is not None and getattr(config, "model_type", None) not in spec.model_types:
+            continue
+        try:
+            made.append(Spec(tuple(re.compile(pattern) for pattern in spec.patterns), spec.partition_type))
+        except re.error as error:
+            raise DeepSpeedConfigError(
+                f"{where}.patterns: {error.pattern!r} is no regular expression: {error}"
+            ) from None
+    return Specs(made, others=section.use_default_specs)
 
 
 def refuse_whole_tensors(model: nn.Module, optimizer: Any) -> None:

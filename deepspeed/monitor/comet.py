@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 from deepspeed.monitor.base import Event, Monitor
@@ -18,10 +19,8 @@ class CometMonitor(Monitor):
 
     def __init__(self, comet_config: Any) -> None:
         super().__init__(comet_config)
-        import comet_ml
-
         names = ("api_key", "project", "workspace", "experiment_key", "mode", "online")
-        self.experiment = comet_ml.start(**{name: getattr(comet_config, name) for name in names})
+        self.experiment = import_module("comet_ml").start(**{name: getattr(comet_config, name) for name in names})
         if comet_config.experiment_name is not None:
             self.experiment.set_name(comet_config.experiment_name)
         self.samples_log_interval = comet_config.samples_log_interval

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from importlib import import_module
 from typing import Any
 
 from deepspeed.monitor.base import Event, Monitor
@@ -22,10 +23,8 @@ class MLflowMonitor(Monitor):
         uri = mlflow_config.tracking_uri
         if uri is not None and ("://" not in uri or uri.startswith("file:")):
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # a folder was asked for by name
-        from mlflow.entities import Metric
-        from mlflow.tracking import MlflowClient
-
-        self._metric, self._client = Metric, MlflowClient(uri)
+        self._metric = import_module("mlflow.entities").Metric
+        self._client = import_module("mlflow.tracking").MlflowClient(uri)
         found = self._client.get_experiment_by_name(mlflow_config.experiment)
         number = self._client.create_experiment(mlflow_config.experiment) if found is None else found.experiment_id
         self.run_id = self._client.create_run(number, run_name=mlflow_config.run_name).info.run_id

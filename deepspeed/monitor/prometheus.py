@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from importlib import import_module
 from typing import Any
 
 from deepspeed.monitor.base import Event, Monitor
@@ -15,12 +16,11 @@ class PrometheusMonitor(Monitor):
 
     def __init__(self, prometheus_config: Any) -> None:
         super().__init__(prometheus_config)
-        from prometheus_client import CollectorRegistry, Gauge, start_http_server
-
-        self._gauge, self._registry = Gauge, CollectorRegistry()
+        package = import_module("prometheus_client")
+        self._gauge, self._registry = package.Gauge, package.CollectorRegistry()
         self._gauges: dict[str, Any] = {}
         self._job = prometheus_config.job_name
-        self._server, _ = start_http_server(prometheus_config.port, prometheus_config.host, self._registry)
+        self._server, _ = package.start_http_server(prometheus_config.port, prometheus_config.host, self._registry)
 
     def _set(self, name: str, meaning: str, value: float) -> None:
         if name not in self._gauges:

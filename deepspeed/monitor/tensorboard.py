@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
+from importlib import import_module
 from typing import Any
 
 from deepspeed.monitor.base import Event, Monitor, folder_of
@@ -19,12 +20,10 @@ class TensorBoardMonitor(Monitor):
 
     def __init__(self, tensorboard_config: Any) -> None:
         super().__init__(tensorboard_config)
-        from tensorboard.compat.proto import event_pb2, summary_pb2
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
-
         self.log_dir = str(folder_of(tensorboard_config))
-        self._proto, self._summary = event_pb2.Event, summary_pb2.Summary
-        self._writer = EventFileWriter(self.log_dir)
+        self._proto = import_module("tensorboard.compat.proto.event_pb2").Event
+        self._summary = import_module("tensorboard.compat.proto.summary_pb2").Summary
+        self._writer = import_module("tensorboard.summary.writer.event_file_writer").EventFileWriter(self.log_dir)
 
     @cached_property
     def summary_writer(self) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from importlib import import_module
 from typing import Any
 
 from deepspeed.monitor.base import Event, Monitor
@@ -15,9 +16,8 @@ class WandbMonitor(Monitor):
 
     def __init__(self, wandb_config: Any) -> None:
         super().__init__(wandb_config)
-        import wandb
-
-        self._run = wandb.init(project=wandb_config.project, group=wandb_config.group, entity=wandb_config.team)
+        c = wandb_config
+        self._run = import_module("wandb").init(project=c.project, group=c.group, entity=c.team)
 
     def log(self, data: dict[str, float], step: int | None = None) -> None:
         """Log values by name, as `wandb.log` does."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import re
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,7 +13,7 @@ from deepspeed.comm.api import all_gather_object
 from deepspeed.comm.axis import Axis
 from deepspeed.comm.collectives import broadcast_tensors
 from deepspeed.comm.differentiable import enter
-from deepspeed.errors import MeshError, TensorParallelError, UsageError
+from deepspeed.errors import ArgumentError, MeshError, TensorParallelError, UsageError
 from deepspeed.foundation.log import say
 from deepspeed.tensor_parallel import verify
 from deepspeed.tensor_parallel.dropout import install
@@ -25,7 +23,8 @@ from deepspeed.tensor_parallel.layers import Slot
 from deepspeed.tensor_parallel.packed import become_packed
 from deepspeed.tensor_parallel.plan import Fitted, Plan, Unit, make_plan
 from deepspeed.tensor_parallel.regions import join
-from deepspeed.tensor_parallel.shares import Call
+from deepspeed.tensor_parallel.shares import Call, all_tensors, in_words
+from deepspeed.tensor_parallel.specs import Specs
 from deepspeed.zero.gathered import GatheredParameters
 from deepspeed.zero.grouping import release
 from deepspeed.zero.param import is_managed
@@ -50,7 +49,7 @@ def cut_model(
     *,
     example: Any = None,
     check: str = "units",
-    skip: Sequence[re.Pattern[str]] = (),
+    specs: Specs | None = None,
     vocabulary: bool = False,
 ) -> Plan:
     """Make a dense model this rank's slices of it, in place. All ranks of the axis call together.
@@ -61,16 +60,19 @@ def cut_model(
         example: arguments of its forward; None: made up for a model of Transformers.
         check: "units" compares each unit with its dense form, forward and backward; "model" compares the model's
             output besides; "off" compares nothing.
-        skip: names of parameters that stay whole.
+        specs: what is said of single matrices.
         vocabulary: share out the embedding and the output projection of a causal LM too.
 
     Raises:
         MeshError: the ranks have different models.
-        TensorParallelError: nothing can be cut, or slices do not compute what the model computed whole.
+        TensorParallelError: nothing can be cut, not as it should be, or slices do not compute what the model computed
+            whole.
     """
     _same_model(model, axis)
     _same_values(model, axis)
-    plan = _agreed(_planned(model, axis, example, skip), axis)
+    plan = _agreed(_planned(model, axis, example, specs), axis)
+    if specs is not None:
+        specs.check(plan.cuts(), plan.whole, [name for name, shape in plan.shapes.items() if len(shape) > 1])
     say(plan.table())
     for unit in plan.units:
         _cut_unit(model.get_submodule(unit.name), unit, axis, check != "off")
@@ -128,11 +130,13 @@ def _same_model(model: nn.Module, axis: Axis) -> None:
             )
 
 
-def _planned(model: nn.Module, axis: Axis, example: Any, skip: Sequence[re.Pattern[str]]) -> Plan | str:
+def _planned(model: nn.Module, axis: Axis, example: Any, specs: Specs | None) -> Plan | str:
     try:
-        return make_plan(model, axis.size, axis.rank, example, skip)
-    except TensorParallelError as error:
+        return make_plan(model, axis.size, axis.rank, example, specs)
+    except (ArgumentError, TensorParallelError) as error:
         return str(error)
+    except Exception as error:  # a model's forward may raise what it likes, on one rank alone
+        return f"its forward on a small input ended in {in_words(error, 300)}"
 
 
 def _agreed(plan: Plan | str, axis: Axis) -> Plan:
@@ -177,7 +181,9 @@ def _digest(one: Fitted) -> int:
 def _cut_unit(module: nn.Module, unit: Unit, axis: Axis, check: bool) -> None:
     release(module.parameters())
     constants = _hidden(module) if check else {}
-    seen = verify.run(copy.deepcopy(module), unit) if check else None
+    if check:  # what a model draws before the unit may differ over ranks
+        broadcast_tensors(axis, list(all_tensors(unit.call)), f"inputs of {unit.name}")
+    seen = verify.run(module, unit) if check else None
     for one in unit.regions:
         if one.shares.region.packed:
             become_packed(module, one.shares, axis.rank, Slot(axis, unit.name))

@@ -20,7 +20,7 @@ from deepspeed.comm.axis import Axis
 from deepspeed.errors import DeepSpeedError, TensorParallelError
 from deepspeed.tensor_parallel.layers import Slot, become_column, become_row, cut_tensor, is_linear, mark_partial
 from deepspeed.tensor_parallel.regions import lies_in, owner
-from deepspeed.tensor_parallel.shares import Call, Share, Shares, floating, in_words, randomised, row_size
+from deepspeed.tensor_parallel.shares import Call, Share, Shares, floating, in_words, randomised, row_size, same_draws
 
 TRIES = 600
 TOLERANCE = 1e-4
@@ -145,7 +145,8 @@ def _read(module: nn.Module, shares: Shares, call: Call) -> list[torch.Tensor]:
     note = lambda _, args: found.append(args[0])  # noqa: E731
     handles = [modules[owner(row)].register_forward_pre_hook(note) for row in shares.region.rows]
     try:
-        floating(call)[0].run(module)
+        with same_draws():
+            floating(call)[0].run(module)
     finally:
         for handle in handles:
             handle.remove()

@@ -27,6 +27,7 @@ from deepspeed.tensor_parallel.shares import (
     parts_of,
     randomised,
     runs,
+    same_draws,
 )
 from deepspeed.tensor_parallel.trace import tensors_in
 
@@ -124,7 +125,7 @@ def _masks(
         kept = params[row].narrow(dim, *part).clone()
         params[row].zero_().narrow(dim, *part).copy_(kept)
     own, _ = floating(call)
-    with torch.enable_grad():
+    with torch.enable_grad(), same_draws():
         out = own.run(twin)
         total = (out * torch.randn(out.shape, generator=torch.Generator().manual_seed(draw)).to(out)).sum()
     names = [name for name in params if name != row]
@@ -146,7 +147,7 @@ def fit_packed(module: nn.Module, shares: Shares, call: Call, rank: int) -> Numb
         rank: whose numbers.
     """
     dense, (own, _) = randomised(module, 0), floating(call)
-    with torch.no_grad(), spied(dense, "") as numbers:
+    with torch.no_grad(), same_draws(), spied(dense, "") as numbers:
         wanted = own.run(dense)
     row = shares.tensors[shares.region.rows[0]]
     whole, ranks = dense.get_parameter(row.name).shape[row.dim], len(shares.rows)
@@ -161,7 +162,8 @@ def fit_packed(module: nn.Module, shares: Shares, call: Call, rank: int) -> Numb
                     for share in shares.tensors.values():
                         cut_tensor(getattr(local, share.name), share.dim, share.segments[at])
                     set_numbers(local, {k: numbers[k] // whole * shares.rows[at][0][1] for k in chosen})
-                    total += floating(call)[0].run(local)
+                    with same_draws():
+                        total += floating(call)[0].run(local)
         except (RuntimeError, ValueError, IndexError, TypeError, AttributeError, DeepSpeedError) as why:
             reason = reason or in_words(why)
             continue

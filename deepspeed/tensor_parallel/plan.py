@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -16,7 +18,8 @@ from deepspeed.tensor_parallel.fit import Numbers, fit
 from deepspeed.tensor_parallel.inputs import calls_of, inputs_of, quiet
 from deepspeed.tensor_parallel.packed import fit_packed, share_packed
 from deepspeed.tensor_parallel.regions import Region, find_regions, join, lies_in, owner
-from deepspeed.tensor_parallel.shares import Call, Shares, heads_in, in_words, share_out
+from deepspeed.tensor_parallel.shares import Call, Segments, Shares, heads_in, in_words, share_out
+from deepspeed.tensor_parallel.specs import Specs
 from deepspeed.tensor_parallel.trace import Trace
 
 
@@ -78,6 +81,29 @@ class Plan:
         left = sum(torch.Size(self.shapes[name]).numel() for name in self.whole)
         return (held + left) / max(dense + left, 1)
 
+    def held(self, rank: int) -> int:
+        """Parameters that a rank has, the vocabulary whole."""
+        total = sum(map(math.prod, self.shapes.values()))
+        for unit in self.units:
+            for one in unit.regions:
+                for name, share in one.shares.tensors.items():
+                    shape = self.shapes[join(unit.name, name)]
+                    if share.dim >= 0 and not share.copied:
+                        total -= math.prod(shape) * _left_out(share.segments[rank], shape[share.dim])
+                for row in one.shares.region.rows:
+                    size = sum(part[0][1] for part in one.shares.rows)
+                    total -= math.prod(self.shapes[join(unit.name, row)]) * _left_out(one.shares.rows[rank], size)
+        return int(total)
+
+    def cuts(self) -> dict[str, str]:
+        """By which of its dims a matrix is cut, "row" or "column", by name."""
+        found = {}
+        for unit in self.units:
+            for one in unit.regions:
+                found |= {join(unit.name, name): "column" for name in one.shares.region.columns}
+                found |= {join(unit.name, name): "row" for name in one.shares.region.rows}
+        return found
+
     def rows(self) -> list[tuple[str, str, str]]:
         """(matrix, how it is cut, channels of each rank), one line for equal layers of several blocks."""
         found: dict[tuple[str, str, str], int] = {}
@@ -95,8 +121,17 @@ class Plan:
         rows = [("matrix", "cut", "channels of each rank"), *self.rows()]
         widths = [max(len(row[at]) for row in rows) for at in range(2)]
         lines = [f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c}".rstrip() for a, b, c in rows]
-        return "\n".join([f"tensor parallelism over {self.ranks} ranks; the largest holds {self.part():.2f} of the "
-                          f"blocks' matrices", *lines])  # fmt: skip
+        most, dense = max(map(self.held, range(self.ranks))), sum(map(math.prod, self.shapes.values()))
+        head = (
+            f"tensor parallelism over {self.ranks} ranks; the largest holds {self.part():.2f} of the blocks' matrices, "
+            f"{most:,} of {dense:,} parameters"
+        )
+        return "\n".join([head, *lines])
+
+
+def _left_out(segments: Segments, size: int) -> Fraction:
+    """The part of a dim that a rank does not have."""
+    return 1 - Fraction(sum(length for _, length in segments), size)
 
 
 def _starred(name: str) -> str:
@@ -121,9 +156,7 @@ def _rows(unit: str, shares: Shares) -> list[tuple[str, str, str]]:
     return made
 
 
-def make_plan(
-    model: nn.Module, ranks: int, rank: int, example: Any = None, skip: Sequence[re.Pattern[str]] = ()
-) -> Plan:
+def make_plan(model: nn.Module, ranks: int, rank: int, example: Any = None, specs: Specs | None = None) -> Plan:
     """Find out how a dense model can be cut.
 
     Args:
@@ -131,7 +164,7 @@ def make_plan(
         ranks: to share its matrices out to.
         rank: this one.
         example: arguments of its forward; None: made up for a model of Transformers.
-        skip: names of parameters that stay whole, with all that shares their channels.
+        specs: of matrices that stay whole, with all that shares their channels.
 
     Raises:
         ArgumentError: nothing says what the model takes.
@@ -141,9 +174,11 @@ def make_plan(
     with Trace(model, inputs) as trace, quiet(model):
         model(**inputs)
     regions, whole = find_regions(model, trace.nodes)
-    for region in [region for region in regions if _skipped(region, skip)]:
-        whole.update(dict.fromkeys([*region.columns, *region.rows], "partition_config says so"))
-        regions.remove(region)
+    skipped = {id(region): specs.reason_to_skip(region) for region in regions} if specs is not None else {}
+    for region in regions:
+        if why := skipped.get(id(region)):
+            whole.update(dict.fromkeys([*region.columns, *region.rows], why))
+    regions = [region for region in regions if not skipped.get(id(region))]
     homes = _homes(regions)
     calls, output = calls_of(model, homes, inputs)
     shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in model.named_parameters()}
@@ -190,10 +225,6 @@ def _drops(model: nn.Module, inputs: dict[str, Any]) -> dict[str, list[frozenset
     finally:
         draws.remove()
     return draws.found
-
-
-def _skipped(region: Region, skip: Sequence[re.Pattern[str]]) -> bool:
-    return any(pattern.search(name) for pattern in skip for name in [*region.columns, *region.rows])
 
 
 def _homes(regions: Sequence[Region]) -> list[str]:

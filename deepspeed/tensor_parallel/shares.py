@@ -7,6 +7,7 @@ other in one, or head by head; whether gate and up lie in halves or in turns; wh
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepspeed.accelerator import get_accelerator
 from deepspeed.foundation.partition import partition_uniform
 from deepspeed.tensor_parallel.layers import is_transposed
 from deepspeed.tensor_parallel.regions import Region, owner
@@ -136,6 +138,19 @@ def floating(call: Call, grad: bool = False) -> tuple[Call, dict[str, torch.Tens
     return call.mapped(change), found
 
 
+@contextlib.contextmanager
+def same_draws() -> Iterator[None]:
+    """One seed inside, for modules that draw numbers in evaluation too; random states as they were after."""
+    accelerator = get_accelerator()
+    states = torch.get_rng_state(), accelerator.get_rng_state()
+    torch.manual_seed(11)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        accelerator.set_rng_state(states[1])
+
+
 class _Reads:
     """Captures what the rows of a region read; columns read without a gradient of what is before the region."""
 
@@ -241,7 +256,7 @@ def _masks(
     twin = randomised(module, draw)
     own, given = floating(call, grad=True)
     reads = _Reads(twin, region)
-    with torch.enable_grad():
+    with torch.enable_grad(), same_draws():
         own.run(twin)
     reads.remove()
     asked: dict[tuple[str, bool], torch.Tensor] = {(name, False): p for name, p in twin.named_parameters()}

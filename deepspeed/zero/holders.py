@@ -87,6 +87,7 @@ class Holders:
         first: whether it is the one, of all equal ones, that stands in checkpoints.
         channels: of messages along `shard` and `copies`, where they had to be opened beforehand; None: when needed.
         peers: for any rank, the ranks that stand to it as `everyone` stands to this one.
+        slices: ranks that have the other slices of the same tensors; None where a tensor is whole.
     """
 
     shard: Axis
@@ -96,6 +97,7 @@ class Holders:
     first: bool = True
     channels: tuple[int, int] | None = None
     peers: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    slices: Axis | None = None
 
     def position(self, rank: int) -> int:
         """Where this rank's counterpart of a global rank stands among `everyone`.
@@ -137,6 +139,7 @@ class Relations:
     ) -> None:
         self._mesh, self._splits, self._tied = mesh, splits, tied
         self._known: dict[Signature, Holders] = {}
+        mesh.axis("tp")
         for more in (("dp_replicate",), REPLICATED):  # every rank asks for every axis, whichever it stands on
             mesh.axis(*more, "tp")
             for stages in sorted({tuple(sorted(found)) for found in tied.values()}):
@@ -162,10 +165,11 @@ class Relations:
         once = main and (stages is None or at["pp"] == min(stages)) and (tp is not Relation.PARTIAL or at["tp"] == 0)
         peers = {rank: row for row in mesh.rows(*REPLICATED, *dims, stages=stages) for rank in row}
         first = once and at["dp_replicate"] == 0
+        slices = mesh.axis("tp") if tp is Relation.CUT else None
         if not self._splits:  # whole everywhere: one sum over all that have them, of which each rank counts a share
-            return Holders(everyone, everyone, None, main, first, peers=peers)
+            return Holders(everyone, everyone, None, main, first, peers=peers, slices=slices)
         shard = mesh.axis(*SHARD)
-        return Holders(shard, everyone, copies if copies.size > 1 else None, once, first, peers=peers)
+        return Holders(shard, everyone, copies if copies.size > 1 else None, once, first, peers=peers, slices=slices)
 
 
 # -- copies of one model over several slices and stages --------------------------------------------------------------

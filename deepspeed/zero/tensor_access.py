@@ -1,7 +1,7 @@
 """Read and write whole training state by parameter: `safe_get_full_*`, `safe_set_full_*`, and this rank's fragments.
 
-All full-tensor functions are collective over the ranks that share the parameter; gradients exist between backward and
-step. A parameter that no engine manages gives None.
+All full-tensor functions are collective over the ranks that share the parameter, those that have other slices of it
+included; gradients exist between backward and step. A parameter that no engine manages gives None.
 """
 
 from __future__ import annotations
@@ -15,10 +15,13 @@ import torch
 from deepspeed.comm.collectives import READ
 from deepspeed.errors import ArgumentError, UsageError
 from deepspeed.zero.accumulation import Purpose
+from deepspeed.zero.boxes import Box
 from deepspeed.zero.fragment import Fragment
+from deepspeed.zero.global_tensor import join_boxes, take_box
 from deepspeed.zero.member import Member
 from deepspeed.zero.optimizer import ZeroOptimizer
 from deepspeed.zero.param import is_managed
+from deepspeed.zero.placement import placement_of
 from deepspeed.zero.reducer import Reducer
 from deepspeed.zero.shard_group import group_of, meet_before_change
 from deepspeed.zero.waves import publish
@@ -64,6 +67,19 @@ def _whole(member: Member, pick: Callable[[Fragment], torch.Tensor | None], labe
     return group.assemble(member, here, READ, label).view(member.shape)
 
 
+def _box(member: Member) -> Box:
+    """What this rank has of the global tensor."""
+    return Box.of(placement_of(member.param), member.shape)
+
+
+def _global(member: Member, local: torch.Tensor | None, label: str) -> torch.Tensor | None:
+    """The global tensor of this rank's slice and the others'."""
+    slices = member.group.holders.slices
+    if slices is None or not placement_of(member.param).cuts:
+        return local
+    return join_boxes(local, _box(member), slices, label)
+
+
 def safe_get_full_fp32_param(param: torch.nn.Parameter) -> torch.Tensor | None:
     """The master values of a parameter.
 
@@ -71,8 +87,8 @@ def safe_get_full_fp32_param(param: torch.nn.Parameter) -> torch.Tensor | None:
         param: a parameter of an engine's model.
 
     Returns:
-        float32 tensor of the parameter's own shape, a copy; None for a parameter no optimizer updates. Of a parameter
-        that is a slice of a model (`zero/placement`) it is that slice: the ranks of other slices are not asked.
+        float32 tensor of the global shape, a copy; None for a parameter no optimizer updates. A slice that only
+        Megatron's mark tells (`zero/placement`) is given as it is: nothing says where it lies.
     """
     member = _member(param)
     owner = None if member is None else _owner(member)
@@ -80,7 +96,8 @@ def safe_get_full_fp32_param(param: torch.nn.Parameter) -> torch.Tensor | None:
         return None
     owner.import_edits(member)
     with member.group.updated.borrowed() as masters:
-        return _whole(member, lambda fragment: masters[fragment.span], f"master of {member.name}")
+        label = f"master of {member.name}"
+        return _global(member, _whole(member, lambda fragment: masters[fragment.span], label), label)
 
 
 def safe_get_full_grad(param: torch.nn.Parameter) -> torch.Tensor | None:
@@ -90,12 +107,13 @@ def safe_get_full_grad(param: torch.nn.Parameter) -> torch.Tensor | None:
         param: a parameter of an engine's model.
 
     Returns:
-        float32 tensor of the true shape.
+        float32 tensor of the global shape.
     """
-    if _member(param) is None:
-        return param.grad
-    gradient = param.grad
-    return None if gradient is None else gradient.detach().float().clone()
+    member, gradient = _member(param), param.grad
+    if member is None:
+        return gradient
+    here = None if gradient is None else gradient.detach().float().clone()
+    return _global(member, here, f"gradient of {member.name}")
 
 
 def safe_get_full_optimizer_state(param: torch.nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
@@ -106,7 +124,7 @@ def safe_get_full_optimizer_state(param: torch.nn.Parameter, optim_state_key: st
         optim_state_key: `exp_avg`, `momentum_buffer`, …
 
     Returns:
-        float32 tensor of the true shape; None before the first step or for an unmanaged parameter.
+        float32 tensor of the global shape; None before the first step or for an unmanaged parameter.
     """
     member = _member(param)
     owner = None if member is None else _owner(member)
@@ -118,8 +136,9 @@ def safe_get_full_optimizer_state(param: torch.nn.Parameter, optim_state_key: st
         value = state.get(fragment.leaf, {}).get(optim_state_key)
         return value if isinstance(value, torch.Tensor) and value.numel() == fragment.range.numel else None
 
-    whole = _whole(member, pick, f"{optim_state_key} of {member.name}")
-    return None if whole.isnan().all() else whole
+    label = f"{optim_state_key} of {member.name}"
+    whole = _whole(member, pick, label)
+    return _global(member, None if whole.isnan().all() else whole, label)
 
 
 def safe_set_full_fp32_param(param: torch.nn.Parameter, value: torch.Tensor) -> None:
@@ -127,9 +146,9 @@ def safe_set_full_fp32_param(param: torch.nn.Parameter, value: torch.Tensor) -> 
 
     Args:
         param: a parameter of an engine's model.
-        value: any float tensor of its shape, the same on all ranks.
+        value: any float tensor of its global shape, the same on all ranks.
     """
-    member = _checked(param, value)
+    member, value = _checked(param, value)
     member.group.write(member, value)
     member.group.advance()
 
@@ -139,10 +158,9 @@ def safe_set_full_grad(param: torch.nn.Parameter, value: torch.Tensor) -> None:
 
     Args:
         param: a parameter of an engine's model.
-        value: float tensor of its shape, the same on all ranks.
+        value: float tensor of its global shape, the same on all ranks.
     """
-    _checked(param, value)
-    param.grad = value
+    _, param.grad = _checked(param, value)
 
 
 def safe_set_full_optimizer_state(param: torch.nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
@@ -150,10 +168,10 @@ def safe_set_full_optimizer_state(param: torch.nn.Parameter, value: torch.Tensor
 
     Args:
         param: a parameter of an engine's model.
-        value: float tensor of its shape, the same on all ranks.
+        value: float tensor of its global shape, the same on all ranks.
         optim_state_key: `exp_avg`, `momentum_buffer`, …
     """
-    member = _checked(param, value)
+    member, value = _checked(param, value)
     if safe_get_full_optimizer_state(param, optim_state_key) is None:  # the same on all ranks, also without a fragment
         raise UsageError(f"'{member.name}' has no optimizer state {optim_state_key!r} (yet)")
     flat = value.detach().reshape(-1)
@@ -163,13 +181,15 @@ def safe_set_full_optimizer_state(param: torch.nn.Parameter, value: torch.Tensor
             _replace(state, optim_state_key, flat[fragment.range.start : fragment.range.stop], member)
 
 
-def _checked(param: torch.nn.Parameter, value: torch.Tensor) -> Member:
+def _checked(param: torch.nn.Parameter, value: torch.Tensor) -> tuple[Member, torch.Tensor]:
+    """The member, and what this rank has of the value."""
     member = _member(param)
     if member is None:
         raise ArgumentError("the parameter belongs to no engine; change it directly")
-    if tuple(value.shape) != tuple(member.shape):
-        raise ArgumentError(f"'{member.name}' has shape {tuple(member.shape)}, the value {tuple(value.shape)}")
-    return member
+    box = _box(member)
+    if tuple(value.shape) != box.shape:
+        raise ArgumentError(f"'{member.name}' has shape {box.shape}, the value {tuple(value.shape)}")
+    return member, value if box.whole else take_box(value.detach(), box)
 
 
 def _state_of(member: Member, fragment: Fragment) -> dict[str, Any]:

@@ -189,3 +189,25 @@ def test_ranks_with_different_models_end_with_a_report(stage: int) -> None:
     assert all(end.code for end in ends), ends
     assert any("The last collective of each rank:" in end.err or "differ" in end.err for end in ends), ends
     assert all(end.last_word - float(end.out) < 2 * TIMEOUT + MARGIN for end in ends), ends
+
+
+def test_a_rank_that_dies_among_slices_ends_the_others_by_layer_and_axis() -> None:
+    snippet = textwrap.dedent(f"""
+        import deepspeed
+        from tests.parallel.tensor_runs import config_of, loss_of, model_of
+        dist.init_distributed(verbose=False)
+        rank, model = dist.get_rank(), model_of("Llama")
+        engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config={{
+            **config_of(1, 2), "optimizer": {{"type": "AdamW"}}}})[0]
+        def die(*_):
+            print(time.monotonic(), flush=True)
+            if rank == 1:
+                os._exit(9)
+        model.model.layers[1].mlp.down_proj.register_forward_pre_hook(die)
+        loss_of(engine, 0, 0)
+        time.sleep({TIMEOUT + MARGIN})
+    """)
+    ends = run_ranks(snippet, 2, limit=90, DEEPSPEED_TIMEOUT=str(TIMEOUT / 60))
+    assert ends[1].code == 9 and ends[0].code, ends
+    assert "sum of model.layers.1.mlp.down_proj" in ends[0].err and "rank 1" in ends[0].err, ends[0].err
+    assert ends[0].last_word - float(ends[0].out.split()[-1]) < TIMEOUT + MARGIN

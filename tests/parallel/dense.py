@@ -72,7 +72,7 @@ def apart(engine: Any, whole: dict[str, torch.Tensor], read: Callable[[Any], Any
     for name, wanted in whole.items():
         ours = read(params[name])
         assert ours is not None, name
-        worst = max(worst, float((ours.float() - share_of(params[name], wanted.float())).norm()))
+        worst = max(worst, float((ours.float() - wanted.float()).norm()))
     return worst / largest
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepspeed import utils
+from deepspeed import utils, zero
 from deepspeed.comm.mesh import Mesh, mesh_for
 from deepspeed.errors import DeepSpeedError, MeshError
 from tests.parallel.cuts import TIED, Slices, Twin, share_of
@@ -91,13 +91,14 @@ def trained(name: str, stage: int, clip: float, exact: bool) -> dict[str, float]
             twin.window(steps)
             found["norm"] = max(found["norm"], abs(engine.get_global_grad_norm() - twin.norm) / twin.norm)
         for key, param in engine.module.named_parameters():
-            ours = utils.safe_get_full_fp32_param(param)
-            wanted = share_of(mesh, key, twin.params[key].detach(), twin.kinds)
+            ours, wanted = utils.safe_get_full_fp32_param(param), twin.params[key].detach()
             if ours is None:
                 assert not param.requires_grad
                 continue
-            scale = wanted.abs().max().item() or 1.0
-            found["value"] = max(found["value"], (ours - wanted).abs().max().item() / scale)
+            with zero.GatheredParameters(param):
+                slices = [(ours, wanted), (param, share_of(mesh, key, wanted, twin.kinds))]  # with padding
+                gaps = [(a - b).abs().max().item() / (b.abs().max().item() or 1.0) for a, b in slices]
+            found["value"] = max(found["value"], *gaps)
         assert engine.world_size == mesh.world and engine.dp_world_size == mesh.size("dp_replicate", "dp_shard")
         assert engine.global_samples == WINDOWS * ACCUMULATION * engine.dp_world_size
     return found
@@ -225,14 +226,13 @@ def test_contradictions_are_named(workers: Any) -> None:
 
 def edited(stage: int) -> None:
     """An edit of one rank reaches every rank that has the parameter, and no other slice."""
-    from deepspeed import zero
-
     with built("pp2-tp2", stage, 0.0, True) as (mesh, _, engine):
         params = dict(engine.module.named_parameters())
         tied = params[TIED]
         with zero.GatheredParameters(tied, modifier_rank=mesh.axis("pp").ranks[0]), torch.no_grad():
             tied.fill_(float(mesh.rank))
-        assert utils.safe_get_full_fp32_param(tied).eq(float(mesh.axis("pp").ranks[0])).all()
+        whole = utils.safe_get_full_fp32_param(tied).chunk(2)  # of the first stage's two slices
+        assert all(part.eq(float(slice_)).all() for slice_, part in enumerate(whole))
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -260,7 +260,13 @@ def seen_from_outside(stage: int) -> None:
             copied = copy.deepcopy(param)
             assert placement_of(copied) is rows[name] and type(copied) is torch.nn.Parameter
             found = utils.safe_get_full_fp32_param(param) if param.requires_grad else None
-            assert found is None or found.shape == param.shape  # this rank's slice, whole over dp
+            shape = rows[name].global_shape(getattr(param, "ds_shape", param.shape))
+            assert found is None or found.shape == shape
+            if found is not None:
+                utils.safe_set_full_fp32_param(param, found + 1)
+                assert torch.equal(utils.safe_get_full_fp32_param(param), found + 1)
+                with raises(DeepSpeedError, "shape"):
+                    utils.safe_set_full_fp32_param(param, torch.zeros(3, 3))
         tables = []
         for arguments in ({}, {"model_parallel": 1}, {"model_parallel": 2}):
             with contextlib.redirect_stdout(io.StringIO()) as out:

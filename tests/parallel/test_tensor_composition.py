@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ import torch
 import torch.distributed as dist
 
 from deepspeed.comm.mesh import current_mesh
-from deepspeed.errors import DataError, MeshError, NotAvailableError, OptimizerError, TensorParallelError, UsageError
+from deepspeed.errors import DataError, DeepSpeedError, MeshError, OptimizerError, TensorParallelError, UsageError
 from deepspeed.utils import safe_get_full_fp32_param
-from tests.parallel.dense import Dense, adamw, compared, momentum, share_of
+from tests.parallel.checkpointing import differences, everything
+from tests.parallel.dense import Dense, adamw, compared, momentum
 from tests.parallel.tensor_runs import batch_of, config_of, loss_of, model_of
 from tests.parallel.tiny import raises
 
@@ -108,8 +110,7 @@ def counted() -> None:
         (torch.stack(losses).sum() / total).backward()
         dense.step()
         for name, wanted in dense.parameters().items():
-            param = model.get_parameter(name)
-            assert (safe_get_full_fp32_param(param) - share_of(param, wanted)).abs().max() <= 1e-6, name
+            assert (safe_get_full_fp32_param(model.get_parameter(name)) - wanted).abs().max() <= 1e-6, name
 
 
 def test_items_are_counted_once_for_ranks_that_share_them(workers: Any) -> None:
@@ -175,9 +176,18 @@ def refused() -> None:
         start(plain, config_of(0, 2))
     with raises(MeshError, "tp"):
         start(model_of("Llama"), config_of(0, 3))
-    with raises(NotAvailableError, "partition_type"):
-        specs = {"layer_specs": [{"patterns": ["q_proj"], "partition_type": "row"}]}
-        start(model_of("Llama"), config_of(0, 2, tensor_parallel={"partition_config": specs}))
+    for pattern, how, why in (
+        ("q_proj", "row", "cut by column"),
+        ("embed", "column", "no block"),
+        ("(", "row", "no reg"),
+    ):
+        specs = {"layer_specs": [{"patterns": [pattern], "partition_type": how}]}
+        with raises(DeepSpeedError, "partition_config", pattern, why):
+            start(model_of("Llama"), config_of(0, 2, tensor_parallel={"partition_config": specs}))
+    specs = {"layer_specs": [{"patterns": ["o_proj"], "partition_type": "row"}], "use_default_specs": False}
+    with start(model_of("Llama"), config_of(0, 2, tensor_parallel={"partition_config": specs})) as engine:
+        shapes = {name: tuple(p.shape) for name, p in engine.module.model.layers[0].named_parameters()}
+        assert shapes["self_attn.o_proj.weight"] == (32, 16) and shapes["mlp.up_proj.weight"] == (48, 32)
     skip = {"layer_specs": [{"patterns": ["self_attn"], "partition_type": "skip"}]}
     with raises(TensorParallelError, "strict_mode", "q_proj"):
         config = config_of(0, 2, tensor_parallel={"partition_config": {**skip, "strict_mode": True}})
@@ -236,6 +246,36 @@ def born(stage: int) -> None:
 
 def test_models_born_sharded_are_cut(workers: Any) -> None:
     workers(4).run(born, 3, timeout=120)
+
+
+def kept(folder: str, tp: int, stage: int, family: str, load: bool) -> tuple[Any, list[float]]:
+    """Masters and moments where a run was saved or loaded, and the losses after it."""
+    with start(model_of(family, seed=4 if load else 3), config_of(stage, tp), adamw) as engine:
+        if load:
+            engine.load_checkpoint(folder)
+        else:
+            for step in range(2):
+                engine.backward(loss_of(engine, step, 0))
+                engine.step()
+            engine.save_checkpoint(folder)
+        return everything(engine), goes_on(engine, 3)
+
+
+MESHES = [(1, 1), (2, 1), (2, 2), (3, 3), (4, 2), (4, 4), (4, 1), (6, 3)]  # ranks, tp
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trial", range(20))
+def test_random_pairs_of_meshes(workers: Any, tmp_path: Path, trial: int) -> None:
+    draw = random.Random(trial)
+    family = draw.choice(["Llama", "GPT2", "Falcon"])
+    ends = []
+    for load in (False, True):
+        (ranks, tp), stage = draw.choice(MESHES), draw.randint(0, 3)
+        ends.append(workers(ranks).run(kept, str(tmp_path), tp, stage, family, load, timeout=240)[0])
+    (wanted, one), (found, two) = ends
+    assert not differences(found, wanted)
+    assert max(abs(a - b) / b for a, b in zip(one, two, strict=True)) <= 2e-6, (one, two)
 
 
 def initialised_first() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -12,11 +13,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from deepspeed.comm.mesh import mesh_for
 from deepspeed.errors import TensorParallelError
 from deepspeed.tensor_parallel import cut, dropout, head, layers
 from tests.parallel.tensor_runs import model_of
+from tests.parallel.tiny import said
 
 Patch = Callable[[Any], None]
 
@@ -123,9 +126,9 @@ MISTAKES: dict[str, tuple[str, dict[str, Any], list[tuple[Any, str, Any]], tuple
 }  # fmt: skip
 
 
-def planted(what: str) -> None:
+def planted(what: str, dtype: torch.dtype) -> None:
     family, changes, patches, words = MISTAKES[what]
-    model = model_of(family, **changes)
+    model = model_of(family, **changes).to(dtype)
     if "attn_pdrop" in changes:
         for module in model.modules():
             if hasattr(module, "attn_dropout"):
@@ -145,7 +148,42 @@ def planted(what: str) -> None:
 
 @pytest.mark.parametrize("what", MISTAKES)
 def test_a_planted_mistake_is_found(workers: Any, what: str) -> None:
-    workers(2).run(planted, what, timeout=60)
+    workers(2).run(planted, what, torch.float32, timeout=60)
+
+
+@pytest.mark.parametrize("what", ["heads off by one group", "bias added by each rank"])
+def test_low_precision_hides_no_mistake(workers: Any, what: str) -> None:
+    workers(2).run(planted, what, torch.bfloat16, timeout=60)
+
+
+def routed() -> None:
+    """Rounding of bf16 would send tokens to other experts; what draws numbers draws the same; chaos is named."""
+    axis = mesh_for({"tp": 2}).axis("tp")
+    for seed in range(4):
+        cut.cut_model(model_of("Mixtral", seed=seed).bfloat16(), axis)
+    for kind in (Noisy, Chaotic):
+        model = model_of("Llama")
+        for layer in model.model.layers:
+            layer.mlp.__class__ = kind
+        with said() as lines:
+            plan = cut.cut_model(model, axis)
+        assert not plan.whole, plan.table()
+        named = any("'model.layers.0.mlp' is not compared" in line for line in lines)
+        assert named == (kind is Chaotic and axis.rank == 0), (kind, lines)
+
+
+class Noisy(LlamaMLP):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x) * (1 + torch.rand(())))
+
+
+class Chaotic(LlamaMLP):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (1 + random.random())
+
+
+def test_units_that_route_or_draw_are_compared_or_named(workers: Any) -> None:
+    workers(2).run(routed, timeout=120)
 
 
 def unplanted() -> None:

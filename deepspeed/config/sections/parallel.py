@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from deepspeed.config.fields import Dtype, Int, Names, Section, key, later
+from deepspeed.config.fields import Dtype, Int, Names, Section, key, later, moot
 
 
 class MeshSizes(Section):
@@ -34,12 +34,12 @@ class LayerSpec(Section):
     """`tensor_parallel.partition_config.layer_specs[]`."""
 
     patterns: Names | None = key(None, "regular expressions on parameter names")
-    partition_type: Literal["row", "column", "skip"] | None = later(
-        None, "how the weight is cut; skip leaves it whole", idle=["skip"]
+    partition_type: Literal["row", "column", "skip"] | None = key(
+        None, "skip leaves the weight whole, with all that shares its channels; row, column are compared with the plan"
     )
-    shape: list[Any] | None = later(None, "view of a fused weight")
-    partition_dim: Int | None = later(None, "dimension that is cut")
-    model_types: Names | None = later(None, "model types the entry is for")
+    shape: list[Any] | None = moot(None, "view of a fused weight", "the plan finds what is fused, and how")
+    partition_dim: Int | None = moot(None, "dimension that is cut", "it follows from row or column")
+    model_types: Names | None = key(None, "model types the entry is for; null is all")
     gather_output: bool = later(False, "gather the layer's output")
     grad_allreduce: bool = later(False, "sum the gradient over ranks")
 
@@ -47,7 +47,7 @@ class LayerSpec(Section):
 class PartitionConfig(Section):
     """`tensor_parallel.partition_config`."""
 
-    use_default_specs: bool = later(True, "use the built-in list")
+    use_default_specs: bool = key(True, "cut what no entry names, too")
     strict_mode: bool = key(False, "a matrix of a block that stays whole is an error")
     lm_head_patterns: Names | None = later(None, "names of the output projection")
     embedding_partition_dim: Int = later(1, "dimension of embeddings that is cut")

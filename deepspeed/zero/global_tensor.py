@@ -1,0 +1,51 @@
+"""A global tensor from the boxes that the ranks of an axis have of it, and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from deepspeed.comm.api import all_gather_object
+from deepspeed.comm.axis import Axis
+from deepspeed.comm.differentiable import gathered
+from deepspeed.zero.boxes import Box, BoxRange, copies
+
+
+def join_boxes(local: torch.Tensor | None, box: Box, axis: Axis, label: str) -> torch.Tensor | None:
+    """The global tensor. All ranks of the axis call together.
+
+    Args:
+        local: this rank's tensor, of the box's shape; None where it has none, which counts as zeros.
+        box: what it is of the global one.
+        axis: ranks whose boxes make it up.
+        label: for reports.
+
+    Returns:
+        A new tensor on every rank; None where no rank has anything.
+    """
+    everyone: list[Any] = [None] * axis.size
+    all_gather_object(everyone, (box, None if local is None else (local.dtype, local.device.type)), group=axis.group)
+    known = next((kind for _, kind in everyone if kind is not None), None)
+    if known is None:
+        return None
+    if local is None:
+        local = torch.zeros(box.local_shape, dtype=known[0], device=known[1])
+    sizes = [one.numel for one, _ in everyone]
+    parts = gathered(local.reshape(-1), axis, 0, sizes, label).split(sizes)
+    whole = local.new_zeros(box.shape)
+    for (one, _), part in zip(everyone, parts, strict=True):
+        _copy(part, one, whole, Box(box.shape))
+    return whole
+
+
+def take_box(whole: torch.Tensor, box: Box) -> torch.Tensor:
+    """This rank's tensor of a global one; padding is zero."""
+    local = whole.new_zeros(box.local_shape)
+    _copy(whole.contiguous(), Box(box.shape), local, box)
+    return local
+
+
+def _copy(source: torch.Tensor, of: Box, into: torch.Tensor, to: Box) -> None:
+    for copy in copies(BoxRange(of, 0, of.numel), BoxRange(to, 0, to.numel)):
+        copy(source.reshape(-1), into.view(-1))
