@@ -1,5 +1,5 @@
 # One command each: `make train`, `make test`, `make test-all`, `make check`, `make bench`, `make docs`,
-# `make hosts` (packages for the tests on several hosts; root).
+# `make hosts` (packages for the tests on several hosts; root), `make monitors` (those of the monitors, and their tests).
 # The first of them makes the environment in .venv.
 
 PYTHON ?= python3
@@ -13,7 +13,7 @@ HOST_PACKAGES := openssh-server pdsh openmpi-bin mpich slurm-wlm munge iproute2
 TWICE := -n 2 --dist loadfile
 FAST_TESTS := $(wildcard $(addprefix tests/,architecture harness unit parallel parity faults golden docs clients emulated))
 
-.PHONY: train test test-all check bench docs hosts
+.PHONY: train test test-all check bench docs hosts monitors
 
 # torch comes first and alone, so that the wheel of this machine's kind is the one that everything else builds on
 $(READY): pyproject.toml constraints.txt setup.py $(wildcard deepspeed/native/*.cpp deepspeed/native/*.h)
@@ -37,6 +37,14 @@ hosts: $(READY)
 	apt-get update -qq
 	DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $(HOST_PACKAGES)
 	$(BIN)/python -m tests.hosts.cluster
+
+# in an environment of their own over the other: some change what clients do as soon as they can be imported
+monitors: $(READY)
+	$(BIN)/python -m venv .venv/monitors
+	$(BIN)/python -c "import sysconfig as s; print('import site; site.addsitedir(%r)' % s.get_paths()['purelib'])" \
+		> $$(.venv/monitors/bin/python -c "import sysconfig as s; print(s.get_paths()['purelib'])")/rest.pth
+	.venv/monitors/bin/pip install -q -c constraints.txt tensorboard wandb comet_ml mlflow-skinny prometheus_client
+	.venv/monitors/bin/python -m pytest tests/unit/monitor
 
 check: $(READY)
 	$(BIN)/ruff check .

@@ -12,6 +12,7 @@ from deepspeed.config.fields import Section
 from deepspeed.config.problems import Problem, nearest, raise_for
 from deepspeed.config.reader import Reading, read
 from deepspeed.config.schema import spellings
+from deepspeed.config.sections.monitor import MonitorSections
 from deepspeed.config.sections.top import TopLevel
 from deepspeed.config.source import load_raw
 from deepspeed.errors import ArgumentError, DeepSpeedConfigError
@@ -112,6 +113,8 @@ class DeepSpeedConfig:
         self.dump_state = top.dump_state
         self.comms_logger = top.comms_logger
         self.timers = top.timers
+        self.monitor_config = MonitorSections(**{name: getattr(top, name) for name in MonitorSections.model_fields})
+        self.flops_profiler_config = top.flops_profiler
         self.log_level = top.log_level
         self.disable_python_gc = top.disable_python_gc
 

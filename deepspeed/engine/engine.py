@@ -38,6 +38,7 @@ from deepspeed.engine.clients import let_go, loss_is_divided, take_over
 from deepspeed.engine.compressing import Compressing
 from deepspeed.engine.config_accessors import ConfigAccessors
 from deepspeed.engine.feeding import Feeding
+from deepspeed.engine.instruments import Instruments
 from deepspeed.engine.offload_states import OffloadStates
 from deepspeed.engine.preemption import Preemption
 from deepspeed.engine.reporting import BACKWARD, FORWARD, STEP, Reporting
@@ -149,6 +150,7 @@ class DeepSpeedEngine(EngineSurface, nn.Module):
         self._compressing = Compressing(
             state, self._weights, self._checkpoints, self._feeding, self._laid_out_anew, type(self)
         )
+        self._instruments = Instruments(state, self._facts, self)
         self._same_batches = SameBatches(state.axes.mesh.axis("tp"))
         self._sequencing = Sequencing(state.module, state.axes.mesh, state.ds_config.top.sequence_parallel_verify)
         self._window.refuses_bare = BARE if self._sequencing.active else ""
@@ -174,6 +176,7 @@ class DeepSpeedEngine(EngineSurface, nn.Module):
             if self._sequencing.active:
                 inputs, kwargs = self._sequencing.take(inputs, kwargs)
             self._before_micro_batch()
+            self._instruments.on_forward(inputs, kwargs)
         with self._timed(FORWARD), self._autocast():
             return self.module(*inputs, **kwargs)
 
@@ -230,6 +233,7 @@ class DeepSpeedEngine(EngineSurface, nn.Module):
             raise UsageError("engine.loop already counts samples; do not pass num_items inside it")
         by_window = way is Way.MEAN and not loss_is_divided(self.module)
         scale = window.loss_scale
+        self._instruments.on_loss(loss, num_items)
         with self._timed(BACKWARD), window.backward_pass(way, by_window=by_window):
             (loss.float() * scale if scale != 1.0 else loss).backward(retain_graph=retain_graph)
         return loss / window.steps if by_window and window.steps > 1 else loss
@@ -303,7 +307,9 @@ class DeepSpeedEngine(EngineSurface, nn.Module):
             raise without_optimizer("step", self._components)
         self.micro_steps += 1
         self._applied = False
-        if self._window.end_micro_batch():
+        update = self._window.end_micro_batch()
+        self._instruments.on_step(update)
+        if update:
             self._update(lr_kwargs)
             self._offload.let_pinned_go()
             self._preemption.stop_if_asked()
@@ -327,6 +333,7 @@ class DeepSpeedEngine(EngineSurface, nn.Module):
             return
         self._thaw()  # also where this rank had no forward in the window
         samples = self._window.seen * self._window.micro * self.dp_world_size
+        optimizer.along = self._instruments.row()
         with self._timed(STEP):
             optimizer.step()
             self._statistics.publish()
@@ -341,6 +348,7 @@ class DeepSpeedEngine(EngineSurface, nn.Module):
             self.lr_scheduler.step(**(lr_kwargs or {}))
         if self._applied:
             self._compressing.after_applied_step()
+        self._instruments.after_update(optimizer.alongside, samples)
         if self.ds_config.disable_python_gc:
             gc.collect()
         self._reports.report()
@@ -351,6 +359,7 @@ class DeepSpeedEngine(EngineSurface, nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Throw the gradients of the window away. All ranks call together."""
+        self._instruments.row()
         if self._components.optimizer is not None:
             self._components.optimizer.zero_grad()
         else:
@@ -387,7 +396,7 @@ class DeepSpeedEngine(EngineSurface, nn.Module):
         return torch.autocast(self.device.type, dtype=DTYPES[section.dtype])
 
     def _timed(self, name: str) -> contextlib.AbstractContextManager[None]:
-        return self._timing(name) if self.ds_config.wall_clock_breakdown else contextlib.nullcontext()
+        return self._timing(name) if self._instruments.timed else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def _timing(self, name: str) -> Iterator[None]:
@@ -454,6 +463,7 @@ class DeepSpeedEngine(EngineSurface, nn.Module):
         failing = sys.exc_info()[0] is not None
         self.wait_for_checkpoint()
         self._compressing.stop()
+        self._instruments.close()
         components = self._components
         # What is under way is pulled while its owner still serves it, also where a rank has something to complain of.
         lost = components.wind_up()

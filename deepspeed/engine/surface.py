@@ -14,6 +14,7 @@ from deepspeed.engine.checkpoint_io import CheckpointIO
 from deepspeed.engine.compressing import Compressing
 from deepspeed.engine.config_accessors import GETTERS, ConfigAccessors
 from deepspeed.engine.feeding import Feeding
+from deepspeed.engine.instruments import Instruments
 from deepspeed.engine.offload_states import OffloadStates
 from deepspeed.engine.state import EngineState
 from deepspeed.engine.weights_io import WeightsIO
@@ -106,6 +107,10 @@ class EngineSurface:
 
     offload_states = by("_offload", OffloadStates.offload_states)
     reload_states = by("_offload", OffloadStates.reload_states)
+
+    monitor = read("_instruments", Instruments.monitor)
+    flops_profiler = read("_instruments", Instruments.flops_profiler)
+    gradient_norms = by("_instruments", Instruments.gradient_norms)
 
     compression_scheduler = read("_compressing", Compressing.compression_scheduler)
     set_teacher = by("_compressing", Compressing.set_teacher)

@@ -17,7 +17,9 @@ from deepspeed.zero.reducer import Reducer
 _LABEL = "agreement on the gradient norm"
 
 
-def global_norm(buckets: list[Bucket], exact: bool, reducer: Reducer, tag: int) -> float:
+def global_norm(
+    buckets: list[Bucket], exact: bool, reducer: Reducer, tag: int, along: Sequence[float] = ()
+) -> tuple[float, list[list[float]]]:
     """L2 norm of all accumulated gradients; every rank adds its own part, no part twice. All ranks call together.
 
     Args:
@@ -25,13 +27,43 @@ def global_norm(buckets: list[Bucket], exact: bool, reducer: Reducer, tag: int) 
         exact: see `sum_of_squares`.
         reducer: whose buckets they are.
         tag: message tag on its axis of one copy.
+        along: numbers that ride on the exchange, as many on every rank.
 
     Returns:
-        The norm; NaN or infinity when a gradient is not finite.
+        The norm, NaN or infinity when a gradient is not finite; and what each rank gave `along`.
     """
     mine = _squares([b for b in buckets if b.filled and b.group.holders.counted], exact)
-    total = sum(row[0] for row in scalars.current.table(reducer.axes.one_copy, [mine], tag, _LABEL, reducer.device))
-    return math.sqrt(total) if total >= 0 else math.nan
+    table = scalars.current.table(reducer.axes.one_copy, [mine, *along], tag, _LABEL, reducer.device)
+    total = sum(row[0] for row in table)
+    return math.sqrt(total) if total >= 0 else math.nan, [row[1:] for row in table]
+
+
+def squares_by_name(reducer: Reducer) -> dict[str, float]:
+    """This rank's part of the sum of squares of each parameter's gradient, in one pass over its slices.
+
+    Args:
+        reducer: after `finish`.
+
+    Returns:
+        By name; 0 where other ranks have the gradient, no entry where no rank has one or another copy is counted.
+    """
+    found: dict[str, float] = {}
+    for bucket in reducer.buckets:
+        if not bucket.filled or not bucket.group.holders.counted:
+            continue
+        first = bucket.group.layout.cuts[bucket.group.axis.rank]
+        with bucket.total.borrowed() as total:
+            own = bucket.own(total)
+            parts: dict[str, torch.Tensor] = {}
+            for member in bucket.group.members:
+                low, high = member.offset - first, member.offset + member.numel - first
+                if reducer.touched(bucket, member):
+                    parts[member.name] = own[max(low, 0) : max(high, 0)]
+            squares = native_sums_of_squares(list(parts.values()))
+            if squares is None:
+                squares = torch.stack([sum_of_squares(part, exact=True) for part in parts.values()]).tolist()
+        found.update(zip(parts, squares, strict=True))
+    return found
 
 
 def _squares(buckets: list[Bucket], exact: bool) -> float:

@@ -90,6 +90,8 @@ class ZeroOptimizer(OptimizerSurface):
         self.overflow = False
         self.skip_reason: str | None = None
         self._global_grad_norm: float | None = None
+        self.along: list[float] = []  # numbers that ride on the step's exchange, and everybody's
+        self.alongside: list[list[float]] = []
         self._scale_loss: Callable[[torch.Tensor, bool], Any] | None = None
         self.attach(reducer, lifecycle)
 
@@ -215,11 +217,12 @@ class ZeroOptimizer(OptimizerSurface):
                     f"zero_optimization.ignore_unused_parameters is false; freeze them or drop the key"
                 )
         rescale = self.window.rescale(agreed)
-        norm = None
-        if self.settings.norm or self.settings.check or self.settings.clip:
+        norm, wanted = None, self.settings.norm or self.settings.check or self.settings.clip > 0
+        if wanted or self.along:
             self._norms += 1
-            tag = tag_of(self._norm_channel, SMALL, self._norms)
-            norm = global_norm(self._normed, self.settings.clip > 0, self.reducer, tag) * abs(rescale)
+            tag, buckets = tag_of(self._norm_channel, SMALL, self._norms), self._normed if wanted else []
+            total, self.alongside = global_norm(buckets, self.settings.clip > 0, self.reducer, tag, self.along)
+            norm = total * abs(rescale) if wanted else None
         if self.scaler is not None and norm is not None and math.isnan(norm):
             norm = math.inf  # under a loss scale what is not finite is too large; inf - inf on the way makes it NaN
         self._global_grad_norm = norm

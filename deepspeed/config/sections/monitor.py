@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from deepspeed.config.fields import Int, Names, Section, key, later
+from deepspeed.config.fields import Int, Names, Section, key, moot
 
 
 class CommsLogger(Section):
@@ -33,54 +33,94 @@ class Timers(Section):
 class TensorBoard(Section):
     """`tensorboard`."""
 
-    switch = "enabled"
-    enabled: bool = later(False, "write events for TensorBoard")
-    output_path: str = later("", "folder of the event files")
-    job_name: str = later("DeepSpeedJobName", "folder of this run")
+    enabled: bool = key(False, "write events for TensorBoard")
+    output_path: str = key("", "folder of the event files; empty: the working directory")
+    job_name: str = key("DeepSpeedJobName", "folder of this run")
 
 
 class WandB(Section):
     """`wandb`."""
 
-    switch = "enabled"
-    enabled: bool = later(False, "send events to Weights & Biases")
-    group: str | None = later(None, "group of runs")
-    team: str | None = later(None, "team")
-    project: str = later("deepspeed", "project")
+    enabled: bool = key(False, "send events to Weights & Biases, offline where WANDB_MODE says so")
+    group: str | None = key(None, "group of runs")
+    team: str | None = key(None, "team")
+    project: str = key("deepspeed", "project")
 
 
 class Comet(Section):
     """`comet`."""
 
-    switch = "enabled"
-    enabled: bool = later(False, "send events to Comet")
-    samples_log_interval: Int = later(100, "samples between events", ge=1)
-    project: str | None = later(None, "project")
-    workspace: str | None = later(None, "workspace")
-    api_key: str | None = later(None, "key of the account")
-    experiment_name: str | None = later(None, "name of the experiment")
-    experiment_key: str | None = later(None, "key of the experiment")
-    online: bool | None = later(None, "send while training")
-    mode: Literal["get", "create", "get_or_create"] | None = later(None, "continue or create the experiment")
+    enabled: bool = key(False, "send events to Comet")
+    samples_log_interval: Int = key(100, "samples between two events of one name", ge=1)
+    project: str | None = key(None, "project")
+    workspace: str | None = key(None, "workspace")
+    api_key: str | None = key(None, "key of the account")
+    experiment_name: str | None = key(None, "name of the experiment")
+    experiment_key: str | None = key(None, "key of the experiment")
+    online: bool | None = key(None, "send while training; false: an archive in COMET_OFFLINE_DIRECTORY")
+    mode: Literal["get", "create", "get_or_create"] | None = key(None, "continue or create the experiment")
 
 
 class CsvMonitor(Section):
     """`csv_monitor`."""
 
-    switch = "enabled"
-    enabled: bool = later(False, "write events to CSV files")
-    output_path: str = later("", "folder of the files")
-    job_name: str = later("DeepSpeedJobName", "folder of this run")
+    enabled: bool = key(False, "write events to CSV files, one for each name")
+    output_path: str = key("", "folder of the files; empty: the working directory")
+    job_name: str = key("DeepSpeedJobName", "folder of this run")
+
+
+class JsonlMonitor(Section):
+    """`jsonl_monitor`; where another monitor has a folder, its JSONL file is written unasked."""
+
+    enabled: bool = key(False, "write events to events.jsonl, a line for each")
+    output_path: str = key("", "folder of the file; empty: the working directory")
+    job_name: str = key("DeepSpeedJobName", "folder of this run")
+
+
+class MLflow(Section):
+    """`mlflow`."""
+
+    enabled: bool = key(False, "send events to MLflow")
+    tracking_uri: str | None = key(None, "server, or folder; null: what MLFLOW_TRACKING_URI says")
+    experiment: str = key("deepspeed", "experiment")
+    run_name: str | None = key(None, "name of the run")
+
+
+class Prometheus(Section):
+    """`prometheus`."""
+
+    enabled: bool = key(False, "serve the newest value of each event to Prometheus")
+    host: str = key("127.0.0.1", "address that is listened on")
+    port: Int = key(9464, "port of rank 0", ge=1, le=65535)
+    job_name: str = key("DeepSpeedJobName", "label `job` of the metrics")
+
+
+class MonitorSections(Section):
+    """The blocks of all monitors."""
+
+    tensorboard: TensorBoard = key(TensorBoard, "TensorBoard")
+    wandb: WandB = key(WandB, "Weights & Biases")
+    comet: Comet = key(Comet, "Comet")
+    csv_monitor: CsvMonitor = key(CsvMonitor, "CSV files")
+    jsonl_monitor: JsonlMonitor = key(JsonlMonitor, "a JSONL file")
+    mlflow: MLflow = key(MLflow, "MLflow")
+    prometheus: Prometheus = key(Prometheus, "Prometheus")
+
+    @property
+    def enabled(self) -> bool:
+        """Whether any of them is asked for."""
+        return any(getattr(self, name).enabled for name in type(self).model_fields)
 
 
 class FlopsProfiler(Section):
     """`flops_profiler`."""
 
-    switch = "enabled"
-    enabled: bool = later(False, "count floating-point operations per module")
-    recompute_fwd_factor: float = later(0.0, "share of forward that is recomputed", ge=0)
-    profile_step: Int = later(1, "step that is profiled", ge=1)
-    module_depth: Int = later(-1, "depth of the printed tree; -1 is all", ge=-1)
-    top_modules: Int = later(1, "modules listed per depth", ge=1)
-    detailed: bool = later(True, "print every module")
-    output_file: str | None = later(None, "file instead of stdout")
+    enabled: bool = key(False, "count floating-point operations per module")
+    recompute_fwd_factor: float = moot(
+        0.0, "share of forward that is recomputed", "recomputed operations are counted, apart", ge=0
+    )
+    profile_step: Int = key(1, "step that is profiled", ge=1)
+    module_depth: Int = key(-1, "depth of the printed tree; -1 is all", ge=-1)
+    top_modules: Int = key(1, "modules listed per depth", ge=1)
+    detailed: bool = key(True, "print every module")
+    output_file: str | None = key(None, "file instead of stdout")

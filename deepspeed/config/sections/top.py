@@ -14,6 +14,9 @@ from deepspeed.config.sections.monitor import (
     CommsLogger,
     CsvMonitor,
     FlopsProfiler,
+    JsonlMonitor,
+    MLflow,
+    Prometheus,
     TensorBoard,
     Timers,
     WandB,
@@ -104,6 +107,9 @@ class TopLevel(Section):
     wandb: WandB = key(WandB, "Weights & Biases")
     comet: Comet = key(Comet, "Comet")
     csv_monitor: CsvMonitor = key(CsvMonitor, "CSV files")
+    jsonl_monitor: JsonlMonitor = key(JsonlMonitor, "a JSONL file")
+    mlflow: MLflow = key(MLflow, "MLflow")
+    prometheus: Prometheus = key(Prometheus, "Prometheus")
     flops_profiler: FlopsProfiler = key(FlopsProfiler, "operation counts")
     autotuning: Autotuning = key(Autotuning, "search for fast settings")
     checkpoint: Checkpoint = key(Checkpoint, "how training state is written and read")

@@ -99,11 +99,11 @@ def test_the_line_names_path_value_and_remedy(config, line):
 
 def test_all_problems_come_in_one_error():
     text = problems_of(
-        {"stge": 1, "fp16": {"enabled": 3, "hysterisis": 1}, "gradient_clipping": "x", "wandb": {"enabled": True}},
+        {"stge": 1, "fp16": {"enabled": 3, "hysterisis": 1}, "gradient_clipping": "x", "nebula": {"enabled": True}},
         train_batch_size=-4,
     )
     assert "6 problems" in text
-    for path in ("stge", "fp16.enabled", "fp16.hysterisis", "gradient_clipping", "wandb.enabled", "train_batch_size"):
+    for path in ("stge", "fp16.enabled", "fp16.hysterisis", "gradient_clipping", "nebula.enabled", "train_batch_size"):
         assert f"  {path} = " in text
 
 
@@ -116,8 +116,8 @@ def test_all_problems_come_in_one_error():
         ),
         ({"zero_optimization": {"zero_quantized_weights": True}}, "zero_optimization.zero_quantized_weights"),
         ({"zero_optimization": {"zenflow": {"topk_ratio": 0.2}}}, "zero_optimization.zenflow"),
-        ({"tensorboard": {"enabled": True, "output_path": "x"}}, "tensorboard.enabled"),
-        ({"flops_profiler": {"enabled": True}}, "flops_profiler.enabled"),
+        ({"nebula": {"enabled": True, "load_path": "x"}}, "nebula.enabled"),
+        ({"autotuning": {"enabled": True}}, "autotuning.enabled"),
         ({"sparse_gradients": True}, "sparse_gradients"),
         ({"optimizer": {"type": "OneBitAdam"}}, "optimizer.type"),
         ({"eigenvalue": {"enabled": True}}, "eigenvalue.enabled"),
@@ -135,7 +135,7 @@ def test_what_is_not_available_is_refused_by_name(config, path):
         {"zero_optimization": {"offload_optimizer": {"device": "none", "nvme_path": None, "pin_memory": False}}},
         {"zero_optimization": {"offload_param": None, "zenflow": None}},
         {"zero_optimization": {"offload_param": {"device": "none", "nvme_path": "/local", "buffer_count": 9}}},
-        {"tensorboard": {"enabled": False, "output_path": "runs", "job_name": "x"}},
+        {"nebula": {"enabled": False, "load_path": "x"}},
         {"activation_checkpointing": {"partition_activations": False, "cpu_checkpointing": False}},
         {"autotuning": {"enabled": False, "metric": "latency"}, "elasticity": {"enabled": False, "min_gpus": 4}},
         {"compression_training": {"row_pruning": {"shared_parameters": {"enabled": False, "method": "topk"}}}},

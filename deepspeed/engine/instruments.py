@@ -1,0 +1,192 @@
+"""What an engine tells its monitors at each update, and gradient norms by name."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from deepspeed.comm import scalars
+from deepspeed.comm.api import all_gather_object
+from deepspeed.comm.collectives import SMALL, tag_of
+from deepspeed.engine.accessors import StateAccessors
+from deepspeed.engine.build import without_optimizer
+from deepspeed.engine.clients import loss_is_divided
+from deepspeed.engine.profiling import Profiling
+from deepspeed.engine.state import EngineState
+from deepspeed.monitor.monitor import MonitorMaster
+from deepspeed.profiling.flops_profiler import FlopsProfiler
+from deepspeed.zero.accumulation import Purpose
+from deepspeed.zero.norm import squares_by_name
+from deepspeed.zero.reducer import Reducer
+
+_SAMPLES, _MEMORY, _MS = "Train/Samples/", "Train/Memory/", "elapsed_time_ms_"
+
+
+def tokens_in(inputs: Iterable[Any]) -> int:
+    """Elements of the first tensor of whole numbers with two or more dims, as token ids are; 0 without one."""
+    for value in inputs:
+        if isinstance(value, dict):
+            found = tokens_in(value.values())
+            if found:
+                return found
+        elif isinstance(value, torch.Tensor) and value.dim() > 1 and not value.dtype.is_floating_point:
+            return value.numel() * (value.dtype != torch.bool)
+    return 0
+
+
+class Instruments:
+    """Collects the numbers of a window, and hands them to the monitors.
+
+    Args:
+        state: of the engine.
+        facts: answers about it.
+        engine: itself, for the profiler's report.
+    """
+
+    def __init__(self, state: EngineState, facts: StateAccessors, engine: Any) -> None:
+        self._state, self._facts = state, facts
+        self._monitor = MonitorMaster(state.ds_config.monitor_config, state.everyone.rank)
+        self._profiling = Profiling(state, engine)
+        self.timed = state.ds_config.wall_clock_breakdown or state.ds_config.flops_profiler_config.enabled
+        self._loss: torch.Tensor | None = None
+        self._weight, self._tokens = 0.0, 0
+        self._since: float | None = None  # when the window began
+        self._elapsed: dict[str, float] = {}
+        self._channel, self._asked = state.axes.one_copy.channel(), 0
+        self._names: tuple[list[str], list[str]] = ([], [])  # this rank's, and those of the whole model
+
+    @property
+    def monitor(self) -> MonitorMaster:
+        """Where events go: `engine.monitor.write_events([(name, value, step), …])`."""
+        return self._monitor
+
+    @property
+    def flops_profiler(self) -> FlopsProfiler | None:
+        """What the `flops_profiler` block counts; None without it, and on all ranks but 0."""
+        return self._profiling.profiler
+
+    # -- the window -----------------------------------------------------------------------------------------------
+
+    def on_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A micro-batch begins."""
+        self._profiling.on_forward((args, kwargs))
+        if self._monitor.enabled:
+            self._since = self._since or time.perf_counter()
+            self._tokens += tokens_in([kwargs.get("input_ids"), *args, *kwargs.values()])
+
+    def on_loss(self, loss: torch.Tensor, num_items: float | None) -> None:
+        """Backward begins: the loss counts as its gradient does.
+
+        Args:
+            loss: mean over the micro-batch, or with `num_items` the sum over so many.
+            num_items: see `engine.backward`.
+        """
+        if self._monitor.enabled:
+            window, share = self._state.window, 1.0
+            if num_items is None and loss_is_divided(self._state.module):
+                share = 1.0 / window.steps  # a client has done that
+            samples = 1.0 if window.samples is None else window.samples
+            found = loss.detach().double() * samples
+            self._loss = found if self._loss is None else self._loss + found
+            self._weight += num_items if num_items is not None else samples * share
+
+    def on_step(self, boundary: bool) -> None:
+        """A micro-batch ends, with an update or without."""
+        self._profiling.on_step(boundary)
+
+    def row(self) -> list[float]:
+        """This rank's numbers of the window, to go with the exchange of the gradient norm; and forget them."""
+        if not self._monitor.enabled:
+            return []
+        loss = 0.0 if self._loss is None else scalars.current.value(self._loss)
+        row = [loss, self._weight, float(self._tokens)]
+        self._loss, self._weight, self._tokens = None, 0.0, 0
+        return row
+
+    def after_update(self, rows: list[list[float]], samples: int) -> None:
+        """Write the events of an update.
+
+        Args:
+            rows: what each rank gave as its `row`.
+            samples: of the window, over all ranks.
+        """
+        self._profiling.after_update()
+        if self._monitor.writes:
+            state = self._state
+            now = time.perf_counter()
+            seconds, self._since = now - (self._since or now), now
+            events = [*self._of_window(rows, samples, seconds), *self._of_update(), *self._times()]
+            self._monitor.write_events([(name, value, state.global_samples) for name, value in events])
+
+    def _of_window(self, rows: list[list[float]], samples: int, seconds: float) -> Iterator[tuple[str, float]]:
+        loss, weight, tokens = (sum(column) for column in zip(*rows, strict=True))
+        if weight:
+            yield f"{_SAMPLES}train_loss", loss / weight
+        if seconds > 0:
+            yield f"{_SAMPLES}samples_per_second", samples / seconds
+            if tokens:  # ranks that share matrices have seen the same ones
+                yield f"{_SAMPLES}tokens_per_second", tokens / len(rows) * self._state.axes.same_slice.size / seconds
+
+    def _of_update(self) -> Iterator[tuple[str, float]]:
+        rates, norm = self._facts.get_lr(), self._facts.get_global_grad_norm()
+        if rates:
+            yield f"{_SAMPLES}lr", rates[0]
+        if norm is not None:
+            yield f"{_SAMPLES}grad_norm", norm
+        yield f"{_SAMPLES}loss_scale", self._facts.loss_scale()
+        yield f"{_SAMPLES}skipped_steps", self._state.skipped_steps
+        yield from ((f"{_MEMORY}{kind}", count) for kind, count in self._facts.state_bytes().items())
+
+    def _times(self) -> Iterator[tuple[str, float]]:
+        """Milliseconds of the window, where they are measured; the timers go on until they are printed."""
+        for name, total in self._facts.get_wall_clock_timers().items():
+            before, self._elapsed[name] = self._elapsed.get(name, 0.0), total
+            yield f"{_SAMPLES}{_MS}{name}", total - before if total >= before else total
+
+    # -- gradients by name ----------------------------------------------------------------------------------------
+
+    def gradient_norms(self) -> dict[str, float]:
+        """The L2 norm of the window's mean gradient for each parameter, before clipping; all ranks call together.
+
+        Call it between `backward` and `step`. Under tensor parallelism it is the norm over all slices.
+
+        Returns:
+            Norm by name, in the model's order; those that no rank had a gradient for are left out.
+
+        Raises:
+            UsageError: the engine has no optimizer.
+        """
+        optimizer, reducer = self._state.components.optimizer, self._state.components.reducer
+        if optimizer is None or reducer is None:
+            raise without_optimizer("gradient_norms", self._state.components)
+        agreed = reducer.finish(Purpose.REDUCE)
+        found, factor = squares_by_name(reducer), abs(self._state.window.rescale(agreed))
+        names = self._all_names(reducer)
+        self._asked += 1
+        tag, axis = tag_of(self._channel, SMALL, self._asked), self._state.axes.one_copy
+        row = [found.get(name, -1.0) for name in names]  # below 0: no gradient here
+        table = scalars.current.table(axis, row, tag, "agreement on gradient norms by name", reducer.device)
+        columns = dict(zip(names, zip(*table, strict=True), strict=True))
+        touched = {name: [square for square in column if not square < 0] for name, column in columns.items()}
+        return {name: sum(squares) ** 0.5 * factor for name, squares in touched.items() if squares}
+
+    def _all_names(self, reducer: Reducer) -> list[str]:
+        """Names of parameters anywhere in a copy of the model, in one order on all ranks."""
+        members = sorted((m for b in reducer.buckets for m in b.group.members), key=lambda member: member.place)
+        mine = [member.name for member in members]
+        axis = self._state.axes.one_copy
+        if not self._state.sliced or axis.group is None:
+            return mine
+        if mine != self._names[0]:
+            told: list[list[str]] = [[]] * axis.size
+            all_gather_object(told, mine, group=axis.group)
+            self._names = mine, list(dict.fromkeys(name for names in told for name in names))
+        return self._names[1]
+
+    def close(self) -> None:
+        """End what is under way."""
+        self._profiling.close()
+        self._monitor.close()

@@ -1,0 +1,39 @@
+"""Events as CSV: a file for each name."""
+
+from __future__ import annotations
+
+import csv
+import io
+from typing import Any
+
+from deepspeed.monitor.base import Event, Monitor, folder_of
+
+
+class csvMonitor(Monitor):
+    """Appends `step,value` rows to `<name with _ for / and spaces>.csv`; a restarted run goes on in the same files."""
+
+    def __init__(self, csv_config: Any) -> None:
+        super().__init__(csv_config)
+        self.log_dir = folder_of(csv_config)
+        self.log_dir.mkdir(parents=True, exist_ok=True)
+        self._files: dict[str, io.TextIOWrapper] = {}
+
+    def _file(self, name: str) -> io.TextIOWrapper:
+        if name not in self._files:
+            path = self.log_dir / (name.replace("/", "_").replace(" ", "_") + ".csv")
+            self._files[name] = path.open("a", newline="")
+            if self._files[name].tell() == 0:
+                csv.writer(self._files[name]).writerow(["step", name.rpartition("/")[2]])
+        return self._files[name]
+
+    def write(self, events: list[Event]) -> None:
+        """Append, and flush what was touched."""
+        for event in events:
+            csv.writer(self._file(event.name)).writerow([event.step, event.value])
+        for name in {event.name for event in events}:
+            self._files[name].flush()
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in self._files.values():
+            file.close()

@@ -1,0 +1,84 @@
+"""All monitors of a run behind one `write_events`."""
+
+from __future__ import annotations
+
+import json
+import time
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+from deepspeed.foundation.log import current_rank
+from deepspeed.monitor.base import Event, Monitor
+from deepspeed.monitor.config import DeepSpeedMonitorConfig
+from deepspeed.monitor.feed import Feed, close_all
+from deepspeed.monitor.writer import MONITORS, monitor_class
+
+__all__ = ["Event", "Monitor", "MonitorMaster"]
+
+_WITH_FOLDER = ("tensorboard", "csv_monitor")
+
+
+class MonitorMaster:
+    """Hands the events of rank 0 to the writers of all monitors that the configuration enables.
+
+    Each writer is a process of its own (`writer`), so that `write_events` waits for nothing. They end with `close`,
+    when this object goes, and when the run ends or is killed.
+
+    Args:
+        monitor_config: `DeepSpeedConfig(…).monitor_config`, or what `get_monitor_config` gives.
+        rank: of this process; None: as its launcher named it.
+
+    Attributes:
+        enabled: whether any monitor is, on every rank alike.
+        writes: whether it is, on this rank.
+        tb_monitor, wandb_monitor, comet_monitor, csv_monitor, jsonl_monitor, mlflow_monitor, prometheus_monitor: the
+            feed of each; None where it is not enabled, and on all ranks but 0.
+
+    Raises:
+        NotAvailableError: a monitor's package is not installed; on every rank.
+    """
+
+    tb_monitor: Feed | None = None
+    wandb_monitor: Feed | None = None
+    comet_monitor: Feed | None = None
+    csv_monitor: Feed | None = None
+    jsonl_monitor: Feed | None = None
+    mlflow_monitor: Feed | None = None
+    prometheus_monitor: Feed | None = None
+
+    def __init__(self, monitor_config: DeepSpeedMonitorConfig, rank: int | None = None) -> None:
+        self.monitor_config = monitor_config
+        asked = {block: getattr(monitor_config, block) for block in MONITORS}
+        wanted = {block: section.model_dump() for block, section in asked.items() if section.enabled}
+        self.enabled = bool(wanted)
+        self.writes = self.enabled and (current_rank() if rank is None else rank) == 0
+        for block in _WITH_FOLDER:
+            if block in wanted:  # whoever names a folder gets the JSONL file in it
+                wanted.setdefault("jsonl_monitor", wanted[block])
+        for block in wanted:
+            monitor_class(block).require()
+        self._feeds: list[Feed] = []
+        for block, settings in wanted.items() if self.writes else ():
+            feed = Feed(block, settings)
+            setattr(self, "tb_monitor" if block == "tensorboard" else f"{block.removesuffix('_monitor')}_monitor", feed)
+            self._feeds.append(feed)
+        self._closing = weakref.finalize(self, close_all, self._feeds)  # at exit too
+
+    def write_events(self, event_list: Iterable[tuple[Any, ...]], flush: bool = True) -> None:
+        """Queue events on rank 0; nothing happens elsewhere.
+
+        Args:
+            event_list: (name, value, step) each: text, a number or a tensor with one, a whole number.
+            flush: accepted for old scripts; writers flush by themselves.
+        """
+        if self._feeds:
+            now = time.time()
+            events = [(str(name), float(value), int(step), now) for name, value, step, *_ in event_list]
+            line = json.dumps(events).encode() + b"\n"
+            for feed in self._feeds:
+                feed.send(line)
+
+    def close(self) -> None:
+        """Let the writers finish, and end them."""
+        self._closing()

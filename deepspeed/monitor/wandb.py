@@ -1,0 +1,33 @@
+"""Events for Weights & Biases."""
+
+from __future__ import annotations
+
+import itertools
+from importlib import import_module
+from typing import Any
+
+from deepspeed.monitor.base import Event, Monitor
+
+
+class WandbMonitor(Monitor):
+    """Logs to a run of its own; WANDB_MODE, WANDB_DIR and WANDB_API_KEY work as always."""
+
+    module = extra = "wandb"
+
+    def __init__(self, wandb_config: Any) -> None:
+        super().__init__(wandb_config)
+        c = wandb_config
+        self._run = import_module("wandb").init(project=c.project, group=c.group, entity=c.team)
+
+    def log(self, data: dict[str, float], step: int | None = None) -> None:
+        """Log values by name, as `wandb.log` does."""
+        self._run.log(data, step=step)
+
+    def write(self, events: list[Event]) -> None:
+        """One call for all events of a step."""
+        for step, together in itertools.groupby(events, key=lambda event: event.step):
+            self.log({event.name: event.value for event in together}, step)
+
+    def close(self) -> None:
+        """Finish the run."""
+        self._run.finish()

@@ -1,0 +1,1 @@
+"""What a model computes: operation counts, and time by module."""

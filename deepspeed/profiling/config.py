@@ -1,0 +1,7 @@
+"""The block `flops_profiler`."""
+
+from __future__ import annotations
+
+from deepspeed.config.sections.monitor import FlopsProfiler as DeepSpeedFlopsProfilerConfig
+
+__all__ = ["DeepSpeedFlopsProfilerConfig"]

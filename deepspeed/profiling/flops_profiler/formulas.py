@@ -1,0 +1,105 @@
+"""Floating-point operations by operator: torch's table, with what it misses.
+
+An operation is half a multiply-add of a matrix product, a convolution or an attention. Elementwise arithmetic, norms
+and activations count nothing. What users register with `torch.utils.flop_counter.register_flop_formula` counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import conv_flop_count, flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+aten: Any = torch.ops.aten
+Formula = Callable[..., int]
+
+
+def _mv(matrix: torch.Tensor, *_: Any, **__: Any) -> int:
+    return 2 * matrix.numel()
+
+
+def _addmv(_: torch.Tensor, matrix: torch.Tensor, *__: Any, **___: Any) -> int:
+    return 2 * matrix.numel()
+
+
+def _addmm(_: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *__: Any, **___: Any) -> int:
+    return 2 * left.numel() * right.shape[-1]
+
+
+def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> int:
+    return sdpa_flop_count(query.shape, key.shape, value.shape)
+
+
+def _attention_backward(
+    grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
+) -> int:
+    return sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape)
+
+
+def _lstm_layer(x: torch.Tensor, into: torch.Tensor, hidden: torch.Tensor, *_: Any, **__: Any) -> int:
+    """One direction of one layer: (time, batch, features) through both weights at each time."""
+    return 2 * prod(x.shape[:2]) * (into.numel() + hidden.numel())
+
+
+def _lstm_layer_backward(*args: Any, **__: Any) -> int:
+    return 2 * _lstm_layer(*args)  # of the input and of the weights, whether anybody wants both or not
+
+
+def _convolution_backward(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    _bias: Sequence[int] | None,
+    _stride: Sequence[int],
+    _padding: Sequence[int],
+    _dilation: Sequence[int],
+    transposed: bool,
+    *rest: Any,
+    **_: Any,
+) -> int:
+    """As much as forward for each gradient that is asked for; torch's formula counts the groups of a weight twice."""
+    into_x, into_weight, _ = rest[2]
+    return (into_x + into_weight) * conv_flop_count(list(x.shape), list(weight.shape), list(grad.shape), transposed)
+
+
+_MISSING: dict[Any, Formula] = {
+    aten.mv: _mv,
+    aten.addmv: _addmv,
+    aten.dot: _mv,
+    aten.vdot: _mv,
+    aten._addmm_activation: _addmm,
+    aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    aten.mkldnn_rnn_layer: _lstm_layer,
+    aten.mkldnn_rnn_layer_backward: _lstm_layer_backward,
+}
+_WRONG: dict[Any, Formula] = {aten.convolution_backward: _convolution_backward}
+
+# Fused attention does not keep its scores, so these compute them again: the gradients of (output, query, key, value).
+_SCORES_AGAIN = {
+    aten._scaled_dot_product_flash_attention_for_cpu_backward,
+    aten._scaled_dot_product_efficient_attention_backward,
+    aten._scaled_dot_product_flash_attention_backward,
+    aten._scaled_dot_product_cudnn_attention_backward,
+}
+
+
+def formulas() -> dict[Any, Formula]:
+    """From operator to what counts a call, given its arguments and `out_val`, its result."""
+    return {**_MISSING, **flop_registry, **_WRONG}
+
+
+def computed_again(operator: Any, args: Sequence[Any]) -> int:
+    """How much of what a formula gives is a product that forward has computed already.
+
+    Args:
+        operator: the packet of overloads.
+        args: of the call.
+    """
+    if operator not in _SCORES_AGAIN:
+        return 0
+    (batch, heads, queries, width), keys = args[1].shape, args[2].shape[2]
+    return 2 * batch * heads * queries * keys * width

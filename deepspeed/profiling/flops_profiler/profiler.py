@@ -1,0 +1,287 @@
+"""`FlopsProfiler` and `get_model_profile`."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.errors import ArgumentError, UsageError
+from deepspeed.profiling.flops_profiler.counter import OUTSIDE, Counter
+from deepspeed.profiling.flops_profiler.report import Report
+from deepspeed.profiling.flops_profiler.text import (
+    bytes_to_string,
+    duration_to_string,
+    flops_to_string,
+    macs_to_string,
+    number_to_string,
+    params_to_string,
+)
+
+__all__ = [
+    "FlopsProfiler",
+    "Row",
+    "bytes_to_string",
+    "duration_to_string",
+    "flops_to_string",
+    "get_model_profile",
+    "macs_to_string",
+    "number_to_string",
+    "params_to_string",
+]
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was found of one module with all below it.
+
+    Attributes:
+        params: distinct parameters, with true sizes where they are split over ranks.
+        forward: operations of forward.
+        backward: operations of backward, those aside that forward had computed already.
+        again: operations of forward that backward computed again: checkpoints, and the scores of fused attention.
+        own: (forward, backward, again) of the module itself, without those below it.
+        seconds: of forward, by the host's clock.
+    """
+
+    params: int
+    forward: int
+    backward: int
+    again: int
+    own: tuple[int, int, int]
+    seconds: float
+
+
+class FlopsProfiler:
+    """Counts the operations of a model where they are dispatched, by module.
+
+    Args:
+        model: any module; sharded ones count with their true sizes.
+        ds_engine: the engine around it; the report then has its batch, ranks and times.
+        recompute_fwd_factor: accepted for old scripts; what is recomputed is counted.
+
+    Attributes:
+        times: seconds of "backward" and "step", where an engine has measured them.
+
+    Example:
+        >>> profiler = FlopsProfiler(model)
+        >>> profiler.start_profile(); model(x).sum().backward(); profiler.stop_profile()
+        >>> profiler.get_total_flops(), profiler.rows()[""].backward
+    """
+
+    def __init__(self, model: nn.Module, ds_engine: Any = None, recompute_fwd_factor: float = 0.0) -> None:
+        self.model, self.ds_engine, self.recompute_fwd_factor = model, ds_engine, recompute_fwd_factor
+        self.started, self.times = False, dict[str, float]()
+        self._ignore: tuple[type[nn.Module], ...] = ()
+        self._counted: Counter | None = None
+        self._timed: Counter | None = None
+
+    def start_profile(self, ignore_list: Sequence[type[nn.Module]] | None = None) -> None:
+        """Count from here on, forward and backward.
+
+        Args:
+            ignore_list: types of modules; what runs inside of them is not counted.
+        """
+        self._ignore = tuple(ignore_list or ())
+        self._start(counting=True)
+        self._timed = self._counted
+
+    def start_timing(self) -> None:
+        """Measure times from here on, beside the operations that were counted before: counting takes time."""
+        if self._counted is None:
+            raise UsageError("start_timing() before start_profile(): nothing was counted yet")
+        self._start(counting=False)
+
+    def _start(self, counting: bool) -> None:
+        self.stop_profile()
+        self._timed = Counter(self.model, self._ignore)
+        if counting:
+            self._counted = self._timed
+        self._timed.attach(counting)
+        self.started = True
+
+    def stop_profile(self) -> None:
+        """Stop; the numbers stay."""
+        if self.started and self._timed is not None:
+            self._timed.detach()
+        self.started = False
+
+    def reset_profile(self) -> None:
+        """Forget the numbers, and go on if it runs."""
+        if self.started:
+            self._start(counting=True)
+        else:
+            self._counted = self._timed = None
+
+    def end_profile(self) -> None:
+        """Stop, and forget the numbers."""
+        self.stop_profile()
+        self._counted = self._timed = None
+
+    # -- the numbers ------------------------------------------------------------------------------------------------
+
+    @property
+    def _numbers(self) -> tuple[Counter, Counter]:
+        if self._counted is None or self._timed is None:
+            raise UsageError("nothing was profiled: call start_profile(), run the model, then stop_profile()")
+        return self._counted, self._timed
+
+    def rows(self) -> dict[str, Row]:
+        """What was found, by name of module; "" is the model, and each is the sum of its own and of its children."""
+        counted, timed = self._numbers
+        totals = counted.totals()
+        names = dict(self.model.named_modules(remove_duplicate=False))
+        return {
+            name: Row(
+                params=sum(p.numel() for p in names[name].parameters()) if name in names else 0,
+                forward=totals[name][0],
+                backward=totals[name][1],
+                again=totals[name][2],
+                own=(counted.own[name][0], counted.own[name][1], counted.own[name][2]),
+                seconds=timed.time_of(name),
+            )
+            for name in dict.fromkeys([*names, *totals])
+        }
+
+    def outside(self) -> tuple[int, int, int]:
+        """Operations of forward, of backward, and computed again, that no module of the model did (a loss, say)."""
+        forward, backward, again = self._numbers[0].own[OUTSIDE]
+        return forward, backward, again
+
+    def without_formula(self) -> list[tuple[str, float]]:
+        """Operators that count nothing for want of a formula, with their share of the time in all operators."""
+        return self._numbers[0].without_formula()
+
+    def get_total_flops(self, as_string: bool = False) -> Any:
+        """Operations of forward on this rank."""
+        flops = self.rows()[""].forward
+        return number_to_string(flops) if as_string else flops
+
+    def get_total_macs(self, as_string: bool = False) -> Any:
+        """Multiply-adds of forward on this rank: half its operations."""
+        macs = self.rows()[""].forward // 2
+        return macs_to_string(macs) if as_string else macs
+
+    def get_total_duration(self, as_string: bool = False) -> Any:
+        """Seconds of forward; with the time that counting takes, unless `start_timing` measured another one."""
+        seconds = self.rows()[""].seconds
+        return duration_to_string(seconds) if as_string else seconds
+
+    def get_total_params(self, as_string: bool = False) -> Any:
+        """Distinct parameters, in true sizes."""
+        params = sum(p.numel() for p in self.model.parameters())
+        return params_to_string(params) if as_string else params
+
+    # -- printing ---------------------------------------------------------------------------------------------------
+
+    def print_model_profile(
+        self,
+        profile_step: int = 1,
+        module_depth: int = -1,
+        top_modules: int = 1,
+        detailed: bool = True,
+        output_file: str | None = None,
+    ) -> None:
+        """Print the summary, the largest modules of each depth, and the model with its figures.
+
+        Args:
+            profile_step: for the heading.
+            module_depth: how deep; -1 is all.
+            top_modules: classes of modules per depth.
+            detailed: with the model.
+            output_file: a file instead of standard output; it is appended to.
+        """
+        report = Report(self, module_depth, top_modules)
+        with _output(output_file) as out:
+            print(report.whole(profile_step, detailed), file=out)
+
+    def print_model_aggregated_profile(self, module_depth: int = -1, top_modules: int = 1) -> None:
+        """Print the largest classes of modules of each depth, by parameters, operations and time."""
+        print(Report(self, module_depth, top_modules).aggregated())
+
+
+@contextlib.contextmanager
+def _output(path: str | None) -> Iterator[Any]:
+    if path is None:
+        yield sys.stdout
+        return
+    Path(path).absolute().parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a") as file:
+        yield file
+
+
+def get_model_profile(
+    model: nn.Module,
+    input_shape: tuple[int, ...] | None = None,
+    args: Sequence[Any] = (),
+    kwargs: dict[str, Any] | None = None,
+    print_profile: bool = True,
+    detailed: bool = True,
+    module_depth: int = -1,
+    top_modules: int = 1,
+    warm_up: int = 1,
+    as_string: bool = True,
+    output_file: str | None = None,
+    ignore_modules: Sequence[type[nn.Module]] | None = None,
+    mode: str = "forward",
+) -> tuple[Any, Any, Any]:
+    """Profile one forward of a model, in eval mode and without gradients; its mode is put back.
+
+    Args:
+        model: any module.
+        input_shape: of one tensor of the model's dtype and device, with zeros in it.
+        args: positional inputs instead, or besides.
+        kwargs: inputs by name.
+        print_profile: print the report.
+        detailed: see `FlopsProfiler.print_model_profile`.
+        module_depth: see there.
+        top_modules: see there.
+        warm_up: runs before.
+        as_string: give text.
+        output_file: see there.
+        ignore_modules: types of modules that are not counted.
+        mode: "forward", or "generate" for `model.generate`.
+
+    Returns:
+        (operations, multiply-adds, parameters) of forward.
+
+    Raises:
+        ArgumentError: there is no input, or `mode` is unknown.
+    """
+    if input_shape is None and not args and not kwargs:
+        raise ArgumentError("get_model_profile needs inputs: input_shape, args or kwargs")
+    if mode not in ("forward", "generate"):
+        raise ArgumentError(f'mode is "forward" or "generate", got {mode!r}')
+    if input_shape is not None:
+        like = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
+        args = [torch.zeros(input_shape, dtype=like.dtype, device=like.device), *args]
+    call: Any = model if mode == "forward" else model.generate
+    profiler, was_training = FlopsProfiler(model), {m: m.training for m in model.modules()}
+    model.eval()
+    try:
+        with torch.no_grad():
+            for _ in range(warm_up):
+                call(*args, **(kwargs or {}))
+            for start in (lambda: profiler.start_profile(ignore_modules), profiler.start_timing):
+                start()
+                call(*args, **(kwargs or {}))
+                profiler.stop_profile()
+    finally:
+        profiler.stop_profile()
+        for module, training in was_training.items():
+            module.training = training
+    if print_profile:
+        profiler.print_model_profile(1, module_depth, top_modules, detailed, output_file)
+    found = (
+        profiler.get_total_flops(as_string),
+        profiler.get_total_macs(as_string),
+        profiler.get_total_params(as_string),
+    )
+    profiler.end_profile()
+    return found

@@ -1,0 +1,133 @@
+"""The profile as text."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+from deepspeed.profiling.flops_profiler.text import (
+    duration_to_string,
+    flops_to_string,
+    macs_to_string,
+    number_to_string,
+    params_to_string,
+)
+
+_NOTES = """Notations:
+params: distinct parameters, in true sizes where they are split over ranks.
+MACs, flops: multiply-adds and operations of matrix products, convolutions and attention; two operations are a MAC.
+fwd, bwd: forward and backward; computed again: forward that backward computed once more (checkpoints, and the scores
+of fused attention), which is no part of bwd.
+latency: by the host's clock. FLOPS: operations per second."""
+
+
+def _per_second(flops: float, seconds: float) -> str:
+    return flops_to_string(flops / seconds if seconds > 0 else 0.0)
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.2f}%" if whole else "0.00%"
+
+
+class Report:
+    """Text of a profile.
+
+    Args:
+        profiler: after `stop_profile`.
+        depth: how deep modules are listed; -1 is all.
+        top: classes of modules listed per depth.
+    """
+
+    def __init__(self, profiler: Any, depth: int, top: int) -> None:
+        self._profiler, self._depth, self._top = profiler, depth, top
+        self._rows, self._all = profiler.rows(), profiler.rows()[""]
+
+    def whole(self, step: int, detailed: bool) -> str:
+        """All parts."""
+        line = "-" * 26
+        parts = [f"\n{line} DeepSpeed Flops Profiler {line}", f"Profile Summary at step {step}:", _NOTES, ""]
+        parts += [f"{name + ':':<62}  {value}" for name, value in self._summary()]
+        parts += ["", f"{line} Aggregated Profile per GPU {line}", self.aggregated()]
+        if detailed:
+            parts += ["", f"{line} Detailed Profile per GPU {line}", "\n".join(self._tree())]
+        return "\n".join([*parts, "-" * 80])
+
+    def _summary(self) -> Iterator[tuple[str, str]]:
+        found, engine = self._all, self._profiler.ds_engine
+        params, copies = self._profiler.get_total_params(), 1
+        if engine is not None:
+            copies = engine.mp_world_size
+            yield "world size", str(engine.world_size)
+            yield "data parallel size", str(engine.dp_world_size)
+            yield "model parallel size", str(copies)
+            yield "batch size per GPU", str(engine.train_micro_batch_size_per_gpu())
+        yield "params per GPU", params_to_string(params)
+        yield "params of model = params per GPU * mp_size", params_to_string(params * copies)
+        yield "fwd MACs per GPU", macs_to_string(found.forward // 2)
+        yield "fwd flops per GPU", number_to_string(found.forward)
+        yield "fwd flops of model = fwd flops per GPU * mp_size", number_to_string(found.forward * copies)
+        yield "bwd flops per GPU", number_to_string(found.backward)
+        yield "computed again per GPU", number_to_string(found.again)
+        yield "fwd latency", duration_to_string(found.seconds)
+        yield "fwd FLOPS per GPU = fwd flops per GPU / fwd latency", _per_second(found.forward, found.seconds)
+        if engine is not None:
+            yield from self._times(self._profiler.times)
+        for name, share in self._profiler.without_formula():
+            yield f"no formula: {name}, share of time in operators", f"{100 * share:.1f}%"
+
+    def _times(self, seconds: dict[str, float]) -> Iterator[tuple[str, str]]:
+        """Of the engine: what was measured of the micro-batch."""
+        found, engine = self._all, self._profiler.ds_engine
+        back, step = seconds.get("backward", 0.0), seconds.get("step", 0.0)
+        forward, model = found.seconds, found.forward + found.backward
+        yield "bwd latency", duration_to_string(back)
+        yield "bwd FLOPS per GPU = bwd flops per GPU / bwd latency", _per_second(found.backward, back)
+        yield "fwd+bwd FLOPS per GPU (model)", _per_second(model, forward + back)
+        yield (
+            "fwd+bwd FLOPS per GPU (hardware, with what is computed again)",
+            _per_second(model + found.again, forward + back),
+        )
+        yield "step latency", duration_to_string(step)
+        yield "iter latency", duration_to_string(forward + back + step)
+        yield "FLOPS per GPU = fwd+bwd flops per GPU / iter latency", _per_second(model, forward + back + step)
+        samples = engine.train_micro_batch_size_per_gpu() * engine.dp_world_size
+        yield "samples/second", f"{samples / max(forward + back + step, 1e-9):.2f}"
+
+    def aggregated(self) -> str:
+        """Per depth, the classes of modules with most parameters, multiply-adds and time."""
+        kinds = {name: type(module).__name__ for name, module in self._profiler.model.named_modules()}
+        by_depth: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(lambda: [0.0, 0.0, 0.0]))
+        for name, kind in kinds.items():
+            row, depth = self._rows[name], name.count(".") + 1 if name else 0
+            if self._depth < 0 or depth <= self._depth:
+                sums = by_depth[depth][kind]
+                sums[:] = [sums[0] + row.params, sums[1] + row.forward // 2, sums[2] + row.seconds]
+        shown = [("params", params_to_string), ("MACs", macs_to_string), ("fwd latency", duration_to_string)]
+        lines = []
+        for depth, found in sorted(by_depth.items()):
+            lines.append(f"depth {depth}:")
+            for column, (what, text) in enumerate(shown):
+                largest = sorted(found.items(), key=lambda item: -item[1][column])[: self._top]
+                listed = ", ".join(f"{kind}: {text(sums[column])}" for kind, sums in largest)
+                lines.append(f"    {what:<12}- {listed}")
+        return "\n".join(lines)
+
+    def _tree(self) -> Iterator[str]:
+        """A line for each module, under its parent; at the end those that were called elsewhere than where they lie."""
+        modules, total = dict(self._profiler.model.named_modules(remove_duplicate=False)), self._all
+        for name in self._rows:  # in the model's order
+            row, depth = self._rows[name], name.count(".") + 1 if name else 0
+            if 0 <= self._depth < depth:
+                continue
+            figures = (
+                f"{params_to_string(row.params)}, {_share(row.params, self._profiler.get_total_params())} Params",
+                f"{macs_to_string(row.forward // 2)}, {_share(row.forward, total.forward)} MACs",
+                f"{duration_to_string(row.seconds)}, {_share(row.seconds, total.seconds)} latency",
+                _per_second(row.forward, row.seconds),
+                f"bwd {number_to_string(row.backward).strip()}, again {number_to_string(row.again).strip()}",
+            )
+            module = modules.get(name)
+            kind = type(module).__name__ + (f", {module.extra_repr()}" if module and module.extra_repr() else "")
+            label = name.rpartition(".")[2] or "model"
+            yield f"{'  ' * depth}({label}): {kind if module else 'called here'}: {', '.join(figures)}"
