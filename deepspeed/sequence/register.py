@@ -7,10 +7,10 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.groups import is_initialized
 from deepspeed.comm.init import init_distributed
 from deepspeed.comm.mesh import Mesh, mesh_for, ranks_started, resolve
 from deepspeed.errors import ArgumentError
@@ -42,7 +42,7 @@ def initialize_sequence_parallel(sequence_parallel_size: int) -> Mesh:
     Raises:
         MeshError: the ranks that were started do not divide so.
     """
-    if not dist.is_initialized():
+    if not is_initialized():
         init_distributed()
     device = torch.device(get_accelerator().current_device_name())
     return mesh_for(resolve(ranks_started(), [("sp", sequence_parallel_size, "sequence_parallel_size")]), None, device)

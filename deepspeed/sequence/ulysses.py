@@ -303,7 +303,8 @@ def _whole_loss(model: Any) -> Callable[..., torch.Tensor]:
     """The model's loss over all tokens of a sequence, equal on all of its ranks, whose gradients are summed."""
     inner, kind = model.loss_function, str(getattr(model, "loss_type", None))
     inner = getattr(inner, "_ds_inner", inner)  # of a copy of a cut model
-    if kind not in ("ForCausalLM", "ForMaskedLM"):
+    causal = kind == "ForCausalLM" or getattr(inner, "__name__", "") == "ForCausalLMLoss"
+    if not causal and kind != "ForMaskedLM":
         return inner
 
     def loss(
@@ -321,7 +322,7 @@ def _whole_loss(model: Any) -> Callable[..., torch.Tensor]:
         if sequence is None:
             return inner(logits, labels, *args, num_items_in_batch=num_items_in_batch, **kwargs)
         axis, counted = sequence.axis, labels
-        if kind == "ForCausalLM":
+        if causal:
             if shift_labels is None:
                 whole = shifted(gathered(labels.contiguous(), axis, 1, label="labels of a sequence"))
                 shift_labels = whole.chunk(axis.size, 1)[axis.rank]
