@@ -1,4 +1,4 @@
-"""What clients take for granted: a model may get another engine, and a loss may come divided already."""
+"""What clients take for granted: a model may get another engine, a loss may come divided; and what it has to be."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn import Parameter
 
+from deepspeed.errors import ArgumentError
 from deepspeed.foundation.log import say
 from deepspeed.zero.lifecycle import Hook
 
@@ -55,3 +56,23 @@ def loss_is_divided(model: nn.Module) -> bool:
     """
     lightning = any(kind.__name__ == "LightningModule" for kind in type(model).__mro__)
     return lightning and getattr(model, "_trainer", None) is not None and bool(model.automatic_optimization)
+
+
+def check_loss(loss: Any) -> None:
+    """Refuse what backward cannot begin with.
+
+    Raises:
+        ArgumentError: it is no tensor with one element and a graph.
+    """
+    if not isinstance(loss, torch.Tensor):
+        raise ArgumentError(
+            f"backward needs the loss as a tensor, got {type(loss).__name__}; models that return several values: "
+            f"pick the loss out first"
+        )
+    if loss.numel() != 1:
+        raise ArgumentError(f"backward needs a scalar loss, got shape {tuple(loss.shape)}; take .mean() or .sum()")
+    if not loss.requires_grad:
+        raise ArgumentError(
+            "the loss has no graph: it was detached, computed under no_grad, or no parameter that requires grad "
+            "took part in it"
+        )

@@ -34,7 +34,7 @@ from deepspeed.engine.build import (
     without_optimizer,
 )
 from deepspeed.engine.checkpoint_io import CheckpointIO
-from deepspeed.engine.clients import let_go, loss_is_divided, take_over
+from deepspeed.engine.clients import check_loss, let_go, loss_is_divided, take_over
 from deepspeed.engine.compressing import Compressing
 from deepspeed.engine.config_accessors import ConfigAccessors
 from deepspeed.engine.feeding import Feeding
@@ -219,7 +219,7 @@ class DeepSpeedEngine(EngineSurface, nn.Module):
             ArgumentError: the loss is no scalar tensor with a graph.
             UsageError: the engine has no optimizer, or a window mixes ways of counting.
         """
-        self._check_loss(loss)
+        check_loss(loss)
         optimizer, reducer = self._components.optimizer, self._components.reducer
         if optimizer is None or reducer is None:
             raise without_optimizer("backward", self._components)
@@ -238,23 +238,9 @@ class DeepSpeedEngine(EngineSurface, nn.Module):
             (loss.float() * scale if scale != 1.0 else loss).backward(retain_graph=retain_graph)
         return loss / window.steps if by_window and window.steps > 1 else loss
 
-    def _check_loss(self, loss: Any) -> None:
-        if not isinstance(loss, torch.Tensor):
-            raise ArgumentError(
-                f"backward needs the loss as a tensor, got {type(loss).__name__}; models that return several values: "
-                f"pick the loss out first"
-            )
-        if loss.numel() != 1:
-            raise ArgumentError(f"backward needs a scalar loss, got shape {tuple(loss.shape)}; take .mean() or .sum()")
-        if not loss.requires_grad:
-            raise ArgumentError(
-                "the loss has no graph: it was detached, computed under no_grad, or no parameter that requires grad "
-                "took part in it"
-            )
-
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss with the loss scale applied, for a `.backward()` of one's own under fp16."""
-        self._check_loss(loss)
+        check_loss(loss)
         self._sequencing.check_loss(loss)
         return loss if self._window.scaler is None else self._window.scaled(loss)
 

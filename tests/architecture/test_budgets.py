@@ -22,6 +22,8 @@ EXCEPTIONS = {
     "ops/muon/muon.py:Muon.__init__ parameters": _INTERFACE,
     "optim/lr_schedules.py:OneCycle.__init__ parameters": _INTERFACE,
     "pipe/module.py:PipelineModule.__init__ parameters": _INTERFACE,
+    "sequence/tiled.py:SequenceTiledCompute.apply parameters": _INTERFACE,
+    "sequence/tiled.py:sequence_tiled_compute parameters": _INTERFACE,
     "zero/estimate.py:estimate_zero3_model_states_mem_needs parameters": _INTERFACE,
     "zero/init_context.py:Init.__init__ parameters": _INTERFACE,
 }
