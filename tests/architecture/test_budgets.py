@@ -21,6 +21,7 @@ EXCEPTIONS = {
     "ops/lamb/fused_lamb.py:FusedLamb.__init__ parameters": _INTERFACE,
     "ops/muon/muon.py:Muon.__init__ parameters": _INTERFACE,
     "optim/lr_schedules.py:OneCycle.__init__ parameters": _INTERFACE,
+    "profiling/flops_profiler/profiler.py:get_model_profile parameters": _INTERFACE,
     "zero/estimate.py:estimate_zero3_model_states_mem_needs parameters": _INTERFACE,
     "zero/init_context.py:Init.__init__ parameters": _INTERFACE,
 }
