@@ -293,9 +293,7 @@ class DeepSpeedEngine(EngineSurface, nn.Module):
             raise without_optimizer("step", self._components)
         self.micro_steps += 1
         self._applied = False
-        update = self._window.end_micro_batch()
-        self._instruments.on_step(update)
-        if update:
+        if self._instruments.on_step(self._window.end_micro_batch()):
             self._update(lr_kwargs)
             self._offload.let_pinned_go()
             self._preemption.stop_if_asked()

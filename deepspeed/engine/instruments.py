@@ -93,9 +93,10 @@ class Instruments:
             self._loss = found if self._loss is None else self._loss + found
             self._weight += num_items if num_items is not None else samples * share
 
-    def on_step(self, boundary: bool) -> None:
-        """A micro-batch ends, with an update or without."""
+    def on_step(self, boundary: bool) -> bool:
+        """A micro-batch ends, with an update or without; gives which."""
         self._profiling.on_step(boundary)
+        return boundary
 
     def row(self) -> list[float]:
         """This rank's numbers of the window, to go with the exchange of the gradient norm; and forget them."""

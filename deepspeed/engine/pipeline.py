@@ -104,6 +104,10 @@ class PipelineEngine(DeepSpeedEngine):
         self._batch_fn: Callable[[Any], Any] | None = None
 
     def _cut(self, model: Any, config: Any, mesh: Any, mpu: Any, optimizer: Any, parameters: Any) -> Any:
+        if mesh.size("sp") > 1:
+            raise NotAvailableError(
+                "pipeline stages together with ranks that share a sequence (sp) are not available yet"
+            )
         if not isinstance(model, PipelineModule):
             parameters = super()._cut(model, config, mesh, mpu, optimizer, parameters)
         elif mpu is None and mesh.size("tp") > 1:

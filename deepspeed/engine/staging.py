@@ -43,8 +43,6 @@ def stage_model(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh, optimizer
         NotAvailableError: what is asked for besides does not go together with stages yet.
     """
     section, stages, stage = config.top.pipeline, mesh.size("pp"), mesh.coordinates["pp"]
-    if mesh.size("sp") > 1:
-        raise NotAvailableError("sequences cut over ranks (sp) together with pipeline stages are not available yet")
     _refuse_unavailable(model, config, optimizer)
     if isinstance(model, PipelineModule):
         if (model.num_pipeline_stages(), model.stage) != (stages, stage):

@@ -214,7 +214,7 @@ def _around(model: nn.Module, container: str) -> Iterator[tuple[str, nn.Module]]
 def _order(model: nn.Module, layout: Layout, inputs: dict[str, Any]) -> Any:
     """Run the whole model; note what runs before and after its blocks. Returns what the model returns."""
     container = model.get_submodule(layout.container)
-    units, count, events = dict(_around(model, layout.container)), len(container), []
+    units, count, events = dict(_around(model, layout.container)), len(list(container.children())), []
     watched = {**units, **{str(at): block for at, block in enumerate(container.children())}}
     handles = [
         module.register_forward_pre_hook(lambda _m, _a, _k, name=name: events.append(name), with_kwargs=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,7 +19,7 @@ from deepspeed.zero.lifecycle import Lifecycle
 from deepspeed.zero.member import Member
 from deepspeed.zero.norm import explain_overflow, global_norm
 from deepspeed.zero.optimizer_shard import OptimizerShard, whole_state
-from deepspeed.zero.optimizer_surface import OptimizerSurface
+from deepspeed.zero.optimizer_surface import OptimizerSurface, numbers_of
 from deepspeed.zero.param import is_managed
 from deepspeed.zero.reducer import Reducer
 from deepspeed.zero.shard_group import ShardGroup, edited, group_of
@@ -189,7 +189,7 @@ class ZeroOptimizer(OptimizerSurface):
 
     def _rates(self) -> list[float]:
         """Hyperparameters as this rank has them: one that a rank sets alone would update its slices by another rule."""
-        return [number for group in self.optimizer.param_groups for number in _numbers(group)]
+        return [number for group in self.optimizer.param_groups for number in numbers_of(group)]
 
     # -- the step -------------------------------------------------------------------------------------------------
 
@@ -351,13 +351,3 @@ class ZeroOptimizer(OptimizerSurface):
         self.groups, self._gathered, self._whole, self._normed = [], [], [], []
         self.optimizer.state.clear()
         self._scale_loss = None
-
-
-def _numbers(group: dict[str, Any]) -> Iterator[float]:
-    """The numbers in a group of an optimizer; NaN, which is no number, as one that nobody sets."""
-    for key, value in group.items():
-        for each in value if isinstance(value, (tuple, list)) and key != "params" else (value,):
-            if isinstance(each, torch.Tensor) and each.device.type == "cpu" and each.numel() == 1:
-                each = each.item()
-            if isinstance(each, (int, float)):
-                yield -(2.0**-40) if each != each else float(each)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import Parameter
@@ -41,3 +41,13 @@ def _whole(group: ShardGroup) -> torch.Tensor:
         return stored.memory.detach()
     with stored.borrowed() as lent:
         return lent.detach().clone()
+
+
+def numbers_of(group: dict[str, Any]) -> Iterator[float]:
+    """The numbers in a group of an optimizer; NaN, which is no number, as one that nobody sets."""
+    for key, value in group.items():
+        for each in value if isinstance(value, (tuple, list)) and key != "params" else (value,):
+            if isinstance(each, torch.Tensor) and each.device.type == "cpu" and each.numel() == 1:
+                each = each.item()
+            if isinstance(each, (int, float)):
+                yield -(2.0**-40) if each != each else float(each)

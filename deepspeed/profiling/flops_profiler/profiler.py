@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -261,21 +261,9 @@ def get_model_profile(
     if input_shape is not None:
         like = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
         args = [torch.zeros(input_shape, dtype=like.dtype, device=like.device), *args]
-    call: Any = model if mode == "forward" else model.generate
-    profiler, was_training = FlopsProfiler(model), {m: m.training for m in model.modules()}
-    model.eval()
-    try:
-        with torch.no_grad():
-            for _ in range(warm_up):
-                call(*args, **(kwargs or {}))
-            for start in (lambda: profiler.start_profile(ignore_modules), profiler.start_timing):
-                start()
-                call(*args, **(kwargs or {}))
-                profiler.stop_profile()
-    finally:
-        profiler.stop_profile()
-        for module, training in was_training.items():
-            module.training = training
+    method: Any = model if mode == "forward" else model.generate
+    profiler = FlopsProfiler(model)
+    _run(profiler, lambda: method(*args, **(kwargs or {})), warm_up, ignore_modules)
     if print_profile:
         profiler.print_model_profile(1, module_depth, top_modules, detailed, output_file)
     found = (
@@ -285,3 +273,23 @@ def get_model_profile(
     )
     profiler.end_profile()
     return found
+
+
+def _run(
+    profiler: FlopsProfiler, call: Callable[[], Any], warm_up: int, ignore: Sequence[type[nn.Module]] | None
+) -> None:
+    """Count one call and time another, in eval mode; the mode of each module is put back."""
+    was_training = {module: module.training for module in profiler.model.modules()}
+    profiler.model.eval()
+    try:
+        with torch.no_grad():
+            for _ in range(warm_up):
+                call()
+            for start in (lambda: profiler.start_profile(ignore), profiler.start_timing):
+                start()
+                call()
+                profiler.stop_profile()
+    finally:
+        profiler.stop_profile()
+        for module, training in was_training.items():
+            module.training = training
