@@ -47,6 +47,15 @@ def _section_rows(section: Section, reading: Reading, path: str) -> Iterator[Row
             yield from _kwargs_rows(child.section, cast("dict[str, Any]", value), reading, here)
         else:
             yield Row(here, _plain(value), reading.origins.get(here, "default"), _remark(note_of(field)))
+            yield from _moot_rows(value if isinstance(value, list) else [], here)
+
+
+def _moot_rows(items: list[Any], path: str) -> Iterator[Row]:
+    """What a list's sections were given that decides nothing."""
+    for at, item in enumerate(items):
+        for name, field in type(item).model_fields.items() if isinstance(item, Section) else ():
+            if note_of(field).status == "moot by design" and name in item.model_fields_set:
+                yield Row(f"{path}[{at}].{name}", _plain(getattr(item, name)), "given", _remark(note_of(field)))
 
 
 def _kwargs_rows(section: type[Section], value: dict[str, Any], reading: Reading, path: str) -> Iterator[Row]:

@@ -89,8 +89,8 @@ class UlyssesSPAttentionHF:
             )
         mesh = initialize_sequence_parallel(sequence_parallel_size)
         model = model_name_or_path if isinstance(model_name_or_path, nn.Module) else None
-        config = getattr(model, "config", None) if model is not None else _config_of(model_name_or_path)
-        text: Any = config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
+        config: Any = getattr(model, "config", None) if model is not None else _config_of(model_name_or_path)
+        text = config.get_text_config() if hasattr(config, "get_text_config") else config
         heads = getattr(text, "num_attention_heads", None)
         if isinstance(heads, int):
             check_heads(heads, mesh.axis("sp"))

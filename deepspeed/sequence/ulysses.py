@@ -196,7 +196,7 @@ def cut_sequence(
             known = None
         if known is None:
             _refuse(module)
-            SequenceModel(module, axis, disable_in_eval).install(str(core or module.config._attn_implementation))
+            SequenceModel(module, axis, disable_in_eval).install(core or str(module.config._attn_implementation))
     return sequence_models(model)
 
 

@@ -74,7 +74,7 @@ def _box(member: Member) -> Box:
 
 def _global(member: Member, local: torch.Tensor | None, label: str) -> torch.Tensor | None:
     """The global tensor of this rank's slice and the others'."""
-    slices = group_of(member.param).holders.slices
+    slices = group_of(member).holders.slices
     if slices is None or not placement_of(member.param).cuts:
         return local
     return join_boxes(local, _box(member), slices, label)
