@@ -253,9 +253,7 @@ class DeepSpeedEngine(EngineSurface, nn.Module):
         if self._window.holding:
             raise UsageError("no_sync contexts cannot be nested")
         if self.ds_config.zero.stage >= 2:
-            say_once(
-                "no_sync at stage 2 and 3: gradients are still reduced into each rank's slice; the sum is the same"
-            )
+            say_once("no_sync at stages 2 and 3: gradients are still reduced into slices; the sum is the same")
         self._window.hold(True)
         try:
             yield
