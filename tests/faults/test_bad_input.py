@@ -122,7 +122,7 @@ BAD: dict[str, tuple[dict[str, Any], type[DeepSpeedError], str]] = {
     "unknown scheduler": ({"config": ADAM | {"scheduler": {"type": "WarmupXR"}}}, ArgumentError, "WarmupLR"),
     "no data": ({"training_data": []}, DeepSpeedError, "no samples"),
     "data without length": ({"training_data": iter([1, 2])}, DeepSpeedError, "no length"),
-    "mesh": ({"mesh_param": (1, 2)}, DeepSpeedError, "mesh_param"),
+    "mesh": ({"mesh_param": (1, 5)}, DeepSpeedError, "mesh_param"),
     "names with parameters": ({"model_parameters": lambda m: m.named_parameters()}, ArgumentError, "pairs"),
     "strings": ({"model_parameters": lambda m: ["out.weight"]}, ArgumentError, "a str"),
     "one string": ({"model_parameters": lambda m: "out"}, ArgumentError, "is a str"),
