@@ -129,7 +129,7 @@ TRAIN = """
 """
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_a_killed_rank_ends_the_run_under_the_launcher(tmp_path: Path, stage: int) -> None:
     (tmp_path / "train.py").write_text(textwrap.dedent(TRAIN).replace("STAGE", str(stage)))
     inherited = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
@@ -177,7 +177,7 @@ def test_a_rank_that_reads_alone_ends_by_name(reader: int) -> None:
     assert alone.last_word - float(alone.out) < TIMEOUT + MARGIN
 
 
-@pytest.mark.parametrize("stage", [0, pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3])
 def test_ranks_with_different_models_end_with_a_report(stage: int) -> None:
     snippet = MODEL.replace("STAGE", str(stage)) + textwrap.dedent("""
         print(time.monotonic(), flush=True)

@@ -280,7 +280,7 @@ ENDING = """
 """
 
 
-@pytest.mark.parametrize("how", ["left open", "destroyed"])
+@pytest.mark.parametrize("how", ["left open", pytest.param("destroyed", marks=pytest.mark.slow)])
 def test_a_process_ends_whatever_it_holds(how: str) -> None:
     ends = run_ranks(f"HOW = {how!r}\n" + textwrap.dedent(ENDING), 2, limit=180)
     assert [(end.code, end.out) for end in ends] == [(0, "True\n")] * 2, [end.err for end in ends]

@@ -82,7 +82,7 @@ def measured() -> list[tuple[str, float, float, float]]:
     return found
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_state_bytes_are_the_formula(workers: Any, ranks: int) -> None:
     wanted = [
         state_bytes(stage, ranks, low_precision=precision == "bf16", accumulating=accumulation > 1).total

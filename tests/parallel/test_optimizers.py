@@ -225,7 +225,7 @@ def plain_rates(name: str, accumulation: int) -> list[list[float]]:
     return rates
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_schedules_step_once_per_update(workers: Any, ranks: int) -> None:
     for outcome in workers(ranks).run(rates_of_all, timeout=120):
         for (name, accumulation, by_json), rates in outcome.items():
