@@ -47,7 +47,7 @@ def _section_rows(section: Section, reading: Reading, path: str) -> Iterator[Row
             yield from _kwargs_rows(child.section, cast("dict[str, Any]", value), reading, here)
         else:
             yield Row(here, _plain(value), reading.origins.get(here, "default"), _remark(note_of(field)))
-            yield from _moot_rows(value if isinstance(value, list) else [], here)
+            yield from _moot_rows(cast("list[Any]", value) if isinstance(value, list) else [], here)
 
 
 def _moot_rows(items: list[Any], path: str) -> Iterator[Row]:
