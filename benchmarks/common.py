@@ -7,11 +7,13 @@ import json
 import math
 import os
 import platform
+import random
 import re
 import socket
 import statistics
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -216,6 +218,49 @@ def median_interval(values: list[float]) -> Interval:
     if outside == 0:
         return Interval(median, 0.0, math.inf, count)
     return Interval(median, ordered[outside - 1], ordered[count - outside], count)
+
+
+# -- sides of one comparison, in random order in every round ----------------------------------------------------------
+
+
+def time_sides(
+    steps: dict[str, Callable[[Tensor], float]], order: list[str], ids: Tensor
+) -> dict[str, tuple[float, float]]:
+    """Seconds and loss of one step of each side; what a side defers to its next step is paid for in the timed one."""
+    found = {}
+    for name in order:
+        steps[name](ids)
+        torch.distributed.barrier()
+        started = time.perf_counter()
+        loss = steps[name](ids)
+        found[name] = (time.perf_counter() - started, loss)
+    return found
+
+
+def compare_sides(
+    world: World, sides: list[str], reference: str, rounds: int, seed: int, same: float
+) -> list[dict[str, Any]]:
+    """Rounds of `time_sides` on all ranks; a row for each side: milliseconds, and the paired ratio to the reference.
+
+    Raises:
+        SystemExit: losses of the first round differ by more than `same` of their size.
+    """
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    order = random.Random(seed)
+    for number in range(rounds):
+        answers = world.ask(what="round", order=order.sample(sides, len(sides)), number=number)
+        for name in sides:
+            times[name].append(max(answer[name][0] for answer in answers))
+        losses = [answer[name][1] for answer in answers for name in sides]
+        if number == 0 and max(losses) - min(losses) > same * min(losses):
+            raise SystemExit(f"the sides do not compute the same: losses {losses}")
+    world.close()
+    rows = []
+    for name in sides:
+        ratio = median_interval([a / b for a, b in zip(times[name], times[reference], strict=True)])
+        rows.append({"side": name, "ms": 1e3 * median_interval(times[name]).median, "ratio": ratio.median,
+                     "low": ratio.low, "high": ratio.high})  # fmt: skip
+    return rows
 
 
 def machine_name() -> str:

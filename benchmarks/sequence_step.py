@@ -9,15 +9,13 @@ Losses are equal, which is checked at the first step. fp32, 8 layers, vocabulary
 from __future__ import annotations
 
 import argparse
-import random
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import World, median_interval, print_table, serve, start_world, write_json
+from common import World, compare_sides, print_table, serve, start_world, time_sides, write_json
 from torch import Tensor, nn
 
 SHAPES = {"A": {"width": 384, "batch": 8, "sequence": 128}, "B": {"width": 128, "batch": 1, "sequence": 2048}}
@@ -132,14 +130,7 @@ def make_rank(shape: str) -> Callable[..., Any]:
 
     def handle(what: str, order: list[str], number: int) -> dict[str, tuple[float, float]]:
         ids = torch.randint(0, VOCABULARY, (batch, sequence), generator=torch.Generator().manual_seed(number))
-        found = {}
-        for name in order:
-            built[name](ids)  # what a side defers to its next step is paid for in the timed one
-            dist.barrier()
-            started = time.perf_counter()
-            loss = built[name](ids)
-            found[name] = (time.perf_counter() - started, loss)
-        return found
+        return time_sides(built, order, ids)
 
     return handle
 
@@ -147,23 +138,8 @@ def make_rank(shape: str) -> Callable[..., Any]:
 def measure(shape: str, ranks: int, rounds: int, seed: int) -> list[dict[str, Any]]:
     """Rows of the table."""
     world = World("sequence_step.py", ranks, {"shape": shape})
-    times: dict[str, list[float]] = {name: [] for name in SIDES}
-    order = random.Random(seed)
-    for number in range(rounds):
-        answers = world.ask(what="round", order=order.sample(SIDES, len(SIDES)), number=number)
-        for name in SIDES:
-            times[name].append(max(answer[name][0] for answer in answers))
-        losses = [answer[name][1] for answer in answers for name in SIDES]
-        if number == 0 and max(losses) - min(losses) > SAME_LOSS * min(losses):
-            raise SystemExit(f"the sides do not compute the same: losses {losses}")
-    world.close()
-    rows = []
-    for name in SIDES:
-        ratio = median_interval([a / b for a, b in zip(times[name], times[REFERENCE], strict=True)])
-        seconds = median_interval(times[name])
-        rows.append({"shape": shape, "ranks": ranks, "side": name, "ms": 1e3 * seconds.median, "ratio": ratio.median,
-                     "low": ratio.low, "high": ratio.high})  # fmt: skip
-    return rows
+    rows = compare_sides(world, SIDES, REFERENCE, rounds, seed, SAME_LOSS)
+    return [{"shape": shape, "ranks": ranks, **row} for row in rows]
 
 
 def main() -> None:
