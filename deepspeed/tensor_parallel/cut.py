@@ -15,6 +15,7 @@ from deepspeed.comm.collectives import broadcast_tensors
 from deepspeed.comm.differentiable import enter
 from deepspeed.errors import ArgumentError, MeshError, TensorParallelError, UsageError
 from deepspeed.foundation.log import say
+from deepspeed.foundation.tree import tensors_in
 from deepspeed.tensor_parallel import verify
 from deepspeed.tensor_parallel.dropout import install
 from deepspeed.tensor_parallel.fit import cut_region, is_local, pick, set_numbers
@@ -23,7 +24,7 @@ from deepspeed.tensor_parallel.layers import Slot
 from deepspeed.tensor_parallel.packed import become_packed
 from deepspeed.tensor_parallel.plan import Fitted, Plan, Unit, make_plan
 from deepspeed.tensor_parallel.regions import join
-from deepspeed.tensor_parallel.shares import Call, all_tensors, in_words
+from deepspeed.tensor_parallel.shares import Call, in_words
 from deepspeed.tensor_parallel.specs import Specs
 from deepspeed.zero.gathered import GatheredParameters
 from deepspeed.zero.grouping import release
@@ -182,7 +183,7 @@ def _cut_unit(module: nn.Module, unit: Unit, axis: Axis, check: bool) -> None:
     release(module.parameters())
     constants = _hidden(module) if check else {}
     if check:  # what a model draws before the unit may differ over ranks
-        broadcast_tensors(axis, list(all_tensors(unit.call)), f"inputs of {unit.name}")
+        broadcast_tensors(axis, list(tensors_in(unit.call.arguments)), f"inputs of {unit.name}")
     seen = verify.run(module, unit) if check else None
     for one in unit.regions:
         if one.shares.region.packed:

@@ -12,6 +12,7 @@ from torch import nn
 
 from deepspeed.comm.differentiable import enter, reduce_from
 from deepspeed.errors import DeepSpeedError
+from deepspeed.foundation.tree import tensors_in
 from deepspeed.tensor_parallel.fit import Numbers, combinations, set_numbers, settable, spied
 from deepspeed.tensor_parallel.layers import Slot, cut_tensor
 from deepspeed.tensor_parallel.regions import Region
@@ -29,7 +30,6 @@ from deepspeed.tensor_parallel.shares import (
     runs,
     same_draws,
 )
-from deepspeed.tensor_parallel.trace import tensors_in
 
 TOLERANCE = 1e-4
 

@@ -21,7 +21,6 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.foundation.partition import partition_uniform
 from deepspeed.tensor_parallel.layers import is_transposed
 from deepspeed.tensor_parallel.regions import Region, owner
-from deepspeed.tensor_parallel.trace import tensors_in
 
 DRAWS = 6  # of random values: a channel that an activation shuts in one is open in another
 Segments = tuple[tuple[int, int], ...]
@@ -334,8 +333,3 @@ def heads_in(config: Any) -> list[int]:
         elif hasattr(value, "to_dict"):
             found += heads_in(value)
     return found
-
-
-def all_tensors(call: Call) -> Iterator[torch.Tensor]:
-    """The tensors of a call."""
-    return tensors_in(call.arguments)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +9,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from deepspeed.foundation.tree import tensors_in
 
 _CONTRACTIONS = frozenset(
     "linear matmul rmatmul mm bmm addmm addmm_ baddbmm einsum mv addbmm tensordot bilinear conv1d conv2d "
@@ -37,17 +38,6 @@ class Node:
 class _Taint:
     sources: frozenset[str] = frozenset()
     params: frozenset[str] = frozenset()  # of a tensor that is made of parameters alone
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in nested lists, tuples and dicts."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for one in value:
-            yield from tensors_in(one)
-    elif isinstance(value, dict):
-        yield from tensors_in(list(value.values()))
 
 
 class Trace(TorchFunctionMode):

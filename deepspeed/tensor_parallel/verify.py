@@ -15,10 +15,10 @@ from deepspeed.comm.axis import Axis
 from deepspeed.comm.differentiable import summed
 from deepspeed.errors import TensorParallelError
 from deepspeed.foundation.log import say
+from deepspeed.foundation.tree import tensors_in
 from deepspeed.tensor_parallel.layers import take
 from deepspeed.tensor_parallel.plan import Unit
 from deepspeed.tensor_parallel.shares import floating, in_words, same_draws
-from deepspeed.tensor_parallel.trace import tensors_in
 from deepspeed.zero.placement import Relation, placement_of
 
 # Of the largest value, by the precision of what is computed.
