@@ -1,0 +1,1 @@
+"""Answers over HTTP: an OpenAI-compatible server around the inference engine."""
