@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import pickle
 import weakref
-from collections import defaultdict, deque
+from collections import deque
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -121,7 +121,7 @@ class Sender:
         self.bytes_sent = self.headers_sent = 0
         self._sequence = 0
         self._last: Header | None = None
-        self._idle: dict[int, list[torch.Tensor]] = defaultdict(list)  # buffers by size
+        self._idle: list[torch.Tensor] = []  # buffers that nobody reads; never more than were underway at once
         self._underway: deque[tuple[list[Any], torch.Tensor]] = deque()
 
     def send(self, header: Header, tensors: list[torch.Tensor], label: str) -> None:
@@ -139,13 +139,14 @@ class Sender:
         self.bytes_sent += header.nbytes
         self._collect()
         start = -(-(_NOTICE + len(told)) // _ALIGN) * _ALIGN
-        buffer = self._buffer(start + header.nbytes)
+        whole = self._buffer(start + header.nbytes)
+        buffer = whole[: start + header.nbytes]
         buffer[:_NOTICE].view(torch.int64).copy_(torch.tensor([len(told), header.nbytes]))
         if told:
             buffer[_NOTICE : _NOTICE + len(told)] = torch.frombuffer(bytearray(told), dtype=torch.uint8)
         for leaf, tensor in zip(header.leaves, tensors, strict=True):
             _place(buffer[start:], leaf).copy_(tensor.detach())
-        self._underway.append((post(self.axis, label, lambda: self._start(buffer, len(told), start)), buffer))
+        self._underway.append((post(self.axis, label, lambda: self._start(buffer, len(told), start)), whole))
 
     def _start(self, buffer: torch.Tensor, told: int, start: int) -> list[Any]:
         shared, group = self.axis.shared, self.axis.group
@@ -163,9 +164,17 @@ class Sender:
         ]
 
     def _buffer(self, nbytes: int) -> torch.Tensor:
-        """Memory for a message, which peers may read in place."""
-        kept = self._idle[nbytes]
-        return kept.pop() if kept else self.axis.empty(nbytes, torch.uint8, torch.device("cpu"))
+        """Memory for a message, which peers may read in place.
+
+        Shapes may change with every message: the smallest idle buffer that is large enough is taken, and where there is
+        none a smaller one gives way, so that a run of many lengths keeps no more buffers than a run of one.
+        """
+        large = [at for at, kept in enumerate(self._idle) if kept.numel() >= nbytes]
+        if large:
+            return self._idle.pop(min(large, key=lambda at: self._idle[at].numel()))
+        if self._idle:
+            self._idle.pop()
+        return self.axis.empty(nbytes, torch.uint8, torch.device("cpu"))
 
     def _collect(self) -> None:
         """Take back the buffers that have been read."""
@@ -174,7 +183,7 @@ class Sender:
         left: deque[tuple[list[Any], torch.Tensor]] = deque()
         for works, buffer in self._underway:
             if all(_is_over(work) for work in works):
-                self._idle[buffer.numel()].append(buffer)
+                self._idle.append(buffer)
             else:
                 left.append((works, buffer))
         self._underway = left
@@ -185,7 +194,7 @@ class Sender:
             while self._underway:
                 works, buffer = self._underway.popleft()
                 wait_all(self.axis, label, works)
-                self._idle[buffer.numel()].append(buffer)
+                self._idle.append(buffer)
 
 
 class Receiver:

@@ -14,17 +14,21 @@ import torch
 
 from deepspeed.comm import scalars
 from deepspeed.comm.collectives import SMALL, tag_of
+from deepspeed.comm.same_batches import SameBatches
 from deepspeed.engine.build import without_optimizer
 from deepspeed.engine.clients import loss_is_divided
 from deepspeed.engine.engine import DeepSpeedEngine
 from deepspeed.engine.reporting import FORWARD
 from deepspeed.engine.staging import stage_model, staying
 from deepspeed.errors import ArgumentError, DataError, NotAvailableError, PipelineError
+from deepspeed.pipe.count import Count, check, check_shared, mean_loss
 from deepspeed.pipe.executor import Executor, Part
 from deepspeed.pipe.module import PipelineModule
 from deepspeed.pipe.schedule import Schedule, make_schedule
 from deepspeed.pipe.simulate import Simulated, simulate
 from deepspeed.zero.accumulation import AccumulationWindow, Way
+from deepspeed.zero.gathered import GatheredParameters
+from deepspeed.zero.placement import Relation, placement_of
 
 _REDUCTIONS = ("avg", "sum", None)
 
@@ -48,6 +52,7 @@ class _Driver:
 
     def __init__(self, parts: list[Part], window: AccumulationWindow, divided: bool) -> None:
         self._parts, self._window, self._divided = parts, window, divided
+        self.ran = {"forward": 0, "backward": 0}  # chunks times micro-batches of the window so far
         self.batches: list[Any] = []
         self.training = True
 
@@ -58,12 +63,14 @@ class _Driver:
     def forward(self, chunk: int, micro: int, received: Any) -> Any:
         """Run a chunk; the last part gives its loss in training."""
         part, batch = self._parts[chunk], self.batches[micro]
+        self.ran["forward"] += 1
         made = part.run(received, batch)
         return part.loss(made, batch) if part.last and self.training else made
 
     def backward(self, micro: int, roots: list[Any], gradients: list[torch.Tensor | None] | None) -> None:
         """Run backward; gradients travel in the window's last micro-batch, as a chunk sees it."""
         window = self._window
+        self.ran["backward"] += 1
         window.force(micro == len(self.batches) - 1)
         window.count(Way.MEAN)
         with window.backward_pass(Way.MEAN, by_window=not self._divided):
@@ -100,6 +107,8 @@ class PipelineEngine(DeepSpeedEngine):
         self._driver = _Driver(self._parts, self._window, loss_is_divided(self.module))
         self._executor = Executor(axis, self._driver, ring=self._chunks > 1)
         self._channel, self._sums = self._axes.everyone.channel(), 0
+        self._same = [SameBatches(axis, "are stages of one pipeline (pp)"), self._same_batches]
+        self._compares_shared = axis.size > 1
         self._iterator: Iterator[Any] | None = None
         self._batch_fn: Callable[[Any], Any] | None = None
 
@@ -173,8 +182,11 @@ class PipelineEngine(DeepSpeedEngine):
             self.micro_steps += 1
             window.end_micro_batch()
         self._applied = False
-        mean = self._mean(losses, "mean loss of a window")
+        mean = self._count(losses, steps)
         self._update(None)
+        if self._compares_shared and self._applied:
+            self._compares_shared = False
+            self._compare_shared()
         self._offload.let_pinned_go()
         self._preemption.stop_if_asked()
         return mean
@@ -216,7 +228,8 @@ class PipelineEngine(DeepSpeedEngine):
         last = self._parts[-1]
         with torch.no_grad():
             losses = [last.loss(one, batch).detach() for one, batch in zip(made, batches, strict=False)]
-        found: Any = [self._mean(losses[at : at + 1], "loss of an evaluation") for at in range(count)]
+        label = "loss of an evaluation"
+        found: Any = [torch.tensor(mean_loss(self._told(losses[at : at + 1], label))) for at in range(count)]
         if reduce_output is not None:
             found = torch.stack(found).sum() / (count if reduce_output == "avg" else 1)
         if not bcast_loss and not self.is_last_stage():
@@ -225,20 +238,38 @@ class PipelineEngine(DeepSpeedEngine):
 
     def _run(self, batches: list[Any], training: bool) -> list[Any]:
         self._driver.batches, self._driver.training = batches, training
+        self._driver.ran = dict.fromkeys(self._driver.ran, 0)
         try:
             with self._autocast():
                 return self._executor.run(self.schedule(len(batches), training), training)
         finally:
             self._driver.batches = []
 
-    def _mean(self, losses: list[torch.Tensor], label: str) -> torch.Tensor:
-        """The mean over micro-batches and the ranks of the last stage, on all ranks."""
+    def _told(self, losses: list[torch.Tensor], label: str) -> list[Count]:
+        """What every rank says of what has just run. All ranks call together."""
         self._sums += 1
-        everyone = self._axes.everyone
-        mine = [float(torch.stack([one.float() for one in losses]).mean()), 1.0] if losses else [0.0, 0.0]
+        mean = float(torch.stack([one.float() for one in losses]).mean()) if losses else 0.0
+        ran = self._driver.ran
+        mine = Count(mean, len(losses), self.stage_id, self.global_steps, ran["forward"], ran["backward"])
         tag = tag_of(self._channel, SMALL, self._sums)
-        table = scalars.current.table(everyone, mine, tag, label, self.device)
-        return torch.tensor(sum(row[0] for row in table) / max(1.0, sum(row[1] for row in table)))
+        table = scalars.current.table(self._axes.everyone, list(mine), tag, label, self.device)
+        return [Count(*row) for row in table]
+
+    def _count(self, losses: list[torch.Tensor], micros: int) -> torch.Tensor:
+        """The mean loss of a window that was computed once on each stage, on all ranks."""
+        counts = self._told(losses, "mean loss of a window")
+        check(counts, self.num_stages, micros, self._chunks)
+        return torch.tensor(mean_loss(counts))
+
+    def _compare_shared(self) -> None:
+        """After a first update: what several stages hold is still the same on all of them."""
+        shared = {
+            name: param
+            for name, param in self.module.named_parameters()
+            if placement_of(param).relations.get("pp") is Relation.PARTIAL
+        }
+        with GatheredParameters(list(shared.values())):
+            check_shared(shared, self.mesh.axis("pp"))
 
     # -- data -----------------------------------------------------------------------------------------------------
 
@@ -274,6 +305,9 @@ class PipelineEngine(DeepSpeedEngine):
         if least < count:
             here = f"this rank (stage {self.stage_id}) had {len(batches)}"
             raise DataError(f"a window takes {count} micro-batches, and the data of a rank ended after {least}; {here}")
+        for same in self._same:
+            for batch in batches[: same.left]:
+                same.compare(batch, in_parts=isinstance(self.module, PipelineModule))
         return batches
 
     # -- what scripts ask -----------------------------------------------------------------------------------------
