@@ -46,15 +46,17 @@ class SameBatches:
                     continue
                 raise DataError(
                     f"ranks {other} and {rank} {self._share} and were given different batches"
-                    f"{f' ({entry})' if entry else ''} in micro-batch {COMPARED - self.left}: a loader deals samples to "
-                    f"data-parallel ranks, so give it engine.get_data_parallel_rank() of engine.dp_world_size, or pass "
-                    f"training_data to initialize"
+                    f"{f' ({entry})' if entry else ''} in micro-batch {COMPARED - self.left}: a loader deals samples "
+                    f"to data-parallel ranks, so give it engine.get_data_parallel_rank() of engine.dp_world_size, or "
+                    f"pass training_data to initialize"
                 )
 
 
 def _digests(inputs: Any) -> dict[str, int]:
     """A digest for each entry of a batch that is not None."""
-    entries = inputs.items() if isinstance(inputs, dict) else enumerate(inputs) if isinstance(inputs, (list, tuple)) else ()
+    entries = (
+        inputs.items() if isinstance(inputs, dict) else enumerate(inputs) if isinstance(inputs, (list, tuple)) else ()
+    )
     found = {f"entry {name!r}": digest(value) for name, value in entries if value is not None}
     return found or ({} if inputs is None else {"": digest(inputs)})
 

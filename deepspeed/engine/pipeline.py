@@ -13,11 +13,13 @@ from typing import Any
 import torch
 
 from deepspeed.comm import scalars
+from deepspeed.comm.api import all_gather_object
 from deepspeed.comm.collectives import SMALL, tag_of
 from deepspeed.comm.same_batches import SameBatches
 from deepspeed.engine.build import without_optimizer
 from deepspeed.engine.clients import loss_is_divided
 from deepspeed.engine.engine import DeepSpeedEngine
+from deepspeed.engine.generating import generate
 from deepspeed.engine.reporting import FORWARD
 from deepspeed.engine.staging import stage_model, staying
 from deepspeed.errors import ArgumentError, DataError, NotAvailableError, PipelineError
@@ -54,6 +56,7 @@ class _Driver:
         self._parts, self._window, self._divided = parts, window, divided
         self.ran = {"forward": 0, "backward": 0}  # chunks times micro-batches of the window so far
         self.batches: list[Any] = []
+        self.items: list[float] | None = None  # of each micro-batch, where losses are sums over items
         self.training = True
 
     def words(self, chunk: int) -> str:
@@ -72,8 +75,9 @@ class _Driver:
         window = self._window
         self.ran["backward"] += 1
         window.force(micro == len(self.batches) - 1)
-        window.count(Way.MEAN)
-        with window.backward_pass(Way.MEAN, by_window=not self._divided):
+        way = Way.MEAN if self.items is None else Way.ITEMS
+        window.count(way, None if self.items is None else self.items[micro])
+        with window.backward_pass(way, by_window=way is Way.MEAN and not self._divided):
             if gradients is None:
                 loss, scale = roots[0], window.loss_scale
                 if loss.requires_grad:
@@ -150,15 +154,20 @@ class PipelineEngine(DeepSpeedEngine):
 
     # -- windows --------------------------------------------------------------------------------------------------
 
-    def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
+    def train_batch(
+        self, data_iter: Iterator[Any] | None = None, num_items: Callable[[Any], float] | None = None
+    ) -> torch.Tensor:
         """Train on a window: `gradient_accumulation_steps` micro-batches, then an update. All ranks call together.
 
         Args:
             data_iter: gives this rank's micro-batches: the same ones on all stages; a PipelineModule needs them on its
                 first and last stage only. None: `training_data`, or what `set_dataiterator` was given.
+            num_items: says of a micro-batch how many items (tokens) its loss is the sum over; the gradient becomes that
+                of the total loss divided by their global count. None: losses are means, and micro-batches count alike.
 
         Returns:
-            The mean loss of the window over all data-parallel ranks, 0-d fp32, the same on every rank.
+            The mean loss of the window over all data-parallel ranks (with `num_items` over all items), 0-d fp32, the
+            same on every rank.
 
         Raises:
             DataError: a rank's data ended before the window was full; nothing was computed.
@@ -174,6 +183,7 @@ class PipelineEngine(DeepSpeedEngine):
             )
         window, steps = self._window, self._window.steps
         batches = self._fetch(data_iter, steps)
+        self._driver.items = self._items(batches, num_items)
         self._before_micro_batch()
         with self._timed(FORWARD):
             losses = self._run(batches, training=True)
@@ -183,6 +193,7 @@ class PipelineEngine(DeepSpeedEngine):
             window.end_micro_batch()
         self._applied = False
         mean = self._count(losses, steps)
+        self._instruments.on_window(mean, batches if self.is_first_stage() else (), self.num_stages)
         self._update(None)
         if self._compares_shared and self._applied:
             self._compares_shared = False
@@ -245,21 +256,31 @@ class PipelineEngine(DeepSpeedEngine):
         finally:
             self._driver.batches = []
 
-    def _told(self, losses: list[torch.Tensor], label: str) -> list[Count]:
+    def _told(self, losses: list[torch.Tensor], label: str, items: float = 0.0) -> list[Count]:
         """What every rank says of what has just run. All ranks call together."""
         self._sums += 1
         mean = float(torch.stack([one.float() for one in losses]).mean()) if losses else 0.0
         ran = self._driver.ran
-        mine = Count(mean, len(losses), self.stage_id, self.global_steps, ran["forward"], ran["backward"])
+        mine = Count(mean, len(losses), items, self.stage_id, self.global_steps, ran["forward"], ran["backward"])
         tag = tag_of(self._channel, SMALL, self._sums)
         table = scalars.current.table(self._axes.everyone, list(mine), tag, label, self.device)
         return [Count(*row) for row in table]
 
     def _count(self, losses: list[torch.Tensor], micros: int) -> torch.Tensor:
         """The mean loss of a window that was computed once on each stage, on all ranks."""
-        counts = self._told(losses, "mean loss of a window")
+        counts = self._told(losses, "mean loss of a window", sum(self._driver.items or ()))
         check(counts, self.num_stages, micros, self._chunks)
         return torch.tensor(mean_loss(counts))
+
+    def _items(self, batches: list[Any], num_items: Callable[[Any], float] | None) -> list[float] | None:
+        """Items of each micro-batch as the last stage counts them. All ranks call together."""
+        if num_items is None:
+            return None
+        mine = [float(num_items(batch)) for batch in batches] if self.is_last_stage() else []
+        everyone: list[list[float]] = [mine] * self.num_stages
+        if self.num_stages > 1:
+            all_gather_object(everyone, mine, group=self.mesh.axis("pp").group)
+        return everyone[-1]
 
     def _compare_shared(self) -> None:
         """After a first update: what several stages hold is still the same on all of them."""
@@ -270,6 +291,17 @@ class PipelineEngine(DeepSpeedEngine):
         }
         with GatheredParameters(list(shared.values())):
             check_shared(shared, self.mesh.axis("pp"))
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own `generate`, its forward passes through all stages. All ranks call together.
+
+        Every token is one pass over the whole sequence, without a cache: right for looking at samples while training,
+        slow for anything else. Random draws are those of rank 0. Arguments and result are the model's.
+
+        Raises:
+            PipelineError: the model has no `generate`, or a pass failed.
+        """
+        return generate(self, args, kwargs)
 
     # -- data -----------------------------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ class Count(NamedTuple):
     Args:
         loss: its mean loss; 0 where it has none.
         losses: micro-batches that it has a loss of.
+        items: that its losses are sums over; 0 where they are means.
         stage: which it is.
         step: updates before this window.
         forward: chunks times micro-batches that it has computed.
@@ -28,6 +29,7 @@ class Count(NamedTuple):
 
     loss: float
     losses: float
+    items: float
     stage: float
     step: float
     forward: float
@@ -35,8 +37,9 @@ class Count(NamedTuple):
 
 
 def mean_loss(counts: Sequence[Count]) -> float:
-    """The mean loss over the ranks that have one."""
-    return sum(one.loss * one.losses for one in counts) / max(1.0, sum(one.losses for one in counts))
+    """The mean loss over the ranks that have one, or over the items that their losses are sums over."""
+    total = sum(one.loss * one.losses for one in counts)
+    return total / (sum(one.items for one in counts if one.losses) or sum(one.losses for one in counts) or 1.0)
 
 
 def check(counts: Sequence[Count], stages: int, micros: int, chunks: int) -> None:

@@ -270,7 +270,10 @@ class PipelineModule(nn.Module):
     def description(self) -> list[str]:
         """A line for each layer, with its part: what all ranks have to agree on."""
         parts = [part for part, (low, high) in enumerate(itertools.pairwise(self._bounds)) for _ in range(low, high)]
-        return [f"layer {at} {_words(spec)}, part {part}" for at, (spec, part) in enumerate(zip(self._specs, parts, strict=True))]
+        return [
+            f"layer {at} {_words(spec)}, part {part}"
+            for at, (spec, part) in enumerate(zip(self._specs, parts, strict=True))
+        ]
 
     def partitions(self) -> list[int]:
         """Bounds of the parts, in layers."""

@@ -163,7 +163,7 @@ def differences(model: nn.Module, dense: nn.Module, axis: Any, found: Any, their
     wanted, wrong = dict(dense.named_parameters()), ""
     if found and not all(torch.equal(a, b.detach()) for a, b in zip(found, theirs, strict=True)):
         wrong = f"losses {found} for {theirs}"
-    shared = [n for n, p in dense.named_parameters() if n in ("table.weight", "scale") or p is dense.get_parameter("table.weight")]
+    shared = [name for name in wanted if name in ("table.weight", "scale")]  # a tied head is known as the table
     mine = dict(model.named_parameters())
     for name, param in mine.items():
         if placement_of(param).relations.get("pp") is not Relation.PARTIAL and name not in shared:
@@ -189,5 +189,3 @@ def gather_wrong(axis: Any, wrong: str, seed: int) -> str:
     everyone: list[Any] = [None] * axis.size
     all_gather_object(everyone, wrong, group=axis.group)
     return "; ".join(f"rank {at}: {one}" for at, one in enumerate(everyone) if one)
-
-
