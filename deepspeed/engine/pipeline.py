@@ -23,6 +23,7 @@ from deepspeed.engine.generating import generate
 from deepspeed.engine.reporting import FORWARD
 from deepspeed.engine.staging import stage_model, staying
 from deepspeed.errors import ArgumentError, DataError, NotAvailableError, PipelineError
+from deepspeed.foundation.tree import map_tensors
 from deepspeed.pipe.count import Count, check, check_shared, mean_loss
 from deepspeed.pipe.executor import Executor, Part
 from deepspeed.pipe.module import PipelineModule
@@ -109,7 +110,7 @@ class PipelineEngine(DeepSpeedEngine):
             part.cast(self._components.dtype)
         self.schedule(self.gradient_accumulation_steps())
         self._driver = _Driver(self._parts, self._window, loss_is_divided(self.module))
-        self._executor = Executor(axis, self._driver, ring=self._chunks > 1)
+        self._executor = Executor(axis, self._driver, ring=self._chunks > 1, device=self.device)
         self._channel, self._sums = self._axes.everyone.channel(), 0
         self._same = [SameBatches(axis, "are stages of one pipeline (pp)"), self._same_batches]
         self._compares_shared = axis.size > 1
@@ -333,6 +334,7 @@ class PipelineEngine(DeepSpeedEngine):
         else:
             found = (self._batch_fn(batch) if self._batch_fn else batch for batch in data_iter)  # type: ignore[union-attr]
             batches = [batch for _, batch in zip(range(count), found, strict=False)]  # takes none too many
+            batches = [map_tensors(lambda tensor: tensor.to(self.device), batch) for batch in batches]
         least, _ = self._feeding.agree(len(batches), "agreement on the micro-batches of a window")
         if least < count:
             here = f"this rank (stage {self.stage_id}) had {len(batches)}"
