@@ -3,61 +3,42 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from deepspeed.comm.api import all_gather_object
 from deepspeed.comm.axis import Axis
-from deepspeed.comm.mesh import Mesh
 from deepspeed.errors import PipelineError
 from deepspeed.foundation.tree import map_tensors
 
 
-class Staged(Protocol):
-    """What is asked of an engine of stages."""
-
-    module: nn.Module
-    mesh: Mesh
-    training: bool
-
-    def eval_batch(self, data_iter: Iterator[Any] | None, **kwargs: Any) -> Any:
-        """Run micro-batches forward; outputs on the last stage."""
-        ...
-
-    def train(self, mode: bool = True) -> Any:
-        """Switch to training or evaluation."""
-        ...
-
-
-def generate(engine: Staged, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call the model's own `generate` with forward passes through all stages. All ranks call together.
+def generate(
+    model: Any, axis: Axis, outputs_of: Callable[[dict[str, Any]], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Call a model's own `generate` with forward passes through all stages. All ranks call together.
 
     Args:
-        engine: of the stages.
+        model: its root; on each stage with the stage's blocks.
+        axis: the stages.
+        outputs_of: runs keyword arguments of the model's forward through all stages; outputs on the last, else None.
         args: for `generate`.
         kwargs: the same by name; `use_cache` is False.
 
     Raises:
         PipelineError: the model has no `generate`.
     """
-    model: Any = engine.module
     if not hasattr(model, "generate"):
         raise PipelineError(f"{type(model).__name__} has no generate()")
-    axis, training = engine.mesh.axis("pp"), engine.training
-    with _through_stages(engine, model, axis), _drawn_as_on_rank_0(axis):
-        engine.train(False)
-        try:
-            return model.generate(*args, **{**kwargs, "use_cache": False})
-        finally:
-            engine.train(training)
+    with _through_stages(model, axis, outputs_of), _drawn_as_on_rank_0(axis):
+        return model.generate(*args, **{**kwargs, "use_cache": False})
 
 
 @contextmanager
-def _through_stages(engine: Staged, model: nn.Module, axis: Axis) -> Iterator[None]:
+def _through_stages(model: nn.Module, axis: Axis, outputs_of: Callable[[dict[str, Any]], Any]) -> Iterator[None]:
     """Inside, calling the model runs all stages, and gives the last one's outputs on each."""
     own = model.forward
 
@@ -68,10 +49,10 @@ def _through_stages(engine: Staged, model: nn.Module, axis: Axis) -> Iterator[No
             return own(**kwargs)
         forward.inside = True  # type: ignore[attr-defined]
         try:
-            found = engine.eval_batch(iter([kwargs]), compute_loss=False, num_micro_batches=1)
+            found = outputs_of(kwargs)
         finally:
             forward.inside = False  # type: ignore[attr-defined]
-        return _sent_by_last(found[0] if found else None, axis)
+        return _sent_by_last(found, axis)
 
     # The signature of forward is read by `generate` to see which arguments the model takes.
     forward.__signature__ = inspect.signature(own)  # type: ignore[attr-defined]

@@ -285,7 +285,7 @@ class PipelineEngine(DeepSpeedEngine):
 
     def _compare_shared(self) -> None:
         """After a first update: what several stages hold is still the same on all of them."""
-        shared = {
+        shared: dict[str, torch.Tensor] = {
             name: param
             for name, param in self.module.named_parameters()
             if placement_of(param).relations.get("pp") is Relation.PARTIAL
@@ -302,7 +302,17 @@ class PipelineEngine(DeepSpeedEngine):
         Raises:
             PipelineError: the model has no `generate`, or a pass failed.
         """
-        return generate(self, args, kwargs)
+
+        def outputs_of(inputs: dict[str, Any]) -> Any:
+            found = self.eval_batch(iter([inputs]), compute_loss=False, num_micro_batches=1)
+            return found[0] if found else None
+
+        training = self.training
+        self.eval()
+        try:
+            return generate(self.module, self.mesh.axis("pp"), outputs_of, args, kwargs)
+        finally:
+            self.train(training)
 
     # -- data -----------------------------------------------------------------------------------------------------
 
@@ -376,6 +386,17 @@ class PipelineEngine(DeepSpeedEngine):
             PipelineError: always.
         """
         raise PipelineError("backward() of a pipeline is a part of train_batch()")
+
+    def loop(self, *_: Any, **__: Any) -> Any:
+        """Not for pipelines.
+
+        Raises:
+            PipelineError: always.
+        """
+        raise PipelineError(
+            "loop() gives micro-batches for forward(), and a pipeline takes whole windows: hand the loader to "
+            "set_dataloader(), or an iterator to train_batch()"
+        )
 
     def step(self, *_: Any, **__: Any) -> None:
         """Not for pipelines.

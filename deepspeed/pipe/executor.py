@@ -15,6 +15,7 @@ from deepspeed.comm.p2p import Header, Receiver, Sender, Wire, put_together, tak
 from deepspeed.errors import CommError, PipelineError
 from deepspeed.pipe.schedule import Action, Schedule
 
+CPU = torch.device("cpu")
 _COMPUTES = {"F": "forward", "B": "backward"}
 _CARRIES = {"F": "activation", "B": "gradient"}
 
@@ -98,10 +99,10 @@ class Executor:
         axis: the stages.
         driver: computes.
         ring: messages go from the last stage to the first too (several chunks).
-        device: where stages compute; None: the CPU.
+        device: where stages compute.
     """
 
-    def __init__(self, axis: Axis, driver: Driver, ring: bool, device: torch.device | None = None) -> None:
+    def __init__(self, axis: Axis, driver: Driver, ring: bool, device: torch.device = CPU) -> None:
         self.axis, self._driver, self.stage = axis, driver, axis.rank
         onward, back = axis.channel(), axis.channel()
         before, after = (axis.rank - 1) % axis.size, (axis.rank + 1) % axis.size

@@ -131,45 +131,53 @@ def reshaped(schedule: str, stage: int) -> list[Any]:
         return [abs(evaluated - sum(wanted) / 4), abs(mean - sum(wanted) / 4), shapes, sent]
 
 
-def saved(folder: str, pp: int, stage: int, layers: int = 4) -> None:
+def saved(folder: str, mesh: dict[str, Any]) -> None:
     """Train two windows and save."""
-    engine = started(pp, stage, layers)
-    with engine:
+    with started(mesh) as engine:
         for window in range(2):
-            engine.train_batch(batches(engine.module, 2 * window, 2, replica(current_mesh())))
+            train(engine, 2 * window)
         engine.save_checkpoint(folder, tag="two")
 
 
-def started(pp: int, stage: int, layers: int = 4, seed: int = 0) -> Any:
+def started(mesh: dict[str, Any], seed: int = 0) -> Any:
+    """An engine on a mesh: `pp`, `tp`, ZeRO `stage` and `tier` of the optimizer."""
     import deepspeed
 
-    model = deep("GPTNeo", layers, seed=seed)
-    return deepspeed.initialize(model=model, optimizer=adamw(model.parameters()), config=config_of(stage, pp, 2))[0]
+    model = deep("GPTNeo", 4, seed=seed)
+    zero = {"offload_optimizer": {"device": "cpu"}} if mesh.get("tier") == "cpu" else {}
+    config = config_of(mesh["stage"], mesh["pp"], 2, zero=zero)
+    if mesh.get("tp", 1) > 1:
+        config["tensor_parallel"] = {"autotp_size": mesh["tp"]}
+    return deepspeed.initialize(model=model, optimizer=adamw(model.parameters()), config=config)[0]
 
 
-def loaded(folder: str, pp: int, stage: int) -> tuple[dict[str, Any], float]:
+def train(engine: Any, first: int) -> float:
+    """One window of two micro-batches; the mean loss over ranks."""
+    given = batches(engine.module, first, 2, replica(current_mesh()))
+    if hasattr(engine, "train_batch"):
+        return float(engine.train_batch(given))
+    losses = []
+    for one in given:
+        loss = engine(**one).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+    mean = torch.tensor(sum(losses) / 2)
+    torch.distributed.all_reduce(mean)
+    return float(mean) / torch.distributed.get_world_size()
+
+
+def loaded(folder: str, mesh: dict[str, Any]) -> tuple[dict[str, Any], float]:
     """Masters and moments by name after loading, and the next loss."""
     from deepspeed.utils import safe_get_full_optimizer_state
 
-    engine = started(pp, stage, seed=5)
-    with engine:
+    with started(mesh, seed=5) as engine:
         engine.load_checkpoint(folder, tag="two")
         found = {}
         for name, param in engine.module.named_parameters():
             found[name] = safe_get_full_fp32_param(param).clone()
             found[f"{name} moment"] = safe_get_full_optimizer_state(param, "exp_avg").clone()
-        rank = replica(current_mesh())
-        if pp > 1:
-            return found, float(engine.train_batch(batches(engine.module, 4, 2, rank)))
-        losses = []
-        for one in batches(engine.module, 4, 2, rank):
-            loss = engine(**one).loss
-            engine.backward(loss)
-            engine.step()
-            losses.append(float(loss.detach()))
-        mean = torch.tensor(sum(losses) / 2)
-        torch.distributed.all_reduce(mean)
-        return found, float(mean) / torch.distributed.get_world_size()
+        return found, train(engine, 4)
 
 
 def counted(stage: int) -> list[float]:
@@ -262,7 +270,6 @@ class Saved:
 
     def __init__(self, driver: Any) -> None:
         self.driver, self.now, self.most, self.one = driver, 0, 0, 0
-        self.weights = {p.data_ptr() for p in driver._parts[0]._model.parameters()}
 
     def __enter__(self) -> Saved:
         self.forward, self.driver.forward = self.driver.forward, self.run
@@ -280,7 +287,7 @@ class Saved:
 
     def pack(self, tensor: torch.Tensor) -> Any:
         kept = Kept(tensor)
-        if tensor.data_ptr() not in self.weights:
+        if not isinstance(tensor if tensor._base is None else tensor._base, torch.nn.Parameter):
             size = tensor.numel() * tensor.element_size()
             self.now += size
             self.most = max(self.most, self.now)
