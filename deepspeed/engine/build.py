@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from deepspeed.comm.lockstep import Lockstep
 from deepspeed.config import DeepSpeedConfig, Facts
 from deepspeed.engine.clients import tell_dtypes
 from deepspeed.engine.offloading import Offload, accumulator_dtype, master_dtype, state_of_group
+from deepspeed.engine.staging import limits_of_stages, policy_of_stages
 from deepspeed.errors import ArgumentError, OptimizerError, SchedulerError, ShardedParameterError, UsageError
 from deepspeed.foundation.log import say, say_once
 from deepspeed.optim import loss_scale
@@ -34,7 +35,6 @@ from deepspeed.zero.leaf import mark_leaves
 from deepspeed.zero.lifecycle import Hook, Lifecycle
 from deepspeed.zero.optimizer import StepSettings, ZeroOptimizer
 from deepspeed.zero.param import is_managed
-from deepspeed.zero.policy import Policy, policy_for
 from deepspeed.zero.prefetch import Keeper, Limits
 from deepspeed.zero.reducer import Reducer
 from deepspeed.zero.shard_group import ShardGroup, State
@@ -232,7 +232,7 @@ def build(
     tied = find_tied(axes.mesh, names, signatures)
     equalise(axes.mesh, names, signatures, tied)
     own = {names[param]: signature for param, signature in signatures.items() if signature[1]}
-    relations = Relations(axes.mesh, _policy(config, axes.mesh.size("pp")).owns_a_slice, tied, own)
+    relations = Relations(axes.mesh, policy_of_stages(config, axes.mesh.size("pp")).owns_a_slice, tied, own)
     kept = config.data_types.keep_in_fp32_modules
     stay = () if kept in (None, "auto") else kept
     wanted = compute_dtypes(model, low, stay) if low != torch.float32 else {}
@@ -316,7 +316,7 @@ def _groups(
     optimizer: torch.optim.Optimizer | None,
 ) -> list[ShardGroup]:
     (wanted, updated), (relations, signatures) = chosen, ranks
-    policy = _policy(config, relations.stages)
+    policy = policy_of_stages(config, relations.stages)
     offload, planned = Offload(config), []
     for own, members in plan_groups(model, names, updated, policy, plan, wanted, signatures):
         holders = relations.holders(signatures[members[0]])
@@ -340,17 +340,11 @@ def _groups(
     return groups
 
 
-def _policy(config: DeepSpeedConfig, stages: int) -> Policy:
-    """The policy of a ZeRO stage. Under a pipeline stage 2 reduces gradients once a window, as stage 1 does."""
-    stage = config.zero.stage
-    return policy_for(1 if stage == 2 and stages > 1 else stage)
-
-
 def _lifecycle(model: nn.Module, sharded: list[ShardGroup], config: DeepSpeedConfig, axes: Axes) -> Lifecycle:
     zero = config.zero
     limits = Limits(zero.max_live_parameters, zero.max_reuse_distance, zero.prefetch_bucket_size)
     if axes.mesh.size("pp") > 1:
-        limits = _limits_of_stages(sum(group.numel for group in sharded), limits, config)
+        limits = limits_of_stages(sum(group.numel for group in sharded), limits, config)
     any_graph = axes.shard.tagged and axes.shard.size > 1 and not zero.stage3_fixed_graph
     release_abandoned(group.axis for group in sharded)
     for group in sharded:
@@ -361,27 +355,6 @@ def _lifecycle(model: nn.Module, sharded: list[ShardGroup], config: DeepSpeedCon
     lifecycle = Lifecycle(model, Keeper(sharded, limits), order)
     say(lifecycle.bound())
     return lifecycle
-
-
-def _limits_of_stages(held: int, limits: Limits, config: DeepSpeedConfig) -> Limits:
-    """How long the stages of a pipeline keep what they have gathered; says what either way costs.
-
-    Args:
-        held: elements of this stage's parameters.
-        limits: by `zero_optimization`.
-        config: resolved.
-    """
-    wanted, micros = config.top.pipeline.stage3_gather, config.gradient_accumulation_steps
-    keeps = limits.live >= held if wanted == "auto" else wanted == "window"
-    say(
-        f"stage 3 under a pipeline: a unit gathered in each micro-batch takes {2 * micros * held:,} elements over the "
-        f"wire in a window of {micros}; kept for the window {held:,}, and {held:,} are whole at a time. "
-        f"pipeline.stage3_gather = {wanted!r}: {'kept for the window' if keeps else 'gathered in each micro-batch'}"
-    )
-    if wanted == "auto":
-        return limits
-    everything = max(held, 1)
-    return replace(limits, live=everything, reuse=everything) if keeps else replace(limits, live=0, reuse=0)
 
 
 def _add_optimizer(

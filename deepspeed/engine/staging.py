@@ -1,8 +1,10 @@
-"""A model that an engine gets whole, reduced to the stage of this rank before anything else happens to it."""
+"""A model that an engine gets whole, reduced to the stage of this rank before anything else happens to it, and what
+ZeRO does otherwise under stages."""
 
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,6 +23,8 @@ from deepspeed.pipe.stage import keep_stage
 from deepspeed.tensor_parallel.inputs import inputs_of
 from deepspeed.zero.param import is_managed
 from deepspeed.zero.placement import Relation, placement_of
+from deepspeed.zero.policy import Policy, policy_for
+from deepspeed.zero.prefetch import Limits
 
 
 def is_pipelined(model: Any, config: Any, mpu: Any) -> bool:
@@ -149,3 +153,35 @@ def staying(model: nn.Module, parameters: list[Any] | None) -> list[Any] | None:
         elif entry in left:
             found.append(entry)
     return found or [{"params": []}]
+
+
+def policy_of_stages(config: DeepSpeedConfig, stages: int) -> Policy:
+    """The policy of a ZeRO stage. Under a pipeline stage 2 reduces gradients once a window, as stage 1 does.
+
+    Args:
+        config: resolved.
+        stages: of the pipeline; 1: there is none.
+    """
+    stage = config.zero.stage
+    return policy_for(1 if stage == 2 and stages > 1 else stage)
+
+
+def limits_of_stages(held: int, limits: Limits, config: DeepSpeedConfig) -> Limits:
+    """How long the stages of a pipeline keep what they have gathered; says what either way costs.
+
+    Args:
+        held: elements of this stage's parameters.
+        limits: by `zero_optimization`.
+        config: resolved.
+    """
+    wanted, micros = config.top.pipeline.stage3_gather, config.gradient_accumulation_steps
+    keeps = limits.live >= held if wanted == "auto" else wanted == "window"
+    say(
+        f"stage 3 under a pipeline: a unit gathered in each micro-batch takes {2 * micros * held:,} elements over the "
+        f"wire in a window of {micros}; kept for the window {held:,}, and {held:,} are whole at a time. "
+        f"pipeline.stage3_gather = {wanted!r}: {'kept for the window' if keeps else 'gathered in each micro-batch'}"
+    )
+    if wanted == "auto":
+        return limits
+    everything = max(held, 1)
+    return replace(limits, live=everything, reuse=everything) if keeps else replace(limits, live=0, reuse=0)
