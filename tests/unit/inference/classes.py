@@ -1,6 +1,7 @@
-"""Every causal LM of the installed Transformers at toy size, and what it says by itself. Imports nothing of the package.
+"""Every causal LM of the installed Transformers at toy size, and what it says by itself.
 
-The toys are made and asked in a process of their own (`said`); their weights and words go to a file.
+Imports nothing of the package. The toys are made and asked in a process of their own (`said`); their weights and words
+go to a file.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ def names() -> list[str]:
     return sorted(found)
 
 
-def _config(kind: Any) -> Any:
+def _config(kind: Any, mixed: bool = True) -> Any:
+    """At toy size; `mixed`: a layer of every kind that the class has."""
     base = kind.config_class()
     said = {**base.to_dict(), **{key: 0 for key in getattr(base, "attribute_map", {})}}
     accepted = inspect.signature(type(base).__init__).parameters
@@ -50,7 +52,9 @@ def _config(kind: Any) -> Any:
         given.pop("attention_types", None)
     if given.get("window_size") and not isinstance(said.get("window_size"), int):
         given.pop("window_size")
-    if isinstance(said.get("layer_types"), list):
+    if "qk_rope_head_dim" in given:
+        given["head_dim"], given["num_key_value_heads"] = given["qk_rope_head_dim"], given["num_attention_heads"]
+    if mixed and isinstance(said.get("layer_types"), list):
         given["layer_types"] = _layers(said["layer_types"])
         given["num_hidden_layers"] = len(given["layer_types"])
     return type(base)(**given)
@@ -72,9 +76,12 @@ def build(name: str) -> Any:
     from transformers import GenerationConfig
 
     reasons = []
-    for find in (lambda: (getattr(transformers, name), _config(getattr(transformers, name))), lambda: _known(name)):
+    kind = getattr(transformers, name)
+    for find in (lambda: _config(kind), lambda: _config(kind, mixed=False), lambda: (_known(name) or [None, None])[1]):
         try:
-            kind, config = find()
+            config = find()
+            if config is None:
+                continue
             for key, value in vars(config).items():
                 if ("drop" in key or key.endswith("pdrop")) and isinstance(value, float):
                     setattr(config, key, 0.0)
