@@ -105,11 +105,11 @@ def prompts(lengths: Any = LENGTHS, vocabulary: int = 256) -> list[list[int]]:
 
 
 @torch.no_grad()
-def alone(model: Any, prompt: list[int], new: int, eos: int | None = None) -> list[int]:
+def alone(model: Any, prompt: list[int], new: int) -> list[int]:
     """Greedy tokens of the model's own `generate`."""
     ids = torch.tensor([prompt])
     out = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, eos_token_id=eos or 10**9,
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, eos_token_id=10**9,
         pad_token_id=0,
     )  # fmt: skip
     return out[0, len(prompt) :].tolist()
