@@ -63,7 +63,7 @@ def is_transposed(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D" and isinstance(getattr(module, "weight", None), nn.Parameter)
 
 
-def can_pack(module: nn.Module) -> bool:
+def can_pack(module: Any) -> bool:
     """Whether it is a layer whose matrix can be packed, with a forward that nobody has changed."""
     if is_transposed(module):
         return True
