@@ -1,1 +1,28 @@
 """Generation: any causal language model, batched on pages of one cache, equal to its own `generate`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from deepspeed.inference.generator import Generator, Load, packable
+    from deepspeed.inference.requests import Logprob, Output, Request, Sampling
+
+_PLACES = {
+    "Generator": "generator",
+    "Load": "generator",
+    "packable": "generator",
+    "Logprob": "requests",
+    "Output": "requests",
+    "Request": "requests",
+    "Sampling": "requests",
+}
+__all__ = ["Generator", "Load", "Logprob", "Output", "Request", "Sampling", "packable"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)
