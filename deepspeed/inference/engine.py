@@ -17,7 +17,8 @@ from deepspeed.errors import ArgumentError, UsageError
 from deepspeed.foundation.log import say, say_once, warn_once
 from deepspeed.foundation.tree import map_tensors
 from deepspeed.inference.config import DeepSpeedInferenceConfig, merged, moot_lines, refuse_later
-from deepspeed.inference.lengths import check_length, context_length, new_tokens, prompt_length
+from deepspeed.inference.lengths import check_length, new_tokens, prompt_length
+from deepspeed.inference.limits import length_limit
 from deepspeed.inference.loading import load_checkpoint, save_checkpoint
 from deepspeed.inference.quantization.quantization import apply_section, quantize_linears
 from deepspeed.tensor_parallel.init import tp_model_init
@@ -117,7 +118,7 @@ class InferenceEngine(nn.Module):
         prompt = prompt_length(inputs, kwargs, encoder_decoder)
         new = new_tokens(prompt, kwargs, getattr(self.module, "generation_config", None))
         told = self._config.max_out_tokens if "max_out_tokens" in self._config.model_fields_set else None
-        check_length(prompt, new, told, context_length(self.config))
+        check_length(prompt, new, told, length_limit(self.module))
 
     def _cast(self, nest: Any) -> Any:
         """Matrices of fp32 in the module's lower precision, as features of speech and images come."""

@@ -1,4 +1,4 @@
-"""How long a text a model can read and write, and the check before any work."""
+"""The length of a call of `generate`, checked before any work."""
 
 from __future__ import annotations
 
@@ -6,28 +6,7 @@ from typing import Any
 
 import torch
 
-from deepspeed.errors import DeepSpeedError
-
-_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "n_ctx")
-
-
-class LengthError(DeepSpeedError, RuntimeError, ValueError):
-    """A prompt, or a prompt and what is to follow, is longer than the limit; the message names the numbers."""
-
-
-def context_length(config: Any) -> int | None:
-    """Positions that a model of this config can tell apart; None where it says no number.
-
-    Args:
-        config: of Transformers; one with a text part counts that part.
-    """
-    get = getattr(config, "get_text_config", None)
-    found = get(decoder=True) if callable(get) else config
-    for key in _KEYS:
-        value = getattr(found, key, None)
-        if isinstance(value, int) and value > 0:
-            return value
-    return None
+from deepspeed.errors import LengthError
 
 
 def prompt_length(args: tuple[Any, ...], kwargs: dict[str, Any], encoder_decoder: bool) -> int:

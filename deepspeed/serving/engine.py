@@ -1,4 +1,4 @@
-"""The engine as the web process sees it: a child process, numbers of requests, and a queue for each."""
+"""The engine as the web process sees it: a child process, and a receiver for each request under way."""
 
 from __future__ import annotations
 
@@ -30,15 +30,13 @@ class EngineProcess:
         on_end: called on the event loop once, when the process is gone, with the reason.
     """
 
-    def __init__(
-        self, options: EngineOptions, on_step: Callable[[Step], None], on_end: Callable[[str], None]
-    ) -> None:
+    def __init__(self, options: EngineOptions, on_step: Callable[[Step], None], on_end: Callable[[str], None]) -> None:
         self._options, self._on_step, self._on_end = options, on_step, on_end
         self.ready: Ready | None = None
         self.failure = ""
         self.last_step = time.monotonic()
         self.last = Step(0, idle=True)
-        self.live: dict[int, asyncio.Queue[Part | Refused | None]] = {}
+        self.live: dict[int, Callable[[Part | Refused | None], None]] = {}
         self._next = 0
         self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._ended = asyncio.Event()
@@ -53,7 +51,9 @@ class EngineProcess:
         context = multiprocessing.get_context("spawn")
         self._loop = asyncio.get_running_loop()
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=worker.main, args=(self._options, theirs), name="ds_serve engine", daemon=True)
+        self._process = context.Process(
+            target=worker.main, args=(self._options, theirs), name="ds_serve engine", daemon=True
+        )
         self._process.start()
         theirs.close()
         self._started = asyncio.Event()
@@ -80,11 +80,16 @@ class EngineProcess:
 
     # -- requests -------------------------------------------------------------------------------------------------
 
-    def submit(self, tokens: list[int], sampling: dict[str, Any]) -> tuple[int, asyncio.Queue[Part | Refused | None]]:
+    def submit(self, tokens: list[int], sampling: dict[str, Any], put: Callable[[Part | Refused | None], None]) -> int:
         """Hand a request over.
 
+        Args:
+            tokens: the prompt.
+            sampling: keyword arguments of `Sampling`.
+            put: called with what comes of it: parts; a refusal; None when the engine is gone.
+
         Returns:
-            Its number, and the queue of what comes of it: parts; a refusal; None when the engine is gone.
+            Its number.
 
         Raises:
             EngineGone: there is no engine.
@@ -92,9 +97,9 @@ class EngineProcess:
         if not self.alive:
             raise EngineGone(self.failure or "the engine's process has ended")
         self._next += 1
-        self.live[self._next] = asyncio.Queue()
+        self.live[self._next] = put
         self._outbox.put(Submit(self._next, tokens, sampling))
-        return self._next, self.live[self._next]
+        return self._next
 
     def cancel(self, ident: int) -> None:
         """Give a request up; nothing happens when it is finished."""
@@ -159,16 +164,16 @@ class EngineProcess:
             self.failure = message.reason
 
     def _deliver(self, message: Part | Refused, last: bool) -> None:
-        waiting = self.live.pop(message.ident, None) if last else self.live.get(message.ident)
-        if waiting is not None:
-            waiting.put_nowait(message)
+        put = self.live.pop(message.ident, None) if last else self.live.get(message.ident)
+        if put is not None:
+            put(message)
 
     def _over(self) -> None:
         """The process is gone: everybody who waits is told."""
         code = self._process.exitcode
         self.failure = self.failure or ("" if self._stopping else f"the engine's process ended with code {code}")
-        for waiting in self.live.values():
-            waiting.put_nowait(None)
+        for put in self.live.values():
+            put(None)
         self.live.clear()
         self._ended.set()
         self._started.set()

@@ -115,7 +115,9 @@ def _read(path: str) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("ds_serve", description="Serve a causal language model over OpenAI's HTTP interface.")
+    parser = argparse.ArgumentParser(
+        "ds_serve", description="Serve a causal language model over OpenAI's HTTP interface."
+    )
     add = parser.add_argument
     add("model", help="folder of a Transformers model with its tokenizer")
     add("--served-model-name", default="", help="its name in requests (default: the folder's)")

@@ -98,7 +98,7 @@ def _built(kind: str) -> Any:
     with torch.no_grad():
         for param in made.parameters():
             if param.dim() > 1:
-                param.mul_(4.0)
+                param.mul_(16.0)
     return made
 
 

@@ -76,12 +76,19 @@ def _asked(kind: str, one: Any) -> torch.Tensor:
     return one.generate(input_ids=ids, attention_mask=mask, max_new_tokens=20, do_sample=False)
 
 
+def _in_bf16(one: Any) -> Any:
+    """As Transformers loads it: what is computed, such as rotary frequencies, stays in fp32."""
+    for param in one.parameters():
+        param.data = param.data.bfloat16()
+    return one
+
+
 @pytest.mark.parametrize(("kind", "given"), FORMS, ids=lambda part: part if isinstance(part, str) else "-".join(part))
 def test_call_forms(kind: str, given: dict[str, Any]) -> None:
     kwargs = {key: value for key, value in given.items() if key != "policy"}
     kwargs |= _policy(kind) if "policy" in given else {}
     plain = model(kind)
-    want = _asked(kind, model(kind).bfloat16() if given.get("dtype") is torch.bfloat16 else plain)
+    want = _asked(kind, _in_bf16(model(kind)) if given.get("dtype") is torch.bfloat16 else plain)
     engine = deepspeed.init_inference(plain, **kwargs)
     for one in (engine, engine.module):
         assert torch.equal(_asked(kind, one), want)
@@ -120,7 +127,7 @@ def test_inside_a_pipeline_for_text(kind: str) -> None:
     want = [pipe(text, **call) for text in texts]
     pipe.model = deepspeed.init_inference(pipe.model, dtype=torch.float32, **KERNELS)
     assert [pipe(text, **call) for text in texts] == want
-    assert len(set(want[0][0]["generated_text"].split())) > 6
+    assert len(set(want[0][0]["generated_text"].split())) > 7
     assert pipe(texts, batch_size=1, **call)[0] == want[0]
 
 
