@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     try:
         return asyncio.run(serve(options))
-    except DeepSpeedError as error:
+    except (DeepSpeedError, OSError, ValueError) as error:  # Transformers says so where there is no model
         print(f"ds_serve: {error}", file=sys.stderr)
         return 1
 

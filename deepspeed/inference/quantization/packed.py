@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from deepspeed.errors import ArgumentError, NotAvailableError
+from deepspeed.zero.param import is_managed
 
 _SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8)  # of a group's range: clipping its outliers may round the rest better
 _FAST_GROUPS = (32, 64, 128, 256)
@@ -74,6 +75,8 @@ class PackedWeight(nn.Module):
         if form.num_bits == 4 and weight.shape[1] % 2:
             raise ArgumentError(f"a weight of shape {tuple(weight.shape)} has odd rows: 4 bits pack two columns each")
         integers, scale, offset = _quantize(weight.detach().float(), form)
+        if form.num_bits == 8 and form.symmetric:  # signed, as torch's product takes them; the offset is zero
+            integers, offset = integers.view(torch.int8) ^ -128, torch.zeros_like(offset)
         if form.num_bits == 4:
             integers = integers[:, 0::2] | integers[:, 1::2] << 4
         self.integers = nn.Parameter(integers.contiguous(), requires_grad=False)
@@ -133,7 +136,9 @@ class PackedWeight(nn.Module):
         return made if bias is None else made + bias
 
     def _layout(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """What torch's packed product takes; None where this form, shape or device has none."""
+        """What torch's packed product takes; None where there is none, or others own the parts."""
+        if is_managed(self.integers):  # freed after use: a layout kept here would stay
+            return None
         if self._fast is None:
             self._fast = self._relaid() if self.integers.device.type == "cpu" and self.form.axis == 2 else ()
         return self._fast or None
@@ -141,8 +146,7 @@ class PackedWeight(nn.Module):
     def _relaid(self) -> tuple[torch.Tensor, ...]:
         rows, groups, size = self.form.groups(self.shape)
         if self.form.num_bits == 8 and self.form.symmetric and groups == 1:
-            signed = (self.integers.view(torch.int8) ^ -128).contiguous()
-            return signed, self.scale.view(rows).to(torch.bfloat16)
+            return self.integers, self.scale.view(rows).to(torch.bfloat16)
         if self.form.num_bits == 4 and size in _FAST_GROUPS and rows % 16 == 0:
             tiles = torch._convert_weight_to_int4pack_for_cpu(self._unpacked(self.integers).to(torch.int32), 1)
             zero = self.offset + 8 * self.scale

@@ -18,5 +18,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("log") / "server.log"
-    with serving(folder, log, "--served-model-name", "tiny", "--max-sequences", "8", "--max-waiting", "24") as made:
+    arguments = ("--served-model-name", "tiny", "--max-sequences", "8", "--max-waiting", "24", "--grace", "10")
+    with serving(folder, log, *arguments) as made:
         yield made

@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 
 from tests.harness.pool import PATIENCE
 from tests.unit.serving.server import Server, serving
 
+pytestmark = pytest.mark.slow  # small samples of these are in test_server.py
 ENDLESS = {"model": "tiny", "temperature": 0, "max_tokens": 80, "ignore_eos": True}
 
 
@@ -43,7 +45,7 @@ async def _leave(client: httpx.AsyncClient, rng: random.Random, number: int) -> 
     await asyncio.gather(asking, return_exceptions=True)
 
 
-def _cancels(server: Server, count: int) -> None:
+def cancels(server: Server, count: int) -> None:
     stays = [{**ENDLESS, "prompt": f"{number} stays", "max_tokens": 60} for number in range(3)]
 
     async def alone(client: httpx.AsyncClient) -> list[Any]:
@@ -75,16 +77,11 @@ def _cancels(server: Server, count: int) -> None:
     server.until_free(4.0)
 
 
-def test_who_leaves_is_forgotten_and_the_others_see_nothing(server: Server) -> None:
-    _cancels(server, 20)
-
-
-@pytest.mark.slow
 def test_two_hundred_leave(server: Server) -> None:
-    _cancels(server, 200)
+    cancels(server, 200)
 
 
-def _overloaded(server: Server, times: int) -> None:
+def overloaded(server: Server, times: int) -> None:
     """Room is for 8 + 24; that many times over come at once: each gets its answer or a 429, none is lost."""
 
     async def work(client: httpx.AsyncClient) -> list[httpx.Response]:
@@ -104,7 +101,7 @@ def _overloaded(server: Server, times: int) -> None:
 
 
 def test_ten_times_too_many(server: Server) -> None:
-    _overloaded(server, 10)
+    overloaded(server, 10)
 
 
 # -- wrong requests ----------------------------------------------------------------------------------------------------
@@ -120,14 +117,65 @@ _SOUND: list[tuple[str, dict[str, Any]]] = [
     ),
 ]
 _ODD: list[Any] = [
-    None, True, False, 0, -1, 1, 2**31, 2**63, 2**70, 1e308, -1e308, 0.5, "", "x", "\x00", "\ud800", "🙂" * 50, [], [[]], {},
-    {"a": 1}, ["a", 1], [None], [-1], [2**40], [[1, "x"]], {"role": "user"}, [{"role": "tool", "content": "x"}],
-    [{"role": "user", "content": None}], [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}],
+    None,
+    True,
+    False,
+    0,
+    -1,
+    1,
+    2**31,
+    2**63,
+    2**70,
+    1e308,
+    -1e308,
+    0.5,
+    "",
+    "x",
+    "\x00",
+    "\ud800",
+    "🙂" * 50,
+    [],
+    [[]],
+    {},
+    {"a": 1},
+    ["a", 1],
+    [None],
+    [-1],
+    [2**40],
+    [[1, "x"]],
+    {"role": "user"},
+    [{"role": "tool", "content": "x"}],
+    [{"role": "user", "content": None}],
+    [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}],
 ]
 _FIELDS = [
-    "temperature", "top_p", "n", "stop", "seed", "presence_penalty", "frequency_penalty", "logit_bias", "max_tokens", "top_k",
-    "stream_options", "min_p", "repetition_penalty", "min_tokens", "stop_token_ids", "logprobs", "top_logprobs", "echo",
-    "messages", "prompt", "model", "tools", "user", "x", "max_completion_tokens", "ignore_eos", "best_of",
+    "temperature",
+    "top_p",
+    "n",
+    "stop",
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "max_tokens",
+    "top_k",
+    "stream_options",
+    "min_p",
+    "repetition_penalty",
+    "min_tokens",
+    "stop_token_ids",
+    "logprobs",
+    "top_logprobs",
+    "echo",
+    "messages",
+    "prompt",
+    "model",
+    "tools",
+    "user",
+    "x",
+    "max_completion_tokens",
+    "ignore_eos",
+    "best_of",
 ]
 
 
@@ -151,7 +199,7 @@ def _mutated(rng: random.Random) -> tuple[str, bytes]:
     return path, raw
 
 
-def _mutations(server: Server, count: int) -> None:
+def mutations(server: Server, count: int) -> None:
     rng = random.Random(17)
     before = server.health().json()["last_step"]
 
@@ -174,13 +222,8 @@ def _mutations(server: Server, count: int) -> None:
     assert server.health().json()["status"] == "ok" and server.until_free()["last_step"] > before
 
 
-def test_mutated_requests(server: Server) -> None:
-    _mutations(server, 120)
-
-
-@pytest.mark.slow
 def test_two_thousand_mutated_requests(server: Server) -> None:
-    _mutations(server, 2000)
+    mutations(server, 2000)
 
 
 # -- slow readers ------------------------------------------------------------------------------------------------------
@@ -222,22 +265,28 @@ def test_half_a_request_and_silence(server: Server) -> None:
 # -- ends --------------------------------------------------------------------------------------------------------------
 
 
-def test_a_dead_engine_is_seen_told_and_ends_the_server(folder: Path, tmp_path: Path) -> None:
-    with serving(folder, tmp_path / "log", "--served-model-name", "tiny", "--grace", "6") as server:
-        pid = server.engine_pid()
-        stream = server.client().completions.create(prompt="a", stream=True, **_for_client(ENDLESS))
-        next(iter(stream))
-        os.kill(pid, signal.SIGKILL)
-        killed = time.monotonic()
-        while server.health().status_code != 503:
-            time.sleep(0.02)
-        assert time.monotonic() - killed < 2 * PATIENCE
-        body = server.health().json()
-        assert body["status"] == "engine ended" and "code -9" in body["reason"]
-        refused = httpx.post(f"{server.url}/v1/completions", content=json.dumps({"model": "tiny", "prompt": "a"}))
-        assert refused.status_code == 503 and refused.json()["error"]["code"] == "engine_ended"
-        assert server.process.wait(timeout=60 * PATIENCE) == 1
-        assert "ended with code -9" in server.log.read_text()
+def dead_engine(server: Server) -> None:
+    """Kill the engine under a stream; needs a server with some seconds of --grace."""
+    stream = server.client().completions.create(prompt="a", stream=True, **_for_client(ENDLESS))
+    next(iter(stream))
+    os.kill(server.engine_pid(), signal.SIGKILL)
+    killed = time.monotonic()
+    while server.health().status_code != 503:
+        time.sleep(0.02)
+    assert time.monotonic() - killed < 2 * PATIENCE
+    body = server.health().json()
+    assert body["status"] == "engine ended" and "code -9" in body["reason"]
+    refused = httpx.post(f"{server.url}/v1/completions", content=json.dumps({"model": "tiny", "prompt": "a"}))
+    assert refused.status_code == 503 and refused.json()["error"]["code"] == "engine_ended"
+    with pytest.raises(openai.APIError):  # unless it was over before
+        list(stream)
+    assert server.process.wait(timeout=60 * PATIENCE) == 1
+    assert "ended with code -9" in server.log.read_text()
+
+
+def test_a_dead_engine(folder: Path, tmp_path: Path) -> None:
+    with serving(folder, tmp_path / "log", "--served-model-name", "tiny", "--grace", "10") as server:
+        dead_engine(server)
 
 
 def _for_client(body: dict[str, Any]) -> dict[str, Any]:

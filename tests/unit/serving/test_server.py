@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.unit.serving.server import LENGTH, Server, serving
+from tests.unit.serving.test_abuse import cancels, dead_engine, mutations, overloaded
 
 GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0}
 PROMPTS = ["def f(", "The quick", "x", "Grüße, 世界"]
@@ -243,6 +244,27 @@ def test_other_addresses_have_openais_form(server: Server) -> None:
         assert answer.status_code == status and set(answer.json()["error"]) == {"message", "type", "param", "code"}
 
 
+# -- samples of test_abuse.py ------------------------------------------------------------------------------------------
+
+
+def test_who_leaves_is_forgotten_and_the_others_see_nothing(server: Server) -> None:
+    cancels(server, 12)
+
+
+def test_too_many(server: Server) -> None:
+    overloaded(server, 2)
+
+
+def test_mutated_requests(server: Server) -> None:
+    mutations(server, 80)
+
+
+def test_a_dead_engine_is_seen_and_ends_the_server(server: Server) -> None:
+    """The last test of this server."""
+    dead_engine(server)
+
+
+@pytest.mark.slow
 def test_keys_drain_and_templates(folder: Path, tmp_path: Path) -> None:
     """Another server: with keys, without a name, ended by SIGTERM while it answers."""
     with serving(folder, tmp_path / "log", "--api-key", "one", "--api-key", "two", "--quantize", "int8") as server:
