@@ -30,7 +30,7 @@ def pack_weights(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh, optimize
     asked = {"post_init_quant": section.post_init_quant, "quantized_initialization": section.quantized_initialization}
     if not any(asked.values()):
         return
-    if optimizer is not None or parameters or config.top.optimizer.type:
+    if optimizer is not None or parameters or config.top.optimizer is not None:
         raise ArgumentError(
             "weight_quantization is for a model that answers: packed weights are not trained; leave optimizer and "
             "model_parameters out"
