@@ -85,7 +85,7 @@ def test_windows_chunks_caps_and_sinks(kind: str) -> None:
         layer_types=None if kind == "Mistral" else ["full_attention", windowed, "full_attention"],
     )  # fmt: skip
     torch.manual_seed(0)
-    model = lively(getattr(transformers, f"{kind.removesuffix('Text')}ForCausalLM")(config), 16)
+    model = lively(getattr(transformers, f"{kind.removesuffix('Text')}ForCausalLM")(config), 16)[0]
     given = prompts((3, 40, 90))
     wanted = [alone(model, prompt, NEW) for prompt in given]
     generator = Generator(model, max_batch_tokens=16, page_size=4)
