@@ -130,7 +130,9 @@ class Form:
         return {"token": name, "logprob": value, "bytes": list(name.encode("utf-8", "replace"))}
 
     def _name(self, token: int) -> str:
-        return self._tokenizer.decode([token])
+        """Its text; the vocabulary's own spelling where it is no whole character, so that names differ."""
+        text = self._tokenizer.decode([token])
+        return self._tokenizer.convert_ids_to_tokens(token) if "\ufffd" in text or not text else text
 
 
 def usage(choices: list[Choice]) -> dict[str, int]:

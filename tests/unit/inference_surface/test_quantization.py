@@ -82,14 +82,15 @@ def test_a_cast_is_of_products_and_not_of_scales() -> None:
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "t5", "bert", "opt", "bloom", "wav2vec2"])
 def test_int8_of_any_model(kind: str) -> None:
     plain = model(kind)
+    for param in plain.parameters():  # attention that is not scaled saturates in a model of such weights
+        param.data /= 8 if kind == "t5" else 1
     ids = torch.randn(2, 400) if kind == "wav2vec2" else prompt()
     extra = {"decoder_input_ids": prompt(2, 4)} if kind == "t5" else {}
     want = plain(ids, **extra).logits
     engine = deepspeed.init_inference(plain, dtype=torch.int8)
     packed = [m for m in engine.modules() if isinstance(m, PackedLinear)]
     assert packed and not any(isinstance(m, PackedEmbedding) for m in engine.modules())
-    most = 0.3 if kind == "t5" else 0.05  # its attention is not scaled, and saturates in a model like this
-    assert (engine(ids, **extra).logits - want).std() < most * want.std()
+    assert (engine(ids, **extra).logits - want).std() < 0.05 * want.std()
     if engine.module.get_output_embeddings() is not None:
         assert not isinstance(engine.module.get_output_embeddings(), PackedLinear)
 
