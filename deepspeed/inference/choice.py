@@ -108,14 +108,15 @@ def choose(model: nn.Module) -> tuple[Any, str]:
     """
     if (reason := _structure(model)) is not None:
         return None, reason
-    why = ""
     sequences = _sequences(model)
+    why = "" if _interface(model) else "its attention does not go through Transformers' interface"
+    why = why or ("" if accepts(model, "position_ids") else "its forward takes no positions")
     with evaluating(model):
         try:
             wanted = [_alone(model, tokens) for tokens in sequences]
         except Exception as error:  # whatever a model raises, its own generate may still work
             return None, f"it does not run on plain tokens: {_say(error)}"
-        for executor in _candidates(model):
+        for executor in _candidates(model, packed=not why):
             try:
                 reason = _probe(executor, sequences, wanted)
             except Exception as error:  # the same: the next one is tried, and the reason is told
@@ -126,11 +127,11 @@ def choose(model: nn.Module) -> tuple[Any, str]:
     return None, reason or why
 
 
-def _candidates(model: nn.Module) -> Iterator[Any]:
+def _candidates(model: nn.Module, packed: bool) -> Iterator[Any]:
     def store() -> Store:
         return Store(16, PROBE_PAGE)
 
-    if _interface(model) and accepts(model, "position_ids"):
+    if packed:
         yield PagedExecutor(model, store())
     yield GatheringExecutor(model, store())
     yield GatheringExecutor(model, store(), even=True)

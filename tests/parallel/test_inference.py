@@ -111,7 +111,7 @@ def _streamed(device: str, folder: str, packed: bool) -> Any:
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("device", ["cpu", pytest.param("nvme", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
 def test_weights_that_rest_elsewhere_stream_through(workers: Any, tmp_path: Path, device: str, packed: bool) -> None:
     """ZeRO-Inference: no optimizer, weights on the host or on disk; ranks answer prompts of lengths of their own."""
     for equal, different in workers(2).run(_streamed, device, str(tmp_path), packed, timeout=120):

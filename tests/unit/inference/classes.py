@@ -28,6 +28,7 @@ LONGER = {
     "vocab_size": VOCABULARY, "max_position_embeddings": 256, "n_positions": 256, "n_ctx": 256, "max_seq_len": 256,
     "max_target_positions": 256, "sliding_window": 16, "attention_chunk_size": 32, "window_size": 16,
     "max_sequence_length": 256, "seq_length": 256, "embedding_size": 96,
+    "vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 16, "num_kv_shared_layers": 0,
 }  # fmt: skip
 
 

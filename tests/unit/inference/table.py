@@ -100,8 +100,14 @@ def rows_of(chosen: list[str], folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def main() -> None:
-    rows = rows_of(sys.argv[1:] or names(), FOLDER)
-    if not sys.argv[1:]:
+    """Names as arguments, none for all of them; `--page` writes the page of what is known."""
+    chosen = sys.argv[1:] or names()
+    if chosen == ["--page"]:
+        known = {name: FOLDER / f"{name}.json" for name in names()}
+        rows = {name: json.loads(file.read_text()) for name, file in known.items() if file.exists()}
+    else:
+        rows = rows_of(chosen, FOLDER)
+    if len(chosen) != len(sys.argv[1:]) or chosen == ["--page"]:
         PAGE.write_text(page(rows))
     print(sum(row.get("verdict") == "equal" for row in rows.values()), "equal of", len(rows))
 
