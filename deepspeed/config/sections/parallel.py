@@ -147,5 +147,7 @@ class HybridEngine(Section):
 class WeightQuantization(Section):
     """`weight_quantization`: quantized weights for inference under ZeRO."""
 
-    quantized_initialization: dict[str, Any] | None = later(None, "quantize while the model is built", idle=[{}])
-    post_init_quant: dict[str, Any] | None = later(None, "quantize after the model is built", idle=[{}])
+    quantized_initialization: dict[str, Any] | None = key(
+        None, "pack every Linear and Embedding: num_bits 8 or 4, group_size, group_dim, symmetric"
+    )
+    post_init_quant: dict[str, Any] | None = key(None, "the same keys under parts of the names of layers")
