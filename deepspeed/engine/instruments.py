@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -14,10 +15,15 @@ from deepspeed.comm.collectives import SMALL, tag_of
 from deepspeed.engine.accessors import StateAccessors
 from deepspeed.engine.build import without_optimizer
 from deepspeed.engine.clients import loss_is_divided
+from deepspeed.engine.memory import MemoryReport
+from deepspeed.engine.nonfinite import NonFiniteFinder
 from deepspeed.engine.profiling import Profiling
 from deepspeed.engine.state import EngineState
+from deepspeed.engine.tracing import Tracing
+from deepspeed.foundation.recorder import recorder
 from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.profiling.flops_profiler import FlopsProfiler
+from deepspeed.profiling.timeline import Timeline
 from deepspeed.zero.accumulation import Purpose
 from deepspeed.zero.norm import squares_by_name
 from deepspeed.zero.reducer import Reducer
@@ -50,13 +56,40 @@ class Instruments:
         self._state, self._facts = state, facts
         self._monitor = MonitorMaster(state.ds_config.monitor_config, state.everyone.rank)
         self._profiling = Profiling(state, engine)
-        self.timed = state.ds_config.wall_clock_breakdown or state.ds_config.flops_profiler_config.enabled
+        self._memory = MemoryReport(state)
+        self._tracing = Tracing(state, self._memory)
+        self._finder = NonFiniteFinder(state, engine)
+        self._collects = self._monitor.enabled or self._finder.enabled
+        self._timed = state.ds_config.wall_clock_breakdown or state.ds_config.flops_profiler_config.enabled
         self._loss: torch.Tensor | None = None
         self._weight, self._tokens = 0.0, 0
         self._since: float | None = None  # when the window began
         self._elapsed: dict[str, float] = {}
         self._channel, self._asked = state.axes.one_copy.channel(), 0
         self._names: tuple[list[str], list[str]] = ([], [])  # this rank's, and those of the whole model
+
+    def span(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """A context that the timer and the recorder call `name`."""
+        return self._memory.guard(self._timing(name) if self._timed else recorder.span(name))
+
+    def memory_by_category(self) -> dict[str, int]:
+        """See `MemoryReport.by_category`."""
+        return self._memory.by_category()
+
+    @contextlib.contextmanager
+    def _timing(self, name: str) -> Iterator[None]:
+        timer = self._state.timers(name)
+        timer.start()
+        try:
+            with recorder.span(name):
+                yield
+        finally:  # a caller may go on after an error
+            timer.stop()
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """What the `timeline` block has recorded, on rank 0; None before, and elsewhere."""
+        return self._tracing.timeline
 
     @property
     def monitor(self) -> MonitorMaster:
@@ -73,6 +106,7 @@ class Instruments:
     def on_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A micro-batch begins."""
         self._profiling.on_forward((args, kwargs))
+        self._finder.on_forward(args, kwargs)
         if self._monitor.enabled:
             self._since = self._since or time.perf_counter()
             self._tokens += tokens_in([kwargs.get("input_ids"), *args, *kwargs.values()])
@@ -84,7 +118,9 @@ class Instruments:
             loss: mean over the micro-batch, or with `num_items` the sum over so many.
             num_items: see `engine.backward`.
         """
-        if self._monitor.enabled:
+        if self._finder.enabled:
+            self._finder.on_loss(loss, self._state.window.loss_scale)
+        if self._collects:
             window, share = self._state.window, 1.0
             if num_items is None and loss_is_divided(self._state.module):
                 share = 1.0 / window.steps  # a client has done that
@@ -100,7 +136,7 @@ class Instruments:
 
     def row(self) -> list[float]:
         """This rank's numbers of the window, to go with the exchange of the gradient norm; and forget them."""
-        if not self._monitor.enabled:
+        if not self._collects:
             return []
         loss = 0.0 if self._loss is None else scalars.current.value(self._loss)
         row = [loss, self._weight, float(self._tokens)]
@@ -115,6 +151,8 @@ class Instruments:
             samples: of the window, over all ranks.
         """
         self._profiling.after_update()
+        self._finder.forget()
+        self._tracing.after_update()
         if self._monitor.writes:
             state = self._state
             now = time.perf_counter()
@@ -190,4 +228,6 @@ class Instruments:
     def close(self) -> None:
         """End what is under way."""
         self._profiling.close()
+        self._tracing.close()
+        self._finder.close()
         self._monitor.close()
