@@ -177,7 +177,7 @@ class Instruments:
             yield f"{_SAMPLES}grad_norm", norm
         yield f"{_SAMPLES}loss_scale", self._facts.loss_scale()
         yield f"{_SAMPLES}skipped_steps", self._state.skipped_steps
-        yield from ((f"{_MEMORY}{kind}", count) for kind, count in self._facts.state_bytes().items())
+        yield from ((f"{_MEMORY}{kind}", count) for kind, count in self._memory.by_category().items())
 
     def _times(self) -> Iterator[tuple[str, float]]:
         """Milliseconds of the window, where they are measured; the timers go on until they are printed."""

@@ -23,6 +23,7 @@ NAMES = {
     *(f"Train/Samples/{name}" for name in ("train_loss", "lr", "grad_norm", "loss_scale", "skipped_steps")),
     "Train/Samples/samples_per_second",
     *(f"Train/Memory/{kind}" for kind in ("parameters", "masters", "gradients", "optimizer", "gathered")),
+    *(f"Train/Memory/{kind}" for kind in ("transit", "activations")),
 }
 
 
