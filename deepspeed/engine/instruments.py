@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import socket
 import time
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -153,12 +155,24 @@ class Instruments:
         self._profiling.after_update()
         self._finder.forget()
         self._tracing.after_update()
+        if not self._monitor.enabled:
+            return
+        state, now = self._state, time.perf_counter()
+        seconds, self._since = now - (self._since or now), now
+        self._tell(seconds)
         if self._monitor.writes:
-            state = self._state
-            now = time.perf_counter()
-            seconds, self._since = now - (self._since or now), now
             events = [*self._of_window(rows, samples, seconds), *self._of_update(), *self._times()]
             self._monitor.write_events([(name, value, state.global_samples) for name, value in events])
+
+    def _tell(self, seconds: float, **more: Any) -> None:
+        """What `ds_top` shows of this rank."""
+        state = self._state
+        facts = {"host": socket.gethostname(), "update": state.global_steps, "seconds": seconds}
+        facts |= {"samples": state.global_samples, "skipped": state.skipped_steps}
+        norm = self._facts.get_global_grad_norm()
+        if norm is not None and math.isfinite(norm):
+            facts["gradient norm"] = norm
+        self._monitor.tell({**facts, "memory": self._memory.by_category(), **more})
 
     def _of_window(self, rows: list[list[float]], samples: int, seconds: float) -> Iterator[tuple[str, float]]:
         loss, weight, tokens = (sum(column) for column in zip(*rows, strict=True))
@@ -230,4 +244,6 @@ class Instruments:
         self._profiling.close()
         self._tracing.close()
         self._finder.close()
+        if self._monitor.enabled:
+            self._tell(0.0, ended=True)
         self._monitor.close()

@@ -44,7 +44,7 @@ def limited(plant: dict[str, Any], change: dict[str, Any]) -> str:
     model = Deep(plant["width"], plant["depth"], plant.get("again", 1))
     zero = {"reduce_bucket_size": plant.get("bucket", 10**5), "stage3_param_persistence_threshold": 0}
     for key in ("stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_prefetch_bucket_size"):
-        zero[key] = change.get(key, 10**9)
+        zero[key] = change.get(key, plant.get("live", 10**9))
     micro = change.get("train_micro_batch_size_per_gpu", plant.get("micro", 4))
     steps = change.get("gradient_accumulation_steps", 1)
     stage = change.get("zero_optimization", {}).get("stage", plant["stage"])
@@ -53,6 +53,7 @@ def limited(plant: dict[str, Any], change: dict[str, Any]) -> str:
     warm(torch.randn(4, 8)).sum().backward()
     torch.optim.AdamW(warm.parameters()).step()  # the first one imports a good part of torch
     settings: dict[str, Any] = {"accumulation": steps, "sharded": False, "zero": zero}
+    settings["activation_checkpointing"] = {"enabled": change.get("enabled", False)}
     with start(stage, model, optimizer, train_micro_batch_size_per_gpu=micro, **settings) as engine:
         for _ in range(steps if plant.get("warm") else 0):  # what ranks share is mapped, and counts as addresses
             engine.backward(engine(torch.randn(1, plant["width"])).square().mean())
@@ -80,8 +81,10 @@ def suggestion(message: str) -> dict[str, Any]:
     return found
 
 
-PLANTS = {
-    "activations": {"stage": 1, "width": 64, "depth": 16, "micro": 4096, "again": 8, "room": 150, "warm": True},
+_WIDE: dict[str, Any] = {"width": 64, "depth": 16, "micro": 4096, "again": 8, "room": 150, "warm": True}
+PLANTS: dict[str, dict[str, Any]] = {
+    "activations": {"stage": 1, **_WIDE},
+    "activations, gathered": {"stage": 3, **_WIDE},
     "optimizer": {"stage": 0, "width": 2800, "depth": 4, "room": 340},
 }
 
@@ -89,7 +92,7 @@ PLANTS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("category", PLANTS)
 def test_the_category_is_named_and_the_suggestion_fits(workers: Workers, category: str) -> None:
-    plant = PLANTS[category]
+    plant, category = PLANTS[category], re.split(r"\W", category)[0]
     said = workers(2).run(limited, plant, {}, timeout=60)
     assert all(f"memory ran out for {category} (" in message for message in said), said
     change = suggestion(said[0])
