@@ -13,6 +13,7 @@ from deepspeed.comm import watch
 from deepspeed.comm.axis import Axis, message_groups
 from deepspeed.comm.p2p import Header, Receiver, Sender, Wire, put_together, take_apart
 from deepspeed.errors import CommError, PipelineError
+from deepspeed.foundation.recorder import BACKWARD, FORWARD, recorder
 from deepspeed.pipe.schedule import Action, Schedule
 
 CPU = torch.device("cpu")
@@ -197,7 +198,8 @@ class Executor:
             self._held[place].given = put_together(header, tensors)
         elif op == "B":
             held = self._held[place]
-            self._driver.backward(action.micro, held.roots, held.given)
+            with recorder.span(BACKWARD, str(action)):
+                self._driver.backward(action.micro, held.roots, held.given)
             held.roots, held.given = [], None
             held.outgoing = take_apart(held.gradients if held.gradients is not None else [None] * held.arrived)
             held.gradients = None
@@ -244,7 +246,8 @@ class Executor:
         place = (action.micro, action.chunk)
         held = self._held.setdefault(place, _Held())
         received, held.value = held.value, None
-        made = self._driver.forward(action.chunk, action.micro, received)
+        with recorder.span(FORWARD, str(action)):
+            made = self._driver.forward(action.chunk, action.micro, received)
         if results is None:
             held.outgoing = take_apart(made)
             held.roots = [get_gradient_edge(t) for t in held.outgoing[1] if training and t.requires_grad]
