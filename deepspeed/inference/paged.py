@@ -90,6 +90,7 @@ class PagedCache(Cache):
         super().__init__(layers=[])
         self.store, self.batch = store, batch
         self.handed: dict[int, tuple[int, torch.Tensor, torch.Tensor]] = {}
+        self.cached: set[int] = set()  # layers of this pass
         self.default = Mask(_causal)
         self.windows: dict[int, Mask] = {}
 
@@ -99,8 +100,9 @@ class PagedCache(Cache):
         for states in (key_states, value_states):
             if states.dim() != 4 or states.shape[0] != 1 or states.shape[2] != rows:
                 raise PackingError(f"layer {layer_idx} caches a tensor of shape {tuple(states.shape)} for {rows} rows")
-        if layer_idx in {layer for layer, _, _ in self.handed.values()}:
+        if layer_idx in self.cached:
             raise PackingError(f"layer {layer_idx} is cached twice in one pass")
+        self.cached.add(layer_idx)
         self.store.write(
             layer_idx, key_states[0].transpose(0, 1), value_states[0].transpose(0, 1), self.batch.new_slots
         )

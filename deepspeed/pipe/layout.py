@@ -248,14 +248,15 @@ def _order(model: nn.Module, layout: Layout, inputs: dict[str, Any]) -> Any:
 
 def _compare(model: nn.Module, layout: Layout, inputs: dict[str, Any], wanted: Any) -> None:
     """Run the parts one after another; they have to give what the whole model gave."""
-    if _is_equal(model, layout, inputs, wanted):
+    if not _wrong(model, layout, inputs, wanted):
         return
     layout.needed = layout.before  # a value that is made before the blocks may be read in each of them
     layout.needed = [name for name in layout.before if _matters(model, layout, inputs, wanted, name)]
-    if not _is_equal(model, layout, inputs, wanted):
+    wrong = _wrong(model, layout, inputs, wanted)
+    if wrong:
         raise PipelineError(
             f"{type(model).__name__} cut at the blocks of '{layout.container}' does not compute what it computes "
-            f"whole: something else than what blocks return goes from one to the next"
+            f"whole: {wrong}"
         )
 
 
@@ -263,16 +264,22 @@ def _matters(model: nn.Module, layout: Layout, inputs: dict[str, Any], wanted: A
     """Whether later parts need a module that runs before the blocks."""
     before, layout.needed = layout.needed, [other for other in layout.before if other != name]
     try:
-        return not _is_equal(model, layout, inputs, wanted)
+        return bool(_wrong(model, layout, inputs, wanted))
     finally:
         layout.needed = before
 
 
-def _is_equal(model: nn.Module, layout: Layout, inputs: dict[str, Any], wanted: Any) -> bool:
+def _wrong(model: nn.Module, layout: Layout, inputs: dict[str, Any], wanted: Any) -> str:
+    """What is other than whole when the parts run one after another; empty: nothing."""
     stand_ins = stand_ins_of(model, list(dict.fromkeys([*layout.before, *layout.after])))
     value: Any = None
     with quiet(model):
         for part in range(layout.parts):
-            value = View(model, layout, part, stand_ins).run(value, inputs)
+            try:
+                value = View(model, layout, part, stand_ins).run(value, inputs)
+            except Exception as error:  # the model's own code, which meets what stands for other parts
+                return f"the part of {layout.words(part)} raised {type(error).__name__}: {error}"
     found, whole = list(tensors_in(value)), list(tensors_in(wanted))
-    return len(found) == len(whole) and all(torch.equal(a, b) for a, b in zip(found, whole, strict=True))
+    if len(found) == len(whole) and all(torch.equal(a, b) for a, b in zip(found, whole, strict=True)):
+        return ""
+    return "something else than what blocks return goes from one to the next"
