@@ -17,6 +17,9 @@ need_compiler()
 TWO = Cell(stage=2, ranks=2, small_buckets=True)
 
 
+FAST_WAITS = {(0, "fp16"), (2, "fp32"), (3, "bf16")}
+
+
 def losses_of(pool, cell: Cell) -> list[list[float]]:
     found = pool.run(runs.train, cell, timeout=LIMIT)
     assert [report for rank in found for report in rank.reports] == []
@@ -91,8 +94,14 @@ def one_step(cell: Cell, traced: bool = False) -> runs.Seen:
     return seen
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("stage", "dtype"),
+    [
+        pytest.param(stage, dtype, marks=() if (stage, dtype) in FAST_WAITS else pytest.mark.slow)
+        for stage in range(4)
+        for dtype in ("fp32", "bf16", "fp16")
+    ],
+)
 def test_the_host_waits_at_most_once_per_step(emulated, stage, dtype):
     for seen in emulated(2).run(one_step, Cell(stage=stage, ranks=2, dtype=dtype), timeout=LIMIT):
         assert len(seen.waits) <= 1, seen.waits
@@ -126,7 +135,7 @@ def in_rank_order(stage: int) -> tuple[list[float], dict[str, int]]:
     return gradient, seen.counters
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [3, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 2))])
 def test_sums_are_in_rank_order_by_key(emulated, stage):
     for gradient, counters in emulated(4).run(in_rank_order, stage, timeout=LIMIT):
         assert gradient == [1.0] * 16  # the small ones together would have counted
@@ -149,14 +158,20 @@ def what_is_rounded(stage: int) -> tuple[bool, list[bool]]:
     return isinstance(inner, HostOptimizer), found
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [3, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 2))])
 def test_the_hosts_optimizer_rounds_in_its_own_pass_for_values_on_a_device(emulated, stage):
     for folds, rounded in emulated(2).run(what_is_rounded, stage, timeout=LIMIT):
         assert folds and rounded and all(rounded)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("stage", "dtype"),
+    [
+        pytest.param(stage, dtype, marks=() if (stage, dtype) in FAST_WAITS else pytest.mark.slow)
+        for stage in (1, 2, 3)
+        for dtype in ("fp32", "bf16")
+    ],
+)
 def test_the_host_waits_at_most_once_per_offloaded_group_beside(emulated, stage, dtype):
     cell = Cell(stage=stage, ranks=2, dtype=dtype, tier="cpu", small_buckets=True)
     most = 1 + emulated(2).run(count_groups, cell, timeout=LIMIT)[0]
@@ -250,7 +265,7 @@ def swapped(cell: Cell) -> runs.Seen:
     return seen
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [2, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 1))])
 def test_ranks_whose_gradients_arrive_in_another_order(workers, emulated, stage):
     cell = Cell(stage=stage, ranks=2, small_buckets=True)
     theirs = workers(2).run(swapped, cell, timeout=LIMIT)
