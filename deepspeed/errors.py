@@ -103,5 +103,17 @@ class PipelineError(UsageError):
     """A model, schedule or call that a pipeline of stages cannot serve, or a stage that failed; says which."""
 
 
+class RequestError(ArgumentError):
+    """A request that cannot be generated as asked; over a limit, the message has both numbers."""
+
+
+class LengthError(RequestError, RuntimeError):
+    """A prompt, or a prompt and what is to follow, is longer than the model or a key allows; names both numbers."""
+
+
+class PackingError(DeepSpeedError, RuntimeError):
+    """A model's modules cannot run rows of several sequences in one pass; says what stands against it."""
+
+
 class ContractError(DeepSpeedError, AssertionError):
     """A third party's part does not do what the protocol it is used through says."""

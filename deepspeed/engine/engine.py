@@ -40,6 +40,7 @@ from deepspeed.engine.config_accessors import ConfigAccessors
 from deepspeed.engine.feeding import Feeding
 from deepspeed.engine.instruments import Instruments
 from deepspeed.engine.offload_states import OffloadStates
+from deepspeed.engine.packing import pack_weights
 from deepspeed.engine.preemption import Preemption
 from deepspeed.engine.reporting import BACKWARD, FORWARD, STEP, Reporting
 from deepspeed.engine.sequencing import BARE, Sequencing, share_sequence
@@ -134,6 +135,7 @@ class DeepSpeedEngine(EngineSurface, nn.Module):
     def _cut(self, model: Any, config: Any, mesh: Any, mpu: Any, optimizer: Any, parameters: Any) -> Any:
         """Reduce a whole model to what this rank has of it; returns those of `parameters` that stay."""
         slice_model(model, config, mesh, mpu, optimizer)
+        pack_weights(model, config, mesh, optimizer, parameters)
         return parameters
 
     def _hold_parts(self) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import math
 import socket
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -130,6 +130,20 @@ class Instruments:
             found = loss.detach().double() * samples
             self._loss = found if self._loss is None else self._loss + found
             self._weight += num_items if num_items is not None else samples * share
+
+    def on_window(self, loss: torch.Tensor, batches: Sequence[Any], stages: int) -> None:
+        """A pipeline has run a window.
+
+        Args:
+            loss: its mean, the same on every rank.
+            batches: micro-batches, where this rank counts them.
+            stages: how many ranks see the same ones.
+        """
+        if self._monitor.enabled:
+            self._since = self._since or time.perf_counter()
+            self._loss, self._weight = loss.double(), 1.0
+            nests = [batch if isinstance(batch, (list, tuple)) else [batch] for batch in batches]
+            self._tokens += stages * sum(tokens_in(nest) for nest in nests)
 
     def on_step(self, boundary: bool) -> bool:
         """A micro-batch ends, with an update or without; gives which."""

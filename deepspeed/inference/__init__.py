@@ -1,1 +1,53 @@
 """Generation: any causal language model, batched on pages of one cache, equal to its own `generate`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from deepspeed.inference.generator import Generator, Load, packable
+    from deepspeed.inference.requests import Logprob, Output, Request, Sampling
+    from deepspeed.inference.v2 import (
+        DeepSpeedTPConfig,
+        InferenceEngineV2,
+        RaggedInferenceEngineConfig,
+        build_engine_from_ds_checkpoint,
+        build_hf_engine,
+    )
+
+_PLACES = {
+    "Generator": "generator",
+    "Load": "generator",
+    "packable": "generator",
+    "Logprob": "requests",
+    "Output": "requests",
+    "Request": "requests",
+    "Sampling": "requests",
+    "DeepSpeedTPConfig": "v2",
+    "InferenceEngineV2": "v2",
+    "RaggedInferenceEngineConfig": "v2",
+    "build_engine_from_ds_checkpoint": "v2",
+    "build_hf_engine": "v2",
+}
+__all__ = [
+    "DeepSpeedTPConfig",
+    "Generator",
+    "InferenceEngineV2",
+    "Load",
+    "Logprob",
+    "Output",
+    "RaggedInferenceEngineConfig",
+    "Request",
+    "Sampling",
+    "build_engine_from_ds_checkpoint",
+    "build_hf_engine",
+    "packable",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)

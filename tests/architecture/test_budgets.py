@@ -16,6 +16,7 @@ EXCEPTIONS = {
     "engine/engine.py:DeepSpeedEngine.__init__ parameters": _INTERFACE,
     "engine/engine.py:DeepSpeedEngine methods": "the engine's public surface is the interface",
     "engine/initialize.py:initialize parameters": _INTERFACE,
+    "inference/generator.py:Generator.__init__ parameters": _INTERFACE,
     "ops/adam/cpu_adam.py:DeepSpeedCPUAdam.__init__ parameters": _INTERFACE,
     "ops/adam/fused_adam.py:FusedAdam.__init__ parameters": _INTERFACE,
     "ops/lamb/fused_lamb.py:FusedLamb.__init__ parameters": _INTERFACE,

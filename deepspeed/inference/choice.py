@@ -1,0 +1,152 @@
+"""Which executor a model gets: the first whose logits are those of the model alone, found by running it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.errors import PackingError
+from deepspeed.inference.batch import Batch, Span
+from deepspeed.inference.gathered import GatheringExecutor
+from deepspeed.inference.limits import text_config, vocabulary
+from deepspeed.inference.paged import PagedExecutor, Store, accepts
+
+PROBE_PAGE = 2
+# (sequence, from, to) of the rows of each probing pass: prompts in chunks beside others, then rows of unlike age.
+PROBE = (((0, 0, 3),), ((0, 3, 8), (1, 0, 5)), ((0, 8, 9), (1, 5, 6), (2, 0, 2)), ((1, 6, 7), (0, 9, 10), (2, 2, 3)))
+TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}  # of the largest logit; 16-bit dtypes: COARSE
+COARSE = 0.06
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """No dropout inside, as before after it."""
+    trained = [module for module in model.modules() if module.training]
+    for module in trained:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in trained:
+            module.training = True
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where its first parameter or buffer lies."""
+    tensor = next(model.parameters(), None)
+    tensor = next(model.buffers(), None) if tensor is None else tensor
+    return torch.device("cpu") if tensor is None else tensor.device
+
+
+def _structure(model: nn.Module) -> str | None:
+    """What can be said without running it."""
+    config = getattr(model, "config", None)
+    if config is None or not hasattr(config, "to_dict"):
+        return "it is no model of Transformers"
+    if getattr(config, "is_encoder_decoder", False):
+        return "it has an encoder"
+    if not accepts(model, "past_key_values"):
+        return "it takes no cache of keys and values"
+    return None
+
+
+def _sequences(model: nn.Module) -> list[list[int]]:
+    config, size = text_config(model), vocabulary(model) or 64
+    barred = set()
+    for source in (config, getattr(model, "generation_config", None)):
+        for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+            value = getattr(source, name, None)
+            barred |= set(value) if isinstance(value, (list, tuple)) else {value}
+    usable = [token for token in range(min(size, 200)) if token not in barred] or [0]
+    return [[usable[(7 * i + 11 * which + 5) % len(usable)] for i in range(10)] for which in range(3)]
+
+
+def _alone(model: nn.Module, tokens: list[int]) -> torch.Tensor:
+    """Logits [tokens, vocabulary] of the model by itself, given what its `generate` would give it."""
+    ids = torch.tensor([tokens], device=device_of(model))
+    given: dict[str, Any] = {"attention_mask": torch.ones_like(ids)}
+    if accepts(model, "position_ids"):
+        given["position_ids"] = torch.arange(len(tokens), device=ids.device)[None]
+    return model(input_ids=ids, use_cache=False, **given).logits[0]
+
+
+def _probe(executor: Any, sequences: list[list[int]], wanted: list[torch.Tensor]) -> str | None:
+    """None if the executor gives the logits of the model alone."""
+    pages = [list(range(5 * i + 4, 5 * i - 1, -1)) for i in range(len(sequences))]
+    device = device_of(executor.model)
+    for rows in PROBE:
+        spans = [Span(sequences[i][start:end], start, pages[i], end - start) for i, start, end in rows]
+        batch = Batch(spans, PROBE_PAGE, device, getattr(executor, "even", False))
+        found = executor.run(batch)
+        right = torch.cat([wanted[i][start:end] for i, start, end in rows])
+        if found.shape != right.shape:
+            return f"its logits have shape {tuple(found.shape)} instead of {tuple(right.shape)}"
+        largest = float(right.float().abs().max())
+        error = float((found.float() - right.float()).abs().max())
+        bound = TOLERANCE.get(right.dtype, COARSE) * largest
+        if not error <= bound:
+            return f"logits of mixed rows are off by {error:.2g} where the largest is {largest:.2g}"
+    return None
+
+
+def _say(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return lines[0] if isinstance(error, PackingError) else f"{type(error).__name__}: {lines[0]}"[:200]
+
+
+@torch.no_grad()
+def choose(model: nn.Module) -> tuple[Any, str]:
+    """(the executor that fits, with a probe's store, or None; why it is not a better one, in one line).
+
+    Every candidate runs ten tokens of three sequences: chunks of prompts, rows of unlike age, pages in no order. The
+    first whose logits are those of the model alone is taken.
+    """
+    if (reason := _structure(model)) is not None:
+        return None, reason
+    sequences = _sequences(model)
+    why = "" if _interface(model) else "its attention does not go through Transformers' interface"
+    why = why or ("" if accepts(model, "position_ids") else "its forward takes no positions")
+    with evaluating(model):
+        try:
+            wanted = [_alone(model, tokens) for tokens in sequences]
+        except Exception as error:  # whatever a model raises, its own generate may still work
+            return None, f"it does not run on plain tokens: {_say(error)}"
+        for executor in _candidates(model, packed=not why):
+            try:
+                reason = _probe(executor, sequences, wanted)
+            except Exception as error:  # the same: the next one is tried, and the reason is told
+                reason = _say(error)
+            if reason is None:
+                return executor, why
+            why = why or reason
+    return None, reason or why
+
+
+def _candidates(model: nn.Module, packed: bool) -> Iterator[Any]:
+    def store() -> Store:
+        return Store(16, PROBE_PAGE)
+
+    if packed:
+        yield PagedExecutor(model, store())
+    yield GatheringExecutor(model, store())
+    yield GatheringExecutor(model, store(), even=True)
+
+
+def _interface(model: nn.Module) -> bool:
+    """Whether some module's source calls the attention interface; a class that does not keeps its own attention."""
+    for kind in {type(module) for module in model.modules()}:
+        module = inspect.getmodule(kind)
+        if module is not None and "ALL_ATTENTION_FUNCTIONS" in vars(module):
+            return True
+    return False
+
+
+def packable(model: nn.Module) -> str | None:
+    """None if `model` can be batched over pages, else in one line why it goes through its own `generate`."""
+    executor, why = choose(model)
+    return None if executor is not None else why

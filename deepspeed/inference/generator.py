@@ -1,0 +1,384 @@
+"""Many requests, one model: submit, step, outputs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Hashable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import psutil
+import torch
+from torch import nn
+
+from deepspeed.errors import RequestError, UsageError
+from deepspeed.foundation.log import say
+from deepspeed.inference.batch import Batch, Span
+from deepspeed.inference.choice import choose, device_of, evaluating, packable
+from deepspeed.inference.drafts import Drafter
+from deepspeed.inference.limits import length_limit, packed_limit, vocabulary
+from deepspeed.inference.pages import Pages
+from deepspeed.inference.requests import Logprob, Output, Request, Sampling
+from deepspeed.inference.sampling import Sampler
+from deepspeed.inference.scheduler import Scheduler, Share, Track
+from deepspeed.inference.stopping import StopStrings
+from deepspeed.inference.through import Thread
+
+__all__ = ["Generator", "Load", "packable"]
+
+SHARE_OF_MEMORY, LARGEST_CACHE = 0.25, 4 << 30  # bytes of the cache where none are given
+DRAFTING_STREAMS = 8  # with more of them a pass is bound by arithmetic, and a guess costs what a token costs
+
+
+@dataclass(frozen=True)
+class Load:
+    """Requests that run and wait, pages that can be taken, all pages, and preemptions so far."""
+
+    running: int
+    waiting: int
+    free_pages: int
+    pages: int
+    preemptions: int = 0
+
+
+@dataclass(eq=False)
+class _Live:
+    """A request that is not finished."""
+
+    request: Request
+    sampler: Sampler
+    track: Track
+    watch: StopStrings | None = None
+    drafter: Drafter | None = None
+    thread: Thread | None = None
+    new: list[int] = field(default_factory=list)
+    logprobs: list[Logprob] = field(default_factory=list)
+    reason: str | None = None
+    matched: int | str | None = None
+
+    def take(self, logits: torch.Tensor | None, token: int | None = None) -> int:
+        """Choose a token (or note the one chosen by its plain rule), and see whether it ends the request."""
+        if token is None:
+            token, logprob = self.sampler.next(logits)  # type: ignore[arg-type]
+            if logprob is not None:
+                self.logprobs.append(logprob)
+        else:
+            self.sampler.note(token)
+        self.new.append(token)
+        found = self.watch.push(token) if self.watch is not None else None
+        early = self.sampler.made <= self.request.sampling.min_new_tokens
+        if token in self.sampler.stops and not early:
+            self.reason, self.matched = "stop", token
+        elif found is not None:
+            self.reason, self.matched = "stop", found
+        elif self.sampler.made >= self.request.sampling.max_new_tokens:
+            self.reason = "length"
+        return token
+
+    def output(self) -> Output:
+        """What is new."""
+        logprobs = self.logprobs if self.request.sampling.logprobs is not None else None
+        found = Output(self.request.ident, self.new, logprobs, self.reason, self.matched)
+        self.new, self.logprobs = [], []
+        return found
+
+
+class Generator:
+    """Generates for many requests at once, in packed passes over pages of one cache.
+
+    The model stays as it is for other callers, and several generators of one model may live beside each other. A model
+    that no pass can batch goes through its own `generate`; `kind` and `why` tell.
+
+    Args:
+        model: a causal LM of Transformers (or anything with `generate`, then one by one).
+        tokenizer: needed for stop strings only.
+        cache_bytes: of keys and values; None takes what all sequences could need, at most a quarter of the memory that
+            is free and 4 GiB. On a CPU, pages take memory when they are first written.
+        page_size: tokens of a page.
+        max_batch_tokens: rows of a pass.
+        max_sequences: sequences that run at once.
+        max_length: tokens of prompt and answer together; None takes the model's own limit.
+        prefix_cache: tokens that an earlier request had at its beginning are not computed again.
+        speculation: tokens guessed at a time from the text itself; tokens stay what they are without.
+        prompt_chunk: rows of prompts in a pass while others generate.
+
+    Raises:
+        RequestError: max_length over the model's own, or a cache without room for a page.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        tokenizer: Any = None,
+        cache_bytes: int | None = None,
+        page_size: int = 16,
+        max_batch_tokens: int = 768,
+        max_sequences: int = 512,
+        max_length: int | None = None,
+        prefix_cache: bool = True,
+        speculation: int = 0,
+        prompt_chunk: int = 64,
+    ) -> None:
+        for name in ("page_size", "max_batch_tokens", "max_sequences", "prompt_chunk"):
+            if (given := locals()[name]) < 1:
+                raise RequestError(f"{name} has to be at least 1, not {given!r}")
+        self.model, self.tokenizer, self._speculation = model, tokenizer, speculation
+        self.limit = _limit(model, max_length)
+        self._vocabulary = vocabulary(model)
+        self._ends = _ends(model)
+        self._executor, self.why = choose(model)
+        self.kind = "generate" if self._executor is None else self._executor.kind
+        if self.why:
+            say(f"{type(model).__name__} is {self._way()}: {self.why}")
+        pages = 1
+        if self._executor is not None:
+            probed = self._executor.store
+            pages = _pages(
+                probed.bytes_per_page() // probed.size * page_size, page_size, cache_bytes, self, max_sequences
+            )
+            self._executor.store = probed.resized(pages, page_size)
+        self.pages = Pages(pages, page_size, prefix_cache)
+        self._scheduler = Scheduler(self.pages, self._copy, max_batch_tokens, max_sequences, prompt_chunk)
+        self._packed_limit = packed_limit(model)
+        self._live: dict[Hashable, _Live] = {}
+        self._alone: dict[Hashable, _Live] = {}  # through `generate`
+        self._ready: list[Output] = []
+        self._arrivals = 0
+        self._lock = threading.RLock()
+        self._closed = False
+
+    def submit(self, request: Request) -> None:
+        """Take a request; its first tokens come from a later `step`.
+
+        Raises:
+            RequestError: prompt and answer over the limit of the model or of the cache (with both numbers), an empty
+                prompt, tokens outside the vocabulary, an ident in use, stop strings without tokenizer.
+        """
+        tokens, sampling = list(request.tokens), request.sampling
+        with self._lock:
+            if self._closed:
+                raise UsageError("the generator is closed")
+            self._check(request, tokens)
+            alone = self._executor is None or self._over_packed(len(tokens) + sampling.max_new_tokens)
+            if not alone:
+                self._check_room(len(tokens) + sampling.max_new_tokens)
+            sampler = Sampler(sampling, tokens, self._ends)
+            watch = StopStrings(self.tokenizer, sampling.stop) if sampling.stop else None
+            live = _Live(request, sampler, Track(request.ident, tokens, self._arrivals), watch)
+            self._arrivals += 1
+            self._live[request.ident] = live
+            if alone:
+                live.thread = Thread(
+                    self.model, tokens, sampling.max_new_tokens, lambda row: self._alone_takes(live, row)
+                )
+                self._alone[request.ident] = live
+            else:
+                live.drafter = Drafter(self._speculation) if self._speculation else None
+                self._scheduler.add(live.track)
+
+    def step(self) -> list[Output]:
+        """One pass; what is new of every request it served, and of those cancelled. With requests that are not
+        finished, some row is always computed."""
+        with self._lock:
+            outputs, self._ready = self._ready, []
+            with evaluating(self.model) if self.model.training else nullcontext():
+                if not self._scheduler.idle:
+                    outputs += self._packed_step()
+                for live in list(self._alone.values()):
+                    outputs += self._alone_step(live)
+            return outputs
+
+    def cancel(self, ident: Hashable) -> bool:
+        """End a request; its pages are free at once, the next `step` says "cancelled". False if there is none."""
+        with self._lock:
+            live = self._live.get(ident)
+            if live is None:
+                return False
+            live.reason = "cancelled"
+            self._forget(live)
+            self._ready.append(live.output())
+            return True
+
+    @property
+    def idle(self) -> bool:
+        """No request is left, and nothing to report."""
+        return not self._live and not self._ready
+
+    def load(self) -> Load:
+        """How busy it is."""
+        with self._lock:
+            running = len(self._scheduler.running) + len(self._alone)
+            waiting = len(self._scheduler.waiting)
+            return Load(running, waiting, self.pages.available, self.pages.count, self._scheduler.preemptions)
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling | None = None) -> list[list[int]]:
+        """New tokens for each prompt, all with the same options. Requests under way go on beside it."""
+        idents = [object() for _ in prompts]
+        found: dict[Hashable, list[int]] = {ident: [] for ident in idents}
+        with self._lock:
+            try:
+                for ident, prompt in zip(idents, prompts, strict=True):
+                    self.submit(Request(ident, prompt, sampling or Sampling()))
+                others: list[Output] = []
+                while any(ident in self._live for ident in idents):
+                    for output in self.step():
+                        if output.ident in found:
+                            found[output.ident] += output.tokens
+                        else:
+                            others.append(output)
+                self._ready += others
+            finally:
+                for ident in idents:
+                    if self.cancel(ident):
+                        self._ready.pop()
+        return [found[ident] for ident in idents]
+
+    def refresh(self) -> None:
+        """Forget what prompts left in the cache: the weights have changed.
+
+        Raises:
+            UsageError: requests are under way.
+        """
+        with self._lock:
+            if self._live:
+                raise UsageError(f"{len(self._live)} requests are under way; weights change between them")
+            self.pages.forget_all()
+
+    def close(self) -> None:
+        """Cancel what is left and free the cache."""
+        with self._lock:
+            for ident in list(self._live):
+                self.cancel(ident)
+            self._closed = True
+            if self._executor is not None:
+                self._executor.store.layers.clear()
+
+    def _way(self) -> str:
+        if self._executor is None:
+            return "not batched but goes through its own generate"
+        return "not packed but gathered" + (", contexts of one length together" if self._executor.even else "")
+
+    def _copy(self, source: int, target: int) -> None:
+        self._executor.store.copy(source, target)
+
+    def _over_packed(self, length: int) -> bool:
+        return self._packed_limit is not None and length > self._packed_limit
+
+    def _check(self, request: Request, tokens: list[int]) -> None:
+        new = request.sampling.max_new_tokens
+        if request.ident in self._live:
+            raise RequestError(f"request {request.ident!r} is not finished; names have to be unique")
+        if not tokens:
+            raise RequestError("the prompt is empty; give at least one token")
+        if self.limit is not None and len(tokens) + new > self.limit:
+            raise RequestError(
+                f"a prompt of {len(tokens)} tokens and {new} new ones are {len(tokens) + new}, over the limit of "
+                f"{self.limit} tokens; shorten the prompt or ask for fewer"
+            )
+        for token in tokens:
+            whole = isinstance(token, int) and not isinstance(token, bool)
+            if not whole or token < 0 or (self._vocabulary is not None and token >= self._vocabulary):
+                raise RequestError(f"{token!r} in the prompt is no token of a vocabulary of {self._vocabulary}")
+        if request.sampling.stop and self.tokenizer is None:
+            raise RequestError("stop strings need the tokenizer; hand it to the generator")
+
+    def _check_room(self, length: int) -> None:
+        if not self._scheduler.fits(length):
+            room = self.pages.count * self.pages.size
+            raise RequestError(
+                f"prompt and new tokens are {length}, over the {room} tokens that the cache has room for; raise "
+                "cache_bytes or ask for fewer"
+            )
+
+    def _packed_step(self) -> list[Output]:
+        streams = sum(track.pending == 1 for track in self._scheduler.running)
+        drafting = self._speculation and streams <= DRAFTING_STREAMS
+        shares = self._scheduler.plan(self._guess if drafting else None)
+        wanted = [1 + len(share.drafts) if share.complete else 0 for share in shares]
+        spans = []
+        for share, count in zip(shares, wanted, strict=True):
+            tokens = [*share.track.tokens[share.start : share.start + share.count], *share.drafts]
+            spans.append(Span(tokens, share.start, share.track.pages, count))
+        even = getattr(self._executor, "even", False)
+        logits = self._executor.run(Batch(spans, self.pages.size, device_of(self.model), even))
+        largest = logits.argmax(-1).tolist() if len(logits) else []
+        outputs, at = [], 0
+        for share, count in zip(shares, wanted, strict=True):
+            outputs += self._accept(share, logits[at : at + count], largest[at : at + count])
+            at += count
+        return outputs
+
+    def _guess(self, track: Track, most: int) -> list[int]:
+        live = self._live[track.ident]
+        most = min(most, live.request.sampling.max_new_tokens - live.sampler.made - 1)
+        return live.drafter.guess(track.tokens, most) if live.drafter is not None and most > 0 else []
+
+    def _accept(self, share: Share, logits: torch.Tensor, largest: list[int]) -> list[Output]:
+        """Tokens from a share's logits: the next one, and more as long as drafts are what was chosen."""
+        live = self._live[share.track.ident]
+        accepted: list[int] = []
+        for at in range(len(largest)):
+            plain = live.sampler.plain
+            accepted.append(live.take(None if plain else logits[at], largest[at] if plain else None))
+            if live.reason is not None or at == len(share.drafts) or share.drafts[at] != accepted[-1]:
+                break
+        self._scheduler.advance(share, accepted)
+        if live.drafter is not None and share.drafts:
+            live.drafter.judge(len(share.drafts), len(accepted) - 1)
+        if live.reason is not None:
+            self._forget(live)
+        return [live.output()] if accepted else []
+
+    def _alone_takes(self, live: _Live, row: torch.Tensor) -> int | None:
+        token = live.take(row)
+        return None if live.reason is not None else token
+
+    def _alone_step(self, live: _Live) -> list[Output]:
+        thread = live.thread
+        try:
+            thread.step()  # type: ignore[union-attr]
+        except BaseException:
+            self._forget(live)
+            raise
+        if live.reason is not None:
+            self._forget(live)
+        return [live.output()]
+
+    def _forget(self, live: _Live) -> None:
+        del self._live[live.request.ident]
+        if live.thread is not None:
+            live.thread.cancel()
+            del self._alone[live.request.ident]
+        else:
+            self._scheduler.remove(live.track)
+
+
+def _limit(model: nn.Module, asked: int | None) -> int | None:
+    own = length_limit(model)
+    if asked is None:
+        return own
+    if asked < 2 or (own is not None and asked > own):
+        raise RequestError(f"max_length {asked} has to be from 2 to the model's own limit of {own} tokens")
+    return asked
+
+
+def _ends(model: nn.Module) -> frozenset[int]:
+    """End tokens: of the generation config, else of the config."""
+    for source in (getattr(model, "generation_config", None), getattr(model, "config", None)):
+        value = getattr(source, "eos_token_id", None)
+        if value is not None:
+            return frozenset(value) if isinstance(value, (list, tuple)) else frozenset([value])
+    return frozenset()
+
+
+def _pages(each: int, size: int, asked: int | None, generator: Generator, sequences: int) -> int:
+    """How many pages of `each` bytes the cache has."""
+    if asked is not None:
+        if asked < each:
+            raise RequestError(f"cache_bytes {asked} are less than one page of {size} tokens, {each} bytes")
+        return asked // each
+    room = min(LARGEST_CACHE, int(psutil.virtual_memory().available * SHARE_OF_MEMORY))
+    length = generator.limit if generator.limit is not None else room
+    return max(1, min(room // each, sequences * -(-length // size)))

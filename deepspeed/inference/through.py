@@ -1,0 +1,104 @@
+"""Models that no pass can batch go through their own `generate`, a token of each at a time.
+
+Each request has a thread in which `model.generate` runs; it stands still, but while a step lets it make one token. So
+the options, the outputs and cancelling are those of every other request, and nothing runs at the same time.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.inference.choice import device_of
+
+
+class _Cancelled(BaseException):
+    """Ends a thread's `generate`."""
+
+
+class Thread:
+    """One request inside `model.generate`.
+
+    Args:
+        model: has `generate`.
+        tokens: the prompt.
+        new: tokens at most.
+        choose: from logits [vocabulary] to the next token, None when the request is done with it.
+    """
+
+    def __init__(
+        self, model: nn.Module, tokens: Sequence[int], new: int, choose: Callable[[torch.Tensor], Any]
+    ) -> None:
+        self._model, self._tokens, self._new, self._choose = model, list(tokens), new, choose
+        self._turn, self._back = threading.Semaphore(0), threading.Semaphore(0)
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._stop = False
+        self.done = False
+
+    def step(self) -> None:
+        """Let it make one token.
+
+        Raises:
+            what `generate` raised.
+        """
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="deepspeed generate", daemon=True)
+            self._thread.start()
+        self._turn.release()
+        self._back.acquire()
+        if self._error is not None:
+            raise self._error
+
+    def cancel(self) -> None:
+        """End it; its memory is free when this returns."""
+        self._stop = True
+        if self._thread is not None and not self.done:
+            self._turn.release()
+            self._thread.join()
+        self.done = True
+
+    def _run(self) -> None:
+        try:
+            self._turn.acquire()
+            if not self._stop:
+                self._generate()
+        except _Cancelled:
+            pass
+        except BaseException as error:  # handed to the caller of step
+            self._error = error
+        self.done = True
+        self._back.release()
+
+    def _generate(self) -> None:
+        from transformers import LogitsProcessorList
+
+        ids = torch.tensor([self._tokens], device=device_of(self._model))
+        options: dict[str, Any] = {"max_new_tokens": self._new, "do_sample": False, "num_beams": 1}
+        if getattr(self._model.config, "is_encoder_decoder", False):
+            options["max_length"] = None
+        self._model.generate(  # type: ignore[operator]
+            ids,
+            attention_mask=torch.ones_like(ids),
+            logits_processor=LogitsProcessorList([self._process]),  # type: ignore[list-item]
+            eos_token_id=10**9,  # no token: the request's own rules end it
+            pad_token_id=0,
+            **options,
+        )
+
+    def _process(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Called by `generate` with the next logits: choose, let others run, go on with what was chosen."""
+        token = self._choose(scores[0])
+        if token is None:
+            raise _Cancelled
+        self._back.release()
+        self._turn.acquire()
+        if self._stop:
+            raise _Cancelled
+        forced = torch.full_like(scores, -torch.inf)
+        forced[0, token] = 0
+        return forced

@@ -1,0 +1,43 @@
+"""The engine's configuration."""
+
+from __future__ import annotations
+
+from pydantic import Field, PositiveInt, field_validator
+
+from deepspeed.config.model import DeepSpeedConfigModel
+from deepspeed.errors import NotAvailableError
+from deepspeed.inference.v2.ragged.manager_configs import DSStateManagerConfig
+
+
+class DeepSpeedTPConfig(DeepSpeedConfigModel):
+    """`tensor_parallel`: over how many ranks matrices are cut; one here."""
+
+    tp_size: PositiveInt = 1
+
+    @field_validator("tp_size")
+    @classmethod
+    def _one(cls, value: int) -> int:
+        if value > 1:
+            raise NotAvailableError(f"tensor_parallel.tp_size {value}: this engine runs on one rank; leave it 1")
+        return value
+
+
+class QuantizationConfig(DeepSpeedConfigModel):
+    """`quantization`: of weights."""
+
+    quantization_mode: str | None = None
+
+    @field_validator("quantization_mode")
+    @classmethod
+    def _none(cls, value: str | None) -> str | None:
+        if value is not None:
+            raise NotAvailableError(f"quantization.quantization_mode {value!r}: there are no fp6 weights; leave it out")
+        return value
+
+
+class RaggedInferenceEngineConfig(DeepSpeedConfigModel):
+    """Everything that `InferenceEngineV2` is told; unknown keys are refused."""
+
+    tensor_parallel: DeepSpeedTPConfig = Field(default_factory=DeepSpeedTPConfig, alias="tp")
+    state_manager: DSStateManagerConfig = Field(default_factory=DSStateManagerConfig, alias="manager")
+    quantization: QuantizationConfig = Field(default_factory=QuantizationConfig)

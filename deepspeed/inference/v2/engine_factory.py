@@ -1,0 +1,59 @@
+"""Engines from folders."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deepspeed.errors import CheckpointError, CheckpointMissingError
+from deepspeed.foundation.log import logger
+from deepspeed.inference.v2.config_v2 import RaggedInferenceEngineConfig
+from deepspeed.inference.v2.engine_v2 import ENGINE_FILE, InferenceEngineV2
+
+
+def build_hf_engine(
+    path: str, engine_config: RaggedInferenceEngineConfig, debug_level: int = logging.INFO
+) -> InferenceEngineV2:
+    """An engine of any causal LM of Transformers.
+
+    Args:
+        path: a folder, or a name on the hub; the dtype of the weights stays what it is.
+        engine_config: limits and memory.
+        debug_level: of the package's log.
+
+    Raises:
+        CheckpointError: Transformers finds no causal LM there, with its words.
+        NotAvailableError: the model can only go through its own `generate`.
+    """
+    logger.setLevel(debug_level)
+    if (Path(path) / ENGINE_FILE).exists():
+        return build_engine_from_ds_checkpoint(path, engine_config, debug_level)
+    return InferenceEngineV2(_load(path, "auto"), engine_config)
+
+
+def build_engine_from_ds_checkpoint(
+    path: str, engine_config: RaggedInferenceEngineConfig, debug_level: int = logging.INFO
+) -> InferenceEngineV2:
+    """An engine of a folder that `InferenceEngineV2.serialize` wrote.
+
+    Raises:
+        CheckpointMissingError: it did not.
+    """
+    logger.setLevel(debug_level)
+    file = Path(path) / ENGINE_FILE
+    if not file.exists():
+        raise CheckpointMissingError(f"{path} has no {ENGINE_FILE}; write it with InferenceEngineV2.serialize")
+    return InferenceEngineV2(_load(path, getattr(torch, json.loads(file.read_text())["dtype"])), engine_config)
+
+
+def _load(path: str, dtype: Any) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    try:
+        return AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{path}: {error}") from error

@@ -1,0 +1,206 @@
+"""A ragged engine: sequences by the caller's numbers, tokens in, logits of their last ones out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import torch
+from torch import nn
+
+from deepspeed.errors import ArgumentError, MemoryExhaustedError, NotAvailableError
+from deepspeed.foundation.log import logger
+from deepspeed.inference.batch import Batch, Span
+from deepspeed.inference.choice import choose, device_of
+from deepspeed.inference.limits import length_limit, packed_limit, vocabulary
+from deepspeed.inference.pages import Pages
+from deepspeed.inference.v2.config_v2 import RaggedInferenceEngineConfig
+from deepspeed.inference.v2.scheduling_utils import SchedulingError, SchedulingResult
+
+BLOCK = 64  # tokens
+ENGINE_FILE = "ds_engine.json"
+
+
+@dataclass
+class DSSequenceDescriptor:
+    """What the engine keeps of one sequence."""
+
+    uid: int
+    seen_tokens: int = 0
+    in_flight_tokens: int = 0
+    blocks: list[int] = field(default_factory=list)
+    max_context: int = 0
+
+    @property
+    def cur_allocated_blocks(self) -> int:
+        """Blocks that it holds."""
+        return len(self.blocks)
+
+
+class InferenceEngineV2:
+    """Runs ragged batches over blocks of one cache.
+
+    Args:
+        model: a causal LM of Transformers that can be batched over pages.
+        engine_config: limits and memory.
+
+    Raises:
+        NotAvailableError: the model can only go through its own `generate`, and why.
+    """
+
+    def __init__(self, model: nn.Module, engine_config: RaggedInferenceEngineConfig | None = None) -> None:
+        self._config = engine_config or RaggedInferenceEngineConfig()
+        self._model = model.eval()
+        executor, why = choose(model)
+        if executor is None:
+            raise NotAvailableError(f"{type(model).__name__} cannot be batched over pages: {why}; use its generate")
+        self._executor = executor
+        own = [limit for limit in (length_limit(model), packed_limit(model)) if limit is not None]
+        self._max_context = min([self._config.state_manager.max_context, *own])
+        probed = executor.store
+        self._blocks = Pages(self._count(probed.bytes_per_page() // probed.size * BLOCK), BLOCK, reuse=False)
+        executor.store = probed.resized(self._blocks.count, BLOCK)
+        self._sequences: dict[int, DSSequenceDescriptor] = {}
+        config = SimpleNamespace(max_seq_length=length_limit(model) or self._max_context, vocab_size=vocabulary(model))
+        self._policy = SimpleNamespace(_checkpoint_engine=SimpleNamespace(model_config=config))
+
+    @property
+    def free_blocks(self) -> torch.Tensor:
+        """Blocks that can be taken, of each group of layers [groups]."""
+        return torch.tensor([self._blocks.available])
+
+    @property
+    def n_kv_cache_groups(self) -> int:
+        """Groups of layers with a cache of their own."""
+        return 1
+
+    def model(self) -> nn.Module:
+        """The model."""
+        return self._model
+
+    def put(
+        self, batch_uids: Iterable[int], batch_tokens: Iterable[torch.Tensor], do_checks: bool = True
+    ) -> torch.Tensor:
+        """One pass over new tokens of new or known sequences.
+
+        Args:
+            batch_uids: numbers of the sequences, each once.
+            batch_tokens: their new tokens, 1-D integers.
+            do_checks: ask `can_schedule` first. Without it, blocks that run out still raise.
+
+        Returns:
+            logits of each sequence's last token, [sequences, vocabulary].
+
+        Raises:
+            SchedulingError: the batch is over a limit.
+            ArgumentError: uids twice, or tokens that are none.
+        """
+        uids, tokens = list(batch_uids), [self._tokens(one) for one in batch_tokens]
+        if len(uids) != len(tokens) or len(set(uids)) != len(uids) or not uids:
+            raise ArgumentError(f"put takes each uid once, with its tokens: {len(uids)} uids, {len(tokens)} of tokens")
+        if do_checks and (result := self.can_schedule(uids, [len(one) for one in tokens])) != SchedulingResult.Success:
+            raise SchedulingError(result)
+        spans = []
+        needed = sum(self._more(uid, len(new)) for uid, new in zip(uids, tokens, strict=True))
+        if needed > self._blocks.available:
+            raise MemoryExhaustedError(f"{needed} blocks are needed and {self._blocks.available} are free; flush some")
+        for uid, new in zip(uids, tokens, strict=True):
+            known = self._sequences.setdefault(uid, DSSequenceDescriptor(uid, max_context=self._max_context))
+            known.blocks += [self._blocks.take() for _ in range(self._more(uid, len(new)))]
+            spans.append(Span(new, known.seen_tokens, known.blocks))
+            known.in_flight_tokens = len(new)
+        even = getattr(self._executor, "even", False)
+        logits = self._executor.run(Batch(spans, BLOCK, device_of(self._model), even))
+        for uid in uids:
+            known = self._sequences[uid]
+            known.seen_tokens, known.in_flight_tokens = known.seen_tokens + known.in_flight_tokens, 0
+        return logits
+
+    def query(self, uid: int, max_request_tokens: int, max_request_blocks: int) -> tuple[int, int]:
+        """How many of the wanted tokens a sequence could take with so many more blocks, and the blocks for them."""
+        manager = self._config.state_manager
+        if uid not in self._sequences and len(self._sequences) >= manager.max_tracked_sequences:
+            return 0, 0
+        known = self._sequences.get(uid)
+        seen, held = (known.seen_tokens, len(known.blocks)) if known is not None else (0, 0)
+        room = (held + max_request_blocks) * BLOCK - seen
+        tokens = max(0, min(max_request_tokens, room, self._max_context - seen))
+        return tokens, self._more(uid, tokens)
+
+    def can_schedule(self, uids: Iterable[int], lengths: Iterable[int]) -> SchedulingResult:
+        """Whether a batch of sequences with so many new tokens each can be put."""
+        uids, lengths = list(uids), list(lengths)
+        manager = self._config.state_manager
+        if len(uids) > manager.max_ragged_sequence_count:
+            return SchedulingResult.BatchSequenceLimitExceeded
+        if len(self._sequences) + sum(uid not in self._sequences for uid in uids) > manager.max_tracked_sequences:
+            return SchedulingResult.EngineSequenceLimitExceeded
+        if sum(lengths) > manager.max_ragged_batch_size:
+            return SchedulingResult.BatchTokenLimitExceeded
+        for uid, length in zip(uids, lengths, strict=True):
+            if self._seen(uid) + length > self._max_context:
+                return SchedulingResult.SequenceTokenLimitExceeded
+        if sum(self._more(uid, length) for uid, length in zip(uids, lengths, strict=True)) > self._blocks.available:
+            return SchedulingResult.KVCacheLimitExceeded
+        return SchedulingResult.Success
+
+    def get_remaining_block_capacity(self, uid: int) -> int:
+        """Tokens that fit into the last block of a sequence; 0 for an unknown one."""
+        known = self._sequences.get(uid)
+        return 0 if known is None else len(known.blocks) * BLOCK - known.seen_tokens
+
+    def flush(self, uid: int) -> None:
+        """Forget a sequence and free its blocks."""
+        known = self._sequences.pop(uid, None)
+        if known is None:
+            logger.warning("flush: sequence %s is not known", uid)
+            return
+        for block in known.blocks:
+            self._blocks.release(block)
+
+    def serialize(self, save_path: str) -> None:
+        """Write model and configuration, to be read by `build_engine_from_ds_checkpoint`; no pickles.
+
+        Args:
+            save_path: a folder.
+        """
+        folder = Path(save_path)
+        self._model.save_pretrained(folder, safe_serialization=True)  # type: ignore[operator]
+        said = {"version": 1, "dtype": str(next(self._model.parameters()).dtype).removeprefix("torch.")}
+        (folder / ENGINE_FILE).write_text(json.dumps(said))
+
+    def _count(self, each: int) -> int:
+        """Blocks of the cache, of `each` bytes."""
+        manager = self._config.state_manager
+        if manager.memory_config.mode in ("allocate",):
+            return manager.memory_config.size
+        free = psutil.virtual_memory().available - manager.memory_config.size
+        useful = manager.max_tracked_sequences * -(-self._max_context // BLOCK)
+        if free < each:
+            raise MemoryExhaustedError(
+                f"memory_config reserves {manager.memory_config.size} bytes of {free + manager.memory_config.size}: "
+                f"no block of {each} is left for the cache"
+            )
+        return min(free // each, useful)
+
+    def _seen(self, uid: int) -> int:
+        return self._sequences[uid].seen_tokens if uid in self._sequences else 0
+
+    def _more(self, uid: int, tokens: int) -> int:
+        """Blocks that a sequence lacks for so many more tokens."""
+        held = len(self._sequences[uid].blocks) if uid in self._sequences else 0
+        return max(0, -(-(self._seen(uid) + tokens) // BLOCK) - held)
+
+    def _tokens(self, given: Any) -> list[int]:
+        found = torch.as_tensor(given)
+        if found.dim() != 1 or not len(found) or found.is_floating_point():
+            raise ArgumentError(f"tokens are 1-D integers, at least one, not {tuple(found.shape)} of {found.dtype}")
+        most = vocabulary(self._model)
+        if int(found.min()) < 0 or (most is not None and int(found.max()) >= most):
+            raise ArgumentError(f"tokens have to be from 0 to {most}, not {int(found.min())} to {int(found.max())}")
+        return found.tolist()

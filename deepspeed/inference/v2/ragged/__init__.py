@@ -1,0 +1,12 @@
+"""How many sequences and tokens an engine keeps, and what its cache may take."""
+
+from __future__ import annotations
+
+from deepspeed.inference.v2.ragged.manager_configs import (
+    AllocationMode,
+    DSStateManagerConfig,
+    KVCacheConfig,
+    MemoryConfig,
+)
+
+__all__ = ["AllocationMode", "DSStateManagerConfig", "KVCacheConfig", "MemoryConfig"]

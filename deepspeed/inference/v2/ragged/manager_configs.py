@@ -1,0 +1,63 @@
+"""Sections of the engine's state: sequences, tokens, memory."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any
+
+from pydantic import Field, PositiveInt, field_validator, model_validator
+
+from deepspeed.config.model import DeepSpeedConfigModel
+from deepspeed.errors import NotAvailableError
+
+
+class AllocationMode(Enum):
+    """Whether a size is left free, or taken."""
+
+    RESERVE = "reserve"
+    ALLOCATE = "allocate"
+
+
+class MemoryConfig(DeepSpeedConfigModel):
+    """`reserve`: so many bytes stay free when the cache has what it can use of the rest; `allocate`: so many blocks."""
+
+    mode: AllocationMode = AllocationMode.RESERVE
+    size: PositiveInt = 1_000_000_000
+
+
+class KVCacheConfig(DeepSpeedConfigModel):
+    """What a block of the cache holds; told by the engine."""
+
+    block_size: int = 64
+    num_allocation_groups: PositiveInt = 1
+    cache_shape: tuple[PositiveInt, PositiveInt, PositiveInt]
+    cache_dtype: Any = None
+    max_blocks_per_allocation_group: PositiveInt = 64
+
+
+class DSStateManagerConfig(DeepSpeedConfigModel):
+    """Limits of what the engine keeps and of one pass."""
+
+    max_tracked_sequences: PositiveInt = 2048
+    max_ragged_batch_size: PositiveInt = 768
+    max_ragged_sequence_count: PositiveInt = 512
+    max_context: PositiveInt = 8192
+    memory_config: MemoryConfig = Field(default_factory=MemoryConfig)
+    offload: bool = False
+
+    @field_validator("offload")
+    @classmethod
+    def _no_offload(cls, value: bool) -> bool:
+        if value:
+            raise NotAvailableError("state_manager.offload: keys and values stay on the device; leave it false")
+        return value
+
+    @model_validator(mode="after")
+    def _fits(self) -> DSStateManagerConfig:
+        for name in ("max_tracked_sequences", "max_ragged_batch_size"):
+            if self.max_ragged_sequence_count > getattr(self, name):
+                raise ValueError(
+                    f"max_ragged_sequence_count {self.max_ragged_sequence_count} is more than "
+                    f"{name} {getattr(self, name)}"
+                )
+        return self

@@ -1,0 +1,26 @@
+"""Whether a batch can be run, and if not, why."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from deepspeed.errors import DeepSpeedError
+
+
+class SchedulingResult(Enum):
+    """Answers of `can_schedule`."""
+
+    Success = 0
+    EngineSequenceLimitExceeded = 1
+    BatchSequenceLimitExceeded = 2
+    BatchTokenLimitExceeded = 3
+    KVCacheLimitExceeded = 4
+    SequenceTokenLimitExceeded = 5
+
+
+class SchedulingError(DeepSpeedError, RuntimeError):
+    """A batch was put that cannot be run; `status` says why."""
+
+    def __init__(self, result: SchedulingResult) -> None:
+        self.status = result
+        super().__init__(f"Batch scheduling failed with result {result}")

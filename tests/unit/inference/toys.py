@@ -1,0 +1,115 @@
+"""Small models whose greedy text is not one repeated token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+# Sizes of weights: matrices, embeddings, noise on norms (which unties what a tied embedding says from what it read).
+SCALES = (
+    (0.3, 0.3, 0.0), (0.3, 0.3, 1.0), (0.25, 0.05, 1.0), (0.15, 0.3, 1.0), (0.5, 0.1, 0.3), (0.3, 1.0, 1.0),
+    (0.6, 0.6, 1.0), (0.1, 0.1, 1.0), (1.0, 1.0, 0.0), (0.6, 0.1, 0.0),
+)  # fmt: skip
+MARGIN = 1e-3
+LENGTHS = (1, 5, 16, 17, 33, 60, 97, 23)
+
+
+def scale(model: Any, std: float = 0.3, embedding: float | None = None, norms: float = 0.0, seed: int = 5) -> Any:
+    """Weights of a size at which random models say different things."""
+    generator = torch.Generator().manual_seed(seed)
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
+    head = getattr(model.get_output_embeddings(), "weight", None)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.dim() > 1:
+                size = embedding if embedding is not None and id(parameter) in tables else std
+                size = 4 * size if parameter is head and id(parameter) not in tables else size
+                parameter.copy_(noise * size)
+            elif norms and ("norm" in name or "ln_" in name):
+                parameter.copy_(1 + noise * norms)
+    return model.eval()
+
+
+def lively(model: Any, different: int = 20, new: int = 32, lengths: Any = (12,), vocabulary: int = 200) -> Any:
+    """`model` with weights at which greedy text has many different tokens, none of them by a hair, and what it says:
+    (prompts and tokens, how many differ on average, the smallest gap).
+
+    Raises:
+        ValueError: none of the sizes tried gives that.
+    """
+    best = (0.0, 0.0)
+    for seed, sizes in ((seed, sizes) for seed in (5, 6) for sizes in SCALES):
+        scale(model, *sizes, seed=seed)
+        said, counts, least = [], [], float("inf")
+        for prompt in prompts(lengths, vocabulary):
+            tokens, gaps = watched(model, prompt, new)
+            said.append((prompt, tokens))
+            counts.append(len(set(tokens)))
+            least = min(least, *gaps)
+            if counts[-1] < different / 2 or not least > MARGIN:
+                break
+        mean = sum(counts) / len(counts)
+        if len(counts) == len(lengths) and mean >= different and least > MARGIN:
+            return model, said, (mean, least)
+        best = max(best, (mean, least))
+    raise ValueError(f"its text has {best[0]:.0f} different tokens of {new}, margin {best[1]:.1e}")
+
+
+@torch.no_grad()
+def watched(model: Any, prompt: list[int], new: int) -> tuple[list[int], list[float]]:
+    """(greedy tokens of `generate`, the gap between the two largest logits of each)."""
+    ids = torch.tensor([prompt])
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, eos_token_id=10**9,
+        pad_token_id=0, return_dict_in_generate=True, output_logits=True,
+    )  # fmt: skip
+    gaps = [float(values[0, 0] - values[0, 1]) for values in (row.float().topk(2).values for row in out.logits)]
+    return out.sequences[0, -len(gaps) :].tolist(), gaps
+
+
+def llama(**sizes: Any) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    given = {
+        "vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "eos_token_id": 2,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    return scale(LlamaForCausalLM(LlamaConfig(**{**given, **sizes})))
+
+
+def gpt_neo(**sizes: Any) -> Any:
+    from transformers import GPTNeoConfig, GPTNeoForCausalLM
+
+    given = {
+        "vocab_size": 256, "hidden_size": 64, "num_layers": 2, "num_heads": 4, "max_position_embeddings": 256,
+        "window_size": 12, "attention_types": [[["global", "local"], 1]], "eos_token_id": 2, "bos_token_id": 1,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    return scale(GPTNeoForCausalLM(GPTNeoConfig(**{**given, **sizes})))
+
+
+def mamba(**sizes: Any) -> Any:
+    from transformers import MambaConfig, MambaForCausalLM
+
+    torch.manual_seed(0)
+    given = {"vocab_size": 256, "hidden_size": 48, "num_hidden_layers": 2, "state_size": 8, "eos_token_id": 2}
+    return scale(MambaForCausalLM(MambaConfig(**{**given, **sizes})))
+
+
+def prompts(lengths: Any = LENGTHS, vocabulary: int = 256) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(11)
+    return [torch.randint(3, vocabulary, (length,), generator=generator).tolist() for length in lengths]
+
+
+@torch.no_grad()
+def alone(model: Any, prompt: list[int], new: int) -> list[int]:
+    """Greedy tokens of the model's own `generate`."""
+    ids = torch.tensor([prompt])
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, eos_token_id=10**9,
+        pad_token_id=0,
+    )  # fmt: skip
+    return out[0, len(prompt) :].tolist()
