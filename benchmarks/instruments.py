@@ -123,6 +123,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--stages", type=int, nargs="+", default=[2])
     parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--seconds", type=float, default=1e9, help="of the rounds of a stage; fewer are made then")
     parser.add_argument("--width", type=int, default=Shape.width)
     parser.add_argument("--layers", type=int, default=Shape.layers)
     parser.add_argument("--dry", action="store_true", help="write no results")
@@ -131,10 +132,12 @@ def main() -> None:
     for stage in arguments.stages:
         setup = {"stage": stage, "width": arguments.width, "layers": arguments.layers}
         world = World("instruments.py", arguments.ranks, setup)
-        rounds = []
+        rounds, end = [], time.monotonic() + arguments.seconds
         for index in range(arguments.rounds + 2):  # the first two pay for lazy allocation and the writers' start
             answers = world.ask(order=order.sample(SIDES, len(SIDES)), index=index)
             by_side = {name: [answer[name] for answer in answers] for name in SIDES}
+            if time.monotonic() > end:
+                break
             rounds.append(
                 {n: (max(a[0] for a in t), *(sum(a[at] for a in t) for at in (1, 2))) for n, t in by_side.items()}
             )

@@ -85,7 +85,7 @@ _WIDE: dict[str, Any] = {"width": 64, "depth": 16, "micro": 4096, "again": 8, "r
 PLANTS: dict[str, dict[str, Any]] = {
     "activations": {"stage": 1, **_WIDE},
     "activations, gathered": {"stage": 3, **_WIDE},
-    "optimizer": {"stage": 0, "width": 2800, "depth": 4, "room": 340},
+    "optimizer": {"stage": 0, "width": 2800, "depth": 4, "room": 220},
 }
 
 

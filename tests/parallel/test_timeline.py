@@ -15,9 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from deepspeed.errors import NotAvailableError
 from deepspeed.foundation.recorder import recorder
 from tests.harness.pool import WorkerPool
-from tests.parallel.tiny import STAGES, loss_of, start
+from tests.parallel import pipeline_layers
+from tests.parallel.tiny import STAGES, loss_of, raises, start
 
 Workers = Callable[[int], WorkerPool]
 RANKS, SLEEP = 2, 0.1
@@ -233,3 +235,22 @@ def test_thirty_random_plants(workers: Workers, tmp_path: Path) -> None:
             wrong.append((stage, found, wanted, table))
     print(f"{30 - len(wrong)} of 30 right")
     assert len(wrong) <= 2, "\n".join(map(str, wrong))
+
+
+def staged(folder: str) -> Any:
+    """What two stages of a pipeline recorded, and that what needs a window's forward is refused."""
+    section = {"enabled": True, "start_step": 1, "steps": 2, "output_path": folder, "job_name": "run"}
+    with pipeline_layers.start(1, 2, 4, settings={"timeline": section}) as engine:
+        for step in range(3):
+            engine.train_batch(pipeline_layers.feed(4 * step, 4, 0))
+        timeline = engine.timeline
+    with raises(NotAvailableError, "non_finite does not run the window of a pipeline again"):
+        pipeline_layers.start(1, 2, 4, settings={"non_finite": {"enabled": True}})
+    return None if timeline is None else (timeline.shares(), timeline.step_seconds, timeline.table())
+
+
+def test_stages_of_a_pipeline_are_recorded(workers: Workers, tmp_path: Path) -> None:
+    shares, step, table = workers(RANKS).run(staged, str(tmp_path))[0]
+    assert sum(shares.values()) == pytest.approx(step, rel=0.01)
+    assert all(shares[name] > 0 for name in ("forward", "backward", "update")), table
+    assert shares["communication"] + shares["waiting"] > 0
