@@ -380,16 +380,7 @@ class DeepSpeedEngine(EngineSurface, nn.Module):
         return torch.autocast(self.device.type, dtype=DTYPES[section.dtype])
 
     def _timed(self, name: str) -> contextlib.AbstractContextManager[None]:
-        return self._timing(name) if self._instruments.timed else contextlib.nullcontext()
-
-    @contextlib.contextmanager
-    def _timing(self, name: str) -> Iterator[None]:
-        timer = self.timers(name)
-        timer.start()
-        try:
-            yield
-        finally:  # a caller may go on after an error
-            timer.stop()
+        return self._instruments.span(name)
 
     def compile(  # type: ignore[override]
         self,
