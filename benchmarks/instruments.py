@@ -18,26 +18,34 @@ import psutil
 import torch
 from common import GPT, Shape, World, batch_of, median_interval, print_table, serve, start_world, write_json
 
-SIDES = ["off", "off again", "monitors", "norms", "counted"]
-BARS = {"monitors": 1.01, "norms": 1.01, "counted": 1.5}
+SIDES = ["off", "off again", "recorder", "comms logger", "non_finite", "monitors", "norms", "counted"]
+BARS = {"recorder": 1.01, "comms logger": 1.01, "non_finite": 1.01, "monitors": 1.01, "norms": 1.01, "counted": 1.5}
 TAIL = 1.05  # the 99th percentile of a side over that of "off again"
 
 
 def make_side(name: str, stage: int, shape: Shape, folder: str) -> Callable[[torch.Tensor], None]:
     """One step of an engine with an instrument on."""
     import deepspeed
+    from deepspeed.comm.logging import comms_logger
+    from deepspeed.foundation.recorder import recorder
     from deepspeed.profiling.flops_profiler import FlopsProfiler
+    from deepspeed.profiling.timeline import ModuleSpans
 
     torch.manual_seed(0)
     model = GPT(shape)
     config: dict[str, Any] = {"train_micro_batch_size_per_gpu": shape.batch, "zero_optimization": {"stage": stage}}
     if name == "monitors":
         config["csv_monitor"] = {"enabled": True, "output_path": folder}
+    config["non_finite"] = {"enabled": name == "non_finite"}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     profiler = FlopsProfiler(engine.module) if name == "counted" else None
+    if name == "recorder":
+        recorder.start()  # one for all sides: it is on in the steps of this one
+        ModuleSpans(engine.module)
 
     def step(windows: torch.Tensor) -> None:
+        recorder.on, comms_logger.enabled = name == "recorder", name == "comms logger"
         if profiler is not None:
             profiler.start_profile()
         engine.backward(engine(windows))

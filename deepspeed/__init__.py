@@ -22,6 +22,11 @@ _LAZY: dict[str, tuple[str, str | None]] = {
     "DeepSpeedOptimizer": ("deepspeed.zero.optimizer", "ZeroOptimizer"),
     "tp_model_init": ("deepspeed.tensor_parallel.init", "tp_model_init"),
     "set_autotp_mode": ("deepspeed.tensor_parallel.init", "set_autotp_mode"),
+    "init_inference": ("deepspeed.inference.engine", "init_inference"),
+    "InferenceEngine": ("deepspeed.inference.engine", "InferenceEngine"),
+    "DeepSpeedInferenceConfig": ("deepspeed.inference.config", "DeepSpeedInferenceConfig"),
+    "default_inference_config": ("deepspeed.inference.config", "default_inference_config"),
+    "inference": ("deepspeed.inference", None),
     "get_accelerator": ("deepspeed.accelerator", "get_accelerator"),
     "log_dist": ("deepspeed.foundation.log", "log_dist"),
     "logger": ("deepspeed.foundation.log", "logger"),
@@ -41,10 +46,6 @@ _LAZY: dict[str, tuple[str, str | None]] = {
 # name: the feature it belongs to, which this version does not have
 _LATER = {
     "DeepSpeedHybridEngine": "the hybrid engine",
-    "DeepSpeedInferenceConfig": "the inference engine",
-    "InferenceEngine": "the inference engine",
-    "default_inference_config": "the inference engine",
-    "init_inference": "the inference engine",
     "moe": "mixture of experts",
 }
 

@@ -107,6 +107,10 @@ class RequestError(ArgumentError):
     """A request that cannot be generated as asked; over a limit, the message has both numbers."""
 
 
+class LengthError(RequestError, RuntimeError):
+    """A prompt, or a prompt and what is to follow, is longer than the model or a key allows; names both numbers."""
+
+
 class PackingError(DeepSpeedError, RuntimeError):
     """A model's modules cannot run rows of several sequences in one pass; says what stands against it."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -17,7 +18,10 @@ GB = 2**30
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
-    """Log on rank 0 what the device and the host hold.
+    """Log on rank 0 what the device and the host hold, after a garbage collection; peaks are counted anew from here.
+
+    MA is what tensors hold of the device, CA what torch holds; on a CPU both are what the process has resident, whose
+    peak stays.
 
     Args:
         message: where in the script this is.
@@ -25,12 +29,14 @@ def see_memory_usage(message: str, force: bool = False) -> None:
     """
     if not force:
         return
+    gc.collect()
     device, host = get_accelerator(), psutil.virtual_memory()
     say(
-        f"{message} | device: allocated {device.memory_allocated() / GB:.2f} GB, highest "
-        f"{device.max_memory_allocated() / GB:.2f} GB, reserved {device.memory_reserved() / GB:.2f} GB | "
-        f"host: used {host.used / GB:.2f} GB of {host.total / GB:.2f} GB"
+        f"{message}\nMA {device.memory_allocated() / GB:.2f} GB  Max_MA {device.max_memory_allocated() / GB:.2f} GB  "
+        f"CA {device.memory_reserved() / GB:.2f} GB  Max_CA {device.max_memory_reserved() / GB:.2f} GB\n"
+        f"CPU Virtual Memory:  used = {host.used / GB:.2f} GB, percent = {host.percent}%"
     )
+    device.reset_peak_memory_stats()
 
 
 def get_ma_status() -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-import time
 from collections.abc import Callable
 from functools import lru_cache, partial, wraps
 from typing import Any
@@ -12,11 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from deepspeed.accelerator import get_accelerator
 from deepspeed.comm import routes, watch
 from deepspeed.comm.groups import require_group
 from deepspeed.comm.logging import comms_logger
 from deepspeed.comm.trail import trail
+from deepspeed.foundation.recorder import CALL
 
 # Arguments whose bytes are the size of the message; for operations not named here it is the first argument.
 _MESSAGE = {"reduce_scatter": 1, "reduce_scatter_tensor": 1}
@@ -93,7 +92,7 @@ def _enter(group: Any, label: str) -> None:
 
 def _guarded(label: str, action: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run one collective under the watch; a failure of the network or of another rank becomes a report."""
-    watch.note(label)
+    watch.note(label, CALL)
     try:
         return action(*args, **kwargs)
     except RuntimeError as error:
@@ -110,14 +109,10 @@ def _begin(operation: str, label: str, message: Any, group: Any, debug: bool) ->
     if debug or comms_logger.debug:
         caller = sys._getframe(2)
         where = f" from {caller.f_code.co_filename}:{caller.f_lineno}"
-    accelerator = get_accelerator()
-    accelerator.synchronize()
-    begun = time.perf_counter()
+    begun, ranks = comms_logger.begin(message), dist.get_world_size(group)
 
     def finish() -> None:
-        accelerator.synchronize()
-        seconds = time.perf_counter() - begun
-        comms_logger.record(operation, _bytes(message), dist.get_world_size(group), seconds, label + where)
+        comms_logger.end(begun, operation, _bytes(message), ranks, label + where)
 
     return finish
 
@@ -252,17 +247,20 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict
 
 def get_logged_comm_ops() -> list[str]:
     """Names of the operations that were timed."""
+    comms_logger.settle()
     return sorted(comms_logger.times)
 
 
 def get_comm_operation_count(op_name: str | None = None) -> int:
     """How many calls were timed, of one operation or of all."""
     names = comms_logger.times if op_name is None else {op_name} & comms_logger.times.keys()
-    return sum(len(times) for name in names for times in comms_logger.times[name].values())
+    comms_logger.settle()
+    return sum(times.calls for name in names for times in comms_logger.times[name].values())
 
 
 def has_comm_data() -> bool:
     """Whether any call was timed."""
+    comms_logger.settle()
     return bool(comms_logger.times)
 
 

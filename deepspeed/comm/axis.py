@@ -51,6 +51,7 @@ class Axis:
     _channels: itertools.count = field(default_factory=lambda: itertools.count(PUBLIC + 1), repr=False)
     _public: itertools.count = field(default_factory=itertools.count, repr=False)
     _reductions: Axis | None = field(default=None, repr=False)
+    _messages: dict[tuple[tuple[int, int], ...], list[dist.ProcessGroup]] = field(default_factory=dict, repr=False)
 
     @property
     def reductions(self) -> Axis:
@@ -206,6 +207,34 @@ def separate_reductions(axes: Iterable[Axis], everyone: Axis) -> None:
     groups = {ranks: make_group(list(ranks), watch.timeout(), backend) for ranks in wanted}
     for axis in lacking:
         axis._reductions = replace(axis, group=groups[axis.ranks])
+
+
+def message_groups(axis: Axis, edges: Sequence[tuple[int, int]]) -> list[dist.ProcessGroup | None]:
+    """A communicator for each edge between two ranks of an axis. All ranks of the world call together.
+
+    Messages without tags pass each other only on different communicators: two stages that send to each other over one
+    would each wait for the other to receive first. Where messages carry tags nothing is made.
+
+    Args:
+        axis: of this rank; every rank of the world has one of this kind.
+        edges: (sender, receiver) as positions on the axis; the same on all ranks.
+
+    Returns:
+        By edge; None where messages carry tags.
+    """
+    if axis.tagged or axis.group is None:
+        return [None] * len(edges)
+    known = axis._messages.get(tuple(edges))
+    if known is None:
+        rows: list[Any] = [None] * _registry().size
+        with _watched("all_gather_object of the axes that send messages"):
+            dist.all_gather_object(rows, axis.ranks)
+        backend, known = _device_backend(axis.group), []
+        for ranks in sorted(set(rows)):
+            made = [make_group([ranks[one] for one in edge], watch.timeout(), backend) for edge in edges]
+            known = made if ranks == axis.ranks else known
+        axis._messages[tuple(edges)] = known
+    return list(known)
 
 
 def _device_backend(group: dist.ProcessGroup | None) -> str | None:

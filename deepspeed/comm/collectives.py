@@ -19,7 +19,6 @@ the same bits: the fp32 sum in rank order.
 from __future__ import annotations
 
 import threading
-import time
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -34,6 +33,7 @@ from deepspeed.comm.shared_memory import SharedMemory, Until
 from deepspeed.comm.sums import sum_in_rank_order
 from deepspeed.comm.trail import trail
 from deepspeed.comm.underway import underway
+from deepspeed.foundation.recorder import CALL, FLIGHT, REDUCE, WAIT, now, recorder
 
 # Kinds of messages on one channel; with the channel and a sequence number they make the tag.
 EXCHANGE, SPREAD, PULL, READ, SMALL = range(5)
@@ -73,6 +73,8 @@ class Handle:
         works: the backend's handles.
         then: called once, when all messages have arrived; may return the handle of a next phase.
         payload: the tensor that travels.
+        received: bytes that come from other ranks.
+        began: when it did, on the recorder's clock; now, unless it is over already.
     """
 
     def __init__(
@@ -82,12 +84,16 @@ class Handle:
         works: list[Any],
         then: Callable[[], Handle | None] | None = None,
         payload: torch.Tensor | None = None,
+        received: int = 0,
+        began: int = 0,
     ) -> None:
         self.axis, self.label, self.works, self.then = axis, label, works, then
         self.done = False
-        self._size = payload.numel() * payload.itemsize if payload is not None and works else 0
+        self._size = payload.numel() * payload.itemsize if payload is not None and axis.size > 1 else 0
+        self._received = received
         self._on_device = payload if works and not axis.tagged else None
-        self._started = time.perf_counter()
+        self._began = began or now()
+        self._clock = comms_logger.begin(payload) if self._on_device is not None and comms_logger.enabled else None
         self._waiter: threading.Thread | None = None
         self._failure: RuntimeError | None = None
 
@@ -99,6 +105,12 @@ class Handle:
         """
         if self.done or not self.works or not self.axis.tagged:
             return True  # NCCL: `advance` orders the current stream and does not block; it must not be another thread's
+        if not patience:
+            return self._ready(patience)
+        with recorder.span(WAIT, self.label, self.label.partition(" of ")[2]):
+            return self._ready(patience)
+
+    def _ready(self, patience: float) -> bool:
         if isinstance(self.works[0], Until):
             return self.works[0].within(patience)
         if self._waiter is None:
@@ -132,12 +144,25 @@ class Handle:
                 raise watch.failed(self.label, self._failure, list(self.axis.ranks)) from self._failure
         if self._on_device is not None:
             underway.add(self.label, self._on_device)
-        if self._size and comms_logger.wants(operation := self.label.partition(" ")[0], False):
-            seconds = time.perf_counter() - self._started
-            comms_logger.record(operation, self._size, self.axis.size, seconds, self.label)
         self.done, self.works, self._on_device = True, [], None
         then, self.then = self.then, None
-        return then() if then is not None else None
+        if then is None or not recorder.on:
+            following = None if then is None else then()
+        else:
+            with recorder.span(REDUCE, self.label, self.label.partition(" of ")[2]):
+                following = then()
+        if self._size:
+            self._record()
+        return following
+
+    def _record(self) -> None:
+        """Tell the comms logger and the recorder of a message that is over: what arrived has been taken in."""
+        operation = self.label.partition(" ")[0]
+        if comms_logger.enabled and comms_logger.wants(operation, False):
+            begun = self._began if self._clock is None else self._clock
+            comms_logger.end(begun, operation, self._size, self.axis.size, self.label, self._received)
+        if recorder.on:
+            recorder.add(self._began, FLIGHT, self.label, self.label.partition(" of ")[2], self._received)
 
     def unrecorded(self) -> Handle:
         """This handle, out of the comms logger: a phase of a call that is recorded as a whole."""
@@ -180,7 +205,7 @@ def wait_all(axis: Axis, label: str, works: Sequence[Any]) -> None:
 def post(axis: Axis, label: str, start: Callable[[], list[Any]]) -> list[Any]:
     """Start messages under a label; a failure to start becomes the labelled report."""
     delay(label)
-    watch.note(label)
+    watch.note(label, CALL)
     try:
         return start()
     except RuntimeError as error:
@@ -258,9 +283,9 @@ def reduce_to_owners(
         own = flat[cuts[axis.rank] : cuts[axis.rank + 1]]
         flat = flat[: cuts[-1]]
         works = post(axis, label, lambda: [_reduce_scatter(own, flat, group=axis.group, async_op=True)])  # in place
-        return Handle(axis, label, works, lambda: finish([own]), flat)
+        return Handle(axis, label, works, lambda: finish([own]), flat, own.nbytes * (axis.size - 1))
     works, parts = exchange(axis, flat, cuts, tag, label, scratch)
-    return Handle(axis, label, works, lambda: finish(parts), flat)
+    return Handle(axis, label, works, lambda: finish(parts), flat, parts[axis.rank].nbytes * (axis.size - 1))
 
 
 def _read_posts(
@@ -284,7 +309,7 @@ def _read_posts(
         return Handle(axis, label, [shared.acknowledged(tag, takers)], lambda: following)
 
     works = post(axis, label, lambda: shared.post(tag, flat, takers) or [shared.posted(tag, givers)])
-    return Handle(axis, label, works, arrived, flat)
+    return Handle(axis, label, works, arrived, flat, len(givers) * (high - low) * flat.itemsize)
 
 
 def spread(axis: Axis, full: torch.Tensor, cuts: Sequence[int], tag: int, label: str) -> Handle:
@@ -322,7 +347,13 @@ def _spread(axis: Axis, full: torch.Tensor, cuts: Sequence[int], tag: int, label
             dist.broadcast(s, src=axis.ranks[r], group=group, async_op=True) for r, s in enumerate(slices) if s.numel()
         ]
 
-    return Handle(axis, label, post(axis, label, start), payload=full)
+    began = now()
+    return Handle(axis, label, post(axis, label, start), None, full, _others(slices, own), began)
+
+
+def _others(slices: Sequence[torch.Tensor], own: torch.Tensor) -> int:
+    """Bytes of everybody's slices but the own one."""
+    return sum(part.nbytes for part in slices) - own.nbytes
 
 
 def share(axis: Axis, full: torch.Tensor, cuts: Sequence[int], tag: int, label: str) -> Handle:
@@ -342,7 +373,7 @@ def share(axis: Axis, full: torch.Tensor, cuts: Sequence[int], tag: int, label: 
         return Handle(axis, label, [shared.acknowledged(tag, takers)])
 
     works = post(axis, label, lambda: shared.post(tag, own, takers) or [shared.posted(tag, givers)])
-    return Handle(axis, label, works, arrived, full)
+    return Handle(axis, label, works, arrived, full, _others(slices, own))
 
 
 def swap(
@@ -364,13 +395,13 @@ def swap(
             return Handle(axis, label, [shared.acknowledged(tag, [peer])], lambda: following)
 
         posted = post(axis, label, lambda: shared.post(tag, flat, [peer]) or [shared.posted(tag, [peer])])
-        return Handle(axis, label, posted, arrived, flat)
+        return Handle(axis, label, posted, arrived, flat, flat.nbytes)
     other = scratch(flat)
     parts = [flat, other] if axis.rank == 0 else [other, flat]
     if group is None:
         raise RuntimeError("swap needs two ranks")
     works = post(axis, label, lambda: [group.recv([other], peer, tag), group.send([flat], peer, tag)])
-    return Handle(axis, label, works, lambda: finish(parts), flat)
+    return Handle(axis, label, works, lambda: finish(parts), flat, flat.nbytes)
 
 
 def can_all_reduce(axis: Axis, dtype: torch.dtype) -> bool:
@@ -407,7 +438,7 @@ def all_reduce_sum(
 
         return reduce_to_owners(axis, flat, cuts, tags[0], label, add)
     works = post(axis, label, lambda: [dist.all_reduce(flat, group=axis.group, async_op=True)])
-    return Handle(axis, label, works, then, flat)
+    return Handle(axis, label, works, then, flat, flat.nbytes)
 
 
 def broadcast(axis: Axis, flat: torch.Tensor, src: int, label: str) -> None:

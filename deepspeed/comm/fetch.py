@@ -140,7 +140,7 @@ class FetchService:
                     self._ask(rank, _REQUEST.pack(self.axis.rank, channel, version, seq), label)
             return works
 
-        return Handle(self.axis, label, post(self.axis, label, start), payload=full)
+        return Handle(self.axis, label, post(self.axis, label, start), None, full, _of_others(self.axis, full, cuts))
 
     def _ask(self, rank: int, request: bytes, label: str) -> None:
         try:
@@ -272,7 +272,13 @@ class SharedSlices:
                 if not shared.level(r, channel):
                     raise watch.failed(label, RuntimeError(_FUTURE.format(shared.rank)), list(self.axis.ranks))
 
-        return Handle(self.axis, label, [shared.reached(channel, givers)], copy, full)
+        received = _of_others(self.axis, full, cuts)
+        return Handle(self.axis, label, [shared.reached(channel, givers)], copy, full, received)
+
+
+def _of_others(axis: Axis, full: torch.Tensor, cuts: tuple[int, ...]) -> int:
+    """Bytes of the others' slices."""
+    return (cuts[-1] - cuts[0] - cuts[axis.rank + 1] + cuts[axis.rank]) * full.itemsize
 
 
 def meet(axis: Axis, channel: int, seq: int, label: str) -> None:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections import defaultdict
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
+from deepspeed.accelerator import get_accelerator
+from deepspeed.errors import ArgumentError
 from deepspeed.foundation.log import logger, say
+from deepspeed.foundation.recorder import now
 
-_SETTINGS = ("enabled", "prof_all", "prof_ops", "verbose", "debug")
+_SETTINGS = ("enabled", "prof_all", "prof_ops", "verbose", "debug", "curve")
 # A rank's message is one part of what each receives, or sends, in all.
 _OF_PARTS = {"all_gather", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor"}
 
@@ -29,16 +35,42 @@ _BUS_FACTOR = {
 }
 
 
+_KEPT = 1 << 13  # newest calls of one operation and size whose times are kept one by one
+
+
+class Calls(deque[float]):
+    """Milliseconds of the newest calls of one operation and size, in call order, and sums over all of them.
+
+    Attributes:
+        calls: how many there were in all.
+        total: milliseconds of all calls.
+        received: bytes that came from other ranks, where that is known.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(maxlen=_KEPT)
+        self.calls, self.total, self.received = 0, 0.0, 0
+
+    def note(self, milliseconds: float, received: int = 0) -> None:
+        """One more."""
+        self.append(milliseconds)
+        self.calls += 1
+        self.total += milliseconds
+        self.received += received
+
+
 @dataclass
 class CommsLogger:
     """Times of collectives by operation and message size.
 
     Args:
-        enabled: whether anything is timed (`comms_logger.enabled`). Timing waits for the device around each operation.
+        enabled: whether anything is timed (`comms_logger.enabled`). Nothing waits for that: what runs on a device is
+            timed by its events, which are read when they are over.
         prof_all: time every operation (`comms_logger.prof_all`).
         prof_ops: names of the operations to time when `prof_all` is false (`comms_logger.prof_ops`).
         verbose: log a line for each operation (`comms_logger.verbose`).
         debug: add the caller to that line (`comms_logger.debug`).
+        curve: file of `ds_bench`, whose bandwidth is printed beside (`comms_logger.curve`).
     """
 
     enabled: bool = False
@@ -46,8 +78,10 @@ class CommsLogger:
     prof_ops: Sequence[str] = ()
     verbose: bool = False
     debug: bool = False
-    # operation → (bytes of the message, ranks) → milliseconds of each call
-    times: dict[str, dict[tuple[int, int], list[float]]] = field(default_factory=dict)
+    curve: str | None = None
+    # operation → (bytes of the message, ranks) → its calls
+    times: dict[str, dict[tuple[int, int], Calls]] = field(default_factory=dict)
+    _underway: deque[tuple[Any, ...]] = field(default_factory=deque)  # what a device has not finished
     _kinds: dict[str, str] = field(default_factory=dict)  # what was recorded under another name than the operation's
 
     def configure(self, comms_config: Any = None, **settings: Any) -> None:
@@ -58,7 +92,7 @@ class CommsLogger:
             settings: by name.
         """
         block = getattr(comms_config, "comms_logger", comms_config)
-        of_block = {} if block is None else {name: getattr(block, name) for name in _SETTINGS}
+        of_block = {} if block is None else {name: getattr(block, name, None) for name in _SETTINGS}
         for name, value in {**of_block, **settings}.items():
             if value is not None:
                 setattr(self, name, value)
@@ -83,10 +117,38 @@ class CommsLogger:
         """Whether `operation` is to be timed; `asked` is the caller's `prof`."""
         return self.enabled and (self.prof_all or asked or operation in self.prof_ops)
 
-    def record(self, operation: str, size: int, ranks: int, seconds: float, note: str) -> None:
-        """Keep one call on a message of `size` bytes."""
-        sizes = self.times.setdefault(operation, defaultdict(list))
-        sizes[size, ranks].append(seconds * 1e3)
+    def begin(self, message: Any) -> Any:
+        """Start a clock for a call on a message; `end` stops it."""
+        if not isinstance(message, torch.Tensor) or message.device.type in ("cpu", "meta"):
+            return now()
+        event = get_accelerator().Event(enable_timing=True)
+        event.record()
+        return event
+
+    def end(self, begun: Any, operation: str, size: int, ranks: int, note: str, received: int = 0) -> None:
+        """Keep the call that `begin` gave `begun` for; on a device as soon as that has finished it. As `record`."""
+        if isinstance(begun, int):
+            self.record(operation, size, ranks, (now() - begun) / 1e9, note, received)
+            return
+        event = get_accelerator().Event(enable_timing=True)
+        event.record()
+        self._underway.append((begun, event, operation, size, ranks, note, received))
+        while self._underway and self._underway[0][1].query():
+            self._read_oldest()
+
+    def _read_oldest(self) -> None:
+        begun, ended, operation, size, ranks, note, received = self._underway.popleft()
+        ended.synchronize()
+        self.record(operation, size, ranks, begun.elapsed_time(ended) / 1e3, note, received)
+
+    def settle(self) -> None:
+        """Wait until every call that was begun has its time."""
+        while self._underway:
+            self._read_oldest()
+
+    def record(self, operation: str, size: int, ranks: int, seconds: float, note: str, received: int = 0) -> None:
+        """Keep one call on a message of `size` bytes, of which `received` came from other ranks."""
+        self.times.setdefault(operation, {}).setdefault((size, ranks), Calls()).note(seconds * 1e3, received)
         if self.verbose:
             logger.info("%s: %.3f ms, %.3f GB/s", note, seconds * 1e3, size / max(seconds, 1e-9) / 1e9)
 
@@ -105,13 +167,14 @@ class CommsLogger:
     @property
     def comms_dict(self) -> dict[str, dict[int, list[Any]]]:
         """What was timed: operation → bytes → [count, milliseconds, Gbit/s of the message, Gbit/s of the bus]."""
+        self.settle()
         made: dict[str, dict[int, list[Any]]] = {}
         for operation, sizes in self.times.items():
             of_op = made.setdefault(operation, {})
             for (size, ranks), times in sizes.items():
                 row = of_op.setdefault(size, [0, [], [], []])
                 speeds = [calc_bw_log(self._kinds.get(operation, operation), size, ms, ranks) for ms in times]
-                row[0] += len(times)
+                row[0] += times.calls
                 row[1] += times
                 row[2] += [one for one, _ in speeds]
                 row[3] += [bus for _, bus in speeds]
@@ -137,12 +200,19 @@ class CommsLogger:
             total_comm_lat_ms, total_straggler_ms, avg_comm_lat_ms, avg_straggler_ms and the size) and "metadata"
             (world_size, rank, timestamp). Speeds are Gbit/s; averages leave out a tenth at each end.
         """
+        self.settle()
         waits = self._straggling(_fastest(self.times)) if show_straggler else None
         summary = {
             op: {size: _figures(size, *row) for size, row in rows.items()} for op, rows in self.comms_dict.items()
         }
         if print_log:
-            say("collectives of this rank\n" + as_table(_rows(summary)))
+            rows = _rows(summary)
+            if self.curve:
+                curve = read_curve(self.curve)
+                sizes = [(op, size) for op, figures in sorted(summary.items()) for size in sorted(figures)]
+                for row, (op, size) in zip(rows, sizes, strict=True):
+                    row["ds_bench busbw (Gbps)"] = 8 * curve.busbw(self._kinds.get(op, op), size)
+            say("collectives of this rank\n" + as_table(rows))
             if waits is not None:
                 say("time lost to waiting\n" + as_table(_rows(waits)))
         if not return_dict:
@@ -163,7 +233,7 @@ class CommsLogger:
                 shortest = list(fastest[operation, size, ranks])
                 lost = [mine - least for mine, least in zip(times, shortest, strict=False)]
                 made.setdefault(operation, {})[size] = {
-                    "count": len(times),
+                    "count": times.calls,
                     "total_comm_lat_ms": sum(shortest),
                     "total_straggler_ms": sum(lost),
                     "avg_comm_lat_ms": trimmed_mean(shortest),
@@ -180,25 +250,28 @@ class CommsLogger:
             fastest: for each row, the shortest time any rank had for each call; adds what was lost to waiting.
 
         Returns:
-            Rows with op, bytes, ranks, count, total_ms, mean_ms, algbw_gbs, busbw_gbs (10⁹ bytes per second) and,
-            with `fastest`, straggler_ms.
+            Rows with op, bytes, ranks, count, total_ms, mean_ms, algbw_gbs, busbw_gbs (10⁹ bytes per second),
+            received_bytes (of the engine's own messages, from other ranks) and, with `fastest`, straggler_ms.
         """
+        self.settle()
         rows = []
         for operation in sorted(self.times):
             for (size, ranks), times in sorted(self.times[operation].items()):
-                total = sum(times)
-                speed = size * len(times) / max(total, 1e-9) / 1e6
+                total = times.total
+                speed = size * times.calls / max(total, 1e-9) / 1e6
                 factor = _BUS_FACTOR.get(operation, 0) * (ranks - 1) / ranks or 1.0
-                row = {"op": operation, "bytes": size, "ranks": ranks, "count": len(times), "total_ms": total}
-                row |= {"mean_ms": total / len(times), "algbw_gbs": speed, "busbw_gbs": speed * factor}
+                row = {"op": operation, "bytes": size, "ranks": ranks, "count": times.calls, "total_ms": total}
+                row |= {"mean_ms": total / times.calls, "algbw_gbs": speed, "busbw_gbs": speed * factor}
+                row["received_bytes"] = times.received
                 if fastest is not None:
-                    row["straggler_ms"] = total - sum(fastest[operation, size, ranks])
+                    row["straggler_ms"] = sum(times) - sum(fastest[operation, size, ranks])
                 rows.append(row)
         return rows
 
     def reset(self) -> None:
         """Forget every time."""
         self.times.clear()
+        self._underway.clear()
         self._kinds.clear()
 
 
@@ -206,9 +279,9 @@ def _world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def _fastest(times: Mapping[str, Mapping[tuple[int, int], list[float]]]) -> dict[tuple[str, int, int], list[float]]:
+def _fastest(times: Mapping[str, Mapping[tuple[int, int], Sequence[float]]]) -> dict[tuple[str, int, int], list[float]]:
     """The shortest time any rank had for each call; all ranks call."""
-    mine = {(operation, *key): calls for operation, sizes in times.items() for key, calls in sizes.items()}
+    mine = {(operation, *key): list(calls) for operation, sizes in times.items() for key, calls in sizes.items()}
     everyone: list[Any] = [mine]
     if _world_size() > 1:
         everyone *= _world_size()
@@ -245,6 +318,55 @@ def _rows(figures: Mapping[str, Mapping[int, Mapping[str, Any]]]) -> list[dict[s
         for op, sizes in sorted(figures.items())
         for _, row in sorted(sizes.items())
     ]
+
+
+class Curve:
+    """What `ds_bench` measured: bandwidths by operation and size.
+
+    Args:
+        rows: by operation: bytes and busbw (10⁹ bytes per second), the smallest first.
+    """
+
+    def __init__(self, rows: Mapping[str, Sequence[Mapping[str, float]]]) -> None:
+        self._rows = rows
+
+    def busbw(self, operation: str, size: int) -> float:
+        """10⁹ bytes per second of a message of `size` bytes, between the sizes that were measured; 0: not known.
+
+        Args:
+            operation: a collective, or the first word of an engine's own message (reduce, gather, publish, …).
+            size: bytes on a rank; of an all-gather what it gives.
+        """
+        rows = self._rows.get(_LIKE.get(operation, operation), ())
+        below = [row for row in rows if row["bytes"] <= size]
+        above = [row for row in rows if row["bytes"] >= size]
+        if not rows or not below or not above:
+            return float((below[-1] if below else above[0])["busbw"]) if rows else 0.0
+        low, high = below[-1], above[0]
+        if low["bytes"] == high["bytes"]:
+            return float(low["busbw"])
+        part = math.log(size / low["bytes"]) / math.log(high["bytes"] / low["bytes"])
+        return float(low["busbw"] ** (1 - part) * high["busbw"] ** part)
+
+
+# Which of ds_bench's operations a message is like.
+_LIKE = {
+    "all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter",
+    "all_to_all_single": "all_to_all", "send": "pt2pt", "recv": "pt2pt", "reduce": "reduce_scatter",
+    "gather": "all_gather", "publish": "all_gather", "share": "all_gather", "agreement": "all_gather",
+}  # fmt: skip
+
+
+def read_curve(path: str) -> Curve:
+    """The curve in a file of `ds_bench`.
+
+    Raises:
+        ArgumentError: it is not there, or holds something else.
+    """
+    try:
+        return Curve(json.loads(Path(path).read_text())["curve"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ArgumentError(f"comms_logger.curve {path!r} is no file that ds_bench has written: {error}") from None
 
 
 def trimmed_mean(values: Sequence[float], share: float = 0.1) -> float:
@@ -309,8 +431,10 @@ def configure(
         debug: name the caller in it.
     """
     given = {"enabled": enabled, "prof_all": prof_all, "prof_ops": prof_ops, "verbose": verbose, "debug": debug}
+    names = [*given, "curve"]
     parsed = not isinstance(deepspeed_config, Mapping)
     block = getattr(deepspeed_config, "comms_logger", None) if parsed else deepspeed_config.get("comms_logger")
     if block is not None:
-        comms_logger.configure(**{k: block.get(k) if isinstance(block, Mapping) else getattr(block, k) for k in given})
+        of_block = dict(block) if isinstance(block, Mapping) else {k: getattr(block, k, None) for k in names}
+        comms_logger.configure(**{k: of_block.get(k) for k in names})
     comms_logger.configure(**given)

@@ -2,7 +2,8 @@
 
 A message is a notice of two numbers, a header (the nest without its tensors, their shapes and dtypes) where it is
 another than that of the last message, and the tensors. Ranks that share memory read all of it where the sender has put
-it, and say so when the last tensor over it is gone; elsewhere it goes through gloo, by tag. A send never waits.
+it, and say so when the last tensor over it is gone; elsewhere it goes through gloo, by tag. Between devices the tensors
+go over a communicator of their own for each direction, and the rest over the gloo half. A send never waits.
 """
 
 from __future__ import annotations
@@ -10,14 +11,16 @@ from __future__ import annotations
 import io
 import pickle
 import weakref
-from collections import defaultdict, deque
+from collections import deque
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from deepspeed.comm.axis import Axis
-from deepspeed.comm.collectives import EXCHANGE, READ, SMALL, delay, post, tag_of, wait_all
+from deepspeed.comm.collectives import EXCHANGE, READ, SMALL, delay, has_host_backend, post, tag_of, wait_all
+from deepspeed.comm.underway import underway
 from deepspeed.errors import CommError, NotAvailableError
 
 _ALIGN = 64
@@ -106,6 +109,19 @@ def put_together(header: Header, tensors: list[torch.Tensor]) -> Any:
     return _Reader(header.tree, tensors).load()
 
 
+@dataclass(frozen=True)
+class Wire:
+    """Carries tensors from one device to another, in one direction.
+
+    Args:
+        group: of the two ranks; nothing else travels on it.
+        device: of this rank.
+    """
+
+    group: Any
+    device: torch.device
+
+
 class Sender:
     """Sends to one rank.
 
@@ -113,15 +129,16 @@ class Sender:
         axis: of both.
         peer: position of the receiver.
         channel: the receiver has the same.
+        wire: between devices; None: tensors are in host memory.
     """
 
-    def __init__(self, axis: Axis, peer: int, channel: int) -> None:
-        _check(axis)
-        self.axis, self.peer, self.channel = axis, peer, channel
+    def __init__(self, axis: Axis, peer: int, channel: int, wire: Wire | None = None) -> None:
+        _check(axis, wire)
+        self.axis, self.peer, self.channel, self.wire = axis, peer, channel, wire
         self.bytes_sent = self.headers_sent = 0
         self._sequence = 0
         self._last: Header | None = None
-        self._idle: dict[int, list[torch.Tensor]] = defaultdict(list)  # buffers by size
+        self._idle: list[torch.Tensor] = []  # buffers that nobody reads; never more than were underway at once
         self._underway: deque[tuple[list[Any], torch.Tensor]] = deque()
 
     def send(self, header: Header, tensors: list[torch.Tensor], label: str) -> None:
@@ -138,14 +155,40 @@ class Sender:
         self.headers_sent += bool(told)
         self.bytes_sent += header.nbytes
         self._collect()
+        if self.wire is not None:
+            self._send_between_devices(header, told, tensors, label)
+            return
         start = -(-(_NOTICE + len(told)) // _ALIGN) * _ALIGN
-        buffer = self._buffer(start + header.nbytes)
+        whole = self._buffer(start + header.nbytes)
+        buffer = whole[: start + header.nbytes]
         buffer[:_NOTICE].view(torch.int64).copy_(torch.tensor([len(told), header.nbytes]))
         if told:
             buffer[_NOTICE : _NOTICE + len(told)] = torch.frombuffer(bytearray(told), dtype=torch.uint8)
         for leaf, tensor in zip(header.leaves, tensors, strict=True):
             _place(buffer[start:], leaf).copy_(tensor.detach())
-        self._underway.append((post(self.axis, label, lambda: self._start(buffer, len(told), start)), buffer))
+        self._underway.append((post(self.axis, label, lambda: self._start(buffer, len(told), start)), whole))
+
+    def _send_between_devices(self, header: Header, told: bytes, tensors: list[torch.Tensor], label: str) -> None:
+        wire, target = self.wire, self.axis.ranks[self.peer]
+        if wire is None:
+            raise RuntimeError("these ranks have no devices")
+        notice = torch.tensor([len(told), header.nbytes]).view(torch.uint8)
+        words = torch.frombuffer(bytearray(told), dtype=torch.uint8) if told else None
+        self._underway.append((post(self.axis, label, lambda: self._start_host(notice, words)), notice))
+        if header.nbytes:
+            buffer = self._buffer(header.nbytes)
+            for leaf, tensor in zip(header.leaves, tensors, strict=True):
+                _place(buffer, leaf).copy_(tensor.detach())
+            payload = buffer[: header.nbytes]
+            works = post(self.axis, label, lambda: [dist.isend(payload, target, group=wire.group)])
+            self._underway.append((works, buffer))
+
+    def _start_host(self, notice: torch.Tensor, words: torch.Tensor | None) -> list[Any]:
+        group = self.axis.group
+        if group is None:
+            raise RuntimeError("nothing can be sent without a process group")
+        pieces = [(SMALL, notice)] + ([(READ, words)] if words is not None else [])
+        return [group.send([piece], self.peer, tag_of(self.channel, kind, self._sequence)) for kind, piece in pieces]
 
     def _start(self, buffer: torch.Tensor, told: int, start: int) -> list[Any]:
         shared, group = self.axis.shared, self.axis.group
@@ -163,9 +206,21 @@ class Sender:
         ]
 
     def _buffer(self, nbytes: int) -> torch.Tensor:
-        """Memory for a message, which peers may read in place."""
-        kept = self._idle[nbytes]
-        return kept.pop() if kept else self.axis.empty(nbytes, torch.uint8, torch.device("cpu"))
+        """Memory for a message, which peers may read in place.
+
+        Shapes may change with every message: the smallest idle buffer that is large enough is taken, and where there is
+        none a smaller one gives way, so that a run of many lengths keeps no more buffers than a run of one.
+        """
+        large = [at for at, kept in enumerate(self._idle) if kept.numel() >= nbytes]
+        if large:
+            return self._idle.pop(min(large, key=lambda at: self._idle[at].numel()))
+        if self._idle:
+            self._idle.pop()
+        return self.axis.empty(nbytes, torch.uint8, self._device)
+
+    @property
+    def _device(self) -> torch.device:
+        return torch.device("cpu") if self.wire is None else self.wire.device
 
     def _collect(self) -> None:
         """Take back the buffers that have been read."""
@@ -174,7 +229,7 @@ class Sender:
         left: deque[tuple[list[Any], torch.Tensor]] = deque()
         for works, buffer in self._underway:
             if all(_is_over(work) for work in works):
-                self._idle[buffer.numel()].append(buffer)
+                self._keep(buffer)
             else:
                 left.append((works, buffer))
         self._underway = left
@@ -184,16 +239,23 @@ class Sender:
         if self.axis.shared is None:
             while self._underway:
                 works, buffer = self._underway.popleft()
-                wait_all(self.axis, label, works)
-                self._idle[buffer.numel()].append(buffer)
+                if self.wire is None or buffer.device.type == "cpu":
+                    wait_all(self.axis, label, works)
+                elif not all(_is_over(work) for work in works):
+                    continue  # the device goes on; the allocator takes the memory back when it has been sent
+                self._keep(buffer)
+
+    def _keep(self, buffer: torch.Tensor) -> None:
+        if buffer.device == self._device and buffer.numel() > _NOTICE:
+            self._idle.append(buffer)
 
 
 class Receiver:
     """Receives from one rank, in the order of its sends; arguments as those of `Sender`."""
 
-    def __init__(self, axis: Axis, peer: int, channel: int) -> None:
-        _check(axis)
-        self.axis, self.peer, self.channel = axis, peer, channel
+    def __init__(self, axis: Axis, peer: int, channel: int, wire: Wire | None = None) -> None:
+        _check(axis, wire)
+        self.axis, self.peer, self.channel, self.wire = axis, peer, channel, wire
         self._sequence = 0
         self._header: Header | None = None
         self._read: deque[int] = deque()  # tags whose memory nothing refers to any more
@@ -239,9 +301,14 @@ class Receiver:
             header = torch.empty(told, dtype=torch.uint8)
             self._take(header, READ, label)
             self._learn(header)
-        payload = torch.empty(nbytes, dtype=torch.uint8)
-        if nbytes:
+        wire = self.wire
+        payload = torch.empty(nbytes, dtype=torch.uint8, device="cpu" if wire is None else wire.device)
+        if nbytes and wire is None:
             self._take(payload, EXCHANGE, label)
+        elif nbytes and wire is not None:
+            source = self.axis.ranks[self.peer]
+            wait_all(self.axis, label, post(self.axis, label, lambda: [dist.irecv(payload, source, group=wire.group)]))
+            underway.add(label, payload)  # the host goes on: it would block where it reads the first value
         return payload
 
     def _take(self, into: torch.Tensor, kind: int, label: str) -> None:
@@ -269,6 +336,9 @@ def _is_over(work: Any) -> bool:
     return work.ready() if hasattr(work, "ready") else work.is_completed()
 
 
-def _check(axis: Axis) -> None:
-    if not axis.tagged:
-        raise NotAvailableError("messages between the stages of a pipeline go from CPU to CPU so far, not over devices")
+def _check(axis: Axis, wire: Wire | None) -> None:
+    if not axis.tagged and not (wire is not None and has_host_backend(axis)):
+        raise NotAvailableError(
+            "stages of a pipeline send what describes their messages from host to host, and the process group has no "
+            'backend for that: start it with init_distributed(dist_backend="cpu:gloo,cuda:nccl")'
+        )

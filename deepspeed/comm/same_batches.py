@@ -25,26 +25,40 @@ class SameBatches:
     def __init__(self, axis: Axis, share: str = "share the model's matrices (tp)") -> None:
         self._axis, self._share, self.left = axis, share, COMPARED if axis.size > 1 else 0
 
-    def compare(self, inputs: Any) -> None:
+    def compare(self, inputs: Any, in_parts: bool = False) -> None:
         """One micro-batch. All ranks of the axis call together.
 
         Args:
             inputs: arguments of forward.
+            in_parts: a rank may have None for what it does not need, the whole or an entry of it; the rest is compared.
 
         Raises:
             DataError: two ranks have other values, on all ranks of the axis.
         """
         self.left -= 1
-        everyone: list[Any] = [None] * self._axis.size
-        all_gather_object(everyone, digest(inputs), group=self._axis.group)
-        for at, theirs in enumerate(everyone):
-            if theirs != everyone[0]:
+        everyone: list[dict[str, int]] = [{}] * self._axis.size
+        all_gather_object(everyone, _digests(inputs) if in_parts else {"": digest(inputs)}, group=self._axis.group)
+        first: dict[str, tuple[int, int]] = {}  # by entry: who had it first, and its digest
+        for rank, theirs in zip(self._axis.ranks, everyone, strict=True):
+            for entry, found in theirs.items():
+                other, wanted = first.setdefault(entry, (rank, found))
+                if found == wanted:
+                    continue
                 raise DataError(
-                    f"ranks {self._axis.ranks[0]} and {self._axis.ranks[at]} {self._share} and were "
-                    f"given different batches in micro-batch {COMPARED - self.left}: a loader deals samples to "
-                    f"data-parallel ranks, so give it engine.get_data_parallel_rank() of engine.dp_world_size, or pass "
-                    f"training_data to initialize"
+                    f"ranks {other} and {rank} {self._share} and were given different batches"
+                    f"{f' ({entry})' if entry else ''} in micro-batch {COMPARED - self.left}: a loader deals samples "
+                    f"to data-parallel ranks, so give it engine.get_data_parallel_rank() of engine.dp_world_size, or "
+                    f"pass training_data to initialize"
                 )
+
+
+def _digests(inputs: Any) -> dict[str, int]:
+    """A digest for each entry of a batch that is not None."""
+    entries = (
+        inputs.items() if isinstance(inputs, dict) else enumerate(inputs) if isinstance(inputs, (list, tuple)) else ()
+    )
+    found = {f"entry {name!r}": digest(value) for name, value in entries if value is not None}
+    return found or ({} if inputs is None else {"": digest(inputs)})
 
 
 def digest(value: Any) -> int:

@@ -23,6 +23,7 @@ from deepspeed.comm.stopping import stopping
 from deepspeed.comm.trail import parting, trail
 from deepspeed.comm.underway import underway
 from deepspeed.errors import CommError, CommTimeoutError
+from deepspeed.foundation.recorder import WAIT, recorder
 
 # [Note: the watch]
 # Each rank keeps its place in a page of memory and runs one daemon thread with its own connection to the group's store.
@@ -66,11 +67,12 @@ class _Here:
 _here = _Here()
 
 
-def note(label: str) -> None:
+def note(label: str, category: str = WAIT) -> None:
     """Enter a collective; call `note_done` on leaving it.
 
     Args:
         label: what travels (operation, parameter names, phase), as it should read in a report.
+        category: what the recorder calls it: it begins (CALL), or is waited for.
 
     Raises:
         CommError: another rank has reported a failure, so this collective could never complete.
@@ -78,6 +80,8 @@ def note(label: str) -> None:
     if _here.resting:
         _wake()
     heed(label)
+    if recorder.on:
+        recorder.enter(category, label)
     _here.page.number += 1
     _here.page.write(label, INSIDE)
 
@@ -103,6 +107,8 @@ def noted() -> str:
 def note_done() -> None:
     """Leave a collective."""
     _here.page.turn(OUTSIDE)
+    if recorder.on:
+        recorder.leave()
 
 
 def failed(label: str, error: BaseException, ranks: Sequence[int] | None = None) -> CommError:

@@ -30,6 +30,7 @@ from deepspeed.engine.state import EngineState
 from deepspeed.engine.weights_io import WeightsIO
 from deepspeed.errors import CheckpointCorruptError, CheckpointError
 from deepspeed.foundation.log import say, warn_once
+from deepspeed.foundation.recorder import SAVE, recorder
 from deepspeed.version import __version__
 from deepspeed.zero.gathered import GatheredParameters
 from deepspeed.zero.state_view import StateView
@@ -101,6 +102,18 @@ class CheckpointIO:
             CheckpointError: something has no place in a checkpoint, the disk is too full, or writing failed; the
                 checkpoints that were there before are as they were.
         """
+        with recorder.span(SAVE, "save"):
+            return self._save(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
+
+    def _save(
+        self,
+        save_dir: str,
+        tag: str | None,
+        client_state: dict[str, Any] | None,
+        save_latest: bool,
+        leave_out_frozen: bool,
+    ) -> bool:
+        """See `save_checkpoint`."""
         started = time.perf_counter()
         self.wait_for_checkpoint()
         self._weights.check_whole()
@@ -117,7 +130,7 @@ class CheckpointIO:
             settings.tag_validation,
         )
         self.remember(save_dir, client_state)
-        saving = Saving(target, self._contents(ranks, client_state or {}, exclude_frozen_parameters), ranks)
+        saving = Saving(target, self._contents(ranks, client_state or {}, leave_out_frozen), ranks)
         saving.begin()
         if settings.async_save or settings.writer.decoupled:
             aside = self._background.ranks(self._state.everyone)

@@ -11,6 +11,9 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from deepspeed.errors import DataError
 from deepspeed.foundation.log import say_once
+from deepspeed.foundation.recorder import LOADER, recorder
+
+_END = object()
 
 
 class _Share(IterableDataset):  # type: ignore[type-arg]
@@ -194,7 +197,11 @@ class DeepSpeedDataLoader:
         batches = iter(self.loader)
         if self._position.start:
             torch.set_rng_state(drawn)
-        for batch in batches:
+        while True:
+            with recorder.span(LOADER, "next batch"):
+                batch = next(batches, _END)
+            if batch is _END:
+                break
             self._taken += 1
             yield batch if self._part is None else self._part(batch)
         self._position.start = self._taken = 0

@@ -40,6 +40,7 @@ from deepspeed.engine.config_accessors import ConfigAccessors
 from deepspeed.engine.feeding import Feeding
 from deepspeed.engine.instruments import Instruments
 from deepspeed.engine.offload_states import OffloadStates
+from deepspeed.engine.packing import pack_weights
 from deepspeed.engine.preemption import Preemption
 from deepspeed.engine.reporting import BACKWARD, FORWARD, STEP, Reporting
 from deepspeed.engine.sequencing import BARE, Sequencing, share_sequence
@@ -134,6 +135,7 @@ class DeepSpeedEngine(EngineSurface, nn.Module):
     def _cut(self, model: Any, config: Any, mesh: Any, mpu: Any, optimizer: Any, parameters: Any) -> Any:
         """Reduce a whole model to what this rank has of it; returns those of `parameters` that stay."""
         slice_model(model, config, mesh, mpu, optimizer)
+        pack_weights(model, config, mesh, optimizer, parameters)
         return parameters
 
     def _hold_parts(self) -> None:
@@ -378,16 +380,7 @@ class DeepSpeedEngine(EngineSurface, nn.Module):
         return torch.autocast(self.device.type, dtype=DTYPES[section.dtype])
 
     def _timed(self, name: str) -> contextlib.AbstractContextManager[None]:
-        return self._timing(name) if self._instruments.timed else contextlib.nullcontext()
-
-    @contextlib.contextmanager
-    def _timing(self, name: str) -> Iterator[None]:
-        timer = self.timers(name)
-        timer.start()
-        try:
-            yield
-        finally:  # a caller may go on after an error
-            timer.stop()
+        return self._instruments.span(name)
 
     def compile(  # type: ignore[override]
         self,

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
+import socket
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,10 +17,15 @@ from deepspeed.comm.collectives import SMALL, tag_of
 from deepspeed.engine.accessors import StateAccessors
 from deepspeed.engine.build import without_optimizer
 from deepspeed.engine.clients import loss_is_divided
+from deepspeed.engine.memory import MemoryReport
+from deepspeed.engine.nonfinite import NonFiniteFinder
 from deepspeed.engine.profiling import Profiling
 from deepspeed.engine.state import EngineState
+from deepspeed.engine.tracing import Tracing
+from deepspeed.foundation.recorder import recorder
 from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.profiling.flops_profiler import FlopsProfiler
+from deepspeed.profiling.timeline import Timeline
 from deepspeed.zero.accumulation import Purpose
 from deepspeed.zero.norm import squares_by_name
 from deepspeed.zero.reducer import Reducer
@@ -50,13 +58,40 @@ class Instruments:
         self._state, self._facts = state, facts
         self._monitor = MonitorMaster(state.ds_config.monitor_config, state.everyone.rank)
         self._profiling = Profiling(state, engine)
-        self.timed = state.ds_config.wall_clock_breakdown or state.ds_config.flops_profiler_config.enabled
+        self._memory = MemoryReport(state)
+        self._tracing = Tracing(state, self._memory)
+        self._finder = NonFiniteFinder(state, engine)
+        self._collects = self._monitor.enabled or self._finder.enabled
+        self._timed = state.ds_config.wall_clock_breakdown or state.ds_config.flops_profiler_config.enabled
         self._loss: torch.Tensor | None = None
         self._weight, self._tokens = 0.0, 0
         self._since: float | None = None  # when the window began
         self._elapsed: dict[str, float] = {}
         self._channel, self._asked = state.axes.one_copy.channel(), 0
         self._names: tuple[list[str], list[str]] = ([], [])  # this rank's, and those of the whole model
+
+    def span(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """A context that the timer and the recorder call `name`."""
+        return self._memory.guard(self._timing(name) if self._timed else recorder.span(name))
+
+    def memory_by_category(self) -> dict[str, int]:
+        """See `MemoryReport.by_category`."""
+        return self._memory.by_category()
+
+    @contextlib.contextmanager
+    def _timing(self, name: str) -> Iterator[None]:
+        timer = self._state.timers(name)
+        timer.start()
+        try:
+            with recorder.span(name):
+                yield
+        finally:  # a caller may go on after an error
+            timer.stop()
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """What the `timeline` block has recorded, on rank 0; None before, and elsewhere."""
+        return self._tracing.timeline
 
     @property
     def monitor(self) -> MonitorMaster:
@@ -73,6 +108,7 @@ class Instruments:
     def on_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A micro-batch begins."""
         self._profiling.on_forward((args, kwargs))
+        self._finder.on_forward(args, kwargs)
         if self._monitor.enabled:
             self._since = self._since or time.perf_counter()
             self._tokens += tokens_in([kwargs.get("input_ids"), *args, *kwargs.values()])
@@ -84,7 +120,9 @@ class Instruments:
             loss: mean over the micro-batch, or with `num_items` the sum over so many.
             num_items: see `engine.backward`.
         """
-        if self._monitor.enabled:
+        if self._finder.enabled:
+            self._finder.on_loss(loss, self._state.window.loss_scale)
+        if self._collects:
             window, share = self._state.window, 1.0
             if num_items is None and loss_is_divided(self._state.module):
                 share = 1.0 / window.steps  # a client has done that
@@ -93,6 +131,20 @@ class Instruments:
             self._loss = found if self._loss is None else self._loss + found
             self._weight += num_items if num_items is not None else samples * share
 
+    def on_window(self, loss: torch.Tensor, batches: Sequence[Any], stages: int) -> None:
+        """A pipeline has run a window.
+
+        Args:
+            loss: its mean, the same on every rank.
+            batches: micro-batches, where this rank counts them.
+            stages: how many ranks see the same ones.
+        """
+        if self._monitor.enabled:
+            self._since = self._since or time.perf_counter()
+            self._loss, self._weight = loss.double(), 1.0
+            nests = [batch if isinstance(batch, (list, tuple)) else [batch] for batch in batches]
+            self._tokens += stages * sum(tokens_in(nest) for nest in nests)
+
     def on_step(self, boundary: bool) -> bool:
         """A micro-batch ends, with an update or without; gives which."""
         self._profiling.on_step(boundary)
@@ -100,7 +152,7 @@ class Instruments:
 
     def row(self) -> list[float]:
         """This rank's numbers of the window, to go with the exchange of the gradient norm; and forget them."""
-        if not self._monitor.enabled:
+        if not self._collects:
             return []
         loss = 0.0 if self._loss is None else scalars.current.value(self._loss)
         row = [loss, self._weight, float(self._tokens)]
@@ -115,12 +167,26 @@ class Instruments:
             samples: of the window, over all ranks.
         """
         self._profiling.after_update()
+        self._finder.forget()
+        self._tracing.after_update()
+        if not self._monitor.enabled:
+            return
+        state, now = self._state, time.perf_counter()
+        seconds, self._since = now - (self._since or now), now
+        self._tell(seconds)
         if self._monitor.writes:
-            state = self._state
-            now = time.perf_counter()
-            seconds, self._since = now - (self._since or now), now
             events = [*self._of_window(rows, samples, seconds), *self._of_update(), *self._times()]
             self._monitor.write_events([(name, value, state.global_samples) for name, value in events])
+
+    def _tell(self, seconds: float, **more: Any) -> None:
+        """What `ds_top` shows of this rank."""
+        state = self._state
+        facts = {"host": socket.gethostname(), "update": state.global_steps, "seconds": seconds}
+        facts |= {"samples": state.global_samples, "skipped": state.skipped_steps}
+        norm = self._facts.get_global_grad_norm()
+        if norm is not None and math.isfinite(norm):
+            facts["gradient norm"] = norm
+        self._monitor.tell({**facts, "memory": self._memory.by_category(), **more})
 
     def _of_window(self, rows: list[list[float]], samples: int, seconds: float) -> Iterator[tuple[str, float]]:
         loss, weight, tokens = (sum(column) for column in zip(*rows, strict=True))
@@ -139,7 +205,7 @@ class Instruments:
             yield f"{_SAMPLES}grad_norm", norm
         yield f"{_SAMPLES}loss_scale", self._facts.loss_scale()
         yield f"{_SAMPLES}skipped_steps", self._state.skipped_steps
-        yield from ((f"{_MEMORY}{kind}", count) for kind, count in self._facts.state_bytes().items())
+        yield from ((f"{_MEMORY}{kind}", count) for kind, count in self._memory.by_category().items())
 
     def _times(self) -> Iterator[tuple[str, float]]:
         """Milliseconds of the window, where they are measured; the timers go on until they are printed."""
@@ -190,4 +256,8 @@ class Instruments:
     def close(self) -> None:
         """End what is under way."""
         self._profiling.close()
+        self._tracing.close()
+        self._finder.close()
+        if self._monitor.enabled:
+            self._tell(0.0, ended=True)
         self._monitor.close()

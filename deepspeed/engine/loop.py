@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from deepspeed.errors import DataError
+from deepspeed.foundation.recorder import LOADER, recorder
 from deepspeed.foundation.tree import tensors_in
 from deepspeed.optim.construct import nearest
 
@@ -64,7 +65,8 @@ class _Reader:
         try:
             if self.batches is None:
                 self.batches = iter(self.loader)
-            self.batch = next(self.batches)
+            with recorder.span(LOADER, "next batch"):
+                self.batch = next(self.batches)
             return True
         except StopIteration:
             self.batches = None

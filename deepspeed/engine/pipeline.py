@@ -13,18 +13,25 @@ from typing import Any
 import torch
 
 from deepspeed.comm import scalars
+from deepspeed.comm.api import all_gather_object
 from deepspeed.comm.collectives import SMALL, tag_of
+from deepspeed.comm.same_batches import SameBatches
 from deepspeed.engine.build import without_optimizer
 from deepspeed.engine.clients import loss_is_divided
 from deepspeed.engine.engine import DeepSpeedEngine
+from deepspeed.engine.generating import generate
 from deepspeed.engine.reporting import FORWARD
 from deepspeed.engine.staging import stage_model, staying
 from deepspeed.errors import ArgumentError, DataError, NotAvailableError, PipelineError
+from deepspeed.foundation.tree import map_tensors
+from deepspeed.pipe.count import Count, check, check_shared, mean_loss
 from deepspeed.pipe.executor import Executor, Part
 from deepspeed.pipe.module import PipelineModule
 from deepspeed.pipe.schedule import Schedule, make_schedule
 from deepspeed.pipe.simulate import Simulated, simulate
 from deepspeed.zero.accumulation import AccumulationWindow, Way
+from deepspeed.zero.gathered import GatheredParameters
+from deepspeed.zero.placement import Relation, placement_of
 
 _REDUCTIONS = ("avg", "sum", None)
 
@@ -48,7 +55,9 @@ class _Driver:
 
     def __init__(self, parts: list[Part], window: AccumulationWindow, divided: bool) -> None:
         self._parts, self._window, self._divided = parts, window, divided
+        self.ran = {"forward": 0, "backward": 0}  # chunks times micro-batches of the window so far
         self.batches: list[Any] = []
+        self.items: list[float] | None = None  # of each micro-batch, where losses are sums over items
         self.training = True
 
     def words(self, chunk: int) -> str:
@@ -58,15 +67,18 @@ class _Driver:
     def forward(self, chunk: int, micro: int, received: Any) -> Any:
         """Run a chunk; the last part gives its loss in training."""
         part, batch = self._parts[chunk], self.batches[micro]
+        self.ran["forward"] += 1
         made = part.run(received, batch)
         return part.loss(made, batch) if part.last and self.training else made
 
     def backward(self, micro: int, roots: list[Any], gradients: list[torch.Tensor | None] | None) -> None:
         """Run backward; gradients travel in the window's last micro-batch, as a chunk sees it."""
         window = self._window
+        self.ran["backward"] += 1
         window.force(micro == len(self.batches) - 1)
-        window.count(Way.MEAN)
-        with window.backward_pass(Way.MEAN, by_window=not self._divided):
+        way = Way.MEAN if self.items is None else Way.ITEMS
+        window.count(way, None if self.items is None else self.items[micro])
+        with window.backward_pass(way, by_window=way is Way.MEAN and not self._divided):
             if gradients is None:
                 loss, scale = roots[0], window.loss_scale
                 if loss.requires_grad:
@@ -98,8 +110,10 @@ class PipelineEngine(DeepSpeedEngine):
             part.cast(self._components.dtype)
         self.schedule(self.gradient_accumulation_steps())
         self._driver = _Driver(self._parts, self._window, loss_is_divided(self.module))
-        self._executor = Executor(axis, self._driver, ring=self._chunks > 1)
+        self._executor = Executor(axis, self._driver, ring=self._chunks > 1, device=self.device)
         self._channel, self._sums = self._axes.everyone.channel(), 0
+        self._same = [SameBatches(axis, "are stages of one pipeline (pp)"), self._same_batches]
+        self._compares_shared = axis.size > 1
         self._iterator: Iterator[Any] | None = None
         self._batch_fn: Callable[[Any], Any] | None = None
 
@@ -141,15 +155,20 @@ class PipelineEngine(DeepSpeedEngine):
 
     # -- windows --------------------------------------------------------------------------------------------------
 
-    def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
+    def train_batch(
+        self, data_iter: Iterator[Any] | None = None, num_items: Callable[[Any], float] | None = None
+    ) -> torch.Tensor:
         """Train on a window: `gradient_accumulation_steps` micro-batches, then an update. All ranks call together.
 
         Args:
             data_iter: gives this rank's micro-batches: the same ones on all stages; a PipelineModule needs them on its
                 first and last stage only. None: `training_data`, or what `set_dataiterator` was given.
+            num_items: says of a micro-batch how many items (tokens) its loss is the sum over; the gradient becomes that
+                of the total loss divided by their global count. None: losses are means, and micro-batches count alike.
 
         Returns:
-            The mean loss of the window over all data-parallel ranks, 0-d fp32, the same on every rank.
+            The mean loss of the window over all data-parallel ranks (with `num_items` over all items), 0-d fp32, the
+            same on every rank.
 
         Raises:
             DataError: a rank's data ended before the window was full; nothing was computed.
@@ -165,6 +184,7 @@ class PipelineEngine(DeepSpeedEngine):
             )
         window, steps = self._window, self._window.steps
         batches = self._fetch(data_iter, steps)
+        self._driver.items = self._items(batches, num_items)
         self._before_micro_batch()
         with self._timed(FORWARD):
             losses = self._run(batches, training=True)
@@ -173,8 +193,12 @@ class PipelineEngine(DeepSpeedEngine):
             self.micro_steps += 1
             window.end_micro_batch()
         self._applied = False
-        mean = self._mean(losses, "mean loss of a window")
+        mean = self._count(losses, steps)
+        self._instruments.on_window(mean, batches if self.is_first_stage() else (), self.num_stages)
         self._update(None)
+        if self._compares_shared and self._applied:
+            self._compares_shared = False
+            self._compare_shared()
         self._offload.let_pinned_go()
         self._preemption.stop_if_asked()
         return mean
@@ -216,7 +240,8 @@ class PipelineEngine(DeepSpeedEngine):
         last = self._parts[-1]
         with torch.no_grad():
             losses = [last.loss(one, batch).detach() for one, batch in zip(made, batches, strict=False)]
-        found: Any = [self._mean(losses[at : at + 1], "loss of an evaluation") for at in range(count)]
+        label = "loss of an evaluation"
+        found: Any = [torch.tensor(mean_loss(self._told(losses[at : at + 1], label))) for at in range(count)]
         if reduce_output is not None:
             found = torch.stack(found).sum() / (count if reduce_output == "avg" else 1)
         if not bcast_loss and not self.is_last_stage():
@@ -225,20 +250,69 @@ class PipelineEngine(DeepSpeedEngine):
 
     def _run(self, batches: list[Any], training: bool) -> list[Any]:
         self._driver.batches, self._driver.training = batches, training
+        self._driver.ran = dict.fromkeys(self._driver.ran, 0)
         try:
             with self._autocast():
                 return self._executor.run(self.schedule(len(batches), training), training)
         finally:
             self._driver.batches = []
 
-    def _mean(self, losses: list[torch.Tensor], label: str) -> torch.Tensor:
-        """The mean over micro-batches and the ranks of the last stage, on all ranks."""
+    def _told(self, losses: list[torch.Tensor], label: str, items: float = 0.0) -> list[Count]:
+        """What every rank says of what has just run. All ranks call together."""
         self._sums += 1
-        everyone = self._axes.everyone
-        mine = [float(torch.stack([one.float() for one in losses]).mean()), 1.0] if losses else [0.0, 0.0]
+        mean = float(torch.stack([one.float() for one in losses]).mean()) if losses else 0.0
+        ran = self._driver.ran
+        mine = Count(mean, len(losses), items, self.stage_id, self.global_steps, ran["forward"], ran["backward"])
         tag = tag_of(self._channel, SMALL, self._sums)
-        table = scalars.current.table(everyone, mine, tag, label, self.device)
-        return torch.tensor(sum(row[0] for row in table) / max(1.0, sum(row[1] for row in table)))
+        table = scalars.current.table(self._axes.everyone, list(mine), tag, label, self.device)
+        return [Count(*row) for row in table]
+
+    def _count(self, losses: list[torch.Tensor], micros: int) -> torch.Tensor:
+        """The mean loss of a window that was computed once on each stage, on all ranks."""
+        counts = self._told(losses, "mean loss of a window", sum(self._driver.items or ()))
+        check(counts, self.num_stages, micros, self._chunks)
+        return torch.tensor(mean_loss(counts))
+
+    def _items(self, batches: list[Any], num_items: Callable[[Any], float] | None) -> list[float] | None:
+        """Items of each micro-batch as the last stage counts them. All ranks call together."""
+        if num_items is None:
+            return None
+        mine = [float(num_items(batch)) for batch in batches] if self.is_last_stage() else []
+        everyone: list[list[float]] = [mine] * self.num_stages
+        if self.num_stages > 1:
+            all_gather_object(everyone, mine, group=self.mesh.axis("pp").group)
+        return everyone[-1]
+
+    def _compare_shared(self) -> None:
+        """After a first update: what several stages hold is still the same on all of them."""
+        shared: dict[str, torch.Tensor] = {
+            name: param
+            for name, param in self.module.named_parameters()
+            if placement_of(param).relations.get("pp") is Relation.PARTIAL
+        }
+        with GatheredParameters(list(shared.values())):
+            check_shared(shared, self.mesh.axis("pp"))
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own `generate`, its forward passes through all stages. All ranks call together.
+
+        Every token is one pass over the whole sequence, without a cache: right for looking at samples while training,
+        slow for anything else. Random draws are those of rank 0. Arguments and result are the model's.
+
+        Raises:
+            PipelineError: the model has no `generate`, or a pass failed.
+        """
+
+        def outputs_of(inputs: dict[str, Any]) -> Any:
+            found = self.eval_batch(iter([inputs]), compute_loss=False, num_micro_batches=1)
+            return found[0] if found else None
+
+        training = self.training
+        self.eval()
+        try:
+            return generate(self.module, self.mesh.axis("pp"), outputs_of, args, kwargs)
+        finally:
+            self.train(training)
 
     # -- data -----------------------------------------------------------------------------------------------------
 
@@ -270,10 +344,14 @@ class PipelineEngine(DeepSpeedEngine):
         else:
             found = (self._batch_fn(batch) if self._batch_fn else batch for batch in data_iter)  # type: ignore[union-attr]
             batches = [batch for _, batch in zip(range(count), found, strict=False)]  # takes none too many
+            batches = [map_tensors(lambda tensor: tensor.to(self.device), batch) for batch in batches]
         least, _ = self._feeding.agree(len(batches), "agreement on the micro-batches of a window")
         if least < count:
             here = f"this rank (stage {self.stage_id}) had {len(batches)}"
             raise DataError(f"a window takes {count} micro-batches, and the data of a rank ended after {least}; {here}")
+        for same in self._same:
+            for batch in batches[: same.left]:
+                same.compare(batch, in_parts=isinstance(self.module, PipelineModule))
         return batches
 
     # -- what scripts ask -----------------------------------------------------------------------------------------
@@ -308,6 +386,17 @@ class PipelineEngine(DeepSpeedEngine):
             PipelineError: always.
         """
         raise PipelineError("backward() of a pipeline is a part of train_batch()")
+
+    def loop(self, *_: Any, **__: Any) -> Any:
+        """Not for pipelines.
+
+        Raises:
+            PipelineError: always.
+        """
+        raise PipelineError(
+            "loop() gives micro-batches for forward(), and a pipeline takes whole windows: hand the loader to "
+            "set_dataloader(), or an iterator to train_batch()"
+        )
 
     def step(self, *_: Any, **__: Any) -> None:
         """Not for pipelines.

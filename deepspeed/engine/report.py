@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from deepspeed.engine.build import Components
 
 
-def _bytes(tensors: Sequence[torch.Tensor | None]) -> int:
+def bytes_of(tensors: Sequence[torch.Tensor | None]) -> int:
     """Bytes of what is in memory, each storage once; a simulation's meta tensors count as what they stand for."""
     here = [t.untyped_storage() for t in tensors if t is not None and not isinstance(t, Away)]
     storages = {s._cdata: s.nbytes() for s in here}
@@ -44,11 +44,11 @@ def state_bytes(components: Components) -> dict[str, int]:
         for state in components.optimizer.state.values():
             moments += [v for v in state.values() if isinstance(v, torch.Tensor) and v.dim()]
     return {
-        "parameters": _bytes(params),
-        "masters": _bytes(masters),
-        "gradients": _bytes(sums),
-        "optimizer": _bytes(moments),
-        "gathered": _bytes(gathered),
+        "parameters": bytes_of(params),
+        "masters": bytes_of(masters),
+        "gradients": bytes_of(sums),
+        "optimizer": bytes_of(moments),
+        "gathered": bytes_of(gathered),
     }
 
 

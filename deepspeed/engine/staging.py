@@ -1,15 +1,20 @@
-"""A model that an engine gets whole, reduced to the stage of this rank before anything else happens to it."""
+"""A model that an engine gets whole, reduced to the stage of this rank before anything else happens to it, and what
+ZeRO does otherwise under stages."""
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from deepspeed.comm.api import all_gather_object
 from deepspeed.comm.mesh import Mesh
+from deepspeed.comm.same_batches import digest
 from deepspeed.config import DeepSpeedConfig
-from deepspeed.errors import ArgumentError, MeshError, NotAvailableError
+from deepspeed.errors import ArgumentError, MeshError, NotAvailableError, PipelineError
 from deepspeed.foundation.log import say
 from deepspeed.pipe.executor import Part
 from deepspeed.pipe.layout import find_layout
@@ -17,6 +22,9 @@ from deepspeed.pipe.module import PipelineModule
 from deepspeed.pipe.stage import keep_stage
 from deepspeed.tensor_parallel.inputs import inputs_of
 from deepspeed.zero.param import is_managed
+from deepspeed.zero.placement import Relation, placement_of
+from deepspeed.zero.policy import Policy, policy_for
+from deepspeed.zero.prefetch import Limits
 
 
 def is_pipelined(model: Any, config: Any, mpu: Any) -> bool:
@@ -44,16 +52,19 @@ def stage_model(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh, optimizer
     """
     section, stages, stage = config.top.pipeline, mesh.size("pp"), mesh.coordinates["pp"]
     _refuse_unavailable(model, config, optimizer)
+    _refuse_other_models(_description(model), mesh)
     if isinstance(model, PipelineModule):
         if (model.num_pipeline_stages(), model.stage) != (stages, stage):
             raise MeshError(
                 f"the PipelineModule was built for stage {model.stage} of {model.num_pipeline_stages()}, and this rank "
                 f"is stage {stage} of {stages} of mesh {mesh.describe()}"
             )
+        _refuse_untied(model, mesh)
         return list(model.parts())
     chunks = section.chunks
     layout = find_layout(model, stages * chunks, inputs_of(model), section.partition)
     parts: list[Part] = list(keep_stage(model, layout, stages, stage))
+    _refuse_untied(model, mesh)
     names = [", ".join(layout.words(part) for part in range(at, layout.parts, stages)) for at in range(stages)]
     say(f"{stages} stages: {'; '.join(names)}")
     left = set(model.parameters())
@@ -61,6 +72,52 @@ def stage_model(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh, optimizer
         for group in optimizer.param_groups:
             group["params"] = [param for param in group["params"] if param in left]
     return parts
+
+
+def _description(model: nn.Module) -> list[str]:
+    """What all ranks have to agree on before one of them cuts: a line for each parameter, or for each layer."""
+    if isinstance(model, PipelineModule):
+        return model.description()
+    first: dict[int, str] = {}  # a parameter is known by the first of its names
+    return [
+        f"{name} {list(param.shape)} {param.dtype}"
+        + (f", tied to {first[id(param)]}" if first.setdefault(id(param), name) != name else "")
+        + ("" if param.requires_grad else ", frozen")
+        for name, param in model.named_parameters(remove_duplicate=False)
+    ]
+
+
+def _refuse_other_models(mine: list[str], mesh: Mesh) -> None:
+    """All ranks of a pipeline hand over one model. All ranks call together."""
+    axis = mesh.axis("pp")
+    if axis.size == 1:
+        return
+    same: list[Any] = [None] * axis.size
+    all_gather_object(same, digest(mine), group=axis.group)
+    if all(one == same[0] for one in same):
+        return
+    everyone: list[list[str]] = [[]] * axis.size
+    all_gather_object(everyone, mine, group=axis.group)
+    stage = next(at for at, theirs in enumerate(everyone) if theirs != everyone[0])
+    a, b = next(two for two in itertools.zip_longest(everyone[0], everyone[stage]) if two[0] != two[1])
+    raise PipelineError(
+        f"rank {axis.ranks[0]} (stage 0) and rank {axis.ranks[stage]} (stage {stage}) were given different models: "
+        f"{a or 'nothing'} there, {b or 'nothing'} here; every stage is cut from the same one"
+    )
+
+
+def _refuse_untied(model: nn.Module, mesh: Mesh) -> None:
+    """What several stages hold under one name has to be placed as a copy there. All ranks call together."""
+    mine = {name: placement_of(p).relations.get("pp") is Relation.PARTIAL for name, p in model.named_parameters()}
+    everyone: list[dict[str, bool]] = [{}] * mesh.size("pp")
+    if mesh.size("pp") > 1:
+        all_gather_object(everyone, mine, group=mesh.axis("pp").group)
+    first: dict[str, int] = {}
+    for stage, theirs in enumerate(everyone):
+        for name, copied in theirs.items():
+            other = first.setdefault(name, stage)
+            if other != stage and not (copied and everyone[other][name]):
+                raise PipelineError(f"'{name}' is held by stages {other} and {stage}, and nothing ties it there")
 
 
 def _refuse_unavailable(model: nn.Module, config: DeepSpeedConfig, optimizer: Any) -> None:
@@ -96,3 +153,35 @@ def staying(model: nn.Module, parameters: list[Any] | None) -> list[Any] | None:
         elif entry in left:
             found.append(entry)
     return found or [{"params": []}]
+
+
+def policy_of_stages(config: DeepSpeedConfig, stages: int) -> Policy:
+    """The policy of a ZeRO stage. Under a pipeline stage 2 reduces gradients once a window, as stage 1 does.
+
+    Args:
+        config: resolved.
+        stages: of the pipeline; 1: there is none.
+    """
+    stage = config.zero.stage
+    return policy_for(1 if stage == 2 and stages > 1 else stage)
+
+
+def limits_of_stages(held: int, limits: Limits, config: DeepSpeedConfig) -> Limits:
+    """How long the stages of a pipeline keep what they have gathered; says what either way costs.
+
+    Args:
+        held: elements of this stage's parameters.
+        limits: by `zero_optimization`.
+        config: resolved.
+    """
+    wanted, micros = config.top.pipeline.stage3_gather, config.gradient_accumulation_steps
+    keeps = limits.live >= held if wanted == "auto" else wanted == "window"
+    say(
+        f"stage 3 under a pipeline: a unit gathered in each micro-batch takes {2 * micros * held:,} elements over the "
+        f"wire in a window of {micros}; kept for the window {held:,}, and {held:,} are whole at a time. "
+        f"pipeline.stage3_gather = {wanted!r}: {'kept for the window' if keeps else 'gathered in each micro-batch'}"
+    )
+    if wanted == "auto":
+        return limits
+    everything = max(held, 1)
+    return replace(limits, live=everything, reuse=everything) if keeps else replace(limits, live=0, reuse=0)

@@ -110,6 +110,8 @@ class EngineSurface:
 
     monitor = read("_instruments", Instruments.monitor)
     flops_profiler = read("_instruments", Instruments.flops_profiler)
+    memory_by_category = by("_instruments", Instruments.memory_by_category)
+    timeline = read("_instruments", Instruments.timeline)
     gradient_norms = by("_instruments", Instruments.gradient_norms)
 
     compression_scheduler = read("_compressing", Compressing.compression_scheduler)

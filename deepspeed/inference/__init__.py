@@ -7,6 +7,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from deepspeed.inference.generator import Generator, Load, packable
     from deepspeed.inference.requests import Logprob, Output, Request, Sampling
+    from deepspeed.inference.v2 import (
+        DeepSpeedTPConfig,
+        InferenceEngineV2,
+        RaggedInferenceEngineConfig,
+        build_engine_from_ds_checkpoint,
+        build_hf_engine,
+    )
 
 _PLACES = {
     "Generator": "generator",
@@ -16,8 +23,26 @@ _PLACES = {
     "Output": "requests",
     "Request": "requests",
     "Sampling": "requests",
+    "DeepSpeedTPConfig": "v2",
+    "InferenceEngineV2": "v2",
+    "RaggedInferenceEngineConfig": "v2",
+    "build_engine_from_ds_checkpoint": "v2",
+    "build_hf_engine": "v2",
 }
-__all__ = ["Generator", "Load", "Logprob", "Output", "Request", "Sampling", "packable"]
+__all__ = [
+    "DeepSpeedTPConfig",
+    "Generator",
+    "InferenceEngineV2",
+    "Load",
+    "Logprob",
+    "Output",
+    "RaggedInferenceEngineConfig",
+    "Request",
+    "Sampling",
+    "build_engine_from_ds_checkpoint",
+    "build_hf_engine",
+    "packable",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 import weakref
 from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import Any
 
-from deepspeed.foundation.log import current_rank
-from deepspeed.monitor.base import Event, Monitor
+from deepspeed.foundation.log import current_rank, say
+from deepspeed.monitor.base import Event, Monitor, folder_of
 from deepspeed.monitor.config import DeepSpeedMonitorConfig
 from deepspeed.monitor.feed import Feed, close_all
+from deepspeed.monitor.live import LivePage
 from deepspeed.monitor.writer import MONITORS, monitor_class
 
 __all__ = ["Event", "Monitor", "MonitorMaster"]
@@ -58,12 +61,30 @@ class MonitorMaster:
                 wanted.setdefault("jsonl_monitor", wanted[block])
         for block in wanted:
             monitor_class(block).require()
+        self._place = wanted.get("jsonl_monitor"), current_rank() if rank is None else rank  # of what ds_top reads
+        self._page: LivePage | None = None
         self._feeds: list[Feed] = []
         for block, settings in wanted.items() if self.writes else ():
             feed = Feed(block, settings)
             setattr(self, "tb_monitor" if block == "tensorboard" else f"{block.removesuffix('_monitor')}_monitor", feed)
             self._feeds.append(feed)
         self._closing = weakref.finalize(self, close_all, self._feeds)  # at exit too
+
+    def tell(self, facts: dict[str, Any]) -> None:
+        """What this rank did last, for `ds_top`, where a folder was named: a copy in memory.
+
+        Args:
+            facts: values that JSON has.
+        """
+        settings, rank = self._place
+        if settings is None:
+            return
+        try:
+            self._page = self._page or LivePage(folder_of(SimpleNamespace(**settings)), rank)
+            self._page.write(facts)
+        except OSError as error:
+            self._place = None, rank
+            say(f"ds_top will not see rank {rank}: {error}", logging.WARNING)
 
     def write_events(self, event_list: Iterable[tuple[Any, ...]], flush: bool = True) -> None:
         """Queue events on rank 0; nothing happens elsewhere.
@@ -82,3 +103,6 @@ class MonitorMaster:
     def close(self) -> None:
         """Let the writers finish, and end them."""
         self._closing()
+        page, self._page, self._place = self._page, None, (None, 0)
+        if page is not None:
+            page.close()

@@ -10,11 +10,13 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from deepspeed.comm import watch
-from deepspeed.comm.axis import Axis
-from deepspeed.comm.p2p import Header, Receiver, Sender, put_together, take_apart
+from deepspeed.comm.axis import Axis, message_groups
+from deepspeed.comm.p2p import Header, Receiver, Sender, Wire, put_together, take_apart
 from deepspeed.errors import CommError, PipelineError
+from deepspeed.foundation.recorder import BACKWARD, FORWARD, recorder
 from deepspeed.pipe.schedule import Action, Schedule
 
+CPU = torch.device("cpu")
 _COMPUTES = {"F": "forward", "B": "backward"}
 _CARRIES = {"F": "activation", "B": "gradient"}
 
@@ -98,22 +100,30 @@ class Executor:
         axis: the stages.
         driver: computes.
         ring: messages go from the last stage to the first too (several chunks).
+        device: where stages compute.
     """
 
-    def __init__(self, axis: Axis, driver: Driver, ring: bool) -> None:
+    def __init__(self, axis: Axis, driver: Driver, ring: bool, device: torch.device = CPU) -> None:
         self.axis, self._driver, self.stage = axis, driver, axis.rank
         onward, back = axis.channel(), axis.channel()
-        nearest = lambda step: (axis.rank + step) % axis.size  # noqa: E731
-        before = axis.size > 1 and (ring or axis.rank > 0)
-        after = axis.size > 1 and (ring or axis.rank < axis.size - 1)
-        self._takes = {
-            "F": Receiver(axis, nearest(-1), onward) if before else None,
-            "B": Receiver(axis, nearest(1), back) if after else None,
-        }
-        self._sends = {
-            "F": Sender(axis, nearest(1), onward) if after else None,
-            "B": Sender(axis, nearest(-1), back) if before else None,
-        }
+        before, after = (axis.rank - 1) % axis.size, (axis.rank + 1) % axis.size
+        forth = [(at, (at + 1) % axis.size) for at in range(axis.size if ring else axis.size - 1) if axis.size > 1]
+        edges = [*forth, *((after, before) for before, after in forth)]
+        groups = message_groups(axis, edges)
+
+        def end(kind: type[Sender] | type[Receiver], edge: tuple[int, int], channel: int, forward: bool) -> Any:
+            half = edges[: len(forth)] if forward else edges[len(forth) :]
+            if edge not in half:
+                return None
+            group = groups[half.index(edge) + (0 if forward else len(forth))]
+            return kind(axis, edge[kind is Sender], channel, Wire(group, device) if group is not None else None)
+
+        self._takes: dict[str, Receiver | None] = {
+            "F": end(Receiver, (before, axis.rank), onward, True), "B": end(Receiver, (after, axis.rank), back, False)
+        }  # fmt: skip
+        self._sends: dict[str, Sender | None] = {
+            "F": end(Sender, (axis.rank, after), onward, True), "B": end(Sender, (axis.rank, before), back, False)
+        }  # fmt: skip
         self._held: dict[tuple[int, int], _Held] = {}
         self._place = ""
         self.waited = 0.0  # seconds in which this stage had nothing to compute
@@ -188,7 +198,8 @@ class Executor:
             self._held[place].given = put_together(header, tensors)
         elif op == "B":
             held = self._held[place]
-            self._driver.backward(action.micro, held.roots, held.given)
+            with recorder.span(BACKWARD, str(action)):
+                self._driver.backward(action.micro, held.roots, held.given)
             held.roots, held.given = [], None
             held.outgoing = take_apart(held.gradients if held.gradients is not None else [None] * held.arrived)
             held.gradients = None
@@ -235,7 +246,8 @@ class Executor:
         place = (action.micro, action.chunk)
         held = self._held.setdefault(place, _Held())
         received, held.value = held.value, None
-        made = self._driver.forward(action.chunk, action.micro, received)
+        with recorder.span(FORWARD, str(action)):
+            made = self._driver.forward(action.chunk, action.micro, received)
         if results is None:
             held.outgoing = take_apart(made)
             held.roots = [get_gradient_edge(t) for t in held.outgoing[1] if training and t.requires_grad]

@@ -6,6 +6,7 @@ other, each with stand-ins for all that it does not hold, and have to give the o
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -176,6 +177,8 @@ def find_layout(model: nn.Module, parts: int, inputs: dict[str, Any], method: st
     uniform = method == "uniform"
     bounds = partition_uniform(len(weights), parts) if uniform else partition_balanced(weights, parts)
     layout = Layout(container, bounds)
+    if bounds[0] != 0 or bounds[-1] != len(weights) or any(low >= high for low, high in itertools.pairwise(bounds)):
+        raise PipelineError(f"bounds {bounds} do not deal the {len(weights)} blocks of '{container}' to {parts} parts")
     wanted = _order(model, layout, inputs)
     _compare(model, layout, inputs, wanted)
     return layout

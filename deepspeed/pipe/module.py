@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -266,6 +267,14 @@ class PipelineModule(nn.Module):
         """The mesh of the newest engine, which answers the names of a model-parallel unit."""
         return current_mesh()
 
+    def description(self) -> list[str]:
+        """A line for each layer, with its part: what all ranks have to agree on."""
+        parts = [part for part, (low, high) in enumerate(itertools.pairwise(self._bounds)) for _ in range(low, high)]
+        return [
+            f"layer {at} {_words(spec)}, part {part}"
+            for at, (spec, part) in enumerate(zip(self._specs, parts, strict=True))
+        ]
+
     def partitions(self) -> list[int]:
         """Bounds of the parts, in layers."""
         return list(self._bounds)
@@ -339,6 +348,19 @@ def _stages_of(num_stages: int | None, topology: ProcessTopology | None) -> tupl
 
 def _name(spec: Any) -> str:
     return spec.typename.__name__ if isinstance(spec, LayerSpec) else getattr(spec, "__name__", type(spec).__name__)
+
+
+def _words(spec: Any) -> str:
+    """A layer in words: its class, its key where it is tied, and those arguments that mean the same on every rank."""
+    key = f" tied as {spec.key!r}" if isinstance(spec, TiedLayerSpec) else ""
+    if not isinstance(spec, LayerSpec):
+        return _name(spec)
+    given = [*spec.module_args, *(f"{name}={value!r}" for name, value in spec.module_kwargs.items() if _plain(value))]
+    return f"{_name(spec)}({', '.join(str(one) for one in given if _plain(one))}){key}"
+
+
+def _plain(value: Any) -> bool:
+    return isinstance(value, (int, float, str, bool, type(None)))
 
 
 def _weight(spec: Any) -> float:

@@ -12,6 +12,7 @@ import torch
 from deepspeed.config.sections.memory import Aio
 from deepspeed.errors import StorageError, UsageError
 from deepspeed.foundation.log import say
+from deepspeed.foundation.recorder import DISK, TRANSFER, now, recorder
 from deepspeed.ops.aio.files import ALIGNMENT, BlockFile, size_text
 from deepspeed.ops.aio.memory import aligned_bytes
 from deepspeed.ops.aio.queue import BlockQueue, Job, block_queue, cause_of
@@ -49,6 +50,7 @@ class Transfer:
 
     def __init__(self, disk: Disk, extent: Extent, job: Job, writing: bool) -> None:
         self._disk, self._extent, self._writing = disk, extent, writing
+        self._began = now()
         self._job: Job | None = job
 
     def done(self) -> bool:
@@ -63,7 +65,10 @@ class Transfer:
         """
         if self._job is None:
             return
-        error, moved = self._job.wait()
+        label = f"{'write' if self._writing else 'read'} of {self._extent.label}"
+        with recorder.span(DISK, label, self._extent.label):
+            error, moved = self._job.wait()
+        recorder.add(self._began, TRANSFER, label, self._extent.label, moved)
         self._job = None
         cause = cause_of(error, moved, self._extent.nbytes) or self._disk.cut()
         self._extent.state = _State.HALF if cause and self._writing else _State.DATA
@@ -191,7 +196,8 @@ class Disk:
         cause = self.cut() or (extent.state.value if extent.state is _State.HALF and not writing else "")
         if cause:
             raise self.failure(verb, extent, f"cannot begin: {cause}")
-        job = self._queue.submit(self._file, tensor, extent.offset, writing)
+        with recorder.span(DISK, f"start of {verb} {extent.label}", extent.label):
+            job = self._queue.submit(self._file, tensor, extent.offset, writing)
         extent.state = _State.MOVING
         return Transfer(self, extent, job, writing)
 

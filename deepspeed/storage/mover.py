@@ -11,6 +11,7 @@ from functools import cache
 import torch
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.foundation.recorder import COPY, recorder
 from deepspeed.storage.buffer_pool import BufferPool
 
 
@@ -23,7 +24,8 @@ class Arrival:
 
     def wait(self) -> None:
         """Block the host until the copy is over."""
-        self._event.synchronize()  # type: ignore[attr-defined]
+        with recorder.span(COPY, "wait for a copy between host and device"):
+            self._event.synchronize()  # type: ignore[attr-defined]
 
     def done(self) -> bool:
         """Whether the copy is over."""
@@ -59,7 +61,7 @@ class Mover:
             source: the other side, of the same dtype.
         """
         self._stream.wait_stream(self._accelerator.current_stream(self._device))
-        with self._accelerator.stream(self._stream):
+        with self._accelerator.stream(self._stream), recorder.span(COPY, "copy between host and device"):
             target.copy_(source, non_blocking=True)
             event = self._accelerator.Event()
             event.record()

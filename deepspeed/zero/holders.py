@@ -138,6 +138,7 @@ class Relations:
         signatures: Mapping[str, Signature] = MappingProxyType({}),
     ) -> None:
         self._mesh, self._splits, self._tied = mesh, splits, tied
+        self.stages = mesh.size("pp")
         self._known: dict[Signature, Holders] = {}
         mesh.axis("tp")
         for more in (("dp_replicate",), REPLICATED):  # every rank asks for every axis, whichever it stands on

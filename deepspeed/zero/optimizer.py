@@ -90,6 +90,7 @@ class ZeroOptimizer(OptimizerSurface):
         self.overflow = False
         self.skip_reason: str | None = None
         self._global_grad_norm: float | None = None
+        self.inspect: Callable[[float | None, list[list[float]]], None] | None = None  # between norm and update
         self.along: list[float] = []  # numbers that ride on the step's exchange, and everybody's
         self.alongside: list[list[float]] = []
         self._scale_loss: Callable[[torch.Tensor, bool], Any] | None = None
@@ -226,6 +227,8 @@ class ZeroOptimizer(OptimizerSurface):
         if self.scaler is not None and norm is not None and math.isnan(norm):
             norm = math.inf  # under a loss scale what is not finite is too large; inf - inf on the way makes it NaN
         self._global_grad_norm = norm
+        if self.inspect is not None:
+            self.inspect(norm, self.alongside)
         self.overflow = self.settings.check and norm is not None and not math.isfinite(norm)
         self.skip_reason = explain_overflow(self.reducer, (self._tag(), self._tag())) if self.overflow else None
         if not self.overflow:

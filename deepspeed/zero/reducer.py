@@ -58,6 +58,7 @@ class Reducer:
         self._touched_anywhere: dict[int, bytearray] = {}
         self._handed_out = HandedOut()
         self._hooks: dict[int, Any] = {}
+        self.muted = False  # gradients that arrive are dropped: backward is run again to look at it
         self._entries = Entries(settings, window)
         for group in groups:
             for member in group.members:
@@ -81,6 +82,8 @@ class Reducer:
         if collectives.PLANTED_DELAY is not None:
             collectives.delay(f"gradient of {member.name}")
         clear_raw_grad(member.param)
+        if self.muted:
+            return
         self.clean = False
         self.revision += 1
         if self._handed_out:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from deepspeed.comm.collectives import Handle
+from deepspeed.foundation.recorder import UPDATE, recorder
 from deepspeed.ops.host_step import Fold, HostOptimizer
 from deepspeed.storage.resident import RESIDENT
 from deepspeed.zero.fragment import Fragment
@@ -159,13 +160,19 @@ def update(
         with wave.prepared(optimizer, factor) as rounds:
             if index:
                 _restore(optimizer, before)
-            with _hooks(optimizer, first=index == 0, last=index == len(waves) - 1):
+            with _hooks(optimizer, first=index == 0, last=index == len(waves) - 1), _recorded(wave):
                 optimizer.step()
             groups = [shard.group for shard in wave.shards]
             if updated is not None:
                 updated(groups)
             handles += start_publish(groups, rounds)
     return handles
+
+
+def _recorded(wave: Wave) -> contextlib.AbstractContextManager[None]:
+    """A span: of one group where it is updated alone."""
+    alone = wave.shards[0].group if len(wave.shards) == 1 else None
+    return recorder.span(UPDATE, "update", alone.name if alone is not None and alone.tiers.optimizer.moves else "")
 
 
 def _unfold(optimizer: HostOptimizer) -> None:

@@ -44,6 +44,11 @@ class Wire:
         self._settling: list[Bucket] = []  # whose rounds are being waited for right now
         waiting.groups.workers.add(self)  # wherever this rank waits, peers may be waiting for its rounds
 
+    def buffers(self) -> list[torch.Tensor]:
+        """Every transit buffer: idle, being filled apart, or under way."""
+        idle = [buffer for kept in (*self._pool.values(), *self._received.values()) for buffer in kept]
+        return idle + [entry[2].buffer for entry in self._in_flight.values() if entry[2].pooled]
+
     def busy(self, bucket: Bucket) -> bool:
         """Whether a round of `bucket` is on its way, or waits for its turn."""
         return self._rounds[id(bucket)] > 0 or (bucket.order is not None and bucket.order.holds(bucket))

@@ -36,6 +36,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--prompt", default="def read_")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=Path("runs/bytes_lm"), help="folder of the loss curve")
+    parser.add_argument(
+        "--save", type=Path, help="folder that the trained model is written to, as Transformers reads it"
+    )
     parser.add_argument("--local_rank", type=int, default=-1)
     arguments = deepspeed.add_config_arguments(parser).parse_args()
     arguments.deepspeed_config = arguments.deepspeed_config or str(HERE / "ds_config.json")
@@ -172,6 +175,10 @@ def main() -> None:
     seconds = time.perf_counter() - started
     reached = held_out_loss(engine, heldout)
     sample = generate(engine, arguments.prompt, arguments.sample_bytes, arguments.sequence, arguments.seed)
+    if arguments.save:
+        weights = engine.module_state_dict()  # whole, whatever the stage; all ranks call
+        if engine.global_rank == 0:
+            model.save_pretrained(arguments.save, state_dict=weights)
     if engine.global_rank == 0:
         bigram = bigram_loss(training_text, heldout)
         step_bytes = engine.train_batch_size() * arguments.sequence

@@ -132,7 +132,7 @@ def failed(fault: str, stage: int) -> tuple[str, str, float]:
 def refused() -> None:
     """Calls that a pipeline does not serve, and data that ends."""
     with start(1, 2, 3) as engine:
-        for call in (engine, engine.forward, engine.backward, engine.step):
+        for call in (engine, engine.forward, engine.backward, engine.step, engine.loop):
             with raises(PipelineError, "train_batch"):
                 call(torch.zeros(()))
         with raises(ArgumentError, "iterator"):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
+from deepspeed.comm import get_rank
 from deepspeed.comm.mesh import Mesh, current_mesh
 from deepspeed.utils import safe_get_full_fp32_param
 from tests.parallel.dense import Dense, adamw, momentum
@@ -128,42 +131,173 @@ def reshaped(schedule: str, stage: int) -> list[Any]:
         return [abs(evaluated - sum(wanted) / 4), abs(mean - sum(wanted) / 4), shapes, sent]
 
 
-def saved(folder: str, pp: int, stage: int, layers: int = 4) -> None:
+def saved(folder: str, mesh: dict[str, Any]) -> None:
     """Train two windows and save."""
-    engine = started(pp, stage, layers)
-    with engine:
+    with started(mesh) as engine:
         for window in range(2):
-            engine.train_batch(batches(engine.module, 2 * window, 2, replica(current_mesh())))
+            train(engine, 2 * window)
         engine.save_checkpoint(folder, tag="two")
 
 
-def started(pp: int, stage: int, layers: int = 4, seed: int = 0) -> Any:
+def started(mesh: dict[str, Any], seed: int = 0) -> Any:
+    """An engine on a mesh: `pp`, `tp`, ZeRO `stage` and `tier` of the optimizer."""
     import deepspeed
 
-    model = deep("GPTNeo", layers, seed=seed)
-    return deepspeed.initialize(model=model, optimizer=adamw(model.parameters()), config=config_of(stage, pp, 2))[0]
+    model = deep("GPTNeo", 4, seed=seed)
+    zero = {"offload_optimizer": {"device": "cpu"}} if mesh.get("tier") == "cpu" else {}
+    config = config_of(mesh["stage"], mesh["pp"], 2, zero=zero)
+    if mesh.get("tp", 1) > 1:
+        config["tensor_parallel"] = {"autotp_size": mesh["tp"]}
+    return deepspeed.initialize(model=model, optimizer=adamw(model.parameters()), config=config)[0]
 
 
-def loaded(folder: str, pp: int, stage: int) -> tuple[dict[str, Any], float]:
+def train(engine: Any, first: int) -> float:
+    """One window of two micro-batches; the mean loss over ranks."""
+    given = batches(engine.module, first, 2, replica(current_mesh()))
+    if hasattr(engine, "train_batch"):
+        return float(engine.train_batch(given))
+    losses = []
+    for one in given:
+        loss = engine(**one).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+    mean = torch.tensor(sum(losses) / 2)
+    torch.distributed.all_reduce(mean)
+    return float(mean) / torch.distributed.get_world_size()
+
+
+def loaded(folder: str, mesh: dict[str, Any]) -> tuple[dict[str, Any], float]:
     """Masters and moments by name after loading, and the next loss."""
     from deepspeed.utils import safe_get_full_optimizer_state
 
-    engine = started(pp, stage, seed=5)
-    with engine:
+    with started(mesh, seed=5) as engine:
         engine.load_checkpoint(folder, tag="two")
         found = {}
         for name, param in engine.module.named_parameters():
             found[name] = safe_get_full_fp32_param(param).clone()
             found[f"{name} moment"] = safe_get_full_optimizer_state(param, "exp_avg").clone()
+        return found, train(engine, 4)
+
+
+def counted(stage: int) -> list[float]:
+    """Losses that are sums over items, of unequal micro-batches: distances of the mean, and of parameters."""
+    import deepspeed
+
+    model = deep("GPTNeo", 2)
+    dense = Dense(model, momentum, 1)
+    engine, *_ = deepspeed.initialize(
+        model=_Sums(model), optimizer=momentum(model.parameters()), config=config_of(stage, 2, 3)
+    )
+    with engine:
+        found = []
+        for window in range(2):
+            ours = list(batches(model, 3 * window, 3, 0, True))
+            for at, one in enumerate(ours):
+                one["labels"] = one["labels"].clone()
+                one["labels"][:, : at + 1] = -100
+            dense.optimizer.zero_grad()
+            total = sum(_Sums(dense.model)(**one) for one in ours)
+            items = sum(_items(one) for one in ours)
+            (total / items).backward()
+            dense.step()
+            mean = engine.train_batch(iter(ours), num_items=_items)
+            found.append(abs(float(mean) - float(total.detach()) / items))
+        engine.module = engine.module.inner  # names are those of the inner model
+        return [*found, apart(engine, dense)]
+
+
+def _items(batch: Any) -> float:
+    return float((batch["labels"][:, 1:] != -100).sum())
+
+
+class _Sums(torch.nn.Module):
+    """The loss of a model as a sum over its items."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner, self.config = inner, inner.config
+        self.example_input_array = batch_of(inner, 0, 0, 9)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        logits = self.inner(input_ids=input_ids).logits[:, :-1]
+        flat = logits.reshape(-1, logits.shape[-1])
+        return torch.nn.functional.cross_entropy(flat, labels[:, 1:].reshape(-1), reduction="sum")
+
+
+def written(stage: int) -> list[Any]:
+    """What a model writes on stages, greedily and by draws, beside the whole model."""
+    import deepspeed
+
+    model = deep("Llama", 2)
+    whole = copy.deepcopy(model).eval()
+    engine, *_ = deepspeed.initialize(model=model, optimizer=momentum(model.parameters()), config=config_of(stage, 2))
+    prompt = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    settings = {"max_new_tokens": 6, "use_cache": False, "pad_token_id": 0}
+    with engine:
+        torch.manual_seed(5 + get_rank())
+        before = torch.get_rng_state()
+        ours = [engine.generate(input_ids=prompt, do_sample=draws, **settings) for draws in (False, True)]
+        assert torch.equal(before, torch.get_rng_state()) and engine.training and "forward" not in vars(engine.module)
+        theirs = []
+        for draws in (False, True):
+            torch.manual_seed(5)
+            theirs.append(whole.generate(input_ids=prompt, do_sample=draws, **settings))
+        return [torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)]
+
+
+def measured(stage: int, schedule: str, micros: int, pp: int, gather: str = "auto") -> dict[str, Any]:
+    """Bytes of state by kind and most bytes of activations that a stage held, beside the plan and the schedule."""
+    import deepspeed
+
+    model = deep("Llama", 4)
+    config = config_of(stage, pp, micros, pipeline={"schedule": schedule, "stage3_gather": gather})
+    engine, *_ = deepspeed.initialize(model=model, optimizer=adamw(model.parameters()), config=config)
+    with engine:
         rank = replica(current_mesh())
-        if pp > 1:
-            return found, float(engine.train_batch(batches(engine.module, 4, 2, rank)))
-        losses = []
-        for one in batches(engine.module, 4, 2, rank):
-            loss = engine(**one).loss
-            engine.backward(loss)
-            engine.step()
-            losses.append(float(loss.detach()))
-        mean = torch.tensor(sum(losses) / 2)
-        torch.distributed.all_reduce(mean)
-        return found, float(mean) / torch.distributed.get_world_size()
+        engine.train_batch(batches(engine.module, 0, micros, rank))
+        with Saved(engine._driver) as saved:
+            engine.train_batch(batches(engine.module, micros, micros, rank))
+        own = sum(p.ds_numel if hasattr(p, "ds_numel") else p.numel() for p in engine.module.parameters())
+        return {
+            "elements": own, "shards": engine.mesh.size("dp_shard"), "bytes": engine.state_bytes(),
+            "most": saved.most, "one": saved.one, "peak": engine.simulated(micros).peaks[engine.stage_id],
+        }  # fmt: skip
+
+
+class Saved:
+    """Counts bytes that autograd keeps for backward: most at a time, and of one micro-batch."""
+
+    def __init__(self, driver: Any) -> None:
+        self.driver, self.now, self.most, self.one = driver, 0, 0, 0
+
+    def __enter__(self) -> Saved:
+        self.forward, self.driver.forward = self.driver.forward, self.run
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.driver.forward = self.forward
+
+    def run(self, *args: Any) -> Any:
+        before = self.now
+        with torch.autograd.graph.saved_tensors_hooks(self.pack, lambda kept: kept.tensor):
+            found = self.forward(*args)
+        self.one = max(self.one, self.now - before)
+        return found
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        kept = Kept(tensor)
+        if not isinstance(tensor if tensor._base is None else tensor._base, torch.nn.Parameter):
+            size = tensor.numel() * tensor.element_size()
+            self.now += size
+            self.most = max(self.most, self.now)
+            weakref.finalize(kept, self.freed, size)
+        return kept
+
+    def freed(self, size: int) -> None:
+        self.now -= size
+
+
+class Kept:
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor

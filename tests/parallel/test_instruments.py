@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed.errors import UsageError
+from deepspeed.monitor.live import read_pages
 from deepspeed.profiling.flops_profiler import FlopsProfiler
 from tests.harness.pool import WorkerPool
 from tests.parallel.tiny import STAGES, Tiny, loss_of, masters, micro_step, raises, reference, rows, start, tiny
@@ -23,6 +24,7 @@ NAMES = {
     *(f"Train/Samples/{name}" for name in ("train_loss", "lr", "grad_norm", "loss_scale", "skipped_steps")),
     "Train/Samples/samples_per_second",
     *(f"Train/Memory/{kind}" for kind in ("parameters", "masters", "gradients", "optimizer", "gathered")),
+    *(f"Train/Memory/{kind}" for kind in ("transit", "activations")),
 }
 
 
@@ -68,6 +70,10 @@ def test_every_stage_writes_the_same_names_and_numbers(workers: Workers, tmp_pat
         losses = [value for _, value in events["Train/Samples/train_loss"]]
         first = first or losses
         assert losses == pytest.approx(first, rel=1e-6)
+        pages = read_pages(tmp_path / f"stage{stage}")
+        assert [(page["update"], page["samples"], page["ended"]) for page in pages.values()] == [
+            (2, samples[1], True)
+        ] * 2
         plain = workers(RANKS).run(unmonitored, stage)[0]
         assert all(torch.equal(found[name], plain[name]) for name in plain)
 

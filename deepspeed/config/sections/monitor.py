@@ -15,6 +15,7 @@ class CommsLogger(Section):
     prof_all: bool = key(True, "record all operations")
     prof_ops: Names = key([], "operations to record when prof_all is false")
     debug: bool = key(False, "name the caller")
+    curve: str | None = key(None, "file of ds_bench: what this machine can do, beside what was measured")
 
 
 class Throughput(Section):
@@ -110,6 +111,26 @@ class MonitorSections(Section):
     def enabled(self) -> bool:
         """Whether any of them is asked for."""
         return any(getattr(self, name).enabled for name in type(self).model_fields)
+
+
+class Timeline(Section):
+    """`timeline`: what each rank does and when, in some updates."""
+
+    enabled: bool = key(False, "record spans of all ranks, and write a trace, a picture and a table")
+    start_step: Int = key(2, "first update that is recorded, counted from 0", ge=1)
+    steps: Int = key(3, "updates that are recorded", ge=1)
+    modules: bool = key(True, "forward and backward by module")
+    ring: Int = key(1 << 16, "most spans that a rank keeps, the newest", ge=1024)
+    output_path: str = key("", "folder of the files; empty: the working directory")
+    job_name: str = key("DeepSpeedJobName", "folder of this run")
+
+
+class NonFinite(Section):
+    """`non_finite`: where a loss or gradient that is not finite comes from."""
+
+    enabled: bool = key(False, "run the window again with checks, before the update")
+    reports: Int = key(3, "times that this is done", ge=1)
+    output_path: str = key("", "folder for what the first such operation was given; empty: none")
 
 
 class FlopsProfiler(Section):

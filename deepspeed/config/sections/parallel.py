@@ -27,6 +27,9 @@ class Pipeline(Section):
     )
     schedule: Literal["gpipe", "1f1b", "interleaved"] = key("1f1b", "what each stage does in which order")
     chunks: Int = key(1, "parts of the model that each stage holds (interleaved)", ge=1)
+    stage3_gather: Literal["auto", "micro_batch", "window"] = key(
+        "auto", "at ZeRO stage 3, how long a unit stays gathered; auto: as stage3_max_live_parameters has room"
+    )
     seed_layers: bool = later(False, "seed each layer by its index")
     activation_checkpoint_interval: Int = later(0, "layers between checkpoints; 0 is none", ge=0)
     pipe_partitioned: bool = later(True, "split activations over model-parallel ranks when sent")
@@ -144,5 +147,7 @@ class HybridEngine(Section):
 class WeightQuantization(Section):
     """`weight_quantization`: quantized weights for inference under ZeRO."""
 
-    quantized_initialization: dict[str, Any] | None = later(None, "quantize while the model is built", idle=[{}])
-    post_init_quant: dict[str, Any] | None = later(None, "quantize after the model is built", idle=[{}])
+    quantized_initialization: dict[str, Any] | None = key(
+        None, "pack every Linear and Embedding: num_bits 8 or 4, group_size, group_dim, symmetric"
+    )
+    post_init_quant: dict[str, Any] | None = key(None, "the same keys under parts of the names of layers")

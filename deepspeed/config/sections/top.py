@@ -16,8 +16,10 @@ from deepspeed.config.sections.monitor import (
     FlopsProfiler,
     JsonlMonitor,
     MLflow,
+    NonFinite,
     Prometheus,
     TensorBoard,
+    Timeline,
     Timers,
     WandB,
 )
@@ -111,6 +113,8 @@ class TopLevel(Section):
     mlflow: MLflow = key(MLflow, "MLflow")
     prometheus: Prometheus = key(Prometheus, "Prometheus")
     flops_profiler: FlopsProfiler = key(FlopsProfiler, "operation counts")
+    non_finite: NonFinite = key(NonFinite, "where values that are not finite come from")
+    timeline: Timeline = key(Timeline, "what each rank does and when")
     autotuning: Autotuning = key(Autotuning, "search for fast settings")
     checkpoint: Checkpoint = key(Checkpoint, "how training state is written and read")
     nebula: Nebula = key(Nebula, "a cloud checkpoint service")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from deepspeed.comm.logging import CommsLogger, as_table, calc_bw_log, convert_size, trimmed_mean
+from deepspeed.comm.logging import CommsLogger, as_table, calc_bw_log, convert_size, read_curve, trimmed_mean
+from deepspeed.errors import ArgumentError
 from tests.unit.comm.ranks import run_ranks
 
 
@@ -101,3 +103,27 @@ def test_speeds_of_four_ranks_in_gigabits(operation, speeds):
 def test_sizes_and_means_in_words():
     assert [convert_size(size) for size in (0, 1, 1024, 1536 * 1024)] == ["0.0 B", "1.0 B", "1.0 KB", "1.5 MB"]
     assert trimmed_mean([100.0, *[1.0] * 9]) == 1.0 and trimmed_mean([]) == 0.0 and trimmed_mean([1.0, 3.0]) == 2.0
+
+
+def test_a_long_run_keeps_the_newest_times_and_counts_all():
+    log = CommsLogger(enabled=True)
+    for number in range(10_000):
+        log.record("all_reduce", 8, 2, number / 1e3, "", received=8)
+    (row,) = log.summary()
+    assert (row["count"], row["received_bytes"]) == (10_000, 80_000)
+    assert row["total_ms"] == pytest.approx(sum(range(10_000)))
+    count, times, *_ = log.comms_dict["all_reduce"][8]
+    assert count == 10_000 and times == pytest.approx(range(10_000 - len(times), 10_000)) and len(times) < 10_000
+
+
+def test_the_machines_curve_stands_beside(tmp_path):
+    file = tmp_path / "curve.json"
+    rows = [{"bytes": 1 << 10, "busbw": 1.0}, {"bytes": 1 << 14, "busbw": 4.0}]
+    file.write_text(json.dumps({"curve": {"all_reduce": rows, "reduce_scatter": rows}}))
+    curve = read_curve(str(file))
+    assert [curve.busbw("all_reduce", 1 << p) for p in (8, 10, 12, 14, 20)] == pytest.approx([1.0, 1.0, 2.0, 4.0, 4.0])
+    assert curve.busbw("reduce", 1 << 12) == pytest.approx(2.0) and curve.busbw("broadcast", 8) == 0.0
+    for text in ("", "[]", "{}"):
+        file.write_text(text)
+        with pytest.raises(ArgumentError, match="is no file that ds_bench has written"):
+            read_curve(str(file))

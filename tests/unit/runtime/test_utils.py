@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import re
 
 import numpy
 import pytest
@@ -80,7 +81,10 @@ def test_memory_is_shown_when_forced(capsys: pytest.CaptureFixture[str]) -> None
     utils.see_memory_usage("quiet")
     utils.see_memory_usage("here", force=True)
     shown = capsys.readouterr().err
-    assert shown.count("here | device: allocated") == 1 and "quiet" not in shown
+    assert "quiet" not in shown and shown.count("here\nMA ") == 1
+    assert re.search(
+        r"MA [\d.]+ GB  Max_MA [\d.]+ GB  CA [\d.]+ GB  Max_CA [\d.]+ GB\nCPU Virtual Memory:  used", shown
+    )
 
 
 def test_on_device_makes_tensors_there_and_ends() -> None:

@@ -1,0 +1,331 @@
+"""The keys of `init_inference`: typed, each with what it does here."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from collections.abc import Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import Field, field_validator
+
+from deepspeed.config.model import DeepSpeedConfigModel
+from deepspeed.errors import ArgumentError, NotAvailableError
+
+
+class DtypeEnum(Enum):
+    """Spellings of the dtypes that weights can have."""
+
+    fp16 = torch.float16, "torch.float16", "fp16", "float16", "half"
+    fp32 = torch.float32, "torch.float32", "fp32", "float32", "float"
+    bf16 = torch.bfloat16, "torch.bfloat16", "bf16", "bfloat16", "bfloat"
+    int8 = torch.int8, "torch.int8", "int8"
+
+    def __new__(cls, *spellings: Any) -> DtypeEnum:
+        """The torch dtype is the value; every other spelling finds the same member."""
+        made = object.__new__(cls)
+        made._value_ = spellings[0]
+        for other in spellings[1:]:
+            cls._value2member_map_[other] = made
+        return made
+
+
+class MoETypeEnum(str, Enum):
+    """Kinds of mixtures of experts."""
+
+    residual = "residual"
+    standard = "standard"
+
+
+class QuantTypeEnum(str, Enum):
+    """Whether integers are spread around zero or over the range of the values."""
+
+    asym = "asymmetric"
+    sym = "symmetric"
+
+
+class DeepSpeedTPConfig(DeepSpeedConfigModel):
+    """`tensor_parallel`: matrices cut over neighbouring ranks."""
+
+    enabled: bool = True
+    tp_size: int = 1
+    tp_grain_size: int = 64
+    mpu: Any = None
+    tp_group: Any = None
+
+
+class DeepSpeedMoEConfig(DeepSpeedConfigModel):
+    """`moe`: experts over ranks."""
+
+    enabled: bool = True
+    ep_size: int = 1
+    moe_experts: list[int] = Field(default=[1], alias="num_experts")
+    type: MoETypeEnum = MoETypeEnum.standard
+    ep_mp_group: Any = None
+    ep_group: Any = Field(default=None, alias="expert_group")
+
+
+class BaseQuantConfig(DeepSpeedConfigModel):
+    """What quantizers have in common."""
+
+    enabled: bool = True
+    num_bits: int = 8
+    q_type: QuantTypeEnum = QuantTypeEnum.sym
+    q_groups: int = 1
+
+
+class WeightQuantConfig(BaseQuantConfig):
+    """`quant.weight`."""
+
+    quantized_initialization: dict[str, Any] = {}
+    post_init_quant: dict[str, Any] = {}
+
+
+class ActivationQuantConfig(BaseQuantConfig):
+    """`quant.activation`."""
+
+
+class QKVQuantConfig(DeepSpeedConfigModel):
+    """`quant.qkv`."""
+
+    enabled: bool = True
+
+
+class QuantizationConfig(DeepSpeedConfigModel):
+    """`quant`: how weights become integers where `dtype` is int8."""
+
+    enabled: bool = True
+    activation: ActivationQuantConfig = ActivationQuantConfig()
+    weight: WeightQuantConfig = WeightQuantConfig()
+    qkv: QKVQuantConfig = QKVQuantConfig()
+
+
+class InferenceCheckpointConfig(DeepSpeedConfigModel):
+    """`checkpoint_config`."""
+
+    checkpoint_dir: str | None = None
+    save_mp_checkpoint_path: str | None = None
+    base_dir: str | None = None
+
+
+def _old(default: Any, new: str) -> Any:
+    extra: dict[str, Any] = {"deprecated": True, "new_param": new}
+    return Field(default, json_schema_extra=extra)
+
+
+class DeepSpeedInferenceConfig(DeepSpeedConfigModel):
+    """All keys of `init_inference`.
+
+    Raises:
+        pydantic.ValidationError: a name, type or value is wrong; it is a ValueError.
+        ArgumentError: a deprecated name is given beside the one that took its place; it is an AssertionError.
+        TypeError: `dtype` is neither a torch dtype nor a name.
+    """
+
+    replace_with_kernel_inject: bool = Field(default=False, alias="kernel_inject")
+    dtype: Any = torch.float16
+    tensor_parallel: DeepSpeedTPConfig = Field(default=DeepSpeedTPConfig(), alias="tp")
+    enable_cuda_graph: bool = False
+    use_triton: bool = False
+    triton_autotune: bool = False
+    zero: dict[str, Any] = {}
+    triangular_masking: bool = Field(default=True, alias="tm")
+    moe: DeepSpeedMoEConfig = DeepSpeedMoEConfig()
+    keep_module_on_host: bool = False
+    quant: QuantizationConfig = QuantizationConfig()
+    checkpoint: str | dict[str, Any] | list[Any] | None = None
+    base_dir: str = ""
+    set_empty_params: bool = False
+    save_mp_checkpoint_path: str | None = None
+    checkpoint_config: InferenceCheckpointConfig = Field(default=InferenceCheckpointConfig(), alias="ckpt_config")
+    return_tuple: bool = True
+    training_mp_size: int = 1
+    replace_method: str = Field("auto", json_schema_extra={"deprecated": True})
+    injection_policy: dict[Any, Any] | None = Field(default=None, alias="injection_dict")
+    injection_policy_tuple: tuple[Any, ...] | None = None
+    config: Any = Field(default=None, alias="args")
+    max_out_tokens: int = Field(default=1024, alias="max_tokens", ge=1)
+    min_out_tokens: int = Field(default=1, alias="min_tokens", ge=0)
+    transposed_mode: bool = False
+    mp_size: int = _old(1, "tensor_parallel.tp_size")
+    mpu: Any = _old(None, "tensor_parallel.mpu")
+    ep_size: int = _old(1, "moe.ep_size")
+    ep_group: Any = Field(
+        default=None, alias="expert_group", json_schema_extra={"deprecated": True, "new_param": "moe.ep_group"}
+    )
+    ep_mp_group: Any = Field(
+        default=None, alias="expert_mp_group", json_schema_extra={"deprecated": True, "new_param": "moe.ep_mp_group"}
+    )
+    moe_experts: list[int] = _old([1], "moe.moe_experts")
+    moe_type: MoETypeEnum = _old(MoETypeEnum.standard, "moe.type")
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**_settled(given))
+
+    @field_validator("dtype")
+    @classmethod
+    def _torch_dtype(cls, value: Any) -> torch.dtype:
+        if isinstance(value, DtypeEnum):
+            return value.value
+        if not isinstance(value, str | torch.dtype):
+            raise TypeError(f"dtype: a torch dtype or its name was expected, got {type(value).__name__}")
+        try:
+            return DtypeEnum(value.lower() if isinstance(value, str) else value).value
+        except ValueError:
+            names = ", ".join(member.name for member in DtypeEnum)
+            raise ValueError(f"dtype {value!r} is none of {names}") from None
+
+    @field_validator("moe", mode="before")
+    @classmethod
+    def _moe(cls, value: Any) -> Any:
+        return DeepSpeedMoEConfig(enabled=value) if isinstance(value, bool) else value
+
+    @field_validator("use_triton")
+    @classmethod
+    def _triton(cls, value: bool) -> bool:
+        if value and importlib.util.find_spec("triton") is None:
+            raise ValueError("use_triton: Triton is not installed, and nothing here needs it; leave the key out")
+        return value
+
+
+# Deprecated names, and the block and key that took their place.
+_MOVED = {
+    "mp_size": ("tensor_parallel", "tp", "tp_size"),
+    "mpu": ("tensor_parallel", "tp", "mpu"),
+    "ep_size": ("moe", "moe", "ep_size"),
+    "ep_group": ("moe", "moe", "ep_group"),
+    "ep_mp_group": ("moe", "moe", "ep_mp_group"),
+    "moe_experts": ("moe", "moe", "moe_experts"),
+    "moe_type": ("moe", "moe", "type"),
+}
+
+
+def _settled(given: dict[str, Any]) -> dict[str, Any]:
+    """Keys without the deprecated ones that ask for nothing, as of defaults handed back."""
+    fields = DeepSpeedInferenceConfig.model_fields
+    given = {key: value for key, value in given.items() if key not in _MOVED or value != fields[key].default}
+    for old, (block, alias, key) in _MOVED.items():
+        if old not in given or given[old] == "auto":
+            continue
+        home = given.get(block, given.get(alias))
+        if isinstance(home, DeepSpeedConfigModel):
+            home = given[block] = home.model_dump(exclude_unset=True)
+        if isinstance(home, Mapping) and home.get(key, "auto") != "auto":
+            raise ArgumentError(
+                f"Cannot provide deprecated parameter '{old}' and replacing parameter '{block}.{key}' together"
+            )
+        if isinstance(home, Mapping):
+            given.pop(alias, None) if alias != block else None
+            given[block] = dict(home)
+    return given
+
+
+def default_inference_config() -> dict[str, Any]:
+    """Every key of `init_inference` with its default; `dtype` as a torch dtype."""
+    return DeepSpeedInferenceConfig().model_dump()
+
+
+def merged(config: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What was given as `config` and as keywords, together.
+
+    Args:
+        config: a dict, the path of a JSON, or None.
+        kwargs: the same keys.
+
+    Raises:
+        ValueError: `config` is something else, or both say different things of one key.
+    """
+    if config is None:
+        given: dict[str, Any] = {}
+    elif isinstance(config, Mapping):
+        given = dict(config)
+    elif isinstance(config, str | os.PathLike):
+        given = _read(Path(config))
+    else:
+        raise ArgumentError(f"'config' argument expected string or dictionary, got {type(config).__name__}")
+    for key, value in kwargs.items():
+        if key in given and not _equal(given[key], value):
+            raise ArgumentError(
+                f"Conflicting argument '{key}' in 'config':{given[key]!r} and kwargs:{value!r}; say it once"
+            )
+    return {**given, **kwargs}
+
+
+def _equal(one: Any, two: Any) -> bool:
+    try:
+        return bool(one == two)
+    except (RuntimeError, ValueError, TypeError):  # tensors and arrays compare element by element
+        return one is two
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        loaded = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ArgumentError(f"init_inference: config {str(path)!r} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ArgumentError(f"init_inference: config {str(path)!r} is not valid JSON: {error}") from None
+    if not isinstance(loaded, dict):
+        raise ArgumentError(f"init_inference: {path} holds a {type(loaded).__name__}, not an object")
+    return loaded
+
+
+# -- what a value asks for ---------------------------------------------------------------------------------------------
+
+# key: why a value beside the default changes nothing
+MOOT = {
+    "enable_cuda_graph": "forward is called as it is; graphs are recorded by the packed engine, on CUDA only",
+    "use_triton": "torch's and the native kernels are used",
+    "triton_autotune": "torch's and the native kernels are used",
+    "triangular_masking": "the model masks as its own code says",
+    "set_empty_params": "weights that come from a checkpoint are never filled before",
+    "return_tuple": "outputs are the model's own",
+    "training_mp_size": "files are read by name, whatever cut they were trained in",
+    "transposed_mode": "weights keep their layout",
+    "replace_method": "it has one value",
+    "injection_policy_tuple": "matrices are cut by a plan that is compared with the whole model",
+    "min_out_tokens": "no workspace is set aside that could be too small",
+}
+
+
+def moot_lines(config: DeepSpeedInferenceConfig) -> list[str]:
+    """One line for each key whose value was given and decides nothing."""
+    default = DeepSpeedInferenceConfig.model_fields
+    lines = [
+        f"{key} has no effect: {why}"
+        for key, why in MOOT.items()
+        if key in config.model_fields_set and getattr(config, key) != default[key].default
+    ]
+    quant = config.quant.model_fields_set
+    if config.dtype != torch.int8 and quant - {"weight"}:
+        lines.append("quant has no effect: weights become integers where dtype is int8")
+    elif config.dtype == torch.int8 and quant & {"activation", "qkv"}:
+        lines.append("quant.activation and quant.qkv have no effect: weights are quantized, activations stay floating")
+    return lines
+
+
+def refuse_later(config: DeepSpeedInferenceConfig) -> None:
+    """Refuse what is not there, by name.
+
+    Raises:
+        NotAvailableError: a key asks for it.
+    """
+    moe = config.moe
+    if moe.ep_size > 1 or moe.moe_experts != [1]:
+        raise NotAvailableError(
+            "init_inference: moe.ep_size and moe.moe_experts need expert parallelism, which is not available yet"
+        )
+    if config.zero.get("stage", 0):
+        raise NotAvailableError(
+            'init_inference: zero.stage is not available here; deepspeed.initialize(model=model, config={"zero_'
+            'optimization": {"stage": 3, …}}) without an optimizer streams the weights, and its module generates'
+        )
+    if config.tensor_parallel.mpu is not None:
+        raise NotAvailableError("init_inference: tensor_parallel.mpu is not available yet; give tp_size or tp_group")
+    weight = config.quant.weight
+    if config.dtype == torch.int8 and weight.num_bits not in (4, 8):
+        raise NotAvailableError(f"init_inference: quant.weight.num_bits {weight.num_bits}: only 4 and 8 are available")

@@ -1,0 +1,208 @@
+"""Weights for `init_inference`: what `checkpoint` may name, read by name, file by file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from deepspeed.checkpoint.consolidate import get_fp32_state_dict_from_zero_checkpoint
+from deepspeed.checkpoint.export import write_sharded
+from deepspeed.checkpoint.unpickle import load_pt
+from deepspeed.errors import ArgumentError, CheckpointError, CheckpointMissingError, NotAvailableError
+
+SAVED = "ds_inference_config.json"
+_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+_WHOLE = ("model.safetensors", "pytorch_model.bin")
+Named = Iterator[tuple[str, torch.Tensor]]
+
+
+def load_checkpoint(
+    module: nn.Module, checkpoint: Any, base_dir: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Fill a model, which may be on the meta device, with the weights that a `checkpoint` names.
+
+    Args:
+        module: changed in place.
+        checkpoint: a folder of Transformers or of a training run, a file or a list of files, or what describes them:
+            a dict, or the path of its JSON, with `checkpoints`, a list of files or a folder.
+        base_dir: of relative paths.
+        dtype: of floating weights.
+        device: where they go.
+
+    Raises:
+        CheckpointError: names or shapes differ, or a file holds more than tensors.
+        NotAvailableError: files that hold one rank's slices.
+    """
+    tensors = _tensors(checkpoint, Path(base_dir or "."))
+    left = _fill(module, tensors, dtype, device)
+    tie = getattr(module, "tie_weights", None)
+    if callable(tie):
+        tie()
+    filled = {id(p) for n, p in module.named_parameters(remove_duplicate=False) if n not in left}
+    lost = [n for n, p in module.named_parameters() if n in left and id(p) not in filled]
+    if lost:
+        raise CheckpointError(f"checkpoint: {len(lost)} parameters are not in it, such as {lost[:3]}")
+    restore_buffers(module, device)
+
+
+def _tensors(checkpoint: Any, base: Path) -> Named:
+    if isinstance(checkpoint, list | tuple):
+        return _of_files([base / one for one in checkpoint])
+    if isinstance(checkpoint, Mapping):
+        return _described(checkpoint, base)
+    path = base / str(checkpoint)
+    if path.is_dir():
+        return _of_folder(path)
+    if not path.is_file():
+        raise CheckpointMissingError(f"checkpoint: there is no {path}")
+    if path.suffix != ".json":
+        return _of_files([path])
+    try:
+        described = json.loads(path.read_text())
+    except ValueError as error:
+        raise CheckpointError(f"checkpoint: {path} is not valid JSON: {error}") from None
+    if isinstance(described, list):
+        described = {"checkpoints": described}
+    return _described(described, base if base != Path(".") else path.parent)
+
+
+def _described(said: Mapping[str, Any], base: Path) -> Named:
+    if "checkpoints" not in said:
+        raise ArgumentError(f"checkpoint: 'checkpoints' is missing: a list of files, or a folder; found {sorted(said)}")
+    base = base / str(said.get("base_dir") or "")
+    sizes = {key: said[key] for key in ("tp_size", "mp_size") if isinstance(said.get(key), int)}
+    files = said["checkpoints"]
+    megatron = str(said.get("type", "")).lower() == "megatron" and isinstance(files, list) and len(files) > 1
+    if any(size > 1 for size in sizes.values()) or isinstance(files, Mapping) or megatron:
+        raise NotAvailableError(
+            f"checkpoint: type {said.get('type')!r} of {sizes or 'several files'} holds slices of ranks; joining them "
+            f"is not available yet: give files of whole tensors"
+        )
+    if isinstance(files, str):
+        return _tensors(files, base)
+    return _of_files([base / one for one in files])
+
+
+def _of_folder(folder: Path) -> Named:
+    for index in _INDEXES:
+        if (folder / index).is_file():
+            names = sorted(set(json.loads((folder / index).read_text())["weight_map"].values()))
+            if any(Path(name).name != name for name in names):
+                raise CheckpointError(f"checkpoint: {folder / index} names files outside of its folder")
+            return _of_files([folder / name for name in names])
+    for whole in _WHOLE:
+        if (folder / whole).is_file():
+            return _of_files([folder / whole])
+    if (folder / SAVED).is_file():
+        return _tensors(str(folder / SAVED), Path("."))
+    state = get_fp32_state_dict_from_zero_checkpoint(folder, lazy_mode=True)
+    return ((name, lazy.contiguous()) for name, lazy in state.items())
+
+
+def _of_files(paths: list[Path]) -> Named:
+    for path in paths:
+        if not path.is_file():
+            raise CheckpointMissingError(f"checkpoint: there is no file {path}")
+    for path in paths:
+        if path.suffix == ".safetensors":
+            with safe_open(str(path), framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118 - it is no dict
+                    yield name, opened.get_tensor(name)
+        else:
+            loaded = load_pt(path)
+            for key in ("module", "model", "state_dict"):
+                loaded = loaded[key] if isinstance(loaded.get(key), Mapping) else loaded
+            yield from ((n, t) for n, t in loaded.items() if isinstance(t, torch.Tensor))
+
+
+def _fill(module: nn.Module, tensors: Named, dtype: torch.dtype, device: torch.device) -> set[str]:
+    """Put tensors under their names; returns the parameters that had none."""
+    own: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    buffers = dict(module.named_buffers())
+    spelled = _spelling(module, {**own, **buffers})
+    left = set(own)
+    for name, value in tensors:
+        name = spelled(name)
+        target = own.get(name, buffers.get(name))
+        if target is None:
+            continue
+        if target.shape != value.shape:
+            raise CheckpointError(
+                f"checkpoint: '{name}' is {tuple(value.shape)} there and {tuple(target.shape)} in the model"
+            )
+        value = value.to(device, dtype if value.is_floating_point() and name in own else value.dtype, copy=True)
+        home, _, last = name.rpartition(".")
+        owner = module.get_submodule(home)
+        if name in own and target.is_meta:
+            setattr(owner, last, nn.Parameter(value, requires_grad=target.requires_grad))
+        elif name in own:
+            target.data = value
+        else:
+            owner._buffers[last] = value
+        left.discard(name)
+    return left
+
+
+def _spelling(module: Any, own: Mapping[str, Any]) -> Callable[[str], str]:
+    """From a stored name to the model's: files of a bare model lack its prefix, those of a whole one may have it."""
+    prefix = getattr(module, "base_model_prefix", "")
+
+    def spelled(name: str) -> str:
+        tried = (name, f"{prefix}.{name}", name.removeprefix(f"{prefix}."), name.removeprefix("module."))
+        return next((one for one in tried if one in own), name)
+
+    return spelled
+
+
+def restore_buffers(module: Any, device: torch.device) -> None:
+    """Compute buffers again that a model born on the meta device lacks and no file holds, such as rotary frequencies.
+
+    Raises:
+        CheckpointError: nobody can say what they hold.
+    """
+    lost = {name: buffer for name, buffer in module.named_buffers() if buffer.is_meta}
+    if not lost:
+        return
+    config = getattr(module, "config", None)
+    if config is None:
+        raise CheckpointError(
+            f"checkpoint: buffers of the model are on the meta device and in no file: {sorted(lost)[:3]}"
+        )
+    buffers = dict(_without_parameters(type(module), config).named_buffers())
+    for name in lost:
+        home, _, last = name.rpartition(".")
+        module.get_submodule(home)._buffers[last] = buffers[name].to(device)
+
+
+def _without_parameters(kind: type[nn.Module], config: Any) -> nn.Module:
+    """A model whose buffers are there and whose parameters take no memory."""
+    register = nn.Module.register_parameter
+
+    def on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        made = param if param is None else nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+        register(self, name, made)
+
+    with mock.patch.object(nn.Module, "register_parameter", on_meta):
+        return kind(config)
+
+
+def save_checkpoint(module: nn.Module, folder: str | Path) -> Path:
+    """Write weights as they are now, and the JSON by which `checkpoint` finds them again.
+
+    Returns:
+        The path of that JSON.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = write_sharded(dict(module.state_dict(keep_vars=True)), folder, "5GB", True)
+    files = [path.name for path in paths if path.suffix == ".safetensors"]
+    about = {"type": "ds_model", "version": 1.0, "parallelization": "tp", "tp_size": 1, "checkpoints": files}
+    (folder / SAVED).write_text(json.dumps(about, indent=1) + "\n")
+    return folder / SAVED

@@ -1,0 +1,166 @@
+"""Which layers of a model are packed, by name, and their replacement."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.compression.export import packable
+from deepspeed.errors import ArgumentError, DeepSpeedConfigError, NotAvailableError
+from deepspeed.foundation.log import say
+from deepspeed.inference.quantization.layers import can_pack, is_transposed, matrix_of, packed_layer
+from deepspeed.inference.quantization.packed import Form, PackedWeight
+from deepspeed.zero.param import is_managed
+
+_KEYS = {"num_bits", "group_size", "group_dim", "symmetric"}
+
+
+def quantize(
+    model: nn.Module, form_of: Callable[[str, nn.Module], Form | None], dtype: torch.dtype | None = None
+) -> int:
+    """Pack layers of a model in place; layers that share a matrix share its packed form.
+
+    Args:
+        model: its Linear, Embedding and `Conv1D` layers are asked for.
+        form_of: name and layer to a form; None leaves the layer as it is.
+        dtype: of products; None: what the weights have.
+
+    Returns:
+        How many layers were packed.
+
+    Raises:
+        ArgumentError: a weight does not divide by its group, or is shared with a layer that stays.
+        NotAvailableError: the model is sharded already.
+    """
+    chosen = {name: (m, form) for name, m in model.named_modules() if can_pack(m) and (form := form_of(name, m))}
+    _refuse_partly_shared(model, {id(module) for module, _ in chosen.values()})
+    shared: dict[int, PackedWeight] = {}
+    made: dict[int, nn.Module] = {}
+    before = sum(param.nbytes for param in model.parameters())
+    for name, (module, form) in chosen.items():
+        if id(module) not in made:
+            weight: Any = module.weight
+            if id(weight) not in shared:
+                shared[id(weight)] = _packed(name, module, form, dtype)
+            made[id(module)] = packed_layer(module, shared[id(weight)]).train(module.training)
+    for owner in list(model.modules()):
+        for name, child in owner.named_children():
+            if id(child) in made:
+                setattr(owner, name, made[id(child)])
+    after = sum(param.nbytes for param in model.parameters())
+    say(f"{len(made)} layers are packed: {before / 1e6:.1f} MB of weights became {after / 1e6:.1f} MB")
+    return len(made)
+
+
+def _packed(name: str, module: nn.Module, form: Form, dtype: torch.dtype | None) -> PackedWeight:
+    try:
+        return PackedWeight(matrix_of(module), form, dtype)
+    except ArgumentError as error:
+        raise ArgumentError(f"'{name}' cannot be packed: {error}") from None
+
+
+def _refuse_partly_shared(model: nn.Module, chosen: set[int]) -> None:
+    """A layer that keeps a matrix whole while another packs it would double it, and change only one of both."""
+    if any(is_managed(param) for param in model.parameters()):
+        raise NotAvailableError(
+            "the model is sharded already: build it outside zero.Init, or quantize it before initialize"
+        )
+    users: dict[int, list[tuple[str, nn.Module]]] = {}
+    for name, module in model.named_modules():
+        weight = module._parameters.get("weight")
+        if weight is not None:
+            users.setdefault(id(weight), []).append((name, module))
+    for found in users.values():
+        packs = [id(module) in chosen for _, module in found]
+        if any(packs) and not all(packs):
+            kept = next(name for (name, _), one in zip(found, packs, strict=True) if not one)
+            name = next(name for (name, _), one in zip(found, packs, strict=True) if one)
+            raise ArgumentError(f"'{name}' shares its weight with '{kept}', which stays whole: name both or neither")
+
+
+# -- what callers ask for ----------------------------------------------------------------------------------------------
+
+
+def quantize_linears(model: nn.Module, num_bits: int, q_groups: int = 1, dtype: torch.dtype | None = None) -> int:
+    """Pack what the exports of compression pack too: linear layers, but for the head and what is tied to an embedding.
+
+    Args:
+        model: changed in place.
+        num_bits: 8: a scale per output row and group; 4: per 32 inputs, where they divide.
+        q_groups: scales per output row, with 8 bits.
+        dtype: of products.
+    """
+    linears: set[int] = {id(module) for module in packable(model).values()}
+    linears |= {id(module) for module in model.modules() if is_transposed(module)}
+
+    def form_of(name: str, module: nn.Module) -> Form | None:
+        if id(module) not in linears:
+            return None
+        inputs = matrix_of(module).shape[1]
+        if num_bits == 8:
+            return Form(8, inputs // q_groups if inputs % q_groups == 0 else 0, 1, symmetric=True)
+        size = next((size for size in (32, 16, 8, 4, 2) if inputs % size == 0), 0)
+        return Form(4, size, 1) if size else None
+
+    return quantize(model, form_of, dtype)
+
+
+def _init_group_wise_weight_quantization(model: nn.Module, ds_config: Mapping[str, Any]) -> nn.Module:
+    """Pack the layers that `weight_quantization` of a configuration names.
+
+    Args:
+        model: changed in place.
+        ds_config: with `weight_quantization.post_init_quant`: {part of a module's name: {num_bits, group_size,
+            group_dim, symmetric}}, or `quantized_initialization`: the same keys, for every layer.
+
+    Returns:
+        The model.
+
+    Raises:
+        AssertionError, ValueError: no such block, unknown keys, or a layer that two entries name.
+        NotAvailableError: other than 4 or 8 bits.
+    """
+    section = ds_config.get("weight_quantization")
+    if not isinstance(section, Mapping):
+        raise DeepSpeedConfigError("Must specify quantization scheme: the configuration has no weight_quantization")
+    apply_section(model, section)
+    return model
+
+
+def apply_section(model: nn.Module, section: Mapping[str, Any]) -> int:
+    """As `_init_group_wise_weight_quantization`, of the block itself; returns the layers packed."""
+    entries: dict[str, Any] = dict(section.get("post_init_quant") or {})
+    everywhere = section.get("quantized_initialization")
+    if entries and everywhere:
+        raise DeepSpeedConfigError("weight_quantization: give quantized_initialization or post_init_quant, not both")
+    if everywhere:
+        entries = {"": everywhere}
+    forms = {key: _form("weight_quantization", key, said) for key, said in entries.items()}
+    used: set[str] = set()
+
+    def form_of(name: str, module: nn.Module) -> Form | None:
+        keys = [key for key in forms if key in name]
+        if len(keys) > 1:
+            raise DeepSpeedConfigError(f"weight_quantization: '{name}' is named by {keys}: make them exclusive")
+        used.update(keys)
+        return forms[keys[0]] if keys else None
+
+    packed = quantize(model, form_of) if forms else 0
+    if forms.keys() - used:
+        raise DeepSpeedConfigError(
+            f"weight_quantization: no Linear or Embedding is named by {sorted(forms.keys() - used)}"
+        )
+    return packed
+
+
+def _form(where: str, key: str, said: Any) -> Form:
+    if not isinstance(said, Mapping) or said.keys() - _KEYS:
+        unknown = sorted(said.keys() - _KEYS) if isinstance(said, Mapping) else said
+        raise DeepSpeedConfigError(f"{where}: {key!r}: {unknown} is unknown; the keys are {sorted(_KEYS)}")
+    try:
+        return Form(**{"num_bits": 8, "group_size": 0, "group_dim": 1, **said})
+    except (ArgumentError, NotAvailableError) as error:
+        raise type(error)(f"{where}: {key!r}: {error}") from None

@@ -1,0 +1,133 @@
+"""Finds the operation that makes the first value that is not finite, while forward and backward are run again.
+
+What counts as made: NaN out of inputs without NaN; infinity out of inputs without infinity. Minus infinity that a mask
+is filled with is no fault. Memory that was not written yet is not looked at.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from deepspeed.foundation.tree import tensors_in
+from deepspeed.profiling.attribution import FORWARD, OUTSIDE, Attribution
+
+INPUT, UPDATE, OF_LOSS = "input", "update", "the loss, outside of the model"
+_DIRECTIONS = ("forward", "backward", "forward again, in backward")
+_UNWRITTEN = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "resize_", "empty_permuted"}
+_OF_MASKS = {
+    "masked_fill", "masked_fill_", "where", "full", "full_like", "new_full", "fill", "fill_", "triu", "tril",
+    "scalar_tensor", "lift_fresh", "_to_copy", "index_put", "index_put_", "masked_scatter", "_local_scalar_dense",
+}  # fmt: skip
+
+
+class Finding(NamedTuple):
+    """Where the first value came from.
+
+    Attributes:
+        direction: input, forward, backward, or update.
+        module: name and class; of an input its place, of an update the parameter.
+        operation: what made it; empty for inputs and updates.
+        statistics: of the tensor.
+        inputs: of the operation: what can be dumped.
+    """
+
+    direction: str
+    module: str
+    operation: str
+    statistics: str
+    inputs: list[torch.Tensor]
+
+
+def kinds_in(tensor: torch.Tensor) -> tuple[bool, bool, bool]:
+    """Whether there is (NaN, infinity, minus infinity) in a tensor."""
+    if not (tensor.is_floating_point() or tensor.is_complex()) or not tensor.numel() or tensor.device.type == "meta":
+        return False, False, False
+    if bool(torch.isfinite(tensor).all()):
+        return False, False, False
+    if tensor.is_complex():
+        return bool(tensor.isnan().any()), bool(tensor.isinf().any()), False
+    return bool(tensor.isnan().any()), bool((tensor == torch.inf).any()), bool((tensor == -torch.inf).any())
+
+
+def describe(tensor: torch.Tensor) -> str:
+    """Shape, dtype, what is not finite, and the range of the rest."""
+    values = tensor.detach()
+    finite = torch.isfinite(values)
+    kept = values[finite].float()
+    rest = f"{float(kept.min()):.4g} to {float(kept.max()):.4g}" if kept.numel() else "nothing else"
+    nan, inf = int(values.isnan().sum()), int(values.isinf().sum())
+    dtype = str(values.dtype).removeprefix("torch.")
+    return f"{dtype}{list(values.shape)}, {nan} NaN, {inf} infinite, the others {rest}"
+
+
+class Checker(TorchDispatchMode):
+    """Looks at what every operation gives, inside of its context; the first that makes such a value is `found`.
+
+    Args:
+        model: whose modules are named.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._model, self._modules = model, Attribution(model)
+        self._fast_path = False
+        self.found: Finding | None = None
+
+    def __enter__(self) -> Any:
+        self._modules.hook()
+        self._fast_path = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        torch.backends.mha.set_fastpath_enabled(self._fast_path)
+        self._modules.unhook()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func._overloadpacket.__name__
+        if self.found is not None or name in _UNWRITTEN:
+            return func(*args, **kwargs)
+        inputs = [tensor for tensor in tensors_in((args, kwargs))]
+        before = [kinds_in(tensor) for tensor in inputs]
+        copies = [t.detach().clone() for t in inputs] if name.endswith("_") else [t.detach() for t in inputs]
+        out = func(*args, **kwargs)
+        nan, inf, minus = (any(column) for column in zip(*before, (False,) * 3, strict=True))
+        for tensor in tensors_in(out):
+            is_nan, is_inf, is_minus = kinds_in(tensor)
+            if (is_nan and not nan) or (is_inf and not inf) or (is_minus and not (minus or name in _OF_MASKS)):
+                self._find(str(func), tensor, copies)
+                break
+        return out
+
+    def _find(self, operation: str, tensor: torch.Tensor, inputs: list[torch.Tensor]) -> None:
+        whose, phase = self._modules.where()
+        if whose in (None, OUTSIDE):
+            module = "" if phase == FORWARD else OF_LOSS
+        else:
+            module = str(whose)
+        if module != OF_LOSS:
+            module = named(self._model, module)
+        self.found = Finding(_DIRECTIONS[phase], module, operation, describe(tensor), inputs)
+
+
+def named(model: nn.Module, name: str) -> str:
+    """The name and class of a module; the model itself has no name."""
+    try:
+        return f"{name} ({type(model.get_submodule(name)).__name__})".lstrip()
+    except AttributeError:
+        return name
+
+
+def first_input(inputs: Any) -> Finding | None:
+    """The first input of the model with such a value, minus infinity apart."""
+    for at, tensor in enumerate(tensors_in(inputs)):
+        nan, inf, _ = kinds_in(tensor)
+        if nan or inf:
+            return Finding(INPUT, f"tensor {at} of the inputs", "", describe(tensor), [tensor.detach()])
+    return None

@@ -1,0 +1,170 @@
+"""What all ranks did in some updates: shares of the step, who is waited for, what limits it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from deepspeed.foundation.recorder import FLIGHT, TRANSFER
+from deepspeed.profiling.timeline.advice import ADVICE
+from deepspeed.profiling.timeline.chrome import trace
+from deepspeed.profiling.timeline.picture import draw
+from deepspeed.profiling.timeline.pieces import (
+    CATEGORIES,
+    COMMUNICATION,
+    WAITING,
+    Piece,
+    RankRecord,
+    common,
+    length,
+    pieces_of,
+    union,
+)
+from deepspeed.profiling.timeline.table import table
+from deepspeed.profiling.timeline.waits import Charge, Waits, usual
+
+_MUCH = 0.05  # of the step that is waited for one rank: then that rank limits it
+
+
+class Limit(NamedTuple):
+    """What takes the most of a step.
+
+    Attributes:
+        category: of `CATEGORIES`.
+        module: or group of parameters; may be empty.
+        rank: that others wait for; None: it is so on all ranks.
+        share: of the step.
+        advice: what to change.
+    """
+
+    category: str
+    module: str
+    rank: int | None
+    share: float
+    advice: str
+
+
+class Timeline:
+    """Spans of all ranks between the ends of two updates.
+
+    Args:
+        records: of each rank, on one clock.
+        first: number of the first update, counted from 0.
+    """
+
+    def __init__(self, records: Sequence[RankRecord], first: int = 0) -> None:
+        self.records, self.first = list(records), first
+        self.updates = len(self.records[0].marks) - 1
+        self._waits = Waits(self.records, [pieces_of(record) for record in self.records])
+
+    @property
+    def pieces(self) -> list[list[Piece]]:
+        """What each rank did, without gaps; messages are split into WAITING and COMMUNICATION."""
+        return self._waits.pieces
+
+    @property
+    def step_seconds(self) -> float:
+        """Mean time of an update, over updates and ranks."""
+        spans = [record.marks[-1] - record.marks[0] for record in self.records]
+        return sum(spans) / len(spans) / self.updates / 1e9
+
+    def shares(self, rank: int | None = None) -> dict[str, float]:
+        """Seconds of an update by category, exclusive of each other: they sum to the step.
+
+        Args:
+            rank: of one; None: the mean of all.
+        """
+        chosen = [of for record, of in zip(self.records, self.pieces, strict=True) if rank in (None, record.rank)]
+        found = dict.fromkeys(CATEGORIES, 0.0)
+        for piece in (piece for of_rank in chosen for piece in of_rank):
+            found[piece.category] += (piece.end - piece.begin) / 1e9 / self.updates / len(chosen)
+        return found
+
+    def modules(self, category: str) -> dict[str, float]:
+        """Seconds of an update in a category by module, the mean of all ranks, the most first."""
+        found: dict[str, float] = defaultdict(float)
+        for piece in (piece for of_rank in self.pieces for piece in of_rank if piece.category == category):
+            found[piece.module] += (piece.end - piece.begin) / 1e9 / self.updates / len(self.records)
+        return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+    @property
+    def exposed(self) -> float:
+        """Seconds of an update in which a rank does nothing but communicate, or wait for another; mean of all ranks."""
+        shares = self.shares()
+        return shares[COMMUNICATION] + shares[WAITING]
+
+    def beside(self, category: str = FLIGHT) -> tuple[float, float]:
+        """(seconds of an update in which messages or transfers are under way, those hidden behind other work).
+
+        Args:
+            category: FLIGHT for messages, TRANSFER for the disk.
+        """
+        total = hidden = 0
+        for record, pieces in zip(self.records, self.pieces, strict=True):
+            low, high = record.marks[0], record.marks[-1]
+            flying = union(
+                (max(s.begin, low), min(s.end, high)) for s in record.spans if s.category == category and s.end > low
+            )
+            bare = union((p.begin, p.end) for p in pieces if p.category in (COMMUNICATION, WAITING))
+            total += length(flying)
+            hidden += length(flying) - common(flying, bare)
+        scale = 1e9 * self.updates * len(self.records)
+        return total / scale, hidden / scale
+
+    def received(self) -> dict[str, int]:
+        """Bytes that came from other ranks or from disks, by what brought them; all updates, all ranks."""
+        found: dict[str, int] = defaultdict(int)
+        for record in self.records:
+            for span in record.spans:
+                if span.category in (FLIGHT, TRANSFER) and record.marks[0] <= span.end <= record.marks[-1]:
+                    found[span.label.partition(" ")[0]] += span.nbytes
+        return dict(found)
+
+    @cached_property
+    def charges(self) -> list[Charge]:
+        """Who is waited for, the most first."""
+        return self._waits.charges()
+
+    @cached_property
+    def limit(self) -> Limit:
+        """What limits the median update: the rank that is waited for, or what takes more than that on every rank."""
+        totals = [usual(self._waits.totals(at)) for at in range(len(self.records))]
+        whole = sum(sum(total.values()) for total in totals) / len(totals)
+        by_rank = [_by_category(total) for total in totals]
+        everywhere = {name: min(of.get(name, 0.0) for of in by_rank) for name in CATEGORIES if name != WAITING}
+        category = max(everywhere, key=lambda name: everywhere[name])
+        if self.charges:
+            worst, others = self.charges[0], len(self.records) - 1
+            lost = worst.usual / others
+            if lost > max(_MUCH * whole, everywhere[category]) and worst.excess > lost / 2:
+                return Limit(worst.category, worst.module, worst.rank, lost / whole, ADVICE[worst.category])
+        by_module: dict[str, float] = defaultdict(float)
+        for (name, module), nanoseconds in (item for total in totals for item in total.items()):
+            if name == category:
+                by_module[module] += nanoseconds / len(totals)
+        share = sum(by_module.values()) / whole
+        return Limit(category, max(by_module, key=lambda name: by_module[name]), None, share, ADVICE[category])
+
+    # -- as files ---------------------------------------------------------------------------------------------------
+
+    def table(self) -> str:
+        """Shares by category and rank, messages in flight, who is waited for, and what limits the step."""
+        return table(self)
+
+    def chrome(self) -> dict[str, Any]:
+        """The trace, for Perfetto and chrome://tracing: a process for each rank, a track for each stream."""
+        return trace(self)
+
+    def picture(self, path: str | Path) -> None:
+        """A picture of the last update; needs matplotlib."""
+        draw(self, path)
+
+
+def _by_category(total: dict[tuple[str, str], float]) -> dict[str, float]:
+    found: dict[str, float] = defaultdict(float)
+    for (category, _), nanoseconds in total.items():
+        found[category] += nanoseconds
+    return found

@@ -1,0 +1,118 @@
+"""`ds_serve MODEL`: the engine in a process of its own, HTTP in this one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from deepspeed.errors import DeepSpeedError
+from deepspeed.foundation.log import logger
+from deepspeed.serving.engine import EngineProcess
+from deepspeed.serving.options import ServeOptions, parse
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the server.
+
+    Returns:
+        0 when it was asked to end and all requests were answered; 1 when the engine could not start or has ended; 2
+        for wrong arguments.
+    """
+    try:
+        options = parse(arguments)
+    except DeepSpeedError as error:
+        print(f"ds_serve: {error}", file=sys.stderr)
+        return 2
+    try:
+        import fastapi  # noqa: F401
+        import prometheus_client  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        print(f"ds_serve needs {error.name}: pip install 'deepspeed[serve]'", file=sys.stderr)
+        return 2
+    try:
+        return asyncio.run(serve(options))
+    except (DeepSpeedError, OSError, ValueError) as error:  # Transformers says so where there is no model
+        print(f"ds_serve: {error}", file=sys.stderr)
+        return 1
+
+
+async def serve(options: ServeOptions) -> int:
+    """Start the engine, answer until a signal or the engine's end; returns the exit code."""
+    import uvicorn
+    from transformers import AutoTokenizer
+
+    from deepspeed.serving.app import make_app
+    from deepspeed.serving.metrics import Metrics
+    from deepspeed.serving.service import Service
+
+    metrics, ended = Metrics(), asyncio.Event()
+    engine = EngineProcess(options.engine, metrics.step, lambda reason: ended.set())
+    loading = asyncio.ensure_future(engine.start())
+    tokenizer = await asyncio.to_thread(AutoTokenizer.from_pretrained, options.engine.model)
+    ready = await loading
+    logger.info("ds_serve: %s generates by %s%s", options.name, ready.kind, f" ({ready.why})" if ready.why else "")
+    service = Service(options, engine, tokenizer, metrics)
+    config = uvicorn.Config(
+        make_app(service), options.host, options.port, log_level="warning", access_log=False, lifespan="off",
+        timeout_graceful_shutdown=max(int(options.drain), 1), timeout_keep_alive=30,
+    )  # fmt: skip
+    socket = config.bind_socket()
+    logger.info("ds_serve: listening at http://%s:%d", *socket.getsockname()[:2])
+    server = _server(config)
+    asked = _on_signal(service, server)
+    dying = asyncio.ensure_future(_after(ended, server, options.grace))
+    try:
+        await server.serve(sockets=[socket])
+    finally:
+        dying.cancel()
+        await engine.stop()
+        socket.close()
+    return 0 if asked and not ended.is_set() else 1
+
+
+def _server(config: Any) -> Any:
+    import uvicorn
+
+    class Server(uvicorn.Server):
+        """Leaves signals to us: its own way ends the process by the signal it got, whatever was drained."""
+
+        @contextlib.contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            yield
+
+    return Server(config)
+
+
+def _on_signal(service: Any, server: Any) -> list[str]:
+    """The first signal drains, the second ends at once; returns the list that signals are put in."""
+    asked: list[str] = []
+
+    def take(name: str) -> None:
+        asked.append(name)
+        service.draining = True
+        if len(asked) == 1:
+            logger.info("ds_serve: %s: %d answers are finished first", name, len(service.engine.live))
+            server.should_exit = True
+        else:
+            server.force_exit = True
+
+    loop = asyncio.get_running_loop()
+    for name in ("SIGTERM", "SIGINT"):
+        loop.add_signal_handler(getattr(signal, name), take, name)
+    return asked
+
+
+async def _after(ended: asyncio.Event, server: Any, grace: float) -> None:
+    """When the engine is gone, health says so for a while, then the process ends."""
+    await ended.wait()
+    await asyncio.sleep(grace)
+    server.should_exit = server.force_exit = True
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,183 @@
+"""The engine as the web process sees it: a child process, and a receiver for each request under way."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from deepspeed.errors import UsageError
+from deepspeed.foundation.log import logger
+from deepspeed.serving import worker
+from deepspeed.serving.messages import Cancel, Failed, Part, Ready, Refused, Step, Stop, Submit
+from deepspeed.serving.options import EngineOptions
+
+
+class EngineGone(UsageError):
+    """The engine's process has ended; no request is answered any more."""
+
+
+class EngineProcess:
+    """Starts the engine's process and carries messages; answers come on the event loop.
+
+    Args:
+        options: of the engine.
+        on_step: called on the event loop with every `Step`.
+        on_end: called on the event loop once, when the process is gone, with the reason.
+    """
+
+    def __init__(self, options: EngineOptions, on_step: Callable[[Step], None], on_end: Callable[[str], None]) -> None:
+        self._options, self._on_step, self._on_end = options, on_step, on_end
+        self.ready: Ready | None = None
+        self.failure = ""
+        self.last_step = time.monotonic()
+        self.last = Step(0, idle=True)
+        self.live: dict[int, Callable[[Part | Refused | None], None]] = {}
+        self._next = 0
+        self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._ended = asyncio.Event()
+        self._stopping = False
+
+    async def start(self) -> Ready:
+        """Start, and wait until the model is loaded.
+
+        Raises:
+            EngineGone: it could not be loaded; the message says why.
+        """
+        context = multiprocessing.get_context("spawn")
+        self._loop = asyncio.get_running_loop()
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(
+            target=worker.main, args=(self._options, theirs), name="ds_serve engine", daemon=True
+        )
+        self._process.start()
+        theirs.close()
+        self._started = asyncio.Event()
+        self._threads = [
+            threading.Thread(target=self._read, name="ds_serve read", daemon=True),
+            threading.Thread(target=self._write, name="ds_serve write", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+        await self._started.wait()
+        if self.ready is None:
+            raise EngineGone(self.failure or "the engine ended while it was loading")
+        return self.ready
+
+    @property
+    def pid(self) -> int:
+        """Of the engine's process."""
+        return self._process.pid or 0
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process is there and has not said that it ends."""
+        return not self._ended.is_set() and not self.failure
+
+    # -- requests -------------------------------------------------------------------------------------------------
+
+    def submit(self, tokens: list[int], sampling: dict[str, Any], put: Callable[[Part | Refused | None], None]) -> int:
+        """Hand a request over.
+
+        Args:
+            tokens: the prompt.
+            sampling: keyword arguments of `Sampling`.
+            put: called with what comes of it: parts; a refusal; None when the engine is gone.
+
+        Returns:
+            Its number.
+
+        Raises:
+            EngineGone: there is no engine.
+        """
+        if not self.alive:
+            raise EngineGone(self.failure or "the engine's process has ended")
+        self._next += 1
+        self.live[self._next] = put
+        self._outbox.put(Submit(self._next, tokens, sampling))
+        return self._next
+
+    def cancel(self, ident: int) -> None:
+        """Give a request up; nothing happens when it is finished."""
+        if self.live.pop(ident, None) is not None and self.alive:
+            self._outbox.put(Cancel(ident))
+
+    async def stop(self, patience: float = 10.0) -> None:
+        """End the process; running requests are given up."""
+        self._stopping = True
+        for ident in list(self.live):
+            self.cancel(ident)
+        self._outbox.put(Stop())
+        try:
+            await asyncio.wait_for(self._ended.wait(), patience)
+        except asyncio.TimeoutError:
+            self._process.kill()
+            await self._ended.wait()
+        self._outbox.put(None)
+        await asyncio.to_thread(self._join)
+
+    def _join(self) -> None:
+        self._process.join()
+        for thread in self._threads:
+            thread.join()
+        self._pipe.close()
+        self._process.close()
+
+    # -- threads --------------------------------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        """Hand messages to the event loop until the pipe ends."""
+        while True:
+            try:
+                message = self._pipe.recv()
+            except (EOFError, OSError):
+                break
+            self._loop.call_soon_threadsafe(self._arrived, message)
+        self._process.join()
+        self._loop.call_soon_threadsafe(self._over)
+
+    def _write(self) -> None:
+        while (message := self._outbox.get()) is not None:
+            try:
+                self._pipe.send(message)
+            except (BrokenPipeError, OSError):
+                return
+
+    # -- on the event loop ----------------------------------------------------------------------------------------
+
+    def _arrived(self, message: Any) -> None:
+        if isinstance(message, Step):
+            self.last, self.last_step = message, time.monotonic()
+            for part in message.parts:
+                self._deliver(part, part.finish_reason is not None)
+            self._on_step(message)
+        elif isinstance(message, Refused):
+            self._deliver(message, True)
+        elif isinstance(message, Ready):
+            self.ready = message
+            self._started.set()
+        elif isinstance(message, Failed):
+            self.failure = message.reason
+
+    def _deliver(self, message: Part | Refused, last: bool) -> None:
+        put = self.live.pop(message.ident, None) if last else self.live.get(message.ident)
+        if put is not None:
+            put(message)
+
+    def _over(self) -> None:
+        """The process is gone: everybody who waits is told."""
+        code = self._process.exitcode
+        self.failure = self.failure or ("" if self._stopping else f"the engine's process ended with code {code}")
+        for put in self.live.values():
+            put(None)
+        self.live.clear()
+        self._ended.set()
+        self._started.set()
+        if self.failure:
+            logger.error("ds_serve: %s", self.failure)
+        if self.ready is not None and not self._stopping:
+            self._on_end(self.failure)

@@ -1,0 +1,146 @@
+"""What `ds_serve` is told: the model, the limits, and where it listens."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from deepspeed.errors import ArgumentError
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What the engine's process needs.
+
+    Attributes:
+        model: a folder of Transformers, or a name that it resolves.
+        dtype: "auto" (the folder's), "fp32", "bf16" or "fp16".
+        quantize: "", "int8" or "int4".
+        checkpoint: weights in place of the folder's, in any form that `init_inference` takes.
+        threads: of torch; 0 leaves its own choice.
+        cache_bytes: of keys and values; 0 lets the generator choose.
+        max_sequences: sequences that run at once.
+        max_length: tokens of prompt and answer; 0 takes the model's own limit.
+        max_batch_tokens: rows of a pass.
+        speculation: tokens guessed at a time.
+        prefix_cache: whether beginnings that are known are not computed again.
+    """
+
+    model: str
+    dtype: str = "auto"
+    quantize: str = ""
+    checkpoint: str = ""
+    threads: int = 0
+    cache_bytes: int = 0
+    max_sequences: int = 64
+    max_length: int = 0
+    max_batch_tokens: int = 768
+    speculation: int = 0
+    prefix_cache: bool = True
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """What the web process needs.
+
+    Attributes:
+        engine: of the other process.
+        name: of the model in requests and answers.
+        host: address to listen at.
+        port: 0 takes a free one.
+        api_keys: one of them must come as a bearer token; none means everybody is served.
+        max_waiting: requests accepted beyond those that run; more are answered 429.
+        max_body: bytes of a request.
+        max_choices: answers to one request, over all of its prompts.
+        timeout: seconds until a request is given up.
+        step_timeout: seconds without a step, while requests are there, after which health is 503.
+        drain: seconds that running requests have after SIGTERM.
+        grace: seconds between the engine's death and the end of this process, in which health says so.
+        chat_template: a Jinja file in place of the tokenizer's own.
+    """
+
+    engine: EngineOptions
+    name: str
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: tuple[str, ...] = ()
+    max_waiting: int = 128
+    max_body: int = 4 << 20
+    max_choices: int = 64
+    timeout: float = 600.0
+    step_timeout: float = 60.0
+    drain: float = 60.0
+    grace: float = 3.0
+    chat_template: str = ""
+
+
+def parse(arguments: Sequence[str] | None = None) -> ServeOptions:
+    """The command line of `ds_serve`.
+
+    Raises:
+        ArgumentError: a number out of its range, or a file that is not there.
+    """
+    given = _parser().parse_args(arguments)
+    keys = list(given.api_key)
+    if given.api_key_file:
+        keys += [line.strip() for line in _read(given.api_key_file).splitlines() if line.strip()]
+    if os.environ.get("DS_SERVE_API_KEY"):
+        keys.append(os.environ["DS_SERVE_API_KEY"])
+    for name in ("max_sequences", "max_body", "max_choices", "max_batch_tokens"):
+        if getattr(given, name) < 1:
+            raise ArgumentError(f"--{name.replace('_', '-')} has to be at least 1")
+    for name in ("timeout", "step_timeout"):
+        if getattr(given, name) <= 0:
+            raise ArgumentError(f"--{name.replace('_', '-')} has to be over 0 seconds")
+    template = _read(given.chat_template) if given.chat_template else ""
+    engine = EngineOptions(
+        given.model, given.dtype, given.quantize, given.checkpoint, given.threads, given.cache_bytes,
+        given.max_sequences, given.max_length, given.max_batch_tokens, given.speculation, not given.no_prefix_cache,
+    )  # fmt: skip
+    name = given.served_model_name or Path(given.model).name or given.model
+    return ServeOptions(
+        engine, name, given.host, given.port, tuple(keys), given.max_waiting, given.max_body, given.max_choices,
+        given.timeout, given.step_timeout, given.drain, given.grace, template,
+    )  # fmt: skip
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ArgumentError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "ds_serve", description="Serve a causal language model over OpenAI's HTTP interface."
+    )
+    add = parser.add_argument
+    add("model", help="folder of a Transformers model with its tokenizer")
+    add("--served-model-name", default="", help="its name in requests (default: the folder's)")
+    add("--host", default="127.0.0.1")
+    add("--port", type=int, default=8000, help="0 takes a free one")
+    add("--dtype", default="auto", choices=["auto", "fp32", "bf16", "fp16"])
+    add("--quantize", default="", choices=["", "int8", "int4"], help="pack the weights")
+    add("--checkpoint", default="", help="weights in place of the folder's")
+    add("--threads", type=int, default=0, help="of the engine (default: torch's choice)")
+    add("--cache-bytes", type=int, default=0, help="memory of keys and values")
+    add("--max-sequences", type=int, default=64, help="that run at once")
+    add("--max-length", type=int, default=0, help="tokens of prompt and answer (default: the model's limit)")
+    add("--max-batch-tokens", type=int, default=768, help="rows of a pass")
+    add("--speculation", type=int, default=0, help="tokens guessed at a time from the text itself")
+    add("--no-prefix-cache", action="store_true")
+    add("--max-waiting", type=int, default=128, help="requests accepted beyond those that run; then 429")
+    add("--max-body", type=int, default=4 << 20, help="bytes of a request")
+    add("--max-choices", type=int, default=64, help="answers to one request")
+    add("--timeout", type=float, default=600.0, help="seconds of a request")
+    add("--step-timeout", type=float, default=60.0, help="seconds without a step after which health is 503")
+    add("--drain", type=float, default=60.0, help="seconds for running requests after SIGTERM")
+    add("--grace", type=float, default=3.0, help="seconds that /health still answers after the engine's death")
+    add("--api-key", action="append", default=[], help="may be repeated; also DS_SERVE_API_KEY")
+    add("--api-key-file", default="", help="one key per line")
+    add("--chat-template", default="", help="Jinja file")
+    return parser

@@ -1,0 +1,312 @@
+"""Requests through the engine: admission, prompts to tokens, parts to answers, and what ends them early."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from deepspeed.serving.answers import DONE, Choice, Form, event
+from deepspeed.serving.asked import Chat, Completion, Refusal
+from deepspeed.serving.engine import EngineGone, EngineProcess
+from deepspeed.serving.messages import Part, Refused
+from deepspeed.serving.metrics import Metrics
+from deepspeed.serving.options import ServeOptions
+from deepspeed.serving.text import TextStream
+
+_LONG = 20_000  # characters from which a prompt is cut into tokens beside the event loop
+
+
+class Call:
+    """One request on its way: its choices, and the queue in which their parts arrive.
+
+    Args:
+        service: that answers it.
+        asked: the request.
+        prompts: tokens, one list per prompt.
+        leads: text to go before each answer.
+    """
+
+    def __init__(self, service: Service, asked: Completion | Chat, prompts: list[list[int]], leads: list[str]) -> None:
+        self._service, self.asked = service, asked
+        self.form = Form(
+            service.options.name, service.tokenizer, isinstance(asked, Chat), asked.wanted_logprobs() is not None
+        )
+        self.begun = time.monotonic()
+        self.deadline = self.begun + service.options.timeout
+        self.choices: list[Choice] = []
+        self._idents: dict[int, int] = {}
+        self._arrived: asyncio.Queue[tuple[int, Part | Refused | None]] = asyncio.Queue()
+        self._sampling = []
+        stops, copies = asked.stops(), asked.n or 1
+        for number, prompt in enumerate(prompts):
+            sampling = asked.sampling(service.room(prompt, asked))
+            for copy in range(copies):
+                index = number * copies + copy
+                self.choices.append(Choice(index, prompt, TextStream(service.tokenizer, stops, prompt), leads[number]))
+                self._sampling.append({**sampling, "index": copy})
+
+    def start(self) -> None:
+        """Hand every choice to the engine."""
+        for choice, sampling in zip(self.choices, self._sampling, strict=True):
+            ident = self._service.engine.submit(choice.prompt, sampling, self._put(choice.index))
+            self._idents[choice.index] = ident
+        self._service.metrics.prompt_tokens.inc(sum({id(c.prompt): len(c.prompt) for c in self.choices}.values()))
+
+    def _put(self, index: int) -> Any:
+        return lambda message: self._arrived.put_nowait((index, message))
+
+    def close(self) -> None:
+        """Give up what is not finished."""
+        gone = [ident for index, ident in self._idents.items() if self.choices[index].reason is None]
+        for ident in gone:
+            self._service.engine.cancel(ident)
+        if gone:
+            self._service.metrics.cancelled.inc()
+
+    async def parts(self) -> AsyncIterator[list[tuple[Choice, Part]]]:
+        """Parts as they come; what came while the reader was slow comes together.
+
+        Raises:
+            Refusal: the engine refused or ended, or the time is over.
+        """
+        open_choices = len(self.choices)
+        first = True
+        while open_choices:
+            try:
+                found = [await asyncio.wait_for(self._arrived.get(), self.deadline - time.monotonic())]
+            except asyncio.TimeoutError:
+                raise Refusal(
+                    504, f"not finished within {self._service.options.timeout:g} s", code="deadline_exceeded"
+                ) from None
+            while not self._arrived.empty():
+                found.append(self._arrived.get_nowait())
+            made = []
+            for index, message in found:
+                if message is None:
+                    raise Refusal(500, "the engine has ended", code="engine_ended")
+                if isinstance(message, Refused):
+                    raise Refusal(400, message.reason, code="invalid_value")
+                made.append((self.choices[index], message))
+                open_choices -= message.finish_reason is not None
+            if first:
+                self._service.metrics.first_token.observe(time.monotonic() - self.begun)
+                first = False
+            yield made
+        self._service.metrics.whole.observe(time.monotonic() - self.begun)
+
+
+class Service:
+    """What the endpoints share.
+
+    Args:
+        options: of the server.
+        engine: started.
+        tokenizer: of the model.
+        metrics: of the server.
+    """
+
+    def __init__(self, options: ServeOptions, engine: EngineProcess, tokenizer: Any, metrics: Metrics) -> None:
+        self.options, self.engine, self.tokenizer, self.metrics = options, engine, tokenizer, metrics
+        self.started = int(time.time())
+        self.draining = False
+
+    # -- before ---------------------------------------------------------------------------------------------------
+
+    def admit(self, choices: int) -> None:
+        """Refuse what would only wait.
+
+        Raises:
+            Refusal: 503 while the server ends, 429 when enough wait already.
+        """
+        if self.draining:
+            raise Refusal(503, "the server is ending", code="draining", retry_after=5)
+        if not self.engine.alive:
+            raise Refusal(503, self.engine.failure or "the engine has ended", code="engine_ended")
+        most = self.options.engine.max_sequences + self.options.max_waiting
+        if len(self.engine.live) + choices > most:
+            raise Refusal(
+                429, f"{len(self.engine.live)} answers are under way, and {most} are the most: try again later",
+                code="overloaded", kind="rate_limit_error", retry_after=self._retry_after(),
+            )  # fmt: skip
+
+    def _retry_after(self) -> int:
+        """Seconds, more of them the longer the queue."""
+        return 1 + len(self.engine.live) // max(self.options.engine.max_sequences, 1) // 4
+
+    async def call(self, asked: Completion | Chat) -> Call:
+        """A request with its prompts as tokens.
+
+        Raises:
+            Refusal: it cannot be answered.
+        """
+        if asked.model != self.options.name:
+            raise Refusal(
+                404,
+                f"The model {asked.model!r} does not exist; there is {self.options.name!r}",
+                "model",
+                "model_not_found",
+            )
+        given = 1 if isinstance(asked, Chat) else len(asked.prompts())
+        choices = given * (asked.n or 1)
+        if choices > self.options.max_choices:
+            raise Refusal(
+                400, f"{choices} answers to one request; {self.options.max_choices} are the most", "n", "invalid_value"
+            )
+        if asked.stream_options is not None and not asked.stream:
+            raise Refusal(400, "stream_options: only with stream: true", "stream_options", "invalid_value")
+        self.admit(choices)
+        prompts, leads = await self._prompts(asked)
+        self.admit(choices)  # others may have come meanwhile
+        return Call(self, asked, prompts, leads)
+
+    async def _prompts(self, asked: Completion | Chat) -> tuple[list[list[int]], list[str]]:
+        if isinstance(asked, Chat):
+            text, special = self._chat_text(asked), False
+            return [await self._tokens(text, special)], [""]
+        if asked.echo and asked.logprobs is not None:
+            raise Refusal(400, "echo together with logprobs is not available", "echo", "unsupported_parameter")
+        prompts, leads = [], []
+        for one in asked.prompts():
+            prompts.append(self._checked(one) if isinstance(one, list) else await self._tokens(one, True))
+            shown = one if isinstance(one, str) else self.tokenizer.decode(one)
+            leads.append(shown if asked.echo else "")
+        return prompts, leads
+
+    def _chat_text(self, asked: Chat) -> str:
+        template = self.options.chat_template or getattr(self.tokenizer, "chat_template", None)
+        if not template:
+            text = "this model has no chat template: start ds_serve with --chat-template, or use /v1/completions"
+            raise Refusal(400, f"messages: {text}", "messages", "no_chat_template")
+        messages = [message.plain() for message in asked.messages]
+        try:
+            return self.tokenizer.apply_chat_template(
+                messages, chat_template=self.options.chat_template or None, tokenize=False, add_generation_prompt=True
+            )
+        except Exception as error:  # templates refuse in their own words, with errors of Jinja's or others
+            raise Refusal(
+                400, f"messages: the chat template refuses them: {error}", "messages", "invalid_value"
+            ) from None
+
+    async def _tokens(self, text: str, special: bool) -> list[int]:
+        def cut() -> list[int]:
+            return self.tokenizer(text, add_special_tokens=special)["input_ids"]
+
+        try:
+            found = await asyncio.to_thread(cut) if len(text) > _LONG else cut()
+        except (TypeError, ValueError, UnicodeError) as error:  # lone surrogates are valid JSON and no text
+            raise Refusal(400, f"the prompt is no valid text: {error}", "prompt", "invalid_value") from None
+        if not found:
+            raise Refusal(400, "the prompt is empty: there is nothing to go on from", "prompt", "invalid_value")
+        return found
+
+    def _checked(self, tokens: list[int]) -> list[int]:
+        most = len(self.tokenizer)
+        if any(not 0 <= token < most for token in tokens):
+            raise Refusal(400, f"prompt: tokens are numbers from 0 to {most - 1}", "prompt", "invalid_value")
+        return tokens
+
+    def room(self, prompt: list[int], asked: Completion | Chat) -> int:
+        """Tokens that the answer may have.
+
+        Raises:
+            Refusal: prompt and answer are longer than the model bears.
+        """
+        limit = self.engine.ready.max_length if self.engine.ready is not None else None
+        wanted = asked.wanted_tokens()
+        if limit is None:
+            return wanted or 1024
+        whole = len(prompt) + (wanted or 1)
+        if whole > limit:
+            where = "messages" if isinstance(asked, Chat) else "prompt"
+            text = (
+                f"This model's maximum context length is {limit} tokens. However, you requested {whole} tokens "
+                f"({len(prompt)} in the {where}, {wanted or 1} in the completion). "
+                f"Please reduce the length of the {where} or completion."
+            )
+            raise Refusal(400, text, where, "context_length_exceeded")
+        return wanted or limit - len(prompt)
+
+    # -- answers --------------------------------------------------------------------------------------------------
+
+    async def answer(self, call: Call) -> dict[str, Any]:
+        """The whole answer; cancelled with its caller."""
+        try:
+            self.start(call)
+            async for parts in call.parts():
+                for choice, part in parts:
+                    text, logprobs = choice.take(part)
+                    choice.text.append(text)
+                    choice.logprobs += logprobs
+            return call.form.whole(call.choices)
+        finally:
+            call.close()
+
+    async def stream(self, call: Call) -> AsyncIterator[str]:
+        """Server-sent events; an error after the first is an event too."""
+        options = call.asked.stream_options
+        try:
+            async with contextlib.aclosing(call.parts()) as arriving:  # type: ignore[type-var]
+                async for parts in arriving:
+                    yield "".join(self._events(call, parts))
+            if options is not None and options.include_usage:
+                yield event(call.form.last(call.choices))
+            yield DONE
+        except Refusal as refusal:
+            yield event(refusal.body())
+        finally:
+            call.close()
+
+    def _events(self, call: Call, parts: list[tuple[Choice, Part]]) -> list[str]:
+        """Events of parts: those of one choice that came together are one."""
+        made: dict[int, tuple[str, list[Any]]] = {}
+        events = []
+        for choice, part in parts:
+            if choice.tokens == 0 and isinstance(call.asked, Chat):
+                events.append(event(call.form.first(choice)))
+            text, logprobs = choice.take(part)
+            before = made.get(choice.index, ("", []))
+            made[choice.index] = (before[0] + text, before[1] + logprobs)
+        for index, (text, logprobs) in made.items():
+            choice = call.choices[index]
+            if text or logprobs or choice.reason is not None:
+                events.append(event(call.form.chunk(choice, text, logprobs)))
+        return events
+
+    def start(self, call: Call) -> None:
+        """Hand a request to the engine.
+
+        Raises:
+            Refusal: there is none.
+        """
+        try:
+            call.start()
+        except EngineGone as error:
+            raise Refusal(503, str(error), code="engine_ended") from None
+
+    # -- health ---------------------------------------------------------------------------------------------------
+
+    def health(self) -> tuple[int, dict[str, Any]]:
+        """Status and what the engine last said; nothing here is made up by the web process."""
+        engine, age = self.engine, time.monotonic() - self.engine.last_step
+        stuck = bool(engine.live) and age > self.options.step_timeout
+        if not engine.alive:
+            status = "engine ended"
+        elif self.draining:
+            status = "draining"
+        else:
+            status = "stuck" if stuck else "ok"
+        last = engine.last
+        body = {
+            "status": status,
+            "reason": engine.failure,
+            "last_step": last.number,
+            "seconds_since_last_step": round(age, 3),
+            "running": last.running,
+            "waiting": last.waiting,
+            "free_pages": last.free_pages,
+            "pages": last.pages,
+        }
+        return (200 if status == "ok" else 503), body

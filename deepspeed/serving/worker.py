@@ -1,0 +1,130 @@
+"""The engine's process: a model, its generator, and a pipe. It ends when the pipe does."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import traceback
+from multiprocessing.connection import Connection
+from typing import Any
+
+from deepspeed.serving.messages import Cancel, Failed, Part, Ready, Refused, Step, Stop, Submit
+from deepspeed.serving.options import EngineOptions
+
+BEAT = 0.5  # seconds between two signs of life while there is nothing to do
+
+
+def load(options: EngineOptions) -> tuple[Any, Any]:
+    """The model in evaluation mode, and its tokenizer."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    from deepspeed.inference.engine import init_inference
+
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    wanted: Any = dtypes.get(options.dtype, "auto")
+    if options.checkpoint:
+        config = AutoConfig.from_pretrained(options.model)
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(config, dtype=wanted if wanted != "auto" else None)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(options.model, dtype=wanted)
+    kept = wanted if wanted != "auto" else next(p.dtype for p in model.parameters() if p.is_floating_point())
+    given: dict[str, Any] = {"checkpoint": options.checkpoint} if options.checkpoint else {}
+    if options.quantize:
+        given |= {"quant": {"weight": {"num_bits": int(options.quantize.removeprefix("int"))}}}
+        kept = torch.int8
+    return init_inference(model, dtype=kept, **given).module, tokenizer
+
+
+def main(options: EngineOptions, pipe: Connection) -> None:
+    """Load, then serve the pipe until it ends. Signals of the terminal are for the web process."""
+    for name in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(name, signal.SIG_IGN)
+    try:
+        engine = _Engine(options, pipe)
+        pipe.send(Ready(engine.generator.limit, engine.generator.kind, engine.generator.why or ""))
+        engine.run()
+    except (EOFError, BrokenPipeError):  # the web process is gone
+        sys.exit(1)
+    except Exception as error:
+        traceback.print_exc()
+        _tell(pipe, Failed(f"{type(error).__name__}: {error}"))
+        sys.exit(1)
+
+
+def _tell(pipe: Connection, message: Any) -> None:
+    try:
+        pipe.send(message)
+    except (EOFError, OSError):
+        pass
+
+
+class _Engine:
+    def __init__(self, options: EngineOptions, pipe: Connection) -> None:
+        from deepspeed.inference.generator import Generator
+
+        model, tokenizer = load(options)
+        self.pipe, self.steps, self.ending = pipe, 0, False
+        self.generator = Generator(
+            model,
+            tokenizer=tokenizer,
+            cache_bytes=options.cache_bytes or None,
+            max_batch_tokens=options.max_batch_tokens,
+            max_sequences=options.max_sequences,
+            max_length=options.max_length or None,
+            prefix_cache=options.prefix_cache,
+            speculation=options.speculation,
+        )
+
+    def run(self) -> None:
+        """Take what came, make one step, tell; until told to stop."""
+        while True:
+            self._take()
+            if not self.generator.idle:
+                outputs = self.generator.step()
+                self.steps += 1
+                self._tell([_part(output) for output in outputs], idle=False)
+            elif self.ending:
+                self.generator.close()
+                return
+            else:
+                self._tell([], idle=True)
+
+    def _take(self) -> None:
+        """All messages that are there; with nothing to do, wait for one as long as a beat."""
+        wait = BEAT if self.generator.idle and not self.ending else 0
+        while self.pipe.poll(wait):
+            message = self.pipe.recv()
+            wait = 0
+            if isinstance(message, Submit):
+                self._submit(message)
+            elif isinstance(message, Cancel):
+                self.generator.cancel(message.ident)
+            elif isinstance(message, Stop):
+                self.ending = True
+
+    def _submit(self, message: Submit) -> None:
+        from deepspeed.errors import DeepSpeedError
+        from deepspeed.inference.requests import Request, Sampling
+
+        try:
+            self.generator.submit(Request(message.ident, message.tokens, Sampling(**message.sampling)))
+        except (DeepSpeedError, ValueError) as error:
+            self.pipe.send(Refused(message.ident, str(error)))
+
+    def _tell(self, parts: list[Part], idle: bool) -> None:
+        load = self.generator.load()
+        self.pipe.send(
+            Step(self.steps, parts, load.running, load.waiting, load.free_pages, load.pages, load.preemptions, idle)
+        )
+
+
+def _part(output: Any) -> Part:
+    logprobs = None
+    if output.logprobs is not None:
+        logprobs = [(one.token, one.logprob, tuple(one.top)) for one in output.logprobs]
+    return Part(output.ident, list(output.tokens), logprobs, output.finish_reason, output.matched)
