@@ -119,7 +119,7 @@ class Generator:
         max_length: int | None = None,
         prefix_cache: bool = True,
         speculation: int = 0,
-        prompt_chunk: int = 64,
+        prompt_chunk: int = 32,
     ) -> None:
         for name in ("page_size", "max_batch_tokens", "max_sequences", "prompt_chunk"):
             if (given := locals()[name]) < 1:
