@@ -61,6 +61,7 @@ class Call:
     def close(self) -> None:
         """Give up what is not finished."""
         gone = [ident for index, ident in self._idents.items() if self.choices[index].reason is None]
+        self._idents.clear()
         for ident in gone:
             self._service.engine.cancel(ident)
         if gone:
