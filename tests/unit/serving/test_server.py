@@ -264,7 +264,7 @@ def test_who_leaves_is_forgotten_and_the_others_see_nothing(server: Server) -> N
 
 
 def test_too_many(server: Server) -> None:
-    overloaded(server, 2)
+    overloaded(server, 6)
 
 
 def test_mutated_requests(server: Server) -> None:
