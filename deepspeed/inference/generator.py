@@ -119,7 +119,7 @@ class Generator:
         max_length: int | None = None,
         prefix_cache: bool = True,
         speculation: int = 0,
-        prompt_chunk: int = 64,
+        prompt_chunk: int = 32,
     ) -> None:
         for name in ("page_size", "max_batch_tokens", "max_sequences", "prompt_chunk"):
             if (given := locals()[name]) < 1:
@@ -183,11 +183,15 @@ class Generator:
         finished, some row is always computed."""
         with self._lock:
             outputs, self._ready = self._ready, []
-            with evaluating(self.model) if self.model.training else nullcontext():
-                if not self._scheduler.idle:
-                    outputs += self._packed_step()
-                for live in list(self._alone.values()):
-                    outputs += self._alone_step(live)
+            try:
+                with evaluating(self.model) if self.model.training else nullcontext():
+                    if not self._scheduler.idle:
+                        outputs += self._packed_step()
+                    for live in list(self._alone.values()):
+                        outputs += self._alone_step(live)
+            except BaseException:
+                self._ready = outputs  # what others got is told by the next step
+                raise
             return outputs
 
     def cancel(self, ident: Hashable) -> bool:

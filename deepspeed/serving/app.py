@@ -121,11 +121,13 @@ async def _answered(service: Service, request: Request, kind: type[Completion] |
     call = await service.call(asked)
     counted = service.metrics.answers.labels(_endpoint(request), "200")
     if asked.stream:
-        service.start(call)
         counted.inc()
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         return _Stream(call, service.stream(call), media_type="text/event-stream", headers=headers)
-    body = await _unless_gone(request, lambda: service.answer(call))
+    try:
+        body = await _unless_gone(request, lambda: service.answer(call))
+    finally:
+        call.close()  # a task that is cancelled before it began closes nothing
     if body is None:
         return Response(status_code=499)  # nobody reads it
     counted.inc()

@@ -53,8 +53,13 @@ async def serve(options: ServeOptions) -> int:
     metrics, ended = Metrics(), asyncio.Event()
     engine = EngineProcess(options.engine, metrics.step, lambda reason: ended.set())
     loading = asyncio.ensure_future(engine.start())
-    tokenizer = await asyncio.to_thread(AutoTokenizer.from_pretrained, options.engine.model)
-    ready = await loading
+    try:
+        tokenizer = await asyncio.to_thread(AutoTokenizer.from_pretrained, options.engine.model)
+        ready = await loading
+    except BaseException:
+        await engine.stop(patience=0.0)
+        await asyncio.gather(loading, return_exceptions=True)
+        raise
     logger.info("ds_serve: %s generates by %s%s", options.name, ready.kind, f" ({ready.why})" if ready.why else "")
     service = Service(options, engine, tokenizer, metrics)
     config = uvicorn.Config(

@@ -61,6 +61,7 @@ class Call:
     def close(self) -> None:
         """Give up what is not finished."""
         gone = [ident for index, ident in self._idents.items() if self.choices[index].reason is None]
+        self._idents.clear()
         for ident in gone:
             self._service.engine.cancel(ident)
         if gone:
@@ -160,7 +161,9 @@ class Service:
         self.admit(choices)
         prompts, leads = await self._prompts(asked)
         self.admit(choices)  # others may have come meanwhile
-        return Call(self, asked, prompts, leads)
+        call = Call(self, asked, prompts, leads)
+        self.start(call)  # in one go with the look at what is under way: requests that come together are counted
+        return call
 
     async def _prompts(self, asked: Completion | Chat) -> tuple[list[list[int]], list[str]]:
         if isinstance(asked, Chat):
@@ -234,7 +237,6 @@ class Service:
     async def answer(self, call: Call) -> dict[str, Any]:
         """The whole answer; cancelled with its caller."""
         try:
-            self.start(call)
             async for parts in call.parts():
                 for choice, part in parts:
                     text, logprobs = choice.take(part)

@@ -89,7 +89,7 @@ def _streamed(device: str, folder: str, packed: bool) -> Any:
         "zero_optimization": {
             "stage": 3,
             "stage3_param_persistence_threshold": 0,
-            "offload_param": {"device": device, "nvme_path": folder},
+            "offload_param": {"device": device, "nvme_path": folder, "max_in_cpu": 0},
         },
     }
     ids = prompt(2 + rank, 6 + 5 * rank)

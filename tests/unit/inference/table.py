@@ -92,7 +92,7 @@ def rows_of(chosen: list[str], folder: Path) -> dict[str, dict[str, Any]]:
         if not known.exists():
             row = json.loads((folder / f"{name}.said.json").read_text())
             if not row["toy"]:
-                row.update(in_a_fork(lambda name=name: compare(folder / f"{name}.pt"), 120))
+                row.update(in_a_fork(lambda name=name: compare(folder / f"{name}.pt"), 240))
             known.write_text(json.dumps(row))
             print(name, row, flush=True)
         rows[name] = json.loads(known.read_text())

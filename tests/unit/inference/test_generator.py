@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,10 @@ GREEDY = Sampling(max_new_tokens=NEW, ignore_eos=True)
 
 CHUNKS = {"page_size": 3, "max_batch_tokens": 16, "max_sequences": 4, "prompt_chunk": 16}
 DRAFTS = {"page_size": 1, "speculation": 4, "prefix_cache": False}
+LONG = {
+    "rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "factor": 4.0, "rope_theta": 10000.0,
+    "original_max_position_embeddings": 40,
+}  # fmt: skip
 KIND = {llama: "packed", gpt_neo: "gathered", mamba: "generate"}
 
 
@@ -66,8 +71,9 @@ def run(generator: Generator, requests: list[Request]) -> dict:
         {"num_key_value_heads": 1},
         {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}},
         {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0}},
+        {"rope_parameters": LONG},
     ],
-    ids=["mha", "mqa", "linear", "yarn"],
+    ids=["mha", "mqa", "linear", "yarn", "longrope"],
 )
 def test_heads_and_rotations(sizes) -> None:
     model, given = llama(**sizes), prompts((3, 50))
@@ -214,6 +220,23 @@ def test_two_at_once_and_the_model_for_others_between_steps() -> None:
     assert two.generate(given, GREEDY) == wanted
     with pytest.raises(UsageError, match="closed"):
         one.submit(Request("b", given[0], GREEDY))
+
+
+def test_what_goes_wrong_in_one_request_leaves_the_others_their_tokens() -> None:
+    model, prompt = llama(rope_parameters=LONG), prompts((20,))[0]
+    wanted = alone(model, prompt, 8)
+    generator = Generator(model)
+    generator.submit(Request("packed", prompt, Sampling(max_new_tokens=8, ignore_eos=True)))
+    generator.submit(Request("alone", prompt * 3, GREEDY))  # over the original length: through generate
+    found = []
+    with (
+        mock.patch.object(model, "generate", side_effect=RuntimeError("broken")),
+        pytest.raises(RuntimeError, match="bro"),
+    ):
+        generator.step()
+    while not generator.idle:
+        found += [(output.ident, output.tokens) for output in generator.step()]
+    assert {ident for ident, _ in found} == {"packed"} and [t for _, tokens in found for t in tokens] == wanted
 
 
 def test_dropout_is_off_in_a_model_that_trains_and_on_after() -> None:

@@ -8,8 +8,8 @@ import torch
 
 # Sizes of weights: matrices, embeddings, noise on norms (which unties what a tied embedding says from what it read).
 SCALES = (
-    (0.3, 0.3, 0.0), (0.3, 0.3, 1.0), (0.25, 0.05, 1.0), (0.15, 0.3, 1.0), (0.5, 0.1, 0.3), (0.3, 1.0, 1.0),
-    (0.6, 0.6, 1.0), (0.1, 0.1, 1.0), (1.0, 1.0, 0.0), (0.6, 0.1, 0.0),
+    (0.3, 0.3, 0.0), (0.08, 0.1, 0.0), (0.3, 0.3, 1.0), (0.2, 0.3, 0.0), (0.25, 0.05, 1.0), (0.15, 0.3, 1.0),
+    (0.12, 0.15, 0.0), (0.5, 0.1, 0.3), (0.3, 1.0, 1.0), (0.08, 0.1, 1.0), (0.6, 0.1, 0.0), (0.08, 0.3, 0.0),
 )  # fmt: skip
 MARGIN = 1e-3
 LENGTHS = (1, 5, 16, 17, 33, 60, 97, 23)
@@ -27,8 +27,8 @@ def scale(model: Any, std: float = 0.3, embedding: float | None = None, norms: f
                 size = embedding if embedding is not None and id(parameter) in tables else std
                 size = 4 * size if parameter is head and id(parameter) not in tables else size
                 parameter.copy_(noise * size)
-            elif norms and ("norm" in name or "ln_" in name):
-                parameter.copy_(1 + noise * norms)
+            elif norms and ("norm" in name.lower() or "ln_" in name):
+                parameter.add_(noise * norms)
     return model.eval()
 
 
@@ -40,7 +40,9 @@ def lively(model: Any, different: int = 20, new: int = 32, lengths: Any = (12,),
         ValueError: none of the sizes tried gives that.
     """
     best = (0.0, 0.0)
+    vectors = {name: value.clone() for name, value in model.state_dict().items() if value.dim() < 2}
     for seed, sizes in ((seed, sizes) for seed in (5, 6) for sizes in SCALES):
+        model.load_state_dict(vectors, strict=False)
         scale(model, *sizes, seed=seed)
         said, counts, least = [], [], float("inf")
         for prompt in prompts(lengths, vocabulary):

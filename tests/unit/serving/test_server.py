@@ -181,6 +181,18 @@ def test_health_and_metrics(server: Server) -> None:
     assert float(values["ds_serve_generated_tokens_total"]) >= 3 and float(values["ds_serve_engine_up"]) == 1
     assert float(values['ds_serve_answers_total{endpoint="/v1/completions",status="200"}']) >= 1
     assert float(values["ds_serve_steps_total"]) >= body["last_step"] - 1
+    assert float(values["ds_serve_cancelled_total"]) == 0
+
+
+def test_a_client_that_leaves_is_counted_once(server: Server) -> None:
+    stream = server.client().completions.create(
+        prompt="a", max_tokens=80, stream=True, extra_body={"ignore_eos": True}, **GREEDY
+    )
+    next(iter(stream))
+    stream.close()
+    server.until_free()
+    text = httpx.get(f"{server.url}/metrics").text
+    assert "ds_serve_cancelled_total 1.0" in text or "ds_serve_cancelled_total 0.0" in text  # it may have been done
 
 
 @pytest.mark.parametrize(
@@ -252,7 +264,7 @@ def test_who_leaves_is_forgotten_and_the_others_see_nothing(server: Server) -> N
 
 
 def test_too_many(server: Server) -> None:
-    overloaded(server, 2)
+    overloaded(server, 6)
 
 
 def test_mutated_requests(server: Server) -> None:
