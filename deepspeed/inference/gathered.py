@@ -43,7 +43,7 @@ class GatheringCache(Cache):
         self.store.write(layer_idx, new[0], new[1], self.slots[:, -self.rows :].flatten())
         pools = self.store.layers[layer_idx]
         keys, values = (pool[self.slots].transpose(1, 2).to(key_states.dtype) for pool in pools)
-        return keys, values
+        return keys.contiguous(), values.contiguous()  # as other caches hand them out: some models view them
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens before the new rows, padding included."""
