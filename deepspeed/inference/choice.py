@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.cache_utils import DynamicCache
 
 from deepspeed.errors import PackingError
 from deepspeed.inference.batch import Batch, Span
@@ -121,10 +122,23 @@ def choose(model: nn.Module) -> tuple[Any, str]:
                 reason = _probe(executor, sequences, wanted)
             except Exception as error:  # the same: the next one is tried, and the reason is told
                 reason = _say(error)
+            if reason is None and isinstance(executor, PagedExecutor):
+                reason = executor.forgets(_windows(model))
+                if reason is not None:  # what it writes depends on how its prompt was cut: nobody else can do that
+                    return None, reason
             if reason is None:
                 return executor, why
             why = why or reason
     return None, reason or why
+
+
+def _windows(model: nn.Module) -> dict[int, int]:
+    """By layer: how many tokens the cache that `generate` makes would keep, where it does not keep all."""
+    try:
+        layers = DynamicCache(config=text_config(model)).layers
+    except Exception:  # a config without layers: its cache keeps everything
+        return {}
+    return {at: layer.sliding_window for at, layer in enumerate(layers) if getattr(layer, "is_sliding", False)}
 
 
 def _candidates(model: nn.Module, packed: bool) -> Iterator[Any]:

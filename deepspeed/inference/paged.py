@@ -91,6 +91,7 @@ class PagedCache(Cache):
         self.store, self.batch = store, batch
         self.handed: dict[int, tuple[int, torch.Tensor, torch.Tensor]] = {}
         self.cached: set[int] = set()  # layers of this pass
+        self.rules: dict[int, Mask] = {}  # by layer: what its rows may see
         self.default = Mask(_causal)
         self.windows: dict[int, Mask] = {}
 
@@ -160,7 +161,7 @@ def attention(
     strange = [name for name in strange if options[name] is not False]
     if strange:
         raise PackingError(f"{type(module).__name__} attends with {', '.join(strange)}")
-    rule = cache.rule(attention_mask, options.get("sliding_window"))
+    rule = cache.rules[layer] = cache.rule(attention_mask, options.get("sliding_window"))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     pools = cache.store.layers[layer]
     out = query.new_empty(query.shape[2], query.shape[1], value.shape[-1])
@@ -269,6 +270,20 @@ class PagedExecutor:
         self.model, self.store = model, store
         self.configs = configs_of(model)
         self.keeps = accepts(model, "logits_to_keep")
+        self.rules: dict[int, Mask] = {}  # of the last pass
+
+    def forgets(self, windows: dict[int, int]) -> str | None:
+        """Which layer shows a row more than the cache of `generate` would remember for it; None: no layer.
+
+        Args:
+            windows: tokens that the cache of `generate` keeps, by layer, where it does not keep all.
+        """
+        row, first = torch.zeros((), dtype=torch.long), torch.zeros((), dtype=torch.long)
+        for layer, window in windows.items():
+            rule = self.rules.get(layer)
+            if rule is not None and bool(rule.function(first, first, row + window + 1, first)):
+                return f"layer {layer} masks nothing, and its cache in generate forgets all but {window} tokens"
+        return None
 
     @torch.no_grad()
     def run(self, batch: Batch) -> torch.Tensor:
@@ -287,6 +302,7 @@ class PagedExecutor:
                 use_cache=True,
                 **keep,
             )
+        self.rules = cache.rules
         if not cache.handed:
             raise PackingError("it keeps nothing in the cache it is given")
         logits = out.logits[0]

@@ -11,6 +11,7 @@ WAYS = {
     "BloomForCausalLM": "gathered",
     "GPTNeoXJapaneseForCausalLM": "gathered",  # it views what the cache hands out, which has to be contiguous
     "BartForCausalLM": "gathered, even",
+    "MoshiForCausalLM": "generate",  # its window is in the cache of `generate` alone
 }
 
 
