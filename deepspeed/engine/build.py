@@ -18,7 +18,7 @@ from deepspeed.comm.lockstep import Lockstep
 from deepspeed.config import DeepSpeedConfig, Facts
 from deepspeed.engine.clients import tell_dtypes
 from deepspeed.engine.offloading import Offload, accumulator_dtype, master_dtype, state_of_group
-from deepspeed.engine.staging import limits_of_stages, policy_of_stages
+from deepspeed.engine.staging import limits_of_stages
 from deepspeed.errors import ArgumentError, OptimizerError, SchedulerError, ShardedParameterError, UsageError
 from deepspeed.foundation.log import say, say_once
 from deepspeed.optim import loss_scale
@@ -35,6 +35,7 @@ from deepspeed.zero.leaf import mark_leaves
 from deepspeed.zero.lifecycle import Hook, Lifecycle
 from deepspeed.zero.optimizer import StepSettings, ZeroOptimizer
 from deepspeed.zero.param import is_managed
+from deepspeed.zero.policy import policy_for
 from deepspeed.zero.prefetch import Keeper, Limits
 from deepspeed.zero.reducer import Reducer
 from deepspeed.zero.shard_group import ShardGroup, State
@@ -232,7 +233,7 @@ def build(
     tied = find_tied(axes.mesh, names, signatures)
     equalise(axes.mesh, names, signatures, tied)
     own = {names[param]: signature for param, signature in signatures.items() if signature[1]}
-    relations = Relations(axes.mesh, policy_of_stages(config, axes.mesh.size("pp")).owns_a_slice, tied, own)
+    relations = Relations(axes.mesh, policy_for(config.zero.stage, axes.mesh.size("pp")).owns_a_slice, tied, own)
     kept = config.data_types.keep_in_fp32_modules
     stay = () if kept in (None, "auto") else kept
     wanted = compute_dtypes(model, low, stay) if low != torch.float32 else {}
@@ -316,7 +317,7 @@ def _groups(
     optimizer: torch.optim.Optimizer | None,
 ) -> list[ShardGroup]:
     (wanted, updated), (relations, signatures) = chosen, ranks
-    policy = policy_of_stages(config, relations.stages)
+    policy = policy_for(config.zero.stage, relations.stages)
     offload, planned = Offload(config), []
     for own, members in plan_groups(model, names, updated, policy, plan, wanted, signatures):
         holders = relations.holders(signatures[members[0]])

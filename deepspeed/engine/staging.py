@@ -23,7 +23,6 @@ from deepspeed.pipe.stage import keep_stage
 from deepspeed.tensor_parallel.inputs import inputs_of
 from deepspeed.zero.param import is_managed
 from deepspeed.zero.placement import Relation, placement_of
-from deepspeed.zero.policy import Policy, policy_for
 from deepspeed.zero.prefetch import Limits
 
 
@@ -153,17 +152,6 @@ def staying(model: nn.Module, parameters: list[Any] | None) -> list[Any] | None:
         elif entry in left:
             found.append(entry)
     return found or [{"params": []}]
-
-
-def policy_of_stages(config: DeepSpeedConfig, stages: int) -> Policy:
-    """The policy of a ZeRO stage. Under a pipeline stage 2 reduces gradients once a window, as stage 1 does.
-
-    Args:
-        config: resolved.
-        stages: of the pipeline; 1: there is none.
-    """
-    stage = config.zero.stage
-    return policy_for(1 if stage == 2 and stages > 1 else stage)
 
 
 def limits_of_stages(held: int, limits: Limits, config: DeepSpeedConfig) -> Limits:

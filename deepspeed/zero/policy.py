@@ -1,7 +1,7 @@
 """Which of parameters, gradients and optimizer state are split: a ZeRO stage is a row of one table.
 
 Stages as in Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020).
-This is the only file that knows stage numbers.
+This is the only file that says what follows from a stage's number.
 """
 
 from __future__ import annotations
@@ -57,18 +57,20 @@ _TABLE = {
 KEPT_WHOLE = _TABLE[2]
 
 
-def policy_for(stage: int) -> Policy:
+def policy_for(stage: int, pipeline: int = 1) -> Policy:
     """The policy of a ZeRO stage.
 
     Args:
         stage: 0 to 3 (`zero_optimization.stage`).
+        pipeline: stages of a pipeline. With several, ZeRO 2 reduces a window's gradients once, at its end, and so has
+            to keep them whole until then, as ZeRO 1 does: else they would be sent once per micro-batch.
 
     Raises:
         ArgumentError: for any other number.
     """
     if stage not in _TABLE:
         raise ArgumentError(f"zero_optimization.stage is {stage!r}; it must be 0, 1, 2 or 3")
-    return _TABLE[stage]
+    return _TABLE[1 if stage == 2 and pipeline > 1 else stage]
 
 
 def stage_of(policy: Policy) -> int:
