@@ -138,7 +138,8 @@ def _windows(model: nn.Module) -> dict[int, int]:
         layers = DynamicCache(config=text_config(model)).layers
     except Exception:  # a config without layers: its cache keeps everything
         return {}
-    return {at: layer.sliding_window for at, layer in enumerate(layers) if getattr(layer, "is_sliding", False)}
+    windows = {at: getattr(layer, "sliding_window", None) for at, layer in enumerate(layers)}
+    return {at: window for at, window in windows.items() if window and getattr(layers[at], "is_sliding", False)}
 
 
 def _candidates(model: nn.Module, packed: bool) -> Iterator[Any]:
