@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed.comm import routes, watch
+from deepspeed.comm.axis import Axis
 from deepspeed.comm.groups import require_group
 from deepspeed.comm.logging import comms_logger
 from deepspeed.comm.trail import trail
@@ -162,6 +163,15 @@ broadcast_object_list = timed_op(dist.broadcast_object_list)
 all_gather_object = timed_op(dist.all_gather_object)
 gather_object = timed_op(dist.gather_object)
 scatter_object_list = timed_op(dist.scatter_object_list)
+
+
+def told_by_all(axis: Axis, mine: Any) -> list[Any]:
+    """What each rank of an axis says, by position; they call together. Objects are pickled."""
+    everyone: list[Any] = [mine] * axis.size
+    if axis.size > 1:
+        all_gather_object(everyone, mine, group=axis.group)
+    return everyone
+
 
 allgather_fn = all_gather_into_tensor
 reduce_scatter_fn = reduce_scatter_tensor

@@ -155,40 +155,21 @@ class Sender:
         self.headers_sent += bool(told)
         self.bytes_sent += header.nbytes
         self._collect()
-        if self.wire is not None:
-            self._send_between_devices(header, told, tensors, label)
-            return
-        start = -(-(_NOTICE + len(told)) // _ALIGN) * _ALIGN
-        whole = self._buffer(start + header.nbytes)
-        buffer = whole[: start + header.nbytes]
+        wire, start = self.wire, -(-(_NOTICE + len(told)) // _ALIGN) * _ALIGN
+        whole = self._buffer(start + header.nbytes) if wire is None else torch.empty(start, dtype=torch.uint8)
+        buffer = whole[: start + header.nbytes]  # between devices: what describes the message, and no tensor
         buffer[:_NOTICE].view(torch.int64).copy_(torch.tensor([len(told), header.nbytes]))
         if told:
             buffer[_NOTICE : _NOTICE + len(told)] = torch.frombuffer(bytearray(told), dtype=torch.uint8)
+        kept = self._buffer(header.nbytes) if wire is not None and header.nbytes else buffer[start:]
+        payload = kept[: header.nbytes]
         for leaf, tensor in zip(header.leaves, tensors, strict=True):
-            _place(buffer[start:], leaf).copy_(tensor.detach())
+            _place(payload, leaf).copy_(tensor.detach())
         self._underway.append((post(self.axis, label, lambda: self._start(buffer, len(told), start)), whole))
-
-    def _send_between_devices(self, header: Header, told: bytes, tensors: list[torch.Tensor], label: str) -> None:
-        wire, target = self.wire, self.axis.ranks[self.peer]
-        if wire is None:
-            raise RuntimeError("these ranks have no devices")
-        notice = torch.tensor([len(told), header.nbytes]).view(torch.uint8)
-        words = torch.frombuffer(bytearray(told), dtype=torch.uint8) if told else None
-        self._underway.append((post(self.axis, label, lambda: self._start_host(notice, words)), notice))
-        if header.nbytes:
-            buffer = self._buffer(header.nbytes)
-            for leaf, tensor in zip(header.leaves, tensors, strict=True):
-                _place(buffer, leaf).copy_(tensor.detach())
-            payload = buffer[: header.nbytes]
+        if wire is not None and header.nbytes:
+            target = self.axis.ranks[self.peer]
             works = post(self.axis, label, lambda: [dist.isend(payload, target, group=wire.group)])
-            self._underway.append((works, buffer))
-
-    def _start_host(self, notice: torch.Tensor, words: torch.Tensor | None) -> list[Any]:
-        group = self.axis.group
-        if group is None:
-            raise RuntimeError("nothing can be sent without a process group")
-        pieces = [(SMALL, notice)] + ([(READ, words)] if words is not None else [])
-        return [group.send([piece], self.peer, tag_of(self.channel, kind, self._sequence)) for kind, piece in pieces]
+            self._underway.append((works, kept))
 
     def _start(self, buffer: torch.Tensor, told: int, start: int) -> list[Any]:
         shared, group = self.axis.shared, self.axis.group
@@ -236,17 +217,17 @@ class Sender:
 
     def settle(self, label: str) -> None:
         """Wait until everything was taken, where the backend says so only to who waits."""
-        if self.axis.shared is None:
-            while self._underway:
-                works, buffer = self._underway.popleft()
-                if self.wire is None or buffer.device.type == "cpu":
-                    wait_all(self.axis, label, works)
-                elif not all(_is_over(work) for work in works):
-                    continue  # the device goes on; the allocator takes the memory back when it has been sent
+        if self.axis.shared is not None:
+            return
+        for works, buffer in self._underway:
+            if buffer.device.type == "cpu":
+                wait_all(self.axis, label, works)
                 self._keep(buffer)
+        # A device goes on by itself: its messages are looked at again with the next one.
+        self._underway = deque(entry for entry in self._underway if entry[1].device.type != "cpu")
 
     def _keep(self, buffer: torch.Tensor) -> None:
-        if buffer.device == self._device and buffer.numel() > _NOTICE:
+        if buffer.device.type == self._device.type:
             self._idle.append(buffer)
 
 

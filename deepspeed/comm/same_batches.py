@@ -1,13 +1,16 @@
-"""Ranks that share matrices or a sequence get the same batches: compared by hash of values while a run is young."""
+"""Ranks that share matrices or a sequence get the same batches: compared by hash of values while a run is young.
+Ranks of one model list the same parameters."""
 
 from __future__ import annotations
 
+import itertools
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from deepspeed.comm.api import all_gather_object
+from deepspeed.comm.api import told_by_all
 from deepspeed.comm.axis import Axis
 from deepspeed.errors import DataError
 
@@ -36,8 +39,7 @@ class SameBatches:
             DataError: two ranks have other values, on all ranks of the axis.
         """
         self.left -= 1
-        everyone: list[dict[str, int]] = [{}] * self._axis.size
-        all_gather_object(everyone, _digests(inputs) if in_parts else {"": digest(inputs)}, group=self._axis.group)
+        everyone = told_by_all(self._axis, _digests(inputs) if in_parts else {"": digest(inputs)})
         first: dict[str, tuple[int, int]] = {}  # by entry: who had it first, and its digest
         for rank, theirs in zip(self._axis.ranks, everyone, strict=True):
             for entry, found in theirs.items():
@@ -50,6 +52,24 @@ class SameBatches:
                     f"to data-parallel ranks, so give it engine.get_data_parallel_rank() of engine.dp_world_size, or "
                     f"pass training_data to initialize"
                 )
+
+
+def first_difference(axis: Axis, lines: Sequence[Any]) -> tuple[int, Any, Any] | None:
+    """What a rank of an axis lists otherwise than its first one; all call together.
+
+    Args:
+        axis: ranks that should list the same.
+        lines: of this rank; they travel only where their digests differ.
+
+    Returns:
+        Position of the rank, the first line in which it differs as the first rank has it, and its own; None for a line
+        that is not there. None where all are the same.
+    """
+    if len(set(told_by_all(axis, digest(list(lines))))) == 1:
+        return None
+    everyone = told_by_all(axis, lines)
+    at = next(at for at, theirs in enumerate(everyone) if theirs != everyone[0])
+    return at, *next(pair for pair in itertools.zip_longest(everyone[0], everyone[at]) if pair[0] != pair[1])
 
 
 def _digests(inputs: Any) -> dict[str, int]:

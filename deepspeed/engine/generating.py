@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.comm.api import all_gather_object
+from deepspeed.comm.api import told_by_all
 from deepspeed.comm.axis import Axis
 from deepspeed.errors import PipelineError
 from deepspeed.foundation.tree import map_tensors
@@ -40,18 +40,19 @@ def generate(
 @contextmanager
 def _through_stages(model: nn.Module, axis: Axis, outputs_of: Callable[[dict[str, Any]], Any]) -> Iterator[None]:
     """Inside, calling the model runs all stages, and gives the last one's outputs on each."""
-    own = model.forward
+    own, before, inside = model.forward, vars(model).get("forward"), False
 
     def forward(*args: Any, **kwargs: Any) -> Any:
+        nonlocal inside
         if args:
             raise PipelineError("forward passes of generate() name their arguments")
-        if getattr(forward, "inside", False):
+        if inside:
             return own(**kwargs)
-        forward.inside = True  # type: ignore[attr-defined]
+        inside = True
         try:
             found = outputs_of(kwargs)
         finally:
-            forward.inside = False  # type: ignore[attr-defined]
+            inside = False
         return _sent_by_last(found, axis)
 
     # The signature of forward is read by `generate` to see which arguments the model takes.
@@ -61,25 +62,20 @@ def _through_stages(model: nn.Module, axis: Axis, outputs_of: Callable[[dict[str
         yield
     finally:
         del model.forward
+        if before is not None:  # a client's own
+            model.forward = before
 
 
 def _sent_by_last(outputs: Any, axis: Axis) -> Any:
     """What the last stage has, on every stage."""
     mine = None if outputs is None else map_tensors(lambda tensor: tensor.detach(), outputs)
-    return _told(mine, axis)[-1]
-
-
-def _told(mine: Any, axis: Axis) -> list[Any]:
-    everyone: list[Any] = [mine] * axis.size
-    if axis.size > 1:
-        all_gather_object(everyone, mine, group=axis.group)
-    return everyone
+    return told_by_all(axis, mine)[-1]
 
 
 @contextmanager
 def _drawn_as_on_rank_0(axis: Axis) -> Iterator[None]:
     """Inside, all stages draw the numbers that the first one draws; afterwards each goes on where it was."""
-    state = _told(torch.get_rng_state(), axis)[0]
+    state = told_by_all(axis, torch.get_rng_state())[0]
     with torch.random.fork_rng(devices=[]):
         torch.set_rng_state(state)
         yield

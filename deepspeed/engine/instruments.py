@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from deepspeed.comm import scalars
-from deepspeed.comm.api import all_gather_object
+from deepspeed.comm.api import told_by_all
 from deepspeed.comm.collectives import SMALL, tag_of
 from deepspeed.engine.accessors import StateAccessors
 from deepspeed.engine.build import without_optimizer
@@ -248,8 +248,7 @@ class Instruments:
         if not self._state.sliced or axis.group is None:
             return mine
         if mine != self._names[0]:
-            told: list[list[str]] = [[]] * axis.size
-            all_gather_object(told, mine, group=axis.group)
+            told = told_by_all(axis, mine)
             self._names = mine, list(dict.fromkeys(name for names in told for name in names))
         return self._names[1]
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from deepspeed.comm import scalars
-from deepspeed.comm.api import all_gather_object
+from deepspeed.comm.api import told_by_all
 from deepspeed.comm.collectives import SMALL, tag_of
 from deepspeed.comm.same_batches import SameBatches
 from deepspeed.engine.build import without_optimizer
@@ -278,10 +278,7 @@ class PipelineEngine(DeepSpeedEngine):
         if num_items is None:
             return None
         mine = [float(num_items(batch)) for batch in batches] if self.is_last_stage() else []
-        everyone: list[list[float]] = [mine] * self.num_stages
-        if self.num_stages > 1:
-            all_gather_object(everyone, mine, group=self.mesh.axis("pp").group)
-        return everyone[-1]
+        return told_by_all(self.mesh.axis("pp"), mine)[-1]
 
     def _compare_shared(self) -> None:
         """After a first update: what several stages hold is still the same on all of them."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.comm.api import all_gather_object
+from deepspeed.comm.api import told_by_all
 from deepspeed.comm.mesh import Mesh
 from deepspeed.comm.same_batches import COMPARED, digest
 from deepspeed.errors import UsageError
@@ -94,8 +94,7 @@ class Sequencing:
         named = self._named(inputs, kwargs)
         positions = named.get("position_ids")
         mine = (digest([inputs, kwargs]), positions.cpu() if positions is not None else None, edge_of(named))
-        everyone: list[Any] = [None] * self._axis.size
-        all_gather_object(everyone, mine, group=self._axis.group)
+        everyone = told_by_all(self._axis, mine)
         if len({found for found, *_ in everyone}) == 1:
             return True
         check_slices([places for _, places, _ in everyone], self._axis.ranks)
@@ -111,8 +110,7 @@ class Sequencing:
         if not self._losses:
             return
         self._losses -= 1
-        everyone: list[Any] = [None] * self._axis.size
-        all_gather_object(everyone, (digest(loss), float(loss.detach())), group=self._axis.group)
+        everyone = told_by_all(self._axis, (digest(loss), float(loss.detach())))
         for at, (bits, value) in enumerate(everyone):
             if bits != everyone[0][0]:
                 raise UsageError(

@@ -3,16 +3,15 @@ ZeRO does otherwise under stages."""
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from deepspeed.comm.api import all_gather_object
+from deepspeed.comm.api import told_by_all
 from deepspeed.comm.mesh import Mesh
-from deepspeed.comm.same_batches import digest
+from deepspeed.comm.same_batches import first_difference
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.errors import ArgumentError, MeshError, NotAvailableError, PipelineError
 from deepspeed.foundation.log import say
@@ -89,16 +88,10 @@ def _description(model: nn.Module) -> list[str]:
 def _refuse_other_models(mine: list[str], mesh: Mesh) -> None:
     """All ranks of a pipeline hand over one model. All ranks call together."""
     axis = mesh.axis("pp")
-    if axis.size == 1:
+    found = first_difference(axis, mine)
+    if found is None:
         return
-    same: list[Any] = [None] * axis.size
-    all_gather_object(same, digest(mine), group=axis.group)
-    if all(one == same[0] for one in same):
-        return
-    everyone: list[list[str]] = [[]] * axis.size
-    all_gather_object(everyone, mine, group=axis.group)
-    stage = next(at for at, theirs in enumerate(everyone) if theirs != everyone[0])
-    a, b = next(two for two in itertools.zip_longest(everyone[0], everyone[stage]) if two[0] != two[1])
+    stage, a, b = found
     raise PipelineError(
         f"rank {axis.ranks[0]} (stage 0) and rank {axis.ranks[stage]} (stage {stage}) were given different models: "
         f"{a or 'nothing'} there, {b or 'nothing'} here; every stage is cut from the same one"
@@ -108,9 +101,7 @@ def _refuse_other_models(mine: list[str], mesh: Mesh) -> None:
 def _refuse_untied(model: nn.Module, mesh: Mesh) -> None:
     """What several stages hold under one name has to be placed as a copy there. All ranks call together."""
     mine = {name: placement_of(p).relations.get("pp") is Relation.PARTIAL for name, p in model.named_parameters()}
-    everyone: list[dict[str, bool]] = [{}] * mesh.size("pp")
-    if mesh.size("pp") > 1:
-        all_gather_object(everyone, mine, group=mesh.axis("pp").group)
+    everyone = told_by_all(mesh.axis("pp"), mine)
     first: dict[str, int] = {}
     for stage, theirs in enumerate(everyone):
         for name, copied in theirs.items():
@@ -165,8 +156,8 @@ def limits_of_stages(held: int, limits: Limits, config: DeepSpeedConfig) -> Limi
     wanted, micros = config.top.pipeline.stage3_gather, config.gradient_accumulation_steps
     keeps = limits.live >= held if wanted == "auto" else wanted == "window"
     say(
-        f"stage 3 under a pipeline: a unit gathered in each micro-batch takes {2 * micros * held:,} elements over the "
-        f"wire in a window of {micros}; kept for the window {held:,}, and {held:,} are whole at a time. "
+        f"stage 3 under a pipeline: units gathered in each micro-batch are {2 * micros * held:,} elements in a "
+        f"window of {micros}; kept for the window {held:,}, and {held:,} are whole at a time. "
         f"pipeline.stage3_gather = {wanted!r}: {'kept for the window' if keeps else 'gathered in each micro-batch'}"
     )
     if wanted == "auto":

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from deepspeed.comm.api import all_gather_object
+from deepspeed.comm.api import told_by_all
 from deepspeed.comm.axis import Axis
 from deepspeed.errors import PipelineError
 
@@ -88,8 +88,7 @@ def check_shared(values: dict[str, torch.Tensor], axis: Axis) -> None:
         name: (float(value.detach().double().sum()), float(value.detach().double().abs().sum()))
         for name, value in values.items()
     }
-    everyone: list[dict[str, tuple[float, float]]] = [{}] * axis.size
-    all_gather_object(everyone, mine, group=axis.group)
+    everyone = told_by_all(axis, mine)
     first: dict[str, tuple[int, tuple[float, float]]] = {}
     for stage, theirs in enumerate(everyone):
         for name, (total, size) in theirs.items():

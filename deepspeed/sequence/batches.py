@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from deepspeed.comm.api import all_gather_object
+from deepspeed.comm.api import told_by_all
 from deepspeed.comm.axis import Axis, group_axis
 from deepspeed.comm.same_batches import SameBatches
 from deepspeed.errors import DataError
@@ -195,8 +195,7 @@ class UlyssesSPDataLoaderAdapter:
     def _turns(self) -> Iterator[Any]:
         batches = iter(self.dl)
         while True:
-            everyone: list[Any] = [None] * self._axis.size
-            all_gather_object(everyone, next(batches, None), group=self._axis.group)
+            everyone = told_by_all(self._axis, next(batches, None))
             if any(batch is None for batch in everyone):
                 return
             yield from everyone

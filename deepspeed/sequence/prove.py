@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from deepspeed.comm.api import all_gather_object
+from deepspeed.comm.api import told_by_all
 from deepspeed.errors import SequenceParallelError
 from deepspeed.foundation.tree import tensors_in
 from deepspeed.sequence.batches import slice_batch
@@ -40,8 +40,7 @@ def prove(made: SequenceModel) -> None:
         torch.set_rng_state(states)
         for module in training:
             module.training = True
-    everyone: list[Any] = [None] * made.axis.size
-    all_gather_object(everyone, error, group=made.axis.group)
+    everyone = told_by_all(made.axis, error)
     wrong = [f"rank {made.axis.ranks[at]}: {text}" for at, text in enumerate(everyone) if text]
     if wrong:
         raise SequenceParallelError(

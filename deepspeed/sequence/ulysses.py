@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.comm.api import all_gather_object
+from deepspeed.comm.api import told_by_all
 from deepspeed.comm.axis import Axis
 from deepspeed.comm.differentiable import gather_to, gathered, summed
 from deepspeed.comm.same_batches import digest
@@ -138,8 +138,7 @@ class SequenceModel:
         if not all(continues(before, after) for before, after in zip(slices, slices[1:], strict=False)):
             return None
         if all(torch.equal(one, slices[0]) for one in slices):  # a whole sequence each, or as many documents
-            everyone: list[Any] = [None] * self.axis.size
-            all_gather_object(everyone, digest(rows), group=self.axis.group)
+            everyone = told_by_all(self.axis, digest(rows))
             if len(set(everyone)) == 1:
                 return None
         return whole

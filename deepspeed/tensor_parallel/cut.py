@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.comm.api import all_gather_object
+from deepspeed.comm.api import told_by_all
 from deepspeed.comm.axis import Axis
 from deepspeed.comm.collectives import broadcast_tensors
 from deepspeed.comm.differentiable import enter
+from deepspeed.comm.same_batches import first_difference
 from deepspeed.errors import ArgumentError, MeshError, TensorParallelError, UsageError
 from deepspeed.foundation.log import say
 from deepspeed.foundation.tree import tensors_in
@@ -120,15 +121,12 @@ def _same_values(model: nn.Module, axis: Axis) -> None:
 
 def _same_model(model: nn.Module, axis: Axis) -> None:
     mine = [(name, tuple(t.shape), str(t.dtype)) for name, t in model.named_parameters()]
-    everyone: list[Any] = [None] * axis.size
-    all_gather_object(everyone, mine, group=axis.group)
-    for at, theirs in enumerate(everyone):
-        if theirs != everyone[0]:
-            pairs = zip([*everyone[0], None], [*theirs, None], strict=False)
-            a, b = next(pair for pair in pairs if pair[0] != pair[1])
-            raise MeshError(
-                f"ranks {axis.ranks[0]} and {axis.ranks[at]} (tp) should have the same model, and have {a} and {b}"
-            )
+    found = first_difference(axis, mine)
+    if found is not None:
+        at, a, b = found
+        raise MeshError(
+            f"ranks {axis.ranks[0]} and {axis.ranks[at]} (tp) should have the same model, and have {a} and {b}"
+        )
 
 
 def _planned(model: nn.Module, axis: Axis, example: Any, specs: Specs | None) -> Plan | str:
@@ -145,8 +143,7 @@ def _agreed(plan: Plan | str, axis: Axis) -> Plan:
     mine: Any = plan
     if isinstance(plan, Plan):
         mine = ({_key(unit, one): _digest(one) for unit in plan.units for one in unit.regions}, plan.whole)
-    everyone: list[Any] = [None] * axis.size
-    all_gather_object(everyone, mine, group=axis.group)
+    everyone = told_by_all(axis, mine)
     refusals = {axis.ranks[at]: one for at, one in enumerate(everyone) if isinstance(one, str)}
     if refusals or not isinstance(plan, Plan):
         alike = len(set(refusals.values())) == 1 and len(refusals) == axis.size

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.comm.api import all_gather_object, broadcast
+from deepspeed.comm.api import broadcast, told_by_all
 from deepspeed.comm.axis import Axis
 from deepspeed.errors import TensorParallelError
 from deepspeed.foundation.log import say
@@ -164,8 +164,7 @@ def _start_alike(axis: Axis) -> None:
     """The first rank's random state for all: whole activations are dropped alike."""
     accelerator = get_accelerator()
     state = accelerator.get_rng_state()
-    mine, everyone = zlib.crc32(state.numpy().tobytes()), [0] * axis.size
-    all_gather_object(everyone, mine, group=axis.group)
+    everyone = told_by_all(axis, zlib.crc32(state.numpy().tobytes()))
     if len(set(everyone)) > 1:
         say("random states differ over tp: all ranks go on with that of the first, since they share activations")
         shared = state.clone().float()  # bytes: exact
@@ -174,8 +173,7 @@ def _start_alike(axis: Axis) -> None:
 
 
 def _check_apart(forks: Forks, axis: Axis) -> None:
-    everyone: list[int] = [0] * axis.size
-    all_gather_object(everyone, forks.own_seed(1), group=axis.group)
+    everyone = told_by_all(axis, forks.own_seed(1))
     for at, seed in enumerate(everyone):
         if seed in everyone[:at]:
             raise TensorParallelError(

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from deepspeed.comm.api import all_gather_object
+from deepspeed.comm.api import told_by_all
 from deepspeed.comm.axis import Axis
 from deepspeed.errors import NotAvailableError, TensorParallelError
 from deepspeed.tensor_parallel.layers import Slot, become_column, even_segments, even_sizes, is_linear
@@ -122,8 +122,7 @@ def _parts(model: Any) -> tuple[nn.Embedding, Any]:
 
 def _check(embedding: Any, head: Any, dense: Sequence[Any], axis: Axis, names: tuple[str, str]) -> None:
     differs = [*_embedding_differs(embedding, dense[0], axis, names[0]), *_head_differs(head, dense, axis, names[1])]
-    everyone: list[Any] = [None] * axis.size
-    all_gather_object(everyone, "; ".join(differs), group=axis.group)
+    everyone = told_by_all(axis, "; ".join(differs))
     wrong = [f"rank {axis.ranks[at]}: {text}" for at, text in enumerate(everyone) if text]
     if wrong:
         raise TensorParallelError(

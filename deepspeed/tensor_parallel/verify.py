@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.comm.api import all_gather_object
+from deepspeed.comm.api import told_by_all
 from deepspeed.comm.axis import Axis
 from deepspeed.comm.differentiable import summed
 from deepspeed.errors import TensorParallelError
@@ -103,16 +103,14 @@ def compare(unit: Unit, dense: Seen, module: nn.Module, axis: Axis) -> None:
         error = "; ".join(differs[:3])
     except (RuntimeError, ValueError, IndexError, TypeError) as why:
         error = in_words(why, 160)
-    everyone: list[Any] = [None] * axis.size
-    all_gather_object(everyone, (error, seen is None), group=axis.group)
+    everyone = told_by_all(axis, (error, seen is None))
     wrong = [f"rank {axis.ranks[at]}: {text}" for at, (text, _) in enumerate(everyone) if text]
     if wrong and seen is not None and not any(raised for _, raised in everyone):
         again = run(module, unit)
         moved = [
             one for a, b in zip(seen.outputs, again.outputs, strict=True) for one in _apart("", a, b, 0.0, TOLERANCE)
         ]
-        all_gather_object(everyone, bool(moved), group=axis.group)
-        if any(everyone):
+        if any(told_by_all(axis, bool(moved))):
             say(f"'{unit.name}' is not compared with its dense form: it computes something else each time")
             return
     if wrong:
@@ -178,8 +176,7 @@ def compare_models(model: nn.Module, plan: Any, axis: Axis) -> None:
         text for at, (a, b) in enumerate(zip(wanted, found, strict=False))
         for text in _apart(f"output {at}", a, b, 0.0, TOLERANCES[dtype])
     ]  # fmt: skip
-    everyone: list[Any] = [None] * axis.size
-    all_gather_object(everyone, "; ".join(differs[:3]), group=axis.group)
+    everyone = told_by_all(axis, "; ".join(differs[:3]))
     wrong = [f"rank {axis.ranks[at]}: {text}" for at, text in enumerate(everyone) if text]
     if wrong:
         raise TensorParallelError(

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from deepspeed.comm.api import all_gather_object
+from deepspeed.comm.api import told_by_all
 from deepspeed.comm.axis import Axis
 from deepspeed.comm.differentiable import gathered
 from deepspeed.zero.boxes import Box, BoxRange, copies
@@ -24,8 +22,7 @@ def join_boxes(local: torch.Tensor | None, box: Box, axis: Axis, label: str) -> 
     Returns:
         A new tensor on every rank; None where no rank has anything.
     """
-    everyone: list[Any] = [None] * axis.size
-    all_gather_object(everyone, (box, None if local is None else (local.dtype, local.device.type)), group=axis.group)
+    everyone = told_by_all(axis, (box, None if local is None else (local.dtype, local.device.type)))
     known = next((kind for _, kind in everyone if kind is not None), None)
     if known is None:
         return None
