@@ -224,8 +224,8 @@ def median_interval(values: list[float]) -> Interval:
 
 
 def time_sides(
-    steps: dict[str, Callable[[Tensor], float]], order: list[str], ids: Tensor
-) -> dict[str, tuple[float, float]]:
+    steps: dict[str, Callable[[Tensor], float | None]], order: list[str], ids: Tensor
+) -> dict[str, tuple[float, float | None]]:
     """Seconds and loss of one step of each side; what a side defers to its next step is paid for in the timed one."""
     found = {}
     for name in order:
@@ -242,16 +242,18 @@ def compare_sides(
 ) -> list[dict[str, Any]]:
     """Rounds of `time_sides` on all ranks; a row for each side: milliseconds, and the paired ratio to the reference.
 
+    A rank without a loss answers None for it; what it answers beside is in the row as `facts`, of the last round.
+
     Raises:
         SystemExit: losses of the first round differ by more than `same` of their size.
     """
     times: dict[str, list[float]] = {name: [] for name in sides}
-    order = random.Random(seed)
+    order, answers = random.Random(seed), []
     for number in range(rounds):
         answers = world.ask(what="round", order=order.sample(sides, len(sides)), number=number)
         for name in sides:
             times[name].append(max(answer[name][0] for answer in answers))
-        losses = [answer[name][1] for answer in answers for name in sides]
+        losses = [answer[name][1] for answer in answers for name in sides if answer[name][1] is not None]
         if number == 0 and max(losses) - min(losses) > same * min(losses):
             raise SystemExit(f"the sides do not compute the same: losses {losses}")
     world.close()
@@ -260,6 +262,8 @@ def compare_sides(
         ratio = median_interval([a / b for a, b in zip(times[name], times[reference], strict=True)])
         rows.append({"side": name, "ms": 1e3 * median_interval(times[name]).median, "ratio": ratio.median,
                      "low": ratio.low, "high": ratio.high})  # fmt: skip
+        facts = [fact for answer in answers for fact in answer[name][2:]]
+        rows[-1] |= {"facts": facts} if facts else {}
     return rows
 
 

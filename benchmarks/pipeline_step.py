@@ -8,7 +8,6 @@ the same schedules. Losses are equal, which is checked at the first step; bytes 
 from __future__ import annotations
 
 import argparse
-import random
 import sys
 import time
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from common import World, median_interval, print_table, serve, start_world, write_json
+from common import World, compare_sides, print_table, serve, start_world, time_sides, write_json
 from tensor_step import LEARNING_RATE, SAME_LOSS, SEQUENCE, VOCABULARY, llama
 from torch import Tensor, nn
 
@@ -53,9 +52,9 @@ def loss_of(logits: Tensor, ids: Tensor) -> Tensor:
 
 @dataclass
 class Side:
-    """One way to train: a whole step that returns the loss before it (0 on other stages), and what it says besides."""
+    """One way to train: a whole step that returns the loss before it (None on other stages), and its facts."""
 
-    step: Callable[[Tensor], float]
+    step: Callable[[Tensor], float | None]
     facts: dict[str, float] = field(default_factory=dict)
 
 
@@ -76,13 +75,13 @@ def torchs(schedule: str, rank: int, ranks: int, micros: int) -> Side:
     parameters = [param for part in own for param in part.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, foreach=False)
 
-    def run(ids: Tensor) -> float:
+    def run(ids: Tensor) -> float | None:
         losses: list[Tensor] = []
         last = {"target": ids, "losses": losses} if rank == ranks - 1 else {}
         made.step(*([ids] if rank == 0 else []), **last)
         optimizer.step()
         optimizer.zero_grad()
-        return float(torch.stack(losses).mean()) if losses else 0.0
+        return float(torch.stack(losses).detach().mean()) if losses else None
 
     return Side(run)
 
@@ -100,7 +99,7 @@ def engines(schedule: str, ranks: int, micros: int) -> Side:
     engine: Any = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
     side = Side(lambda _: 0.0)
 
-    def run(ids: Tensor) -> float:
+    def run(ids: Tensor) -> float | None:
         executor, begun = engine._executor, time.perf_counter()
         sent, waited = executor.bytes_sent, executor.waited
         batches = iter([{"input_ids": part, "labels": part} for part in ids.chunk(micros)])
@@ -110,7 +109,7 @@ def engines(schedule: str, ranks: int, micros: int) -> Side:
             "idle": (executor.waited - waited) / (time.perf_counter() - begun),
             "simulated": engine.simulated(micros).idle,
         }
-        return loss if engine.is_last_stage() else 0.0
+        return loss if engine.is_last_stage() else None
 
     side.step = run
     return side
@@ -126,14 +125,8 @@ def make_rank(ranks: int, micros: int) -> Callable[..., Any]:
 
     def handle(what: str, order: list[str], number: int) -> dict[str, Any]:
         ids = torch.randint(0, VOCABULARY, (BATCH, SEQUENCE), generator=torch.Generator().manual_seed(number))
-        found = {}
-        for name in order:
-            built[name].step(ids)
-            torch.distributed.barrier()
-            started = time.perf_counter()
-            loss = built[name].step(ids)
-            found[name] = (time.perf_counter() - started, loss, built[name].facts)
-        return found
+        found = time_sides({name: built[name].step for name in order}, order, ids)
+        return {name: (*row, built[name].facts) for name, row in found.items()}
 
     return handle
 
@@ -146,28 +139,15 @@ def formula(schedule: str, ranks: int) -> int:
 def measure(ranks: int, micros: int, rounds: int, seed: int) -> list[dict[str, Any]]:
     """Rows of the table."""
     world = World("pipeline_step.py", ranks, {"ranks": ranks, "micros": micros})
-    times: dict[str, list[float]] = {name: [] for name in SIDES}
-    answers: list[Any] = []
-    order = random.Random(seed)
-    for number in range(rounds):
-        answers = world.ask(what="round", order=order.sample(SIDES, len(SIDES)), number=number)
-        for name in SIDES:
-            times[name].append(max(answer[name][0] for answer in answers))
-        losses = [answers[-1][name][1] for name in SIDES]
-        if number == 0 and max(losses) - min(losses) > SAME_LOSS * min(losses):
-            raise SystemExit(f"the sides do not compute the same: losses {dict(zip(SIDES, losses, strict=True))}")
-    world.close()
-    rows = []
-    for name in SIDES:
-        ratio = median_interval([a / b for a, b in zip(times[name], times[REFERENCE], strict=True)])
-        facts = [answer[name][2] for answer in answers]
-        sent = sum(fact.get("bytes", 0) for fact in facts)
-        if sent and sent != formula(name.split()[1], ranks):
-            raise SystemExit(f"{name} sent {sent} bytes, not {formula(name.split()[1], ranks)}")
-        rows.append({"ranks": ranks, "micros": micros, "side": name, "ms": 1e3 * median_interval(times[name]).median,
-                     "ratio": ratio.median, "low": ratio.low, "high": ratio.high, "bytes": sent,
-                     "idle": sum(fact.get("idle", 0.0) for fact in facts) / len(facts),
-                     "simulated": facts[0].get("simulated", 0.0)})  # fmt: skip
+    rows = compare_sides(world, SIDES, REFERENCE, rounds, seed, SAME_LOSS)
+    for row in rows:
+        facts = row.pop("facts")
+        sent, wanted = sum(fact.get("bytes", 0) for fact in facts), formula(row["side"].split()[1], ranks)
+        if sent and sent != wanted:
+            raise SystemExit(f"{row['side']} sent {sent} bytes, not {wanted}")
+        idle = sum(fact.get("idle", 0.0) for fact in facts) / len(facts)
+        row |= {"ranks": ranks, "micros": micros, "bytes": sent, "idle": idle}
+        row["simulated"] = facts[0].get("simulated", 0.0)
     return rows
 
 

@@ -52,6 +52,7 @@ from deepspeed.engine.weights_io import WeightsIO
 from deepspeed.errors import ArgumentError, NotAvailableError, UsageError
 from deepspeed.foundation.log import logger, say, say_once
 from deepspeed.foundation.timer import SynchronizedWallClockTimer
+from deepspeed.foundation.wrapper import ModuleWrapper
 from deepspeed.optim.precision import DTYPES
 from deepspeed.zero.accumulation import Purpose, Way
 from deepspeed.zero.holders import axes_of
@@ -59,7 +60,7 @@ from deepspeed.zero.mesh import find_mesh
 from deepspeed.zero.policy import policy_for
 
 
-class DeepSpeedEngine(EngineSurface, nn.Module):
+class DeepSpeedEngine(EngineSurface, ModuleWrapper):
     """Trains a model under the stage, precision and schedule that the JSON names.
 
     Args:
@@ -468,20 +469,3 @@ class DeepSpeedEngine(EngineSurface, nn.Module):
 
     def __exit__(self, *_: Any) -> None:
         self.destroy()
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            modules = self.__dict__.get("_modules", {})
-            if "module" not in modules or name.startswith("__"):
-                raise
-            try:
-                return getattr(modules["module"], name)
-            except AttributeError:
-                raise AttributeError(
-                    f"neither the engine nor its module {type(modules['module']).__name__} has {name!r}"
-                ) from None
-
-    def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *dir(self.module)})

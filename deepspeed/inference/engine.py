@@ -16,6 +16,7 @@ from deepspeed.comm.mesh import mesh_for, ranks_started, resolve
 from deepspeed.errors import ArgumentError, UsageError
 from deepspeed.foundation.log import say, say_once, warn_once
 from deepspeed.foundation.tree import map_tensors
+from deepspeed.foundation.wrapper import ModuleWrapper
 from deepspeed.inference.config import DeepSpeedInferenceConfig, merged, moot_lines, refuse_later
 from deepspeed.inference.lengths import check_length, new_tokens, prompt_length
 from deepspeed.inference.limits import length_limit
@@ -45,7 +46,7 @@ def init_inference(model: Any, config: Any = None, **kwargs: Any) -> InferenceEn
     return InferenceEngine(model, DeepSpeedInferenceConfig(**merged(config, kwargs)))
 
 
-class InferenceEngine(nn.Module):
+class InferenceEngine(ModuleWrapper):
     """A module that answers. What the engine does not know itself is asked of the module, and set on it.
 
     Args:
@@ -193,29 +194,12 @@ class InferenceEngine(nn.Module):
 
     # -- falling through ------------------------------------------------------------------------------------------
 
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            modules = self.__dict__.get("_modules", {})
-            if "module" not in modules or name.startswith("__") or name == "_own":
-                raise
-            try:
-                return getattr(modules["module"], name)
-            except AttributeError:
-                raise AttributeError(
-                    f"neither the engine nor its module {type(modules['module']).__name__} has {name!r}"
-                ) from None
-
     def __setattr__(self, name: str, value: Any) -> None:
         own = name in self.__dict__ or name in self.__dict__.get("_modules", {}) or hasattr(type(self), name)
         if self.__dict__.get("_own") and not own and hasattr(self.module, name):
             setattr(self.module, name, value)
         else:
             super().__setattr__(name, value)
-
-    def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *dir(self.module)})
 
 
 # -- making ------------------------------------------------------------------------------------------------------------
