@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -24,17 +26,37 @@ TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}  # of the largest logit; 
 COARSE = 0.06
 
 
+_passes: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()  # by the table that all wrappers share
+_making = threading.Lock()
+
+
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """No dropout inside, as before after it."""
-    trained = [module for module in model.modules() if module.training]
-    for module in trained:
-        module.training = False
-    try:
-        yield
-    finally:
+def passing(model: nn.Module) -> Iterator[None]:
+    """One pass of a model at a time, whichever thread or generator asks; no dropout inside, as before after it.
+
+    A pass changes what the model's config calls its attention, and its modules' mode: two at once would take each
+    other's for the model's own.
+    """
+    with _making:
+        lock = _passes.setdefault(_shared(model), threading.RLock())
+    with lock:
+        trained = [module for module in model.modules() if module.training] if model.training else []
         for module in trained:
-            module.training = True
+            module.training = False
+        try:
+            yield
+        finally:
+            for module in trained:
+                module.training = True
+
+
+def _shared(model: nn.Module) -> nn.Module:
+    """What every wrapper of a model has: its table of tokens."""
+    try:
+        table: Any = model.get_input_embeddings()  # type: ignore[operator]
+    except (AttributeError, NotImplementedError):
+        return model
+    return table if isinstance(table, nn.Module) else model
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -112,7 +134,7 @@ def choose(model: nn.Module) -> tuple[Any, str]:
     sequences = _sequences(model)
     why = "" if _interface(model) else "its attention does not go through Transformers' interface"
     why = why or ("" if accepts(model, "position_ids") else "its forward takes no positions")
-    with evaluating(model):
+    with passing(model):
         try:
             wanted = [_alone(model, tokens) for tokens in sequences]
         except Exception as error:  # whatever a model raises, its own generate may still work

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Hashable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import psutil
@@ -15,7 +15,7 @@ from torch import nn
 from deepspeed.errors import RequestError, UsageError
 from deepspeed.foundation.log import say
 from deepspeed.inference.batch import Batch, Span
-from deepspeed.inference.choice import choose, device_of, evaluating, packable
+from deepspeed.inference.choice import choose, device_of, packable, passing
 from deepspeed.inference.drafts import Drafter
 from deepspeed.inference.limits import length_limit, packed_limit, vocabulary
 from deepspeed.inference.pages import Pages
@@ -28,6 +28,10 @@ from deepspeed.inference.through import Thread
 __all__ = ["Generator", "Load", "packable"]
 
 SHARE_OF_MEMORY, LARGEST_CACHE = 0.25, 4 << 30  # bytes of the cache where none are given
+_NO_NUMBERS = (
+    "after {} new tokens the model's logits are not finite, so no token can be chosen: its weights hold NaN, or this "
+    "text overflows its dtype; try bf16 or fp32"
+)
 DRAFTING_STREAMS = 8  # with more of them a pass is bound by arithmetic, and a guess costs what a token costs
 
 
@@ -79,7 +83,8 @@ class _Live:
     def output(self) -> Output:
         """What is new."""
         logprobs = self.logprobs if self.request.sampling.logprobs is not None else None
-        found = Output(self.request.ident, self.new, logprobs, self.reason, self.matched)
+        error = _NO_NUMBERS.format(self.sampler.made) if self.reason == "error" else None
+        found = Output(self.request.ident, self.new, logprobs, self.reason, self.matched, error)
         self.new, self.logprobs = [], []
         return found
 
@@ -184,10 +189,10 @@ class Generator:
         with self._lock:
             outputs, self._ready = self._ready, []
             try:
-                with evaluating(self.model) if self.model.training else nullcontext():
+                with passing(self.model):
                     if not self._scheduler.idle:
                         outputs += self._packed_step()
-                    for live in list(self._alone.values()):
+                    for live in list(islice(self._alone.values(), self._scheduler.max_sequences)):
                         outputs += self._alone_step(live)
             except BaseException:
                 self._ready = outputs  # what others got is told by the next step
@@ -213,30 +218,36 @@ class Generator:
     def load(self) -> Load:
         """How busy it is."""
         with self._lock:
-            running = len(self._scheduler.running) + len(self._alone)
-            waiting = len(self._scheduler.waiting)
+            alone = min(len(self._alone), self._scheduler.max_sequences)
+            running = len(self._scheduler.running) + alone
+            waiting = len(self._scheduler.waiting) + len(self._alone) - alone
             return Load(running, waiting, self.pages.available, self.pages.count, self._scheduler.preemptions)
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling | None = None) -> list[list[int]]:
-        """New tokens for each prompt, all with the same options. Requests under way go on beside it."""
+        """New tokens for each prompt, all with the same options. Requests under way go on beside it.
+
+        Raises:
+            RequestError: as `submit`, or a prompt's logits are not finite.
+        """
         idents = [object() for _ in prompts]
         found: dict[Hashable, list[int]] = {ident: [] for ident in idents}
+        others: list[Output] = []
         with self._lock:
             try:
                 for ident, prompt in zip(idents, prompts, strict=True):
                     self.submit(Request(ident, prompt, sampling or Sampling()))
-                others: list[Output] = []
                 while any(ident in self._live for ident in idents):
                     for output in self.step():
-                        if output.ident in found:
-                            found[output.ident] += output.tokens
-                        else:
+                        if output.ident not in found:
                             others.append(output)
-                self._ready += others
+                            continue
+                        found[output.ident] += output.tokens
+                        if output.error is not None:
+                            raise RequestError(output.error)
             finally:
                 for ident in idents:
-                    if self.cancel(ident):
-                        self._ready.pop()
+                    self.cancel(ident)
+                self._ready = others + [output for output in self._ready if output.ident not in found]
         return [found[ident] for ident in idents]
 
     def refresh(self) -> None:
@@ -307,10 +318,11 @@ class Generator:
             spans.append(Span(tokens, share.start, share.track.pages, count))
         even = getattr(self._executor, "even", False)
         logits = self._executor.run(Batch(spans, self.pages.size, device_of(self.model), even))
-        largest = logits.argmax(-1).tolist() if len(logits) else []
+        largest = _largest(logits) if len(logits) else []
         outputs, at = [], 0
         for share, count in zip(shares, wanted, strict=True):
-            outputs += self._accept(share, logits[at : at + count], largest[at : at + count])
+            rows = slice(at, at + count)
+            outputs += self._accept(share, logits[rows], largest[rows])
             at += count
         return outputs
 
@@ -324,6 +336,9 @@ class Generator:
         live = self._live[share.track.ident]
         accepted: list[int] = []
         for at in range(len(largest)):
+            if largest[at] < 0:
+                live.reason = "error"
+                break
             plain = live.sampler.plain
             accepted.append(live.take(None if plain else logits[at], largest[at] if plain else None))
             if live.reason is not None or at == len(share.drafts) or share.drafts[at] != accepted[-1]:
@@ -333,9 +348,12 @@ class Generator:
             live.drafter.judge(len(share.drafts), len(accepted) - 1)
         if live.reason is not None:
             self._forget(live)
-        return [live.output()] if accepted else []
+        return [live.output()] if accepted or live.reason is not None else []
 
     def _alone_takes(self, live: _Live, row: torch.Tensor) -> int | None:
+        if not row.amax().isfinite():
+            live.reason = "error"
+            return None
         token = live.take(row)
         return None if live.reason is not None else token
 
@@ -357,6 +375,12 @@ class Generator:
             del self._alone[live.request.ident]
         else:
             self._scheduler.remove(live.track)
+
+
+def _largest(logits: torch.Tensor) -> list[int]:
+    """The largest of each row [rows, vocabulary]; -1 where none is a finite number, so that no token can be chosen."""
+    at = logits.argmax(-1, keepdim=True)
+    return at.masked_fill(~logits.gather(-1, at).isfinite(), -1)[:, 0].tolist()
 
 
 def _limit(model: nn.Module, asked: int | None) -> int | None:

@@ -9,13 +9,19 @@ from typing import Any
 from unittest import mock
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from deepspeed.checkpoint.consolidate import get_fp32_state_dict_from_zero_checkpoint
 from deepspeed.checkpoint.export import write_sharded
 from deepspeed.checkpoint.unpickle import load_pt
-from deepspeed.errors import ArgumentError, CheckpointError, CheckpointMissingError, NotAvailableError
+from deepspeed.errors import (
+    ArgumentError,
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointMissingError,
+    NotAvailableError,
+)
 
 SAVED = "ds_inference_config.json"
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
@@ -93,7 +99,10 @@ def _described(said: Mapping[str, Any], base: Path) -> Named:
 def _of_folder(folder: Path) -> Named:
     for index in _INDEXES:
         if (folder / index).is_file():
-            names = sorted(set(json.loads((folder / index).read_text())["weight_map"].values()))
+            try:
+                names = sorted(set(json.loads((folder / index).read_text())["weight_map"].values()))
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise CheckpointError(f"checkpoint: {folder / index} is no index of files: {error}") from None
             if any(Path(name).name != name for name in names):
                 raise CheckpointError(f"checkpoint: {folder / index} names files outside of its folder")
             return _of_files([folder / name for name in names])
@@ -112,14 +121,27 @@ def _of_files(paths: list[Path]) -> Named:
             raise CheckpointMissingError(f"checkpoint: there is no file {path}")
     for path in paths:
         if path.suffix == ".safetensors":
-            with safe_open(str(path), framework="pt") as opened:
-                for name in opened.keys():  # noqa: SIM118 - it is no dict
-                    yield name, opened.get_tensor(name)
+            yield from _of_safetensors(path)
         else:
             loaded = load_pt(path)
+            if not isinstance(loaded, Mapping):
+                raise CheckpointError(f"checkpoint: {path} holds a {type(loaded).__name__}, not tensors by name")
             for key in ("module", "model", "state_dict"):
                 loaded = loaded[key] if isinstance(loaded.get(key), Mapping) else loaded
             yield from ((n, t) for n, t in loaded.items() if isinstance(t, torch.Tensor))
+
+
+def _castable(value: torch.Tensor, target: torch.Tensor) -> bool:
+    return value.is_floating_point() == target.is_floating_point() and value.dtype.itemsize > 1
+
+
+def _of_safetensors(path: Path) -> Named:
+    try:
+        with safe_open(str(path), framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 - it is no dict
+                yield name, opened.get_tensor(name)
+    except SafetensorError as error:
+        raise CheckpointCorruptError(f"checkpoint: {path} cannot be read: {error}; copy it anew") from None
 
 
 def _fill(module: nn.Module, tensors: Named, dtype: torch.dtype, device: torch.device) -> set[str]:
@@ -136,6 +158,11 @@ def _fill(module: nn.Module, tensors: Named, dtype: torch.dtype, device: torch.d
         if target.shape != value.shape:
             raise CheckpointError(
                 f"checkpoint: '{name}' is {tuple(value.shape)} there and {tuple(target.shape)} in the model"
+            )
+        if name in own and value.dtype != target.dtype and not _castable(value, target):
+            raise CheckpointError(
+                f"checkpoint: '{name}' is {value.dtype} there and {target.dtype} in the model: integers and 8-bit "
+                "floats mean nothing without their scales; give a file of whole weights"
             )
         value = value.to(device, dtype if value.is_floating_point() and name in own else value.dtype, copy=True)
         home, _, last = name.rpartition(".")

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 from deepspeed.errors import RequestError
 
+_MOST = 3e38  # a bias has to be a number of fp32
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -88,8 +90,12 @@ class Sampling:
         for name in ("stop_token_ids", "logit_bias"):
             if any(isinstance(token, bool) or not isinstance(token, int) or token < 0 for token in getattr(self, name)):
                 raise RequestError(f"{name} names tokens by their number, not {getattr(self, name)!r}")
-        if any(not isinstance(bias, (int, float)) or math.isnan(bias) for bias in self.logit_bias.values()):
+        if any(not isinstance(bias, (int, float)) or not _adds(bias) for bias in self.logit_bias.values()):
             raise RequestError(f"logit_bias adds numbers, not {dict(self.logit_bias)!r}")
+
+
+def _adds(bias: float) -> bool:
+    return abs(bias) <= _MOST or bias in (math.inf, -math.inf)
 
 
 def _whole(options: Sampling, name: str, least: int) -> None:
@@ -131,8 +137,9 @@ class Output:
         ident: the request's.
         tokens: new since the last output; with the end token or the tokens of the stop string, if one ended it.
         logprobs: one for each of `tokens` if asked for.
-        finish_reason: None while it goes on; "stop" (end token or string), "length", "cancelled".
+        finish_reason: None while it goes on; "stop" (end token or string), "length", "cancelled", "error".
         matched: the end token or stop string that ended it.
+        error: what went wrong, in words; the others are not touched by it.
     """
 
     ident: Hashable
@@ -140,3 +147,4 @@ class Output:
     logprobs: list[Logprob] | None = None
     finish_reason: str | None = None
     matched: int | str | None = None
+    error: str | None = None

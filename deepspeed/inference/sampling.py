@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import secrets
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from deepspeed.inference.requests import Logprob, Sampling
+
+COLDEST = 1e-30  # a temperature under it is no number of fp32, and leaves the largest alone as this one does
 
 
 class Sampler:
@@ -26,11 +29,14 @@ class Sampler:
         self.stops = self.ends | set(sampling.stop_token_ids)
         self.made = 0
         self._counts: Counter[int] = Counter()
-        self._seen = set(prompt) if sampling.repetition_penalty != 1 else set()
+        self._seen = _numbers(set(prompt)) if sampling.repetition_penalty != 1 else None
+        values = list(sampling.logit_bias.values())
+        self._bias = _numbers(sampling.logit_bias), torch.tensor(values, dtype=torch.float32)
         self._generator: torch.Generator | None = None
         if sampling.temperature:
             self._generator = torch.Generator()
-            seed = torch.seed() if sampling.seed is None else sampling.seed
+            # A seed of its own: the process's random numbers are the user's, who may train with them.
+            seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
             self._generator.manual_seed((seed + 0x9E3779B97F4A7C15 * sampling.index) % 2**63)
 
     @property
@@ -61,22 +67,21 @@ class Sampler:
         self.made += 1
         if self.sampling.presence_penalty or self.sampling.frequency_penalty:
             self._counts[token] += 1
-        if self.sampling.repetition_penalty != 1:
-            self._seen.add(token)
+        if self._seen is not None and not bool((self._seen == token).any()):
+            self._seen = torch.cat([self._seen, self._seen.new_tensor([token])])
 
     def _adjusted(self, logits: torch.Tensor) -> torch.Tensor:
         options, scores = self.sampling, logits.clone()
-        if self._seen:
-            at = torch.tensor(sorted(token for token in self._seen if token < len(scores)))
+        if self._seen is not None:
+            at = self._seen[self._seen < len(scores)]
             was = scores[at]
             scores[at] = torch.where(was > 0, was / options.repetition_penalty, was * options.repetition_penalty)
         if self._counts:
             at = torch.tensor(list(self._counts))
             counts = torch.tensor(list(self._counts.values()), dtype=torch.float32)
             scores[at] -= options.presence_penalty + options.frequency_penalty * counts
-        for token, bias in options.logit_bias.items():
-            if token < len(scores):
-                scores[token] += bias
+        at, bias = self._bias
+        scores[at[at < len(scores)]] += bias[at < len(scores)]
         if self.made < options.min_new_tokens and self.stops:
             scores[[token for token in self.stops if token < len(scores)]] = -math.inf
         return scores
@@ -84,7 +89,8 @@ class Sampler:
     def _drawn(self, scores: torch.Tensor) -> int:
         """One draw, of one uniform number: so the same number of numbers is used for every token."""
         options = self.sampling
-        scores, order = (scores / options.temperature).sort(descending=True, stable=True)
+        scores, order = scores.sort(descending=True, stable=True)
+        scores = (scores - scores[0]) / max(options.temperature, COLDEST)  # in this order nothing overflows
         if options.top_k:
             scores = scores[: options.top_k]
         chances = scores.softmax(-1)
@@ -97,6 +103,11 @@ class Sampler:
         number = torch.rand((), generator=self._generator, dtype=torch.float64)
         place = int((sums <= number * sums[-1]).sum())
         return int(order[min(place, len(chances) - 1)])
+
+
+def _numbers(tokens: Iterable[int]) -> torch.Tensor:
+    """Numbers of tokens as indices; what no vocabulary has is left at the end of what an index can be."""
+    return torch.tensor([min(token, 2**63 - 1) for token in tokens], dtype=torch.long)
 
 
 def _logprob(logits: torch.Tensor, token: int, top: int) -> Logprob:

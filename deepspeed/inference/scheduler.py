@@ -117,7 +117,7 @@ class Scheduler:
         for number, track in enumerate(order):
             if not left:
                 break
-            if track not in self.running:  # preempted for an older one
+            if self.preemptions > before and track not in self.running:  # preempted for an older one
                 continue
             if track.pending > 1:
                 chunk -= self._read(track, min(left, chunk), shares)
@@ -125,7 +125,10 @@ class Scheduler:
                 spare = left - (len(order) - number)
                 guesses = drafts(track, spare) if drafts is not None and spare > 0 else ()
                 self._take(track, 1, guesses, shares)
-            left = self.max_tokens - sum(share.rows for share in shares.values())
+            if self.preemptions > before:  # shares may have gone
+                left = self.max_tokens - sum(share.rows for share in shares.values())
+            elif track in shares:
+                left -= shares[track].rows
         if self.preemptions == before:
             self._admit(shares, left, chunk)
         return [shares[track] for track in sorted(shares, key=lambda track: track.arrival)]

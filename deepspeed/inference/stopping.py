@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
-OVERLAP = 4  # tokens before the new one that are decoded again: a character may be cut over so many
+from deepspeed.inference.detokenizer import Detokenizer
 
 
 class StopStrings:
@@ -17,22 +18,20 @@ class StopStrings:
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str]) -> None:
-        self._tokenizer, self._stop = tokenizer, tuple(stop)
+        decode = tokenizer.decode
+        if hasattr(tokenizer, "clean_up_tokenization_spaces"):  # the text as it is, not made prettier
+            decode = functools.partial(decode, clean_up_tokenization_spaces=False)
+        self._text = Detokenizer(decode)
+        self._stop = tuple(stop)
         self._reach = max(len(text) for text in stop)
-        self._tokens: list[int] = []
+        self._tail = ""
 
     def push(self, token: int) -> str | None:
         """Add a token; the stop string that the text now has, the one that begins first."""
-        self._tokens.append(token)
-        text = self._tail()
+        new = self._text.push([token])
+        if not new:
+            return None
+        text = self._tail + new
         found = [(text.find(stop), -len(stop), stop) for stop in self._stop if stop in text]
+        self._tail = text[-self._reach :]
         return min(found)[2] if found else None
-
-    def _tail(self) -> str:
-        """Text of the last tokens, enough for any stop string that the newest one could end."""
-        count = self._reach + OVERLAP
-        while True:
-            text = self._tokenizer.decode(self._tokens[-count:])
-            if count >= len(self._tokens) or len(text.rstrip("\ufffd")) >= self._reach + OVERLAP:
-                return text
-            count *= 2

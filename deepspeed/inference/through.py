@@ -13,7 +13,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepspeed.errors import UsageError
 from deepspeed.inference.choice import device_of
+
+# What a model's generation config may ask of `generate`: here the request alone says how tokens are chosen and when it
+# ends, as it does for models that are batched.
+_UNASKED = (
+    "guidance_scale", "sequence_bias", "encoder_repetition_penalty", "repetition_penalty", "no_repeat_ngram_size",
+    "encoder_no_repeat_ngram_size", "bad_words_ids", "min_length", "min_new_tokens", "forced_bos_token_id",
+    "forced_eos_token_id", "exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens",
+    "max_time", "stop_strings", "watermarking_config", "prompt_lookup_num_tokens", "num_return_sequences",
+)  # fmt: skip
 
 
 class _Cancelled(BaseException):
@@ -67,6 +77,10 @@ class Thread:
             self._turn.acquire()
             if not self._stop:
                 self._generate()
+                self._error = UsageError(
+                    f"{type(self._model).__name__}.generate ended by itself before it had the {self._new} tokens of "
+                    "the request: look at its generation_config"
+                )
         except _Cancelled:
             pass
         except BaseException as error:  # handed to the caller of step
@@ -79,6 +93,10 @@ class Thread:
 
         ids = torch.tensor([self._tokens], device=device_of(self._model))
         options: dict[str, Any] = {"max_new_tokens": self._new, "do_sample": False, "num_beams": 1}
+        own = getattr(self._model, "generation_config", None)
+        options |= {name: None for name in _UNASKED if getattr(own, name, None) is not None}
+        if "num_return_sequences" in options:
+            options["num_return_sequences"] = 1
         if getattr(self._model.config, "is_encoder_decoder", False):
             options["max_length"] = None
         self._model.generate(  # type: ignore[operator]

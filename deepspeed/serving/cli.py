@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import signal
+import socket
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -50,34 +52,52 @@ async def serve(options: ServeOptions) -> int:
     from deepspeed.serving.metrics import Metrics
     from deepspeed.serving.service import Service
 
+    listening = _bound(options.host, options.port)  # what cannot be had is said before the model is loaded
     metrics, ended = Metrics(), asyncio.Event()
     engine = EngineProcess(options.engine, metrics.step, lambda reason: ended.set())
     loading = asyncio.ensure_future(engine.start())
     try:
-        tokenizer = await asyncio.to_thread(AutoTokenizer.from_pretrained, options.engine.model)
+        load = functools.partial(AutoTokenizer.from_pretrained, trust_remote_code=False)
+        tokenizer = await asyncio.to_thread(load, options.engine.model)
         ready = await loading
     except BaseException:
         await engine.stop(patience=0.0)
         await asyncio.gather(loading, return_exceptions=True)
+        listening.close()
         raise
     logger.info("ds_serve: %s generates by %s%s", options.name, ready.kind, f" ({ready.why})" if ready.why else "")
-    service = Service(options, engine, tokenizer, metrics)
-    config = uvicorn.Config(
-        make_app(service), options.host, options.port, log_level="warning", access_log=False, lifespan="off",
-        timeout_graceful_shutdown=max(int(options.drain), 1), timeout_keep_alive=30,
-    )  # fmt: skip
-    socket = config.bind_socket()
-    logger.info("ds_serve: listening at http://%s:%d", *socket.getsockname()[:2])
-    server = _server(config)
-    asked = _on_signal(service, server)
-    dying = asyncio.ensure_future(_after(ended, server, options.grace))
-    try:
-        await server.serve(sockets=[socket])
-    finally:
+    try:  # whatever happens from here on, the engine's process is ended: it heeds no signal
+        service = Service(options, engine, tokenizer, metrics)
+        config = uvicorn.Config(
+            make_app(service), options.host, options.port, log_level="warning", access_log=False, lifespan="off",
+            timeout_graceful_shutdown=max(int(options.drain), 1), timeout_keep_alive=30,
+        )  # fmt: skip
+        logger.info("ds_serve: listening at http://%s:%d", *listening.getsockname()[:2])
+        server = _server(config)
+        asked = _on_signal(service, server)
+        dying = asyncio.ensure_future(_after(ended, server, options.grace))
+        await server.serve(sockets=[listening])
         dying.cancel()
+    finally:
         await engine.stop()
-        socket.close()
+        listening.close()
     return 0 if asked and not ended.is_set() else 1
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """A socket at an address, that does not listen yet.
+
+    Raises:
+        OSError: the address is in use, or is none of this machine.
+    """
+    made = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind((host, port))
+    except OSError as error:
+        made.close()
+        raise OSError(f"cannot listen at {host}:{port}: {error.strerror}; choose --host or --port") from None
+    return made
 
 
 def _server(config: Any) -> Any:

@@ -63,6 +63,7 @@ class Part:
     logprobs: list[tuple[int, float, tuple[tuple[int, float], ...]]] | None
     finish_reason: str | None
     matched: int | str | None
+    error: str | None = None
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,12 @@ from pathlib import Path
 
 from deepspeed.errors import ArgumentError
 
+_LEAST = {
+    "max_sequences": 1, "max_body": 1, "max_choices": 1, "max_batch_tokens": 1, "max_waiting": 0, "max_length": 0,
+    "cache_bytes": 0, "threads": 0, "speculation": 0, "port": 0,
+}  # fmt: skip
+_LONGEST = 1e8  # seconds; the event loop's clock has an end
+
 
 @dataclass(frozen=True)
 class EngineOptions:
@@ -85,16 +91,16 @@ def parse(arguments: Sequence[str] | None = None) -> ServeOptions:
     """
     given = _parser().parse_args(arguments)
     keys = list(given.api_key)
+    if not all(key.strip() for key in keys):  # as of a variable that is not set: it would serve everybody
+        raise ArgumentError("--api-key is empty; leave it out to serve everybody")
     if given.api_key_file:
-        keys += [line.strip() for line in _read(given.api_key_file).splitlines() if line.strip()]
+        found = [line.strip() for line in _read(given.api_key_file).splitlines() if line.strip()]
+        if not found:
+            raise ArgumentError(f"--api-key-file {given.api_key_file} holds no key; leave it out to serve everybody")
+        keys += found
     if os.environ.get("DS_SERVE_API_KEY"):
         keys.append(os.environ["DS_SERVE_API_KEY"])
-    for name in ("max_sequences", "max_body", "max_choices", "max_batch_tokens"):
-        if getattr(given, name) < 1:
-            raise ArgumentError(f"--{name.replace('_', '-')} has to be at least 1")
-    for name in ("timeout", "step_timeout"):
-        if getattr(given, name) <= 0:
-            raise ArgumentError(f"--{name.replace('_', '-')} has to be over 0 seconds")
+    _check(given)
     template = _read(given.chat_template) if given.chat_template else ""
     engine = EngineOptions(
         given.model, given.dtype, given.quantize, given.checkpoint, given.threads, given.cache_bytes,
@@ -105,6 +111,17 @@ def parse(arguments: Sequence[str] | None = None) -> ServeOptions:
         engine, name, given.host, given.port, tuple(keys), given.max_waiting, given.max_body, given.max_choices,
         given.timeout, given.step_timeout, given.drain, given.grace, template,
     )  # fmt: skip
+
+
+def _check(given: argparse.Namespace) -> None:
+    for name, least in _LEAST.items():
+        if getattr(given, name) < least:
+            raise ArgumentError(f"--{name.replace('_', '-')} has to be at least {least}")
+    for name, least in (("timeout", 1e-3), ("step_timeout", 1e-3), ("drain", 0), ("grace", 0)):
+        if not least <= getattr(given, name) <= _LONGEST:
+            raise ArgumentError(f"--{name.replace('_', '-')} has to be {least:g} to {_LONGEST:.0f} seconds")
+    if given.port > 65535:
+        raise ArgumentError(f"--port {given.port} is none; the last one is 65535")
 
 
 def _read(path: str) -> str:

@@ -90,6 +90,8 @@ class Call:
                     raise Refusal(500, "the engine has ended", code="engine_ended")
                 if isinstance(message, Refused):
                     raise Refusal(400, message.reason, code="invalid_value")
+                if message.error is not None:
+                    raise Refusal(500, message.error, code="model_error")
                 made.append((self.choices[index], message))
                 open_choices -= message.finish_reason is not None
             if first:

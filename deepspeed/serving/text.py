@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
+
+from deepspeed.inference.detokenizer import Detokenizer
 
 _BEHIND = 6  # tokens of a prompt that are decoded again
 
@@ -18,15 +21,14 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: Any, stops: tuple[str, ...] = (), prompt: Sequence[int] = ()) -> None:
-        self._tokenizer, self._stops = tokenizer, stops
-        self._tokens: list[int] = list(prompt[-_BEHIND:])
-        self._begun, self._shown = 0, len(self._tokens)  # tokens decoded as context, and up to which text was given
+        decode = functools.partial(tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        self._stops = stops
+        self._text = Detokenizer(decode, prompt[-_BEHIND:])
         self._held = ""
 
     def push(self, tokens: list[int]) -> str:
         """Text that is certain after these tokens: no half characters, nothing that may begin a stop string."""
-        self._tokens += tokens
-        self._held += self._new_text(final=False)
+        self._held += self._text.push(tokens)
         keep = max((_overlap(self._held, stop) for stop in self._stops), default=0)
         return self._give(len(self._held) - keep)
 
@@ -38,8 +40,7 @@ class TextStream:
             matched: the token or string that ended the text.
         """
         ended = isinstance(matched, int) and bool(tokens) and tokens[-1] == matched
-        self._tokens += tokens[:-1] if ended else tokens
-        self._held += self._new_text(final=True)
+        self._held += self._text.push(tokens[:-1] if ended else tokens, final=True)
         if isinstance(matched, str) and (at := self._held.find(matched)) >= 0:
             self._held = self._held[:at]
         return self._give(len(self._held))
@@ -47,18 +48,6 @@ class TextStream:
     def _give(self, count: int) -> str:
         given, self._held = self._held[:count], self._held[count:]
         return given
-
-    def _decode(self, end: int) -> str:
-        tokens = self._tokens[self._begun : end]
-        return self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-
-    def _new_text(self, final: bool) -> str:
-        """Decoded behind a few tokens before it, since tokenizers treat the first one of a text specially."""
-        before, whole = self._decode(self._shown), self._decode(len(self._tokens))
-        if len(whole) <= len(before) or (whole.endswith("\ufffd") and not final):
-            return ""
-        self._begun, self._shown = self._shown, len(self._tokens)
-        return whole[len(before) :]
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -6,6 +6,7 @@ import signal
 import sys
 import traceback
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from deepspeed.serving.messages import Cancel, Failed, Part, Ready, Refused, Step, Stop, Submit
@@ -17,21 +18,23 @@ BEAT = 0.5  # seconds between two signs of life while there is nothing to do
 def load(options: EngineOptions) -> tuple[Any, Any]:
     """The model in evaluation mode, and its tokenizer."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
     from deepspeed.inference.engine import init_inference
 
     if options.threads:
         torch.set_num_threads(options.threads)
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    tokenizer = AutoTokenizer.from_pretrained(options.model, trust_remote_code=False)
     wanted: Any = dtypes.get(options.dtype, "auto")
     if options.checkpoint:
-        config = AutoConfig.from_pretrained(options.model)
+        config = AutoConfig.from_pretrained(options.model, trust_remote_code=False)
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(config, dtype=wanted if wanted != "auto" else None)
+        if (Path(options.model) / "generation_config.json").is_file():  # it may name more end tokens
+            model.generation_config = GenerationConfig.from_pretrained(options.model)
     else:
-        model = AutoModelForCausalLM.from_pretrained(options.model, dtype=wanted)
+        model = AutoModelForCausalLM.from_pretrained(options.model, dtype=wanted, trust_remote_code=False)
     kept = wanted if wanted != "auto" else next(p.dtype for p in model.parameters() if p.is_floating_point())
     given: dict[str, Any] = {"checkpoint": options.checkpoint} if options.checkpoint else {}
     if options.quantize:
@@ -127,4 +130,4 @@ def _part(output: Any) -> Part:
     logprobs = None
     if output.logprobs is not None:
         logprobs = [(one.token, one.logprob, tuple(one.top)) for one in output.logprobs]
-    return Part(output.ident, list(output.tokens), logprobs, output.finish_reason, output.matched)
+    return Part(output.ident, list(output.tokens), logprobs, output.finish_reason, output.matched, output.error)

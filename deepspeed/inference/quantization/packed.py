@@ -83,6 +83,7 @@ class PackedWeight(nn.Module):
         self.scale = nn.Parameter(scale, requires_grad=False)
         self.offset = nn.Parameter(offset, requires_grad=False)
         self._fast: Any = None
+        self._laid: Any = None  # of what `_fast` was made
 
     def _apply(self, fn: Any, recurse: bool = True) -> PackedWeight:
         """Devices change, the dtype of scales does not: `.to(bfloat16)` is a wish about products."""
@@ -107,8 +108,10 @@ class PackedWeight(nn.Module):
     def dense(self) -> torch.Tensor:
         """The matrix, floating: [rows, columns] of `dtype`."""
         groups = self.form.groups(self.shape)
-        values = self._unpacked(self.integers).view(groups).to(self.dtype)
-        return torch.addcmul(self.offset.to(self.dtype), values, self.scale.to(self.dtype)).view(self.shape)
+        exact = self.form.num_bits == 4 or self.form.symmetric or self.dtype.itemsize > 2
+        kind = self.dtype if exact else torch.float32  # offset + 255 · scale: its parts are larger than the sum
+        values = self._unpacked(self.integers).view(groups).to(kind)
+        return torch.addcmul(self.offset.to(kind), values, self.scale.to(kind)).view(self.shape).to(self.dtype)
 
     def rows(self, at: torch.Tensor) -> torch.Tensor:
         """Rows of the matrix: [*at.shape, columns]."""
@@ -139,7 +142,9 @@ class PackedWeight(nn.Module):
         """What torch's packed product takes; None where there is none, or others own the parts."""
         if is_managed(self.integers):  # freed after use: a layout kept here would stay
             return None
-        if self._fast is None:
+        made_of = [(part.data_ptr(), part._version) for part in (self.integers, self.scale, self.offset)]
+        if self._fast is None or self._laid != made_of:  # weights may be loaded after the first product
+            self._laid = made_of
             self._fast = self._relaid() if self.integers.device.type == "cpu" and self.form.axis == 2 else ()
         return self._fast or None
 
@@ -159,6 +164,7 @@ class PackedWeight(nn.Module):
         memo[id(self)] = made
         nn.Module.__init__(made)
         made.form, made.shape, made.dtype, made._fast = self.form, self.shape, self.dtype, None
+        made._laid = None
         for name, part in self._parameters.items():
             made.register_parameter(name, None if part is None else nn.Parameter(part.detach().clone(), False))
         return made

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from deepspeed.errors import CheckpointError, CheckpointMissingError
 from deepspeed.foundation.log import logger
@@ -54,6 +56,6 @@ def _load(path: str, dtype: Any) -> Any:
     from transformers import AutoModelForCausalLM
 
     try:
-        return AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
-    except (OSError, ValueError, KeyError) as error:
+        return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, SafetensorError, UnpicklingError) as error:
         raise CheckpointError(f"{path}: {error}") from error

@@ -16,7 +16,7 @@ from torch import nn
 from deepspeed.errors import ArgumentError, MemoryExhaustedError, NotAvailableError
 from deepspeed.foundation.log import logger
 from deepspeed.inference.batch import Batch, Span
-from deepspeed.inference.choice import choose, device_of
+from deepspeed.inference.choice import choose, device_of, passing
 from deepspeed.inference.limits import length_limit, packed_limit, vocabulary
 from deepspeed.inference.pages import Pages
 from deepspeed.inference.v2.config_v2 import RaggedInferenceEngineConfig
@@ -115,7 +115,8 @@ class InferenceEngineV2:
             spans.append(Span(new, known.seen_tokens, known.blocks))
             known.in_flight_tokens = len(new)
         even = getattr(self._executor, "even", False)
-        logits = self._executor.run(Batch(spans, BLOCK, device_of(self._model), even))
+        with passing(self._model):
+            logits = self._executor.run(Batch(spans, BLOCK, device_of(self._model), even))
         for uid in uids:
             known = self._sequences[uid]
             known.seen_tokens, known.in_flight_tokens = known.seen_tokens + known.in_flight_tokens, 0

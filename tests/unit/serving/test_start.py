@@ -1,0 +1,172 @@
+"""What a server is started with: addresses, keys, limits, weights from elsewhere."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from deepspeed.errors import ArgumentError
+from deepspeed.inference import Generator, Sampling
+from deepspeed.inference.stopping import StopStrings
+from deepspeed.serving.options import EngineOptions, parse
+from deepspeed.serving.text import TextStream
+from deepspeed.serving.worker import load
+from tests.harness.pool import PATIENCE
+from tests.unit.serving.server import serving
+
+
+def started(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """`ds_serve`, which has to end by itself."""
+    command = [sys.executable, "-m", "deepspeed.serving.cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=30 * PATIENCE, check=False)
+
+
+def test_an_address_in_use_ends_the_command(folder: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        ended = started(str(folder), "--port", str(port))
+        assert ended.returncode == 1 and f"cannot listen at 127.0.0.1:{port}" in ended.stderr, ended.stderr
+        assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.slow
+def test_whatever_fails_before_the_first_answer_ends_the_engine_too(folder: Path, tmp_path: Path) -> None:
+    """The engine heeds no signal, so a web process that waits for it at its end would wait for ever."""
+    broken = "import uvicorn; uvicorn.Config = None; import deepspeed.serving.cli as c; raise SystemExit(c.main())"
+    ended = subprocess.run(
+        [sys.executable, "-c", broken, str(folder), "--port", "0"],
+        capture_output=True, text=True, timeout=60 * PATIENCE, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 1 and "TypeError" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--api-key", ""), ("--api-key", " "), ("--port", "70000"), ("--port", "-1"), ("--max-waiting", "-1"),
+        ("--timeout", "inf"), ("--timeout", "nan"), ("--timeout", "0"), ("--drain", "-1"), ("--grace", "nan"),
+        ("--threads", "-1"), ("--cache-bytes", "-1"), ("--max-length", "-1"), ("--speculation", "-1"),
+    ],
+    ids="".join,
+)  # fmt: skip
+def test_what_no_server_can_be_told_is_refused_by_name(arguments: tuple[str, str]) -> None:
+    with pytest.raises(ArgumentError, match=arguments[0]):
+        parse(["model", *arguments])
+
+
+def test_a_file_without_keys_is_no_open_door(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text(" \n\n")
+    with pytest.raises(ArgumentError, match="holds no key"):
+        parse(["model", "--api-key-file", str(tmp_path / "keys")])
+    (tmp_path / "keys").write_text("one\n two \n")
+    assert parse(["model", "--api-key-file", str(tmp_path / "keys")]).api_keys == ("one", "two")
+
+
+def of_training(folder: Path, path: Path) -> Path:
+    """Other weights of the same model, as a training run may leave them, and end tokens in the folder."""
+    from safetensors.torch import load_file, save_file
+
+    weights = {name: -value for name, value in load_file(folder / "model.safetensors").items()}
+    save_file(weights, path / "weights.safetensors")
+    return path / "weights.safetensors"
+
+
+def answers(url: str, prompt: list[int], new: int) -> list[int]:
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": new, "temperature": 0, "ignore_eos": True, "logprobs": 0}
+    said = httpx.post(f"{url}/v1/completions", json=body, timeout=60 * PATIENCE).json()
+    return said["choices"][0]["logprobs"]["tokens"]
+
+
+CASES = [("int4", True), *(pytest.param(*one, marks=pytest.mark.slow) for one in (("", True), ("int8", False)))]
+
+
+@pytest.mark.parametrize(("quantize", "elsewhere"), CASES)
+def test_weights_from_a_checkpoint_and_packed_ones_through_the_server(
+    folder: Path, tmp_path: Path, quantize: str, elsewhere: bool
+) -> None:
+    weights = str(of_training(folder, tmp_path)) if elsewhere else ""
+    model, tokenizer = load(EngineOptions(str(folder), quantize=quantize, checkpoint=weights))
+    plain, _ = load(EngineOptions(str(folder)))
+    prompt, new = [20, 30, 40, 50], 24
+    sampling = Sampling(max_new_tokens=new, ignore_eos=True)
+    (wanted,), (other,) = (Generator(one).generate([prompt], sampling) for one in (model, plain))
+    assert wanted != other, "the toy says the same whatever it is told"
+    arguments = ["--served-model-name", "tiny", "--quantize", quantize, "--checkpoint", weights]
+    with serving(folder, tmp_path / "log", *arguments) as server:
+        found = answers(server.url, prompt, new)
+    names = tokenizer.convert_ids_to_tokens(wanted)
+    assert [tokenizer.decode([one]) if "\ufffd" not in tokenizer.decode([one]) else name
+            for one, name in zip(wanted, names, strict=True)] == found  # fmt: skip
+
+
+def test_end_tokens_of_the_folder_hold_for_weights_from_elsewhere(folder: Path, tmp_path: Path) -> None:
+    import shutil
+
+    copy = tmp_path / "folder"
+    shutil.copytree(folder, copy)
+    said = json.loads((copy / "generation_config.json").read_text())
+    (copy / "generation_config.json").write_text(json.dumps({**said, "eos_token_id": [2, 77]}))
+    for weights in ("", str(of_training(folder, tmp_path))):
+        model, _ = load(EngineOptions(str(copy), checkpoint=weights))
+        assert Generator(model)._ends == {2, 77}
+
+
+def test_code_in_a_folder_is_refused_whatever_is_typed(folder: Path, tmp_path: Path) -> None:
+    import shutil
+
+    copy = tmp_path / "folder"
+    shutil.copytree(folder, copy)
+    said = json.loads((copy / "config.json").read_text())
+    said |= {"model_type": "own", "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"}}
+    (copy / "config.json").write_text(json.dumps(said))
+    (copy / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\nclass Own: pass\n")
+    for how in ("from deepspeed.serving.worker import load; from deepspeed.serving.options import EngineOptions; "
+                f"load(EngineOptions({str(copy)!r}))",
+                "from deepspeed.inference import build_hf_engine, RaggedInferenceEngineConfig as C; "
+                f"build_hf_engine({str(copy)!r}, C())"):  # fmt: skip
+        ended = subprocess.run([sys.executable, "-c", how], input="y\ny\n", capture_output=True, text=True, check=False)
+        assert ended.returncode and "trust_remote_code" in ended.stderr, ended.stderr
+        assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("what", ["</s>", "Ã"], ids=["end tokens", "half characters"])
+def test_text_that_does_not_come_is_not_decoded_again_and_again(folder: Path, what: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    token, decode, work = tokenizer.convert_tokens_to_ids(what), tokenizer.decode, []
+    tokenizer.decode = lambda tokens, **options: (work.append(len(tokens)), decode(tokens, **options))[1]
+    stream = TextStream(tokenizer)
+    said = "".join(stream.push([token]) for _ in range(2000)) + stream.finish([], None)
+    assert said == decode([token] * 2000, skip_special_tokens=True)
+    assert sum(work) < 2000 * 200
+
+
+def test_a_long_stop_string_is_not_either(folder: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    token, decode, work = tokenizer.convert_tokens_to_ids("x"), tokenizer.decode, []
+    tokenizer.decode = lambda tokens, **options: (work.append(len(tokens)), decode(tokens, **options))[1]
+    watch = StopStrings(tokenizer, ("x" * 1500, "y" * 100_000))
+    assert [watch.push(token) is not None for _ in range(1500)] == [False] * 1499 + [True]
+    assert sum(work) < 1500 * 20
+
+
+def test_stop_strings_are_found_in_the_text_as_it_is_shown(folder: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder, clean_up_tokenization_spaces=True)
+    stop = " ,"
+    assert stop not in tokenizer.decode(tokenizer("a , b")["input_ids"]), "nothing is made prettier, nothing to test"
+    watch = StopStrings(tokenizer, (stop,))
+    assert [watch.push(token) for token in tokenizer("a , b")["input_ids"]] == [None, None, stop, None, None]
+
+
+def test_weights_are_what_they_were_loaded_as(folder: Path) -> None:
+    model, _ = load(EngineOptions(str(folder), dtype="bf16"))
+    assert {param.dtype for param in model.parameters()} == {torch.bfloat16}
