@@ -33,5 +33,5 @@ class StopStrings:
             return None
         text = self._tail + new
         found = [(text.find(stop), -len(stop), stop) for stop in self._stop if stop in text]
-        self._tail = text[-self._reach :]
+        self._tail = text[max(0, len(text) - self._reach + 1) :]
         return min(found)[2] if found else None
