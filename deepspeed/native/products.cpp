@@ -415,6 +415,7 @@ static void write(const Part& p, float* y, int64_t stride, bool add) {
 }
 
 void multiply(const Matrix& matrix, const Input& x, float* y, int64_t stride, bool add, int threads) {
+    if (!x.rows) return;
     const Kernel kernel = kernel_of(matrix, x);
     const int64_t panels = (matrix.outputs + PANEL - 1) / PANEL;
     const int useful = static_cast<int>(std::clamp<int64_t>(matrix.outputs * matrix.inputs / PER_THREAD, 1, threads));
