@@ -66,7 +66,7 @@ class FusedExecutor:
             fits = keys.shape == values.shape and keys.dtype in (torch.float32, torch.bfloat16) and size % 16 == 0
             rows = [layer.q.outputs, layer.k.outputs, layer.v.outputs, layer.out.inputs]
             fits = fits and rows == [count * size, cached * size, cached * size, count * size] and size <= LARGEST_HEAD
-            if not fits or count % cached or scales[at] is None:
+            if not fits or count % cached or not (scales[at] or 0) > 0:
                 raise PackingError(f"layer {at} attends with heads of {size} in a way that the native one does not")
             layer.heads = Heads(count=count, cached=cached, size=size, rotary=self._cosines.shape[1])
             layer.heads.window, layer.heads.scale = self._windows[at], scales[at]

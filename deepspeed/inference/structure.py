@@ -46,7 +46,7 @@ class Structure:
         """Whether a module or a weight's memory is another than the one that was read. Values may change freely."""
         for owner, name, was, address in self.seen:
             now = owner.get(name)
-            if now is not was or (address and now.data_ptr() != address):
+            if now is not was or (address and was.data_ptr() != address):
                 return True
         return False
 
@@ -102,7 +102,9 @@ class Reader:
     def _only(self, module: nn.Module, names: set[str], optional: frozenset[str] = frozenset()) -> dict[str, Any]:
         """Children by name; no others, and no weights beside them."""
         found = {name: child for name, child in module.named_children() if not isinstance(child, nn.Dropout)}
-        strange = sorted(set(found) - names - optional) + sorted(n for n, p in module._parameters.items() if p is not None)
+        strange = sorted(set(found) - names - optional) + sorted(
+            n for n, p in module._parameters.items() if p is not None
+        )
         lacking = sorted(names - set(found))
         if strange or lacking:
             said = [f"has {name}" for name in strange] + [f"has no {name}" for name in lacking]

@@ -44,14 +44,20 @@ DS_INLINE float weigh(const Work& w, int64_t q) {
     float* scores = w.scores + q * w.padded;
     const int64_t first = w.heads.window ? std::max<int64_t>(0, w.position[q] + 1 - w.heads.window) - w.start : 0;
     const int64_t end = w.position[q] + 1 - w.start, whole = (end + KEYS - 1) / KEYS * KEYS;
-    float largest = -INFINITY;
-    for (int64_t t = first; t < end; t++) largest = std::max(largest, scores[t] * w.heads.scale);
-    alignas(64) float lanes[KEYS] = {};
     std::fill(scores, scores + first, -INFINITY);
     std::fill(scores + end, scores + whole, -INFINITY);
+    alignas(64) float lanes[KEYS], largest = -INFINITY;
+    std::fill(lanes, lanes + KEYS, -INFINITY);
     for (int64_t t = 0; t < whole; t += KEYS)
         for (int64_t i = 0; i < KEYS; i++) {
-            const float weight = exponential(scores[t + i] * w.heads.scale - largest);
+            scores[t + i] *= w.heads.scale;
+            lanes[i] = scores[t + i] > lanes[i] ? scores[t + i] : lanes[i];
+        }
+    for (float lane : lanes) largest = std::max(largest, lane);
+    std::fill(lanes, lanes + KEYS, 0.0f);
+    for (int64_t t = 0; t < whole; t += KEYS)
+        for (int64_t i = 0; i < KEYS; i++) {
+            const float weight = exponential(scores[t + i] - largest);
             scores[t + i] = weight;
             lanes[i] += weight;
         }

@@ -40,8 +40,16 @@ static void round_to_bf16(const float* x, uint16_t* out, int64_t count) {
 
 // Integers of 15 bits, the largest of the row at their end.
 static float round_to_int16(const float* x, int16_t* out, float* sums, int64_t count) {
-    float largest = 0.0f;
-    for (int64_t i = 0; i < count; i++) largest = std::max(largest, std::fabs(x[i]));
+    float largest = 0.0f, nothing = 0.0f;
+    for (int64_t i = 0; i < count; i++) {
+        largest = std::max(largest, std::fabs(x[i]));
+        nothing += 0.0f * x[i];  // unless one is infinite or no number
+    }
+    if (nothing != 0.0f) {
+        std::fill(out, out + count, static_cast<int16_t>(0));
+        std::fill(sums, sums + (count + LANES - 1) / LANES, 0.0f);
+        return NAN;  // and every output with it
+    }
     const float step = largest / LARGEST, inverse = largest > 0.0f ? LARGEST / largest : 0.0f;
     for (int64_t start = 0; start < count; start += LANES) {
         int32_t sum = 0;
@@ -51,7 +59,7 @@ static float round_to_int16(const float* x, int16_t* out, float* sums, int64_t c
         }
         sums[start / LANES] = step * static_cast<float>(sum);
     }
-    return std::isfinite(largest) ? step : largest - largest;
+    return step;
 }
 
 #if defined(__x86_64__)
