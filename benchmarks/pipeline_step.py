@@ -1,8 +1,9 @@
 """Time of one training step of Transformers' Llama in stages, beside torch's own pipelining.
 
 Width 384, 8 layers, vocabulary 8,192, sequence 128, fp32, batch 8 in 4 or 8 micro-batches. Sides, in random order in
-every round: torch's 1F1B and interleaved 1F1B over hand-made stages, and engines at ZeRO 0 over the unedited model with
-the same schedules. Losses are equal, which is checked at the first step; bytes sent are compared with the formula.
+every round: torch's 1F1B and interleaved 1F1B over hand-made stages of equally many layers, and engines at ZeRO 0 over
+the unedited model with the same schedules, cut so ("even") and by operations ("best", the default). Losses are equal,
+which is checked at the first step; bytes sent are compared with the formula.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from torch import Tensor, nn
 
 WIDTH, BATCH = 384, 8
 CHUNKS = {"1f1b": 1, "interleaved": 2}
-SIDES = [f"{who} {schedule}" for who in ("torch", "engine") for schedule in CHUNKS]
+SIDES = [f"{who} {schedule}" for who in ("torch", "even", "best") for schedule in CHUNKS]
+PARTITIONS = {"even": "uniform", "best": "best"}
 REFERENCE = "torch 1f1b"
 
 
@@ -86,7 +88,7 @@ def torchs(schedule: str, rank: int, ranks: int, micros: int) -> Side:
     return Side(run)
 
 
-def engines(schedule: str, ranks: int, micros: int) -> Side:
+def engines(partition: str, schedule: str, ranks: int, micros: int) -> Side:
     """An engine over the unedited model."""
     import deepspeed
 
@@ -94,7 +96,10 @@ def engines(schedule: str, ranks: int, micros: int) -> Side:
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, foreach=False)
     config = {
         "train_micro_batch_size_per_gpu": BATCH // micros, "gradient_accumulation_steps": micros,
-        "pipeline": {"stages": ranks, "schedule": schedule, "chunks": CHUNKS[schedule]}, "steps_per_print": 10**9,
+        "pipeline": {
+            "stages": ranks, "schedule": schedule, "chunks": CHUNKS[schedule], "partition": PARTITIONS[partition],
+        },
+        "steps_per_print": 10**9,
     }  # fmt: skip
     engine: Any = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
     side = Side(lambda _: 0.0)
@@ -121,7 +126,8 @@ def make_rank(ranks: int, micros: int) -> Callable[..., Any]:
     built = {}
     for name in SIDES:
         who, schedule = name.split()
-        built[name] = torchs(schedule, rank, ranks, micros) if who == "torch" else engines(schedule, ranks, micros)
+        side = torchs(schedule, rank, ranks, micros) if who == "torch" else engines(who, schedule, ranks, micros)
+        built[name] = side
 
     def handle(what: str, order: list[str], number: int) -> dict[str, Any]:
         ids = torch.randint(0, VOCABULARY, (BATCH, SEQUENCE), generator=torch.Generator().manual_seed(number))

@@ -151,7 +151,7 @@ class PipelineEngine(DeepSpeedEngine):
         Args:
             micros: micro-batches.
         """
-        return simulate(self.schedule(micros))
+        return simulate(self.schedule(micros), self._parts[0].costs)
 
     # -- windows --------------------------------------------------------------------------------------------------
 

@@ -28,6 +28,7 @@ class Part(Protocol):
     last: bool
     words: str
     reads_batch: bool
+    costs: list[float]  # of all parts of the model, by simulation's unit; empty: not known
 
     def run(self, received: Any, batch: Any) -> Any:
         """What the part makes of what the part before has made."""

@@ -7,7 +7,7 @@ other, each with stand-ins for all that it does not hold, and have to give the o
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import nn
 from deepspeed.errors import PipelineError
 from deepspeed.foundation.partition import partition_balanced, partition_uniform
 from deepspeed.foundation.tree import tensors_in
+from deepspeed.pipe.cost import costs_of_parts, deal, operations
 from deepspeed.pipe.stubs import Elsewhere, Final, Handover, Skipped, Slot, poisoned, replaced, without_values
 from deepspeed.tensor_parallel.inputs import quiet
 
@@ -32,6 +33,7 @@ class Layout:
         after: those that run after them.
         needed: those of `before` whose values every part needs, and computes for itself.
         strays: parameters of modules around the list; every part holds them.
+        costs: of the parts, in any unit.
     """
 
     container: str
@@ -40,6 +42,7 @@ class Layout:
     after: list[str] = field(default_factory=list)
     needed: list[str] = field(default_factory=list)
     strays: list[str] = field(default_factory=list)
+    costs: list[float] = field(default_factory=list)
 
     @property
     def parts(self) -> int:
@@ -73,7 +76,7 @@ class View:
     """
 
     def __init__(self, model: nn.Module, layout: Layout, part: int, stand_ins: dict[str, nn.Module]) -> None:
-        self._model, self.words = model, layout.words(part)
+        self._model, self.words, self.costs = model, layout.words(part), layout.costs
         self._skipped: list[Skipped] = []
         self.first, self.last, self.reads_batch = part == 0, part == layout.parts - 1, True
         self._stand_ins = stand_ins
@@ -156,14 +159,27 @@ def stand_ins_of(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]
 # -- finding out ------------------------------------------------------------------------------------------------------
 
 
-def find_layout(model: nn.Module, parts: int, inputs: dict[str, Any], method: str = "parameters") -> Layout:
+Meter = Callable[[nn.Module, Sequence[nn.Module]], list[float]]
+
+
+def find_layout(
+    model: nn.Module,
+    stages: int,
+    inputs: dict[str, Any],
+    method: str = "best",
+    chunks: int = 1,
+    meter: Meter | None = None,
+) -> Layout:
     """Cut a model, and see that its parts compute what it computes.
 
     Args:
         model: whole.
-        parts: into how many.
+        stages: how many there are.
         inputs: arguments of its forward.
-        method: how blocks are dealt to parts: "parameters" (or "best") balances them, "uniform" counts them.
+        method: "best" deals blocks to stages by operations, with what runs around the blocks, "profile" by what `meter`
+            says, "parameters" by the blocks' parameters, "uniform" by their number.
+        chunks: parts of each stage.
+        meter: measures as `deepspeed.pipe.cost.seconds`; all ranks have to get the same.
 
     Raises:
         PipelineError: it cannot be cut so; says why.
@@ -172,14 +188,22 @@ def find_layout(model: nn.Module, parts: int, inputs: dict[str, Any], method: st
         raise PipelineError(
             f"{type(model).__name__} has an encoder and a decoder that reads all of it: such models are not cut yet"
         )
+    parts = stages * chunks
     container = _block_list(model, parts)
-    weights = [sum(p.numel() for p in block.parameters()) for block in model.get_submodule(container).children()]
-    uniform = method == "uniform"
-    bounds = partition_uniform(len(weights), parts) if uniform else partition_balanced(weights, parts)
-    layout = Layout(container, bounds)
-    if bounds[0] != 0 or bounds[-1] != len(weights) or any(low >= high for low, high in itertools.pairwise(bounds)):
-        raise PipelineError(f"bounds {bounds} do not deal the {len(weights)} blocks of '{container}' to {parts} parts")
+    blocks = list(model.get_submodule(container).children())
+    layout = Layout(container, [0, len(blocks)])
     wanted = _order(model, layout, inputs)
+    costs = operations(model, blocks, inputs) if meter is None else meter(model, blocks)
+    weights = [float(sum(p.numel() for p in block.parameters())) for block in blocks]
+    if method == "uniform":
+        bounds = partition_uniform(len(blocks), parts)
+    elif method == "parameters" or not sum(costs):
+        bounds = partition_balanced(weights, parts)
+    else:
+        bounds = deal(costs, stages, chunks)
+    if bounds[0] != 0 or bounds[-1] != len(blocks) or any(low >= high for low, high in itertools.pairwise(bounds)):
+        raise PipelineError(f"bounds {bounds} do not deal the {len(blocks)} blocks of '{container}' to {parts} parts")
+    layout.bounds, layout.costs = bounds, costs_of_parts(costs, bounds)
     _compare(model, layout, inputs, wanted)
     return layout
 

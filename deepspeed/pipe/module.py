@@ -305,7 +305,7 @@ class LayerRun:
     def __init__(self, module: PipelineModule, part: int, layers: range) -> None:
         self._module, self._layers = module, layers
         self.first, self.last = part == 0, layers.stop == len(module._specs)
-        self.reads_batch = self.first or self.last
+        self.reads_batch, self.costs = self.first or self.last, list[float]()
         self.words = f"layers {layers[0]}" + (f"-{layers[-1]}" if len(layers) > 1 else "")
 
     def run(self, received: Any, batch: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from deepspeed.errors import PipelineError
@@ -16,8 +17,8 @@ class Simulated:
     """What a schedule costs.
 
     Args:
-        time: until the last stage is done, where forward and backward of a chunk take `FORWARD` and `BACKWARD` and
-            messages nothing.
+        time: until the last stage is done, where forward and backward of a part take `FORWARD` and `BACKWARD`, times
+            its cost, and messages nothing.
         peaks: micro-batches times chunks whose activations a stage holds at most, by stage.
         idle: the part of stages times time in which nothing is computed.
     """
@@ -39,8 +40,8 @@ class _Stage:
 
 
 class _Simulation:
-    def __init__(self, schedule: Schedule) -> None:
-        self.schedule = schedule
+    def __init__(self, schedule: Schedule, costs: Sequence[float]) -> None:
+        self.schedule, self.costs = schedule, costs
         self.stages = [_Stage() for _ in schedule.rows]
         self.wires: dict[tuple[int, int, str], deque[tuple[Action, float]]] = defaultdict(deque)
 
@@ -103,7 +104,7 @@ class _Simulation:
             raise PipelineError(f"stage {at}: {action} before its forward (order swapped)")
         (stage.held.add if action.op == "F" else stage.held.remove)(place)
         stage.peak = max(stage.peak, len(stage.held))
-        cost = FORWARD if action.op == "F" else BACKWARD
+        cost = (FORWARD if action.op == "F" else BACKWARD) * self.costs[part]
         stage.clock, stage.busy = stage.clock + cost, stage.busy + cost
 
     def _waits(self, at: int) -> str:
@@ -132,14 +133,18 @@ class _Simulation:
                 raise PipelineError(f"stage {target} never takes {wire[0][0]}, which stage {source} sends")
 
 
-def simulate(schedule: Schedule) -> Simulated:
+def simulate(schedule: Schedule, costs: Sequence[float] = ()) -> Simulated:
     """Run a schedule, and say what it costs.
+
+    Args:
+        schedule: any.
+        costs: of the parts; none: they cost 1 each.
 
     Raises:
         PipelineError: a stage waits for ever, takes or sends something else than its peer expects, or a micro-batch is
             not computed exactly once; says which stage and action.
     """
-    simulation = _Simulation(schedule)
+    simulation = _Simulation(schedule, costs or [1.0] * schedule.parts)
     simulation.run()
     simulation.count()
     time = max(stage.clock for stage in simulation.stages)

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from deepspeed.foundation.dispatch import DispatchMode
 from deepspeed.foundation.tree import tensors_in
 from deepspeed.profiling.attribution import FORWARD, OUTSIDE, Attribution
 
@@ -64,7 +64,7 @@ def describe(tensor: torch.Tensor) -> str:
     return f"{dtype}{list(values.shape)}, {nan} NaN, {inf} infinite, the others {rest}"
 
 
-class Checker(TorchDispatchMode):
+class Checker(DispatchMode):
     """Looks at what every operation gives, inside of its context; the first that makes such a value is `found`.
 
     Args:

@@ -16,12 +16,13 @@ from deepspeed.tensor_parallel.shares import Call
 TOKENS = 12
 
 
-def inputs_of(model: nn.Module, example: Any = None) -> dict[str, Any]:
+def inputs_of(model: nn.Module, example: Any = None, shape: tuple[int, int] = (1, TOKENS)) -> dict[str, Any]:
     """Arguments of the model's forward: the example, or made up from the config of a Transformers model.
 
     Args:
         model: to be called.
         example: a dict of arguments, or positional ones: a tensor or a tuple.
+        shape: of tokens that are made up: rows, and their length.
 
     Raises:
         ArgumentError: nothing says what the model takes.
@@ -37,27 +38,27 @@ def inputs_of(model: nn.Module, example: Any = None) -> dict[str, Any]:
             f"tensor parallelism follows one forward of the model, and {type(model).__name__} does not say what it "
             f"takes: give it an attribute example_input_array (a tensor, or a tuple of forward's arguments)"
         )
-    made = _made_up(model, config)
+    made = _made_up(model, config, *shape)
     if "use_cache" in inspect.signature(model.forward).parameters:
         made["use_cache"] = False
     return {name: _here(value, model) for name, value in made.items()}
 
 
-def _made_up(model: nn.Module, config: Any) -> dict[str, Any]:
+def _made_up(model: nn.Module, config: Any, rows: int, tokens: int) -> dict[str, Any]:
     main = getattr(model, "main_input_name", "input_ids")
     generator = torch.Generator().manual_seed(1)
     if main == "input_ids":
         text = config.get_text_config() if hasattr(config, "get_text_config") else config
         vocabulary = min(int(getattr(text, "vocab_size", None) or getattr(config, "vocab_size", None) or 32), 1000)
-        draw = lambda count: torch.randint(min(3, vocabulary - 1), vocabulary, (1, count), generator=generator)  # noqa: E731
-        given: dict[str, Any] = {"input_ids": draw(TOKENS)}
+        draw = lambda count: torch.randint(min(3, vocabulary - 1), vocabulary, (rows, count), generator=generator)  # noqa: E731
+        given: dict[str, Any] = {"input_ids": draw(tokens)}
         if getattr(config, "is_encoder_decoder", False):
-            given["decoder_input_ids"] = draw(TOKENS - 2)
+            given["decoder_input_ids"] = draw(tokens - 2)
         return given
     if main == "pixel_values":
         size = getattr(config, "image_size", 32)
         height, width = size if isinstance(size, (list, tuple)) else (size, size)
-        return {main: torch.randn(1, getattr(config, "num_channels", 3), height, width, generator=generator)}
+        return {main: torch.randn(rows, getattr(config, "num_channels", 3), height, width, generator=generator)}
     raise ArgumentError(
         f"the input {main!r} of {type(model).__name__} cannot be made up: give the model an attribute "
         f"example_input_array, a dict of forward's arguments"

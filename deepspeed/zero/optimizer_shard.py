@@ -151,7 +151,11 @@ class OptimizerShard:
     @property
     def rests_at_hand(self) -> bool:
         """Whether `at_hand` changes nothing: all of it rests where it is updated."""
-        return not self._evicted and self.group.tiers.optimizer is RESIDENT and not self.moves
+        group = self.group
+        if self._evicted or group.tiers.optimizer is not RESIDENT:
+            return False
+        under = group.values if group.master is None else group.master
+        return under.memory is not None or not self.moves  # the first alone says it of nearly all, in every step
 
     def add(self, member: Member) -> list[Fragment]:
         """Make the leaves over the fragments of a member that this rank updates."""

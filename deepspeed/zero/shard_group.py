@@ -460,8 +460,8 @@ def edited(group: ShardGroup) -> list[Member]:
     dtype, found = group.dtype, []
     for member in group.members:
         param = member.param
-        unseen = member.exposed or param._version != member.version
-        if unseen or param.data_ptr() != member.address or param.dtype != dtype:
+        moved = param.data_ptr() != member.address
+        if moved or param._version != member.version or member.exposed or param.dtype != dtype:
             found.append(member)
     return found
 

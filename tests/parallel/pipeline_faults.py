@@ -60,13 +60,13 @@ def dropped() -> None:
     """A block that belongs to no stage."""
     from deepspeed.pipe import layout
 
-    before = layout.partition_balanced
-    layout.partition_balanced = lambda weights, parts: [0, 1, 3]
+    before = layout.deal
+    layout.deal = lambda costs, stages, chunks: [0, 1, 3]
     try:
         with raises(PipelineError, "bounds [0, 1, 3] do not deal the 4 blocks"):
             deep_cut()
     finally:
-        layout.partition_balanced = before
+        layout.deal = before
 
 
 def deep_cut() -> None:

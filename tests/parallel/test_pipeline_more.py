@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.parallel.pipeline_runs import counted, measured, written
+from tests.parallel.pipeline_runs import counted, measured, profiled, written
 
 
 @pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.slow)])
@@ -40,3 +40,9 @@ def test_stages_hold_what_the_plan_and_the_schedule_say(
         }
         assert all(abs(found[kind] - size) <= 0.03 * size for kind, size in wanted.items()), (row, wanted)
         assert abs(row["most"] - row["peak"] * row["one"]) <= 0.05 * row["most"], row
+
+
+def test_ranks_that_measure_other_times_cut_alike(workers: Any) -> None:
+    (first, one), (second, two) = workers(2).run(profiled)
+    assert (first, second) == ("transformer.h 0-2", "transformer.h 3"), (first, second)  # 0.3 s, 0, 0, 0.9 s on average
+    assert max(one, two) <= 1e-6

@@ -22,8 +22,10 @@ class Pipeline(Section):
     """`pipeline`."""
 
     stages: Int | Literal["auto"] = key("auto", "number of stages")
-    partition: Literal["best", "parameters", "uniform"] = key(
-        "best", "how the blocks of a model are dealt to stages: by parameters (best), or by number"
+    partition: Literal["best", "profile", "parameters", "uniform"] = key(
+        "best",
+        "how the blocks of a model are dealt to stages: by operations, with what runs around them (best), by time "
+        "measured at start (profile), by parameters, or by number",
     )
     schedule: Literal["gpipe", "1f1b", "interleaved"] = key("1f1b", "what each stage does in which order")
     chunks: Int = key(1, "parts of the model that each stage holds (interleaved)", ge=1)

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from deepspeed.foundation.dispatch import DispatchMode
+from deepspeed.ops.flop_formulas import computed_again, formulas
 from deepspeed.profiling.attribution import AGAIN, OUTSIDE, Attribution
-from deepspeed.profiling.flops_profiler.formulas import computed_again, formulas
 
 
-class _Mode(TorchDispatchMode):
+class _Mode(DispatchMode):
     """Sees every operator."""
 
     def __init__(self, counter: Counter) -> None:
