@@ -269,7 +269,9 @@ def log_lines():
         yield lambda: lines
 
 
-@pytest.mark.parametrize("kind", ["Granite", "Gemma", "GPTNeoX", "OPT", "Cohere"])
+@pytest.mark.parametrize(
+    "kind", ["Granite", "Gemma", *(pytest.param(one, marks=pytest.mark.slow) for one in ("GPTNeoX", "OPT", "Cohere"))]
+)
 def test_other_families_go_through_their_modules(kind, log_lines) -> None:
     import transformers
 
