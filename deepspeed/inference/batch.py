@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
@@ -85,7 +86,6 @@ class Batch:
         counts = torch.tensor([len(span.tokens) for span in spans])
         self.firsts = counts.cumsum(0) - counts
         self.tables = [torch.tensor(span.pages, dtype=torch.long) for span in spans]
-        self.new_slots = torch.cat([self._slots(i)[span.start :] for i, span in enumerate(spans)]).to(device)
         self.wanted = torch.tensor(
             [
                 first + row
@@ -95,8 +95,21 @@ class Batch:
             dtype=torch.long,
             device=device,
         )
-        self.chosen = list(self._alike())  # indices of each group's spans
-        self.groups = [self._group(chosen) for chosen in self.chosen]
+
+    @cached_property
+    def new_slots(self) -> torch.Tensor:
+        """Where the rows' keys and values go in a layer's cache, [rows]."""
+        return torch.cat([self._slots(i)[span.start :] for i, span in enumerate(self.spans)]).to(self.device)
+
+    @cached_property
+    def chosen(self) -> list[list[int]]:
+        """Indices of each group's spans."""
+        return list(self._alike())
+
+    @cached_property
+    def groups(self) -> list[Group]:
+        """Spans whose attention is one call."""
+        return [self._group(chosen) for chosen in self.chosen]
 
     def _slots(self, index: int) -> torch.Tensor:
         """Places of a whole context in a layer's cache."""

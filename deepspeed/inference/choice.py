@@ -14,10 +14,13 @@ from torch import nn
 from transformers.cache_utils import DynamicCache
 
 from deepspeed.errors import PackingError
+from deepspeed.foundation.log import say
 from deepspeed.inference.batch import Batch, Span
+from deepspeed.inference.fused import FusedExecutor, prove
 from deepspeed.inference.gathered import GatheringExecutor
 from deepspeed.inference.limits import text_config, vocabulary
 from deepspeed.inference.paged import PagedExecutor, Store, accepts
+from deepspeed.native import library
 
 PROBE_PAGE = 2
 # (sequence, from, to) of the rows of each probing pass: prompts in chunks beside others, then rows of unlike age.
@@ -122,12 +125,28 @@ def _say(error: Exception) -> str:
     return lines[0] if isinstance(error, PackingError) else f"{type(error).__name__}: {lines[0]}"[:200]
 
 
+def _fused(executor: Any, sequences: list[list[int]], wanted: list[torch.Tensor]) -> Any:
+    """The same in few native calls if the model has the shape for it and the results are those; else as it is."""
+    if not isinstance(executor, PagedExecutor) or library() is None:
+        return executor
+    try:
+        made = FusedExecutor(executor)
+        spans = [Span(tokens, 0, list(range(5 * i, 5 * i + 5)), 1) for i, tokens in enumerate(sequences)]
+        reason = prove(made, Batch(spans, PROBE_PAGE, device_of(executor.model))) or _probe(made, sequences, wanted)
+    except Exception as error:  # whatever a module's parts do when asked alone, the model itself works
+        reason = _say(error)
+    if reason is None:
+        return made
+    say(f"{type(executor.model).__name__} goes through its own modules: {reason}")
+    return executor
+
+
 @torch.no_grad()
-def choose(model: nn.Module) -> tuple[Any, str]:
+def choose(model: nn.Module, fused: bool = True) -> tuple[Any, str]:
     """(the executor that fits, with a probe's store, or None; why it is not a better one, in one line).
 
     Every candidate runs ten tokens of three sequences: chunks of prompts, rows of unlike age, pages in no order. The
-    first whose logits are those of the model alone is taken.
+    first whose logits are those of the model alone is taken. `fused` False leaves out the native form of the first.
     """
     if (reason := _structure(model)) is not None:
         return None, reason
@@ -149,7 +168,7 @@ def choose(model: nn.Module) -> tuple[Any, str]:
                 if reason is not None:  # what it writes depends on how its prompt was cut: nobody else can do that
                     return None, reason
             if reason is None:
-                return executor, why
+                return (_fused(executor, sequences, wanted) if fused else executor), why
             why = why or reason
     return None, reason or why
 

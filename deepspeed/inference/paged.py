@@ -92,6 +92,7 @@ class PagedCache(Cache):
         self.handed: dict[int, tuple[int, torch.Tensor, torch.Tensor]] = {}
         self.cached: set[int] = set()  # layers of this pass
         self.rules: dict[int, Mask] = {}  # by layer: what its rows may see
+        self.scales: dict[int, float | None] = {}  # of its scores; None: what it does to them is no scale alone
         self.default = Mask(_causal)
         self.windows: dict[int, Mask] = {}
 
@@ -163,6 +164,8 @@ def attention(
         raise PackingError(f"{type(module).__name__} attends with {', '.join(strange)}")
     rule = cache.rules[layer] = cache.rule(attention_mask, options.get("sliding_window"))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    plain = options.get("softcap") is None and options.get("s_aux") is None
+    cache.scales[layer] = scale if plain else None
     pools = cache.store.layers[layer]
     out = query.new_empty(query.shape[2], query.shape[1], value.shape[-1])
     for group in cache.batch.groups:
@@ -271,6 +274,7 @@ class PagedExecutor:
         self.configs = configs_of(model)
         self.keeps = accepts(model, "logits_to_keep")
         self.rules: dict[int, Mask] = {}  # of the last pass
+        self.scales: dict[int, float | None] = {}
 
     def forgets(self, windows: dict[int, int]) -> str | None:
         """Which layer shows a row more than the cache of `generate` would remember for it; None: no layer.
@@ -302,7 +306,7 @@ class PagedExecutor:
                 use_cache=True,
                 **keep,
             )
-        self.rules = cache.rules
+        self.rules, self.scales = cache.rules, cache.scales
         if not cache.handed:
             raise PackingError("it keeps nothing in the cache it is given")
         logits = out.logits[0]

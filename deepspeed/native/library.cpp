@@ -1,13 +1,31 @@
 // What the loader asks: from which sources this library was built, and which instruction set its kernels use.
+#if defined(__x86_64__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include "numbers.h"
 
 namespace ds {
+
+#if defined(__x86_64__)
+// bf16 products, and then matrix tiles, which Linux grants to those who ask.
+static InstructionSet beyond_avx512() {
+    uint32_t a, b, c, d;
+    if (!__get_cpuid_count(7, 1, &a, &b, &c, &d) || !(a >> 5 & 1)) return AVX512;
+    __get_cpuid_count(7, 0, &a, &b, &c, &d);
+    const bool tiles = (d >> 22 & 1) && (d >> 24 & 1) && (d >> 25 & 1);
+    constexpr long ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
+    return tiles && !syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) ? AMX : AVX512_BF16;
+}
+#endif
 
 static InstructionSet best() {
 #if defined(__x86_64__)
     __builtin_cpu_init();
     if (__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
-        return AVX512;
+        return beyond_avx512();
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return AVX2;
 #endif
     return PORTABLE;

@@ -18,7 +18,7 @@ namespace ds {
 
 // In the order of KINDS and INSTRUCTION_SETS in __init__.py.
 enum Kind : int32_t { FP32, BF16, FP16 };
-enum InstructionSet : int32_t { PORTABLE, AVX2, AVX512 };
+enum InstructionSet : int32_t { PORTABLE, AVX2, AVX512, AVX512_BF16, AMX };
 
 InstructionSet instruction_set();
 
@@ -26,11 +26,8 @@ InstructionSet instruction_set();
 template <class Function> struct Versions {
     Function portable, avx2, avx512;
     Function pick() const {
-        switch (instruction_set()) {
-        case AVX512: return avx512;
-        case AVX2: return avx2;
-        default: return portable;
-        }
+        const InstructionSet set = instruction_set();
+        return set >= AVX512 ? avx512 : set == AVX2 ? avx2 : portable;
     }
 };
 

@@ -1,0 +1,245 @@
+"""Tokens from memory: `python -m benchmarks.generate [--tables latency first throughput]`.
+
+Models A (110 M: width 768, 12 layers, 12 heads, 32,000 tokens, tied) and B (3 M: width 256, 4 layers), random weights
+of a size at which greedy text does not repeat itself, bf16, one thread. Sides alternate in one run, their order is
+drawn anew each round; a line compares our side with itself. Wall time, CPU time of the process beside it; ratios are
+medians over rounds, with 95 % intervals.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks.common import median_interval, print_table, write_json
+from deepspeed.inference import Generator, Request, Sampling
+from deepspeed.inference.quantization.quantization import quantize_linears
+
+SIZES = {
+    "A": {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12,
+          "vocab_size": 32000, "tie_word_embeddings": True},
+    "B": {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 8,
+          "num_key_value_heads": 4, "vocab_size": 2048, "tie_word_embeddings": True},
+}  # fmt: skip
+STD = {"A": 0.06, "B": 0.1}
+NEW = 64
+PATIENCE = 60  # seconds
+Side = Callable[[], object]
+Times = dict[str, list[tuple[float, float]]]  # wall and CPU seconds by side
+
+
+def make(name: str) -> LlamaForCausalLM:
+    """A model whose text is no one token repeated."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(max_position_embeddings=4096, **SIZES[name])).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, STD[name])
+        model.model.norm.weight.normal_(0, 1)  # unties what a tied embedding says from what it read
+    model = model.to(torch.bfloat16)
+    said = hugging_face(model, [tokens(model, 128, 1)], 32)[0]
+    assert len(set(said)) >= 20, f"a toy: {len(set(said))} different tokens of 32"
+    return model
+
+
+def tokens(model: LlamaForCausalLM, count: int, seed: int) -> list[int]:
+    drawn = torch.Generator().manual_seed(seed)
+    return torch.randint(3, model.config.vocab_size, (count,), generator=drawn).tolist()
+
+
+@torch.no_grad()
+def hugging_face(model: Any, prompts: list[list[int]], new: int) -> list[list[int]]:
+    """One batch, padded on the left; every row runs as long as the longest."""
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    out = model.generate(
+        ids, attention_mask=mask, max_new_tokens=new, min_new_tokens=new, do_sample=False, pad_token_id=0,
+        eos_token_id=10**9,
+    )  # fmt: skip
+    return out[:, longest:].tolist()
+
+
+def greedy(new: int) -> Sampling:
+    return Sampling(max_new_tokens=new, ignore_eos=True)
+
+
+# -- timing ------------------------------------------------------------------------------------------------------------
+
+
+def rounds_of(sides: dict[str, Side], rounds: int, seed: int = 3) -> Times:
+    """(wall, CPU) seconds of each side in each round, after one that is not counted."""
+    order, found = random.Random(seed), {name: [] for name in sides}
+    for number in range(rounds + 1):
+        for name in order.sample(list(sides), len(sides)):
+            cpu, wall = time.process_time(), time.perf_counter()
+            sides[name]()
+            took = time.perf_counter() - wall, time.process_time() - cpu
+            if number:
+                found[name].append(took)
+    return found
+
+
+def rows_of(
+    found: dict[str, list[tuple[float, float]]], table: str, reference: str, per: float
+) -> list[dict[str, Any]]:
+    rows = []
+    for name, times in found.items():
+        row: dict[str, Any] = {"table": table, "side": name, "reference": reference}
+        for which, clock in enumerate(("wall", "cpu")):
+            ratio = median_interval([a[which] / b[which] for a, b in zip(times, found[reference], strict=True)])
+            row[clock] = {"ms": 1e3 / per * statistics.median(one[which] for one in times), "ratio": ratio.median,
+                          "low": ratio.low, "high": ratio.high}  # fmt: skip
+        rows.append(row)
+    return rows
+
+
+def minus(found: Times) -> Times:
+    """Per round, a side's whole less its first token: what the further tokens took."""
+    return {
+        name: [(a[0] - b[0], a[1] - b[1]) for a, b in zip(times, found[f"{name}, first token"], strict=True)]
+        for name, times in found.items()
+        if not name.endswith(", first token")
+    }
+
+
+def bandwidth() -> float:
+    """Bytes a second that one thread reads from memory; the best of many."""
+    values = torch.ones(1 << 26)
+    best = float("inf")
+    for _ in range(12):
+        started = time.perf_counter()
+        values.sum()
+        best = min(best, time.perf_counter() - started)
+    return values.nbytes / best
+
+
+# -- tables ------------------------------------------------------------------------------------------------------------
+
+
+def generators(model: LlamaForCausalLM) -> dict[str, Generator]:
+    packed = copy.deepcopy(model)
+    quantize_linears(packed, 8, 1, torch.bfloat16)
+    options: dict[str, Any] = {"prefix_cache": False, "cache_bytes": 1 << 29}
+    return {"ours": Generator(model, **options), "ours, int8": Generator(packed, **options)}
+
+
+def latency(name: str, rounds: int) -> list[dict[str, Any]]:
+    model = make(name)
+    prompt, made = tokens(model, 128, 2), generators(model)
+    sides: dict[str, Side] = {}
+    for new, suffix in ((1, ", first token"), (NEW, "")):
+        for side, generator in {**made, "ours again": made["ours"]}.items():
+            sides[side + suffix] = lambda g=generator, n=new: g.generate([prompt], greedy(n))
+        sides["HF generate" + suffix] = lambda n=new: hugging_face(model, [prompt], n)
+    rows = rows_of(minus(rounds_of(sides, rounds)), f"{name}: a token, batch 1, prompt 128", "HF generate", NEW - 1)
+    size, ours = sum(p.nbytes for p in model.parameters()), rows[0]["wall"]["ms"]
+    rows[0]["bandwidth"] = {"weights": size, "read": bandwidth(), "share": size / (ours / 1e3) / bandwidth()}
+    return rows
+
+
+def first(rounds: int) -> list[dict[str, Any]]:
+    model = make("A")
+    generator, rows = generators(model)["ours"], []
+    for length in (128, 1024):
+        prompt = tokens(model, length, length)
+        sides: dict[str, Side] = {
+            "ours": lambda p=prompt: generator.generate([p], greedy(1)),
+            "ours again": lambda p=prompt: generator.generate([p], greedy(1)),
+            "HF generate": lambda p=prompt: hugging_face(model, [p], 1),
+        }
+        rows += rows_of(rounds_of(sides, rounds), f"A: first token, prompt {length}", "HF generate", 1)
+    return rows
+
+
+def requests(model: LlamaForCausalLM, count: int = 32) -> list[tuple[list[int], int]]:
+    """Prompts of 16 to 256 tokens and answers of 8 to 128, log-uniform."""
+    draw = random.Random(7)
+    sizes = [(round(16 * 16 ** draw.random()), round(8 * 16 ** draw.random())) for _ in range(count)]
+    return [(tokens(model, prompt, 100 + i), new) for i, (prompt, new) in enumerate(sizes)]
+
+
+def throughput(rounds: int) -> list[dict[str, Any]]:
+    model = make("A")
+    asked = requests(model)
+    useful = sum(new for _, new in asked)
+
+    def ours(generator: Generator) -> None:
+        for number, (prompt, new) in enumerate(asked):
+            generator.submit(Request(number, prompt, greedy(new)))
+        while not generator.idle:
+            generator.step()
+
+    def padded() -> None:
+        hugging_face(model, [prompt for prompt, _ in asked], max(new for _, new in asked))
+
+    generator = generators(model)["ours"]
+    sides: dict[str, Side] = {
+        "ours": lambda: ours(generator), "ours again": lambda: ours(generator), "HF generate, padded": padded,
+        "HF continuous batching": lambda: continuous(model, asked),
+    }  # fmt: skip
+    rows = rows_of(rounds_of(sides, rounds), f"A: {useful} useful tokens of 32 requests", "ours", useful)
+    for row in rows:
+        row["tokens per second"] = 1e3 / row["wall"]["ms"]
+    return rows
+
+
+def continuous(model: Any, asked: list[tuple[list[int], int]]) -> None:
+    """Transformers' own continuous batching; every request has its own length."""
+    from transformers import GenerationConfig
+
+    options = GenerationConfig(max_new_tokens=128, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    left = len(asked)
+    with model.continuous_batching_context_manager(generation_config=options) as manager:
+        for prompt, new in asked:
+            manager.add_request(prompt, max_new_tokens=new)
+        while left:
+            result = manager.get_result(timeout=PATIENCE)
+            if result is None:
+                raise SystemExit("HF's continuous batching stopped answering")
+            left -= result.is_finished()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tables", nargs="*", default=["latency A", "latency B", "first", "throughput"])
+    parser.add_argument("--rounds", type=int, default=7)
+    given = parser.parse_args()
+    if os.environ.get("OMP_NUM_THREADS") != "1":  # threads that others start read it when they are born
+        os.execve(sys.executable, [*sys.orig_argv], {**os.environ, "OMP_NUM_THREADS": "1"})
+    torch.set_num_threads(1)
+    for table in given.tables:
+        if table.startswith("latency"):
+            rows = latency(table[-1], given.rounds)
+        else:
+            rows = {"first": first, "throughput": throughput}[table](given.rounds)
+        show(rows)
+        print(write_json(f"generate-{table.replace(' ', '-').lower()}.json", rows), flush=True)
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    lines = []
+    for row in rows:
+        wall, cpu = row["wall"], row["cpu"]
+        ratio = f"{wall['ratio']:.3f} [{wall['low']:.3f}, {wall['high']:.3f}]"
+        lines.append([row["table"], row["side"], f"{wall['ms']:.2f}", f"{cpu['ms']:.2f}", ratio, f"{cpu['ratio']:.3f}"])
+    print_table(["table", "side", "ms", "CPU ms", "wall / reference", "CPU / reference"], lines)
+    for row in rows:
+        if "bandwidth" in row:
+            facts = row["bandwidth"]
+            print(f"{row['table']}: {facts['share']:.2f} of {facts['read'] / 1e9:.1f} GB/s read by one thread")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""Matrices, as native products read them: in place, so that they are never older than the model's weights."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any
+
+import torch
+
+from deepspeed.inference.quantization.packed import PackedWeight
+from deepspeed.native import KINDS, library
+
+FORMS = {torch.float32: 0, torch.bfloat16: 1, "signed 8": 2, "unsigned 8": 3, "unsigned 4": 4}
+
+
+class Matrix(ctypes.Structure):
+    """Mirrors `Matrix` of products.h; `held` keeps the tensors that it points to."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("weights", "scale", "offset", "bias")),
+        *((name, ctypes.c_int64) for name in ("outputs", "inputs", "group")),
+        *((name, ctypes.c_int32) for name in ("form", "bias_kind")),
+    ]
+    held: tuple[Any, ...] = ()
+
+
+class Norm(ctypes.Structure):
+    """Mirrors `Norm` of decoder.cpp."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("weight", "bias")),
+        *((name, ctypes.c_int32) for name in ("kind", "centred")),
+        ("eps", ctypes.c_float),
+    ]
+
+
+class Heads(ctypes.Structure):
+    """Mirrors `Heads` of decoder.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("keys", "values")),
+        *((name, ctypes.c_int64) for name in ("count", "cached", "size", "rotary", "window")),
+        ("scale", ctypes.c_float),
+        ("kind", ctypes.c_int32),
+    ]
+
+
+class Layer(ctypes.Structure):
+    """Mirrors `Layer` of decoder.cpp."""
+
+    _fields_ = [
+        *((name, Norm) for name in ("before", "after", "query", "key")),
+        *((name, Matrix) for name in ("q", "k", "v", "out", "gate", "up", "down")),
+        ("heads", Heads),
+        ("activation", ctypes.c_int32),
+    ]
+
+
+class Pass(ctypes.Structure):
+    """Mirrors `Pass` of decoder.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("x", "spans", "pages", "cosines", "sines")),
+        *((name, ctypes.c_int64) for name in ("rows", "sequences", "page_size")),
+        ("threads", ctypes.c_int32),
+    ]
+
+
+@functools.cache
+def functions() -> ctypes.CDLL | None:
+    """The native library with the types of the functions used here, or None."""
+    found = library()
+    if found is not None:
+        pointer = ctypes.c_void_p
+        found.ds_product.argtypes = [ctypes.POINTER(Matrix), pointer, ctypes.c_int64, pointer, ctypes.c_int]
+        found.ds_layers.argtypes = [pointer, ctypes.c_int64, ctypes.POINTER(Pass), ctypes.c_int32]
+        found.ds_head.argtypes = [
+            ctypes.POINTER(Norm), ctypes.POINTER(Matrix), pointer, ctypes.c_int64, pointer, ctypes.c_int,
+        ]  # fmt: skip
+        found.ds_attend.argtypes = [ctypes.POINTER(Pass), ctypes.POINTER(Heads), pointer, pointer]
+        for function in (found.ds_product, found.ds_layers, found.ds_head, found.ds_attend):
+            function.restype = None
+    return found
+
+
+def matrix_of(weight: torch.Tensor | PackedWeight, bias: torch.Tensor | None = None) -> Matrix | str:
+    """What native products read of a matrix [outputs, inputs], or in a few words why they cannot.
+
+    Args:
+        weight: fp32 or bf16, or integers with scales along the inputs.
+        bias: [outputs], fp32 or bf16.
+    """
+    tensor = weight.integers if isinstance(weight, PackedWeight) else weight
+    if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.numel() == 0:
+        return "a matrix is not in host memory in rows without gaps"
+    if bias is not None and (bias.dtype not in (torch.float32, torch.bfloat16) or not bias.is_contiguous()):
+        return f"a bias is {bias.dtype}"
+    made = Matrix(outputs=weight.shape[0], inputs=weight.shape[1], group=weight.shape[1])
+    made.held = (weight, bias)
+    if bias is not None:
+        made.bias, made.bias_kind = bias.data_ptr(), KINDS[bias.dtype]
+    made.weights = tensor.data_ptr()
+    if isinstance(weight, PackedWeight):
+        return _integers(made, weight)
+    if weight.dtype not in FORMS:
+        return f"a matrix is {weight.dtype}"
+    made.form = FORMS[weight.dtype]
+    return made
+
+
+def _integers(made: Matrix, packed: PackedWeight) -> Matrix | str:
+    rows, groups = packed.scale.shape[:2]
+    made.group = packed.shape[1] // groups
+    if packed.form.axis != 2 or made.group % 32:
+        return "a packed matrix has scales across its rows, or for groups that are no multiple of 32"
+    if packed.scale.dtype != torch.float32:
+        return f"scales are {packed.scale.dtype}"
+    signed = packed.form.symmetric and packed.form.num_bits == 8
+    made.form = FORMS["signed 8" if signed else f"unsigned {packed.form.num_bits}"]
+    made.scale = packed.scale.data_ptr()
+    made.offset = None if signed else packed.offset.data_ptr()
+    return made
+
+
+def product(matrix: Matrix, inputs: torch.Tensor, threads: int) -> torch.Tensor:
+    """`inputs` [rows, inputs] of fp32 times the transposed matrix: [rows, outputs] of fp32.
+
+    A row's bits do not depend on the other rows. Rows are rounded to bf16 for a bf16 matrix, and to 15 bits with the
+    largest of the row at their end for integers.
+    """
+    out = inputs.new_empty(len(inputs), matrix.outputs)
+    functions().ds_product(matrix, inputs.data_ptr(), len(inputs), out.data_ptr(), threads)  # type: ignore[union-attr]
+    return out
+
+
+def product_twin(weight: torch.Tensor | PackedWeight, inputs: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """The same in torch, in double."""
+    if isinstance(weight, PackedWeight):
+        groups = weight.form.groups(weight.shape)
+        signed = weight._unpacked(weight.integers).view(groups).double()
+        dense = (signed * weight.scale + weight.offset).view(weight.shape)
+    else:
+        dense = weight.double()
+        inputs = inputs.to(weight.dtype)
+    made = inputs.double() @ dense.T
+    return (made if bias is None else made + bias.double()).float()

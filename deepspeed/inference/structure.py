@@ -1,0 +1,171 @@
+"""What the fused executor reads of a model: decoder layers of one well-known shape, by their parts."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from deepspeed.errors import PackingError
+from deepspeed.inference.native import Layer, Matrix, Norm, matrix_of
+from deepspeed.inference.quantization.layers import PackedLinear
+from deepspeed.native import KINDS
+from deepspeed.zero.param import is_managed
+
+LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
+# In the order of `Activation` in decoder.cpp.
+ACTIVATIONS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
+    F.silu, F.gelu, lambda x: F.gelu(x, approximate="tanh"), F.relu,
+)  # fmt: skip
+
+
+@dataclass
+class Structure:
+    """A model's parts. `layers` are filled but for their heads' cache, window and scale.
+
+    Attributes:
+        seen: what the pointers stand on, as (dict of the owner, name, object, address): see `changed`.
+    """
+
+    embedding: nn.Module
+    rotary: nn.Module
+    blocks: list[Any]
+    layers: Any
+    norm: Norm
+    head: Matrix
+    seen: list[tuple[dict[str, Any], str, Any, int]] = field(default_factory=list)
+
+    def changed(self) -> bool:
+        """Whether a module or a weight's memory is another than the one that was read. Values may change freely."""
+        for owner, name, was, address in self.seen:
+            now = owner.get(name)
+            if now is not was or (address and was.data_ptr() != address):
+                return True
+        return False
+
+
+class Reader:
+    """Reads one model.
+
+    Raises:
+        PackingError: it has another shape; the message says where.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.seen: list[tuple[dict[str, Any], str, Any, int]] = []
+
+    def read(self) -> Structure:
+        """The parts of the model."""
+        base = getattr(self.model, getattr(self.model, "base_model_prefix", "") or "model", None)
+        if not isinstance(base, nn.Module) or base is self.model:
+            raise PackingError("it has no base model under a head")
+        prefix = next(name for name, child in self.model.named_children() if child is base)
+        self._only(self.model, {prefix, "lm_head"})
+        parts = self._only(base, {"embed_tokens", "layers", "norm", "rotary_emb"})
+        for module in self.model.modules():
+            if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
+                raise PackingError(f"the forward of {type(module).__name__} is hooked")
+        blocks = list(parts["layers"])
+        layers = (Layer * len(blocks))()
+        for at, block in enumerate(blocks):
+            self._see(parts["layers"]._modules, str(at))
+            self._block(block, layers[at])
+        head = self._matrix(self.model, "lm_head")
+        made = Structure(parts["embed_tokens"], parts["rotary_emb"], blocks, layers, self._norm(base, "norm"), head)
+        self._weight(base.embed_tokens)
+        made.seen = self.seen
+        return made
+
+    def _see(self, owner: dict[str, Any], name: str) -> None:
+        tensor = owner[name] if isinstance(owner[name], torch.Tensor) else None
+        self.seen.append((owner, name, owner[name], 0 if tensor is None else tensor.data_ptr()))
+
+    def _weight(self, module: Any) -> None:
+        """Note the tensors of a leaf."""
+        home = module.packed if hasattr(module, "packed") else module
+        for owner in (home, module) if home is not module else (module,):
+            for name, tensor in owner._parameters.items():
+                if tensor is None:
+                    continue
+                if is_managed(tensor) or type(tensor.data) is not torch.Tensor:
+                    raise PackingError(f"{type(module).__name__} has weights that are not whole here")
+                self._see(owner._parameters, name)
+
+    def _only(self, module: nn.Module, names: set[str], optional: frozenset[str] = frozenset()) -> dict[str, Any]:
+        """Children by name; no others, and no weights beside them."""
+        found = {name: child for name, child in module.named_children() if not isinstance(child, nn.Dropout)}
+        strange = sorted(set(found) - names - optional) + sorted(
+            n for n, p in module._parameters.items() if p is not None
+        )
+        lacking = sorted(names - set(found))
+        if strange or lacking:
+            said = [f"has {name}" for name in strange] + [f"has no {name}" for name in lacking]
+            raise PackingError(f"{type(module).__name__} {', '.join(said[:3])}")
+        for name in found:
+            self._see(module._modules, name)
+        return found
+
+    def _block(self, block: Any, layer: Any) -> None:
+        self._only(block, LAYER)
+        attention, mlp = block.self_attn, block.mlp
+        own = self._only(attention, set(ATTENTION), frozenset({"q_norm", "k_norm"}))
+        acts = self._only(mlp, {*FEED_FORWARD, "act_fn"})["act_fn"]
+        layer.before, layer.after = self._norm(block, "input_layernorm"), self._norm(block, "post_attention_layernorm")
+        for name, kind in (("query", "q_norm"), ("key", "k_norm")):
+            if kind in own:
+                setattr(layer, name, self._norm(attention, kind))
+        for owner, fields, names in (
+            (attention, ("q", "k", "v", "out"), ATTENTION),
+            (mlp, ("gate", "up", "down"), FEED_FORWARD),
+        ):
+            for name, kind in zip(fields, names, strict=True):
+                setattr(layer, name, self._matrix(owner, kind))
+        layer.activation = _activation(acts)
+
+    def _matrix(self, owner: nn.Module, name: str) -> Matrix:
+        module: Any = owner._modules[name]
+        packed = isinstance(module, PackedLinear)
+        if not packed and type(module).forward is not nn.Linear.forward:
+            raise PackingError(f"{name} is a {type(module).__name__}")
+        self._weight(module)
+        made = matrix_of(module.packed if packed else module.weight, module.bias)
+        if isinstance(made, str):
+            raise PackingError(f"{name}: {made}")
+        return made
+
+    def _norm(self, owner: nn.Module, name: str) -> Norm:
+        module: Any = owner._modules[name]
+        weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+        eps = next((getattr(module, kind) for kind in ("variance_epsilon", "eps") if hasattr(module, kind)), None)
+        if not isinstance(weight, torch.Tensor) or not isinstance(eps, float) or set(module._modules):
+            raise PackingError(f"{name} is a {type(module).__name__}")
+        self._weight(module)
+        if weight.dtype not in (torch.float32, torch.bfloat16) or (bias is not None and bias.dtype != weight.dtype):
+            raise PackingError(f"{name} has weights of {weight.dtype}")
+        made = Norm(weight=weight.data_ptr(), kind=KINDS[weight.dtype], eps=eps)
+        made.bias = None if bias is None else bias.data_ptr()
+        made.centred = isinstance(module, nn.LayerNorm)
+        return made
+
+
+def _activation(module: nn.Module) -> int:
+    """Which of the known functions it is, by its values."""
+    grid = torch.linspace(-6, 6, 241)
+    made = module(grid)
+    for which, function in enumerate(ACTIVATIONS):
+        if made.shape == grid.shape and torch.allclose(made, function(grid), rtol=1e-5, atol=1e-6):
+            return which
+    raise PackingError(f"its activation is {type(module).__name__}")
+
+
+def address(array: Any) -> int:
+    """Of a ctypes object."""
+    return ctypes.addressof(array)

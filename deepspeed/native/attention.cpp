@@ -1,0 +1,226 @@
+// Attention over pages in place. Scores of a row with all keys it sees, their softmax, the weighted sum: each in an order
+// that depends on the keys' positions alone, so a row's bits depend neither on its chunk nor on other sequences.
+#include <algorithm>
+#include <cmath>
+
+#include <omp.h>
+
+#include "decoder.h"
+#include "tiles.h"
+
+namespace ds {
+
+constexpr int64_t QUERIES = 16;  // of one cached head, taken through its keys together
+constexpr int64_t KEYS = 16;     // scored together; they begin at a multiple of it
+
+// Rows of one sequence and one cached head.
+struct Work {
+    const Pass& pass;
+    const Heads& heads;
+    const int64_t* pages;
+    int64_t head, start, end;    // positions of the keys: start is a multiple of KEYS
+    int64_t count;               // queries
+    const float* query[QUERIES];
+    int64_t position[QUERIES];
+    float* out[QUERIES];
+    float* scores;  // [QUERIES, padded]
+    int64_t padded;
+
+    const char* row(const void* pool, int64_t position) const {
+        const int64_t element = (slot(pass, pages, position) * heads.cached + head) * heads.size;
+        return static_cast<const char*>(pool) + element * width(heads.kind);
+    }
+};
+
+DS_INLINE void load(const char* row, Kind kind, float* out, int64_t count) {
+    if (kind == FP32) std::memcpy(out, row, static_cast<size_t>(4 * count));
+    else widen(reinterpret_cast<const uint16_t*>(row), kind, out, count);
+}
+
+// -- softmax ----------------------------------------------------------------------------------------------------------
+
+// Scores become weights; returns what their weighted sum is to be divided by.
+DS_INLINE float weigh(const Work& w, int64_t q) {
+    float* scores = w.scores + q * w.padded;
+    const int64_t first = w.heads.window ? std::max<int64_t>(0, w.position[q] + 1 - w.heads.window) - w.start : 0;
+    const int64_t end = w.position[q] + 1 - w.start, whole = (end + KEYS - 1) / KEYS * KEYS;
+    std::fill(scores, scores + first, -INFINITY);
+    std::fill(scores + end, scores + whole, -INFINITY);
+    alignas(64) float lanes[KEYS], largest = -INFINITY;
+    std::fill(lanes, lanes + KEYS, -INFINITY);
+    for (int64_t t = 0; t < whole; t += KEYS)
+        for (int64_t i = 0; i < KEYS; i++) {
+            scores[t + i] *= w.heads.scale;
+            lanes[i] = scores[t + i] > lanes[i] ? scores[t + i] : lanes[i];
+        }
+    for (float lane : lanes) largest = std::max(largest, lane);
+    std::fill(lanes, lanes + KEYS, 0.0f);
+    for (int64_t t = 0; t < whole; t += KEYS)
+        for (int64_t i = 0; i < KEYS; i++) {
+            const float weight = exponential(scores[t + i] - largest);
+            scores[t + i] = weight;
+            lanes[i] += weight;
+        }
+    std::fill(scores + whole, scores + w.padded, 0.0f);
+    for (int64_t half = KEYS / 2; half; half /= 2)
+        for (int64_t i = 0; i < half; i++) lanes[i] += lanes[i + half];
+    return lanes[0];
+}
+
+// -- portable ---------------------------------------------------------------------------------------------------------
+
+DS_INLINE void plain(const Work& w) {
+    const int64_t size = w.heads.size;
+    alignas(64) float row[512];
+    for (int64_t t = w.start; t < w.end; t++) {
+        load(w.row(w.heads.keys, t), w.heads.kind, row, size);
+        for (int64_t q = 0; q < w.count; q++) {
+            float sum = 0.0f;
+            for (int64_t d = 0; d < size; d++) sum += w.query[q][d] * row[d];
+            w.scores[q * w.padded + t - w.start] = sum;
+        }
+    }
+    float total[QUERIES];
+    for (int64_t q = 0; q < w.count; q++) {
+        total[q] = weigh(w, q);
+        std::fill(w.out[q], w.out[q] + size, 0.0f);
+    }
+    for (int64_t t = w.start; t < w.end; t++) {
+        load(w.row(w.heads.values, t), w.heads.kind, row, size);
+        for (int64_t q = 0; q < w.count; q++) {
+            const float weight = w.scores[q * w.padded + t - w.start];
+            for (int64_t d = 0; d < size; d++) w.out[q][d] += weight * row[d];
+        }
+    }
+    for (int64_t q = 0; q < w.count; q++)
+        for (int64_t d = 0; d < size; d++) w.out[q][d] /= total[q];
+}
+
+static void portable(const Work& w) { plain(w); }
+DS_AVX2 static void avx2(const Work& w) { plain(w); }
+
+#if defined(__x86_64__)
+// -- vectors ----------------------------------------------------------------------------------------------------------
+
+DS_AVX512 static DS_INLINE __m512 sixteen(const char* row, Kind kind, int64_t at) {
+    if (kind == FP32) return _mm512_loadu_ps(reinterpret_cast<const float*>(row) + at);
+    const auto* halves = reinterpret_cast<const __m256i*>(reinterpret_cast<const uint16_t*>(row) + at);
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(halves)), 16));
+}
+
+// Keys [t, t + 16) as columns: turned[d][key], zeros behind the end.
+DS_AVX512 static void turn(const Work& w, int64_t t, float* turned) {
+    alignas(64) float rows[KEYS * 16];
+    const char* row[KEYS];
+    for (int64_t i = 0; i < KEYS; i++) row[i] = t + i < w.end ? w.row(w.heads.keys, t + i) : nullptr;
+    for (int64_t d = 0; d < w.heads.size; d += 16) {
+        for (int64_t i = 0; i < KEYS; i++)
+            _mm512_store_ps(rows + 16 * i, row[i] ? sixteen(row[i], w.heads.kind, d) : _mm512_setzero_ps());
+        transpose16(rows, 16, turned + d * KEYS, KEYS);
+    }
+}
+
+// Four chains of sums, so that one query does not wait for itself.
+template <int R> DS_AVX512 static DS_INLINE void score(const Work& w, int64_t q, const float* turned, int64_t t) {
+    __m512 sums[R][4];
+    for (auto& row : sums)
+        for (auto& sum : row) sum = _mm512_setzero_ps();
+    for (int64_t d = 0; d < w.heads.size; d += 4)
+        for (int c = 0; c < 4; c++) {
+            const __m512 keys = _mm512_load_ps(turned + (d + c) * KEYS);
+            for (int j = 0; j < R; j++)
+                sums[j][c] = _mm512_fmadd_ps(_mm512_set1_ps(w.query[q + j][d + c]), keys, sums[j][c]);
+        }
+    for (int j = 0; j < R; j++) {
+        const __m512 low = _mm512_add_ps(sums[j][0], sums[j][1]), high = _mm512_add_ps(sums[j][2], sums[j][3]);
+        _mm512_storeu_ps(w.scores + (q + j) * w.padded + t - w.start, _mm512_add_ps(low, high));
+    }
+}
+
+// R queries, 64 elements of a head from `d` on.
+template <int R, int V> DS_AVX512 static DS_INLINE void mix(const Work& w, int64_t q, int64_t d, const float* total) {
+    __m512 sums[R][V];
+    for (auto& row : sums)
+        for (auto& sum : row) sum = _mm512_setzero_ps();
+    for (int64_t t = w.start; t < w.end; t++) {
+        const char* row = w.row(w.heads.values, t);
+        for (int v = 0; v < V; v++) {
+            const __m512 value = sixteen(row, w.heads.kind, d + 16 * v);
+            for (int j = 0; j < R; j++)
+                sums[j][v] = _mm512_fmadd_ps(_mm512_set1_ps(w.scores[(q + j) * w.padded + t - w.start]), value,
+                                             sums[j][v]);
+        }
+    }
+    for (int j = 0; j < R; j++)
+        for (int v = 0; v < V; v++)
+            _mm512_storeu_ps(w.out[q + j] + d + 16 * v, _mm512_div_ps(sums[j][v], _mm512_set1_ps(total[q + j])));
+}
+
+template <int R> DS_AVX512 static void mix_all(const Work& w, int64_t q, const float* total) {
+    int64_t d = 0;
+    for (; d + 64 <= w.heads.size; d += 64) mix<R, 4>(w, q, d, total);
+    for (; d < w.heads.size; d += 16) mix<R, 1>(w, q, d, total);
+}
+
+DS_AVX512 static void avx512(const Work& w) {
+    alignas(64) float turned[512 * KEYS];
+    for (int64_t t = w.start; t < w.end; t += KEYS) {
+        turn(w, t, turned);
+        int64_t q = 0;
+        for (; q + 4 <= w.count; q += 4) score<4>(w, q, turned, t);
+        for (; q < w.count; q++) score<1>(w, q, turned, t);
+    }
+    float total[QUERIES];
+    for (int64_t q = 0; q < w.count; q++) total[q] = weigh(w, q);
+    int64_t q = 0;
+    for (; q + 4 <= w.count; q += 4) mix_all<4>(w, q, total);
+    for (; q < w.count; q++) mix_all<1>(w, q, total);
+}
+#else
+static void avx512(const Work& w) { plain(w); }
+#endif
+
+// -- all rows ---------------------------------------------------------------------------------------------------------
+
+static void attend_span(const Pass& pass, const Heads& heads, const int64_t* span, int64_t head, int64_t first,
+                        const float* queries, int64_t stride, float* out) {
+    using Function = void (*)(const Work&);
+    const Function function = Versions<Function>{portable, avx2, avx512}.pick();
+    const int64_t group = heads.count / heads.cached, all = span[1] * group;
+    Work w{pass, heads, pass.pages + span[3], head, 0, 0, std::min(QUERIES, all - first), {}, {}, {}, nullptr, 0};
+    for (int64_t q = 0; q < w.count; q++) {
+        const int64_t row = (first + q) / group, one = head * group + (first + q) % group;
+        w.query[q] = queries + (span[0] + row) * stride + one * heads.size;
+        w.out[q] = out + ((span[0] + row) * heads.count + one) * heads.size;
+        w.position[q] = span[2] + row;
+    }
+    const int64_t seen = heads.window ? std::max<int64_t>(0, w.position[0] + 1 - heads.window) : 0;
+    w.start = seen / KEYS * KEYS;
+    w.end = w.position[w.count - 1] + 1;
+    w.padded = (w.end - w.start + KEYS - 1) / KEYS * KEYS;
+    static thread_local std::vector<float> scores;
+    scores.resize(static_cast<size_t>(w.count * w.padded));
+    w.scores = scores.data();
+    function(w);
+}
+
+void attend(const Pass& pass, const Heads& heads, const float* queries, int64_t stride, float* out) {
+    struct Item {
+        const int64_t* span;
+        int64_t head, first;
+    };
+    std::vector<Item> items;
+    for (int64_t s = 0; s < pass.sequences; s++)
+        for (int64_t head = 0; head < heads.cached; head++)
+            for (int64_t first = 0; first < pass.spans[4 * s + 1] * (heads.count / heads.cached); first += QUERIES)
+                items.push_back({pass.spans + 4 * s, head, first});
+    const auto count = static_cast<int64_t>(items.size());
+    const int useful = static_cast<int>(std::clamp<int64_t>(count / 8, 1, pass.threads));
+#pragma omp parallel for schedule(dynamic, 1) num_threads(useful) if (useful > 1)
+    for (int64_t i = 0; i < count; i++) {
+        const Item& item = items[static_cast<size_t>(i)];
+        attend_span(pass, heads, item.span, item.head, item.first, queries, stride, out);
+    }
+}
+
+}  // namespace ds

@@ -1,0 +1,217 @@
+// The layers of a decoder: norms, rotations, activations, and the order of the products between them.
+#include "decoder.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace ds {
+
+enum Activation : int32_t { SILU, GELU, GELU_TANH, RELU };
+
+constexpr int64_t CHUNK = 128;  // rows of the feed-forward part at a time: what lies between its products stays in cache
+
+// Mirrored by `Norm` in deepspeed/inference/native.py.
+struct Norm {
+    const void* weight;  // [width], null: no norm
+    const void* bias;    // or null
+    Kind kind;
+    int32_t centred;  // less the mean, as LayerNorm does
+    float eps;
+};
+
+// Mirrored by `Layer` in deepspeed/inference/native.py.
+struct Layer {
+    Norm before, after, query, key;
+    Matrix q, k, v, out, gate, up, down;
+    Heads heads;
+    Activation activation;
+};
+
+DS_INLINE float read(const void* values, Kind kind, int64_t at) {
+    return kind == FP32 ? static_cast<const float*>(values)[at] : from_bf16(static_cast<const uint16_t*>(values)[at]);
+}
+
+DS_INLINE float sum(const float* values, int64_t count, float mean) {
+    alignas(64) float lanes[16] = {};
+    int64_t i = 0;
+    for (; i + 16 <= count; i += 16)
+        for (int64_t l = 0; l < 16; l++) lanes[l] += (values[i + l] - mean) * (values[i + l] - mean);
+    for (; i < count; i++) lanes[0] += (values[i] - mean) * (values[i] - mean);
+    for (int half = 8; half; half /= 2)
+        for (int l = 0; l < half; l++) lanes[l] += lanes[l + half];
+    return lanes[0];
+}
+
+DS_INLINE void norm_row(const Norm& norm, const float* x, float* out, int64_t width) {
+    float mean = 0.0f;
+    if (norm.centred) {
+        for (int64_t i = 0; i < width; i++) mean += x[i];
+        mean /= static_cast<float>(width);
+    }
+    const float factor = 1.0f / std::sqrt(sum(x, width, mean) / static_cast<float>(width) + norm.eps);
+    if (norm.kind == FP32) {
+        const auto* weight = static_cast<const float*>(norm.weight);
+        for (int64_t i = 0; i < width; i++) out[i] = (x[i] - mean) * factor * weight[i];
+    } else {
+        const auto* weight = static_cast<const uint16_t*>(norm.weight);
+        for (int64_t i = 0; i < width; i++) out[i] = (x[i] - mean) * factor * from_bf16(weight[i]);
+    }
+    if (norm.bias)
+        for (int64_t i = 0; i < width; i++) out[i] += read(norm.bias, norm.kind, i);
+}
+
+DS_INLINE void rotate(float* x, const float* cosines, const float* sines, int64_t rotary) {
+    const int64_t half = rotary / 2;
+    for (int64_t i = 0; i < half; i++) {
+        const float one = x[i], two = x[i + half];
+        x[i] = one * cosines[i] - two * sines[i];
+        x[i + half] = two * cosines[i + half] + one * sines[i + half];
+    }
+}
+
+DS_INLINE void store(const float* x, void* pool, Kind kind, int64_t at, int64_t count) {
+    if (kind == FP32) std::copy(x, x + count, static_cast<float*>(pool) + at);
+    else narrow(x, kind, static_cast<uint16_t*>(pool) + at, count);
+}
+
+DS_INLINE float logistic(float x) {  // of either sign, by an exponential that takes none above zero
+    const float e = exponential(-std::fabs(x));
+    return (x < 0.0f ? e : 1.0f) / (1.0f + e);
+}
+
+DS_INLINE void activate(Activation activation, float* gate, const float* up, int64_t count) {
+    switch (activation) {
+    case SILU:
+        for (int64_t i = 0; i < count; i++) gate[i] = gate[i] * logistic(gate[i]) * up[i];
+        break;
+    case GELU_TANH:  // (1 + tanh y) / 2 is the logistic function of 2 y
+        for (int64_t i = 0; i < count; i++) {
+            const float x = gate[i], y = 1.5957691216f * (x + 0.044715f * x * x * x);
+            gate[i] = x * logistic(y) * up[i];
+        }
+        break;
+    case GELU:
+        for (int64_t i = 0; i < count; i++) gate[i] *= 0.5f * (1.0f + std::erf(gate[i] * 0.70710678f)) * up[i];
+        break;
+    case RELU:
+        for (int64_t i = 0; i < count; i++) gate[i] = std::max(gate[i], 0.0f) * up[i];
+    }
+}
+
+// What lies between the products, one compilation for each instruction set.
+struct Between {
+    void (*norm)(const Norm&, const float* x, float* out, int64_t rows, int64_t width);
+    void (*place)(const Layer&, const Pass&, const int64_t* span, float* qkv);
+    void (*activate)(Activation, float* gate, const float* up, int64_t count);
+};
+
+#define DS_BETWEEN(NAME, TARGET)                                                                                       \
+    TARGET static void NAME##_norm(const Norm& norm, const float* x, float* out, int64_t rows, int64_t width) {        \
+        for (int64_t row = 0; row < rows; row++) norm_row(norm, x + row * width, out + row * width, width);            \
+    }                                                                                                                  \
+    TARGET static void NAME##_place(const Layer& layer, const Pass& pass, const int64_t* span, float* qkv) {           \
+        place_span(layer, pass, span, qkv);                                                                            \
+    }                                                                                                                  \
+    TARGET static void NAME##_activate(Activation activation, float* gate, const float* up, int64_t count) {           \
+        activate(activation, gate, up, count);                                                                         \
+    }                                                                                                                  \
+    static const Between NAME = {NAME##_norm, NAME##_place, NAME##_activate};
+
+// Queries and keys of a sequence's rows are normed and rotated, keys and values go to their pages.
+DS_INLINE void place_span(const Layer& layer, const Pass& pass, const int64_t* span, float* qkv) {
+    const Heads& h = layer.heads;
+    const int64_t stride = (h.count + 2 * h.cached) * h.size;
+    for (int64_t r = 0; r < span[1]; r++) {
+        const int64_t position = span[2] + r, at = slot(pass, pass.pages + span[3], position);
+        float* row = qkv + (span[0] + r) * stride;
+        for (int64_t head = 0; head < h.count + h.cached; head++) {
+            const Norm& norm = head < h.count ? layer.query : layer.key;
+            float* one = row + head * h.size;
+            if (norm.weight) norm_row(norm, one, one, h.size);
+            rotate(one, pass.cosines + position * h.rotary, pass.sines + position * h.rotary, h.rotary);
+        }
+        store(row + h.count * h.size, h.keys, h.kind, at * h.cached * h.size, h.cached * h.size);
+        store(row + (h.count + h.cached) * h.size, h.values, h.kind, at * h.cached * h.size, h.cached * h.size);
+    }
+}
+
+DS_BETWEEN(portable_between, )
+DS_BETWEEN(avx2_between, DS_AVX2)
+DS_BETWEEN(avx512_between, DS_AVX512)
+
+static const Between& between() {
+    return *Versions<const Between*>{&portable_between, &avx2_between, &avx512_between}.pick();
+}
+
+static float* sized(std::vector<float>& buffer, int64_t count) {
+    buffer.resize(static_cast<size_t>(count));
+    return buffer.data();
+}
+
+static void attention_part(const Layer& layer, const Pass& pass) {
+    static thread_local std::vector<float> buffers[3];
+    static thread_local Input input;
+    const Heads& h = layer.heads;
+    const int64_t rows = pass.rows, width = layer.q.inputs, stride = (h.count + 2 * h.cached) * h.size;
+    float* normed = sized(buffers[0], rows * width);
+    float* qkv = sized(buffers[1], rows * stride);
+    float* mixed = sized(buffers[2], rows * h.count * h.size);
+    between().norm(layer.before, pass.x, normed, rows, width);
+    int32_t form = -1;
+    float* at = qkv;
+    for (const Matrix* matrix : {&layer.q, &layer.k, &layer.v}) {
+        if (matrix->form != form) input.prepare(normed, rows, width, matrix->form);
+        form = matrix->form;
+        multiply(*matrix, input, at, stride, false, pass.threads);
+        at += matrix->outputs;
+    }
+    for (int64_t s = 0; s < pass.sequences; s++) between().place(layer, pass, pass.spans + 4 * s, qkv);
+    attend(pass, h, qkv, stride, mixed);
+    input.prepare(mixed, rows, h.count * h.size, layer.out.form);
+    multiply(layer.out, input, pass.x, width, true, pass.threads);
+}
+
+static void feed_forward(const Layer& layer, const Pass& pass) {
+    static thread_local std::vector<float> buffers[3];
+    static thread_local Input input;
+    const int64_t width = layer.gate.inputs, inner = layer.gate.outputs;
+    for (int64_t row = 0; row < pass.rows; row += CHUNK) {
+        const int64_t rows = std::min(CHUNK, pass.rows - row);
+        float* normed = sized(buffers[0], rows * width);
+        float *gate = sized(buffers[1], rows * inner), *up = sized(buffers[2], rows * inner);
+        between().norm(layer.after, pass.x + row * width, normed, rows, width);
+        input.prepare(normed, rows, width, layer.gate.form);
+        multiply(layer.gate, input, gate, inner, false, pass.threads);
+        if (layer.up.form != layer.gate.form) input.prepare(normed, rows, width, layer.up.form);
+        multiply(layer.up, input, up, inner, false, pass.threads);
+        between().activate(layer.activation, gate, up, rows * inner);
+        input.prepare(gate, rows, inner, layer.down.form);
+        multiply(layer.down, input, pass.x + row * width, width, true, pass.threads);
+    }
+}
+
+}  // namespace ds
+
+extern "C" {
+
+// parts: 1 the attention, 2 the feed-forward network, 3 both.
+void ds_layers(const ds::Layer* layers, int64_t count, const ds::Pass* pass, int32_t parts) {
+    for (int64_t i = 0; i < count; i++) {
+        if (parts & 1) ds::attention_part(layers[i], *pass);
+        if (parts & 2) ds::feed_forward(layers[i], *pass);
+    }
+}
+
+// out[rows, outputs]: the normed rows times the matrix.
+void ds_head(const ds::Norm* norm, const ds::Matrix* matrix, const float* x, int64_t rows, float* out, int threads) {
+    std::vector<float> normed(static_cast<size_t>(rows * matrix->inputs));
+    ds::between().norm(*norm, x, normed.data(), rows, matrix->inputs);
+    ds::Input input;
+    input.prepare(normed.data(), rows, matrix->inputs, matrix->form);
+    ds::multiply(*matrix, input, out, matrix->outputs, false, threads);
+}
+
+void ds_attend(const ds::Pass* pass, const ds::Heads* heads, const float* queries, float* out) {
+    ds::attend(*pass, *heads, queries, heads->count * heads->size, out);
+}
+}

@@ -1,0 +1,40 @@
+// Products with matrices that stay where a model holds them, y = x Wᵀ, in sums whose order depends on the inner
+// dimension alone: a row's bits do not depend on how many other rows there are.
+#pragma once
+
+#include <vector>
+
+#include "numbers.h"
+
+namespace ds {
+
+// In the order of FORMS in deepspeed/inference/native.py.
+enum Form : int32_t { WHOLE, HALF, SIGNED8, UNSIGNED8, UNSIGNED4 };
+
+// Mirrored by `Matrix` in deepspeed/inference/native.py.
+struct Matrix {
+    const void* weights;  // [outputs, inputs] in rows without gaps; 4 bits: the even column is the low half of a byte
+    const float* scale;   // [outputs, inputs / group], of integers
+    const float* offset;  // the same, or null: zero
+    const void* bias;     // [outputs] or null
+    int64_t outputs, inputs, group;
+    Form form;
+    Kind bias_kind;
+};
+
+// Rows of an input as the product with a kind of matrix wants them.
+struct Input {
+    int64_t rows = 0, columns = 0, padded = 0;  // padded: to whole vectors, with zeros
+    bool tiled = false;                         // in blocks of 16 rows, pairs of columns outside, rows inside
+    std::vector<char> values;
+    std::vector<float> steps, sums;  // of integers: value of one by row; sums of a row's values by group of 32
+    const float* plain = nullptr;
+
+    // Read `x` [rows, columns], for matrices of `form`.
+    void prepare(const float* x, int64_t rows, int64_t columns, Form form);
+};
+
+// y[row, 0 … outputs) = x Wᵀ + bias, or that added to what y holds; rows of y lie `stride` apart.
+void multiply(const Matrix& matrix, const Input& x, float* y, int64_t stride, bool add, int threads);
+
+}  // namespace ds

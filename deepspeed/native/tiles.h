@@ -1,0 +1,62 @@
+// What kernels on vectors of sixteen share: transposition, and the set-up of matrix tiles.
+#pragma once
+
+#if defined(__x86_64__)
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC 12 warns of its own header (its bug 105593)
+#include <immintrin.h>
+#pragma GCC diagnostic pop
+
+#include <cstdint>
+
+#define DS_BF16 __attribute__((target("fma,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,prfchw")))
+#define DS_AMX \
+    __attribute__((target("fma,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,prfchw,amx-tile,amx-bf16,amx-int8")))
+// Tiles are read and written by instructions whose memory the compiler does not see.
+#define DS_FENCE asm volatile("" ::: "memory")
+
+namespace ds {
+
+// Rows of 16 elements of 32 bits become columns; `from` and `to` in elements between rows.
+DS_AVX512 inline void transpose16(const void* source, int64_t from, void* target, int64_t to) {
+    const auto* in = static_cast<const int32_t*>(source);
+    auto* out = static_cast<int32_t*>(target);
+    __m512i a[16], b[16];
+    for (int i = 0; i < 16; i++) a[i] = _mm512_loadu_si512(in + i * from);
+    for (int i = 0; i < 16; i += 2) {
+        b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
+        b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4)
+        for (int j = 0; j < 2; j++) {
+            a[i + 2 * j] = _mm512_unpacklo_epi64(b[i + j], b[i + j + 2]);
+            a[i + 2 * j + 1] = _mm512_unpackhi_epi64(b[i + j], b[i + j + 2]);
+        }
+    for (int j = 0; j < 4; j++) {
+        b[j] = _mm512_shuffle_i32x4(a[j], a[j + 4], 0x88);
+        b[j + 4] = _mm512_shuffle_i32x4(a[j], a[j + 4], 0xdd);
+        b[j + 8] = _mm512_shuffle_i32x4(a[j + 8], a[j + 12], 0x88);
+        b[j + 12] = _mm512_shuffle_i32x4(a[j + 8], a[j + 12], 0xdd);
+    }
+    for (int j = 0; j < 4; j++) {
+        _mm512_storeu_si512(out + j * to, _mm512_shuffle_i32x4(b[j], b[j + 8], 0x88));
+        _mm512_storeu_si512(out + (j + 8) * to, _mm512_shuffle_i32x4(b[j], b[j + 8], 0xdd));
+        _mm512_storeu_si512(out + (j + 4) * to, _mm512_shuffle_i32x4(b[j + 4], b[j + 12], 0x88));
+        _mm512_storeu_si512(out + (j + 12) * to, _mm512_shuffle_i32x4(b[j + 4], b[j + 12], 0xdd));
+    }
+}
+
+// Tiles 0 to 3 hold sums [16, columns] of fp32, 4 and 5 [16, 32] of bf16, 6 and 7 pairs [16, columns].
+DS_AMX inline void configure_tiles(int columns) {
+    alignas(64) uint8_t config[64] = {1};
+    auto* bytes = reinterpret_cast<uint16_t*>(config + 16);
+    for (int tile = 0; tile < 8; tile++) {
+        bytes[tile] = static_cast<uint16_t>(tile == 4 || tile == 5 ? 64 : 4 * columns);
+        config[48 + tile] = 16;
+    }
+    DS_FENCE;
+    _tile_loadconfig(config);
+}
+
+}  // namespace ds
+#endif

@@ -1,0 +1,403 @@
+"""The fused executor: native products and attention against plain torch, and logits that no neighbour changes."""
+
+from __future__ import annotations
+
+import copy
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from deepspeed.inference import Generator, Request, Sampling, choice, fused
+from deepspeed.inference.batch import Batch, Span
+from deepspeed.inference.native import functions, matrix_of, product, product_twin
+from deepspeed.inference.quantization.packed import Form, PackedWeight
+from deepspeed.inference.quantization.quantization import quantize_linears
+from deepspeed.native import INSTRUCTION_SETS
+from tests.unit.inference.test_planted import windowed
+from tests.unit.inference.toys import alone, llama, prompts, scale
+
+native = pytest.mark.skipif(functions() is None, reason="the native library is not built, or off")
+pytestmark = native
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(params=INSTRUCTION_SETS)
+def form(request):
+    """Kernels of one instruction set; those that the processor lacks are skipped."""
+    found = functions()
+    wanted = INSTRUCTION_SETS.index(request.param)
+    if found.ds_instruction_set(wanted) != wanted:
+        pytest.skip(f"no {request.param} here")
+    yield request.param
+    found.ds_instruction_set(len(INSTRUCTION_SETS))
+
+
+PACKINGS = {
+    "signed 8": Form(8, 0, 1, True), "8 in groups": Form(8, 32, 1, False), "4 in groups": Form(4, 64, 1, False),
+    "4": Form(4, 0, 1, True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["fp32", "bf16", *PACKINGS])
+def test_a_product_is_right_and_its_rows_do_not_know_each_other(form, kind) -> None:
+    torch.manual_seed(0)
+    for outputs, inputs in ((67, 192), (32, 2112)) if kind in PACKINGS else ((67, 200), (32, 2112), (1, 32)):
+        weight, bias = torch.randn(outputs, inputs) * 0.1, torch.randn(outputs)
+        if kind in PACKINGS:
+            weight = PackedWeight(weight, PACKINGS[kind])
+        weight = weight.bfloat16() if kind == "bf16" else weight
+        matrix = matrix_of(weight, bias)
+        x = torch.randn(50, inputs)
+        all_rows, twin = product(matrix, x, 1), product_twin(weight, x, bias)
+        bound = 2e-4 if kind in PACKINGS else 1e-5  # integers: 15 bits of a row's largest
+        assert float((all_rows - twin).abs().max()) < bound * float(twin.abs().max())
+        for rows in (1, 3, 16, 17, 33):
+            assert torch.equal(product(matrix, x[:rows].contiguous(), 1), all_rows[:rows]), rows
+        assert torch.equal(product(matrix, x[40:45].contiguous(), 2), all_rows[40:45])
+
+
+def test_what_is_not_finite_shows(form) -> None:
+    for weight in (
+        torch.ones(4, 64),
+        torch.ones(4, 64).bfloat16(),
+        PackedWeight(torch.ones(4, 64), Form(8, 0, 1, True)),
+    ):
+        for bad in (float("nan"), float("inf")):
+            x = torch.ones(2, 64)
+            x[0, 3] = bad
+            found = product(matrix_of(weight), x, 1)
+            assert not found[0].isfinite().any() and found[1].isfinite().all()
+
+
+def executors(model):
+    """(the fused executor of a model, its other way), or why there is none."""
+    found, why = choice.choose(model)
+    assert isinstance(found, fused.FusedExecutor), why
+    return found, found.plain
+
+
+def said(make=llama, **sizes) -> tuple:
+    model = make(**sizes)
+    return model, prompts((1, 16, 33, 50))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "make", [llama, windowed, lambda: llama(num_key_value_heads=4, head_dim=32, attention_bias=True)]
+)
+def test_passes_of_mixed_age_are_those_of_the_modules(form, make, dtype) -> None:
+    """Whole prompts, then chunks and single rows of unlike age, the pages in no order."""
+    model = make().to(dtype)
+    ours, plain = executors(model)
+    given = [list(range(5, 40)), list(range(50, 70)), list(range(7, 90, 2))]
+    pages = [list(range(20 * i + 12, 20 * i, -1)) for i in range(3)]
+    passes = (((0, 0, 20), (1, 0, 20)), ((0, 20, 21), (2, 0, 17)), ((2, 17, 42), (0, 21, 35)))
+    stores = ours.store.resized(70, 4), ours.store.resized(70, 4)
+    for rows in passes:
+        batch = Batch([Span(given[i][a:b], a, pages[i], b - a) for i, a, b in rows], 4, CPU)
+        ours.store = stores[0]
+        found = ours.run(batch)
+        plain.store = stores[1]
+        right = plain.run(batch).float()
+        error = float((found - right).norm() / right.norm())
+        assert error < (2e-6 if dtype == torch.float32 else 0.03), error
+
+
+def test_a_reused_page_lends_nothing_of_before(form) -> None:
+    """Slots behind the end hold what was there, even if that is no number."""
+    model, given = said()
+    ours, _ = executors(model)
+    clean, dirty = ours.store.resized(20, 16), ours.store.resized(20, 16)
+    for pool in (pool for pair in dirty.layers.values() for pool in pair):
+        pool.fill_(float("nan"))
+    batch = Batch([Span(given[2], 0, [3, 1, 2])], 16, CPU)
+    logits = []
+    for store in (clean, dirty):
+        ours.store = store
+        logits.append(ours.run(batch))
+    assert torch.equal(*logits)
+
+
+# -- invariance --------------------------------------------------------------------------------------------------------
+
+
+def logits_of(generator: Generator, requests: list[Request]) -> dict:
+    """Logits behind every token that was taken, by request and position."""
+    found: dict = {}
+    real = Generator._accept
+
+    def accept(self, share, logits, largest):
+        rows, before = logits.clone(), share.start + share.count
+        outputs = real(self, share, logits, largest)
+        for at in range(sum(len(output.tokens) for output in outputs)):
+            found[share.track.ident, before + at] = rows[at]
+        return outputs
+
+    with mock.patch.object(Generator, "_accept", accept):
+        for request in requests:
+            generator.submit(request)
+        while not generator.idle:
+            generator.step()
+    return found
+
+
+WAYS = {
+    "alone": {"max_sequences": 1, "prefix_cache": False},
+    "8 at once": {"max_sequences": 8, "prefix_cache": False},
+    "32 at once": {"max_sequences": 32, "prefix_cache": False},
+    "chunks": {"max_sequences": 8, "max_batch_tokens": 24, "prompt_chunk": 7, "prefix_cache": False},
+    "prefix": {"max_sequences": 8, "prefix_cache": True},
+    "guesses": {"max_sequences": 4, "speculation": 4, "prefix_cache": False},
+    "other pages": {"max_sequences": 8, "page_size": 5},
+}
+
+
+def all_ways(model, count: int, lengths: int, new: int, room: int) -> None:
+    """Bits of logits are those of a request alone, whatever else is in the pass.
+
+    Args:
+        room: tokens of the cache at which sequences are preempted.
+    """
+    shared = prompts((lengths // 2,))[0]
+    given = prompts(tuple(3 + 7 * i % lengths for i in range(count)))
+    given = [shared + p if i % 2 else p for i, p in enumerate(given)]
+    given[0] = given[0] * 4  # which guesses go on with
+    sampling = Sampling(max_new_tokens=new, ignore_eos=True)
+    requests = [Request(i, prompt, sampling) for i, prompt in enumerate(given)]
+    wanted = logits_of(Generator(model, **WAYS["alone"]), requests)
+    assert len(wanted) == count * new and len({int(row.argmax()) for row in wanted.values()}) > 20
+    each = Generator(model)._executor.store.bytes_per_page() // 16
+    for name, options in {
+        **WAYS,
+        "preempted": {"max_sequences": 8, "page_size": 2, "cache_bytes": room * each},
+    }.items():
+        generator = Generator(model, **options)
+        assert isinstance(generator._executor, fused.FusedExecutor)
+        found = logits_of(generator, requests)
+        assert (generator.load().preemptions > 0) == (name == "preempted"), name
+        assert found.keys() == wanted.keys(), name
+        differ = [key for key, row in found.items() if not torch.equal(row, wanted[key])]
+        assert not differ, f"{name}: {len(differ)} of {len(wanted)}, first {differ[:3]}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+def test_logits_do_not_depend_on_the_batch(dtype) -> None:
+    model = llama(max_position_embeddings=512)
+    if dtype == torch.int8:
+        quantize_linears(model, 8, 1, torch.float32)
+    else:
+        model = model.to(dtype)
+    all_ways(model, 32, 60, 6, 300)
+
+
+@pytest.mark.slow
+def test_logits_of_110_m_parameters_do_not_depend_on_the_batch() -> None:
+    model = llama(
+        hidden_size=768, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=12, num_key_value_heads=12,
+        vocab_size=32000, max_position_embeddings=2048, tie_word_embeddings=True,
+    )  # fmt: skip
+    all_ways(scale(model, 0.06).bfloat16(), 32, 200, 8, 1000)
+
+
+# -- what does not fit -------------------------------------------------------------------------------------------------
+
+
+def with_bias(model) -> None:
+    block = model.model.layers[1]
+    block.extra = nn.Parameter(torch.randn(64))
+
+    class Shifted(type(block)):
+        def forward(self, *given, **named):
+            return super().forward(*given, **named) + self.extra
+
+    block.__class__ = Shifted
+
+
+def with_odd_activation(model) -> None:
+    for block in model.model.layers:
+        block.mlp.act_fn = nn.Softplus()
+
+
+def with_hook(model) -> None:
+    model.model.layers[0].mlp.register_forward_hook(lambda m, a, out: out * 2)
+
+
+def with_other_linear(model) -> None:
+    class Doubled(nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    old = model.model.layers[1].mlp.up_proj
+    model.model.layers[1].mlp.up_proj = Doubled(old.in_features, old.out_features, bias=False)
+
+
+def with_turned_heads(model) -> None:
+    """Rotations of neighbours instead of halves: nothing but the result tells."""
+    model.model.rotary_emb.inv_freq.mul_(-1)
+    model.model.layers[0].self_attn.__class__ = type("Odd", (type(model.model.layers[0].self_attn),), {
+        "forward": lambda self, hidden_states, *a, **k: tuple(
+            x * 0.9 if i == 0 else x for i, x in enumerate(super(type(self), self).forward(hidden_states, *a, **k))
+        )
+    })  # fmt: skip
+
+
+ODD = {
+    with_bias: "Shifted has extra", with_odd_activation: "activation is Softplus",
+    with_hook: "LlamaMLP is hooked", with_other_linear: "up_proj is a Doubled",
+    with_turned_heads: "the attention of layer 0",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", ODD, ids=lambda change: change.__name__)
+def test_another_structure_goes_through_its_modules(change, log_lines) -> None:
+    model = llama()
+    change(model)
+    found, _ = choice.choose(model)
+    assert type(found) is not fused.FusedExecutor
+    assert any(ODD[change] in line for line in log_lines()), log_lines()
+    piece = prompts((20,))[0]
+    assert Generator(model).generate([piece], Sampling(max_new_tokens=8, ignore_eos=True))[0] == alone(model, piece, 8)
+
+
+@pytest.fixture
+def log_lines():
+    """What the package said."""
+    lines: list[str] = []
+    with mock.patch.object(choice, "say", lines.append), mock.patch.object(fused, "say", lines.append):
+        yield lambda: lines
+
+
+@pytest.mark.parametrize(
+    "kind", ["Granite", "Gemma", *(pytest.param(one, marks=pytest.mark.slow) for one in ("GPTNeoX", "OPT", "Cohere"))]
+)
+def test_other_families_go_through_their_modules(kind, log_lines) -> None:
+    import transformers
+
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 256}
+    if kind != "OPT":
+        sizes |= {"intermediate_size": 96, "num_key_value_heads": 4, "head_dim": 16}
+    sizes |= {"residual_multiplier": 0.97} if kind == "Granite" else {}
+    model = scale(getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**sizes)), 0.1)
+    assert type(choice.choose(model)[0]) is not fused.FusedExecutor
+    assert len(log_lines()) == 1 and "goes through its own modules: " in log_lines()[0]
+
+
+def stretched():
+    return llama(rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0})
+
+
+def lost(executor, rotary, end, real=fused.FusedExecutor._turn) -> None:
+    """Rotations of four times the positions."""
+    if not len(executor._cosines):
+        real(executor, rotary, 1024)
+        executor._cosines, executor._sines = executor._cosines[::4].contiguous(), executor._sines[::4].contiguous()
+
+
+FAULTS = {
+    "window ignored": (windowed, mock.patch.object(fused, "_window", lambda *_: 0)),
+    "rotation scaling lost": (stretched, mock.patch.object(fused.FusedExecutor, "_turn", lost)),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_shows(fault) -> None:
+    """With the checks at load off, tokens differ from `generate`'s; without the fault they do not."""
+    make, plant = FAULTS[fault]
+    model, pieces = make(), prompts((33, 60))
+    wanted = [alone(model, piece, 12) for piece in pieces]
+    sampling = Sampling(max_new_tokens=12, ignore_eos=True)
+    assert Generator(model).generate(pieces, sampling) == wanted
+    with mock.patch.object(choice, "prove", lambda *_: None), plant:
+        made = unproven(model)
+        with mock.patch("deepspeed.inference.generator.choose", lambda _: (made, "")):
+            assert Generator(model).generate(pieces, sampling) != wanted
+
+
+def unproven(model):
+    with mock.patch.object(choice, "_probe", lambda *given: PROBE(*given) and None):
+        return choice.choose(model)[0]
+
+
+PROBE = choice._probe
+
+
+# -- weights that change -----------------------------------------------------------------------------------------------
+
+
+def edited(model) -> None:
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.mul_(-1)
+
+
+def edited_behind(model) -> None:
+    model.model.layers[1].self_attn.q_proj.weight.data.mul_(-1)  # no version tells of it
+
+
+def put_elsewhere(model) -> None:
+    weight = model.model.layers[1].mlp.down_proj.weight
+    weight.data = weight.data * 2
+
+
+def cast(model) -> None:
+    model.to(torch.bfloat16).to(torch.float32)
+
+
+def another_module(model) -> None:
+    old = model.model.layers[0].mlp.gate_proj
+    model.model.layers[0].mlp.gate_proj = nn.Linear(old.in_features, old.out_features)
+
+
+def wrapped(model) -> None:
+    old = model.model.layers[0].mlp.gate_proj
+
+    class Added(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.base, self.more = old, copy.deepcopy(old)
+
+        def forward(self, x):
+            return self.base(x) + self.more(x)
+
+    model.model.layers[0].mlp.gate_proj = Added()
+
+
+@pytest.mark.parametrize("change", [edited, edited_behind, put_elsewhere, cast, another_module, wrapped])
+def test_a_changed_model_is_served_as_it_is(change) -> None:
+    model, pieces = llama(), prompts((9, 33))
+    generator, sampling = Generator(model), Sampling(max_new_tokens=12, ignore_eos=True)
+    before = generator.generate(pieces, sampling)
+    change(model)
+    generator.refresh()
+    wanted = [alone(model, piece, 12) for piece in pieces]
+    assert generator.generate(pieces, sampling) == wanted
+    assert change is cast or wanted != before
+    assert isinstance(generator._executor, fused.FusedExecutor)
+    assert bool(generator._executor.structure.blocks) == (change is not wrapped)
+
+
+# -- rounding ----------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_bf16_is_as_near_to_fp32_as_the_modules_are() -> None:
+    model = llama(num_hidden_layers=4, hidden_size=128, intermediate_size=256)
+    half = copy.deepcopy(model).to(torch.bfloat16)
+    model = copy.deepcopy(half).to(torch.float32)  # the same weights
+    ours, _ = executors(half)
+    ours.store = ours.store.resized(20, 16)
+    errors = []
+    for piece in prompts((97, 60, 33)):
+        right = model(torch.tensor([piece])).logits[0]
+        theirs = half(torch.tensor([piece])).logits[0].float()
+        found = ours.run(Batch([Span(piece, 0, list(range(7)), len(piece))], 16, CPU))
+        errors.append([float((one - right).norm()) for one in (found, theirs)])
+    found, theirs = (sum(e[i] for e in errors) for i in (0, 1))
+    assert found <= 1.2 * theirs, (found, theirs)
+
+
+def test_without_the_library_the_modules_do_it() -> None:
+    with mock.patch.object(choice, "library", lambda: None):
+        found, why = choice.choose(llama())
+    assert type(found).__name__ == "PagedExecutor" and not why
