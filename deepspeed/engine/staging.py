@@ -27,7 +27,7 @@ from deepspeed.zero.param import is_managed
 from deepspeed.zero.placement import Relation, placement_of
 from deepspeed.zero.prefetch import Limits
 
-_PROFILED_TOKENS = 512
+_PROFILED_TOKENS = 512  # a row; two fewer than a model's positions, which RoBERTa begins to count at two
 
 
 def is_pipelined(model: Any, config: Any, mpu: Any) -> bool:
@@ -84,7 +84,7 @@ def _meter(config: DeepSpeedConfig, mesh: Mesh) -> Meter:
 
     def measured(model: nn.Module, blocks: Sequence[nn.Module]) -> list[float]:
         limit = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-        tokens = min(_PROFILED_TOKENS, limit if isinstance(limit, int) else _PROFILED_TOKENS)
+        tokens = min(_PROFILED_TOKENS, limit - 2 if isinstance(limit, int) and limit > 2 else _PROFILED_TOKENS)
         rows = config.train_micro_batch_size_per_gpu
         found = seconds(model, blocks, inputs_of(model, shape=(rows, tokens)))
         return [statistics.median(column) for column in zip(*told_by_all(mesh.axis(*DIMS), found), strict=True)]

@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class DispatchMode(TorchDispatchMode):
-    """torch's own wraps `__torch_dispatch__` for its compiler, whose import takes seconds; nothing is compiled here."""
+    """torch's own wraps `__torch_dispatch__` for its compiler, whose import takes seconds; nothing is compiled here.
+
+    Inside, an encoder layer is not run as one fused operator, which would hide its products.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._fast_paths: list[bool] = []  # as it was, for each time that the mode was entered
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
+
+    def __enter__(self) -> Any:
+        self._fast_paths.append(torch.backends.mha.get_fastpath_enabled())
+        torch.backends.mha.set_fastpath_enabled(False)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        torch.backends.mha.set_fastpath_enabled(self._fast_paths.pop())

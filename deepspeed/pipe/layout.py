@@ -176,8 +176,9 @@ def find_layout(
         model: whole.
         stages: how many there are.
         inputs: arguments of its forward.
-        method: "best" deals blocks to stages by operations, with what runs around the blocks, "profile" by what `meter`
-            says, "parameters" by the blocks' parameters, "uniform" by their number.
+        method: "best" deals blocks to stages by operations, with what runs around the blocks (by parameters, where a
+            block has none that are known), "profile" by what `meter` says, "parameters" by the blocks' parameters,
+            "uniform" by their number.
         chunks: parts of each stage.
         meter: measures as `deepspeed.pipe.cost.seconds`; all ranks have to get the same.
 
@@ -197,7 +198,7 @@ def find_layout(
     weights = [float(sum(p.numel() for p in block.parameters())) for block in blocks]
     if method == "uniform":
         bounds = partition_uniform(len(blocks), parts)
-    elif method == "parameters" or not sum(costs):
+    elif method == "parameters" or not all(costs[1:-1]):  # a block whose operations have no formula costs something
         bounds = partition_balanced(weights, parts)
     else:
         bounds = deal(costs, stages, chunks)

@@ -74,18 +74,14 @@ class Checker(DispatchMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self._model, self._modules = model, Attribution(model)
-        self._fast_path = False
         self.found: Finding | None = None
 
     def __enter__(self) -> Any:
         self._modules.hook()
-        self._fast_path = torch.backends.mha.get_fastpath_enabled()
-        torch.backends.mha.set_fastpath_enabled(False)
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        torch.backends.mha.set_fastpath_enabled(self._fast_path)
         self._modules.unhook()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

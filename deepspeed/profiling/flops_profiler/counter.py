@@ -56,7 +56,6 @@ class Counter(Attribution):
         self.uncounted: dict[str, float] = defaultdict(float)
         self.seconds_in_operators = 0.0
         self._mode: _Mode | None = None
-        self._fast_path = False
 
     def attach(self, counting: bool = True) -> None:
         """Begin.
@@ -66,9 +65,6 @@ class Counter(Attribution):
         """
         self.hook()
         if counting:
-            # One fused operator for a whole encoder layer would hide its products.
-            self._fast_path = torch.backends.mha.get_fastpath_enabled()
-            torch.backends.mha.set_fastpath_enabled(False)
             self._mode = _Mode(self)
             self._mode.__enter__()
 
@@ -76,7 +72,6 @@ class Counter(Attribution):
         """End; the numbers stay."""
         if self._mode is not None:
             self._mode.__exit__(None, None, None)
-            torch.backends.mha.set_fastpath_enabled(self._fast_path)
             self._mode = None
         self.unhook()
 
