@@ -11,19 +11,13 @@ import torch
 from deepspeed.native import INSTRUCTION_SETS, library
 from deepspeed.optim import clip
 from deepspeed.optim.clip import sum_of_squares
+from tests.harness.kernels import forms
 
 TORCH = "torch"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-def available() -> list[str]:
-    found = library()
-    return (
-        [] if found is None else list(INSTRUCTION_SETS[: min(found.ds_instruction_set(len(INSTRUCTION_SETS)) + 1, 3)])
-    )
-
-
-@pytest.fixture(params=[TORCH, *available()])
+@pytest.fixture(params=[TORCH, *forms()])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     found = library()
     if found is None or request.param == TORCH:

@@ -20,6 +20,7 @@ from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.ops.host_step import Fold
 from deepspeed.ops.lion import DeepSpeedCPULion
+from tests.harness.kernels import forms
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 TORCH = "torch"
@@ -40,14 +41,7 @@ DTYPES = [(F32, F32, None, None), (F32, BF16, BF16, None), (F32, F16, F16, None)
 DTYPES += [(BF16, BF16, None, None), (F16, F32, BF16, F16)]
 
 
-def available() -> list[str]:
-    found = library()
-    return (
-        [] if found is None else list(INSTRUCTION_SETS[: min(found.ds_instruction_set(len(INSTRUCTION_SETS)) + 1, 3)])
-    )
-
-
-@pytest.fixture(params=[TORCH, *available()])
+@pytest.fixture(params=[TORCH, *forms()])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Each form of the arithmetic in turn."""
     with using(request.param, monkeypatch):
@@ -152,7 +146,7 @@ def test_every_form_keeps_to_the_equations(case: str, way: str) -> None:
 def test_native_forms_give_the_same_bits_and_agree_with_torch(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for numel, dtypes in itertools.product((77, 100_003), DTYPES):
         results = {}
-        for form in [TORCH, *available()]:
+        for form in [TORCH, *forms()]:
             with using(form, monkeypatch):
                 results[form] = run(case, dtypes, numel, offset=1)
         plain = results.pop(TORCH)
@@ -177,7 +171,7 @@ def test_copies_written_around_the_caches_have_the_same_bits(
     for place in (0, 16, 1000, numel - 100, numel - len(odd)):
         gradient[place : place + len(odd)] = torch.tensor(odd)
     results = {}
-    for form in [TORCH, *available()]:
+    for form in [TORCH, *forms()]:
         with using(form, monkeypatch):
             param, out = torch.nn.Parameter(draws(numel, 1, F32, offset)), torch.zeros(numel + offset + 9, dtype=BF16)
             optimizer = cls([param], **arguments)

@@ -1,0 +1,14 @@
+"""Which forms of the native loops this processor can run."""
+
+from __future__ import annotations
+
+from deepspeed.native import INSTRUCTION_SETS, library
+
+LOOPS = INSTRUCTION_SETS[:3]  # what follows them is for matrix products alone
+
+
+def forms() -> list[str]:
+    """Names of the forms; none without the library, which is left at its best form."""
+    found = library()
+    best = -1 if found is None else found.ds_instruction_set(len(INSTRUCTION_SETS))
+    return list(LOOPS[: best + 1])
