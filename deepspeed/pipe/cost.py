@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.foundation.dispatch import DispatchMode
 from deepspeed.foundation.partition import partition_balanced
 from deepspeed.foundation.tree import tensors_in
+from deepspeed.ops.dispatch import DispatchMode
 from deepspeed.ops.flop_formulas import formulas
 from deepspeed.tensor_parallel.inputs import quiet
 

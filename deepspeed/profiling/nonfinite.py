@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from deepspeed.foundation.dispatch import DispatchMode
 from deepspeed.foundation.tree import tensors_in
+from deepspeed.ops.dispatch import DispatchMode
 from deepspeed.profiling.attribution import FORWARD, OUTSIDE, Attribution
 
 INPUT, UPDATE, OF_LOSS = "input", "update", "the loss, outside of the model"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.foundation.dispatch import DispatchMode
+from deepspeed.ops.dispatch import DispatchMode
 from deepspeed.ops.flop_formulas import computed_again, formulas
 from deepspeed.profiling.attribution import AGAIN, OUTSIDE, Attribution
 
