@@ -205,6 +205,11 @@ class CommsLogger:
         summary = {
             op: {size: _figures(size, *row) for size, row in rows.items()} for op, rows in self.comms_dict.items()
         }
+        for operation, sizes in self.times.items():
+            for figures in summary[operation].values():
+                figures["total_latency_ms"] = 0.0
+            for (size, _), times in sizes.items():  # of all calls, as the count is; averages are of the newest
+                summary[operation][size]["total_latency_ms"] += times.total
         if print_log:
             rows = _rows(summary)
             if self.curve:

@@ -71,9 +71,10 @@ def _read(path: Path, tries: int = 5) -> dict[str, Any]:
     """A page; ValueError when it never was whole."""
     for _ in range(tries):
         data = path.read_bytes()
-        (length,) = _LENGTH.unpack_from(data)
-        with suppress(ValueError):
-            if length:
-                return json.loads(data[_LENGTH.size : _LENGTH.size + length])
+        with suppress(ValueError, struct.error):  # the file may have been made a moment ago
+            (length,) = _LENGTH.unpack_from(data)
+            page = json.loads(data[_LENGTH.size : _LENGTH.size + length]) if length else None
+            if isinstance(page, dict) and {"time", "process"} <= page.keys():
+                return page
         time.sleep(0.002)
     raise ValueError(f"{path} is empty")

@@ -142,7 +142,8 @@ class PackedWeight(nn.Module):
         """What torch's packed product takes; None where there is none, or others own the parts."""
         if is_managed(self.integers):  # freed after use: a layout kept here would stay
             return None
-        made_of = [(part.data_ptr(), part._version) for part in (self.integers, self.scale, self.offset)]
+        parts = (self.integers, self.scale, self.offset)  # tensors of inference mode count no versions
+        made_of = [(part.data_ptr(), 0 if part.is_inference() else part._version) for part in parts]
         if self._fast is None or self._laid != made_of:  # weights may be loaded after the first product
             self._laid = made_of
             self._fast = self._relaid() if self.integers.device.type == "cpu" and self.form.axis == 2 else ()
