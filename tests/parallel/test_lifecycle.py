@@ -198,7 +198,7 @@ def nothing_left() -> list[int]:
             del engine
         counts.append(alive())
         until = time.monotonic() + 5  # on a busy machine another thread may still be letting go
-        while counts[-1] > counts[min(1, len(counts) - 1)] and time.monotonic() < until:
+        while counts[-1] > min(counts) and time.monotonic() < until:
             time.sleep(0.05)
             counts[-1] = alive()
     return counts
