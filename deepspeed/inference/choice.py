@@ -27,6 +27,7 @@ PROBE_PAGE = 2
 PROBE = (((0, 0, 3),), ((0, 3, 8), (1, 0, 5)), ((0, 8, 9), (1, 5, 6), (2, 0, 2)), ((1, 6, 7), (0, 9, 10), (2, 2, 3)))
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}  # of the largest logit; 16-bit dtypes: COARSE
 COARSE = 0.06
+NUDGE, NOISE, NOISIEST = 2.0**-8, 2.0, 0.2  # a step of bf16, times the way it moves logits, but of the largest logit
 
 
 _passes: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()  # by the table that all wrappers share
@@ -101,8 +102,33 @@ def _alone(model: nn.Module, tokens: list[int]) -> torch.Tensor:
     return model(input_ids=ids, use_cache=False, **given).logits[0]
 
 
-def _probe(executor: Any, sequences: list[list[int]], wanted: list[torch.Tensor]) -> str | None:
-    """None if the executor gives the logits of the model alone."""
+def _noise(model: nn.Module, sequences: list[list[int]], wanted: list[torch.Tensor]) -> float:
+    """How far the logits of a 16-bit model may be off: as far as they move when what enters does by a step of bf16.
+
+    Roundings grow from layer to layer, in some models to more than `COARSE`: there, who rounds at fewer places than the
+    modules do (the native form) lies as far from them as they from the truth. 0 in other dtypes.
+    """
+    table = _shared(model)
+    if wanted[0].dtype in TOLERANCE or table is model:
+        return 0.0
+    signs = torch.Generator().manual_seed(0)
+
+    def nudge(module: nn.Module, args: Any, out: torch.Tensor) -> torch.Tensor:
+        way = torch.randint(0, 2, out.shape, generator=signs).to(out.device).mul_(2).sub_(1)
+        return (out.float() * (1 + NUDGE * way)).to(out.dtype)
+
+    handle = table.register_forward_hook(nudge)
+    try:
+        moved = [_alone(model, tokens) for tokens in sequences]
+    finally:
+        handle.remove()
+    largest = max(float(one.float().abs().max()) for one in wanted)
+    noise = max(float((a.float() - b.float()).abs().max()) for a, b in zip(moved, wanted, strict=True))
+    return min(NOISE * noise, NOISIEST * largest)
+
+
+def _probe(executor: Any, sequences: list[list[int]], wanted: list[torch.Tensor], noise: float = 0.0) -> str | None:
+    """None if the executor gives the logits of the model alone, or such as lie within `noise` of them."""
     pages = [list(range(5 * i + 4, 5 * i - 1, -1)) for i in range(len(sequences))]
     device = device_of(executor.model)
     for rows in PROBE:
@@ -114,7 +140,7 @@ def _probe(executor: Any, sequences: list[list[int]], wanted: list[torch.Tensor]
             return f"its logits have shape {tuple(found.shape)} instead of {tuple(right.shape)}"
         largest = float(right.float().abs().max())
         error = float((found.float() - right.float()).abs().max())
-        bound = TOLERANCE.get(right.dtype, COARSE) * largest
+        bound = max(TOLERANCE.get(right.dtype, COARSE) * largest, noise)
         if not error <= bound:
             return f"logits of mixed rows are off by {error:.2g} where the largest is {largest:.2g}"
     return None
@@ -125,14 +151,15 @@ def _say(error: Exception) -> str:
     return lines[0] if isinstance(error, PackingError) else f"{type(error).__name__}: {lines[0]}"[:200]
 
 
-def _fused(executor: Any, sequences: list[list[int]], wanted: list[torch.Tensor]) -> Any:
+def _fused(executor: Any, sequences: list[list[int]], wanted: list[torch.Tensor], noise: float) -> Any:
     """The same in few native calls if the model has the shape for it and the results are those; else as it is."""
     if not isinstance(executor, PagedExecutor) or library() is None:
         return executor
     try:
         made = FusedExecutor(executor)
         spans = [Span(tokens, 0, list(range(5 * i, 5 * i + 5)), 1) for i, tokens in enumerate(sequences)]
-        reason = prove(made, Batch(spans, PROBE_PAGE, device_of(executor.model))) or _probe(made, sequences, wanted)
+        reason = prove(made, Batch(spans, PROBE_PAGE, device_of(executor.model)))
+        reason = reason or _probe(made, sequences, wanted, noise)
     except Exception as error:  # whatever a module's parts do when asked alone, the model itself works
         reason = _say(error)
     if reason is None:
@@ -156,11 +183,12 @@ def choose(model: nn.Module, fused: bool = True) -> tuple[Any, str]:
     with passing(model):
         try:
             wanted = [_alone(model, tokens) for tokens in sequences]
+            noise = _noise(model, sequences, wanted)
         except Exception as error:  # whatever a model raises, its own generate may still work
             return None, f"it does not run on plain tokens: {_say(error)}"
         for executor in _candidates(model, packed=not why):
             try:
-                reason = _probe(executor, sequences, wanted)
+                reason = _probe(executor, sequences, wanted, noise)
             except Exception as error:  # the same: the next one is tried, and the reason is told
                 reason = _say(error)
             if reason is None and isinstance(executor, PagedExecutor):
@@ -168,7 +196,7 @@ def choose(model: nn.Module, fused: bool = True) -> tuple[Any, str]:
                 if reason is not None:  # what it writes depends on how its prompt was cut: nobody else can do that
                     return None, reason
             if reason is None:
-                return (_fused(executor, sequences, wanted) if fused else executor), why
+                return (_fused(executor, sequences, wanted, noise) if fused else executor), why
             why = why or reason
     return None, reason or why
 

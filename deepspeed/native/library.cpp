@@ -10,11 +10,12 @@
 namespace ds {
 
 #if defined(__x86_64__)
-// bf16 products, and then matrix tiles, which Linux grants to those who ask.
+// bf16 products beside those of integers, and then matrix tiles, which Linux grants to those who ask.
 static InstructionSet beyond_avx512() {
     uint32_t a, b, c, d;
     if (!__get_cpuid_count(7, 1, &a, &b, &c, &d) || !(a >> 5 & 1)) return AVX512;
     __get_cpuid_count(7, 0, &a, &b, &c, &d);
+    if (!(c >> 11 & 1)) return AVX512;  // AVX512_VNNI: every processor with the one has the other
     const bool tiles = (d >> 22 & 1) && (d >> 24 & 1) && (d >> 25 & 1);
     constexpr long ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
     return tiles && !syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) ? AMX : AVX512_BF16;

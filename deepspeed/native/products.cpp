@@ -39,7 +39,7 @@ static void round_to_bf16(const float* x, uint16_t* out, int64_t count) {
 }
 
 // Integers of 15 bits, the largest of the row at their end.
-static float round_to_int16(const float* x, int16_t* out, float* sums, int64_t count) {
+DS_INLINE float to_int16(const float* x, int16_t* out, float* sums, int64_t count) {
     float largest = 0.0f, nothing = 0.0f;
     for (int64_t i = 0; i < count; i++) {
         largest = std::max(largest, std::fabs(x[i]));
@@ -62,6 +62,16 @@ static float round_to_int16(const float* x, int16_t* out, float* sums, int64_t c
     return step;
 }
 
+static float portable_to_int16(const float* x, int16_t* out, float* sums, int64_t count) {
+    return to_int16(x, out, sums, count);
+}
+DS_AVX2 static float avx2_to_int16(const float* x, int16_t* out, float* sums, int64_t count) {
+    return to_int16(x, out, sums, count);
+}
+DS_AVX512 static float avx512_to_int16(const float* x, int16_t* out, float* sums, int64_t count) {
+    return to_int16(x, out, sums, count);
+}
+
 #if defined(__x86_64__)
 DS_AVX512 static void transpose_pairs(const uint32_t* pairs, uint32_t* out, int64_t rows, int64_t count) {
     if (rows == 16)
@@ -81,9 +91,11 @@ void Input::prepare(const float* x, int64_t count, int64_t width, Form form) {
         values.resize(static_cast<size_t>(2 * rows * padded));
         steps.resize(static_cast<size_t>(rows));
         sums.resize(static_cast<size_t>(rows * (padded / LANES)));
+        using Function = float (*)(const float*, int16_t*, float*, int64_t);
+        const Function to_int16 = Versions<Function>{portable_to_int16, avx2_to_int16, avx512_to_int16}.pick();
         for (int64_t row = 0; row < rows; row++)
             steps[static_cast<size_t>(row)] =
-                round_to_int16(x + row * width, reinterpret_cast<int16_t*>(values.data()) + row * padded,
+                to_int16(x + row * width, reinterpret_cast<int16_t*>(values.data()) + row * padded,
                                sums.data() + row * (padded / LANES), width);
         return;
     }
@@ -228,7 +240,8 @@ struct HalfPairs : Half {
     }
 };
 
-// N outputs times R rows. While the first rows pass, the panel that comes next is fetched.
+// N outputs times R rows. With the first rows a matrix comes from memory, one output after the other: one stream, which
+// processors fetch ahead by themselves (four side by side came at half the rate). The others find it in the cache.
 #define DS_FLOATING(NAME, TARGET, DOT)                                                                                 \
     template <int N, int R> TARGET static DS_INLINE void NAME##_tile(const Part& p, int64_t n, int64_t r) {            \
         const int64_t bytes = row_bytes(p.matrix), columns = p.matrix.inputs;                                          \
@@ -240,10 +253,8 @@ struct HalfPairs : Half {
         __m512 sums[N][R];                                                                                             \
         for (auto& row : sums)                                                                                         \
             for (auto& sum : row) sum = _mm512_setzero_ps();                                                           \
-        const bool fetching = p.row == 0 && r == 0;                                                                    \
         for (int64_t k = 0; k < columns; k += DOT::STEP) {                                                             \
             for (int i = 0; i < N; i++) {                                                                              \
-                if (fetching) _mm_prefetch(w + i * bytes + PANEL / 2 * bytes + 64 * (k / DOT::STEP), _MM_HINT_T0);     \
                 const __m512i line = DOT::load(w + i * bytes, k, columns - k);                                         \
                 for (int j = 0; j < R; j++)                                                                            \
                     sums[i][j] = DOT::step(sums[i][j], line, x + j * stride + k, columns - k);                         \
@@ -254,6 +265,12 @@ struct HalfPairs : Half {
     }                                                                                                                  \
     template <int N> TARGET static DS_INLINE void NAME##_outputs(const Part& p, int64_t n) {                           \
         int64_t r = 0;                                                                                                 \
+        if (p.row == 0) {                                                                                              \
+            r = p.rows >= 4 ? 4 : 1;                                                                                   \
+            for (int i = 0; i < N; i++)                                                                                \
+                if (r == 4) NAME##_tile<1, 4>(p, n + i, 0);                                                            \
+                else NAME##_tile<1, 1>(p, n + i, 0);                                                                   \
+        }                                                                                                              \
         for (; r + 4 <= p.rows; r += 4) NAME##_tile<N, 4>(p, n, r);                                                    \
         for (; r < p.rows; r++) NAME##_tile<N, 1>(p, n, r);                                                            \
     }                                                                                                                  \
@@ -278,33 +295,46 @@ template <Form form> DS_AVX512 static DS_INLINE __m512i integers(const uint8_t* 
     return _mm512_or_si512(_mm512_and_si512(pairs, _mm512_set1_epi32(15)), odd);
 }
 
-template <Form form, int N, int R> DS_AVX512 static DS_INLINE void integer_tile(const Part& p, int64_t n, int64_t r) {
+// Adds products of neighbours: one instruction where AVX512_VNNI is, which comes with AVX512_BF16.
+template <bool VNNI> DS_AVX512 static DS_INLINE __m512i add_products(__m512i sum, __m512i line, __m512i x) {
+    if constexpr (VNNI) asm("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(line), "v"(x));
+    else sum = _mm512_add_epi32(sum, _mm512_madd_epi16(line, x));
+    return sum;
+}
+
+template <Form form, bool VNNI, int N, int R>
+DS_AVX512 static DS_INLINE void integer_tile(const Part& p, int64_t n, int64_t r) {
     const Matrix& m = p.matrix;
     const int64_t bytes = row_bytes(m), groups = m.inputs / m.group, span = std::min(FLUSH, m.group);
     const auto* w = static_cast<const uint8_t*>(m.weights) + (p.output + n) * bytes;
     const auto* x = reinterpret_cast<const int16_t*>(p.x.values.data()) + (p.row + r) * p.x.padded;
     const float* scale = m.scale + (p.output + n) * groups;
-    const bool fetching = p.row == 0 && r == 0;
+    constexpr int CHAINS = N * R == 1 ? 4 : 1;  // one alone would wait for itself
     __m512 sums[N][R];
     for (auto& row : sums)
         for (auto& sum : row) sum = _mm512_setzero_ps();
     for (int64_t k = 0; k < m.inputs;) {
-        __m512i whole[N][R];
+        __m512i whole[N][R][CHAINS];
         for (auto& row : whole)
-            for (auto& sum : row) sum = _mm512_setzero_si512();
+            for (auto& chains : row)
+                for (auto& sum : chains) sum = _mm512_setzero_si512();
         const int64_t group = k / m.group, end = std::min(k + span, (group + 1) * m.group);
-        for (; k < end; k += LANES)
-            for (int i = 0; i < N; i++) {
-                if (fetching && k * bytes / m.inputs % 64 == 0)
-                    _mm_prefetch(w + i * bytes + PANEL / 2 * bytes + k * bytes / m.inputs, _MM_HINT_T0);
-                const __m512i line = integers<form>(w + i * bytes, k);
-                for (int j = 0; j < R; j++)
-                    whole[i][j] = _mm512_add_epi32(
-                        whole[i][j], _mm512_madd_epi16(line, _mm512_loadu_si512(x + j * p.x.padded + k)));
-            }
+        while (k < end)
+#pragma GCC unroll 4
+            for (int chain = 0; chain < CHAINS && k < end; chain++, k += LANES)
+                for (int i = 0; i < N; i++) {
+                    const __m512i line = integers<form>(w + i * bytes, k);
+                    for (int j = 0; j < R; j++)
+                        whole[i][j][chain] = add_products<VNNI>(whole[i][j][chain], line,
+                                                                _mm512_loadu_si512(x + j * p.x.padded + k));
+                }
         for (int i = 0; i < N; i++)
             for (int j = 0; j < R; j++)
-                sums[i][j] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(whole[i][j]),
+                for (int chain = 1; chain < CHAINS; chain++)
+                    whole[i][j][0] = _mm512_add_epi32(whole[i][j][0], whole[i][j][chain]);
+        for (int i = 0; i < N; i++)
+            for (int j = 0; j < R; j++)
+                sums[i][j] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(whole[i][j][0]),
                                              _mm512_set1_ps(scale[i * groups + group]), sums[i][j]);
     }
     for (int i = 0; i < N; i++)
@@ -312,16 +342,22 @@ template <Form form, int N, int R> DS_AVX512 static DS_INLINE void integer_tile(
             p.sums[r + j][n + i] = finish(p, p.output + n + i, p.row + r + j, _mm512_reduce_add_ps(sums[i][j]));
 }
 
-template <Form form, int N> DS_AVX512 static DS_INLINE void integer_outputs(const Part& p, int64_t n) {
+template <Form form, bool VNNI, int N> DS_AVX512 static DS_INLINE void integer_outputs(const Part& p, int64_t n) {
     int64_t r = 0;
-    for (; r + 4 <= p.rows; r += 4) integer_tile<form, N, 4>(p, n, r);
-    for (; r < p.rows; r++) integer_tile<form, N, 1>(p, n, r);
+    if (p.row == 0) {
+        r = p.rows >= 4 ? 4 : 1;
+        for (int i = 0; i < N; i++)
+            if (r == 4) integer_tile<form, VNNI, 1, 4>(p, n + i, 0);
+            else integer_tile<form, VNNI, 1, 1>(p, n + i, 0);
+    }
+    for (; r + 4 <= p.rows; r += 4) integer_tile<form, VNNI, N, 4>(p, n, r);
+    for (; r < p.rows; r++) integer_tile<form, VNNI, N, 1>(p, n, r);
 }
 
-template <Form form> DS_AVX512 static void integer_vectors(const Part& p) {
+template <Form form, bool VNNI> DS_AVX512 static void integer_vectors(const Part& p) {
     int64_t n = 0;
-    for (; n + 4 <= p.outputs; n += 4) integer_outputs<form, 4>(p, n);
-    for (; n < p.outputs; n++) integer_outputs<form, 1>(p, n);
+    for (; n + 4 <= p.outputs; n += 4) integer_outputs<form, VNNI, 4>(p, n);
+    for (; n < p.outputs; n++) integer_outputs<form, VNNI, 1>(p, n);
 }
 
 // -- tiles ------------------------------------------------------------------------------------------------------------
@@ -398,9 +434,9 @@ static Kernel kernel_of(const Matrix& matrix, const Input& x) {
     if (set >= AVX512) switch (matrix.form) {
         case WHOLE: return whole;
         case HALF: return set >= AVX512_BF16 ? half_pairs : half_widened;
-        case SIGNED8: return integer_vectors<SIGNED8>;
-        case UNSIGNED8: return integer_vectors<UNSIGNED8>;
-        case UNSIGNED4: return integer_vectors<UNSIGNED4>;
+        case SIGNED8: return set >= AVX512_BF16 ? integer_vectors<SIGNED8, true> : integer_vectors<SIGNED8, false>;
+        case UNSIGNED8: return set >= AVX512_BF16 ? integer_vectors<UNSIGNED8, true> : integer_vectors<UNSIGNED8, false>;
+        case UNSIGNED4: return set >= AVX512_BF16 ? integer_vectors<UNSIGNED4, true> : integer_vectors<UNSIGNED4, false>;
         }
 #endif
     return set == AVX2 ? avx2 : portable;

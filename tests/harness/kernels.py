@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from deepspeed.native import INSTRUCTION_SETS, library
 
 LOOPS = INSTRUCTION_SETS[:3]  # what follows them is for matrix products alone
 
 
-def forms() -> list[str]:
-    """Names of the forms; none without the library, which is left at its best form."""
+def forms(among: Sequence[str] = LOOPS) -> list[str]:
+    """Names of those forms; none without the library, which is left at its best form."""
     found = library()
     best = -1 if found is None else found.ds_instruction_set(len(INSTRUCTION_SETS))
-    return list(LOOPS[: best + 1])
+    return list(among[: best + 1])

@@ -15,6 +15,7 @@ from deepspeed.inference.native import functions, matrix_of, product, product_tw
 from deepspeed.inference.quantization.packed import Form, PackedWeight
 from deepspeed.inference.quantization.quantization import quantize_linears
 from deepspeed.native import INSTRUCTION_SETS
+from tests.harness.kernels import forms
 from tests.unit.inference.test_planted import windowed
 from tests.unit.inference.toys import alone, llama, prompts, scale
 
@@ -23,13 +24,11 @@ pytestmark = native
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(params=INSTRUCTION_SETS)
+@pytest.fixture(params=forms(INSTRUCTION_SETS))
 def form(request):
-    """Kernels of one instruction set; those that the processor lacks are skipped."""
+    """Kernels of one instruction set that the processor has."""
     found = functions()
-    wanted = INSTRUCTION_SETS.index(request.param)
-    if found.ds_instruction_set(wanted) != wanted:
-        pytest.skip(f"no {request.param} here")
+    assert found.ds_instruction_set(INSTRUCTION_SETS.index(request.param)) == INSTRUCTION_SETS.index(request.param)
     yield request.param
     found.ds_instruction_set(len(INSTRUCTION_SETS))
 
@@ -313,6 +312,26 @@ def test_a_planted_fault_shows(fault) -> None:
         made = unproven(model)
         with mock.patch("deepspeed.inference.generator.choose", lambda _: (made, "")):
             assert Generator(model).generate(pieces, sampling) != wanted
+
+
+def test_roundings_that_grow_are_no_fault_and_a_fault_is_none_of_them(log_lines) -> None:
+    """Deep, large weights, bf16: the modules lie as far from the truth as they may from the native form."""
+    torch.manual_seed(1)
+    model = scale(llama(num_hidden_layers=10), 0.15)
+    model = model.to(torch.bfloat16)
+    quantize_linears(model, 8, 1, torch.bfloat16)
+    sequences = choice._sequences(model)
+    with torch.no_grad():
+        wanted = [choice._alone(model, tokens) for tokens in sequences]
+        noise = choice._noise(model, sequences, wanted)
+    largest = max(float(one.float().abs().max()) for one in wanted)
+    assert choice.COARSE * largest < noise < choice.NOISIEST * largest, (noise, largest)
+    found = choice.choose(model)[0]
+    assert isinstance(found, fused.FusedExecutor), log_lines()
+    broken = mock.patch.object(fused, "_window", lambda *_: 4)
+    with broken:
+        assert not isinstance(choice.choose(model)[0], fused.FusedExecutor)
+    assert "of layer 0" in log_lines()[-1]
 
 
 def unproven(model):
