@@ -47,20 +47,28 @@ def test_results_come_in_rank_order_from_the_same_processes(workers):
     assert all(torch.equal(total, torch.full((3,), 3.0)) for _, total in first)
 
 
-def test_failures_name_the_rank_and_the_pool_recovers():
-    pool = WorkerPool(2)
-    try:
-        with pytest.raises(WorkerError, match=r"^\S+ on 2 ranks; rank 1: ValueError: planted\n(.|\n)*rank 1 failed:\n"):
-            pool.run(raise_on_one)
-        with pytest.raises(WorkerError, match="left behind: environment variable LEAKED_BY_TEST"):
-            pool.run(leak_variable)
-        with pytest.raises(WorkerTimeout, match=r"rank 0 gave no answer(.|\n)*hang_on_one"):
-            pool.run(hang_on_one, timeout=6)
-        with pytest.raises(WorkerError, match="rank 1 failed:\nthe process ended with code 7"):
-            pool.run(die_on_one)
-        assert len(pool.run(rank_and_sum, torch.ones(1))) == 2
-    finally:
-        pool.close()
+@pytest.fixture
+def pool():
+    made = WorkerPool(2)
+    yield made
+    made.close()
+
+
+def test_failures_name_the_rank_and_the_pool_recovers(pool):
+    with pytest.raises(WorkerError, match=r"^\S+ on 2 ranks; rank 1: ValueError: planted\n(.|\n)*rank 1 failed:\n"):
+        pool.run(raise_on_one)
+    assert len(pool.run(rank_and_sum, torch.ones(1))) == 2
+
+
+@pytest.mark.slow
+def test_leaks_hangs_and_deaths_are_named_too(pool):
+    with pytest.raises(WorkerError, match="left behind: environment variable LEAKED_BY_TEST"):
+        pool.run(leak_variable)
+    with pytest.raises(WorkerTimeout, match=r"rank 0 gave no answer(.|\n)*hang_on_one"):
+        pool.run(hang_on_one, timeout=6)
+    with pytest.raises(WorkerError, match="rank 1 failed:\nthe process ended with code 7"):
+        pool.run(die_on_one)
+    assert len(pool.run(rank_and_sum, torch.ones(1))) == 2
 
 
 def test_an_unpinned_skip_fails_the_session(tmp_path):

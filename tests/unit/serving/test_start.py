@@ -87,10 +87,8 @@ def answers(url: str, prompt: list[int], new: int) -> list[int]:
     return said["choices"][0]["logprobs"]["tokens"]
 
 
-CASES = [("int4", True), *(pytest.param(*one, marks=pytest.mark.slow) for one in (("", True), ("int8", False)))]
-
-
-@pytest.mark.parametrize(("quantize", "elsewhere"), CASES)
+@pytest.mark.slow
+@pytest.mark.parametrize(("quantize", "elsewhere"), [("int4", True), ("", True), ("int8", False)])
 def test_weights_from_a_checkpoint_and_packed_ones_through_the_server(
     folder: Path, tmp_path: Path, quantize: str, elsewhere: bool
 ) -> None:
@@ -121,7 +119,16 @@ def test_end_tokens_of_the_folder_hold_for_weights_from_elsewhere(folder: Path, 
         assert Generator(model)._ends == {2, 77}
 
 
-def test_code_in_a_folder_is_refused_whatever_is_typed(folder: Path, tmp_path: Path) -> None:
+LOADERS = {
+    "server": "from deepspeed.serving.worker import load; from deepspeed.serving.options import EngineOptions; "
+              "load(EngineOptions({!r}))",
+    "engine": "from deepspeed.inference import build_hf_engine, RaggedInferenceEngineConfig as C; "
+              "build_hf_engine({!r}, C())",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("loader", ["server", pytest.param("engine", marks=pytest.mark.slow)])
+def test_code_in_a_folder_is_refused_whatever_is_typed(folder: Path, tmp_path: Path, loader: str) -> None:
     import shutil
 
     copy = tmp_path / "folder"
@@ -130,13 +137,10 @@ def test_code_in_a_folder_is_refused_whatever_is_typed(folder: Path, tmp_path: P
     said |= {"model_type": "own", "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"}}
     (copy / "config.json").write_text(json.dumps(said))
     (copy / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\nclass Own: pass\n")
-    for how in ("from deepspeed.serving.worker import load; from deepspeed.serving.options import EngineOptions; "
-                f"load(EngineOptions({str(copy)!r}))",
-                "from deepspeed.inference import build_hf_engine, RaggedInferenceEngineConfig as C; "
-                f"build_hf_engine({str(copy)!r}, C())"):  # fmt: skip
-        ended = subprocess.run([sys.executable, "-c", how], input="y\ny\n", capture_output=True, text=True, check=False)
-        assert ended.returncode and "trust_remote_code" in ended.stderr, ended.stderr
-        assert not (tmp_path / "ran").exists()
+    command = [sys.executable, "-c", LOADERS[loader].format(str(copy))]
+    ended = subprocess.run(command, input="y\ny\n", capture_output=True, text=True, check=False)
+    assert ended.returncode and "trust_remote_code" in ended.stderr, ended.stderr
+    assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize("what", ["</s>", "Ã"], ids=["end tokens", "half characters"])
