@@ -10,7 +10,7 @@
 
 namespace ds {
 
-constexpr int64_t QUERIES = 16;  // of one cached head, taken through its keys together
+constexpr int64_t QUERIES = 32;  // of one cached head, taken through its keys together
 constexpr int64_t KEYS = 16;     // scored together; they begin at a multiple of it
 
 // Rows of one sequence and one cached head.
@@ -120,61 +120,88 @@ DS_AVX512 static void turn(const Work& w, int64_t t, float* turned) {
     }
 }
 
-// Four chains of sums, so that one query does not wait for itself.
-template <int R> DS_AVX512 static DS_INLINE void score(const Work& w, int64_t q, const float* turned, int64_t t) {
-    __m512 sums[R][4];
+// R queries with 16 · V keys. Two chains of sums each, so that a query does not wait for itself.
+template <int R, int V> DS_AVX512 static DS_INLINE void score(const Work& w, int64_t q, const float* turned, int64_t t) {
+    __m512 sums[R][V][2];
     for (auto& row : sums)
-        for (auto& sum : row) sum = _mm512_setzero_ps();
-    for (int64_t d = 0; d < w.heads.size; d += 4)
-        for (int c = 0; c < 4; c++) {
-            const __m512 keys = _mm512_load_ps(turned + (d + c) * KEYS);
-            for (int j = 0; j < R; j++)
-                sums[j][c] = _mm512_fmadd_ps(_mm512_set1_ps(w.query[q + j][d + c]), keys, sums[j][c]);
+        for (auto& keys : row) keys[0] = keys[1] = _mm512_setzero_ps();
+    for (int64_t d = 0; d < w.heads.size; d += 2)
+        for (int c = 0; c < 2; c++) {
+            __m512 keys[V];
+            for (int v = 0; v < V; v++) keys[v] = _mm512_load_ps(turned + (v * w.heads.size + d + c) * KEYS);
+            for (int j = 0; j < R; j++) {
+                const __m512 one = _mm512_set1_ps(w.query[q + j][d + c]);
+                for (int v = 0; v < V; v++) sums[j][v][c] = _mm512_fmadd_ps(one, keys[v], sums[j][v][c]);
+            }
         }
-    for (int j = 0; j < R; j++) {
-        const __m512 low = _mm512_add_ps(sums[j][0], sums[j][1]), high = _mm512_add_ps(sums[j][2], sums[j][3]);
-        _mm512_storeu_ps(w.scores + (q + j) * w.padded + t - w.start, _mm512_add_ps(low, high));
-    }
-}
-
-// R queries, 64 elements of a head from `d` on.
-template <int R, int V> DS_AVX512 static DS_INLINE void mix(const Work& w, int64_t q, int64_t d, const float* total) {
-    __m512 sums[R][V];
-    for (auto& row : sums)
-        for (auto& sum : row) sum = _mm512_setzero_ps();
-    for (int64_t t = w.start; t < w.end; t++) {
-        const char* row = w.row(w.heads.values, t);
-        for (int v = 0; v < V; v++) {
-            const __m512 value = sixteen(row, w.heads.kind, d + 16 * v);
-            for (int j = 0; j < R; j++)
-                sums[j][v] = _mm512_fmadd_ps(_mm512_set1_ps(w.scores[(q + j) * w.padded + t - w.start]), value,
-                                             sums[j][v]);
-        }
-    }
     for (int j = 0; j < R; j++)
         for (int v = 0; v < V; v++)
-            _mm512_storeu_ps(w.out[q + j] + d + 16 * v, _mm512_div_ps(sums[j][v], _mm512_set1_ps(total[q + j])));
+            _mm512_storeu_ps(w.scores + (q + j) * w.padded + t - w.start + v * KEYS,
+                             _mm512_add_ps(sums[j][v][0], sums[j][v][1]));
 }
 
-template <int R> DS_AVX512 static void mix_all(const Work& w, int64_t q, const float* total) {
+template <int V> DS_AVX512 static DS_INLINE void score_all(const Work& w, const float* turned, int64_t t) {
+    int64_t q = 0;
+    for (; q + 4 <= w.count; q += 4) score<4, V>(w, q, turned, t);
+    for (; q < w.count; q++) score<1, V>(w, q, turned, t);
+}
+
+// R queries, 16 · V elements of a head from `d` on, `count` rows of values [count, size] from position `t` on.
+template <int R, int V>
+DS_AVX512 static DS_INLINE void mix(const Work& w, int64_t q, int64_t d, const float* values, int64_t t, int64_t count) {
+    __m512 sums[R][V];
+    for (int j = 0; j < R; j++)
+        for (int v = 0; v < V; v++) sums[j][v] = _mm512_loadu_ps(w.out[q + j] + d + 16 * v);
+    const float* weights = w.scores + q * w.padded + t - w.start;
+    for (int64_t i = 0; i < count; i++)
+        for (int v = 0; v < V; v++) {
+            const __m512 value = _mm512_load_ps(values + i * w.heads.size + d + 16 * v);
+            for (int j = 0; j < R; j++)
+                sums[j][v] = _mm512_fmadd_ps(_mm512_set1_ps(weights[j * w.padded + i]), value, sums[j][v]);
+        }
+    for (int j = 0; j < R; j++)
+        for (int v = 0; v < V; v++) _mm512_storeu_ps(w.out[q + j] + d + 16 * v, sums[j][v]);
+}
+
+template <int R>
+DS_AVX512 static DS_INLINE void mix_all(const Work& w, int64_t q, const float* values, int64_t t, int64_t count) {
     int64_t d = 0;
-    for (; d + 64 <= w.heads.size; d += 64) mix<R, 4>(w, q, d, total);
-    for (; d < w.heads.size; d += 16) mix<R, 1>(w, q, d, total);
+    for (; d + 64 <= w.heads.size; d += 64) mix<R, 4>(w, q, d, values, t, count);
+    for (; d < w.heads.size; d += 16) mix<R, 1>(w, q, d, values, t, count);
 }
 
 DS_AVX512 static void avx512(const Work& w) {
-    alignas(64) float turned[512 * KEYS];
-    for (int64_t t = w.start; t < w.end; t += KEYS) {
-        turn(w, t, turned);
-        int64_t q = 0;
-        for (; q + 4 <= w.count; q += 4) score<4>(w, q, turned, t);
-        for (; q < w.count; q++) score<1>(w, q, turned, t);
+    const int64_t size = w.heads.size;
+    alignas(64) float rows[2 * 512 * KEYS];  // keys, turned; then values
+    int64_t t = w.start;
+    for (; t + KEYS < w.end; t += 2 * KEYS) {
+        turn(w, t, rows);
+        turn(w, t + KEYS, rows + size * KEYS);
+        score_all<2>(w, rows, t);
+    }
+    if (t < w.end) {
+        turn(w, t, rows);
+        score_all<1>(w, rows, t);
     }
     float total[QUERIES];
-    for (int64_t q = 0; q < w.count; q++) total[q] = weigh(w, q);
-    int64_t q = 0;
-    for (; q + 4 <= w.count; q += 4) mix_all<4>(w, q, total);
-    for (; q < w.count; q++) mix_all<1>(w, q, total);
+    for (int64_t q = 0; q < w.count; q++) {
+        total[q] = weigh(w, q);
+        std::fill(w.out[q], w.out[q] + size, 0.0f);
+    }
+    for (t = w.start; t < w.end; t += 2 * KEYS) {
+        const int64_t count = std::min(2 * KEYS, w.end - t);
+        for (int64_t i = 0; i < count; i++) {
+            const char* row = w.row(w.heads.values, t + i);
+            for (int64_t d = 0; d < size; d += 16)
+                _mm512_store_ps(rows + i * size + d, sixteen(row, w.heads.kind, d));
+        }
+        int64_t q = 0;
+        for (; q + 4 <= w.count; q += 4) mix_all<4>(w, q, rows, t, count);
+        for (; q < w.count; q++) mix_all<1>(w, q, rows, t, count);
+    }
+    for (int64_t q = 0; q < w.count; q++)
+        for (int64_t d = 0; d < size; d += 16)
+            _mm512_storeu_ps(w.out[q] + d, _mm512_div_ps(_mm512_loadu_ps(w.out[q] + d), _mm512_set1_ps(total[q])));
 }
 #else
 static void avx512(const Work& w) { plain(w); }

@@ -253,13 +253,19 @@ struct HalfPairs : Half {
         __m512 sums[N][R];                                                                                             \
         for (auto& row : sums)                                                                                         \
             for (auto& sum : row) sum = _mm512_setzero_ps();                                                           \
-        for (int64_t k = 0; k < columns; k += DOT::STEP) {                                                             \
+        int64_t k = 0;                                                                                                 \
+        for (; k + DOT::STEP <= columns; k += DOT::STEP)                                                               \
+            for (int i = 0; i < N; i++) {                                                                              \
+                const __m512i line = _mm512_loadu_si512(w + i * bytes + k * sizeof(DOT::X));                           \
+                for (int j = 0; j < R; j++)                                                                            \
+                    sums[i][j] = DOT::step(sums[i][j], line, x + j * stride + k, DOT::STEP);                           \
+            }                                                                                                          \
+        for (; k < columns; k += DOT::STEP)                                                                            \
             for (int i = 0; i < N; i++) {                                                                              \
                 const __m512i line = DOT::load(w + i * bytes, k, columns - k);                                         \
                 for (int j = 0; j < R; j++)                                                                            \
                     sums[i][j] = DOT::step(sums[i][j], line, x + j * stride + k, columns - k);                         \
             }                                                                                                          \
-        }                                                                                                              \
         for (int i = 0; i < N; i++)                                                                                    \
             for (int j = 0; j < R; j++) p.sums[r + j][n + i] = _mm512_reduce_add_ps(sums[i][j]);                       \
     }                                                                                                                  \
