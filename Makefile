@@ -69,7 +69,7 @@ wheels:
 # in an environment of their own over the other, as `monitors`: licences are read from what is installed
 licences: $(READY)
 	$(BIN)/python -m venv .venv/licences
-	$(BIN)/python -c "import sysconfig as s; print(s.get_paths()['purelib'])" \
+	$(BIN)/python -c "import sysconfig as s; print('import site; site.addsitedir(%r)' % s.get_paths()['purelib'])" \
 		> $$(.venv/licences/bin/python -c "import sysconfig as s; print(s.get_paths()['purelib'])")/rest.pth
 	.venv/licences/bin/pip install -q -c constraints.txt tensorboard wandb comet_ml mlflow-skinny scikit-learn auditwheel twine
 	.venv/licences/bin/python -m tools.licences docs/licences.md
