@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
-import venv
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,10 +59,19 @@ class Environment:
         return self.run("python", "-c", code, **variables).stdout.strip()
 
 
-def made(folder: Path) -> Environment:
+def made(folder: Path, interpreter: str = sys.executable) -> Environment:
     """An environment with pip and nothing else."""
-    venv.create(folder, with_pip=True)
+    subprocess.run([interpreter, "-m", "venv", folder], check=True, capture_output=True, timeout=120 * PATIENCE)
     return Environment(folder)
+
+
+def everyones_interpreter() -> str | None:
+    """A Python of this one's version that users other than this one may run."""
+    name = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    for found in filter(None, [os.path.realpath(sys.executable), shutil.which(name, path=os.defpath)]):
+        if all(folder.stat().st_mode & 0o005 == 0o005 for folder in Path(os.path.realpath(found)).parents):
+            return found
+    return None
 
 
 def over_these_packages(environment: Environment) -> Environment:

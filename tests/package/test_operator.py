@@ -11,11 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.package.environments import Environment, made, over_these_packages, trained
+from tests.package.environments import Environment, everyones_interpreter, made, over_these_packages, trained
 
 pytestmark = pytest.mark.slow
 
-ROOT_ONLY = pytest.mark.skipif(os.getuid() != 0, reason="only root may become another user")
+ROOT_ONLY = pytest.mark.skipif(
+    os.getuid() != 0 or everyones_interpreter() is None or not shutil.which("setpriv"),
+    reason="only root may become another user, and that one must find a Python",
+)
 
 
 def locked(environment: Environment) -> Environment:
@@ -46,7 +49,7 @@ def open_folder(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("kind", ["pure", "native"])
 def test_another_user_trains_from_what_nobody_can_write(kind: str, built: dict[str, Path], open_folder: Path) -> None:
     """As `nobody`, without HOME, with no compiler on PATH, under a path with a space, in a folder of no rights."""
-    environment = made(open_folder / "site")
+    environment = made(open_folder / "site", str(everyones_interpreter()))
     environment.pip("install", "-q", "--no-deps", "--no-compile", built[kind])
     over_these_packages(environment)
     script = shutil.copy(Path(__file__).with_name("smoke.py"), open_folder / "a script.py")

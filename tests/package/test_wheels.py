@@ -140,22 +140,3 @@ def _with_an_extra(environment: Environment, built: dict[str, Path]) -> None:
     assert environment.python("import fastapi, uvicorn, matplotlib; print('there')") == "there"
     assert environment.pip("check").stdout.strip() == "No broken requirements found."
     assert "Traceback" not in refused.stderr
-
-
-@pytest.mark.parametrize("version", ["3.10", "3.11", "3.12", "3.13"])
-@pytest.mark.parametrize("kind", ["pure", "native"])
-def test_metadata_fit_the_pythons_they_promise(
-    kind: str, version: str, built: dict[str, Path], release: Environment, tmp_path: Path
-) -> None:
-    """Unpacked as pip would for that Python on the oldest system that torch's wheels support; nothing is run."""
-    platforms = ["--platform", "manylinux_2_28_x86_64", "--only-binary=:all:", "--python-version", version]
-    release.pip("install", "-q", "--no-deps", "--target", tmp_path, *platforms, built[kind])
-    assert (tmp_path / "deepspeed/py.typed").exists()
-
-
-def test_an_older_python_is_refused(built: dict[str, Path], release: Environment, tmp_path: Path) -> None:
-    options = ["--platform", "manylinux_2_28_x86_64", "--only-binary=:all:", "--python-version", "3.9"]
-    done = release.run(
-        "python", "-m", "pip", "install", "--no-deps", "--target", tmp_path, *options, built["pure"], passes=False
-    )
-    assert done.returncode and "3.9" in done.stderr and ">=3.10" in done.stderr
