@@ -14,9 +14,6 @@ from packaging.requirements import Requirement
 
 from tools.wheels import REPOSITORY
 
-if sys.version_info >= (3, 11):
-    import tomllib
-
 HEAD = """# Licences of the dependencies
 
 Written by `make licences` from the metadata of what is installed: nothing of these packages is part of this one's
@@ -28,6 +25,10 @@ _LONG = 60
 
 
 def main() -> int:
+    if sys.version_info < (3, 11):
+        raise SystemExit("licences: Python 3.11 reads pyproject.toml; this is an older one")
+    import tomllib
+
     (page,) = sys.argv[1:]
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     always = _closure(project["dependencies"], set())

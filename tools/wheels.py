@@ -44,7 +44,7 @@ class BuildError(RuntimeError):
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tools.wheels", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m tools.wheels", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, default=REPOSITORY / "dist", help="folder; what lies in it is replaced")
     options = parser.parse_args()
     try:

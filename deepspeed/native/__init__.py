@@ -61,11 +61,11 @@ def _opened() -> ctypes.CDLL:
     try:
         return ctypes.CDLL(str(_FILE))
     except OSError as error:
-        if "GOMP_" not in str(error) and "omp_get_" not in str(error):
+        if "undefined symbol" not in str(error):
             raise
     # torch loads its own for all to see; a build of torch that does not has it in the process all the same
     found = _OPENMP.findall(Path("/proc/self/maps").read_text()) if os.path.exists("/proc/self/maps") else []
-    for path in dict.fromkeys([*found, "libgomp.so.1"]):
+    for path in dict.fromkeys([*found, "libgomp.so.1", "libomp.so.5"]):  # the last is clang's, if it built the library
         with contextlib.suppress(OSError):
             ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
             return ctypes.CDLL(str(_FILE))
