@@ -1,5 +1,6 @@
 # One command each: `make train`, `make test`, `make test-all`, `make check`, `make bench`, `make docs`,
-# `make hosts` (packages for the tests on several hosts; root), `make monitors` (those of the monitors, and their tests).
+# `make hosts` (packages for the tests on several hosts; root), `make monitors` (those of the monitors, and their tests),
+# `make wheels` (what is installed elsewhere, under dist/), `make licences` (the page of the dependencies' licences).
 # The first of them makes the environment in .venv.
 
 PYTHON ?= python3
@@ -11,9 +12,9 @@ TEST_ARGS ?=
 HOST_PACKAGES := openssh-server pdsh openmpi-bin mpich slurm-wlm munge iproute2
 # Two at a time, file by file: one alone leaves a core idle while its ranks wait for each other.
 TWICE := -n 2 --dist loadfile
-FAST_TESTS := $(wildcard $(addprefix tests/,architecture harness unit parallel parity faults golden docs clients emulated))
+FAST_TESTS := $(wildcard $(addprefix tests/,architecture harness unit parallel parity faults golden docs clients emulated package))
 
-.PHONY: train test test-all check bench docs hosts monitors
+.PHONY: train test test-all check bench docs hosts monitors wheels licences
 
 # torch comes first and alone, so that the wheel of this machine's kind is the one that everything else builds on
 $(READY): pyproject.toml constraints.txt setup.py $(wildcard deepspeed/native/*.cpp deepspeed/native/*.h)
@@ -58,3 +59,17 @@ bench: $(READY)
 
 docs: $(READY)
 	$(BIN)/ds_config reference docs/configuration.md
+
+# neither torch nor the project itself is needed to build it
+wheels:
+	test -x .venv/release/bin/python || $(PYTHON) -m venv .venv/release
+	.venv/release/bin/pip install -q -c constraints.txt setuptools auditwheel twine
+	.venv/release/bin/python -m tools.wheels
+
+# in an environment of their own over the other, as `monitors`: licences are read from what is installed
+licences: $(READY)
+	$(BIN)/python -m venv .venv/licences
+	$(BIN)/python -c "import sysconfig as s; print('import site; site.addsitedir(%r)' % s.get_paths()['purelib'])" \
+		> $$(.venv/licences/bin/python -c "import sysconfig as s; print(s.get_paths()['purelib'])")/rest.pth
+	.venv/licences/bin/pip install -q -c constraints.txt tensorboard wandb comet_ml mlflow-skinny scikit-learn auditwheel twine
+	.venv/licences/bin/python -m tools.licences docs/licences.md

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from deepspeed.foundation.copies import warn_of_others
 from deepspeed.foundation.not_yet import install
 from deepspeed.version import __version__
 
@@ -51,7 +52,8 @@ _LATER = {
 
 __all__ = ["__version__", *sorted(_LAZY)]
 install()
-__version_major__, __version_minor__, __version_patch__ = (int(part) for part in __version__.split("."))
+warn_of_others(__path__[0], __version__)
+__version_major__, __version_minor__, __version_patch__ = map(int, __version__.partition("+")[0].split("."))
 __git_hash__ = __git_branch__ = None
 
 

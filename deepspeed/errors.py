@@ -1,4 +1,4 @@
-"""Every exception a user may catch; each also is the builtin that clients of the interface catch today."""
+"""Every exception and warning a user may catch; each also is the builtin that clients of the interface catch today."""
 
 from __future__ import annotations
 
@@ -117,3 +117,7 @@ class PackingError(DeepSpeedError, RuntimeError):
 
 class ContractError(DeepSpeedError, AssertionError):
     """A third party's part does not do what the protocol it is used through says."""
+
+
+class SecondCopyWarning(UserWarning):
+    """Another installation of the same name is on Python's path, or its files lie among these; says where."""

@@ -2,4 +2,6 @@
 
 from __future__ import annotations
 
-__version__ = "1.0.0"
+# What stands before "+" orders it: later than every release that clients ask for at least. What follows says whose it
+# is, so that no report, checkpoint or `pip list` takes it for a release of the project whose interface it has.
+__version__ = "1.0.0+independent"

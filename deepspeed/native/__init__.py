@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
+import re
 import zlib
 from pathlib import Path
 
@@ -20,6 +22,8 @@ INSTRUCTION_SETS = ("portable", "AVX2", "AVX-512", "AVX-512 BF16", "AMX")
 
 _FILE = Path(__file__).with_name("library.so")
 _BUILD = "`python setup.py build_ext --inplace` in the source tree (or `pip install -v`) builds it or shows why not"
+_NO_SOURCES = "not in this wheel; the one for this platform, or an installation from the sources, has it"
+_OPENMP = re.compile(r"/\S*/lib(?:gomp|iomp5|omp)\b[^/\n]*\.so[.\d]*$", re.MULTILINE)
 
 
 def library() -> ctypes.CDLL | None:
@@ -39,22 +43,39 @@ def state() -> str:
 def _load() -> tuple[ctypes.CDLL | None, str]:
     if os.environ.get("DS_NATIVE") == "0":
         return _absent("off (DS_NATIVE=0)")
+    sources = sorted([*_FILE.parent.glob("*.cpp"), *_FILE.parent.glob("*.h")])
     if not _FILE.exists():
-        return _absent(f"not built; {_BUILD}")
+        return _absent(f"not built; {_BUILD}" if sources else _NO_SOURCES)
     try:
-        loaded = ctypes.CDLL(str(_FILE))
+        loaded = _opened()
     except OSError as error:
         return _absent(f"cannot be loaded ({error}); {_BUILD}")
-    if loaded.ds_fingerprint() & 0xFFFFFFFF != _fingerprint():
+    if sources and loaded.ds_fingerprint() & 0xFFFFFFFF != _fingerprint(sources):
         return _absent(f"built from other sources than those beside it; {_BUILD}")
     used = INSTRUCTION_SETS[loaded.ds_instruction_set(len(INSTRUCTION_SETS))]
     return loaded, f"{used} kernels on {threads()} threads"
 
 
-def _fingerprint() -> int:
+def _opened() -> ctypes.CDLL:
+    """The library over the OpenMP that torch has loaded: it names none of its own, so that there are no two of them."""
+    try:
+        return ctypes.CDLL(str(_FILE))
+    except OSError as error:
+        if "undefined symbol" not in str(error):
+            raise
+    # torch loads its own for all to see; a build of torch that does not has it in the process all the same
+    found = _OPENMP.findall(Path("/proc/self/maps").read_text()) if os.path.exists("/proc/self/maps") else []
+    for path in dict.fromkeys([*found, "libgomp.so.1", "libomp.so.5"]):  # the last is clang's, if it built the library
+        with contextlib.suppress(OSError):
+            ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
+            return ctypes.CDLL(str(_FILE))
+    return ctypes.CDLL(str(_FILE))
+
+
+def _fingerprint(sources: list[Path]) -> int:
     """As setup.py forms it."""
     checksum = 0
-    for source in sorted([*_FILE.parent.glob("*.cpp"), *_FILE.parent.glob("*.h")]):
+    for source in sources:
         checksum = zlib.crc32(source.read_bytes(), checksum)
     return checksum
 

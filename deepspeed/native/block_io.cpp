@@ -2,7 +2,6 @@
 // address, offset and length allow it. The twin in Python is deepspeed/ops/aio/threads.py; both do the same.
 #include <algorithm>
 #include <cerrno>
-#include <condition_variable>
 #include <cstdint>
 #include <deque>
 #include <mutex>
@@ -10,6 +9,14 @@
 
 #include <pthread.h>
 #include <unistd.h>
+
+#if defined(__GLIBC__) && defined(__x86_64__)
+// glibc 2.34 took these into libc.so under new versions; the old ones name the same code there, and all that an older
+// system has. A library built on a new system then loads on those that torch's wheels support.
+__asm__(".symver pthread_create, pthread_create@GLIBC_2.2.5");
+__asm__(".symver pthread_join, pthread_join@GLIBC_2.2.5");
+__asm__(".symver pthread_attr_setstacksize, pthread_attr_setstacksize@GLIBC_2.2.5");
+#endif
 
 namespace {
 
@@ -25,9 +32,25 @@ struct Job {
   int running, error;
 };
 
+// std::condition_variable::wait would ask for a younger libstdc++ than the rest does.
+class Signal {
+ public:
+  Signal() = default;
+  Signal(const Signal &) = delete;
+  Signal &operator=(const Signal &) = delete;
+  ~Signal() { pthread_cond_destroy(&condition_); }
+  void notify_all() { pthread_cond_broadcast(&condition_); }
+  template <typename Met> void wait(std::unique_lock<std::mutex> &guard, Met met) {
+    while (!met()) pthread_cond_wait(&condition_, guard.mutex()->native_handle());
+  }
+
+ private:
+  pthread_cond_t condition_ = PTHREAD_COND_INITIALIZER;
+};
+
 struct Queue {
   std::mutex lock;
-  std::condition_variable work, over;
+  Signal work, over;
   std::deque<Job *> jobs;
   std::vector<pthread_t> threads;
   int64_t block;

@@ -5,7 +5,17 @@
 #include <unistd.h>
 #endif
 
+#include <new>
+
 #include "numbers.h"
+
+#if defined(__GLIBCXX__) && _GLIBCXX_RELEASE >= 11
+// What containers call for a size no memory has: since GCC 11 a function of the youngest libstdc++, the only one the
+// library would need of it. With its own, the library loads where torch's wheels do.
+namespace std {
+__attribute__((visibility("hidden"))) void __throw_bad_array_new_length() { throw bad_array_new_length(); }
+}
+#endif
 
 namespace ds {
 

@@ -77,6 +77,46 @@ def test_without_a_compiler_the_build_passes_with_one_line(tmp_path: Path) -> No
     assert not list(tmp_path.rglob("*.so"))
 
 
+# torch gives its OpenMP to all; a build that keeps it to itself is had by taking that wish out of its import
+_HIDDEN_OPENMP = """
+import ctypes, re
+wish, ctypes.RTLD_GLOBAL = ctypes.RTLD_GLOBAL, ctypes.RTLD_LOCAL
+import torch
+ctypes.RTLD_GLOBAL = wish
+from deepspeed import native
+try:
+    ctypes.CDLL(str(native._FILE))
+    print("open")
+except OSError as error:
+    print("hidden" if "undefined symbol" in str(error) else error)
+assert native.library() is not None, native.state()
+torch.ones(1 << 20).exp().sum()
+print(len(set(re.findall(r"\\S*gomp\\S*", open("/proc/self/maps").read()))))
+"""
+
+
+@pytest.mark.skipif(not native._FILE.exists(), reason="the library is not built")
+def test_openmp_is_torchs_also_where_torch_keeps_it_to_itself() -> None:
+    done = subprocess.run([sys.executable, "-c", _HIDDEN_OPENMP], capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["hidden", "1"], done.stderr
+
+
+@pytest.mark.skipif(not native._FILE.exists() or not shutil.which("readelf"), reason="no library, or no binutils")
+def test_the_library_needs_no_openmp_and_no_torch_of_its_own() -> None:
+    dynamic = subprocess.run(["readelf", "-d", str(native._FILE)], capture_output=True, text=True, check=True).stdout
+    needed = {line.split("[")[1].rstrip("]").split(".")[0] for line in dynamic.splitlines() if "(NEEDED)" in line}
+    assert needed <= {"libstdc++", "libm", "libgcc_s", "libc", "ld-linux-x86-64", "ld-linux-aarch64"}
+
+
+def test_a_wheel_without_the_library_says_which_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("DS_NATIVE", raising=False)
+    monkeypatch.setattr(native, "_FILE", tmp_path / "library.so")  # neither library nor sources, as installed
+    assert native.library() is None
+    assert "not in this wheel; the one for this platform" in said(capsys)[0]
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 def test_a_library_of_other_sources_is_not_used(

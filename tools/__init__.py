@@ -1,0 +1,1 @@
+"""Commands of whoever works on this repository; none of them is installed."""
