@@ -178,6 +178,10 @@ class SharedMemory:
 
         return Until(self, ready)
 
+    def maps(self, storage: torch.UntypedStorage) -> bool:
+        """Whether a storage is memory of a peer."""
+        return any(storage._cdata == theirs.untyped_storage()._cdata for theirs in self._foreign.values())
+
     def _view(self, peer: int, where: Location) -> torch.Tensor:
         descriptor, size, offset, nbytes = where
         key = (peer, descriptor)
@@ -407,6 +411,11 @@ def forget_shared_memory() -> None:
             shared.close()
     _shared_memories.clear()
     groups.forget()
+
+
+def is_of_a_peer(storage: torch.UntypedStorage) -> bool:
+    """Whether a storage is memory of another rank, mapped here."""
+    return any(isinstance(memory, SharedMemory) and memory.maps(storage) for memory in groups.memories)
 
 
 def require(shared: SharedMemory | None) -> SharedMemory:
