@@ -8,20 +8,19 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-_depth = 0
+_running: list[object] = []
 
 
 def simulating() -> bool:
     """Whether this process simulates."""
-    return _depth > 0
+    return bool(_running)
 
 
 @contextlib.contextmanager
 def simulation() -> Iterator[None]:
     """Inside, this process simulates."""
-    global _depth
-    _depth += 1
+    _running.append(None)
     try:
         yield
     finally:
-        _depth -= 1
+        _running.pop()
