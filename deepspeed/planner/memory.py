@@ -6,7 +6,7 @@ import contextlib
 import gc
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,6 +25,8 @@ from deepspeed.ops.valueless import Valueless
 from deepspeed.planner.program import Loss, Program
 from deepspeed.profiling.live_memory import LiveMemory
 
+Beside = Callable[[], contextlib.AbstractContextManager[Any]]
+
 
 @dataclass(frozen=True)
 class MemoryCount:
@@ -36,6 +38,7 @@ class MemoryCount:
         at_rest: what lives between two updates.
         birth: most that lived at once until the engine was made.
         disk: what rests on disks.
+        parameters: of the model, over all ranks.
     """
 
     peak: int
@@ -43,6 +46,7 @@ class MemoryCount:
     at_rest: dict[str, int]
     birth: int
     disk: int
+    parameters: int
 
     def table(self) -> str:
         """The categories as lines of text."""
@@ -88,9 +92,20 @@ def predict_memory(
     """
     if not 0 <= rank < world_size:
         raise ArgumentError(f"rank {rank} of world_size {world_size}: ranks are 0 to {world_size - 1}")
-    with _world(rank, world_size), Valueless() as valueless:
-        program = Program(model, config, valueless.stand_ins(batch), loss, optimizer, updates)
-        return _counted(program)
+    return simulate(Program(model, config, batch, loss, optimizer, updates), rank, world_size)
+
+
+def simulate(program: Program, rank: int, size: int, beside: Beside = contextlib.nullcontext) -> MemoryCount:
+    """A prediction.
+
+    Args:
+        program: what is run.
+        rank: as which rank.
+        size: of how many.
+        beside: makes a context that is inside the updates, as a clock is.
+    """
+    with _world(rank, size), Valueless() as valueless:
+        return _counted(replace(program, batch=valueless.stand_ins(program.batch)), beside)
 
 
 def measure_memory(
@@ -106,11 +121,11 @@ def measure_memory(
     return _counted(Program(model, config, batch, loss, optimizer, updates))
 
 
-def _counted(program: Program) -> MemoryCount:
+def _counted(program: Program, beside: Beside = contextlib.nullcontext) -> MemoryCount:
     with LiveMemory(category_of, is_of_a_peer) as live:
         made = program.made_model()
         trained = [param for param in made.parameters() if param.requires_grad]
-        optimizer = program.optimizer
+        count, optimizer = sum(param.numel() for param in made.parameters()), program.optimizer
         engine, *_ = initialize(model=made, model_parameters=trained, optimizer=optimizer, config=program.settings())
         del made, trained
         try:
@@ -118,9 +133,10 @@ def _counted(program: Program) -> MemoryCount:
             gc.collect()
             birth = live.peak
             live.restart_peak()
-            program.run(engine, lambda: live.mark(holdings(engine)))
+            with beside():
+                program.run(engine, lambda: live.mark(holdings(engine)))
             gc.collect()
-            return MemoryCount(live.peak, live.at_peak(), live.now(), birth, _on_disk(engine))
+            return MemoryCount(live.peak, live.at_peak(), live.now(), birth, _on_disk(engine), count)
         finally:
             engine.destroy()
 
