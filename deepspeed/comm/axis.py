@@ -22,8 +22,11 @@ import torch.distributed as dist
 
 from deepspeed.comm import watch
 from deepspeed.comm.shared_memory import SharedMemory, forget_shared_memory, shared_memory_of
+from deepspeed.comm.simulated import SimulatedMemory
 from deepspeed.comm.trail import trail
 from deepspeed.errors import ArgumentError, UsageError
+from deepspeed.foundation.simulation import simulating
+from deepspeed.native import library
 
 PUBLIC = 1  # the channel of the public collectives of each axis
 
@@ -131,7 +134,7 @@ def make_axes(rows: Sequence[Sequence[int]], name: str, device: torch.device | N
     cut = [tuple(sorted(row)) for row in rows]
     if sorted(rank for row in cut for rank in row) != list(range(registry.size)):
         raise ArgumentError(f"axis {name!r}: {list(rows)} does not hold each of the {registry.size} ranks once")
-    if device is None or device.type != "meta":
+    if (device is None or device.type != "meta") and not simulating():
         registry.make_groups(cut)
     return registry.axis(next(row for row in cut if registry.rank in row), name, device)
 
@@ -284,6 +287,9 @@ class _Registry:
             return Axis(name, ranks, 0, None, True)
         if where == "meta":  # a simulation: nothing has bytes that could travel
             return Axis(name, ranks, me, None, False)
+        if simulating():
+            shared = SimulatedMemory(me, len(ranks)) if library() is not None else None
+            return Axis(name, ranks, me, None, True, shared)
         group = self._group(ranks, name, where, group)
         tagged = where == "cpu" and "fake" not in str(dist.get_backend(group))
         return Axis(name, ranks, me, group, tagged, shared_memory_of(group) if tagged else None)

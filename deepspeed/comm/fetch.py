@@ -34,6 +34,7 @@ from deepspeed.comm.collectives import PULL, SMALL, Handle, delay, post, spread,
 from deepspeed.comm.shared_memory import require
 from deepspeed.errors import CommError, StorageError
 from deepspeed.foundation.log import logger
+from deepspeed.foundation.simulation import simulating
 
 _REQUEST = struct.Struct("<iiqq")  # requesting rank, channel, version, sequence number
 _TOKEN_BYTES = 16
@@ -239,6 +240,24 @@ def _own_address() -> str:
         return "127.0.0.1"
 
 
+class _SimulatedService(FetchService):
+    """The service of an axis whose other ranks are not there: each would pull when this one does."""
+
+    def __init__(self, axis: Axis) -> None:
+        self.axis, self._served, self._lock, self._sent = axis, {}, threading.Lock(), deque()
+
+    def pull(self, channel: int, full: torch.Tensor, cuts: tuple[int, ...], label: str) -> Handle:
+        """Lend the own slice as a peer would have it, and have the others'."""
+        slice_ = self._served[channel].slice
+        if not isinstance(slice_, torch.Tensor):
+            with slice_():
+                pass
+        return Handle(self.axis, label, [], None, full, _of_others(self.axis, full, cuts))
+
+    def close(self) -> None:
+        """Nothing was opened."""
+
+
 class SharedSlices:
     """The same where the ranks share memory: slices are read where they lie, and nobody has to answer.
 
@@ -325,7 +344,7 @@ _services: dict[int, FetchService] = {}
 def service_of(axis: Axis) -> FetchService:
     """The service of an axis, started on first use; the engines on the axis share it."""
     if id(axis) not in _services:
-        _services[id(axis)] = FetchService(axis)
+        _services[id(axis)] = _SimulatedService(axis) if simulating() else FetchService(axis)
     return _services[id(axis)]
 
 

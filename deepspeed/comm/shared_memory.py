@@ -79,6 +79,7 @@ class SharedMemory:
         self._staged: dict[int, torch.Tensor] = {}  # posted copies of buffers that lie elsewhere
         self.serving: dict[int, torch.Tensor] = {}  # by channel: peers may read it as long as it is here
         self._foreign: dict[tuple[int, int], torch.Tensor] = {}
+        self._mapped: list[tuple[int, int]] = []  # where they lie
         self.alive = Alive([processes[r] for r in self.peers])
         groups.memories.append(self)
 
@@ -178,6 +179,10 @@ class SharedMemory:
 
         return Until(self, ready)
 
+    def maps(self, storage: torch.UntypedStorage) -> bool:
+        """Whether a storage is memory of a peer."""
+        return any(low <= storage.data_ptr() < high for low, high in self._mapped)
+
     def _view(self, peer: int, where: Location) -> torch.Tensor:
         descriptor, size, offset, nbytes = where
         key = (peer, descriptor)
@@ -186,7 +191,9 @@ class SharedMemory:
                 memory = open_shared(self._processes[peer], descriptor, size)
             except OSError as error:
                 raise RuntimeError(f"the memory of process {self._processes[peer]} is gone: {error}") from error
-            self._foreign[key] = torch.from_numpy(np.frombuffer(memory, dtype=np.uint8))
+            array = np.frombuffer(memory, dtype=np.uint8)
+            self._mapped.append((array.ctypes.data, array.ctypes.data + array.nbytes))
+            self._foreign[key] = torch.from_numpy(array)
         return self._foreign[key][offset : offset + nbytes]
 
     # -- slices served to whoever asks ----------------------------------------------------------------------------
@@ -277,6 +284,7 @@ class SharedMemory:
         """Let the peers' memory go; who waits here from now on gets an error."""
         self.alive.close()
         self._foreign.clear()
+        self._mapped.clear()
         self.serving.clear()
         if self in groups.memories:
             groups.memories.remove(self)
@@ -407,6 +415,11 @@ def forget_shared_memory() -> None:
             shared.close()
     _shared_memories.clear()
     groups.forget()
+
+
+def is_of_a_peer(storage: torch.UntypedStorage) -> bool:
+    """Whether a storage is memory of another rank, mapped here."""
+    return any(isinstance(memory, SharedMemory) and memory.maps(storage) for memory in groups.memories)
 
 
 def require(shared: SharedMemory | None) -> SharedMemory:

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from types import TracebackType
+from types import CodeType, TracebackType
 from typing import Any
 
 import psutil
 import torch
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.engine.build import Components
 from deepspeed.engine.report import bytes_of, state_bytes
 from deepspeed.engine.state import EngineState
 from deepspeed.errors import MemoryExhaustedError
 from deepspeed.zero.exhaustion import is_exhaustion
 from deepspeed.zero.lifecycle import repeated_blocks
+from deepspeed.zero.optimizer_shard import Away
 
 ACTIVATIONS, TRANSIT, GATHERED, OPTIMIZER, GRADIENTS = "activations", "transit", "gathered", "optimizer", "gradients"
+PARAMETERS, MASTERS, POOLS = "parameters", "masters", "pools"
 _ROOM = 0.8  # of what seems to fit
 # In which file memory ran out, innermost first: the category it was for.
 _BY_FILE = (
@@ -132,6 +136,25 @@ class _Guard:
             raise self._report.exhausted(error) from error
 
 
+def holdings(engine: Any) -> list[tuple[str, list[torch.Tensor | None]]]:
+    """The tensors of an engine's training state by category; where one lies over several, the first is meant."""
+    parts: Components = engine._components
+    groups, buckets = parts.groups, [] if parts.reducer is None else parts.reducer.buckets
+    gathers = [group for group in groups if group.policy.gathers_before_use]
+    states = [] if parts.optimizer is None else list(parts.optimizer.state.values())
+    pools = {id(p): p for g in groups for p in (g.tiers.optimizer.pool, g.tiers.parameters.pool) if p is not None}
+    sums = [bucket.sum.memory for bucket in buckets if bucket.sum is not None]
+    return [
+        (PARAMETERS, [*(group.values.memory for group in groups), *engine.module.buffers()]),
+        (MASTERS, [group.master.memory for group in groups if group.master is not None]),
+        (GRADIENTS, [*sums, *(bucket.local for bucket in buckets)]),
+        (OPTIMIZER, [v for s in states for v in s.values() if isinstance(v, torch.Tensor) and not isinstance(v, Away)]),
+        (GATHERED, [group.full for group in gathers]),
+        (TRANSIT, [] if parts.reducer is None else list(parts.reducer.wire.buffers())),
+        (POOLS, [buffer for pool in pools.values() for buffer in pool.buffers()]),
+    ]
+
+
 def _frames(error: BaseException) -> Iterator[Any]:
     """Frames of an error and of what caused it, outermost first."""
     trace = error.__traceback__
@@ -144,14 +167,25 @@ def _frames(error: BaseException) -> Iterator[Any]:
 
 def _category(error: BaseException) -> str:
     """What memory ran out for, by the innermost function of ours, or of torch's optimizers, that asked for it."""
-    for frame in reversed(list(_frames(error))):
-        file = frame.f_code.co_filename.replace(os.sep, "/")
-        if file.endswith("zero/shard_group.py") and "gather" in frame.f_code.co_name:
-            return GATHERED
-        for part, category in _BY_FILE:
-            if part in file:
-                return category
+    return next((found for frame in reversed(list(_frames(error))) if (found := _by_code(frame.f_code))), ACTIVATIONS)
+
+
+def category_of(frame: Any) -> str:
+    """What memory is for that the code of a frame, or of one of its callers, asks for."""
+    while frame is not None:
+        found = _by_code(frame.f_code)
+        if found:
+            return found
+        frame = frame.f_back
     return ACTIVATIONS
+
+
+@functools.cache
+def _by_code(code: CodeType) -> str:
+    file = code.co_filename.replace(os.sep, "/")
+    if file.endswith("zero/shard_group.py") and "gather" in code.co_name:
+        return GATHERED
+    return next((category for part, category in _BY_FILE if part in file), "")
 
 
 def _progress(model: torch.nn.Module, error: BaseException) -> float:

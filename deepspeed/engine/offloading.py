@@ -12,10 +12,10 @@ from deepspeed.config import DeepSpeedConfig
 from deepspeed.foundation.log import say
 from deepspeed.optim.precision import DTYPES
 from deepspeed.storage.buffer_pool import BufferPool
-from deepspeed.storage.disk import Disk
 from deepspeed.storage.host import HostTier
 from deepspeed.storage.nvme import NvmeTier
 from deepspeed.storage.resident import RESIDENT
+from deepspeed.storage.simulated import disk_in
 from deepspeed.storage.tier import Tier
 from deepspeed.zero.estimate import DEVICE, HOST, NVME, GroupState, rest_bytes
 from deepspeed.zero.layout import Layout
@@ -78,7 +78,7 @@ class Offload:
         if path not in self._disks:
             sections = [s for s in (self.optimizer, self.parameters) if s.device == "nvme" and s.nvme_path == path]
             self._disks[path] = NvmeTier(
-                Disk(path, settings=self.config.top.aio),
+                disk_in(path, self.config.top.aio),
                 BufferPool(pin=any(s.pin_memory for s in sections)),
                 sum(s.buffer_count for s in sections),
                 self.optimizer.pipeline_read,

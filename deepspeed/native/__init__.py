@@ -13,6 +13,8 @@ from pathlib import Path
 import torch
 
 from deepspeed.foundation.log import say
+from deepspeed.foundation.simulation import simulating
+from deepspeed.native.simulated import simulated_library
 
 __all__ = ["INSTRUCTION_SETS", "KINDS", "library", "state", "threads"]
 
@@ -31,7 +33,8 @@ def library() -> ctypes.CDLL | None:
 
     Callers declare the argument types of the functions they use. `DS_NATIVE=0` in the environment turns it off.
     """
-    return _load()[0]
+    loaded = _load()[0]
+    return simulated_library() if loaded is not None and simulating() else loaded
 
 
 def state() -> str:

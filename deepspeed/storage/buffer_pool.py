@@ -103,6 +103,12 @@ class BufferPool:
             self._free.clear()
             self.nbytes = sum(buffer.nbytes for buffer in self._lent.values())
 
+    def buffers(self) -> list[torch.Tensor]:
+        """Every buffer, lent or not."""
+        with self._lock:
+            returning = [buffer for each in self._returning.values() for buffer, _ in each]
+            return [*self._lent.values(), *(buffer for kept in self._free.values() for buffer in kept), *returning]
+
     @property
     def idle(self) -> bool:
         """Whether nothing is lent and no copy is under way."""

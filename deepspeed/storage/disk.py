@@ -105,6 +105,11 @@ class Disk:
         self._end = 0
         self._close = weakref.finalize(self, _close, self._queue, self._file, os.getpid())
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes reserved so far."""
+        return self._end
+
     def create(self, label: str, nbytes: int) -> Extent:
         """Reserve space for a tensor.
 

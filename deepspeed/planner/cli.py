@@ -1,0 +1,95 @@
+"""`ds_plan`: the best plan for a model, a machine and a global batch, with the table of all and their reasons."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from deepspeed.config.source import load_raw
+from deepspeed.errors import DeepSpeedError
+from deepspeed.planner.machine import Machine, calibrate
+from deepspeed.planner.plans import Judged, Task, search, table
+from deepspeed.planner.source import model_named
+
+_DEFAULT = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command's options."""
+    made = argparse.ArgumentParser(prog="ds_plan", description=__doc__)
+    add = made.add_argument
+    add("model", help="file.py:factory, which returns (module, batch); a folder with config.json; or a class' name")
+    add("--batch", type=int, required=True, help="samples of an update over all ranks")
+    add("--machine", default="here", help="`here`, which is measured, or a file")
+    add("--save_machine", default="", metavar="FILE", help="keep what was measured")
+    add("--ranks", type=int, default=2, help="ranks of a machine that is measured")
+    add(
+        "--memory",
+        type=float,
+        default=0,
+        metavar="GiB",
+        help="for the tensors of one rank; 0: its share of what is free",
+    )
+    add("--nvme", default="", metavar="FOLDER", help="on a disk that may be used")
+    add("--length", type=int, default=128, help="tokens of a sequence, for models of Transformers")
+    add("--config", default="", help="JSON whose other keys are kept; default: AdamW in bf16")
+    add("--seconds", type=float, default=300.0, help="to search for")
+    add("--output", default="ds_plan.json", help="file for the best plan's JSON")
+    return made
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Print the plans.
+
+    Args:
+        args: command line; None takes the process's own.
+
+    Returns:
+        0; 1 when no plan fits, 2 when there was nothing to plan.
+    """
+    options = parser().parse_args(args)
+    try:
+        config = load_raw(options.config) if options.config else {**_DEFAULT, "bf16": {"enabled": True}}
+        make, batch = model_named(options.model, options.length)
+        machine = _machine(options)
+        judged = search(Task(make, batch, options.batch, config), machine, options.seconds)
+    except DeepSpeedError as error:
+        print(f"ds_plan: {error}", file=sys.stderr)
+        return 2
+    print(table(judged))
+    return _answer(judged, config, machine, options.output)
+
+
+def _machine(options: argparse.Namespace) -> Machine:
+    if options.machine != "here":
+        return Machine.load(options.machine)
+    machine = calibrate(options.ranks, options.nvme, int(options.memory * 2**30))
+    for note in machine.notes:
+        print(f"note: {note}")
+    if options.save_machine:
+        machine.save(options.save_machine)
+    return machine
+
+
+def _answer(judged: list[Judged], config: dict[str, Any], machine: Machine, output: str) -> int:
+    best = judged[0]
+    if not best.fits:
+        known = [each for each in judged if each.memory is not None]
+        print("no plan fits this machine.")
+        if known:
+            least = min(known, key=lambda each: max(each.memory.peak, each.memory.birth) if each.memory else 0)
+            print(f"nearest: {least.plan.name}: {least.reason}")
+        return 1
+    Path(output).write_text(json.dumps(best.plan.config(config, machine.folder), indent=2) + "\n")
+    print(f"\nbest: {best.plan.name}, {best.seconds * 1e3:,.1f} ms predicted for an update; its JSON: {output}")
+    if best.memory is not None:
+        print(best.memory.table())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

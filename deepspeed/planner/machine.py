@@ -1,0 +1,177 @@
+"""What a machine does per second, measured here in under a minute or read from a file."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from deepspeed.config.sections.memory import Aio
+from deepspeed.errors import ArgumentError, StorageError
+from deepspeed.storage.disk import Disk
+
+_SIDES = (64, 256, 1024)
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_BRIEF_S = 0.15  # of each measurement
+_SHARE = 0.85  # of free memory that a plan may take; the rest is the interpreter's and the system's
+_INTERPRETER = 400 << 20  # bytes of a rank besides tensors
+_COLLECTIVES_S = 30.0  # longest time for the ranks that measure messages
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The machine as one rank sees it while all ranks are at work.
+
+    Args:
+        ranks: ranks that it runs.
+        memory: bytes that the tensors of one rank may take.
+        matrix: floating-point operations per second of a matrix product, by dtype: pairs of side and rate.
+        bandwidth: bytes per second that operators read and write.
+        overhead: seconds that an operator takes at least.
+        collective: bytes per second of a gather or a reduction, per rank.
+        disk: bytes per second, reads and writes mixed; 0: there is none.
+        folder: on that disk.
+        notes: what could not be measured, and what stands in its place.
+    """
+
+    ranks: int
+    memory: int
+    matrix: dict[str, list[list[float]]]
+    bandwidth: float
+    overhead: float
+    collective: float
+    disk: float = 0.0
+    folder: str = ""
+    notes: list[str] = field(default_factory=list)
+
+    def rate(self, dtype: torch.dtype, flops: float) -> float:
+        """Operations per second of a product of so many operations."""
+        name = next((name for name, known in _DTYPES.items() if known == dtype), "fp32")
+        table = self.matrix.get(name) or self.matrix["fp32"]
+        side = (flops / 2) ** (1 / 3)
+        return next((rate for size, rate in reversed(table) if side >= size), table[0][1])
+
+    def save(self, path: str | Path) -> None:
+        """Write the file that `load` reads."""
+        Path(path).write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Machine:
+        """A machine from its file.
+
+        Raises:
+            ArgumentError: the file cannot be read, or lacks something.
+        """
+        try:
+            told = json.loads(Path(path).read_text())
+            made = cls(**told)
+        except (OSError, ValueError, TypeError) as error:
+            raise ArgumentError(
+                f"machine file {path}: {error}; `ds_plan --machine here --save_machine FILE` writes one"
+            ) from error
+        positive = (made.ranks, made.memory, made.bandwidth, made.collective)
+        if not all(isinstance(value, (int, float)) and value > 0 for value in positive) or not made.matrix.get("fp32"):
+            raise ArgumentError(f"machine file {path}: ranks, memory, bandwidth, collective and matrix.fp32 are needed")
+        return made
+
+
+def calibrate(ranks: int, folder: str = "", memory: int = 0) -> Machine:
+    """Measure this machine.
+
+    Args:
+        ranks: that will share it.
+        folder: on a disk that may be used for offload; "": none.
+        memory: bytes of one rank's tensors; 0: its share of what is free.
+    """
+    before, notes = torch.get_num_threads(), list[str]()
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
+    try:
+        matrix = {name: [[side, _matrix(dtype, side)] for side in _SIDES] for name, dtype in _DTYPES.items()}
+        bandwidth, overhead = _bandwidth() / ranks, _overhead()
+    finally:
+        torch.set_num_threads(before)
+    collective = _collectives(ranks) if ranks > 1 else bandwidth
+    if collective is None:
+        collective = bandwidth / 4
+        notes.append("messages could not be measured: a quarter of the memory's bandwidth stands in their place")
+    disk = _disk(folder, notes) / ranks if folder else 0.0
+    free = memory or int(psutil.virtual_memory().available * _SHARE / ranks) - _INTERPRETER
+    return Machine(ranks, max(free, 1), matrix, bandwidth, overhead, collective, disk, folder if disk else "", notes)
+
+
+def _seconds(call: Callable[[], Any]) -> float:
+    """The median time of a call."""
+    call()
+    times, end = list[float](), time.perf_counter() + _BRIEF_S
+    while len(times) < 3 or time.perf_counter() < end:
+        begun = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - begun)
+        if len(times) >= 200 or sum(times) > 10 * _BRIEF_S:
+            break
+    return sorted(times)[len(times) // 2]
+
+
+def _matrix(dtype: torch.dtype, side: int) -> float:
+    if dtype == torch.float16:
+        side = min(side, 256)  # emulated on many CPUs: a larger one takes seconds
+    a, b = torch.randn(side, side).to(dtype), torch.randn(side, side).to(dtype)
+    return 2 * side**3 / _seconds(lambda: a @ b)
+
+
+def _bandwidth() -> float:
+    x, y = torch.zeros(1 << 23), torch.ones(1 << 23)
+    return 3 * x.nbytes / _seconds(lambda: x.add_(y))
+
+
+def _overhead() -> float:
+    x = torch.ones(8, requires_grad=True)
+
+    def some() -> None:
+        y = x
+        for _ in range(20):
+            y = y * 2
+        y.sum().backward()
+
+    return _seconds(some) / 60
+
+
+def _collectives(ranks: int) -> float | None:
+    """Bytes per second of gathers and reductions among ranks started for it; None where that failed."""
+    with tempfile.TemporaryDirectory(prefix="ds_plan-") as folder:
+        found = Path(folder, "curve.json")
+        options = ["--all-reduce", "--all-gather", "--maxsize", "22", "--trials", "10", "--no-plot"]
+        command = [sys.executable, "-m", "deepspeed.comm.bench", "--ranks", str(ranks), *options]
+        try:
+            quiet: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+            subprocess.run([*command, "--output", str(found)], timeout=_COLLECTIVES_S, check=True, **quiet)
+            return _slowest(json.loads(found.read_text()))
+        except (OSError, ValueError, KeyError, subprocess.SubprocessError):
+            return None
+
+
+def _slowest(curve: Any) -> float:
+    """The lowest bandwidth of the curve's operations, in bytes per second."""
+    return min(rows[-1]["busbw"] for rows in curve["curve"].values()) * 1e9
+
+
+def _disk(folder: str, notes: list[str]) -> float:
+    try:
+        disk = Disk(folder, settings=Aio())
+    except StorageError as error:
+        notes.append(f"no plan on a disk: {error}")
+        return 0.0
+    with contextlib.closing(disk):
+        return disk.preflight(0) * 1e6

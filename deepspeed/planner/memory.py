@@ -1,0 +1,175 @@
+"""Predicts what each rank of a run holds, by running the engine itself without values, in one process."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from deepspeed.comm import scalars
+from deepspeed.comm.groups import destroy_process_group
+from deepspeed.comm.shared_memory import is_of_a_peer
+from deepspeed.engine.initialize import initialize
+from deepspeed.engine.memory import category_of, holdings
+from deepspeed.errors import ArgumentError, UsageError
+from deepspeed.foundation.log import logger
+from deepspeed.foundation.simulation import simulation
+from deepspeed.ops.valueless import Valueless
+from deepspeed.planner.program import Loss, Program
+from deepspeed.profiling.live_memory import LiveMemory
+
+Beside = Callable[[], contextlib.AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True)
+class MemoryCount:
+    """Bytes of live tensors of one rank.
+
+    Args:
+        peak: most that lived at once, in the updates.
+        at_peak: what that was, by category (see `engine.memory_by_category`).
+        at_rest: what lives between two updates.
+        birth: most that lived at once until the engine was made.
+        disk: what rests on disks.
+        parameters: of the model, over all ranks.
+    """
+
+    peak: int
+    at_peak: dict[str, int]
+    at_rest: dict[str, int]
+    birth: int
+    disk: int
+    parameters: int
+
+    def table(self) -> str:
+        """The categories as lines of text."""
+        names = sorted({*self.at_peak, *self.at_rest}, key=lambda name: -self.at_peak.get(name, 0))
+        rows = [("", "at peak", "at rest")]
+        rows += [(name, _mib(self.at_peak.get(name, 0)), _mib(self.at_rest.get(name, 0))) for name in names]
+        rows.append(("together", _mib(self.peak), _mib(sum(self.at_rest.values()))))
+        lines = [f"{name:12s} {peak:>12s} {rest:>12s}" for name, peak, rest in rows]
+        return "\n".join([*lines, f"making the engine takes {_mib(self.birth)}; on disk {_mib(self.disk)}"])
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:,.1f} MiB"
+
+
+def predict_memory(
+    model: nn.Module | Callable[[], nn.Module],
+    config: Any,
+    world_size: int = 1,
+    *,
+    batch: Any,
+    rank: int = 0,
+    loss: Loss | None = None,
+    optimizer: Any = None,
+    updates: int = 3,
+) -> MemoryCount:
+    """What one CPU rank of a run holds, by running the engine without values: in seconds, whatever the model's size.
+
+    Args:
+        model: a module, which is left alone, or a callable that makes one: then it never has memory.
+        config: dict, path or base64 of the JSON.
+        world_size: ranks of the run.
+        batch: one micro-batch of a rank; see `Program`.
+        rank: which rank.
+        loss: makes the loss of (output, batch); None: the output's own, or the mean of its first tensor.
+        optimizer: a callable that makes one of parameters; None takes the JSON's.
+        updates: how many are run; the third is like all that follow.
+
+    Raises:
+        ArgumentError: there is no such rank.
+        UsageError: this process is a rank of a run already.
+        DeepSpeedConfigError: the configuration is wrong.
+    """
+    if not 0 <= rank < world_size:
+        raise ArgumentError(f"rank {rank} of world_size {world_size}: ranks are 0 to {world_size - 1}")
+    return simulate(Program(model, config, batch, loss, optimizer, updates), rank, world_size)
+
+
+def simulate(program: Program, rank: int, size: int, beside: Beside = contextlib.nullcontext) -> MemoryCount:
+    """A prediction.
+
+    Args:
+        program: what is run.
+        rank: as which rank.
+        size: of how many.
+        beside: makes a context that is inside the updates, as a clock is.
+    """
+    with _world(rank, size), Valueless() as valueless:
+        return _counted(replace(program, batch=valueless.stand_ins(program.batch)), beside)
+
+
+def measure_memory(
+    model: nn.Module | Callable[[], nn.Module],
+    config: Any,
+    *,
+    batch: Any,
+    loss: Loss | None = None,
+    optimizer: Any = None,
+    updates: int = 3,
+) -> MemoryCount:
+    """The same of this rank of a real run. All ranks call together; arguments as those of `predict_memory`."""
+    return _counted(Program(model, config, batch, loss, optimizer, updates))
+
+
+def _counted(program: Program, beside: Beside = contextlib.nullcontext) -> MemoryCount:
+    with LiveMemory(category_of, is_of_a_peer) as live:
+        made = program.made_model()
+        trained = [param for param in made.parameters() if param.requires_grad]
+        count, optimizer = sum(param.numel() for param in made.parameters()), program.optimizer
+        engine, *_ = initialize(model=made, model_parameters=trained, optimizer=optimizer, config=program.settings())
+        del made, trained
+        try:
+            live.mark(holdings(engine))
+            gc.collect()
+            birth = live.peak
+            live.restart_peak()
+            with beside():
+                program.run(engine, lambda: live.mark(holdings(engine)))
+            gc.collect()
+            return MemoryCount(live.peak, live.at_peak(), live.now(), birth, _on_disk(engine), count)
+        finally:
+            engine.destroy()
+
+
+def _on_disk(engine: Any) -> int:
+    tiers = {id(tier): tier for group in engine._components.groups for tier in vars(group.tiers).values()}
+    return sum(tier.disk.nbytes for tier in tiers.values() if tier.name == "nvme")
+
+
+class _NoValues(scalars.Simulated):
+    """Decisions of a world that is not there, over tensors of the CPU."""
+
+    device = torch.device("cpu")
+
+
+@contextlib.contextmanager
+def _world(rank: int, size: int) -> Iterator[None]:
+    """Inside, this process is one rank of a world that is not there."""
+    if dist.is_initialized():
+        raise UsageError(
+            "predict_memory in a process that has a process group: it makes a world of its own. Call it before "
+            "deepspeed.init_distributed(), or in another process"
+        )
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    level, before = logger.level, scalars.current
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    logger.setLevel(logging.WARNING)
+    scalars.current = _NoValues()
+    try:
+        with simulation():
+            yield
+    finally:
+        scalars.current = before
+        logger.setLevel(level)
+        destroy_process_group()

@@ -1,0 +1,236 @@
+"""Legal plans of a run, what each takes, and which is best."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import nn
+
+from deepspeed.config.source import load_raw
+from deepspeed.errors import ArgumentError
+from deepspeed.planner.clock import Clock, StepTime, message_bytes
+from deepspeed.planner.machine import Machine
+from deepspeed.planner.memory import MemoryCount, simulate
+from deepspeed.planner.program import Loss, Program
+from deepspeed.zero.policy import policy_for
+
+STAGES = (0, 1, 2, 3)
+ON_DEVICE, OPTIMIZER, ALL = "none", "nvme optimizer", "nvme all"
+_UPDATES = 2  # simulated; the second allocates as all that follow
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One way to run.
+
+    Args:
+        stage: of ZeRO.
+        tier: `none`, `nvme optimizer`, or `nvme all`: parameters too.
+        micro: samples of a micro-batch.
+        steps: micro-batches of a window.
+        recompute: blocks are computed again in backward.
+    """
+
+    stage: int
+    tier: str
+    micro: int
+    steps: int
+    recompute: bool
+
+    @property
+    def name(self) -> str:
+        """As results name it."""
+        tier = {ON_DEVICE: "", OPTIMIZER: "_opt-nvme", ALL: "_all-nvme"}[self.tier]
+        return f"z{self.stage}_gas{self.steps}_tmbspg{self.micro}{tier}{'_recompute' if self.recompute else ''}"
+
+    def config(self, base: Any, folder: str) -> dict[str, Any]:
+        """The JSON of this plan.
+
+        Args:
+            base: the user's.
+            folder: on the disk.
+        """
+        made = copy.deepcopy(load_raw(base))
+        made.pop("train_batch_size", None)
+        made.pop("autotuning", None)
+        made |= {"train_micro_batch_size_per_gpu": self.micro, "gradient_accumulation_steps": self.steps}
+        zero = made["zero_optimization"] = {**made.get("zero_optimization", {}), "stage": self.stage}
+        zero.pop("offload_optimizer", None)
+        zero.pop("offload_param", None)
+        if self.tier != ON_DEVICE:
+            zero["offload_optimizer"] = {"device": "nvme", "nvme_path": folder}
+        if self.tier == ALL:
+            zero["offload_param"] = {"device": "nvme", "nvme_path": folder}
+        if self.recompute:
+            made["activation_checkpointing"] = {**made.get("activation_checkpointing", {}), "enabled": True}
+        elif "activation_checkpointing" in made:
+            made["activation_checkpointing"]["enabled"] = False
+        return made
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A plan and what was found out of it.
+
+    Args:
+        plan: the plan.
+        memory: of a rank; None where it could not be predicted.
+        time: of an update; None likewise.
+        fits: whether the memory is there.
+        reason: why it was dropped; "" where it was not.
+    """
+
+    plan: Plan
+    memory: MemoryCount | None = None
+    time: StepTime | None = None
+    fits: bool = False
+    reason: str = ""
+
+    @property
+    def seconds(self) -> float:
+        """Of an update; infinite where that is not known."""
+        return float("inf") if self.time is None else self.time.total
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is to be run.
+
+    Args:
+        model: see `Program`.
+        batch: makes one micro-batch of so many samples.
+        train_batch: samples of an update over all ranks; it stays.
+        config: the user's JSON.
+        loss: see `Program`.
+        optimizer: see `Program`.
+    """
+
+    model: nn.Module | Callable[[], nn.Module]
+    batch: Callable[[int], Any]
+    train_batch: int
+    config: dict[str, Any] = field(default_factory=dict)
+    loss: Loss | None = None
+    optimizer: Any = None
+
+
+def legal_plans(train_batch: int, machine: Machine, most_micro: int = 1024) -> list[Plan]:
+    """Every plan that keeps the global batch, those that hold least last.
+
+    Raises:
+        ArgumentError: the batch cannot be shared by the ranks.
+    """
+    if train_batch < 1 or train_batch % machine.ranks:
+        raise ArgumentError(
+            f"a batch of {train_batch} cannot be shared by {machine.ranks} ranks: give a multiple of {machine.ranks}"
+        )
+    share = train_batch // machine.ranks
+    micros = [size for size in range(min(share, most_micro), 0, -1) if share % size == 0]
+    tiers = [ON_DEVICE, OPTIMIZER, ALL] if machine.disk else [ON_DEVICE]
+    plans = []
+    for recompute, tier, stage, micro in itertools.product((False, True), tiers, STAGES, micros):
+        policy = policy_for(stage)
+        alone = machine.ranks == 1 and policy.owns_a_slice  # splitting over one rank changes nothing
+        needless = (tier == ALL and not policy.gathers_before_use) or (tier == OPTIMIZER and not policy.owns_a_slice)
+        if needless or (alone and tier == ON_DEVICE):
+            continue
+        plans.append(Plan(stage, tier, micro, share // micro, recompute))
+    return plans
+
+
+def judge(task: Task, plan: Plan, machine: Machine) -> Judged:
+    """Predict one plan. What goes wrong becomes the reason to drop it."""
+    steps = min(plan.steps, 2)
+    config = replace(plan, steps=steps).config(task.config, machine.folder or "/nonexistent")
+    clock = Clock(machine)
+    try:
+        program = Program(task.model, config, task.batch(plan.micro), task.loss, task.optimizer, _UPDATES)
+        memory = simulate(program, 0, machine.ranks, lambda: clock)
+    except Exception as error:  # any model, any key: a plan that cannot be made is no plan
+        first = str(error).strip().splitlines()[0] if str(error).strip() else ""
+        return Judged(plan, reason=f"{type(error).__name__}: {first}"[:300])
+    compute = clock.seconds / _UPDATES / steps * plan.steps
+    found = Judged(plan, memory, _step_time(plan, memory, machine, compute, config), True)
+    most = max(memory.peak, memory.birth)
+    if most <= machine.memory:
+        return found
+    category = max(memory.at_peak, key=lambda name: memory.at_peak[name])
+    why = f"needs {most / 2**30:.2f} GiB of {machine.memory / 2**30:.2f}, most of it {category}"
+    return replace(found, fits=False, reason=why)
+
+
+def _step_time(plan: Plan, memory: MemoryCount, machine: Machine, compute: float, config: dict[str, Any]) -> StepTime:
+    rest, policy = memory.at_rest, policy_for(plan.stage)
+    low = any(config.get(name, {}).get("enabled") for name in ("bf16", "fp16"))
+    itemsize = 2 if low else 4
+    messages = message_bytes(policy, memory.parameters, machine.ranks, plan.steps, itemsize)
+    state = memory.disk or rest.get("masters", rest.get("parameters", 0)) + rest.get("optimizer", 0)
+    traffic = 2 * state + 2 * rest.get("gradients", 0)
+    moved = 2 * memory.disk  # once each way in the update; what is gathered is read in every forward and backward
+    moved += 2 * plan.steps * memory.parameters * itemsize / machine.ranks if plan.tier == ALL else 0
+    disk = moved / machine.disk if memory.disk and machine.disk else 0.0
+    return StepTime(compute, messages / machine.collective, traffic / machine.bandwidth, disk)
+
+
+def search(
+    task: Task, machine: Machine, seconds: float = 300.0, told: Callable[[Judged], None] = lambda _judged: None
+) -> list[Judged]:
+    """Judge the legal plans, the likeliest first, until all are known or the time is over.
+
+    Args:
+        task: what is to be run.
+        machine: where.
+        seconds: to search for; at least one plan is judged.
+        told: called with each, as soon as it is known.
+
+    Returns:
+        All plans, the best first; those that do not fit behind those that do, then those that were not looked at.
+    """
+    end = time.monotonic() + seconds
+    plans = legal_plans(task.train_batch, machine)
+    found: dict[Plan, Judged] = {}
+    for plan in _in_turn(plans):
+        if found and time.monotonic() > end:
+            found[plan] = Judged(plan, reason="not looked at: the time was over")
+            continue
+        larger = [judged for other, judged in found.items() if _holds_less(other, plan)]
+        if any(judged.memory is not None and not judged.fits for judged in larger):
+            found[plan] = Judged(plan, reason="a plan that holds less does not fit either")
+        else:
+            found[plan] = judge(task, plan, machine)
+            told(found[plan])
+    return sorted(found.values(), key=lambda judged: (not judged.fits, judged.seconds, judged.plan.micro))
+
+
+def _in_turn(plans: list[Plan]) -> Iterator[Plan]:
+    """One of each kind after the other, small micro-batches first: every kind is looked at before time is over."""
+    kinds: dict[tuple[Any, ...], list[Plan]] = {}
+    for plan in sorted(plans, key=lambda plan: plan.micro):
+        kinds.setdefault((plan.stage, plan.tier, plan.recompute), []).append(plan)
+    for row in itertools.zip_longest(*kinds.values()):
+        yield from (plan for plan in row if plan is not None)
+
+
+def _holds_less(one: Plan, other: Plan) -> bool:
+    """Whether a plan differs from another by a smaller micro-batch alone."""
+    return one.micro < other.micro and replace(one, micro=other.micro, steps=other.steps) == other
+
+
+def table(judged: list[Judged], most: int = 40) -> str:
+    """The plans as text, the best first."""
+    lines = [f"{'plan':34s} {'step':>10s} {'samples/s':>10s} {'memory':>10s} {'limit':>9s}  reason"]
+    for each in judged[:most]:
+        size = "–" if each.memory is None else f"{max(each.memory.peak, each.memory.birth) / 2**30:.2f} GiB"
+        if each.time is None:
+            lines.append(f"{each.plan.name:34s} {'–':>10s} {'–':>10s} {size:>10s} {'':>9s}  {each.reason}")
+            continue
+        rate = each.plan.micro * each.plan.steps / each.seconds
+        took = f"{each.seconds * 1e3:,.1f} ms"
+        lines.append(f"{each.plan.name:34s} {took:>10s} {rate:>10.2f} {size:>10s} {each.time.limit:>9s}  {each.reason}")
+    if len(judged) > most:
+        lines.append(f"… and {len(judged) - most} more")
+    return "\n".join(lines)

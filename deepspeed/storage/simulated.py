@@ -1,0 +1,64 @@
+"""The disk of a simulation: extents are counted, and transfers are over at once."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from deepspeed.config.sections.memory import Aio
+from deepspeed.foundation.simulation import simulating
+from deepspeed.ops.aio.files import ALIGNMENT
+from deepspeed.storage.disk import Disk, Extent, Transfer
+
+
+class _Over(Transfer):
+    """A transfer that is over."""
+
+    def __init__(self) -> None:
+        self._job = None
+
+
+class SimulatedDisk(Disk):
+    """Counts what would rest on a disk."""
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder, self._end = os.fspath(folder), 0
+
+    def create(self, label: str, nbytes: int) -> Extent:
+        """Reserve space."""
+        extent = Extent(label, nbytes, self._end)
+        self._end += -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT
+        return extent
+
+    def write(self, extent: Extent, source: torch.Tensor) -> Transfer:
+        """Over."""
+        return _Over()
+
+    def read(self, extent: Extent, into: torch.Tensor) -> Transfer:
+        """Over."""
+        return _Over()
+
+    def preflight(self, need_bytes: int) -> float:
+        """Nobody asks this disk for room or speed."""
+        return 0.0
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+    def cut(self) -> str:
+        """Nobody cuts it."""
+        return ""
+
+
+def disk_in(folder: str, settings: Aio) -> Disk:
+    """The disk for a folder: a real one, unless this process simulates.
+
+    Args:
+        folder: `nvme_path`.
+        settings: the `aio` section.
+
+    Raises:
+        StorageError: see `Disk`.
+    """
+    return SimulatedDisk(folder) if simulating() else Disk(folder, settings=settings)

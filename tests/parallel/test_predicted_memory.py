@@ -1,0 +1,110 @@
+"""Memory predicted by one process, then measured on real ranks: the peak, and every category."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deepspeed.planner import measure_memory, predict_memory
+from tests.harness.pool import WorkerPool
+from tests.parallel.memory_models import MODELS
+
+Workers = Callable[[int], WorkerPool]
+ROWS = 4
+
+# model, ranks, stage, dtype, and what else the cell varies
+CELLS: list[tuple[str, int, int, str, dict[str, Any]]] = [
+    ("gpt2", 1, 0, "fp32", {}),
+    ("gpt2", 2, 3, "fp32", {"recompute": True}),
+    ("llama", 2, 2, "bf16", {"accumulation": 2}),
+    ("gpt2", 1, 3, "bf16", {"optimizer": "cpu"}),
+    ("gpt2", 2, 0, "fp32", {}),
+    ("gpt2", 2, 1, "bf16", {"accumulation": 3}),
+    ("gpt2", 2, 2, "fp32", {"optimizer": "cpu"}),
+    ("gpt2", 4, 3, "bf16", {"live": 0}),
+    ("gpt2", 2, 3, "fp32", {"optimizer": "nvme", "parameters": "nvme", "live": 0}),
+    ("llama", 1, 1, "bf16", {"recompute": True}),
+    ("llama", 2, 3, "bf16", {}),
+    ("llama", 2, 3, "bf16", {"parameters": "cpu", "optimizer": "cpu"}),
+    ("llama", 4, 2, "fp32", {}),
+    ("llama", 4, 0, "bf16", {}),
+    ("llama", 2, 3, "fp32", {"bucket": 40000, "live": 100000}),
+    ("bert", 1, 2, "fp32", {}),
+    ("bert", 2, 1, "fp32", {"accumulation": 2}),
+    ("bert", 2, 3, "bf16", {"recompute": True, "live": 0}),
+    ("bert", 4, 3, "fp32", {"optimizer": "cpu"}),
+    ("t5", 1, 0, "bf16", {}),
+    ("t5", 2, 2, "fp32", {}),
+    ("t5", 2, 3, "fp32", {}),
+    ("t5", 2, 3, "bf16", {"live": 0, "accumulation": 2}),
+    ("mixtral", 1, 1, "fp32", {}),
+    ("mixtral", 2, 2, "bf16", {"optimizer": "nvme"}),
+    ("mixtral", 2, 3, "fp32", {}),
+    ("resnet", 1, 0, "fp32", {}),
+    ("resnet", 2, 1, "fp32", {}),
+    ("resnet", 2, 3, "bf16", {}),
+    ("lstm", 1, 1, "fp32", {}),
+    ("lstm", 2, 0, "fp32", {}),
+    ("lstm", 2, 3, "fp32", {"accumulation": 2}),
+    ("plain", 1, 3, "fp32", {"recompute": True}),
+    ("plain", 2, 2, "bf16", {"optimizer": "cpu", "accumulation": 2}),
+    ("plain", 4, 1, "fp32", {"sgd": True}),
+    ("plain", 2, 0, "fp16", {}),
+]
+FAST = 3
+
+
+def config_of(stage: int, dtype: str, cell: dict[str, Any], folder: str) -> dict[str, Any]:
+    """The JSON of a cell."""
+    zero: dict[str, Any] = {"stage": stage}
+    for key, section in (("optimizer", "offload_optimizer"), ("parameters", "offload_param")):
+        if key in cell:
+            zero[section] = {"device": cell[key]} | ({"nvme_path": folder} if cell[key] == "nvme" else {})
+    if stage == 3:
+        live = cell.get("live", 10**9)
+        zero |= {"stage3_param_persistence_threshold": 200, "stage3_max_live_parameters": live}
+        zero |= {"stage3_max_reuse_distance": live, "stage3_prefetch_bucket_size": min(live, 50000)}
+    zero["reduce_bucket_size"] = cell.get("bucket", 100000)
+    kind = "SGD" if cell.get("sgd") else "AdamW"
+    found: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": ROWS,
+        "gradient_accumulation_steps": cell.get("accumulation", 1),
+        "optimizer": {"type": kind, "params": {"lr": 1e-3} | ({"momentum": 0.9} if kind == "SGD" else {})},
+        "zero_optimization": zero,
+    }
+    if dtype != "fp32":
+        found[dtype] = {"enabled": True} | ({"loss_scale": 1.0} if dtype == "fp16" else {})
+    if cell.get("recompute"):
+        found["activation_checkpointing"] = {"enabled": True}
+    return found
+
+
+def measured(name: str, config: dict[str, Any]) -> Any:
+    make, batch = MODELS[name]
+    return measure_memory(make, config, batch=batch(ROWS))
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [pytest.param(cell, marks=[] if at < FAST else [pytest.mark.slow]) for at, cell in enumerate(CELLS)],
+    ids=lambda cell: "-".join([*map(str, cell[:4]), *(f"{k}={v}" for k, v in cell[4].items())]),
+)
+def test_what_is_predicted_is_what_lives(workers: Workers, tmp_path: Path, cell: tuple[Any, ...]) -> None:
+    name, ranks, stage, dtype, varied = cell
+    config, (make, batch) = config_of(stage, dtype, varied, str(tmp_path)), MODELS[name]
+    predicted = [predict_memory(make, config, ranks, batch=batch(ROWS), rank=rank) for rank in {0, ranks - 1}]
+    real = workers(ranks).run(measured, name, config, timeout=120)
+    for told, found in zip(predicted, (real[0], real[-1]), strict=False):
+        print(f"{told.peak / found.peak - 1:+.3%} of {found.peak}, {told.at_peak} for {found.at_peak}")
+        assert told.peak == pytest.approx(found.peak, rel=0.02)
+        assert told.disk == found.disk
+        assert told.birth == pytest.approx(found.birth, rel=0.02)
+        for category, count in found.at_peak.items():
+            if count > found.peak / 10:
+                assert told.at_peak.get(category, 0) == pytest.approx(count, rel=0.05), category
+        for category, count in found.at_rest.items():
+            if count > sum(found.at_rest.values()) / 10:
+                assert told.at_rest.get(category, 0) == pytest.approx(count, rel=0.05), category
