@@ -1,0 +1,25 @@
+"""What mkdocs calls while it builds: pages that are made from the repository, and marks that only the tests read."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+MARK = re.compile(r"^<!-- (?:run|config|not run:.*?) -->\n", re.MULTILINE | re.DOTALL)
+DOCS_LINK = re.compile(r"\]\(docs/")
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add `ARCHITECTURE.md`, which lives above the folder of the pages."""
+    from mkdocs.structure.files import File
+
+    text = DOCS_LINK.sub("](", (ROOT / "ARCHITECTURE.md").read_text())
+    files.append(File.generated(config, "architecture.md", content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Take out the marks of the tests: Markdown would end a paragraph there."""
+    return MARK.sub("", markdown)
