@@ -6,9 +6,12 @@ import re
 from pathlib import Path
 from typing import Any
 
+from website import errors, gallery
+
 ROOT = Path(__file__).resolve().parents[1]
-MARK = re.compile(r"^<!-- (?:run|config|not run:.*?) -->\n", re.MULTILINE | re.DOTALL)
+MARK = re.compile(r"^<!-- (?:run|config|both sides run|not run:[^>]*) -->\n", re.MULTILINE)
 DOCS_LINK = re.compile(r"\]\(docs/")
+MADE = {"<!-- generated: errors -->": errors.page, "<!-- generated: gallery -->": gallery.page}
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -21,5 +24,8 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Take out the marks of the tests: Markdown would end a paragraph there."""
+    """Put in what is made here; take out the marks of the tests, where Markdown would end a paragraph."""
+    for mark, make in MADE.items():
+        if mark in markdown:
+            markdown = markdown.replace(mark, make())
     return MARK.sub("", markdown)
