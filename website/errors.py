@@ -16,9 +16,12 @@ PLACE = "…"  # what a message fills in when it is raised
 # the page of a room, where it is not the room's name with hyphens
 GUIDES = {
     "aio": "aio", "checkpoint": "checkpoints", "comm": "launcher", "config": "configuration", "elasticity": "launcher",
-    "engine": "training", "monitor": "monitoring", "optim": "training", "pipe": "pipeline", "sequence": "sequence-parallel",
-    "storage": "offload", "accelerator": "accelerators",
+    "engine": "training", "monitor": "monitoring", "optim": "training", "pipe": "pipeline",
+    "sequence": "sequence-parallel", "storage": "offload", "accelerator": "accelerators",
 }  # fmt: skip
+
+
+EVERY = ("object", "BaseException", "Exception", "DeepSpeedError")  # what all of them are
 
 
 @dataclass(frozen=True)
@@ -99,8 +102,9 @@ def page() -> str:
         if not isinstance(kind, type) or name == "DeepSpeedError":
             continue
         caught = [base.__name__ for base in kind.__mro__[1:] if base.__name__ in {*vars(errors), *vars(builtins)}]
-        others = ", ".join(f"`{base}`" for base in caught if base not in ("object", "BaseException"))
-        parts.append(f"## `{name}`\n\n{inspect.getdoc(kind)} Caught as {others} too.\n")
+        others = ", ".join(f"`{base}`" for base in caught if base not in EVERY)
+        also = f"Caught as {others} too." if others else ""
+        parts.append(f"## `{name}`\n\n{inspect.getdoc(kind)} {also}\n")
         if said[name]:
             rows = [f"| {_cell(text)} | {_more(said[name][text])} |" for text in sorted(said[name])]
             parts.append("\n".join(["| text | more |", "|---|---|", *rows]) + "\n")
