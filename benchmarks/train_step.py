@@ -11,21 +11,17 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from common import (
     GPT,
-    REPOSITORY,
     Interval,
     Shape,
     World,
     batch_of,
-    draw_ratios,
     median_interval,
     print_table,
-    results_folder,
     serve,
     start_world,
     whole_bytes,
@@ -297,16 +293,6 @@ def _show_environment(rows: list[dict[str, Any]]) -> None:
     print_table(head, body)
 
 
-def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Bars of the ratios with their intervals."""
-    first = rows[0]["environment"]
-    names = [
-        f"{row['side']} {row['dtype']}" + ("" if row["environment"] == first else f" ({row['environment']})")
-        for row in rows
-    ]
-    draw_ratios(names, rows, "time of a step, × DDP", path)
-
-
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -327,9 +313,6 @@ def main() -> None:
         show(found)
         rows += found
     print(f"written: {write_json('train_step.json', rows)}")
-    picture = results_folder() / "train_step.png"
-    draw(rows, picture)
-    print(f"written: {picture.relative_to(REPOSITORY)}")
 
 
 if __name__ == "__main__":

@@ -14,11 +14,13 @@ from deepspeed.config import DeepSpeedConfig
 from deepspeed.zero.param import _RAW_STORAGE
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").rglob("*.md"))]
 RUN = re.compile(r"<!-- run -->\n```python\n(.*?)```", re.DOTALL)
 CONFIG = re.compile(r"<!-- config -->\n```json\n(.*?)```", re.DOTALL)
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
 FILE = re.compile(r"`((?:deepspeed|docs|tests|examples|benchmarks)/[\w./-]*)`")
+RUNS = re.compile(r"<!-- (run|config|both sides run|not run: .+) -->")
+PLAIN = re.compile(r"^```\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 MAX_READING = 2000  # lines
 
 
@@ -38,8 +40,9 @@ def alone() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if RUN.search(p.read_text())], ids=lambda p: p.stem)
-def test_examples_run(page: Path, alone: None) -> None:
+def test_examples_run(page: Path, alone: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The blocks of a page run in order, later ones with the names of earlier ones."""
+    monkeypatch.chdir(tmp_path)  # what a block writes, it writes there
     text, names = page.read_text(), {"__name__": "example"}
     for found in RUN.finditer(text):
         line = text[: found.start(1)].count("\n")  # so that a traceback names the line of the page
@@ -75,3 +78,23 @@ def test_the_list_of_what_raises_is_whole() -> None:
     page = (ROOT / "docs/sharded-parameters.md").read_text()
     public = [name for name in _RAW_STORAGE if name.startswith("__") or not name.startswith("_")]
     assert [name for name in public if f"`{name}`" not in page] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
+def test_every_block_runs_or_says_why_not(page: Path) -> None:
+    """Python, JSON and diffs; what stands in other fences is commands, lists of files and what programs print."""
+    lines = page.read_text().splitlines()
+    starts = [at for at, line in enumerate(lines) if line in ("```python", "```json", "```diff")]
+    assert [f"{page.name}:{at + 1}" for at in starts if not RUNS.fullmatch(lines[at - 1])] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
+def test_commands_are_there(page: Path) -> None:
+    """What a block without language starts: the package's commands by name, scripts by path, `make` by target."""
+    commands = re.findall(r'^"?([\w.]+)"? = "deepspeed', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    lines = [line.split() for block in PLAIN.findall(page.read_text()) for line in block.splitlines() if line.strip()]
+    wrong = [line[0] for line in lines if line[0].startswith("ds_") and line[0] not in commands]
+    wrong += [line[1] for line in lines if line[0] == "make" and line[1] not in targets]
+    wrong += [word for line in lines for word in line if word.startswith("examples/") and not (ROOT / word).exists()]
+    assert wrong == []

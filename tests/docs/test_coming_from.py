@@ -1,0 +1,64 @@
+"""Both sides of the diffs of `docs/coming-from` and of the first page run on two ranks, and lose the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.docs.diffs import sides
+
+ROOT = Path(__file__).resolve().parents[2]
+HOME = ROOT / "docs" / "index.md"
+PAGES = [*sorted((ROOT / "docs" / "coming-from").glob("*.md")), HOME]
+PATIENCE = 120 * float(os.environ.get("TEST_PATIENCE", "1"))
+PORTS = 21_000  # below those that the system hands out; a block for each process of the test runner
+
+
+@pytest.fixture(scope="module")
+def losses(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder where each rank has left a file for each side of each page."""
+    out = tmp_path_factory.mktemp("losses")
+    world = {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "LOCAL_SIZE": "2",
+             "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}  # fmt: skip
+    port = PORTS + os.getpid() % 500 * 2 * len(PAGES)
+    command = [sys.executable, "-m", "tests.docs.both_sides", str(out), str(port), *map(str, PAGES)]
+    ranks = [
+        subprocess.Popen(
+            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+            env={**os.environ, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        said = [rank.communicate(timeout=PATIENCE)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            if rank.poll() is None:
+                os.killpg(rank.pid, signal.SIGKILL)
+                rank.wait()
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(said)
+    return out
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_both_sides_lose_the_same(page: Path, losses: Path) -> None:
+    first = []
+    for rank in range(2):
+        before, after = (json.loads((losses / f"{page.stem}-{side}-{rank}.json").read_text()) for side in sides(page))
+        assert len(before) == 5
+        assert after == pytest.approx(before, rel=1e-5)
+        first.append(before[0])
+    assert page == HOME or first[0] != first[1], "ranks have data of their own"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_the_sides_differ(page: Path) -> None:
+    before, after = sides(page).values()
+    assert "deepspeed" in after.lower()
+    assert before != after
