@@ -10,16 +10,18 @@ from website import errors, gallery
 
 ROOT = Path(__file__).resolve().parents[1]
 MARK = re.compile(r"^<!-- (?:run|config|both sides run|not run:[^>]*) -->\n", re.MULTILINE)
+ABOVE = ("ARCHITECTURE.md", "CHANGELOG.md")
 DOCS_LINK = re.compile(r"\]\(docs/")
 MADE = {"<!-- generated: errors -->": errors.page, "<!-- generated: gallery -->": gallery.page}
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add `ARCHITECTURE.md`, which lives above the folder of the pages."""
+    """Add the pages that live above the folder of the others."""
     from mkdocs.structure.files import File
 
-    text = DOCS_LINK.sub("](", (ROOT / "ARCHITECTURE.md").read_text())
-    files.append(File.generated(config, "architecture.md", content=text))
+    for name in ABOVE:
+        text = DOCS_LINK.sub("](", (ROOT / name).read_text())
+        files.append(File.generated(config, name.lower(), content=text))
     return files
 
 
@@ -28,4 +30,6 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     for mark, make in MADE.items():
         if mark in markdown:
             markdown = markdown.replace(mark, make())
+    for name in ABOVE:
+        markdown = markdown.replace(f"](../{name})", f"]({name.lower()})")
     return MARK.sub("", markdown)
