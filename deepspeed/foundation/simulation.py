@@ -6,7 +6,7 @@ What would act on the outside asks it: native code computes nothing, messages ha
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Generator
 
 _running: list[object] = []
 
@@ -17,7 +17,7 @@ def simulating() -> bool:
 
 
 @contextlib.contextmanager
-def simulation() -> Iterator[None]:
+def simulation() -> Generator[None]:
     """Inside, this process simulates."""
     _running.append(None)
     try:

@@ -10,15 +10,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from deepspeed.comm import scalars
 from deepspeed.comm.groups import destroy_process_group
 from deepspeed.comm.shared_memory import is_of_a_peer
+from deepspeed.comm.simulated import start_world
 from deepspeed.engine.initialize import initialize
 from deepspeed.engine.memory import category_of, holdings
-from deepspeed.errors import ArgumentError, UsageError
+from deepspeed.errors import ArgumentError
 from deepspeed.foundation.log import logger
 from deepspeed.foundation.simulation import simulation
 from deepspeed.ops.valueless import Valueless
@@ -155,15 +155,8 @@ class _NoValues(scalars.Simulated):
 @contextlib.contextmanager
 def _world(rank: int, size: int) -> Iterator[None]:
     """Inside, this process is one rank of a world that is not there."""
-    if dist.is_initialized():
-        raise UsageError(
-            "predict_memory in a process that has a process group: it makes a world of its own. Call it before "
-            "deepspeed.init_distributed(), or in another process"
-        )
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
     level, before = logger.level, scalars.current
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    start_world(rank, size)
     logger.setLevel(logging.WARNING)
     scalars.current = _NoValues()
     try:

@@ -40,7 +40,7 @@ def _from_script(name: str) -> Source:
     factory: Any = getattr(_module(where), attribute, None)
     if not callable(factory):
         raise ArgumentError(f"{where} has no callable {attribute!r}")
-    made = factory()
+    made: Any = factory()
     if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module) and callable(made[1]):
         return lambda: factory()[0], made[1]
     if isinstance(made, nn.Module):
