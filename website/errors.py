@@ -9,6 +9,7 @@ import inspect
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -62,26 +63,28 @@ def _assigned(function: ast.AST) -> dict[str, ast.expr]:
     }
 
 
-def messages() -> Iterator[Message]:
+def _raised(tree: ast.AST, function: ast.AST | None = None) -> Iterator[tuple[ast.Call, ast.AST | None]]:
+    """Calls that are raised, each with the innermost function around it."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
+            yield node.exc, function
+        yield from _raised(node, node if isinstance(node, ast.FunctionDef) else function)
+
+
+@cache
+def messages() -> tuple[Message, ...]:
     """Every text that the source raises with one of the package's errors, in the order of files."""
     from deepspeed import errors
 
     ours = {name for name, kind in vars(errors).items() if isinstance(kind, type)}
+    found = []
     for path in sorted((ROOT / "deepspeed").rglob("*.py")):
-        tree = ast.parse(path.read_text())
-        for function in [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]:
-            known = _assigned(function)
-            for node in ast.walk(function):
-                call = node.exc if isinstance(node, ast.Raise) else None
-                if (
-                    isinstance(call, ast.Call)
-                    and isinstance(call.func, ast.Name)
-                    and call.func.id in ours
-                    and call.args
-                ):
-                    text = _text(call.args[0], known)
-                    if text and text.replace(PLACE, "").strip():
-                        yield Message(call.func.id, " ".join(text.split()), path.relative_to(ROOT).as_posix())
+        for call, function in _raised(ast.parse(path.read_text())):
+            if isinstance(call.func, ast.Name) and call.func.id in ours:
+                text = _text(call.args[0], _assigned(function) if function else {})
+                if text and text.replace(PLACE, "").strip():
+                    found.append(Message(call.func.id, " ".join(text.split()), path.relative_to(ROOT).as_posix()))
+    return tuple(found)
 
 
 def _cell(text: str) -> str:

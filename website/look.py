@@ -137,11 +137,12 @@ def main() -> int:
     for needed, how in ((SITE / "index.html", "make site"), (AXE, "make look")):
         if not needed.exists():
             raise SystemExit(f"{needed} is not there: `{how}` makes it")
-    rows = list(look_at_all(arguments.only, arguments.shots))
     print(f"{'page':28} {'width':6} {'scheme':6} {'wider':>5} {'contrast':>8} {'foreign':>7} {'errors':>6}")
-    for row in rows:
+    rows = []
+    for row in look_at_all(arguments.only, arguments.shots):
+        rows.append(row)
         counts = f"{row.wider:5} {len(row.contrast):8} {len(row.foreign):7} {len(row.said):6}"
-        print(f"{row.page:28} {row.width:6} {row.scheme:6} {counts}")
+        print(f"{row.page:28} {row.width:6} {row.scheme:6} {counts}", flush=True)
         for line in [*row.contrast[:5], *row.foreign[:5], *row.said[:5]]:
             print(f"    {line}")
     wrong = sum(not row.fine for row in rows)
