@@ -35,6 +35,10 @@ def model_named(name: str, length: int) -> Source:
     return _from_script(name) if ":" in name else _from_transformers(name, length)
 
 
+def _first_of(factory: Any) -> Callable[[], nn.Module]:
+    return lambda: factory()[0]
+
+
 def _from_script(name: str) -> Source:
     where, _, attribute = name.rpartition(":")
     factory: Any = getattr(_module(where), attribute, None)
@@ -42,7 +46,7 @@ def _from_script(name: str) -> Source:
         raise ArgumentError(f"{where} has no callable {attribute!r}")
     made: Any = factory()
     if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module) and callable(made[1]):
-        return lambda: factory()[0], made[1]
+        return _first_of(factory), made[1]
     if isinstance(made, nn.Module):
         raise ArgumentError(
             f"{name} returns a module alone: return (module, batch) with batch(n) that makes a micro-batch of n samples"
