@@ -18,7 +18,8 @@ HEAD = """# Licences of the dependencies
 
 Written by `make licences` from the metadata of what is installed: nothing of these packages is part of this one's
 distributions. "Not stated" means that the package's metadata name no licence. The versions are those of
-`constraints.txt` where it names one.
+`constraints.txt` where it names one; torch is its CPU build, and its CUDA builds bring NVIDIA's packages under terms of
+their own.
 """
 # What is longer, in the field for a name, is the text of a licence.
 _LONG = 60

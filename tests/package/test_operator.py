@@ -7,10 +7,13 @@ import pwd
 import shutil
 import stat
 import subprocess
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+import deepspeed
 from tests.package.environments import Environment, everyones_interpreter, made, over_these_packages, trained
 
 pytestmark = pytest.mark.slow
@@ -36,13 +39,13 @@ def listed(environment: Environment) -> set[Path]:
 
 
 @pytest.fixture
-def open_folder(tmp_path: Path) -> Path:
-    """A folder with a space in its name that every user may enter."""
-    for folder in (tmp_path, *tmp_path.parents[:2]):
-        folder.chmod(0o755)
-    made = tmp_path / "an operator's folder"
-    made.mkdir()
-    return made
+def open_folder() -> Iterator[Path]:
+    """A folder with a space in its name that every user may enter, as pytest's own are not."""
+    with tempfile.TemporaryDirectory(prefix="operator-") as name:
+        folder = Path(name, "an operator's folder")
+        folder.mkdir()
+        Path(name).chmod(0o755)
+        yield folder
 
 
 @ROOT_ONLY
@@ -78,11 +81,10 @@ def _as(environment: Environment, command: list[str], cwd: Path) -> subprocess.C
     return environment.run("python", "-c", "import os, sys; os.execvp(sys.argv[1], sys.argv[1:])", *command, cwd=cwd)
 
 
-def test_from_a_zip_of_python_code_it_does_not_pretend(built: dict[str, Path], tmp_path: Path) -> None:
-    """On the path as a zip, unpacked by nobody: the package is imported; the library is said to be missing."""
+def test_it_is_imported_from_a_wheel_that_nobody_unpacked(built: dict[str, Path], tmp_path: Path) -> None:
     environment = over_these_packages(made(tmp_path / "environment"))
     code = "import deepspeed; print(deepspeed.__version__)"
-    assert environment.python(code, PYTHONPATH=str(built["native"]))
+    assert environment.python(code, PYTHONPATH=str(built["native"])) == deepspeed.__version__
 
 
 def test_training_under_a_path_with_spaces(built: dict[str, Path], tmp_path: Path) -> None:
