@@ -33,12 +33,13 @@ class MemoryCount:
     """Bytes of live tensors of one rank.
 
     Args:
-        peak: most that lived at once, in the updates.
+        peak: most that lived at once, in the updates; predicted for ranks that keep step.
         at_peak: what that was, by category (see `engine.memory_by_category`).
         at_rest: what lives between two updates.
         birth: most that lived at once until the engine was made.
         disk: what rests on disks.
         parameters: of the model, over all ranks.
+        most: the peak where ranks are as far apart as limits allow: then more gradients are under way.
     """
 
     peak: int
@@ -47,6 +48,7 @@ class MemoryCount:
     birth: int
     disk: int
     parameters: int
+    most: int
 
     def table(self) -> str:
         """The categories as lines of text."""
@@ -92,10 +94,16 @@ def predict_memory(
     """
     if not 0 <= rank < world_size:
         raise ArgumentError(f"rank {rank} of world_size {world_size}: ranks are 0 to {world_size - 1}")
-    return simulate(Program(model, config, batch, loss, optimizer, updates), rank, world_size)
+    program = Program(model, config, batch, loss, optimizer, updates)
+    found = simulate(program, rank, world_size)
+    if world_size == 1:
+        return found
+    return replace(found, most=max(found.peak, simulate(program, rank, world_size, late=True).peak))
 
 
-def simulate(program: Program, rank: int, size: int, beside: Beside = contextlib.nullcontext) -> MemoryCount:
+def simulate(
+    program: Program, rank: int, size: int, beside: Beside = contextlib.nullcontext, *, late: bool = False
+) -> MemoryCount:
     """A prediction.
 
     Args:
@@ -103,8 +111,9 @@ def simulate(program: Program, rank: int, size: int, beside: Beside = contextlib
         rank: as which rank.
         size: of how many.
         beside: makes a context that is inside the updates, as a clock is.
+        late: other ranks are as late as limits allow.
     """
-    with _world(rank, size), Valueless() as valueless:
+    with _world(rank, size, late), Valueless() as valueless:
         return _counted(replace(program, batch=valueless.stand_ins(program.batch)), beside)
 
 
@@ -122,7 +131,7 @@ def measure_memory(
 
 
 def _counted(program: Program, beside: Beside = contextlib.nullcontext) -> MemoryCount:
-    with LiveMemory(category_of, is_of_a_peer) as live:
+    with _young_objects(), LiveMemory(category_of, is_of_a_peer) as live:
         made = program.made_model()
         trained = [param for param in made.parameters() if param.requires_grad]
         count, optimizer = sum(param.numel() for param in made.parameters()), program.optimizer
@@ -136,9 +145,19 @@ def _counted(program: Program, beside: Beside = contextlib.nullcontext) -> Memor
             with beside():
                 program.run(engine, lambda: live.mark(holdings(engine)))
             gc.collect()
-            return MemoryCount(live.peak, live.at_peak(), live.now(), birth, _on_disk(engine), count)
+            return MemoryCount(live.peak, live.at_peak(), live.now(), birth, _on_disk(engine), count, live.peak)
         finally:
             engine.destroy()
+
+
+@contextlib.contextmanager
+def _young_objects() -> Iterator[None]:
+    """Inside, collections look at what is made inside alone: they are many, and imports leave a million objects."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _on_disk(engine: Any) -> int:
@@ -153,7 +172,7 @@ class _NoValues(scalars.Simulated):
 
 
 @contextlib.contextmanager
-def _world(rank: int, size: int) -> Iterator[None]:
+def _world(rank: int, size: int, late: bool) -> Iterator[None]:
     """Inside, this process is one rank of a world that is not there."""
     if dist.is_initialized():
         raise UsageError(
@@ -167,7 +186,7 @@ def _world(rank: int, size: int) -> Iterator[None]:
     logger.setLevel(logging.WARNING)
     scalars.current = _NoValues()
     try:
-        with simulation():
+        with simulation(late=late):
             yield
     finally:
         scalars.current = before
