@@ -6,7 +6,7 @@ What would act on the outside asks it: native code computes nothing, messages ha
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Generator
 
 _running: list[bool] = []  # whether messages are late
 
@@ -22,7 +22,7 @@ def late() -> bool:
 
 
 @contextlib.contextmanager
-def simulation(*, late: bool = False) -> Iterator[None]:
+def simulation(*, late: bool = False) -> Generator[None]:
     """Inside, this process simulates.
 
     Args:

@@ -9,18 +9,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import nn
 
-from deepspeed.comm import scalars
-from deepspeed.comm.groups import destroy_process_group
 from deepspeed.comm.shared_memory import is_of_a_peer
+from deepspeed.comm.simulated_world import simulated_world
 from deepspeed.engine.initialize import initialize
 from deepspeed.engine.memory import category_of, holdings
-from deepspeed.errors import ArgumentError, UsageError
+from deepspeed.errors import ArgumentError
 from deepspeed.foundation.log import logger
-from deepspeed.foundation.simulation import simulation
 from deepspeed.ops.valueless import Valueless
 from deepspeed.planner.program import Loss, Program
 from deepspeed.profiling.live_memory import LiveMemory
@@ -113,7 +109,7 @@ def simulate(
         beside: makes a context that is inside the updates, as a clock is.
         late: other ranks are as late as limits allow.
     """
-    with _world(rank, size, late), Valueless() as valueless:
+    with _quiet(), simulated_world(rank, size, late=late), Valueless() as valueless:
         return _counted(replace(program, batch=valueless.stand_ins(program.batch)), beside)
 
 
@@ -165,30 +161,12 @@ def _on_disk(engine: Any) -> int:
     return sum(tier.disk.nbytes for tier in tiers.values() if tier.name == "nvme")
 
 
-class _NoValues(scalars.Simulated):
-    """Decisions of a world that is not there, over tensors of the CPU."""
-
-    device = torch.device("cpu")
-
-
 @contextlib.contextmanager
-def _world(rank: int, size: int, late: bool) -> Iterator[None]:
-    """Inside, this process is one rank of a world that is not there."""
-    if dist.is_initialized():
-        raise UsageError(
-            "predict_memory in a process that has a process group: it makes a world of its own. Call it before "
-            "deepspeed.init_distributed(), or in another process"
-        )
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    level, before = logger.level, scalars.current
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
-    logger.setLevel(logging.WARNING)
-    scalars.current = _NoValues()
+def _quiet() -> Iterator[None]:
+    """Inside, the package says nothing but warnings."""
+    level = logger.level
+    logger.setLevel(max(level, logging.WARNING))
     try:
-        with simulation(late=late):
-            yield
+        yield
     finally:
-        scalars.current = before
         logger.setLevel(level)
-        destroy_process_group()
