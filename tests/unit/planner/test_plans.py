@@ -75,7 +75,7 @@ def test_time_follows_the_machine() -> None:
 
 
 def test_a_plan_that_cannot_be_made_has_a_reason_and_the_search_ends() -> None:
-    broken = replace(TASK, batch=lambda rows: torch.zeros(rows, 3))
+    broken = replace(TASK, batch=lambda rows: torch.zeros(rows, 3), train_batch=2)
     found = search(broken, replace(MACHINE, disk=0.0), seconds=60)
     assert not any(judged.fits for judged in found)
     assert "mat1 and mat2" in found[0].reason
@@ -88,20 +88,20 @@ def test_the_command_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     machine, output = tmp_path / "machine.json", tmp_path / "plan.json"
     replace(MACHINE, disk=0.0).save(machine)
     name = f"{__name__}:factory"
-    told = [name, "--batch", "4", "--machine", str(machine), "--output", str(output)]
+    told = [name, "--batch", "2", "--machine", str(machine), "--output", str(output)]
     assert cli.main(told) == 0
     said = capsys.readouterr().out
     best = json.loads(output.read_text())
     assert f"best: z{best['zero_optimization']['stage']}_gas{best['gradient_accumulation_steps']}" in said
     assert best["bf16"] == {"enabled": True}
-    assert best["train_micro_batch_size_per_gpu"] * best["gradient_accumulation_steps"] == 2
+    assert best["train_micro_batch_size_per_gpu"] * best["gradient_accumulation_steps"] == 1
     replace(MACHINE, disk=0.0, memory=1000).save(machine)
     assert cli.main(told) == 1
     assert "no plan fits" in capsys.readouterr().out
     machine.write_text("{")
     assert cli.main(told) == 2
     assert "machine file" in capsys.readouterr().err
-    assert cli.main(["NoSuchModel", *told[1:]]) == 2
+    assert cli.main([f"{__name__}:nothing", *told[1:]]) == 2
 
 
 def test_predictions_leave_the_model_alone_and_refuse_a_rank_that_is_not_there() -> None:
