@@ -1,4 +1,4 @@
-"""Axes of a world that is not there: messages arrive at once, and only what they would allocate is allocated.
+"""Axes of a world that is not there: messages take no time, and allocate what they would allocate.
 
 A rank alone runs as one of many (`foundation/simulation.py`). Where the many would share memory, `SimulatedMemory`
 takes the place of `SharedMemory`: it lends and stages the same buffers, and what peers would have posted is a stand-in
@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from deepspeed.comm.shared_memory import SharedMemory
 from deepspeed.comm.waiting import Until
-from deepspeed.errors import UsageError
+from deepspeed.foundation.simulation import late
 
 _KIND = 7 << 10  # of a tag: what `collectives.tag_of` puts there
 _EXCHANGE = 0
@@ -38,18 +38,13 @@ def start_world(rank: int, size: int) -> None:
 
 
 class _There(Until):
-    """Something that will have come true.
+    """Something that has come true, unless ranks are late: then once it is waited for."""
 
-    Args:
-        at_look: the first look that finds it true; who waits, finds it so at once.
-    """
-
-    def __init__(self, at_look: int = 1) -> None:
-        self._looks_left = at_look
+    def __init__(self) -> None:
+        self._late = late()
 
     def ready(self) -> bool:
-        self._looks_left -= 1
-        return self._looks_left <= 0
+        return not self._late
 
     def within(self, seconds: float) -> bool:
         return seconds > 0 or self.ready()
@@ -97,8 +92,8 @@ class SimulatedMemory(SharedMemory):
             self._staged[tag] = self.empty(flat.numel(), flat.dtype)
 
     def posted(self, tag: int, peers: Sequence[int]) -> Until:
-        """All have when this rank launches its next message: none is far ahead of the others."""
-        return _There(at_look=2)
+        """All have."""
+        return _There()
 
     def read(self, peer: int, tag: int, dtype: torch.dtype) -> torch.Tensor:
         """What a peer would have posted: as much as this rank, or one element where slices differ in size."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Generator
 
-_running: list[object] = []
+_running: list[bool] = []  # whether messages are late
 
 
 def simulating() -> bool:
@@ -16,10 +16,19 @@ def simulating() -> bool:
     return bool(_running)
 
 
+def late() -> bool:
+    """Whether the ranks that are not there answer only when they are waited for."""
+    return bool(_running) and _running[-1]
+
+
 @contextlib.contextmanager
-def simulation() -> Generator[None]:
-    """Inside, this process simulates."""
-    _running.append(None)
+def simulation(*, late: bool = False) -> Generator[None]:
+    """Inside, this process simulates.
+
+    Args:
+        late: other ranks answer only when they are waited for; else at once.
+    """
+    _running.append(late)
     try:
         yield
     finally:

@@ -9,18 +9,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import nn
 
-from deepspeed.comm import scalars
-from deepspeed.comm.groups import destroy_process_group
 from deepspeed.comm.shared_memory import is_of_a_peer
-from deepspeed.comm.simulated import start_world
+from deepspeed.comm.simulated_world import simulated_world
 from deepspeed.engine.initialize import initialize
 from deepspeed.engine.memory import category_of, holdings
 from deepspeed.errors import ArgumentError
 from deepspeed.foundation.log import logger
-from deepspeed.foundation.simulation import simulation
 from deepspeed.ops.valueless import Valueless
 from deepspeed.planner.program import Loss, Program
 from deepspeed.profiling.live_memory import LiveMemory
@@ -33,12 +29,13 @@ class MemoryCount:
     """Bytes of live tensors of one rank.
 
     Args:
-        peak: most that lived at once, in the updates.
+        peak: most that lived at once, in the updates; predicted for ranks that keep step.
         at_peak: what that was, by category (see `engine.memory_by_category`).
         at_rest: what lives between two updates.
         birth: most that lived at once until the engine was made.
         disk: what rests on disks.
         parameters: of the model, over all ranks.
+        most: the peak where ranks are as far apart as limits allow: then more gradients are under way.
     """
 
     peak: int
@@ -47,6 +44,7 @@ class MemoryCount:
     birth: int
     disk: int
     parameters: int
+    most: int
 
     def table(self) -> str:
         """The categories as lines of text."""
@@ -92,10 +90,16 @@ def predict_memory(
     """
     if not 0 <= rank < world_size:
         raise ArgumentError(f"rank {rank} of world_size {world_size}: ranks are 0 to {world_size - 1}")
-    return simulate(Program(model, config, batch, loss, optimizer, updates), rank, world_size)
+    program = Program(model, config, batch, loss, optimizer, updates)
+    found = simulate(program, rank, world_size)
+    if world_size == 1:
+        return found
+    return replace(found, most=max(found.peak, simulate(program, rank, world_size, late=True).peak))
 
 
-def simulate(program: Program, rank: int, size: int, beside: Beside = contextlib.nullcontext) -> MemoryCount:
+def simulate(
+    program: Program, rank: int, size: int, beside: Beside = contextlib.nullcontext, *, late: bool = False
+) -> MemoryCount:
     """A prediction.
 
     Args:
@@ -103,8 +107,9 @@ def simulate(program: Program, rank: int, size: int, beside: Beside = contextlib
         rank: as which rank.
         size: of how many.
         beside: makes a context that is inside the updates, as a clock is.
+        late: other ranks are as late as limits allow.
     """
-    with _world(rank, size), Valueless() as valueless:
+    with _quiet(), simulated_world(rank, size, late=late), Valueless() as valueless:
         return _counted(replace(program, batch=valueless.stand_ins(program.batch)), beside)
 
 
@@ -122,7 +127,7 @@ def measure_memory(
 
 
 def _counted(program: Program, beside: Beside = contextlib.nullcontext) -> MemoryCount:
-    with LiveMemory(category_of, is_of_a_peer) as live:
+    with _young_objects(), LiveMemory(category_of, is_of_a_peer) as live:
         made = program.made_model()
         trained = [param for param in made.parameters() if param.requires_grad]
         count, optimizer = sum(param.numel() for param in made.parameters()), program.optimizer
@@ -136,9 +141,19 @@ def _counted(program: Program, beside: Beside = contextlib.nullcontext) -> Memor
             with beside():
                 program.run(engine, lambda: live.mark(holdings(engine)))
             gc.collect()
-            return MemoryCount(live.peak, live.at_peak(), live.now(), birth, _on_disk(engine), count)
+            return MemoryCount(live.peak, live.at_peak(), live.now(), birth, _on_disk(engine), count, live.peak)
         finally:
             engine.destroy()
+
+
+@contextlib.contextmanager
+def _young_objects() -> Iterator[None]:
+    """Inside, collections look at what is made inside alone: they are many, and imports leave a million objects."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _on_disk(engine: Any) -> int:
@@ -146,23 +161,12 @@ def _on_disk(engine: Any) -> int:
     return sum(tier.disk.nbytes for tier in tiers.values() if tier.name == "nvme")
 
 
-class _NoValues(scalars.Simulated):
-    """Decisions of a world that is not there, over tensors of the CPU."""
-
-    device = torch.device("cpu")
-
-
 @contextlib.contextmanager
-def _world(rank: int, size: int) -> Iterator[None]:
-    """Inside, this process is one rank of a world that is not there."""
-    level, before = logger.level, scalars.current
-    start_world(rank, size)
-    logger.setLevel(logging.WARNING)
-    scalars.current = _NoValues()
+def _quiet() -> Iterator[None]:
+    """Inside, the package says nothing but warnings."""
+    level = logger.level
+    logger.setLevel(max(level, logging.WARNING))
     try:
-        with simulation():
-            yield
+        yield
     finally:
-        scalars.current = before
         logger.setLevel(level)
-        destroy_process_group()

@@ -149,7 +149,7 @@ def judge(task: Task, plan: Plan, machine: Machine) -> Judged:
     clock = Clock(machine)
     try:
         program = Program(task.model, config, task.batch(plan.micro), task.loss, task.optimizer, _UPDATES)
-        memory = simulate(program, 0, machine.ranks, lambda: clock)
+        memory = simulate(program, 0, machine.ranks, lambda: clock, late=True)
     except Exception as error:  # any model, any key: a plan that cannot be made is no plan
         first = str(error).strip().splitlines()[0] if str(error).strip() else ""
         return Judged(plan, reason=f"{type(error).__name__}: {first}"[:300])

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -41,12 +41,14 @@ def _first_of(factory: Any) -> Callable[[], nn.Module]:
 
 def _from_script(name: str) -> Source:
     where, _, attribute = name.rpartition(":")
-    factory: Any = getattr(_module(where), attribute, None)
-    if not callable(factory):
+    found = getattr(_module(where), attribute, None)
+    if not callable(found):
         raise ArgumentError(f"{where} has no callable {attribute!r}")
-    made: Any = factory()
-    if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module) and callable(made[1]):
-        return _first_of(factory), made[1]
+    factory = cast("Callable[[], Any]", found)
+    made = factory()
+    pair: Any = made if isinstance(made, tuple) and len(made) == 2 else (None, None)
+    if isinstance(pair[0], nn.Module) and callable(pair[1]):
+        return lambda: factory()[0], pair[1]
     if isinstance(made, nn.Module):
         raise ArgumentError(
             f"{name} returns a module alone: return (module, batch) with batch(n) that makes a micro-batch of n samples"

@@ -1,4 +1,8 @@
-"""Memory predicted by one process, then measured on real ranks: the peak, and every category."""
+"""Memory predicted by one process, then measured on real ranks: the peak, and every category.
+
+How many gradients are under way with `overlap_comm` depends on how far the ranks are apart: there the peak lies between
+two predictions, and everything but transit is exact. Without it, and on one rank, the prediction is one number.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +21,17 @@ ROWS = 4
 
 # model, ranks, stage, dtype, and what else the cell varies
 CELLS: list[tuple[str, int, int, str, dict[str, Any]]] = [
+    # the fast ones need no Transformers
+    ("plain", 1, 3, "fp32", {"recompute": True}),
+    ("plain", 2, 2, "bf16", {"optimizer": "cpu", "accumulation": 2}),
+    ("lstm", 2, 3, "fp32", {"accumulation": 2}),
     ("gpt2", 1, 0, "fp32", {}),
-    ("gpt2", 2, 3, "fp32", {"recompute": True}),
+    ("gpt2", 2, 3, "fp32", {"recompute": True, "overlap": True}),
     ("llama", 2, 2, "bf16", {"accumulation": 2}),
     ("gpt2", 1, 3, "bf16", {"optimizer": "cpu"}),
     ("gpt2", 2, 0, "fp32", {}),
     ("gpt2", 2, 1, "bf16", {"accumulation": 3}),
-    ("gpt2", 2, 2, "fp32", {"optimizer": "cpu"}),
+    ("gpt2", 2, 2, "fp32", {"optimizer": "cpu", "overlap": True}),
     ("gpt2", 4, 3, "bf16", {"live": 0}),
     ("gpt2", 2, 3, "fp32", {"optimizer": "nvme", "parameters": "nvme", "live": 0}),
     ("llama", 1, 1, "bf16", {"recompute": True}),
@@ -35,22 +43,19 @@ CELLS: list[tuple[str, int, int, str, dict[str, Any]]] = [
     ("bert", 1, 2, "fp32", {}),
     ("bert", 2, 1, "fp32", {"accumulation": 2}),
     ("bert", 2, 3, "bf16", {"recompute": True, "live": 0}),
-    ("bert", 4, 3, "fp32", {"optimizer": "cpu"}),
+    ("bert", 4, 3, "fp32", {"optimizer": "cpu", "overlap": True}),
     ("t5", 1, 0, "bf16", {}),
     ("t5", 2, 2, "fp32", {}),
     ("t5", 2, 3, "fp32", {}),
-    ("t5", 2, 3, "bf16", {"live": 0, "accumulation": 2}),
+    ("t5", 2, 3, "bf16", {"live": 0, "accumulation": 2, "overlap": True}),
     ("mixtral", 1, 1, "fp32", {}),
     ("mixtral", 2, 2, "bf16", {"optimizer": "nvme"}),
     ("mixtral", 2, 3, "fp32", {}),
     ("resnet", 1, 0, "fp32", {}),
-    ("resnet", 2, 1, "fp32", {}),
+    ("resnet", 2, 1, "fp32", {"overlap": True}),
     ("resnet", 2, 3, "bf16", {}),
     ("lstm", 1, 1, "fp32", {}),
     ("lstm", 2, 0, "fp32", {}),
-    ("lstm", 2, 3, "fp32", {"accumulation": 2}),
-    ("plain", 1, 3, "fp32", {"recompute": True}),
-    ("plain", 2, 2, "bf16", {"optimizer": "cpu", "accumulation": 2}),
     ("plain", 4, 1, "fp32", {"sgd": True}),
     ("plain", 2, 0, "fp16", {}),
 ]
@@ -67,6 +72,7 @@ def config_of(stage: int, dtype: str, cell: dict[str, Any], folder: str) -> dict
         live = cell.get("live", 10**9)
         zero |= {"stage3_param_persistence_threshold": 200, "stage3_max_live_parameters": live}
         zero |= {"stage3_max_reuse_distance": live, "stage3_prefetch_bucket_size": min(live, 50000)}
+    zero["overlap_comm"] = cell.get("overlap", False)
     zero["reduce_bucket_size"] = cell.get("bucket", 100000)
     kind = "SGD" if cell.get("sgd") else "AdamW"
     found: dict[str, Any] = {
@@ -99,12 +105,17 @@ def test_what_is_predicted_is_what_lives(workers: Workers, tmp_path: Path, cell:
     real = workers(ranks).run(measured, name, config, timeout=120)
     for told, found in zip(predicted, (real[0], real[-1]), strict=False):
         print(f"{told.peak / found.peak - 1:+.3%} of {found.peak}, {told.at_peak} for {found.at_peak}")
-        assert told.peak == pytest.approx(found.peak, rel=0.02)
+        if told.most == told.peak:
+            assert told.peak == pytest.approx(found.peak, rel=0.02)
+        else:
+            assert varied["overlap"]
+            assert 0.98 * told.peak <= found.peak <= 1.02 * told.most
+        apart = [count.peak - count.at_peak.get("transit", 0) for count in (told, found)]
+        assert apart[0] == pytest.approx(apart[1], rel=0.02)
         assert told.disk == found.disk
         assert told.birth == pytest.approx(found.birth, rel=0.02)
-        for category, count in found.at_peak.items():
-            if count > found.peak / 10:
-                assert told.at_peak.get(category, 0) == pytest.approx(count, rel=0.05), category
-        for category, count in found.at_rest.items():
-            if count > sum(found.at_rest.values()) / 10:
-                assert told.at_rest.get(category, 0) == pytest.approx(count, rel=0.05), category
+        for mine, theirs in ((told.at_peak, found.at_peak), (told.at_rest, found.at_rest)):
+            for category, count in theirs.items():
+                fixed = category != "transit" or told.most == told.peak
+                if fixed and count > sum(theirs.values()) / 10:
+                    assert mine.get(category, 0) == pytest.approx(count, rel=0.05), category

@@ -1,0 +1,50 @@
+"""A world that is not there: this process is one of its ranks, and nobody else is any."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator
+
+import torch
+import torch.distributed as dist
+
+from deepspeed.comm import scalars
+from deepspeed.comm.groups import destroy_process_group
+from deepspeed.errors import UsageError
+from deepspeed.foundation.simulation import simulation
+
+
+class _Supplied(scalars.Simulated):
+    """Numbers that decide, where tensors are the CPU's and hold nothing."""
+
+    device = torch.device("cpu")
+
+
+@contextlib.contextmanager
+def simulated_world(rank: int, size: int, *, late: bool = False) -> Generator[None]:
+    """Inside, this process simulates one rank.
+
+    Args:
+        rank: which.
+        size: ranks of the world.
+        late: the others answer only when they are waited for; else at once.
+
+    Raises:
+        UsageError: this process has a process group.
+    """
+    if dist.is_initialized():
+        raise UsageError(
+            "this process has a process group, and a simulation makes a world of its own: predict before "
+            "deepspeed.init_distributed(), or in another process"
+        )
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # 0.1 s, for simulations alone
+
+    before = scalars.current
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    scalars.current = _Supplied()
+    try:
+        with simulation(late=late):
+            yield
+    finally:
+        scalars.current = before
+        destroy_process_group()

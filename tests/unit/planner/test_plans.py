@@ -1,0 +1,147 @@
+"""Plans: legal ones, dropped by predicted memory, ranked by predicted time; the command always answers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from deepspeed.errors import ArgumentError, UsageError
+from deepspeed.planner import cli, predict_memory
+from deepspeed.planner.machine import Machine
+from deepspeed.planner.plans import ALL, Plan, Task, judge, legal_plans, search
+
+RATES = [[64, 1e10], [1024, 5e10]]
+MACHINE = Machine(2, 1 << 30, {"fp32": RATES, "bf16": RATES}, 1e10, 1e-6, 1e9, 1e9, "/tmp")
+ADAMW = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+
+
+class Net(nn.Module):
+    """Blocks whose activations outweigh their parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def factory() -> tuple[nn.Module, object]:
+    return Net(), lambda rows: torch.zeros(rows, 128, 64)
+
+
+TASK = Task(Net, lambda rows: torch.zeros(rows, 128, 64), 8, ADAMW)
+
+
+def test_legal_plans_keep_the_batch_and_leave_out_what_changes_nothing() -> None:
+    plans = legal_plans(24, MACHINE)
+    assert {plan.micro * plan.steps * 2 for plan in plans} == {24}
+    assert {plan.micro for plan in plans} == {1, 2, 3, 4, 6, 12}
+    assert {plan.stage for plan in plans if plan.tier == ALL} == {3}
+    assert {plan.stage for plan in legal_plans(8, replace(MACHINE, ranks=1, disk=0.0))} == {0}
+    with pytest.raises(ArgumentError, match="multiple of 2"):
+        legal_plans(7, MACHINE)
+
+
+def test_memory_drops_plans_and_recompute_brings_one_back() -> None:
+    plain, again = Plan(2, "none", 4, 1, False), Plan(2, "none", 4, 1, True)
+    needs = [judged.memory.peak for judged in (judge(TASK, p, MACHINE) for p in (plain, again)) if judged.memory]
+    assert needs[1] < needs[0]
+    tight = replace(MACHINE, memory=sum(needs) // 2)
+    found = judge(TASK, plain, tight)
+    assert not found.fits
+    assert "most of it activations" in found.reason
+    assert judge(TASK, again, tight).fits
+
+
+def test_time_follows_the_machine() -> None:
+    plan = Plan(3, "none", 4, 1, False)
+    slow = judge(TASK, plan, replace(MACHINE, collective=1e5))
+    assert slow.time is not None
+    assert slow.time.limit == "messages"
+    # Parameters without the own half: one reduction and two gathers.
+    count = sum(p.numel() for p in Net().parameters())
+    assert slow.time.messages == pytest.approx(3 * count * 4 / 2 / 1e5)
+    fast = judge(TASK, plan, MACHINE)
+    assert fast.time is not None
+    assert fast.time.limit == "compute"
+
+
+def test_a_plan_that_cannot_be_made_has_a_reason_and_the_search_ends() -> None:
+    broken = replace(TASK, batch=lambda rows: torch.zeros(rows, 3), train_batch=2)
+    found = search(broken, replace(MACHINE, disk=0.0), seconds=60)
+    assert not any(judged.fits for judged in found)
+    assert "mat1 and mat2" in found[0].reason
+    found = search(TASK, MACHINE, seconds=0)
+    assert [judged.fits for judged in found].count(True) == 1
+    assert "time was over" in found[-1].reason
+
+
+def test_the_command_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    machine, output = tmp_path / "machine.json", tmp_path / "plan.json"
+    replace(MACHINE, disk=0.0).save(machine)
+    name = f"{__name__}:factory"
+    told = [name, "--batch", "2", "--machine", str(machine), "--output", str(output)]
+    assert cli.main(told) == 0
+    said = capsys.readouterr().out
+    best = json.loads(output.read_text())
+    assert f"best: z{best['zero_optimization']['stage']}_gas{best['gradient_accumulation_steps']}" in said
+    assert best["bf16"] == {"enabled": True}
+    assert best["train_micro_batch_size_per_gpu"] * best["gradient_accumulation_steps"] == 1
+    replace(MACHINE, disk=0.0, memory=1000).save(machine)
+    assert cli.main(told) == 1
+    assert "no plan fits" in capsys.readouterr().out
+    machine.write_text("{")
+    assert cli.main(told) == 2
+    assert "machine file" in capsys.readouterr().err
+    assert cli.main([f"{__name__}:nothing", *told[1:]]) == 2
+
+
+def test_predictions_leave_the_model_alone_and_refuse_a_rank_that_is_not_there() -> None:
+    model = Net()
+    before = [p.clone() for p in model.parameters()]
+    predict_memory(model, {"train_micro_batch_size_per_gpu": 1, **ADAMW}, 2, batch=torch.zeros(1, 2, 64))
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    with pytest.raises(ArgumentError, match="rank 2"):
+        predict_memory(Net, ADAMW, 2, rank=2, batch=torch.zeros(1, 2, 64))
+    with torch.no_grad():
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        try:
+            with pytest.raises(UsageError, match="process group"):
+                predict_memory(Net, ADAMW, 1, batch=torch.zeros(1, 2, 64))
+        finally:
+            torch.distributed.destroy_process_group()
+
+
+def test_allocator_events_agree_with_the_count() -> None:
+    """A ruler that shares no code with ours: what torch's own allocator says it has lent."""
+    from torch.profiler import ProfilerActivity, profile
+
+    from deepspeed.ops.valueless import Valueless
+    from deepspeed.profiling.live_memory import LiveMemory
+
+    def train() -> None:
+        model = Net()
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(2):
+            model(torch.randn(4, 128, 64)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    with Valueless(), LiveMemory() as live:
+        train()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        train()
+    events = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
+    total, most = 0, 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        total += event.nbytes()
+        most = max(most, total)
+    assert live.peak == pytest.approx(most, rel=0.005)
