@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 
 from deepspeed.comm.shared_memory import SharedMemory
 from deepspeed.comm.waiting import Until
@@ -19,22 +18,6 @@ from deepspeed.foundation.simulation import late
 
 _KIND = 7 << 10  # of a tag: what `collectives.tag_of` puts there
 _EXCHANGE = 0
-
-
-def start_world(rank: int, size: int) -> None:
-    """Make this process rank `rank` of `size` that are not there, until its process group is destroyed.
-
-    Raises:
-        UsageError: it is one of a world already.
-    """
-    if dist.is_initialized():
-        raise UsageError(
-            "predict_memory in a process that has a process group: it makes a world of its own. Call it before "
-            "deepspeed.init_distributed(), or in another process"
-        )
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
 
 
 class _There(Until):

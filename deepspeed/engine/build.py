@@ -21,6 +21,7 @@ from deepspeed.engine.offloading import Offload, accumulator_dtype, master_dtype
 from deepspeed.engine.staging import limits_of_stages
 from deepspeed.errors import ArgumentError, OptimizerError, SchedulerError, ShardedParameterError, UsageError
 from deepspeed.foundation.log import say, say_once
+from deepspeed.foundation.module_tree import own_state
 from deepspeed.optim import loss_scale
 from deepspeed.optim.build import build_optimizer, leave_embeddings_to_adam, needs_whole_tensors, refuse_unsupported
 from deepspeed.optim.lr_schedules import build_scheduler
@@ -221,12 +222,16 @@ def build(
     _check_parameters(model)
     low = compute_dtype(config)
     mark_leaves(model, config.zero.leaf_module)
-    names = named_parameters(model)
+    written = own_state(model)
+    names = {param: name for param, name in named_parameters(model).items() if param not in written}
+    if optimizer is not None and written:
+        for group in optimizer.param_groups:
+            group["params"] = [param for param in group["params"] if param not in written]
     updated = _check_optimizer(model, optimizer, names) if optimizer is not None else set()
     _place(model, device)
     broadcast_tensors(
         axes.same_slice,
-        [t for t in [*names, *model.buffers()] if not is_managed(t) and t.device.type != "meta"],
+        [t for t in [*names, *written, *model.buffers()] if not is_managed(t) and t.device.type != "meta"],
         "broadcast of rank 0's model",
     )
     signatures = signatures_of(axes.mesh, names)

@@ -146,14 +146,14 @@ class DeepSpeedEngine(EngineSurface, ModuleWrapper):
         self._facts, self._mesh = StateAccessors(state), MeshAccessors(state)
         self._settings = ConfigAccessors(state.ds_config)
         self._reports, self._offload = Reporting(state), OffloadStates(state, self.register_forward_pre_hook)
-        self._feeding = Feeding(state, lambda: self.training, self.flush)
+        self._instruments = Instruments(state, self._facts, self)
+        self._feeding = Feeding(state, lambda: self.training, self.flush, self._instruments)
         self._weights = WeightsIO(state)
         self._checkpoints = CheckpointIO(state, self._weights)
         self._preemption = Preemption(state, self._checkpoints)
         self._compressing = Compressing(
             state, self._weights, self._checkpoints, self._feeding, self._laid_out_anew, type(self)
         )
-        self._instruments = Instruments(state, self._facts, self)
         self._same_batches = SameBatches(state.axes.mesh.axis("tp"))
         self._sequencing = Sequencing(state.module, state.axes.mesh, state.ds_config.top.sequence_parallel_verify)
         self._window.refuses_bare = BARE if self._sequencing.active else ""

@@ -9,8 +9,10 @@ from typing import Any
 from deepspeed.comm import scalars
 from deepspeed.comm.collectives import SMALL, tag_of
 from deepspeed.engine.dataloader import DeepSpeedDataLoader
+from deepspeed.engine.instruments import Instruments
 from deepspeed.engine.loop import equal_steps
 from deepspeed.engine.state import EngineState
+from deepspeed.monitor import progress as live
 from deepspeed.sequence.batches import slice_batch
 
 
@@ -21,10 +23,13 @@ class Feeding:
         state: of the engine.
         training: whether it trains, and not evaluates.
         flush: applies a window that is not full.
+        instruments: show how far it is.
     """
 
-    def __init__(self, state: EngineState, training: Callable[[], bool], flush: Callable[[], None]) -> None:
-        self._state, self._training, self._flush = state, training, flush
+    def __init__(
+        self, state: EngineState, training: Callable[[], bool], flush: Callable[[], None], instruments: Instruments
+    ) -> None:
+        self._state, self._training, self._flush, self._instruments = state, training, flush, instruments
         self._loop_channel = state.axes.everyone.channel()
         self._agreements = 0
 
@@ -64,20 +69,28 @@ class Feeding:
             part=partial(slice_batch, axis=sequence) if sequence.size > 1 else None,
         )
 
-    def loop(self, loader: Iterable[Any], policy: str = "drop") -> Iterator[Any]:
+    def loop(self, loader: Iterable[Any], policy: str = "drop", progress: bool | None = None) -> Iterator[Any]:
         """Batches of `loader`, the same number on every rank; gradients are weighted by real samples.
 
         Args:
             loader: this rank's loader, of any length.
             policy: "drop" ends with the shortest, "pad" repeats the last batch with weight zero, "cycle" starts anew.
+            progress: rank 0 shows one live line: step, loss of this rank, samples per second over all ranks, time left
+                where the loader has a length, memory; None: where the launcher was asked for it (`--progress`).
         """
-
+        shown = (live.asked() if progress is None else progress) and self._training()
+        if shown:
+            self._instruments.start_progress(_length(loader))
         try:
             yield from equal_steps(loader, agree=self.agree, policy=policy, weigh=self._weigh)
             if self._training() and self._state.components.optimizer is not None:
                 self._flush()
         finally:
             self._state.window.weigh(None)
+            if shown:
+                self._instruments.stop_progress()
+                if live.asked():  # what follows the loop is shown too
+                    self._instruments.start_progress(None)
 
     def agree(self, flag: int, label: str = "agreement on the next batch") -> tuple[int, int]:
         """(least, greatest) of all ranks' flags."""
@@ -91,3 +104,11 @@ class Feeding:
         """The next micro-batch counts for so many samples."""
         if self._training() and self._state.components.optimizer is not None:
             self._state.window.weigh(samples)
+
+
+def _length(loader: Iterable[Any]) -> int | None:
+    """Batches of a loader; None where it does not know."""
+    try:
+        return len(loader)  # type: ignore[arg-type]
+    except TypeError:
+        return None

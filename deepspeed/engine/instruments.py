@@ -17,12 +17,13 @@ from deepspeed.comm.collectives import SMALL, tag_of
 from deepspeed.engine.accessors import StateAccessors
 from deepspeed.engine.build import without_optimizer
 from deepspeed.engine.clients import loss_is_divided
-from deepspeed.engine.memory import MemoryReport
+from deepspeed.engine.memory import MemoryReport, allocated
 from deepspeed.engine.nonfinite import NonFiniteFinder
 from deepspeed.engine.profiling import Profiling
 from deepspeed.engine.state import EngineState
 from deepspeed.engine.tracing import Tracing
 from deepspeed.foundation.recorder import recorder
+from deepspeed.monitor import progress
 from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.profiling.flops_profiler import FlopsProfiler
 from deepspeed.profiling.timeline import Timeline
@@ -69,6 +70,26 @@ class Instruments:
         self._elapsed: dict[str, float] = {}
         self._channel, self._asked = state.axes.one_copy.channel(), 0
         self._names: tuple[list[str], list[str]] = ([], [])  # this rank's, and those of the whole model
+        self.progress: progress.Progress | None = None  # on rank 0, where a line is shown
+        if progress.asked():
+            self.start_progress(None)
+
+    def start_progress(self, batches: int | None) -> None:
+        """Show a live line on rank 0, instead of the one that is shown.
+
+        Args:
+            batches: that are to come; None where that is unknown.
+        """
+        self.stop_progress()
+        if self._state.everyone.rank == 0:
+            device = self._state.device
+            self.progress = progress.Progress(lambda: allocated(device), batches)
+
+    def stop_progress(self) -> None:
+        """End the line."""
+        shown, self.progress = self.progress, None
+        if shown is not None:
+            shown.close()
 
     def span(self, name: str) -> contextlib.AbstractContextManager[None]:
         """A context that the timer and the recorder call `name`."""
@@ -108,6 +129,8 @@ class Instruments:
     def on_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A micro-batch begins."""
         self._profiling.on_forward((args, kwargs))
+        if self.progress is not None:
+            self.progress.on_batch()
         self._finder.on_forward(args, kwargs)
         if self._monitor.enabled:
             self._since = self._since or time.perf_counter()
@@ -122,6 +145,9 @@ class Instruments:
         """
         if self._finder.enabled:
             self._finder.on_loss(loss, self._state.window.loss_scale)
+        if self.progress is not None:
+            shown = loss.detach()
+            self.progress.on_loss(shown / num_items if num_items else shown)
         if self._collects:
             window, share = self._state.window, 1.0
             if num_items is None and loss_is_divided(self._state.module):
@@ -139,6 +165,8 @@ class Instruments:
             batches: micro-batches, where this rank counts them.
             stages: how many ranks see the same ones.
         """
+        if self.progress is not None:
+            self.progress.on_loss(loss.detach())
         if self._monitor.enabled:
             self._since = self._since or time.perf_counter()
             self._loss, self._weight = loss.double(), 1.0
@@ -169,6 +197,8 @@ class Instruments:
         self._profiling.after_update()
         self._finder.forget()
         self._tracing.after_update()
+        if self.progress is not None:
+            self.progress.on_update(self._state.global_steps, samples)
         if not self._monitor.enabled:
             return
         state, now = self._state, time.perf_counter()
@@ -254,6 +284,7 @@ class Instruments:
 
     def close(self) -> None:
         """End what is under way."""
+        self.stop_progress()
         self._profiling.close()
         self._tracing.close()
         self._finder.close()

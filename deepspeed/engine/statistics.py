@@ -1,4 +1,4 @@
-"""Running statistics of BatchNorm: every rank keeps its own while training, all evaluate with rank 0's."""
+"""Running statistics of BatchNorm (torch's, Keras'): every rank has its own in training, all evaluate with rank 0's."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from torch import nn
 
 from deepspeed.comm.axis import Axis
 from deepspeed.comm.collectives import broadcast_tensors
+from deepspeed.foundation.module_tree import modules_of, running_statistics
 
 
 class RunningStatistics:
@@ -27,7 +28,9 @@ class RunningStatistics:
             if isinstance(child, nn.modules.batchnorm._NormBase) and child.track_running_stats and axis.size > 1
             for buffer in child.buffers(recurse=False)
         ]
-        self._first = [buffer.clone() for buffer in self._buffers]  # rank 0's
+        if axis.size > 1:
+            self._buffers += [kept for child in modules_of(module) for kept in running_statistics(child)]
+        self._first = [buffer.detach().clone() for buffer in self._buffers]  # rank 0's
         self._own: list[torch.Tensor] | None = None  # this rank's, while it evaluates
 
     def publish(self) -> None:
@@ -45,6 +48,6 @@ class RunningStatistics:
         if training:
             wanted, self._own = self._own or [], None
         else:
-            wanted, self._own = self._first, [buffer.clone() for buffer in self._buffers]
+            wanted, self._own = self._first, [buffer.detach().clone() for buffer in self._buffers]
         for buffer, value in zip(self._buffers, wanted, strict=True):
             buffer.copy_(value)

@@ -74,6 +74,7 @@ def parse(args: Sequence[str] | None) -> argparse.Namespace:
     add("--max_elastic_nodes", type=int, default=-1)
     add("--elastic_training", action="store_true")
     add("--autotuning", default="", choices=["", "tune", "run"])
+    add("--progress", action="store_true", help="rank 0 shows a live line: step, loss, rate, time left, memory")
     add_rank_options(parser)
     add("user_script", nargs="?", help="the training script")
     add("user_args", nargs=argparse.REMAINDER, help="its arguments")

@@ -22,6 +22,7 @@ from deepspeed.launcher.job import Elastic, Job
 from deepspeed.launcher.options import DLTS_HOSTFILE, parse, program, set_log_level
 from deepspeed.launcher.output import terminal_size
 from deepspeed.launcher.variables import DEEPSPEED_ENVIRONMENT_NAME, EXPORT_ENVS, declared, exported_variables
+from deepspeed.monitor.progress import VARIABLE as PROGRESS
 
 __all__ = [
     "DEEPSPEED_ENVIRONMENT_NAME",
@@ -145,6 +146,8 @@ def _job(options: argparse.Namespace, hosts: Hosts, here: bool, found: pool.Pool
     unknown = sorted({host for _, _, host in exports if host is not None} - set(hosts) - set(found.hosts))
     if unknown:
         raise LaunchError(f"a variable is declared for {', '.join(unknown)}, which the job does not use: {list(hosts)}")
+    if options.progress:
+        exports = [*exports, (PROGRESS, "1", None)]
     port = options.master_port if options.master_port > 0 else NO_SSH_PORT if every else 0
     return Job(
         slots=hosts,

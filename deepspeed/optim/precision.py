@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import Parameter
 
 from deepspeed.foundation.log import say_once
+from deepspeed.foundation.module_tree import own_state
 from deepspeed.foundation.tree import map_tensors
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -33,10 +34,11 @@ def compute_dtypes(
     patterns = [*keep_fp32, *(getattr(module, "_keep_in_fp32_modules", None) or ())]
     wanted: dict[Parameter, torch.dtype] = {}
     kept: set[Parameter] = set()
+    own = own_state(module)  # as buffers, these keep their dtype
     for name, child in module.named_modules():
         stays = isinstance(child, _PAIRED_WITH_BUFFERS) or any(_matches(name, p) for p in patterns)
         for param in child.parameters(recurse=stays and not isinstance(child, _PAIRED_WITH_BUFFERS)):
-            if param.is_floating_point():
+            if param.is_floating_point() and param not in own:
                 wanted[param] = dtype
                 if stays:
                     kept.add(param)

@@ -21,6 +21,7 @@ from torch.nn import Parameter
 
 from deepspeed.comm import collectives
 from deepspeed.errors import ShardedParameterError
+from deepspeed.foundation.module_tree import children_of, own_parameters
 from deepspeed.foundation.tree import tensors_in
 from deepspeed.zero import aliases
 from deepspeed.zero.gather_order import GatherOrder
@@ -81,7 +82,7 @@ def repeated_blocks(module: nn.Module) -> list[nn.Module]:
     def visit(parent: nn.Module) -> None:
         contains = isinstance(parent, (nn.ModuleList, nn.Sequential, nn.ModuleDict))
         siblings = Counter(type(child) for child in parent.children()) if contains else {}
-        for child in parent.children():
+        for child in children_of(parent):
             if getattr(child, LEAF_MARK, False):
                 found.append(child)
             elif siblings.get(type(child), 0) > 1 and any(True for _ in child.children()):
@@ -100,10 +101,9 @@ def units_of(module: nn.Module) -> dict[Parameter, nn.Module]:
 
     def visit(current: nn.Module, block: nn.Module | None) -> None:
         block = block or (current if current in blocks else None)
-        for param in current._parameters.values():
-            if param is not None:
-                homes.setdefault(param, block or current)
-        for child in current.children():
+        for param in own_parameters(current):
+            homes.setdefault(param, block or current)
+        for child in children_of(current):
             visit(child, block)
 
     visit(module, None)
@@ -142,12 +142,12 @@ class Lifecycle:
         def visit(module: nn.Module, unit: nn.Module | None) -> None:
             unit = unit or (module if module in blocks else None)
             home = unit or module
-            for param in module._parameters.values():
+            for param in own_parameters(module):
                 if is_managed(param) and id(param._ds_member.group) in self._managed:  # type: ignore[union-attr]
                     groups = self.units.setdefault(home, [])
                     if param._ds_member.group not in groups:  # type: ignore[union-attr]
                         groups.append(param._ds_member.group)  # type: ignore[union-attr]
-            for child in module.children():
+            for child in children_of(module):
                 visit(child, unit)
 
         visit(self.module, None)
@@ -156,7 +156,10 @@ class Lifecycle:
         """How many elements may be gathered at once, and what decides it, in words."""
         limits = self.keeper.limits
         names = {module: name or "the root module" for name, module in self.module.named_modules()}
-        units = [(sum(g.numel for g in groups), names.get(unit, "?")) for unit, groups in self.units.items()]
+        units = [
+            (sum(g.numel for g in groups), names.get(unit) or getattr(unit, "name", "?"))
+            for unit, groups in self.units.items()
+        ]
         ahead = limits.prefetch > 0
         pairs = zip(units, units[1:] or units, strict=False)
         most, first, second = max((a + b, of, then) for (a, of), (b, then) in pairs)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from deepspeed.comm.axis import Axis
+from deepspeed.foundation.module_tree import own_state
 from deepspeed.storage.tier import Stored
 from deepspeed.zero.aliases import version_of
 from deepspeed.zero.boxes import Box
@@ -258,8 +259,9 @@ class StateView(WindowView, PlacedView):
         self._holds = {id(group): Hold(self, group) for group in groups if self._moves(group)}
         self.members = {member.name: member for group in groups for member in group.members}
         named = dict(module.named_parameters())
-        self.plain = {name: param for name, param in named.items() if not is_managed(param)}
-        self.buffers = _persistent_buffers(module)
+        own = own_state(module)
+        self.plain = {name: param for name, param in named.items() if not is_managed(param) and param not in own}
+        self.buffers = _persistent_buffers(module) | {name: param for name, param in named.items() if param in own}
         first = {id(tensor): name for name, tensor in named.items()}
         every = module.named_parameters(remove_duplicate=False)
         self.aliases = {name: first[id(param)] for name, param in every if first[id(param)] != name}

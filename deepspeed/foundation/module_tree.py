@@ -1,0 +1,89 @@
+"""What a module owns and what lies below it, also where torch does not see it.
+
+A Keras model keeps its layers in a list of its own and names all of their variables once more at the root, in a
+container that never runs; a layer's hooks work all the same. Keras is told by what its layers have: nothing of it is
+imported here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, cast
+
+from torch import nn
+from torch.nn import Parameter
+
+# Of a Keras layer: what torch is shown of its variables, the variables by kind, its random seeds, the layers below.
+_SHOWN, _TRAINED, _KEPT, _SEEDS, _BELOW = (
+    "_torch_params",
+    "_trainable_variables",
+    "_non_trainable_variables",
+    "_seed_generators",
+    "_layers",
+)
+
+
+def own_parameters(module: nn.Module) -> list[Parameter]:
+    """The parameters that a module itself owns, not those of modules below it."""
+    if not _is_keras(module):
+        return [param for param in module._parameters.values() if param is not None]
+    return _values([*_listed(module, _TRAINED), *_listed(module, _KEPT)])
+
+
+def children_of(module: nn.Module) -> list[nn.Module]:
+    """The modules directly below a module, each once."""
+    if not _is_keras(module):
+        return list(module.children())
+    shown = [child for name, child in module.named_children() if name != _SHOWN]
+    layers = [layer for layer in _listed(module, _BELOW) if isinstance(layer, nn.Module)]
+    return list(dict.fromkeys([*layers, *shown]))
+
+
+def modules_of(module: nn.Module) -> Iterator[nn.Module]:
+    """A module and all below it, each once, parents first."""
+    seen: set[nn.Module] = set()
+    ahead = [module]
+    while ahead:
+        current = ahead.pop()
+        if current not in seen:
+            seen.add(current)
+            yield current
+            ahead += reversed(children_of(current))
+
+
+def own_state(module: nn.Module) -> dict[Parameter, None]:
+    """Parameters that a model writes itself, in forward, as others write buffers: every rank has its own.
+
+    Args:
+        module: the model.
+
+    Returns:
+        Keras' non-trainable variables (running statistics and the like) and the states of its seeds, in the order of
+        the layers; empty for any other model. Weights that were made trainable and frozen later are not among them.
+    """
+    found: dict[Parameter, None] = {}
+    for child in modules_of(module):
+        if _is_keras(child):
+            seeds = [getattr(generator, "state", None) for generator in _listed(child, _SEEDS)]
+            found |= dict.fromkeys(p for p in _values([*_listed(child, _KEPT), *seeds]) if not p.requires_grad)
+    return found
+
+
+def running_statistics(module: nn.Module) -> list[Parameter]:
+    """Running means and variances that a Keras BatchNormalization owns; empty for any other module."""
+    kept = _values([module.__dict__.get(name) for name in ("moving_mean", "moving_variance")])
+    return [param for param in kept if not param.requires_grad]
+
+
+def _is_keras(module: nn.Module) -> bool:
+    return _TRAINED in module.__dict__ and _KEPT in module.__dict__
+
+
+def _listed(module: nn.Module, name: str) -> list[Any]:
+    found = module.__dict__.get(name)
+    return list(cast("Iterable[Any]", found)) if isinstance(found, (list, tuple)) else []
+
+
+def _values(variables: Iterable[Any]) -> list[Parameter]:
+    values = (getattr(variable, "value", None) for variable in variables)
+    return [value for value in values if isinstance(value, Parameter)]

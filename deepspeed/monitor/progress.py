@@ -1,0 +1,143 @@
+"""One live line about a run: step, loss, samples per second, time left, memory.
+
+A thread draws it from what the loop left in a few fields, so the loop waits neither for the terminal nor for the loss
+on its device. Where there is no terminal, a plain line is written now and then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, TextIO
+
+VARIABLE = "DEEPSPEED_PROGRESS"
+"""Set to 1, as `deepspeed --progress` does: every engine shows the line, inside and outside of `engine.loop`."""
+
+_LIVE_S, _PLAIN_S = 0.25, 10.0  # between two lines, with a terminal and without
+_RATE_S = 15.0  # the rate is that of so many seconds
+
+
+def asked() -> bool:
+    """Whether the launcher was asked for the line."""
+    return os.environ.get(VARIABLE, "") not in ("", "0")
+
+
+class Progress:
+    """The line of one rank, drawn until `close`.
+
+    Args:
+        memory: gives the bytes in use; called in the thread that draws.
+        total: batches that are to come; None where that is unknown.
+        stream: where it goes; None: standard error, wherever that points when a line is due.
+        every: seconds between two lines; None: 0.25 on a terminal, 10 elsewhere.
+    """
+
+    def __init__(
+        self,
+        memory: Callable[[], int],
+        total: int | None = None,
+        stream: TextIO | None = None,
+        every: float | None = None,
+    ) -> None:
+        self._memory, self._total, self._stream, self._every = memory, total, stream, every
+        self._loss: Any = None  # a number, or a tensor with one that is perhaps not computed yet
+        self._updates, self._batches = 0, 0
+        self._seen: deque[tuple[float, int, int]] = deque([(time.monotonic(), 0, 0)])  # when: batches, samples
+        self._samples = 0
+        self._drawn, self._changed = False, False
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._draw, name="deepspeed-progress", daemon=True)
+        self._thread.start()
+
+    # -- told by the loop; each is some assignments ---------------------------------------------------------------
+
+    def on_loss(self, loss: Any) -> None:
+        """Keep a loss that `float` can read; it is read when a line is due."""
+        self._loss = loss
+
+    def on_batch(self) -> None:
+        """A batch begins."""
+        self._batches += 1
+
+    def on_update(self, updates: int, samples: int) -> None:
+        """An update is over.
+
+        Args:
+            updates: so far.
+            samples: of this one, over all ranks.
+        """
+        self._updates, self._samples = updates, self._samples + samples
+        self._changed = True
+        self._seen.append((time.monotonic(), self._batches, self._samples))
+        while len(self._seen) > 2 and self._seen[-1][0] - self._seen[0][0] > _RATE_S:
+            self._seen.popleft()
+
+    def close(self) -> None:
+        """Draw the last line and end it. A terminal that takes nothing is not waited for."""
+        if not self._over.is_set():
+            self._over.set()
+            self._thread.join(timeout=2.0)
+
+    # -- the thread -----------------------------------------------------------------------------------------------
+
+    def _draw(self) -> None:
+        with contextlib.suppress(OSError, ValueError):  # the stream was closed: nobody reads it
+            while not self._over.wait(self._pause()):
+                if self._changed:
+                    self._show()
+            if self._changed or self._drawn:
+                self._show(last=True)
+
+    def _live(self) -> bool:
+        return (self._stream or sys.stderr).isatty()
+
+    def _pause(self) -> float:
+        return self._every if self._every is not None else _LIVE_S if self._live() else _PLAIN_S
+
+    def _show(self, last: bool = False) -> None:
+        stream, live = self._stream or sys.stderr, self._live()
+        if not live and last and not self._changed:
+            return
+        self._changed = False
+        text = self.line()
+        if live:
+            width = shutil.get_terminal_size().columns
+            # The cursor goes back to where the line began, so that other output writes over it.
+            text = f"\r{text[: width - 1]}\x1b[K" + ("\n" if last else "\r")
+        else:
+            text += "\n"
+        stream.write(text)
+        stream.flush()
+        self._drawn = live and not last
+
+    def line(self) -> str:
+        """What is shown now."""
+        parts = [f"step {self._updates:,}"]
+        if self._loss is not None:
+            parts.append(f"loss {float(self._loss):.4g}")
+        (since, _, before), (until, _, after) = self._seen[0], self._seen[-1]
+        if until > since:
+            parts.append(f"{(after - before) / (until - since):,.4g} samples/s")
+        left = self._left()
+        if left is not None:
+            parts.append(f"{_clock(left)} left")
+        return " · ".join([*parts, f"{self._memory() / 2**20:,.0f} MiB"])
+
+    def _left(self) -> float | None:
+        """Seconds until the last batch, at the rate of late; None where the number of batches is unknown."""
+        (since, before, _), (until, done, _) = self._seen[0], self._seen[-1]
+        if self._total is None or done <= before:
+            return None
+        return max(0, self._total - done) * (until - since) / (done - before)
+
+
+def _clock(seconds: float) -> str:
+    whole = round(seconds)
+    hours, rest = divmod(whole, 3600)
+    return f"{hours}:{rest // 60:02}:{rest % 60:02}" if hours else f"{rest // 60}:{rest % 60:02}"
