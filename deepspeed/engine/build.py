@@ -200,6 +200,14 @@ def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, names: 
     return updated
 
 
+def _without(optimizer: torch.optim.Optimizer, written: Iterable[Parameter]) -> torch.optim.Optimizer:
+    """The same optimizer, which no longer holds what the model writes itself."""
+    left_out = set(written)
+    for group in optimizer.param_groups if left_out else ():
+        group["params"] = [param for param in group["params"] if param not in left_out]
+    return optimizer
+
+
 @suggests_offload("the training state of an engine was made")
 def build(
     model: nn.Module,
@@ -224,10 +232,7 @@ def build(
     mark_leaves(model, config.zero.leaf_module)
     written = own_state(model)
     names = {param: name for param, name in named_parameters(model).items() if param not in written}
-    if optimizer is not None and written:
-        for group in optimizer.param_groups:
-            group["params"] = [param for param in group["params"] if param not in written]
-    updated = _check_optimizer(model, optimizer, names) if optimizer is not None else set()
+    updated = _check_optimizer(model, _without(optimizer, written), names) if optimizer is not None else set()
     _place(model, device)
     broadcast_tensors(
         axes.same_slice,

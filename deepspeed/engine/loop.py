@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import numpy as np
+import torch
+
 from deepspeed.errors import DataError
 from deepspeed.foundation.recorder import LOADER, recorder
-from deepspeed.foundation.tree import tensors_in
+from deepspeed.foundation.tree import leaves_in
 from deepspeed.optim.construct import nearest
 
 POLICIES = ("drop", "pad", "cycle")
@@ -17,16 +20,16 @@ Agree = Callable[[int], tuple[int, int]]
 
 
 def count_samples(batch: Any) -> int:
-    """The size of the first dim of the first tensor in a nest.
+    """The size of the first dim of the first tensor or numpy array in a nest.
 
     Args:
         batch: what a loader gave.
 
     Returns:
-        The number of samples; 1 when there is no tensor or it has no dims.
+        The number of samples; 1 when there is none of them or it has no dims.
     """
-    tensor = next(tensors_in(batch), None)
-    return tensor.size(0) if tensor is not None and tensor.dim() else 1
+    found = next(leaves_in(batch, (torch.Tensor, np.ndarray)), None)
+    return int(found.shape[0]) if found is not None and len(found.shape) else 1
 
 
 class _Reader:

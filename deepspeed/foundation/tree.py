@@ -11,17 +11,22 @@ import torch
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """Every tensor in a nest, in order."""
-    if isinstance(value, torch.Tensor):
+    yield from leaves_in(value, torch.Tensor)
+
+
+def leaves_in(value: Any, kinds: type[Any] | tuple[type[Any], ...]) -> Iterator[Any]:
+    """Everything in a nest that is of these classes, in order."""
+    if isinstance(value, kinds):
         yield value
     elif isinstance(value, Mapping):
         for item in cast("Mapping[Any, Any]", value).values():
-            yield from tensors_in(item)
+            yield from leaves_in(item, kinds)
     elif isinstance(value, (list, tuple, set, frozenset)):
         for item in cast("Iterable[Any]", value):
-            yield from tensors_in(item)
+            yield from leaves_in(item, kinds)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name, None))
+            yield from leaves_in(getattr(value, field.name, None), kinds)
 
 
 def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:

@@ -109,8 +109,8 @@ def test_count_samples() -> None:
         inputs: torch.Tensor
 
     tensor = torch.zeros(3, 2)
-    nests = [tensor, {"a": "x", "b": [tensor]}, ("x", (tensor,)), Batch(["x"], tensor)]
-    assert [count_samples(nest) for nest in nests] == [3, 3, 3, 3]
+    nests = [tensor, {"a": "x", "b": [tensor]}, ("x", (tensor,)), Batch(["x"], tensor), {"x": tensor.numpy()}]
+    assert [count_samples(nest) for nest in nests] == [3, 3, 3, 3, 3]
     assert [count_samples(nest) for nest in (torch.tensor(1.0), "x", {})] == [1, 1, 1]
 
 
