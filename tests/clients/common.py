@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import os
 import tempfile
 import warnings
@@ -73,6 +74,24 @@ def fresh_clients(**environment: str) -> Iterator[str]:
         _forget()
         os.environ.clear()
         os.environ.update(before)
+
+
+@functools.cache
+def imported(name: str, **environment: str) -> Any:
+    """A package that changes the environment when it is imported, without that change.
+
+    Args:
+        name: of the package.
+        environment: what it finds meanwhile; `HERE` stands for a folder that goes away.
+    """
+    before = dict(os.environ)
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ |= {key: value.replace("HERE", folder) for key, value in environment.items()}
+        try:
+            return importlib.import_module(name)
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
 
 
 def _forget() -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import os
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,24 +10,15 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from tests.clients.common import close, whole_values, zero
+from tests.clients.common import close, imported, whole_values, zero
 
 MICRO, UPDATES, CLASSES, LENGTH = 4, 8, 5, 6
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 
-@functools.cache
 def keras() -> Any:
     """Keras over torch; its files go to a folder that goes away."""
-    before = dict(os.environ)
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ |= {"KERAS_BACKEND": "torch", "KERAS_HOME": folder}
-        try:
-            import keras
-        finally:
-            os.environ.clear()
-            os.environ.update(before)
-    return keras
+    return imported("keras", KERAS_BACKEND="torch", KERAS_HOME="HERE")
 
 
 def dense() -> Any:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from tests.clients.common import zero
+from tests.clients.common import imported, zero
 
 SAMPLES, MICRO, EPOCHS = 21, 4, 2  # 11 and 10 samples on two ranks: the last batches have 3 and 2
 
@@ -26,8 +26,7 @@ def numpy_batches(rank: int, ranks: int) -> Iterable[Any]:
 
 
 def tf_batches(rank: int, ranks: int) -> Iterable[Any]:
-    import tensorflow as tf
-
+    tf = imported("tensorflow", TF_CPP_MIN_LOG_LEVEL="2")
     tf.config.set_visible_devices([], "GPU")
     data = tf.data.Dataset.from_tensor_slices(samples()).shard(ranks, rank)
     return data.batch(MICRO).prefetch(2).as_numpy_iterator()
