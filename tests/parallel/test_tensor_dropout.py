@@ -51,6 +51,15 @@ def gradients(model: Any, seed: int) -> tuple[torch.Tensor, dict[str, torch.Tens
     return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
+Run = tuple[torch.Tensor, dict[str, torch.Tensor]]
+
+
+def alike(found: Run, wanted: Run) -> bool:
+    """Up to the rounding of products over memory that lies elsewhere; other masks are far beyond it."""
+    ours, theirs = ([run[0], *(run[1][name] for name in wanted[1])] for run in (found, wanted))
+    return all(float((a - b).abs().max()) <= 1e-5 * float(b.abs().max()) for a, b in zip(ours, theirs, strict=True))
+
+
 def drawn() -> None:
     torch.manual_seed(100 + dist.get_rank())  # a script that seeds by rank
     model = gpt2(0.3, 0.3)
@@ -64,14 +73,13 @@ def drawn() -> None:
             cut = name.endswith("attn_dropout")
             assert drop.any() and torch.equal(ranks[0], ranks[1]) is not cut, name
         assert not torch.equal(drops[0], drops[1]), name
-    loss, wanted = gradients(model, 5)
-    again, found = gradients(model, 5)
-    assert torch.equal(loss, again) and all(torch.equal(found[name], g) for name, g in wanted.items())
+    first = gradients(model, 5)
+    assert alike(gradients(model, 5), first)
+    assert not alike(gradients(model, 6), first)
     for reentrant in (False, True):
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
         model.enable_input_require_grads()
-        again, found = gradients(model, 5)
-        assert torch.equal(loss, again) and all(torch.equal(found[name], g) for name, g in wanted.items())
+        assert alike(gradients(model, 5), first), reentrant
     model.eval()
     outs = everyone((model(**batch_of(model, 0, 0)).logits * 1e4).long() % 256)
     assert torch.equal(outs[0], outs[1])
