@@ -223,10 +223,7 @@ def build(
     low = compute_dtype(config)
     mark_leaves(model, config.zero.leaf_module)
     written = own_state(model)
-    names = {param: name for param, name in named_parameters(model).items() if param not in written}
-    if optimizer is not None and written:
-        for group in optimizer.param_groups:
-            group["params"] = [param for param in group["params"] if param not in written]
+    names = _without(written, named_parameters(model), optimizer)
     updated = _check_optimizer(model, optimizer, names) if optimizer is not None else set()
     _place(model, device)
     broadcast_tensors(
@@ -264,6 +261,15 @@ def build(
     if optimizer is not None:
         _add_optimizer(components, optimizer, config, held)
     return components
+
+
+def _without(
+    written: dict[Parameter, None], names: dict[Parameter, str], optimizer: torch.optim.Optimizer | None
+) -> dict[Parameter, str]:
+    """The parameters that are left to manage, and to the optimizer, without those that the model writes itself."""
+    for group in optimizer.param_groups if optimizer is not None and written else ():
+        group["params"] = [param for param in group["params"] if param not in written]
+    return {param: name for param, name in names.items() if param not in written}
 
 
 def _window(config: DeepSpeedConfig, axes: Axes) -> AccumulationWindow:

@@ -26,7 +26,8 @@ _SHOWN, _TRAINED, _KEPT, _SEEDS, _BELOW = (
 def own_parameters(module: nn.Module) -> list[Parameter]:
     """The parameters that a module itself owns, not those of modules below it."""
     if not _is_keras(module):
-        return [param for param in module._parameters.values() if param is not None]
+        held: dict[str, Parameter | None] = module.__dict__["_parameters"]  # whatever `parameters` is overridden with
+        return [param for param in held.values() if param is not None]
     return _values([*_listed(module, _TRAINED), *_listed(module, _KEPT)])
 
 
