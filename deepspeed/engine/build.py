@@ -200,14 +200,6 @@ def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, names: 
     return updated
 
 
-def _without(optimizer: torch.optim.Optimizer, written: Iterable[Parameter]) -> torch.optim.Optimizer:
-    """The same optimizer, which no longer holds what the model writes itself."""
-    left_out = set(written)
-    for group in optimizer.param_groups if left_out else ():
-        group["params"] = [param for param in group["params"] if param not in left_out]
-    return optimizer
-
-
 @suggests_offload("the training state of an engine was made")
 def build(
     model: nn.Module,
@@ -231,8 +223,8 @@ def build(
     low = compute_dtype(config)
     mark_leaves(model, config.zero.leaf_module)
     written = own_state(model)
-    names = {param: name for param, name in named_parameters(model).items() if param not in written}
-    updated = _check_optimizer(model, _without(optimizer, written), names) if optimizer is not None else set()
+    names = _without(written, named_parameters(model), optimizer)
+    updated = _check_optimizer(model, optimizer, names) if optimizer is not None else set()
     _place(model, device)
     broadcast_tensors(
         axes.same_slice,
@@ -269,6 +261,15 @@ def build(
     if optimizer is not None:
         _add_optimizer(components, optimizer, config, held)
     return components
+
+
+def _without(
+    written: dict[Parameter, None], names: dict[Parameter, str], optimizer: torch.optim.Optimizer | None
+) -> dict[Parameter, str]:
+    """The parameters that are left to manage, and to the optimizer, without those that the model writes itself."""
+    for group in optimizer.param_groups if optimizer is not None and written else ():
+        group["params"] = [param for param in group["params"] if param not in written]
+    return {param: name for param, name in names.items() if param not in written}
 
 
 def _window(config: DeepSpeedConfig, axes: Axes) -> AccumulationWindow:

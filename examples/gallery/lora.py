@@ -117,7 +117,8 @@ def main() -> None:
     torch.manual_seed(0)
     python, _ = split(library_files())
     pages = sorted((Path(__file__).resolve().parents[2] / "docs").glob("*.md"))
-    english = b"".join(page.read_bytes() for page in pages)
+    text = bytearray(b"".join(page.read_bytes() for page in pages))
+    english = torch.frombuffer(text, dtype=torch.uint8)
     count = given.steps * BATCH * LENGTH
     edge = len(english) * 9 // 10
     first, then = Windows(python, LENGTH, count, seed=0), Windows(english[:edge], LENGTH, count, seed=1)

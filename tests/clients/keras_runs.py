@@ -92,14 +92,15 @@ def subclassed() -> Any:
             return self.head(self.twice(x) + self.twice(ops.sin(x)))
 
     model = Net()
-    model.build((None, 8))
+    model(torch.zeros(1, 8))  # its variables are made by a call; `build` alone shows torch none of them
     return model
 
 
 def wrapped() -> Any:
     """A torch module as a Keras layer, between Keras' own."""
     layers = keras().layers
-    inner = keras().utils.TorchModuleWrapper(torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.GELU()))
+    module = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.GELU())
+    inner = layers.TorchModuleWrapper(module, output_shape=(None, 16))
     inputs = keras().Input((8,))
     x = layers.Dense(16)(inputs)
     return keras().Model(inputs, layers.Dense(CLASSES)(layers.add([inner(x), x])))
