@@ -84,7 +84,13 @@ def said(make=llama, **sizes) -> tuple:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    "make", [llama, windowed, lambda: llama(num_key_value_heads=4, head_dim=32, attention_bias=True)]
+    "make",
+    [
+        llama,
+        windowed,
+        lambda: llama(num_key_value_heads=4, head_dim=32, attention_bias=True),
+        lambda: llama(num_key_value_heads=4, head_dim=80),
+    ],
 )
 def test_passes_of_mixed_age_are_those_of_the_modules(form, make, dtype) -> None:
     """Whole prompts, then chunks and single rows of unlike age, the pages in no order."""
@@ -101,7 +107,8 @@ def test_passes_of_mixed_age_are_those_of_the_modules(form, make, dtype) -> None
         plain.store = stores[1]
         right = plain.run(batch).float()
         error = float((found - right).norm() / right.norm())
-        assert error < (2e-6 if dtype == torch.float32 else 0.03), error
+        wide = max(1.0, (getattr(model.config, "head_dim", None) or 16) / 32)  # longer sums round more
+        assert error < (2e-6 * wide if dtype == torch.float32 else 0.03), error
 
 
 def test_a_reused_page_lends_nothing_of_before(form) -> None:
