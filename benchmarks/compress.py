@@ -8,66 +8,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 SIZES = {"toy": (2, 96, 512, 6), "20M": (8, 384, 8192, 6), "110M": (12, 768, 16384, 12)}  # layers, width, words, heads
-
-# Runs alone: it imports torch and Transformers and nothing of this repository.
-TIMER = """
-import sys, time, statistics
-import torch
-from transformers import AutoModelForCausalLM
-from transformers.utils import logging
-logging.disable_progress_bar()
-torch.set_num_threads(1)
-model = AutoModelForCausalLM.from_pretrained(sys.argv[1]).eval()
-ids = torch.randint(3, 500, (1, 128), generator=torch.Generator().manual_seed(0))
-with torch.no_grad():
-    model(ids)
-    print(sum(p.numel() for p in model.parameters()), flush=True)
-    for line in sys.stdin:
-        kind, count = line.split()
-        given = {"input_ids": ids, "use_cache": False}
-        if kind == "token":
-            cache = model(ids, use_cache=True).past_key_values
-            given = {"input_ids": ids[:, :1], "past_key_values": cache, "use_cache": True}
-        started = time.process_time()
-        for _ in range(int(count)):
-            model(**given)
-        print((time.process_time() - started) / int(count), flush=True)
-"""
-
-
-class Folder:
-    """A process that has one exported folder."""
-
-    def __init__(self, path: Path) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", TIMER, str(path)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            cwd="/",
-        )
-        self.parameters = int(self._read())
-        self.bytes = sum(file.stat().st_size for file in path.glob("*.safetensors"))
-
-    def _read(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline()
-
-    def seconds(self, kind: str, count: int) -> float:
-        assert self.process.stdin is not None
-        self.process.stdin.write(f"{kind} {count}\n")
-        self.process.stdin.flush()
-        return float(self._read())
-
-    def close(self) -> None:
-        self.process.communicate()
 
 
 def dense(size: str):
@@ -128,18 +72,17 @@ def export_all(size: str, folder: Path) -> dict[str, Path]:
 
 
 def gain(size: str, rounds: int) -> list[dict]:
-    import statistics
+    from deepspeed.compression.report import Exported, faster
 
     rows = []
     with tempfile.TemporaryDirectory() as temporary:
         paths = export_all(size, Path(temporary))
-        base = Folder(paths.pop("dense fp32"))
+        base = Exported(paths.pop("dense fp32"))
         for name, path in paths.items():
-            other = Folder(path)
+            other = Exported(path)
             row = {"what": name, "parameters": other.parameters, "bytes": other.bytes, "of": other.bytes / base.bytes}
             for kind, count in (("prefill", 2), ("token", 8)):
-                ratios = [base.seconds(kind, count) / other.seconds(kind, count) for _ in range(rounds)]
-                row[kind] = statistics.median(ratios)
+                row[kind] = faster(base, other, kind, rounds, times=count)
             other.close()
             rows.append(row)
             print(

@@ -1,19 +1,22 @@
-"""`ds_compress`: what a model can lose, before anything is trained."""
+"""`ds_compress`: what a model can lose, before anything is trained, and what an exported folder is beside it."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import pickle
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from deepspeed.compression.families import Shrink, on_meta, shapes_of
 from deepspeed.compression.layers import block_lists
 from deepspeed.compression.plan import Plan
+from deepspeed.compression.report import report
 from deepspeed.compression.twin import kept_per_block, layers_of, with_layers
 from deepspeed.errors import CompressionError, DeepSpeedError
 
@@ -29,14 +32,40 @@ def main(arguments: list[str] | None = None) -> int:
     plan.add_argument("--ratio", type=float, default=0.5, help="share of units kept")
     plan.add_argument("--kinds", nargs="+", default=["ffn", "heads", "layers"], choices=["ffn", "heads", "layers"])
     plan.add_argument("--json", action="store_true", help="one JSON object instead of lines")
+    compare = commands.add_parser("report", help="bytes, parameters, loss and speed of an exported folder")
+    compare.add_argument("before", help="folder of the dense model")
+    compare.add_argument("after", help="the exported folder")
+    compare.add_argument("--tokens", help="held-out tokens: a tensor of shape (windows, length) by torch.save")
+    compare.add_argument("--json", action="store_true", help="one JSON object instead of lines")
     given = parser.parse_args(arguments)
     try:
+        if given.command == "report":
+            told = report(given.before, given.after, None if given.tokens is None else windows_of(given.tokens))
+            print(json.dumps(told, indent=1) if given.json else "\n".join(_told(told)))
+            return 0
         rows = plan_rows(*model_of(given.model), given.kinds, given.ratio)
     except DeepSpeedError as error:
         print(f"ds_compress: {error}", file=sys.stderr)
         return 1
     print(json.dumps(rows, indent=1) if given.json else "\n".join(map(_line, rows)))
     return 0
+
+
+def windows_of(path: str) -> torch.Tensor:
+    """Held-out tokens, integers of shape (windows, length).
+
+    Raises:
+        CompressionError: the file is something else.
+    """
+    try:
+        windows = torch.load(path, weights_only=True)
+    except (OSError, RuntimeError, pickle.UnpicklingError) as error:
+        raise CompressionError(f"--tokens {path} is no tensor of torch.save: {error}") from error
+    if not isinstance(windows, torch.Tensor) or windows.dim() != 2 or windows.is_floating_point():
+        raise CompressionError(f"--tokens {path}: integers of shape (windows, length) are asked for")
+    if windows.shape[1] < 2:
+        raise CompressionError(f"--tokens {path}: windows of one token predict nothing")
+    return windows
 
 
 def model_of(path: str) -> tuple[nn.Module, Any]:
@@ -119,6 +148,18 @@ def _layers_row(model: nn.Module, config: Any, ratio: float, total: int) -> dict
         return {"kind": "layers", "refused": f"{type(config).__name__} with {kept} layers is not smaller"}
     lists = list(block_lists(model))
     return {"kind": "layers", "units": f"{kept} of {count} layers", "lists": lists, "after": after}
+
+
+def _told(told: dict[str, Any]) -> list[str]:
+    lines = [f"{'':12} {'before':>15} {'after':>15} {'after / before':>15}"]
+    for name in ("parameters", "bytes", "loss"):
+        if name in told:
+            old, new = told[name]
+            form = ",.4f" if name == "loss" else ",d"
+            lines.append(f"{name:12} {format(old, form):>15} {format(new, form):>15} {new / old:15.4f}")
+    for name in ("prefill", "token"):
+        lines.append(f"{name:12} {told[name]:.2f} x as fast, CPU time of one thread")
+    return lines
 
 
 def _line(row: dict[str, Any]) -> str:

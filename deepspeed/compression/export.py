@@ -20,7 +20,7 @@ from deepspeed.compression.families import config_of, dense_class, on_meta
 from deepspeed.compression.inside import inside, plain_state
 from deepspeed.errors import CompressionError, NotAvailableError
 
-BITS = {"int8": 8, "int4": 4}
+BITS = {"int8": 8, "int4": 4, "w8a8": 8}
 
 
 def export(
@@ -36,7 +36,8 @@ def export(
         model: says class and config; its own values are not read.
         state: all weights, whole, as forward sees them.
         folder: made if it is not there.
-        weights: `float`, `int8` (a scale per output row) or `int4` (a scale per `group_size` inputs).
+        weights: `float`, `int8` (a scale per output row), `int4` (a scale per `group_size` inputs), or `w8a8`: int8
+            weights, and inputs that are rounded to 8 bits too, with a scale per token that is found as they come.
         group_size: of int4.
 
     Returns:
@@ -56,7 +57,7 @@ def export(
     folder = Path(folder)
     before = sum(param.numel() for param in plain.parameters())
     if weights != "float":
-        _pack_aside(plain, BITS[weights], group_size, folder)
+        _pack_aside(plain, weights, group_size, folder)
     else:
         plain.save_pretrained(folder)
     size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
@@ -99,19 +100,20 @@ def packable(model: nn.Module) -> dict[str, nn.Linear]:
     }
 
 
-def _pack_aside(model: Any, bits: int, group_size: int, folder: Path) -> None:
+def _pack_aside(model: Any, weights: str, group_size: int, folder: Path) -> None:
     """Pack in a process of its own: in one of several ranks compressed-tensors waits for all the others."""
     if importlib.util.find_spec("compressed_tensors") is None:
         raise NotAvailableError("packed integers on disk need compressed-tensors: pip install 'deepspeed[compression]'")
     with tempfile.TemporaryDirectory() as whole:
         model.save_pretrained(whole)
-        command = [sys.executable, "-m", __name__, whole, str(folder), type(model).__name__, str(bits), str(group_size)]
+        command = [sys.executable, "-m", __name__, whole, str(folder), type(model).__name__, weights, str(group_size)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise CompressionError(f"packing failed: {done.stderr.strip().splitlines()[-1:]}")
 
 
-def _pack(model: Any, bits: int, group_size: int, folder: Path) -> None:
+def _pack(model: Any, weights: str, group_size: int, folder: Path) -> None:
+    bits = BITS[weights]
     library: Any = importlib.import_module("compressed_tensors")
     forms: Any = importlib.import_module("compressed_tensors.quantization")
     chosen = packable(model)
@@ -120,10 +122,13 @@ def _pack(model: Any, bits: int, group_size: int, folder: Path) -> None:
     if bits == 4 and any(module.in_features % group_size for module in chosen.values()):
         raise CompressionError(f"int4: the inputs of some Linear are no multiple of group_size {group_size}")
     grouped: Any = {"strategy": "group", "group_size": group_size} if bits == 4 else {"strategy": "channel"}
-    arguments = forms.QuantizationArgs(num_bits=bits, type="int", symmetric=True, **grouped)
-    scheme = forms.QuantizationScheme(targets=["Linear"], weights=arguments)
+    stored = forms.QuantizationArgs(num_bits=bits, type="int", symmetric=True, **grouped)
+    inputs = None
+    if weights == "w8a8":
+        inputs = forms.QuantizationArgs(num_bits=8, type="int", symmetric=True, strategy="token", dynamic=True)
+    scheme = forms.QuantizationScheme(targets=["Linear"], weights=stored, input_activations=inputs)
     ignored = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n not in chosen]
-    form = "pack-quantized"
+    form = "pack-quantized" if inputs is None else "int-quantized"
     settings = forms.QuantizationConfig(
         config_groups={"group_0": scheme},
         ignore=ignored,
@@ -146,6 +151,6 @@ def _pack(model: Any, bits: int, group_size: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    _whole, _folder, _class, _bits, _size = sys.argv[1:]
+    _whole, _folder, _class, _weights, _size = sys.argv[1:]
     _model = getattr(importlib.import_module("transformers"), _class).from_pretrained(_whole)
-    _pack(_model, int(_bits), int(_size), Path(_folder))
+    _pack(_model, _weights, int(_size), Path(_folder))

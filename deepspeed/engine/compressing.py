@@ -122,7 +122,7 @@ class Compressing:
 
         Args:
             folder: made if it is not there.
-            weights: `float`, `int8` or `int4`; default: what `compression_training.export` says.
+            weights: `float`, `int8`, `int4` or `w8a8`; default: what `compression_training.export` says.
             group_size: inputs that share a scale of int4; likewise.
 
         Returns:

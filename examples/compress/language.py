@@ -11,9 +11,7 @@ import copy
 import json
 import math
 import re
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,35 +28,12 @@ from deepspeed.compression.export import export
 from deepspeed.compression.layers import block_influence, by_influence, keep_layers
 from deepspeed.compression.plan import Plan
 from deepspeed.compression.remove import removal_of, remove_from
+from deepspeed.compression.report import Exported
 from deepspeed.compression.twin import flags_at_random
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bytes_lm"))
 from corpus import Windows, library_files, split
 from train import build_model
-
-READER = """
-import json, sys, time
-import torch
-from torch.nn import functional as F
-from transformers import AutoModelForCausalLM
-from transformers.utils import logging
-logging.disable_progress_bar()
-folder, windows = sys.argv[1], torch.load(sys.argv[2])
-torch.set_num_threads(1)
-model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-total = 0.0
-with torch.no_grad():
-    for start in range(0, len(windows), 16):
-        part = windows[start:start + 16]
-        logits = model(input_ids=part[:, :-1], use_cache=False).logits
-        total += F.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten(), reduction="sum").item()
-    started = time.process_time()
-    for _ in range(5):
-        model(input_ids=windows[:1, :-1], use_cache=False)
-assert "deepspeed" not in sys.modules
-seconds = (time.process_time() - started) / 5
-print(json.dumps({"loss": total / windows[:, 1:].numel(), "parameters": model.num_parameters(), "prefill": seconds}))
-"""
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -137,13 +112,10 @@ class Job:
         if comm.get_rank() == 0:
             folder = self.folder / re.sub(r"[^a-zA-Z0-9]+", "-", name).strip("-")
             export(model, model.state_dict(), folder, weights)
-            with tempfile.NamedTemporaryFile(suffix=".pt") as file:
-                torch.save(self.heldout, file.name)
-                command = [sys.executable, "-c", READER, str(folder.resolve()), file.name]
-                told = subprocess.run(command, check=True, capture_output=True, text=True, cwd="/").stdout
-            size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-            row = {"name": name, "seed": self.seed, "bytes": size, **json.loads(told.splitlines()[-1])}
-            print(f"{self.seed} {name:28} {size / 1e6:7.2f} MB  {row['loss']:.4f} nats", flush=True)
+            with Exported(folder) as told:
+                row = {"name": name, "seed": self.seed, "bytes": told.bytes, "parameters": told.parameters}
+                row |= {"loss": told.loss(self.heldout), "prefill": told.seconds("prefill", self.given.sequence, 5)}
+            print(f"{self.seed} {name:28} {told.bytes / 1e6:7.2f} MB  {row['loss']:.4f} nats", flush=True)
         comm.barrier()
         return row
 
@@ -206,6 +178,7 @@ def rows_of(job: Job, dense: Any) -> dict[str, Callable[[], dict[str, Any]]]:
         f"layers -> {half} distilled": distilled,
         "int8": lambda: packed("int8"),
         "int4": lambda: packed("int4"),
+        "w8a8": lambda: packed("w8a8"),
         "scratch, added bytes": lambda: from_scratch("scratch, added bytes", job.more),
         "scratch, all bytes": lambda: from_scratch("scratch, all bytes", job.first, job.more),
         **{f"one-shot {kind}": (lambda k=kind: one_shot(job, dense, k)) for kind in ("none", "taylor", "l1", "random")},

@@ -214,7 +214,7 @@ class Export(Section):
 
     folder: str | None = key(None, "where; nothing is written without it")
     after: Int = key(0, "not before this many applied steps", ge=0)
-    weights: Literal["float", "int8", "int4"] = key("float", "how linear weights are stored")
+    weights: Literal["float", "int8", "int4", "w8a8"] = key("float", "how linear weights are stored")
     group_size: Int = key(32, "inputs that share a scale of int4", ge=1)
 
 

@@ -55,8 +55,8 @@ def packed_folder(folder: Path, weights: str) -> tuple[float, float]:
     shares = []
     for name, dense in names.items():
         parts = {key: value for key, value in sizes.items() if key.startswith(f"{name}.")}
-        assert f"{name}.weight" not in parts, f"{name} is stored whole"
-        assert parts[f"{name}.weight_packed"][1] is torch.int32
+        kinds = {parts.get(f"{name}.weight_packed", (0, None))[1], parts.get(f"{name}.weight", (0, None))[1]}
+        assert kinds == ({None, torch.int8} if weights == "w8a8" else {None, torch.int32}), f"{name} is stored whole"
         shares.append(sum(size for size, _ in parts.values()) / dense)
     command = [sys.executable, "-c", READER, str(folder), json.dumps(given["input_ids"].tolist())]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd="/")
@@ -66,9 +66,39 @@ def packed_folder(folder: Path, weights: str) -> tuple[float, float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("weights", "share", "apart"), [("int8", 0.27, 0.02), ("int4", 0.17, 0.25)])
+@pytest.mark.parametrize(
+    ("weights", "share", "apart"), [("int8", 0.27, 0.02), ("int4", 0.17, 0.25), ("w8a8", 0.27, 0.03)]
+)
 def test_packed_integers_are_small_on_disk(weights: str, share: float, apart: float, tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors")
     found, far = packed_folder(tmp_path, weights)
     print(f"{weights}: {found:.4f} × the bytes of fp32 per tensor, logits within {far:.4f}")
     assert found <= share and far <= apart, (found, far)
+
+
+# In a process without this package: how far the first matrix is from a product with inputs that were not rounded.
+INPUTS = """
+import sys, torch
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1]).eval()
+layer, given = model.model.layers[0].mlp.up_proj, torch.randn(1, 3, 256, generator=torch.Generator().manual_seed(0))
+with torch.no_grad():
+    model(torch.zeros(1, 3, dtype=torch.long))  # packed integers are unpacked now
+    scale = given.abs().amax(-1, keepdim=True) / 127.5
+    rounded = (given / scale).round().clamp(-128, 127) * scale
+    whole, eight = (torch.nn.functional.linear(one, layer.weight) for one in (given, rounded))
+    found = layer(given)
+print((found - whole).abs().max().item(), (found - eight).abs().max().item())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("weights", "rounds"), [("int8", False), ("w8a8", True)])
+def test_inputs_are_rounded_where_the_folder_says_so(weights: str, rounds: bool, tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors")
+    model = wide_llama()
+    export(model, model.state_dict(), tmp_path, weights)
+    done = subprocess.run([sys.executable, "-c", INPUTS, tmp_path], capture_output=True, text=True, check=True, cwd="/")
+    whole, eight = map(float, done.stdout.split())
+    print(f"{weights}: {whole:.1e} from whole inputs, {eight:.1e} from rounded ones")
+    assert (eight < whole / 20) if rounds else (whole < eight / 20)
