@@ -162,11 +162,14 @@ def describe(rule: Rule, masks: Masks) -> list[str]:
             made.cut_slot(slot, keep)
     units = sum(family.size for family in rule.families)
     shapes = {name: masks.of(name).shape for name in made.cuts}
-    gone = sum(shape.numel() - made.shape(name, shape).numel() for name, shape in shapes.items())
+    left = {name: shape.numel() - made.shape(name, shape).numel() for name, shape in shapes.items()}
+    gone, matrices = sum(left.values()), sum(count for name, count in left.items() if len(shapes[name]) > 1)
     kind = rule.families[0].kind if rule.families else "units"
+    # A convolution multiplies at each position of its output; of packed experts a token passes some only.
+    work = f"up to {2 * matrices:,} FLOPs per {'position' if kind == 'channels' else 'token'}"
     how = "leave the engine" if rule.physical and removable(rule) else "are masked"
     text = f"{rule.name}: {units - kept:,} of {units:,} {kind} in {len(rule.families)} layers {how} {when}"
-    return [f"{text}: {gone:,} parameters of {len(shapes)} coupled tensors, {4 * gone / 2**20:.1f} MiB in fp32"]
+    return [f"{text}: {gone:,} parameters of {len(shapes)} coupled tensors, {4 * gone / 2**20:.1f} MiB in fp32, {work}"]
 
 
 class _InputNorms:

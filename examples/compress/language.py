@@ -82,7 +82,7 @@ class Job:
         return math.ceil(len(windows) / self.given.batch)
 
     def train(self, model: nn.Module, windows: Any, lr: float, section: dict[str, Any], teacher: Any = None) -> None:
-        """One pass; the model is what came out of it."""
+        """One pass; the model is what came out of it, in fp32."""
         steps = self.steps(windows)
         config = {
             "train_batch_size": self.given.batch,
@@ -92,6 +92,7 @@ class Job:
                 "type": "WarmupCosineLR",
                 "params": {"warmup_num_steps": max(steps // 15, 1), "total_num_steps": steps},
             },
+            "bf16": {"enabled": "auto"},  # as the model of `make train`
             "zero_optimization": {"stage": self.given.stage},
             **({"compression_training": section} if section else {}),
         }
@@ -106,6 +107,7 @@ class Job:
             engine.backward(engine(input_ids=ids, labels=ids).loss)
             engine.step()
         engine.destroy()
+        model.float()
 
     def measured(self, model: Any, name: str, weights: str = "float") -> dict[str, Any]:
         """The row of an exported folder; on rank 0, elsewhere empty."""
