@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.parallel.tiny import said, with_words
+
 STEPS, FFN, HEADS = 5, 2, 3
 
 
@@ -80,7 +82,13 @@ def state_of(engine: Any) -> dict[str, torch.Tensor]:
 def removed_like_masked(stage: int, tier: str, precision: str) -> None:
     with engine_of(settings(stage, physical=False, tier=tier, precision=precision)) as engine:
         masked = train(engine, range(STEPS))
-    with engine_of(settings(stage, physical=True, tier=tier, precision=precision)) as engine:
+    with said() as lines:
+        engine = engine_of(settings(stage, physical=True, tier=tier, precision=precision))
+    if dist.get_rank() == 0:  # gate, up and down of two layers lose 12 of 24 units; query, key, value, output half
+        ffn = ("row_pruning", "leave the engine after step 2", "1,152 parameters of 6", "2,304 FLOPs per token")
+        heads = ("head_pruning", "leave the engine after step 3", "768 parameters of 8", "1,536 FLOPs per token")
+        assert with_words(lines, *ffn) == with_words(lines, *heads) == 1, lines
+    with engine:
         held, scheduled = engine.optimizer, engine.lr_scheduler
         removed = train(engine, range(STEPS))
         assert engine.optimizer is held and engine.lr_scheduler is scheduled
