@@ -123,6 +123,8 @@ class QuantAct:
         with torch.no_grad():
             dense = values.detach()
             seen = self._by_range(dense, training) if self.running else self._by_row(dense)
+            if seen.stride() != dense.stride():  # in the layout it came in: products of 16 bits round by layout
+                seen = torch.empty_like(dense).copy_(seen)
         return straight_through(values, seen)
 
     def _by_row(self, values: torch.Tensor) -> torch.Tensor:

@@ -48,6 +48,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--more_bytes", type=int, default=600_000, help="that every row is trained on")
     parser.add_argument("--heldout_bytes", type=int, default=200_000)
     parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--more_batch", type=int, default=8, help="of the added bytes: half the size, twice the steps")
     parser.add_argument("--lr", type=float, default=6e-4)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--only", nargs="+", help="rows whose names begin so; dense is always there")
@@ -79,13 +80,17 @@ class Job:
 
     def steps(self, windows: Any) -> int:
         """Optimizer steps of one pass."""
-        return math.ceil(len(windows) / self.given.batch)
+        return math.ceil(len(windows) / self.batch(windows))
+
+    def batch(self, windows: Any) -> int:
+        """Windows per step."""
+        return self.given.batch if windows is self.first else self.given.more_batch
 
     def train(self, model: nn.Module, windows: Any, lr: float, section: dict[str, Any], teacher: Any = None) -> None:
         """One pass; the model is what came out of it, in fp32."""
         steps = self.steps(windows)
         config = {
-            "train_batch_size": self.given.batch,
+            "train_batch_size": self.batch(windows),
             "gradient_clipping": 1.0,
             "optimizer": {"type": "AdamW", "params": {"lr": lr, "betas": [0.9, 0.95], "weight_decay": 0.1}},
             "scheduler": {
@@ -157,12 +162,12 @@ def rows_of(job: Job, dense: Any) -> dict[str, Callable[[], dict[str, Any]]]:
     def distilled() -> dict[str, Any]:
         model = shallow()
         section = {"distillation": {"enabled": True, "hard": 0.5, "logits": 0.5, "temperature": 2.0}}
-        job.train(model, job.more, lr, section, teacher=copy.deepcopy(dense))
+        job.train(model, job.more, given.lr, section, teacher=copy.deepcopy(dense))
         return job.measured(model, f"layers -> {half} distilled")
 
     def cut_layers() -> dict[str, Any]:
         model = shallow()
-        job.train(model, job.more, lr, {})
+        job.train(model, job.more, given.lr, {})  # half of the model is new to the other half
         return job.measured(model, f"layers -> {half}")
 
     def from_scratch(name: str, *parts: Any) -> dict[str, Any]:
@@ -197,7 +202,7 @@ def one_shot(job: Job, dense: Any, criterion: str) -> dict[str, Any]:
     """Half of the FFN leaves, and nothing is trained after it."""
     model = copy.deepcopy(dense)
     if criterion == "taylor":
-        few = Subset(job.more, range(min(len(job.more), 16 * job.given.batch)))
+        few = Subset(job.more, range(min(len(job.more), 16 * job.batch(job.more))))
         section = pruning("row_pruning", ["c_fc"], criterion="taylor", schedule_offset=job.steps(few))
         job.train(model, few, 0.0, section)
     elif criterion == "l1":
