@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from deepspeed.errors import (
     CheckpointMissingError,
     NotAvailableError,
 )
+from deepspeed.foundation.log import say
 
 SAVED = "ds_inference_config.json"
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
@@ -47,7 +50,7 @@ def load_checkpoint(
         NotAvailableError: files that hold one rank's slices.
     """
     tensors = _tensors(checkpoint, Path(base_dir or "."))
-    left = _fill(module, tensors, dtype, device)
+    left, strange = _fill(module, tensors, dtype, device)
     tie = getattr(module, "tie_weights", None)
     if callable(tie):
         tie()
@@ -55,7 +58,38 @@ def load_checkpoint(
     lost = [n for n, p in module.named_parameters() if n in left and id(p) not in filled]
     if lost:
         raise CheckpointError(f"checkpoint: {len(lost)} parameters are not in it, such as {lost[:3]}")
+    _say_names(module, strange, left & _kept_buffers(module))
     restore_buffers(module, device)
+
+
+def _kept_buffers(module: nn.Module) -> set[str]:
+    """Names of the buffers that files of the model hold."""
+    return {
+        f"{name}.{kind}".removeprefix(".")
+        for name, owner in module.named_modules()
+        for kind, buffer in owner._buffers.items()
+        if buffer is not None and kind not in owner._non_persistent_buffers_set
+    }
+
+
+def _say_names(module: Any, strange: list[str], lacking: set[str]) -> None:
+    """One line about names that only one side has, but for those that the model's class says to pass over."""
+    for names, passed, text in (
+        (
+            strange,
+            "_keys_to_ignore_on_load_unexpected",
+            "{} tensors in it that the model has no place for are left out",
+        ),
+        (
+            sorted(lacking),
+            "_keys_to_ignore_on_load_missing",
+            "{} buffers of the model are not in it and stay as they are",
+        ),
+    ):
+        patterns = getattr(module, passed, None) or ()
+        said = [name for name in names if not any(re.search(pattern, name) for pattern in patterns)]
+        if said:
+            say(f"checkpoint: {text.format(len(said))}, such as {said[:3]}", logging.WARNING)
 
 
 def _tensors(checkpoint: Any, base: Path) -> Named:
@@ -144,16 +178,17 @@ def _of_safetensors(path: Path) -> Named:
         raise CheckpointCorruptError(f"checkpoint: {path} cannot be read: {error}; copy it anew") from None
 
 
-def _fill(module: nn.Module, tensors: Named, dtype: torch.dtype, device: torch.device) -> set[str]:
-    """Put tensors under their names; returns the parameters that had none."""
+def _fill(module: nn.Module, tensors: Named, dtype: torch.dtype, device: torch.device) -> tuple[set[str], list[str]]:
+    """Put tensors under their names; returns the parameters and buffers that had none, and names without a place."""
     own: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
     buffers = dict(module.named_buffers())
     spelled = _spelling(module, {**own, **buffers})
-    left = set(own)
-    for name, value in tensors:
-        name = spelled(name)
+    left, strange = {*own, *buffers}, list[str]()
+    for stored, value in tensors:
+        name = spelled(stored)
         target = own.get(name, buffers.get(name))
         if target is None:
+            strange.append(stored)
             continue
         if target.shape != value.shape:
             raise CheckpointError(
@@ -174,7 +209,7 @@ def _fill(module: nn.Module, tensors: Named, dtype: torch.dtype, device: torch.d
         else:
             owner._buffers[last] = value
         left.discard(name)
-    return left
+    return left, strange
 
 
 def _spelling(module: Any, own: Mapping[str, Any]) -> Callable[[str], str]:
