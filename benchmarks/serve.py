@@ -260,10 +260,8 @@ def load(server: Server, asked: list[Asked]) -> list[dict[str, float]]:
         answers = through_server(server, some, clients)
         took = time.perf_counter() - begun
         firsts = sorted(1e3 * answer.first for answer in answers)
-        paces = [
-            1e3 * (answer.times[-1] - answer.times[0]) / (one.new - 1)
-            for one, answer in zip(some, answers, strict=True)
-        ]
+        both = zip(some, answers, strict=True)
+        paces = sorted(1e3 * (answer.times[-1] - answer.times[0]) / (one.new - 1) for one, answer in both)
         rows.append({
             "clients": clients, "tokens_per_second": sum(one.new for one in some) / took,
             "first_ms": statistics.median(firsts), "first_p95_ms": firsts[int(0.95 * (len(firsts) - 1))],

@@ -18,6 +18,7 @@ from deepspeed.foundation.log import say, say_once, warn_once
 from deepspeed.foundation.tree import map_tensors
 from deepspeed.foundation.wrapper import ModuleWrapper
 from deepspeed.inference.config import DeepSpeedInferenceConfig, merged, moot_lines, refuse_later
+from deepspeed.inference.injected import Injected
 from deepspeed.inference.lengths import check_length, new_tokens, prompt_length
 from deepspeed.inference.limits import length_limit
 from deepspeed.inference.loading import load_checkpoint, save_checkpoint
@@ -83,6 +84,7 @@ class InferenceEngine(ModuleWrapper):
             _save(model, config, folder)
         model.eval()
         self.eval()
+        self._injected = Injected.of(model) if config.replace_with_kernel_inject else None
         self._own = True
 
     # -- answering ------------------------------------------------------------------------------------------------
@@ -99,7 +101,8 @@ class InferenceEngine(ModuleWrapper):
         return self.module(*inputs, **kwargs)
 
     def generate(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's `generate`, beams included, once prompt and new tokens are known to fit.
+        """The module's `generate`, beams included, once prompt and new tokens are known to fit; greedy calls in native
+        passes where `replace_with_kernel_inject` asked for them and the model has the shape.
 
         Raises:
             LengthError: they do not; the message has the numbers.
@@ -112,7 +115,8 @@ class InferenceEngine(ModuleWrapper):
         if callable(reset):
             reset()
         inputs, kwargs = self._cast((inputs, kwargs))
-        return generate(*inputs, **kwargs)
+        made = self._injected.generate(inputs, kwargs) if self._injected is not None else None
+        return generate(*inputs, **kwargs) if made is None else made
 
     def _check_length(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         encoder_decoder = bool(getattr(self.config, "is_encoder_decoder", False))
@@ -191,6 +195,9 @@ class InferenceEngine(ModuleWrapper):
         for hook in self._hooks:
             hook.remove()
         self._hooks, self._times = [], []
+        if self._injected is not None:
+            self._injected.close()
+            self._injected = None
 
     # -- falling through ------------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -299,3 +300,14 @@ def test_keys_drain_and_templates(folder: Path, tmp_path: Path) -> None:
         rest = list(stream)
         assert rest[-1].choices[0].finish_reason == "length"
         assert server.end() == 0, server.log.read_text()
+
+
+def test_an_answer_behind_another_on_its_connection_does_not_wait(server: Server) -> None:
+    """Head and body are two writes: with Nagle's delays the second waits 40 ms for the client to acknowledge."""
+    with httpx.Client(base_url=server.url) as kept:
+        times = []
+        for _ in range(30):
+            begun = time.perf_counter()
+            assert kept.get("/v1/models").status_code == 200
+            times.append(time.perf_counter() - begun)
+    assert min(times[1:]) < 0.03
