@@ -90,7 +90,7 @@ def test_measuring_goes_through_the_modules() -> None:
     assert asked == [1] and len(engine.model_times()) == 24
 
 
-@pytest.mark.parametrize(("kind", "why"), [("gpt2", "GPT2Model has h"), ("bert", "it has no generate"), ("t5", "encoder")])
+@pytest.mark.parametrize(("kind", "why"), [("gpt2", "has h"), ("bert", "it has no generate"), ("t5", "encoder")])
 def test_a_model_of_another_shape_says_so(kind: str, why: str, capfd: pytest.CaptureFixture[str]) -> None:
     engine = deepspeed.init_inference(model(kind), dtype=torch.float32, replace_with_kernel_inject=True)
     assert engine._injected is None
