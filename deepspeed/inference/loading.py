@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import re
@@ -29,7 +30,13 @@ from deepspeed.foundation.log import say
 SAVED = "ds_inference_config.json"
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _WHOLE = ("model.safetensors", "pytorch_model.bin")
-Named = Iterator[tuple[str, torch.Tensor]]
+Named = Iterator[tuple[str, torch.Tensor]]  # the tensors are nobody else's
+_AT_ONCE = 1 << 26  # bytes of one read
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
 
 
 def load_checkpoint(
@@ -146,7 +153,7 @@ def _of_folder(folder: Path) -> Named:
     if (folder / SAVED).is_file():
         return _tensors(str(folder / SAVED), Path("."))
     state = get_fp32_state_dict_from_zero_checkpoint(folder, lazy_mode=True)
-    return ((name, lazy.contiguous()) for name, lazy in state.items())
+    return ((name, lazy.contiguous().clone()) for name, lazy in state.items())
 
 
 def _of_files(paths: list[Path]) -> Named:
@@ -162,7 +169,7 @@ def _of_files(paths: list[Path]) -> Named:
                 raise CheckpointError(f"checkpoint: {path} holds a {type(loaded).__name__}, not tensors by name")
             for key in ("module", "model", "state_dict"):
                 loaded = loaded[key] if isinstance(loaded.get(key), Mapping) else loaded
-            yield from ((n, t) for n, t in loaded.items() if isinstance(t, torch.Tensor))
+            yield from ((n, t.clone()) for n, t in loaded.items() if isinstance(t, torch.Tensor))
 
 
 def _castable(value: torch.Tensor, target: torch.Tensor) -> bool:
@@ -170,12 +177,33 @@ def _castable(value: torch.Tensor, target: torch.Tensor) -> bool:
 
 
 def _of_safetensors(path: Path) -> Named:
+    """Read, not mapped: pages of a mapped file count as the process's memory beside the tensors made of them."""
     try:
-        with safe_open(str(path), framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118 - it is no dict
-                yield name, opened.get_tensor(name)
+        with safe_open(str(path), framework="pt"):  # checks the header, and that the file has what it names
+            pass
     except SafetensorError as error:
         raise CheckpointCorruptError(f"checkpoint: {path} cannot be read: {error}; copy it anew") from None
+    with path.open("rb", buffering=0) as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        for name, said in sorted(header.items(), key=lambda item: item[1]["data_offsets"][0]):
+            if said["dtype"] not in _DTYPES:
+                raise CheckpointError(f"checkpoint: '{name}' in {path} is {said['dtype']}, which is not read here")
+            made = torch.empty(said["shape"], dtype=_DTYPES[said["dtype"]])
+            file.seek(8 + length + said["data_offsets"][0])
+            _read(file, made)
+            yield name, made
+
+
+def _read(file: io.FileIO, into: torch.Tensor) -> None:
+    memory = memoryview(into.reshape(-1).view(torch.uint8).numpy()) if into.numel() else memoryview(b"")
+    at = 0
+    while at < len(memory):
+        read = file.readinto(memory[at : at + _AT_ONCE])
+        if not read:
+            raise CheckpointCorruptError(f"checkpoint: {file.name!s} ended while it was read; copy it anew")
+        at += read
 
 
 def _fill(module: nn.Module, tensors: Named, dtype: torch.dtype, device: torch.device) -> tuple[set[str], list[str]]:
@@ -199,7 +227,7 @@ def _fill(module: nn.Module, tensors: Named, dtype: torch.dtype, device: torch.d
                 f"checkpoint: '{name}' is {value.dtype} there and {target.dtype} in the model: integers and 8-bit "
                 "floats mean nothing without their scales; give a file of whole weights"
             )
-        value = value.to(device, dtype if value.is_floating_point() and name in own else value.dtype, copy=True)
+        value = value.to(device, dtype if value.is_floating_point() and name in own else value.dtype)
         home, _, last = name.rpartition(".")
         owner = module.get_submodule(home)
         if name in own and target.is_meta:
