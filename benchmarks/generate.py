@@ -89,12 +89,14 @@ class Peer:
     Args:
         python: interpreter of an environment that has it.
         model: of which it gets a copy.
+        slots: prompts that go on at once.
+        room: tokens of each.
     """
 
-    def __init__(self, python: str, model: LlamaForCausalLM) -> None:
+    def __init__(self, python: str, model: LlamaForCausalLM, slots: int, room: int) -> None:
         self._folder = tempfile.TemporaryDirectory()
         model.save_pretrained(self._folder.name)
-        command = [python, str(BENCHMARKS / "llama_cpp.py"), self._folder.name]
+        command = [python, str(BENCHMARKS / "llama_cpp.py"), self._folder.name, str(slots), str(room)]
         self._log = Path(self._folder.name, "log")
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
@@ -124,9 +126,9 @@ class Peer:
 
 
 @contextmanager
-def peer_of(model: LlamaForCausalLM) -> Iterator[Peer | None]:
+def peer_of(model: LlamaForCausalLM, slots: int = 1, room: int = 2048) -> Iterator[Peer | None]:
     """llama.cpp, where an environment for it was named."""
-    peer = Peer(PEERS["llama"], model) if "llama" in PEERS else None
+    peer = Peer(PEERS["llama"], model, slots, room) if "llama" in PEERS else None
     try:
         yield peer
     finally:
@@ -260,7 +262,7 @@ def throughput(rounds: int) -> list[dict[str, Any]]:
         "ours": lambda: ours(generator), "ours again": lambda: ours(generator), "HF generate, padded": padded,
         "HF continuous batching": lambda: continuous(model, asked),
     }  # fmt: skip
-    with peer_of(model) as peer:
+    with peer_of(model, len(asked), 512) as peer:
         if peer is not None:
             sides["llama.cpp"] = lambda: peer([prompt for prompt, _ in asked], [new for _, new in asked])
         found = rounds_of(sides, rounds)

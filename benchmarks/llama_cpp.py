@@ -1,5 +1,5 @@
-"""llama.cpp as a side of `benchmarks.generate`: `python llama_cpp.py FOLDER` in an environment that has `xllamacpp`,
-`gguf` and numpy, and needs nothing else (no torch).
+"""llama.cpp as a side of `benchmarks.generate`: `python llama_cpp.py FOLDER SLOTS TOKENS`, in an environment that has
+`xllamacpp`, `gguf` and numpy, and needs nothing else (no torch). SLOTS prompts go on at once, each with room for TOKENS.
 
 Writes the Llama in FOLDER (Transformers, safetensors, bf16) as GGUF in bf16 beside it, with a vocabulary of made-up
 words, loads it on one thread, and answers lines of JSON on stdin: `{"prompts": [[tokens]], "new": [numbers]}` gets
@@ -21,7 +21,6 @@ NAMES = {
     "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "post_attention_layernorm": "ffn_norm",
     "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
 }  # fmt: skip
-SLOTS = 32
 
 
 def renamed(name: str) -> str:
@@ -95,17 +94,17 @@ def write(folder: Path) -> Path:
     return path
 
 
-def load(path: Path) -> Any:
-    """A server inside this process, on one thread."""
+def load(path: Path, slots: int, tokens: int) -> Any:
+    """A server inside this process, on one thread; a slot has a cache of its own, which is faster than one for all."""
     import xllamacpp
 
     params = xllamacpp.CommonParams()
     params.model.path = str(path)
-    params.n_ctx, params.n_parallel, params.n_predict = 512 * SLOTS, SLOTS, -1
+    params.n_ctx, params.n_parallel, params.n_predict = tokens * slots, slots, -1
     params.n_batch, params.n_ubatch, params.cont_batching, params.warmup = 2048, 512, True, True
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
     params.cache_prompt, params.cache_ram_mib, params.n_gpu_layers = False, 0, 0
-    params.kv_unified, params.n_threads_http = True, SLOTS + 2
+    params.kv_unified, params.n_threads_http = False, slots + 2
     return xllamacpp.Server(params)
 
 
@@ -126,8 +125,9 @@ def answer(server: Any, prompt: list[int], new: int) -> str:
 def main() -> None:
     out = os.fdopen(os.dup(1), "w")  # llama.cpp prints what it likes
     os.dup2(2, 1)
-    server = load(write(Path(sys.argv[1])))
-    pool = ThreadPoolExecutor(SLOTS)
+    slots, tokens = map(int, sys.argv[2:4])
+    server = load(write(Path(sys.argv[1])), slots, tokens)
+    pool = ThreadPoolExecutor(slots)
     print(json.dumps({"ready": True}), file=out, flush=True)
     for line in sys.stdin:
         asked = json.loads(line)
