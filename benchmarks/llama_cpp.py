@@ -1,5 +1,5 @@
 """llama.cpp as a side of `benchmarks.generate`: `python llama_cpp.py FOLDER SLOTS TOKENS`, in an environment that has
-`xllamacpp`, `gguf` and numpy, and needs nothing else (no torch). SLOTS prompts go on at once, each with room for TOKENS.
+`xllamacpp`, `gguf` and numpy, and needs nothing else (no torch). SLOTS prompts go on at once, each of up to TOKENS.
 
 Writes the Llama in FOLDER (Transformers, safetensors, bf16) as GGUF in bf16 beside it, with a vocabulary of made-up
 words, loads it on one thread, and answers lines of JSON on stdin: `{"prompts": [[tokens]], "new": [numbers]}` gets
