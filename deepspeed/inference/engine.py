@@ -18,7 +18,6 @@ from deepspeed.foundation.log import say, say_once, warn_once
 from deepspeed.foundation.tree import map_tensors
 from deepspeed.foundation.wrapper import ModuleWrapper
 from deepspeed.inference.config import DeepSpeedInferenceConfig, merged, moot_lines, refuse_later
-from deepspeed.inference.injected import Injected
 from deepspeed.inference.lengths import check_length, new_tokens, prompt_length
 from deepspeed.inference.limits import length_limit
 from deepspeed.inference.loading import load_checkpoint, save_checkpoint
@@ -84,7 +83,7 @@ class InferenceEngine(ModuleWrapper):
             _save(model, config, folder)
         model.eval()
         self.eval()
-        self._injected = Injected.of(model) if config.replace_with_kernel_inject else None
+        self._injected = _injected(model) if config.replace_with_kernel_inject else None
         self._own = True
 
     # -- answering ------------------------------------------------------------------------------------------------
@@ -210,6 +209,16 @@ class InferenceEngine(ModuleWrapper):
 
 
 # -- making ------------------------------------------------------------------------------------------------------------
+
+
+def _injected(model: nn.Module) -> Any:
+    """What answers greedy calls in native passes; None where nothing can."""
+    try:
+        from deepspeed.inference.injected import Injected
+    except ImportError as error:  # Transformers, which plain modules do without
+        say(f"init_inference: replace_with_kernel_inject: nothing is replaced: {error}")
+        return None
+    return Injected.of(model)
 
 
 def _check_policy(model: nn.Module, config: DeepSpeedInferenceConfig) -> None:
