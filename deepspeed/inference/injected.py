@@ -54,7 +54,7 @@ class Injected:
         if why is not None:
             say_once(f"generate goes through {type(self._model).__name__}'s own: {why}")
             return None
-        ids = inputs[0] if inputs else kwargs.get("input_ids", kwargs.get("inputs"))
+        ids = _ids(inputs, kwargs)
         mask = kwargs.get("attention_mask")
         begins = [0] * len(ids) if mask is None else (mask.shape[1] - mask.long().sum(1)).tolist()
         prompts = [row[begin:] for row, begin in zip(ids.tolist(), begins, strict=True)]
@@ -98,7 +98,7 @@ class Injected:
             return "eos_token_id is None"
         if any(module._forward_hooks or module._forward_pre_hooks for module in self._model.modules()):
             return "a forward is hooked"
-        ids = inputs[0] if inputs else kwargs.get("input_ids", kwargs.get("inputs"))
+        ids = _ids(inputs, kwargs)
         if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.dtype != torch.long or not ids.numel():
             return "the prompts are no matrix of tokens"
         return self._padding(ids, kwargs.get("attention_mask"), kwargs)
@@ -114,3 +114,8 @@ class Injected:
         mask = mask.long()
         plain = bool((mask[:, -1] == 1).all()) and bool((mask.diff(dim=1) >= 0).all()) and int(mask.min()) >= 0
         return None if plain else "prompts are padded elsewhere than on the left"
+
+
+def _ids(inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The prompts of a call."""
+    return inputs[0] if inputs else kwargs.get("input_ids", kwargs.get("inputs"))

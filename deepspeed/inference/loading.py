@@ -197,7 +197,8 @@ def _of_safetensors(path: Path) -> Named:
 
 
 def _read(file: io.FileIO, into: torch.Tensor) -> None:
-    memory = memoryview(into.reshape(-1).view(torch.uint8).numpy()) if into.numel() else memoryview(b"")
+    flat: Any = into.reshape(-1).view(torch.uint8).numpy() if into.numel() else b""
+    memory = memoryview(flat)
     at = 0
     while at < len(memory):
         read = file.readinto(memory[at : at + _AT_ONCE])
