@@ -1,27 +1,34 @@
-"""Tokens from memory: `python -m benchmarks.generate [--tables latency first throughput]`.
+"""Tokens from memory: `python -m benchmarks.generate [--tables latency first throughput] [--env llama=PYTHON]`.
 
 Models A (110 M: width 768, 12 layers, 12 heads, 32,000 tokens, tied) and B (3 M: width 256, 4 layers), random weights
 of a size at which greedy text does not repeat itself, bf16, one thread. Sides alternate in one run, their order is
 drawn anew each round; a line compares our side with itself. Wall time, CPU time of the process beside it; ratios are
-medians over rounds, with 95 % intervals.
+medians over rounds, with 95 % intervals. `--env llama=PYTHON` names the interpreter of an environment with `xllamacpp`
+and `gguf`: llama.cpp is a side then, on one thread of a process of its own (`benchmarks/llama_cpp.py`).
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import json
 import os
 import random
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.common import median_interval, print_table, write_json
+from benchmarks.common import BENCHMARKS, median_interval, print_table, write_json
 from deepspeed.inference import Generator, Request, Sampling
 from deepspeed.inference.quantization.quantization import quantize_linears
 
@@ -34,6 +41,7 @@ SIZES = {
 STD = {"A": 0.06, "B": 0.1}
 NEW = 64
 PATIENCE = 60  # seconds
+PEERS: dict[str, str] = {}  # interpreters by peer
 Side = Callable[[], object]
 Times = dict[str, list[tuple[float, float]]]  # wall and CPU seconds by side
 
@@ -75,6 +83,59 @@ def greedy(new: int) -> Sampling:
     return Sampling(max_new_tokens=new, ignore_eos=True)
 
 
+class Peer:
+    """llama.cpp over a model, in a process of its own.
+
+    Args:
+        python: interpreter of an environment that has it.
+        model: of which it gets a copy.
+        slots: prompts that go on at once.
+        room: tokens of each.
+    """
+
+    def __init__(self, python: str, model: LlamaForCausalLM, slots: int, room: int) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        model.save_pretrained(self._folder.name)
+        command = [python, str(BENCHMARKS / "llama_cpp.py"), self._folder.name, str(slots), str(room)]
+        self._log = Path(self._folder.name, "log")
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
+            )
+        self._hear()
+
+    def __call__(self, prompts: list[list[int]], new: list[int]) -> list[str]:
+        """Texts of prompts that go on together."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"prompts": prompts, "new": new}) + "\n")
+        self._process.stdin.flush()
+        return self._hear()["texts"]
+
+    def _hear(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit(f"llama.cpp ended:\n{self._log.read_text()[-3000:]}")
+        return json.loads(line)
+
+    def close(self) -> None:
+        """End it."""
+        self._process.kill()
+        self._process.wait()
+        self._folder.cleanup()
+
+
+@contextmanager
+def peer_of(model: LlamaForCausalLM, slots: int = 1, room: int = 2048) -> Iterator[Peer | None]:
+    """llama.cpp, where an environment for it was named."""
+    peer = Peer(PEERS["llama"], model, slots, room) if "llama" in PEERS else None
+    try:
+        yield peer
+    finally:
+        if peer is not None:
+            peer.close()
+
+
 # -- timing ------------------------------------------------------------------------------------------------------------
 
 
@@ -83,12 +144,17 @@ def rounds_of(sides: dict[str, Side], rounds: int, seed: int = 3) -> Times:
     order, found = random.Random(seed), {name: [] for name in sides}
     for number in range(rounds + 1):
         for name in order.sample(list(sides), len(sides)):
-            cpu, wall = time.process_time(), time.perf_counter()
+            cpu, wall = cpu_time(), time.perf_counter()
             sides[name]()
-            took = time.perf_counter() - wall, time.process_time() - cpu
+            took = time.perf_counter() - wall, cpu_time() - cpu
             if number:
                 found[name].append(took)
     return found
+
+
+def cpu_time() -> float:
+    """Seconds of this process and of those that it started."""
+    return time.process_time() + sum(sum(child.cpu_times()[:2]) for child in psutil.Process().children())
 
 
 def rows_of(
@@ -139,11 +205,15 @@ def latency(name: str, rounds: int) -> list[dict[str, Any]]:
     model = make(name)
     prompt, made = tokens(model, 128, 2), generators(model)
     sides: dict[str, Side] = {}
-    for new, suffix in ((1, ", first token"), (NEW, "")):
-        for side, generator in {**made, "ours again": made["ours"]}.items():
-            sides[side + suffix] = lambda g=generator, n=new: g.generate([prompt], greedy(n))
-        sides["HF generate" + suffix] = lambda n=new: hugging_face(model, [prompt], n)
-    rows = rows_of(minus(rounds_of(sides, rounds)), f"{name}: a token, batch 1, prompt 128", "HF generate", NEW - 1)
+    with peer_of(model) as peer:
+        for new, suffix in ((1, ", first token"), (NEW, "")):
+            for side, generator in {**made, "ours again": made["ours"]}.items():
+                sides[side + suffix] = lambda g=generator, n=new: g.generate([prompt], greedy(n))
+            sides["HF generate" + suffix] = lambda n=new: hugging_face(model, [prompt], n)
+            if peer is not None:
+                sides["llama.cpp" + suffix] = lambda n=new: peer([prompt], [n])
+        found = minus(rounds_of(sides, rounds))
+    rows = rows_of(found, f"{name}: a token, batch 1, prompt 128", "HF generate", NEW - 1)
     size, ours = sum(p.nbytes for p in model.parameters()), rows[0]["wall"]["ms"]
     rows[0]["bandwidth"] = {"weights": size, "read": bandwidth(), "share": size / (ours / 1e3) / bandwidth()}
     return rows
@@ -152,14 +222,17 @@ def latency(name: str, rounds: int) -> list[dict[str, Any]]:
 def first(rounds: int) -> list[dict[str, Any]]:
     model = make("A")
     generator, rows = generators(model)["ours"], []
-    for length in (128, 1024):
-        prompt = tokens(model, length, length)
-        sides: dict[str, Side] = {
-            "ours": lambda p=prompt: generator.generate([p], greedy(1)),
-            "ours again": lambda p=prompt: generator.generate([p], greedy(1)),
-            "HF generate": lambda p=prompt: hugging_face(model, [p], 1),
-        }
-        rows += rows_of(rounds_of(sides, rounds), f"A: first token, prompt {length}", "HF generate", 1)
+    with peer_of(model) as peer:
+        for length in (128, 1024):
+            prompt = tokens(model, length, length)
+            sides: dict[str, Side] = {
+                "ours": lambda p=prompt: generator.generate([p], greedy(1)),
+                "ours again": lambda p=prompt: generator.generate([p], greedy(1)),
+                "HF generate": lambda p=prompt: hugging_face(model, [p], 1),
+            }
+            if peer is not None:
+                sides["llama.cpp"] = lambda p=prompt: peer([p], [1])
+            rows += rows_of(rounds_of(sides, rounds), f"A: first token, prompt {length}", "HF generate", 1)
     return rows
 
 
@@ -189,7 +262,11 @@ def throughput(rounds: int) -> list[dict[str, Any]]:
         "ours": lambda: ours(generator), "ours again": lambda: ours(generator), "HF generate, padded": padded,
         "HF continuous batching": lambda: continuous(model, asked),
     }  # fmt: skip
-    rows = rows_of(rounds_of(sides, rounds), f"A: {useful} useful tokens of 32 requests", "ours", useful)
+    with peer_of(model, len(asked), 512) as peer:
+        if peer is not None:
+            sides["llama.cpp"] = lambda: peer([prompt for prompt, _ in asked], [new for _, new in asked])
+        found = rounds_of(sides, rounds)
+    rows = rows_of(found, f"A: {useful} useful tokens of 32 requests", "ours", useful)
     for row in rows:
         row["tokens per second"] = 1e3 / row["wall"]["ms"]
     return rows
@@ -215,7 +292,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tables", nargs="*", default=["latency A", "latency B", "first", "throughput"])
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--env", action="append", default=[], help="llama=PYTHON")
     given = parser.parse_args()
+    PEERS.update(one.split("=", 1) for one in given.env)
     if os.environ.get("OMP_NUM_THREADS") != "1":  # threads that others start read it when they are born
         os.execve(sys.executable, [*sys.orig_argv], {**os.environ, "OMP_NUM_THREADS": "1"})
     torch.set_num_threads(1)

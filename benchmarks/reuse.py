@@ -1,20 +1,30 @@
-"""What is not computed twice, and who waits: `python -m benchmarks.reuse [--width 256]`.
+"""What is not computed twice, and who waits: `python -m benchmarks.reuse [--width 256] [--folder MODEL]`.
 
 One thread, CPU time of the process beside wall time; sides alternate, the median of the rounds is printed.
 First token: 512 tokens that an earlier request had, against 512 others. Drafts: a text that repeats itself, and one
 that does not, with and without speculation. Gap: eight streams, while a prompt of 1,500 tokens enters.
+
+`--folder` names a model that examples/bytes_lm/train.py saved; then only drafts are looked at, on text of Python's
+library that the model has not read: prompts of half its context, gone on with greedily, and drawn at a temperature at
+which nothing repeats. For instance:
+
+    .venv/bin/deepspeed --num_gpus 2 examples/bytes_lm/train.py --sequence 512 --train_bytes 1500000 --save runs/reuse
+    python -m benchmarks.reuse --folder runs/reuse
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from benchmarks.common import REPOSITORY
 from deepspeed.inference import Generator, Request, Sampling
 
 VOCABULARY = 2048
@@ -78,6 +88,29 @@ def drafts(model: LlamaForCausalLM, rounds: int) -> None:
         ratio(f"drafts, text that {name}: time without / with (tokens equal: {same})", *sides)
 
 
+def library_drafts(folder: Path, rounds: int, count: int = 12) -> None:
+    """Guesses under a trained model of bytes, on held-out text of the library."""
+    sys.path.insert(0, str(REPOSITORY / "examples" / "bytes_lm"))
+    from corpus import Windows, library_files, split
+
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    length = model.config.max_position_embeddings // 2
+    heldout = Windows(split(library_files())[1], length, count * length, seed=0)
+    prompts = [heldout[at][:length].tolist() for at in range(len(heldout))]
+    plain, guessing = Generator(model, prefix_cache=False), Generator(model, prefix_cache=False, speculation=6)
+    print(f"{folder}: {plain.kind}, {len(prompts)} prompts of {length} bytes, as many new ones", flush=True)
+    for name, sampling in (
+        ("greedy", Sampling(max_new_tokens=length, ignore_eos=True)),
+        ("drawn at temperature 3", Sampling(max_new_tokens=length, temperature=3.0, seed=5, ignore_eos=True)),
+    ):
+        said = [generator.generate(prompts, sampling) for generator in (plain, guessing)]
+        sides: list[list[tuple[float, float]]] = [[], []]
+        for _ in range(rounds):
+            for side, generator in zip(sides, (plain, guessing), strict=True):
+                side.append(cost(lambda g=generator, s=sampling: [g.generate([prompt], s) for prompt in prompts]))
+        ratio(f"drafts, library text, {name}: time without / with (tokens equal: {said[0] == said[1]})", *sides)
+
+
 def gap(model: LlamaForCausalLM) -> None:
     generator = Generator(model, cache_bytes=1 << 28, prefix_cache=False)
     for stream in range(8):
@@ -99,8 +132,12 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--folder", type=Path, help="a model of bytes, for the drafts alone")
     given = parser.parse_args()
     torch.set_num_threads(1)
+    if given.folder is not None:
+        library_drafts(given.folder, given.rounds)
+        return
     model = make(given.width, given.layers)
     print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters, fp32, one thread", flush=True)
     first_token(model, given.rounds)

@@ -164,6 +164,7 @@ def _fused(executor: Any, sequences: list[list[int]], wanted: list[torch.Tensor]
         reason = _say(error)
     if reason is None:
         return made
+    executor.unfused = reason
     say(f"{type(executor.model).__name__} goes through its own modules: {reason}")
     return executor
 

@@ -83,6 +83,7 @@ class InferenceEngine(ModuleWrapper):
             _save(model, config, folder)
         model.eval()
         self.eval()
+        self._injected = _injected(model) if config.replace_with_kernel_inject else None
         self._own = True
 
     # -- answering ------------------------------------------------------------------------------------------------
@@ -99,7 +100,8 @@ class InferenceEngine(ModuleWrapper):
         return self.module(*inputs, **kwargs)
 
     def generate(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's `generate`, beams included, once prompt and new tokens are known to fit.
+        """The module's `generate`, beams included, once prompt and new tokens are known to fit; greedy calls in native
+        passes where `replace_with_kernel_inject` asked for them and the model has the shape.
 
         Raises:
             LengthError: they do not; the message has the numbers.
@@ -112,7 +114,8 @@ class InferenceEngine(ModuleWrapper):
         if callable(reset):
             reset()
         inputs, kwargs = self._cast((inputs, kwargs))
-        return generate(*inputs, **kwargs)
+        made = self._injected.generate(inputs, kwargs) if self._injected is not None else None
+        return generate(*inputs, **kwargs) if made is None else made
 
     def _check_length(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         encoder_decoder = bool(getattr(self.config, "is_encoder_decoder", False))
@@ -191,6 +194,9 @@ class InferenceEngine(ModuleWrapper):
         for hook in self._hooks:
             hook.remove()
         self._hooks, self._times = [], []
+        if self._injected is not None:
+            self._injected.close()
+            self._injected = None
 
     # -- falling through ------------------------------------------------------------------------------------------
 
@@ -203,6 +209,16 @@ class InferenceEngine(ModuleWrapper):
 
 
 # -- making ------------------------------------------------------------------------------------------------------------
+
+
+def _injected(model: nn.Module) -> Any:
+    """What answers greedy calls in native passes; None where nothing can."""
+    try:
+        from deepspeed.inference.injected import Injected
+    except ImportError as error:  # Transformers, which plain modules do without
+        say(f"init_inference: replace_with_kernel_inject: nothing is replaced: {error}")
+        return None
+    return Injected.of(model)
 
 
 def _check_policy(model: nn.Module, config: DeepSpeedInferenceConfig) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import threading
+import weakref
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -60,6 +62,7 @@ class _Live:
     logprobs: list[Logprob] = field(default_factory=list)
     reason: str | None = None
     matched: int | str | None = None
+    failure: Exception | None = None
 
     def take(self, logits: torch.Tensor | None, token: int | None = None) -> int:
         """Choose a token (or note the one chosen by its plain rule), and see whether it ends the request."""
@@ -80,10 +83,18 @@ class _Live:
             self.reason = "length"
         return token
 
+    def fail(self, error: Exception) -> None:
+        """End it with what went wrong in its own part; the others go on."""
+        self.reason, self.failure = "error", error
+
     def output(self) -> Output:
         """What is new."""
         logprobs = self.logprobs if self.request.sampling.logprobs is not None else None
-        error = _NO_NUMBERS.format(self.sampler.made) if self.reason == "error" else None
+        error = None
+        if self.failure is not None:
+            error = f"{type(self.failure).__name__}: {self.failure}"
+        elif self.reason == "error":
+            error = _NO_NUMBERS.format(self.sampler.made)
         found = Output(self.request.ident, self.new, logprobs, self.reason, self.matched, error)
         self.new, self.logprobs = [], []
         return found
@@ -149,6 +160,8 @@ class Generator:
         self._packed_limit = packed_limit(model)
         self._live: dict[Hashable, _Live] = {}
         self._alone: dict[Hashable, _Live] = {}  # through `generate`
+        # Their threads stand still and hold the model: who drops the generator lets them end.
+        weakref.finalize(self, _let_go, self._alone).atexit = False
         self._ready: list[Output] = []
         self._arrivals = 0
         self._lock = threading.RLock()
@@ -175,9 +188,8 @@ class Generator:
             self._arrivals += 1
             self._live[request.ident] = live
             if alone:
-                live.thread = Thread(
-                    self.model, tokens, sampling.max_new_tokens, lambda row: self._alone_takes(live, row)
-                )
+                choose = functools.partial(_alone_takes, weakref.ref(live))
+                live.thread = Thread(self.model, tokens, sampling.max_new_tokens, choose)
                 self._alone[request.ident] = live
             else:
                 live.drafter = Drafter(self._speculation) if self._speculation else None
@@ -228,6 +240,7 @@ class Generator:
 
         Raises:
             RequestError: as `submit`, or a prompt's logits are not finite.
+            What the model's own `generate` raises, where prompts go through it.
         """
         idents = [object() for _ in prompts]
         found: dict[Hashable, list[int]] = {ident: [] for ident in idents}
@@ -236,6 +249,7 @@ class Generator:
             try:
                 for ident, prompt in zip(idents, prompts, strict=True):
                     self.submit(Request(ident, prompt, sampling or Sampling()))
+                lives = {ident: self._live[ident] for ident in idents}
                 while any(ident in self._live for ident in idents):
                     for output in self.step():
                         if output.ident not in found:
@@ -243,7 +257,7 @@ class Generator:
                             continue
                         found[output.ident] += output.tokens
                         if output.error is not None:
-                            raise RequestError(output.error)
+                            raise lives[output.ident].failure or RequestError(output.error)
             finally:
                 for ident in idents:
                     self.cancel(ident)
@@ -340,7 +354,11 @@ class Generator:
                 live.reason = "error"
                 break
             plain = live.sampler.plain
-            accepted.append(live.take(None if plain else logits[at], largest[at] if plain else None))
+            try:
+                accepted.append(live.take(None if plain else logits[at], largest[at] if plain else None))
+            except Exception as error:  # its tokenizer or its options
+                live.fail(error)
+                break
             if live.reason is not None or at == len(share.drafts) or share.drafts[at] != accepted[-1]:
                 break
         self._scheduler.advance(share, accepted)
@@ -350,17 +368,12 @@ class Generator:
             self._forget(live)
         return [live.output()] if accepted or live.reason is not None else []
 
-    def _alone_takes(self, live: _Live, row: torch.Tensor) -> int | None:
-        if not row.amax().isfinite():
-            live.reason = "error"
-            return None
-        token = live.take(row)
-        return None if live.reason is not None else token
-
     def _alone_step(self, live: _Live) -> list[Output]:
         thread = live.thread
         try:
             thread.step()  # type: ignore[union-attr]
+        except Exception as error:  # whatever the model's own generate raises is this request's alone
+            live.fail(error)
         except BaseException:
             self._forget(live)
             raise
@@ -375,6 +388,24 @@ class Generator:
             del self._alone[live.request.ident]
         else:
             self._scheduler.remove(live.track)
+
+
+def _alone_takes(asked: weakref.ref[_Live], row: torch.Tensor) -> int | None:
+    """Choose for a thread, which must not hold its request: it would hold the generator's part of it for ever."""
+    live = asked()
+    if live is None:
+        return None
+    if not row.amax().isfinite():
+        live.reason = "error"
+        return None
+    token = live.take(row)
+    return None if live.reason is not None else token
+
+
+def _let_go(alone: dict[Hashable, _Live]) -> None:
+    for live in alone.values():
+        if live.thread is not None:
+            live.thread.let_go()
 
 
 def _largest(logits: torch.Tensor) -> list[int]:

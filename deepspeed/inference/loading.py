@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
+import logging
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,11 +25,18 @@ from deepspeed.errors import (
     CheckpointMissingError,
     NotAvailableError,
 )
+from deepspeed.foundation.log import say
 
 SAVED = "ds_inference_config.json"
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _WHOLE = ("model.safetensors", "pytorch_model.bin")
-Named = Iterator[tuple[str, torch.Tensor]]
+Named = Iterator[tuple[str, torch.Tensor]]  # the tensors are nobody else's
+_AT_ONCE = 1 << 26  # bytes of one read
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
 
 
 def load_checkpoint(
@@ -47,7 +57,7 @@ def load_checkpoint(
         NotAvailableError: files that hold one rank's slices.
     """
     tensors = _tensors(checkpoint, Path(base_dir or "."))
-    left = _fill(module, tensors, dtype, device)
+    left, strange = _fill(module, tensors, dtype, device)
     tie = getattr(module, "tie_weights", None)
     if callable(tie):
         tie()
@@ -55,7 +65,38 @@ def load_checkpoint(
     lost = [n for n, p in module.named_parameters() if n in left and id(p) not in filled]
     if lost:
         raise CheckpointError(f"checkpoint: {len(lost)} parameters are not in it, such as {lost[:3]}")
+    _say_names(module, strange, left & _kept_buffers(module))
     restore_buffers(module, device)
+
+
+def _kept_buffers(module: nn.Module) -> set[str]:
+    """Names of the buffers that files of the model hold."""
+    return {
+        f"{name}.{kind}".removeprefix(".")
+        for name, owner in module.named_modules()
+        for kind, buffer in owner._buffers.items()
+        if buffer is not None and kind not in owner._non_persistent_buffers_set
+    }
+
+
+def _say_names(module: Any, strange: list[str], lacking: set[str]) -> None:
+    """One line about names that only one side has, but for those that the model's class says to pass over."""
+    for names, passed, text in (
+        (
+            strange,
+            "_keys_to_ignore_on_load_unexpected",
+            "{} tensors in it that the model has no place for are left out",
+        ),
+        (
+            sorted(lacking),
+            "_keys_to_ignore_on_load_missing",
+            "{} buffers of the model are not in it and stay as they are",
+        ),
+    ):
+        patterns = getattr(module, passed, None) or ()
+        said = [name for name in names if not any(re.search(pattern, name) for pattern in patterns)]
+        if said:
+            say(f"checkpoint: {text.format(len(said))}, such as {said[:3]}", logging.WARNING)
 
 
 def _tensors(checkpoint: Any, base: Path) -> Named:
@@ -112,7 +153,7 @@ def _of_folder(folder: Path) -> Named:
     if (folder / SAVED).is_file():
         return _tensors(str(folder / SAVED), Path("."))
     state = get_fp32_state_dict_from_zero_checkpoint(folder, lazy_mode=True)
-    return ((name, lazy.contiguous()) for name, lazy in state.items())
+    return ((name, lazy.contiguous().clone()) for name, lazy in state.items())
 
 
 def _of_files(paths: list[Path]) -> Named:
@@ -128,7 +169,7 @@ def _of_files(paths: list[Path]) -> Named:
                 raise CheckpointError(f"checkpoint: {path} holds a {type(loaded).__name__}, not tensors by name")
             for key in ("module", "model", "state_dict"):
                 loaded = loaded[key] if isinstance(loaded.get(key), Mapping) else loaded
-            yield from ((n, t) for n, t in loaded.items() if isinstance(t, torch.Tensor))
+            yield from ((n, t.clone()) for n, t in loaded.items() if isinstance(t, torch.Tensor))
 
 
 def _castable(value: torch.Tensor, target: torch.Tensor) -> bool:
@@ -136,24 +177,47 @@ def _castable(value: torch.Tensor, target: torch.Tensor) -> bool:
 
 
 def _of_safetensors(path: Path) -> Named:
+    """Read, not mapped: pages of a mapped file count as the process's memory beside the tensors made of them."""
     try:
-        with safe_open(str(path), framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118 - it is no dict
-                yield name, opened.get_tensor(name)
+        with safe_open(str(path), framework="pt"):  # checks the header, and that the file has what it names
+            pass
     except SafetensorError as error:
         raise CheckpointCorruptError(f"checkpoint: {path} cannot be read: {error}; copy it anew") from None
+    with path.open("rb", buffering=0) as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        for name, said in sorted(header.items(), key=lambda item: item[1]["data_offsets"][0]):
+            if said["dtype"] not in _DTYPES:
+                raise CheckpointError(f"checkpoint: '{name}' in {path} is {said['dtype']}, which is not read here")
+            made = torch.empty(said["shape"], dtype=_DTYPES[said["dtype"]])
+            file.seek(8 + length + said["data_offsets"][0])
+            _read(file, made)
+            yield name, made
 
 
-def _fill(module: nn.Module, tensors: Named, dtype: torch.dtype, device: torch.device) -> set[str]:
-    """Put tensors under their names; returns the parameters that had none."""
+def _read(file: io.FileIO, into: torch.Tensor) -> None:
+    flat: Any = into.reshape(-1).view(torch.uint8).numpy() if into.numel() else b""
+    memory = memoryview(flat)
+    at = 0
+    while at < len(memory):
+        read = file.readinto(memory[at : at + _AT_ONCE])
+        if not read:
+            raise CheckpointCorruptError(f"checkpoint: {file.name!s} ended while it was read; copy it anew")
+        at += read
+
+
+def _fill(module: nn.Module, tensors: Named, dtype: torch.dtype, device: torch.device) -> tuple[set[str], list[str]]:
+    """Put tensors under their names; returns the parameters and buffers that had none, and names without a place."""
     own: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
     buffers = dict(module.named_buffers())
     spelled = _spelling(module, {**own, **buffers})
-    left = set(own)
-    for name, value in tensors:
-        name = spelled(name)
+    left, strange = {*own, *buffers}, list[str]()
+    for stored, value in tensors:
+        name = spelled(stored)
         target = own.get(name, buffers.get(name))
         if target is None:
+            strange.append(stored)
             continue
         if target.shape != value.shape:
             raise CheckpointError(
@@ -164,7 +228,7 @@ def _fill(module: nn.Module, tensors: Named, dtype: torch.dtype, device: torch.d
                 f"checkpoint: '{name}' is {value.dtype} there and {target.dtype} in the model: integers and 8-bit "
                 "floats mean nothing without their scales; give a file of whole weights"
             )
-        value = value.to(device, dtype if value.is_floating_point() and name in own else value.dtype, copy=True)
+        value = value.to(device, dtype if value.is_floating_point() and name in own else value.dtype)
         home, _, last = name.rpartition(".")
         owner = module.get_submodule(home)
         if name in own and target.is_meta:
@@ -174,7 +238,7 @@ def _fill(module: nn.Module, tensors: Named, dtype: torch.dtype, device: torch.d
         else:
             owner._buffers[last] = value
         left.discard(name)
-    return left
+    return left, strange
 
 
 def _spelling(module: Any, own: Mapping[str, Any]) -> Callable[[str], str]:

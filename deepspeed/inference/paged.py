@@ -268,6 +268,7 @@ class PagedExecutor:
     """
 
     kind = "packed"
+    unfused = ""  # why it has no native form
 
     def __init__(self, model: nn.Module, store: Store) -> None:
         self.model, self.store = model, store

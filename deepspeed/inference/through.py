@@ -72,6 +72,11 @@ class Thread:
             self._thread.join()
         self.done = True
 
+    def let_go(self) -> None:
+        """End it without waiting, as whoever collects garbage has to: it may be any thread."""
+        self._stop = True
+        self._turn.release()
+
     def _run(self) -> None:
         try:
             self._turn.acquire()

@@ -1,8 +1,10 @@
 // Block I/O: a few threads that move tensors to and from files, several blocks at a time, past the page cache where
-// address, offset and length allow it. The twin in Python is deepspeed/ops/aio/threads.py; both do the same.
+// offset and length allow it; memory that direct I/O cannot take goes block by block through a page-aligned one. The twin in Python is deepspeed/ops/aio/threads.py; both do the same.
 #include <algorithm>
 #include <cerrno>
 #include <cstdint>
+#include <cstdlib>
+#include <cstring>
 #include <deque>
 #include <mutex>
 #include <vector>
@@ -57,19 +59,43 @@ struct Queue {
   bool stopping;
 };
 
+// A thread's own aligned block, made when a job's memory is not aligned.
+class Aligned {
+ public:
+  Aligned() = default;
+  Aligned(const Aligned &) = delete;
+  Aligned &operator=(const Aligned &) = delete;
+  ~Aligned() { std::free(memory_); }
+  // Null where there is no memory.
+  char *of(int64_t bytes) {
+    if (!memory_ && posix_memalign(&memory_, kAlignment, bytes) != 0) memory_ = nullptr;
+    return static_cast<char *>(memory_);
+  }
+
+ private:
+  void *memory_ = nullptr;
+};
+
 // Moves one block. Returns the bytes moved; fewer with *error 0: the file ended.
-int64_t move(const Job &job, int64_t start, int64_t stop, int *error) {
+int64_t move(const Job &job, int64_t start, int64_t stop, int64_t block, Aligned &aligned, int *error) {
   int64_t at = start;
   bool refused = job.direct < 0;
   while (at < stop) {
     char *memory = job.memory + at;
     const int64_t offset = job.offset + at;
     // What direct I/O cannot take, the rest after a short count too, goes through the page cache or gets its errno there.
-    const bool direct = !refused && reinterpret_cast<uintptr_t>(memory) % kAlignment == 0 &&
-                        offset % kAlignment == 0 && stop - at >= kAlignment;
+    bool direct = !refused && offset % kAlignment == 0 && stop - at >= kAlignment;
+    char *between = memory;
+    if (direct && reinterpret_cast<uintptr_t>(memory) % kAlignment != 0) {
+      between = aligned.of(block);
+      direct = between != nullptr;
+    }
+    if (!direct) between = memory;
     const size_t length = direct ? (stop - at) / kAlignment * kAlignment : stop - at;
     const int file = direct ? job.direct : job.plain;
-    const ssize_t count = job.writing ? pwrite(file, memory, length, offset) : pread(file, memory, length, offset);
+    if (job.writing && between != memory) std::memcpy(between, memory, length);
+    const ssize_t count = job.writing ? pwrite(file, between, length, offset) : pread(file, between, length, offset);
+    if (count > 0 && !job.writing && between != memory) std::memcpy(memory, between, count);
     if (count < 0 && errno == EINTR) continue;
     if (count < 0 && direct && errno == EINVAL) {
       refused = true;
@@ -84,6 +110,7 @@ int64_t move(const Job &job, int64_t start, int64_t stop, int *error) {
 
 void *serve(void *argument) {
   Queue &queue = *static_cast<Queue *>(argument);
+  Aligned aligned;
   std::unique_lock<std::mutex> guard(queue.lock);
   for (;;) {
     queue.work.wait(guard, [&] { return !queue.jobs.empty() || queue.stopping; });
@@ -97,7 +124,7 @@ void *serve(void *argument) {
 
     guard.unlock();
     int error = 0;
-    const int64_t moved = move(*job, start, stop, &error);
+    const int64_t moved = move(*job, start, stop, queue.block, aligned, &error);
     guard.lock();
 
     job->running--;

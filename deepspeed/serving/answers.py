@@ -12,11 +12,12 @@ from deepspeed.serving.messages import Part
 from deepspeed.serving.text import TextStream
 
 DONE = "data: [DONE]\n\n"
+_encoded = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 def event(body: dict[str, Any]) -> str:
     """A server-sent event."""
-    return f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n"
+    return f"data: {_encoded(body)}\n\n"
 
 
 @dataclass(eq=False)

@@ -38,7 +38,9 @@ class Call:
         self.deadline = self.begun + service.options.timeout
         self.choices: list[Choice] = []
         self._idents: dict[int, int] = {}
-        self._arrived: asyncio.Queue[tuple[int, Part | Refused | None]] = asyncio.Queue()
+        self._arrived: list[tuple[int, Part | Refused | None]] = []
+        self._waiting: asyncio.Future[None] | None = None  # of the reader, while nothing is there for it
+        self._late = False
         self._sampling = []
         stops, copies = asked.stops(), asked.n or 1
         for number, prompt in enumerate(prompts):
@@ -56,7 +58,31 @@ class Call:
         self._service.metrics.prompt_tokens.inc(sum({id(c.prompt): len(c.prompt) for c in self.choices}.values()))
 
     def _put(self, index: int) -> Any:
-        return lambda message: self._arrived.put_nowait((index, message))
+        def put(message: Part | Refused | None) -> None:
+            self._arrived.append((index, message))
+            self._wake()
+
+        return put
+
+    def _wake(self) -> None:
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
+
+    def _out_of_time(self) -> None:
+        self._late = True
+        self._wake()
+
+    async def _some(self) -> list[tuple[int, Part | Refused | None]]:
+        """What has arrived, once there is something; nothing when the time is over.
+
+        A future and one timer: `asyncio.wait_for` makes a task for each token.
+        """
+        if not self._arrived and not self._late:
+            self._waiting = asyncio.get_running_loop().create_future()
+            await self._waiting
+            self._waiting = None
+        found, self._arrived = self._arrived, []
+        return found
 
     def close(self) -> None:
         """Give up what is not finished."""
@@ -73,17 +99,21 @@ class Call:
         Raises:
             Refusal: the engine refused or ended, or the time is over.
         """
+        timer = asyncio.get_running_loop().call_later(self.deadline - time.monotonic(), self._out_of_time)
+        try:
+            async for made in self._made():
+                yield made
+        finally:
+            timer.cancel()
+        self._service.metrics.whole.observe(time.monotonic() - self.begun)
+
+    async def _made(self) -> AsyncIterator[list[tuple[Choice, Part]]]:
         open_choices = len(self.choices)
         first = True
         while open_choices:
-            try:
-                found = [await asyncio.wait_for(self._arrived.get(), self.deadline - time.monotonic())]
-            except asyncio.TimeoutError:
-                raise Refusal(
-                    504, f"not finished within {self._service.options.timeout:g} s", code="deadline_exceeded"
-                ) from None
-            while not self._arrived.empty():
-                found.append(self._arrived.get_nowait())
+            found = await self._some()
+            if self._late:
+                raise Refusal(504, f"not finished within {self._service.options.timeout:g} s", code="deadline_exceeded")
             made = []
             for index, message in found:
                 if message is None:
@@ -98,7 +128,6 @@ class Call:
                 self._service.metrics.first_token.observe(time.monotonic() - self.begun)
                 first = False
             yield made
-        self._service.metrics.whole.observe(time.monotonic() - self.begun)
 
 
 class Service:

@@ -111,12 +111,11 @@ class _Engine:
                 self.ending = True
 
     def _submit(self, message: Submit) -> None:
-        from deepspeed.errors import DeepSpeedError
         from deepspeed.inference.requests import Request, Sampling
 
         try:
             self.generator.submit(Request(message.ident, message.tokens, Sampling(**message.sampling)))
-        except (DeepSpeedError, ValueError) as error:
+        except Exception as error:  # whatever is wrong with a request is no matter of the others
             self.pipe.send(Refused(message.ident, str(error)))
 
     def _tell(self, parts: list[Part], idle: bool) -> None:

@@ -18,6 +18,7 @@ from deepspeed.ops.aio.memory import aligned_bytes
 from deepspeed.ops.aio.queue import BlockQueue, Job, block_queue, cause_of
 
 _TRIAL = 64 * 1024**2  # most bytes written and read to measure the disk: 8 rounds of the default requests in flight
+_TRIAL_BUFFER = 16 * 1024**2  # memory for that
 
 
 class _State(Enum):
@@ -207,15 +208,17 @@ class Disk:
         return Transfer(self, extent, job, writing)
 
     def _measure(self, nbytes: int) -> tuple[float, float]:
-        """Bytes per second of writing and of reading, over a trial extent that is gone afterwards."""
-        trial = self.create("a trial of the disk", nbytes)
-        buffer = aligned_bytes(nbytes)
+        """Bytes per second of writing and of reading, over trial extents that are gone afterwards."""
+        each = min(nbytes, _TRIAL_BUFFER)
+        trials = [self.create("a trial of the disk", each) for _ in range(-(-nbytes // each))]
+        buffer = aligned_bytes(each)  # for all of them: what is read does not matter
         speeds = []
         for start in (self.write, self.write, self.read):  # the first write makes the blocks and is not counted
             begin = time.perf_counter()
-            start(trial, buffer).wait()
-            speeds.append(nbytes / (time.perf_counter() - begin))
-        self._end = trial.offset
+            for transfer in [start(trial, buffer) for trial in trials]:
+                transfer.wait()
+            speeds.append(len(trials) * each / (time.perf_counter() - begin))
+        self._end = trials[0].offset
         os.ftruncate(self._file.plain, self._end)
         return speeds[1], speeds[2]
 

@@ -2,7 +2,8 @@
 
 [Note: buffers] What is borrowed has a buffer, however many that takes. Beside it, at most `buffers` tensors are read
 ahead (more are read when they are borrowed), and at most as many keep the buffer they are written from (then giving
-back waits for the oldest write). The counts do not depend on how fast the disk is, so neither does the memory.
+back waits for the oldest write). The counts do not depend on how fast the disk is, so neither does the memory. What is
+brought straight into memory of the caller's, or written straight from it, takes no buffer at all.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ class _OnDisk(Stored):
         self._written = False  # nothing on the disk yet: the values are zeros
         self._buffer: torch.Tensor | None = None
         self._transfer: Transfer | None = None  # under way between the buffer and the disk
+        self._straight: Transfer | None = None  # under way between memory of the caller's and the disk
         self._users, self._dirty = 0, False
 
     def ahead(self) -> None:
@@ -38,6 +40,38 @@ class _OnDisk(Stored):
             if self._buffer is None and len(self._tier.ahead) < self._tier.most_ahead:
                 self._load(read=True)
                 self._tier.ahead.add(self)
+
+    def bring(self, into: torch.Tensor) -> bool:
+        """Read past the buffers, unless one has the values."""
+        with self._tier.lock:
+            self._end_straight()
+            if self._buffer is not None or not self._written or not self._straight_for(into):
+                return False
+            self._straight = self._tier.disk.read(self._extent, into)
+            return True
+
+    def brought(self) -> None:
+        """Wait for the read."""
+        with self._tier.lock:
+            self._end_straight()
+
+    def replace(self, values: torch.Tensor) -> None:
+        """Write past the buffers, and wait for it, unless one has values."""
+        with self._tier.lock:
+            self._end_straight()
+            if self._buffer is None and self._straight_for(values):
+                self._tier.disk.write(self._extent, values).wait()
+                self._written = True
+                return
+        super().replace(values)
+
+    def _straight_for(self, memory: torch.Tensor) -> bool:
+        return memory.device.type == "cpu" and memory.is_contiguous() and memory.nbytes == self.nbytes > 0
+
+    def _end_straight(self) -> None:
+        transfer, self._straight = self._straight, None
+        if transfer is not None:
+            transfer.wait()
 
     def borrow(self, read: bool = True) -> torch.Tensor:
         """The values in a buffer.
@@ -73,7 +107,9 @@ class _OnDisk(Stored):
         """Give buffer and extent back."""
         with self._tier.lock:
             self._tier.forget(self)
-            with contextlib.suppress(StorageError):  # what could not be written is not needed any more
+            with contextlib.suppress(StorageError):  # what could not be moved is not needed any more
+                self._end_straight()
+            with contextlib.suppress(StorageError):
                 self.release()
             self._tier.spare[self._extent.nbytes].append(self._extent.offset)
             self._written = False
@@ -97,6 +133,7 @@ class _OnDisk(Stored):
                 self._buffer = None
 
     def _load(self, read: bool) -> None:
+        self._end_straight()
         self._buffer = self._tier.pool.take(self.nbytes)
         if read and self._written:
             self._transfer = self._tier.disk.read(self._extent, self._buffer)

@@ -51,6 +51,31 @@ class Stored(ABC):
     def give_back(self, changed: bool) -> None:
         """End one `borrow`; `changed` says that new values are to be kept."""
 
+    def bring(self, into: torch.Tensor) -> bool:
+        """Begin to fill `into` straight from where the values rest, until `brought`; False: they have to be borrowed.
+
+        Args:
+            into: contiguous, of the stored size and dtype; it belongs to the tier meanwhile.
+        """
+        return False
+
+    def brought(self) -> None:
+        """Wait for what `bring` began.
+
+        Raises:
+            StorageError: it failed.
+        """
+        return None
+
+    def replace(self, values: torch.Tensor) -> None:
+        """Take new values for all there are.
+
+        Args:
+            values: 1-D, of the stored size and dtype.
+        """
+        with self.borrowed(changed=True, read=False) as lent:
+            lent.copy_(values)
+
     def use_until(self, copying: Copying) -> None:
         """A copy of what is lent goes on after it was given back; called before that."""
         self._in_use = copying

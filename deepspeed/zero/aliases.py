@@ -16,13 +16,14 @@ import functools
 import weakref
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from deepspeed.errors import ShardedParameterError
+from deepspeed.foundation.heap import own_pages
 from deepspeed.zero.member import Member, memories, references
 from deepspeed.zero.roles import Group, ZeroParamStatus
 from deepspeed.zero.transforms import in_transform
@@ -36,6 +37,7 @@ class LentGroup(Group, Protocol):
     users: int
     editors: int
     retains: bool
+    own_pages: bool
 
     @property
     def aliases(self) -> Aliases:
@@ -97,7 +99,8 @@ class Aliases:
     def grow(self) -> None:
         """Have memory; the values are unspecified unless it was there."""
         if self._storage.nbytes() != self._bytes:
-            self._storage.resize_(self._bytes)
+            with own_pages() if self._group.own_pages else nullcontext():
+                self._storage.resize_(self._bytes)
 
     def let_go(self) -> None:
         """Give the memory of the freed group back, unless it is retained or somebody holds a view of it."""

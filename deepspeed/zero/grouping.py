@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -13,7 +14,9 @@ from torch import nn
 from torch.nn import Parameter
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.foundation.heap import own_pages
 from deepspeed.foundation.log import say_once
+from deepspeed.storage.resident import RESIDENT
 from deepspeed.zero.holders import DATA_PARALLEL, Holders, Signature
 from deepspeed.zero.layout import Layout, by_group, by_owner
 from deepspeed.zero.lifecycle import repeated_blocks, units_of
@@ -166,13 +169,14 @@ def build_group(
         dtypes: (compute dtype, master dtype or None).
         tiers: where its state rests.
     """
-    born: list[ShardGroup] = [param._ds_member.group for param in params if is_managed(param)]  # type: ignore[attr-defined]
-    for group in born:
-        group.finish_gather()
-        group.dissolve()
-    members = [Member(param, names[param]) for param in params]
-    layout = cut(plan, policy, [p.numel() for p in params], holders.shard.size)
-    made = ShardGroup(holders, policy, layout, members, dtype=dtypes[0], master=dtypes[1], tiers=tiers)
+    with own_pages() if tiers is not None and tiers.parameters is not RESIDENT else contextlib.nullcontext():
+        born: list[ShardGroup] = [param._ds_member.group for param in params if is_managed(param)]  # type: ignore[attr-defined]
+        for group in born:
+            group.finish_gather()
+            group.dissolve()
+        members = [Member(param, names[param]) for param in params]
+        layout = cut(plan, policy, [p.numel() for p in params], holders.shard.size)
+        made = ShardGroup(holders, policy, layout, members, dtype=dtypes[0], master=dtypes[1], tiers=tiers)
     if born:
         for group in born:
             group.drop()

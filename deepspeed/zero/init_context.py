@@ -23,6 +23,7 @@ from deepspeed.comm.groups import is_initialized
 from deepspeed.comm.mesh import REPLICATED
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.errors import ArgumentError, NotAvailableError, UsageError
+from deepspeed.foundation.heap import own_pages
 from deepspeed.storage.buffer_pool import BufferPool
 from deepspeed.storage.disk import Disk
 from deepspeed.storage.host import HostTier
@@ -126,7 +127,7 @@ class Init:
         self.dtype = dtype or _dtype_of(parsed)
         self.tiers = Tiers(parameters=_tier(remote_device, parsed, pin_memory))
         self.wraps_apply = parsed is None or parsed.zero.override_module_apply
-        self._patches = _Patches()
+        self._patches, self._pages = _Patches(), contextlib.ExitStack()
         self._unshared = 0  # bytes of whole parameters freed since the last trim
         if module is not None:
             for child in module.modules():
@@ -139,11 +140,14 @@ class Init:
                 _patch_constructors(self._patches, self.dtype, self.device)
                 birth_writers.append(_write_whole)
             _open.append(self)
+            if self.device.type == "cpu" and self.tiers.parameters is not RESIDENT:
+                self._pages.enter_context(own_pages())
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if self.enabled:
             _open.remove(self)
+            self._pages.close()
             if not _open:
                 birth_writers.remove(_write_whole)
                 _restore(self._patches)

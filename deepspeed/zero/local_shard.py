@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from deepspeed.comm.axis import Axis
-from deepspeed.storage.mover import mover_of
+from deepspeed.storage.mover import Arrival, mover_of
 from deepspeed.storage.resident import RESIDENT
 from deepspeed.storage.tier import Stored
 from deepspeed.zero.layout import Layout
@@ -38,6 +38,8 @@ class LocalShard:
     master: Stored | None = None
     low: int
     high: int
+    owes_own = False  # the own slice is on its way from its tier, and not in the full buffer yet
+    _brings = False  # … and comes straight to its place there
     _staged: torch.Tensor | None = None
     veil: Callable[[torch.Tensor], None] | None = None  # masks the values that are made of a master
 
@@ -49,8 +51,40 @@ class LocalShard:
         """
         label = f"values of {self.name}"
         self.values = self.tiers.parameters.store(label, values.numel(), self.dtype, self.device)
-        with self.values.borrowed(changed=True, read=False) as lent:
-            lent.copy_(values)
+        self.values.replace(values)
+
+    # -- the own slice, to its place in the full buffer -----------------------------------------------------------
+
+    def expect_own(self) -> None:
+        """The slice will be brought: start what takes time, straight into its place where nobody else asks for it."""
+        self.owes_own = True
+        alone = self.axis.size == 1 and self.device.type == "cpu"
+        self._brings = alone and self.values.bring(self._own_place)
+        if not self._brings:
+            self.values.ahead()
+
+    def bring_own(self) -> Arrival | None:
+        """Have the slice in its place; from another device, what is under way."""
+        self.owes_own = False
+        if self._brings:
+            self._brings = False
+            self.values.brought()
+            return None
+        place = self._own_place
+        with self.values.borrowed() as values:
+            if values.device == self.device:
+                place.copy_(values)
+                return None
+            arrival = mover_of(self.device).copy(place, values)
+            self.values.use_until(arrival)
+            return arrival
+
+    @property
+    def _own_place(self) -> torch.Tensor:
+        cuts, rank = self.layout.cuts, self.axis.rank
+        return self.full[cuts[rank] : cuts[rank + 1]]
+
+    # -- values and master ----------------------------------------------------------------------------------------
 
     def overwrite_master(self, member: Member, values: torch.Tensor) -> None:
         """Take one member's values, dense and flat, into the master copy, if there is one."""

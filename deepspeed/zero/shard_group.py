@@ -18,7 +18,8 @@ import torch
 from deepspeed.comm.collectives import READ, SPREAD, Handle, spread, tag_of
 from deepspeed.comm.fetch import FetchService, SharedSlices, meet, service_of
 from deepspeed.errors import ShardedParameterError
-from deepspeed.storage.mover import Arrival, mover_of
+from deepspeed.foundation.heap import own_pages
+from deepspeed.storage.mover import Arrival
 from deepspeed.storage.resident import RESIDENT, Resident
 from deepspeed.storage.tier import Stored
 from deepspeed.zero.aliases import Aliases
@@ -90,6 +91,8 @@ class ShardGroup(LocalShard):
         self.numel = layout.padded  # elements of the full buffer
         self.dtype, self.device = dtype or first.dtype, first.device
         self.tiers = tiers or Tiers()
+        # Who lets parameters rest elsewhere is short of memory here: what is freed goes back to the system at once.
+        self.own_pages = self.device.type == "cpu" and self.tiers.parameters is not RESIDENT
         self.channel, self.copies_channel = holders.open_channels()
         self.name = members[0].name + (f" … {members[-1].name}" if len(members) > 1 else "")
         self.users = 0  # modules and contexts that need the values right now
@@ -102,7 +105,6 @@ class ShardGroup(LocalShard):
         self.observer: Callable[[ShardGroup], None] | None = None  # told when the state has changed
         self._handle: Handle | None = None
         self._arrival: Arrival | None = None  # the own slice, on its way from another device
-        self._owes_own = False  # the own slice is on its way from its tier, and not in the full buffer yet
         self._seq = itertools.count()
         for index, member in enumerate(members):
             member.group, member.index = self, index
@@ -141,7 +143,8 @@ class ShardGroup(LocalShard):
 
     def new_buffer(self) -> None:
         """Make the full buffer, of zeros, with nobody's views over it."""
-        self.full = torch.zeros(self.layout.padded, dtype=self.dtype, device=self.device)
+        with own_pages() if self.own_pages else contextlib.nullcontext():
+            self.full = torch.zeros(self.layout.padded, dtype=self.dtype, device=self.device)
         # The parameters' places in the full buffer, in their shapes; valid whenever the storage has its size.
         self.views = [member.flat().view(member.shape) for member in self.members]
         self.aliases = Aliases(self)
@@ -201,12 +204,11 @@ class ShardGroup(LocalShard):
         self.aliases.grow()
         cuts = self.layout.cuts
         sends = self.fetch is None and self.axis.size > 1
-        self._owes_own = self.values.memory is None and not sends
         arrival = None
-        if self._owes_own:
-            self.values.ahead()
+        if self.values.memory is None and not sends:
+            self.expect_own()
         else:
-            arrival = self._bring_own()
+            arrival = self.bring_own()
         if self.fetch is not None:
             self._handle = self.fetch.pull(self.channel, self.full, cuts, label)
         else:
@@ -225,7 +227,7 @@ class ShardGroup(LocalShard):
             if self._handle is not None:
                 self._handle.wait()
                 self._handle = None
-            arrival = self._bring_own() if self._owes_own else self._arrival
+            arrival = self.bring_own() if self.owes_own else self._arrival
             self._arrival = None
             if arrival is not None:
                 arrival.before_current()
@@ -242,18 +244,6 @@ class ShardGroup(LocalShard):
             for member in replaced:
                 refuse_write("set_", member)
 
-    def _bring_own(self) -> Arrival | None:
-        """Copy this rank's slice to its place in the full buffer; from another device, what is under way."""
-        self._owes_own = False
-        low, high = self.layout.cuts[self.axis.rank], self.layout.cuts[self.axis.rank + 1]
-        with self.values.borrowed() as values:
-            if values.device == self.device:
-                self.full[low:high].copy_(values)
-                return None
-            arrival = mover_of(self.device).copy(self.full[low:high], values)
-            self.values.use_until(arrival)
-            return arrival
-
     def gather_together(self) -> None:
         """Gather as a collective that every rank of the axis joins, whatever each rank has already."""
         mine, self.fetch = self.fetch, None
@@ -269,7 +259,7 @@ class ShardGroup(LocalShard):
         """Bring the slices' values under a gathered group once more."""
         label = f"gather of {self.name}"
         self.finish_gather()
-        arrival = self._bring_own()
+        arrival = self.bring_own()
         if arrival is not None:
             arrival.before_current()
         if self.fetch is not None:

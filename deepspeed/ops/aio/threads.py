@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import threading
 from collections import deque
@@ -18,7 +19,7 @@ class ThreadJob:
     def __init__(self, file: BlockFile, tensor: torch.Tensor, offset: int, writing: bool) -> None:
         self.file, self.offset, self.writing = file, offset, writing
         self.memory = tensor.detach().view(-1).view(torch.uint8).numpy().data
-        self.aligned = file.direct >= 0 and tensor.data_ptr() % ALIGNMENT == 0
+        self.aligned = tensor.data_ptr() % ALIGNMENT == 0
         self.claimed = 0
         self.running = 0
         self.moved = 0
@@ -69,6 +70,7 @@ class ThreadQueue:
             thread.join()
 
     def _serve(self) -> None:
+        between = _Between(self._block)
         while True:
             with self._change:
                 while not self._jobs and not self._stopping:
@@ -81,7 +83,7 @@ class ThreadQueue:
                 job.running += 1
                 if stop == len(job.memory):
                     self._jobs.popleft()
-            moved, error = _move(job, start, stop)
+            moved, error = _move(job, start, stop, between)
             with self._change:
                 job.running -= 1
                 job.moved += moved
@@ -93,22 +95,43 @@ class ThreadQueue:
                     job.over.set()
 
 
-def _move(job: ThreadJob, start: int, stop: int) -> tuple[int, int]:
+class _Between:
+    """A thread's own aligned block, for memory that direct I/O cannot take; made when it is first needed."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+        self._pages: mmap.mmap | None = None
+
+    def view(self, nbytes: int) -> memoryview:
+        """Its first bytes."""
+        if self._pages is None:
+            self._pages = mmap.mmap(-1, self._nbytes)
+        return memoryview(self._pages)[:nbytes]
+
+
+def _move(job: ThreadJob, start: int, stop: int, between: _Between) -> tuple[int, int]:
     """Move one block; returns (bytes moved, errno or 0). Short with errno 0: the file ended."""
     call = os.pwritev if job.writing else os.preadv
-    at, aligned = start, job.aligned
+    at, refused = start, job.file.direct < 0
     while at < stop:
         # What direct I/O cannot take, the rest after a short count too, goes through the page cache or gets its errno.
-        direct = aligned and at % ALIGNMENT == 0 and (job.offset + at) % ALIGNMENT == 0 and stop - at >= ALIGNMENT
+        direct = not refused and (job.offset + at) % ALIGNMENT == 0 and stop - at >= ALIGNMENT
         end = stop - (stop - at) % ALIGNMENT if direct else stop
+        memory = job.memory[at:end]
+        through = direct and not (job.aligned and at % ALIGNMENT == 0)
+        used = between.view(end - at) if through else memory
+        if through and job.writing:
+            used[:] = memory
         try:
-            count = call(job.file.direct if direct else job.file.plain, [job.memory[at:end]], job.offset + at)
+            count = call(job.file.direct if direct else job.file.plain, [used], job.offset + at)
         except OSError as error:
             if direct and error.errno == errno.EINVAL:
-                aligned = False
+                refused = True
                 continue
             return at - start, error.errno or -1
         if count == 0:
             break
+        if through and not job.writing:
+            memory[:count] = used[:count]
         at += count
     return at - start, 0

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from deepspeed.inference import Generator, Request, Sampling
 from tests.unit.inference.toys import llama
@@ -43,3 +47,63 @@ def test_pages_take_what_the_page_of_docs_says() -> None:
     assert generator.pages.count == (1 << 20) // each
     held = sum(pool.nbytes for pair in generator._executor.store.layers.values() for pool in pair)
     assert held == (generator.pages.count + 1) * each
+
+
+LOADED = """
+import sys, psutil, torch, deepspeed
+from transformers import AutoConfig, AutoModelForCausalLM
+from deepspeed.inference import Generator, Sampling
+
+def answer(folder):
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    engine = deepspeed.init_inference(model, dtype=torch.bfloat16, checkpoint=folder)
+    generator = Generator(engine.module, cache_bytes=16 << 20)
+    said = generator.generate([[5, 6, 7, 8]], Sampling(max_new_tokens=4, ignore_eos=True))
+    held = sum(pool.nbytes for pair in generator._executor.store.layers.values() for pool in pair)
+    return sum(p.nbytes for p in engine.module.parameters()), held, said[0]
+
+def resident(which):
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(which))
+
+torch.set_num_threads(1)
+answer(sys.argv[1])  # what is imported on the way is not counted
+with open("/proc/self/clear_refs", "w") as refs:
+    refs.write("5")  # the peak begins anew
+begun = resident("VmRSS")
+weights, pages, said = answer(sys.argv[2])
+print(weights, pages, resident("VmHWM") - begun, *said)
+"""
+
+
+def _saved(folder: Path, width: int, layers: int) -> str:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=8192, hidden_size=width, intermediate_size=width * 11 // 4, num_hidden_layers=layers,
+        num_attention_heads=max(width // 128, 1), max_position_embeddings=512,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config).bfloat16()
+    model = model.to_empty(device="cpu")
+    with torch.no_grad():
+        for param in model.parameters():
+            param.uniform_(-0.05, 0.05)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_loading_two_gigabytes_takes_them_once(tmp_path: Path) -> None:
+    """The largest resident set, from a model without memory to its first tokens: weights, pages, and 64 MB."""
+    folders = [_saved(tmp_path / "small", 128, 1), _saved(tmp_path / "large", 2048, 20)]
+    ran = subprocess.run([sys.executable, "-c", LOADED, *folders], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    weights, pages, peak, *said = map(int, ran.stdout.split())
+    print(
+        f"{weights / 1e6:.0f} MB of weights, {pages / 1e6:.0f} MB of pages: peak {peak / 1e6:.0f} MB over the imports"
+    )
+    assert weights > 2e9 and len(said) == 4
+    assert peak <= weights + pages + 64 * 2**20

@@ -6,6 +6,7 @@ import gc
 import sys
 import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -192,8 +193,79 @@ def test_a_generate_that_ends_by_itself_is_an_error_and_no_wait() -> None:
     generator = Generator(model)
     model.generate = lambda ids, **_: ids
     generator.submit(Request(0, [3, 4], GREEDY))
+    (output,) = generator.step()
+    assert output.finish_reason == "error" and "ended by itself" in output.error
     with pytest.raises(UsageError, match="ended by itself"):
-        generator.step()
+        generator.generate([[3, 4]], GREEDY)
     assert generator.idle
     del generator
     gc.collect()
+
+
+def test_what_one_requests_generate_raises_ends_that_request_alone() -> None:
+    model = mamba()
+    wanted, generate = alone(model, [3, 4, 5], NEW), model.generate
+
+    def failing(ids, **options):
+        if ids[0, 0] == 9:
+            raise RuntimeError("broken")
+        return generate(ids, **options)
+
+    model.generate = failing
+    generator = Generator(model)
+    for ident, prompt in ((0, [3, 4, 5]), (1, [9, 4, 5]), (2, [3, 4, 5])):
+        generator.submit(Request(ident, prompt, GREEDY))
+    found: dict = {number: [] for number in range(3)}
+    while not generator.idle:
+        for output in generator.step():
+            found[output.ident].append(output)
+    (bad,) = found[1]
+    assert bad.finish_reason == "error" and bad.error == "RuntimeError: broken" and not bad.tokens
+    assert all([token for output in found[ident] for token in output.tokens] == wanted for ident in (0, 2))
+    with pytest.raises(RuntimeError, match="broken"):
+        generator.generate([[3, 4, 5], [9, 4, 5]], GREEDY)
+    assert generator.idle
+
+
+class _Words:
+    """A tokenizer that has no text for one token."""
+
+    def __init__(self, token: int) -> None:
+        self.token = token
+
+    def decode(self, tokens, **_) -> str:
+        if self.token in tokens:
+            raise KeyError(self.token)
+        return " ".join(map(str, tokens))
+
+
+def test_a_token_without_text_ends_the_request_that_looks_for_stop_strings() -> None:
+    model, given = llama(), prompts((5, 9))
+    wanted = [alone(model, prompt, NEW) for prompt in given]
+    strange = next(token for token in wanted[0] if token not in wanted[1])
+    generator = Generator(model, tokenizer=_Words(strange))
+    for ident, prompt in enumerate(given):
+        generator.submit(Request(ident, prompt, Sampling(max_new_tokens=NEW, ignore_eos=True, stop=("none",))))
+    outputs: list = []
+    while not generator.idle:
+        outputs += generator.step()
+    assert [output.error for output in outputs if output.error] == [f"KeyError: {strange}"]
+    assert [token for output in outputs if output.ident == 1 for token in output.tokens] == wanted[1]
+    assert generator.load().free_pages == generator.pages.count
+
+
+def test_a_dropped_generator_takes_its_threads_along() -> None:
+    model = mamba()
+    before = threading.active_count()
+    generator = Generator(model, max_sequences=2)
+    for number in range(3):
+        generator.submit(Request(number, [3, 4, 5], GREEDY))
+    generator.step()
+    assert threading.active_count() == before + 2
+    dropped = weakref.ref(generator)
+    del generator
+    gc.collect()
+    until = time.monotonic() + 20
+    while threading.active_count() > before and time.monotonic() < until:
+        time.sleep(0.01)
+    assert dropped() is None and threading.active_count() == before

@@ -68,6 +68,37 @@ def test_an_index_that_is_none_is_said_to_be(tmp_path: Path, text: str) -> None:
         loaded(tmp_path)
 
 
+class _Counting(nn.Linear):
+    """With a buffer that files hold, and one that they do not."""
+
+    _keys_to_ignore_on_load_unexpected = (r"^old\.",)
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.register_buffer("seen", torch.zeros(1))
+        self.register_buffer("scratch", torch.zeros(1), persistent=False)
+
+
+def test_names_that_one_side_alone_has_are_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    whole = {"weight": torch.ones(2, 2), "bias": torch.ones(2), "seen": torch.ones(1)}
+
+    def said(names: dict[str, torch.Tensor]) -> list[str]:
+        save_file(names, tmp_path / "model.safetensors")
+        capfd.readouterr()
+        deepspeed.init_inference(_Counting(), dtype=torch.float32, checkpoint=str(tmp_path))
+        return [line.split("checkpoint: ")[1] for line in capfd.readouterr().err.splitlines() if "checkpoint: " in line]
+
+    assert said({**whole, "old.weight": torch.ones(1)}) == []
+    assert said({**whole, "weigth": torch.ones(2), "extra.a": torch.ones(1)}) == [
+        "2 tensors in it that the model has no place for are left out, such as ['extra.a', 'weigth']"
+    ]
+    del whole["seen"]
+    assert said(whole) == ["1 buffers of the model are not in it and stay as they are, such as ['seen']"]
+    del whole["bias"]
+    with pytest.raises(CheckpointError, match="1 parameters are not in it, such as .'bias'"):
+        said(whole)
+
+
 FORMS = {"int8": Form(8, 0, 1, symmetric=True), "int4": Form(4, 32, 1)}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import socket
 import subprocess
 import sys
@@ -180,3 +181,30 @@ def test_stop_strings_are_found_in_the_text_as_it_is_shown() -> None:
 def test_weights_are_what_they_were_loaded_as(folder: Path) -> None:
     model, _ = load(EngineOptions(str(folder), dtype="bf16"))
     assert {param.dtype for param in model.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.slow
+def test_a_request_whose_own_generate_fails_is_answered_and_the_others_go_on(folder: Path, tmp_path: Path) -> None:
+    """Long texts of this model go through its own `generate`, whose cache needs a package that is not there."""
+    broken = tmp_path / "broken"
+    shutil.copytree(folder, broken)
+    ropes = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 16}
+    for name, said in (
+        ("config.json", {"rope_parameters": ropes}),
+        ("generation_config.json", {"cache_implementation": "quantized"}),
+    ):
+        path = broken / name
+        path.write_text(json.dumps({**json.loads(path.read_text()), **said}))
+    with serving(broken, tmp_path / "log") as server:
+
+        def asked(prompt: str) -> httpx.Response:
+            body = {"model": "broken", "prompt": prompt, "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+            return httpx.post(f"{server.url}/v1/completions", json=body, timeout=60 * PATIENCE)
+
+        before = asked("short").json()["choices"][0]["text"]
+        failed = asked("a text of more tokens than sixteen")
+        assert failed.status_code == 500 and failed.json()["error"]["code"] == "model_error", failed.text
+        assert "ImportError" in failed.json()["error"]["message"]
+        assert asked("short").json()["choices"][0]["text"] == before
+        assert server.until_free()["status"] == "ok"
+        assert server.end() == 0

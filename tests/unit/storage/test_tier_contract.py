@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from deepspeed.config.sections.memory import Aio
+from deepspeed.ops.aio.memory import aligned_bytes
 from deepspeed.storage.buffer_pool import BufferPool
 from deepspeed.storage.disk import Disk
 from deepspeed.storage.host import HostTier
@@ -151,3 +152,28 @@ def test_buffers_are_few(tmp_path: Path) -> None:
         assert values(stored).eq(1).all()
     assert pool.nbytes <= 5 * 4096
     disk.close()
+
+
+@pytest.mark.parametrize("shift", [0, 1, 16], ids=lambda shift: f"{shift} elements behind a page")
+def test_values_come_and_go_past_the_buffers(tier: Tier, shift: int) -> None:
+    """Into and out of memory that begins anywhere, beside loans; three blocks and the rest of one."""
+    numel = 3 * 4096 // 4 + 5
+    stored = store(tier, numel)
+    memory = aligned_bytes(4 * (numel + shift)).view(torch.float32)[shift:]
+    wanted = torch.arange(numel, dtype=torch.float32)
+    stored.replace(wanted)
+    straight = stored.bring(memory)
+    assert straight == isinstance(tier, NvmeTier)
+    with stored.borrowed() as lent:  # a read of the same place, while the other may be under way
+        assert torch.equal(lent, wanted)
+        if straight:
+            assert not stored.bring(torch.empty(numel)), "a buffer has the values: they are copied from there"
+    stored.brought()
+    assert torch.equal(memory, wanted) or not straight
+    stored.replace(memory.copy_(wanted + 1))
+    assert torch.equal(values(stored), wanted + 1)
+    fill(stored, 7)
+    if stored.bring(memory):
+        stored.brought()
+        assert memory.eq(7).all()
+    assert not store(tier).bring(memory[:1000]), "nothing was stored yet"

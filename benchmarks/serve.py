@@ -1,0 +1,387 @@
+"""What HTTP costs: `python -m benchmarks.serve [--model A] [--clients 16] [--requests 48] [--rounds 7]`.
+
+`ds_serve` in processes of its own, its engine on one thread, asked over loopback by clients of asyncio, against the
+same requests handed to the same engine in this process, as many at once: a client asks again when it has its answer.
+Models are those of `benchmarks.generate` with a tokenizer made on the spot; answers stream, and their texts are
+compared. Prompts differ, and nothing is reused. Sides alternate in an order drawn anew each round; a line compares the
+engine in process with itself. Three tables:
+
+- throughput: tokens a second through the server over those in process; medians over rounds, 95 % intervals.
+- first token: one request at a time, the best of 20.
+- load: latencies with 1 to 32 clients; `--draw` makes their picture of kept results.
+
+Nothing may be compiled: the caches of torch's and Triton's compilers lie in a folder that has to be empty afterwards,
+and the compilers' names lead to a program that leaves a file there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from transformers import AutoModelForCausalLM
+
+from benchmarks.common import BENCHMARKS, median_interval, print_table, write_json
+from benchmarks.generate import SIZES, greedy, make, requests
+from deepspeed.inference import Generator, Request
+
+CACHE = 1 << 29  # bytes of keys and values
+LOADS = (1, 2, 4, 8, 16, 32)  # clients
+BYTES = 259  # tokens that are special or single bytes
+LETTERS = "abcdefghijklmnopqrstuvwxyz012345"
+TRACES = "BENCHMARK_TRACES"  # names the folder in which a compiler would leave something
+ENGINE = ["--threads", "1", "--no-prefix-cache", "--cache-bytes", str(CACHE)]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request: its text, the tokens of it, and how many new ones."""
+
+    text: str
+    tokens: list[int]
+    new: int
+
+
+@dataclass
+class Answer:
+    """What a client got: events, the seconds at which they came, and when it asked."""
+
+    begun: float
+    times: list[float]
+    events: list[bytes]
+
+    @property
+    def first(self) -> float:
+        """Seconds to the first token."""
+        return self.times[0] - self.begun
+
+    def text(self) -> str:
+        """All of it.
+
+        Raises:
+            SystemExit: an event is an error.
+        """
+        said = [json.loads(one[len(b"data: ") :]) for one in self.events if one.startswith(b"data: {")]
+        if any("error" in one for one in said):
+            raise SystemExit(f"the server answered {said[-1]}")
+        return "".join(choice["text"] for one in said for choice in one["choices"])
+
+
+# -- model and server --------------------------------------------------------------------------------------------------
+
+
+def tokenizer_of(size: int) -> Any:
+    """Bytes, then strings of two and three letters, up to `size` tokens."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<pad>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    pairs = [(a, b) for a in LETTERS for b in LETTERS]
+    pairs += [(a + b, c) for a, b in pairs for c in LETTERS]
+    merges = pairs[: size - len(words)]
+    vocabulary = {word: at for at, word in enumerate([*words, *("".join(pair) for pair in merges)])}
+    made = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+
+
+class Server:
+    """`ds_serve` as users start it.
+
+    Args:
+        folder: model and tokenizer.
+        log: what it prints.
+    """
+
+    def __init__(self, folder: Path, log: Path) -> None:
+        command = [sys.executable, "-m", "deepspeed.serving.cli", str(folder), "--port", "0", *ENGINE]
+        with log.open("w") as out:
+            self.process = subprocess.Popen([*command, "--served-model-name", "m"], stdout=out, stderr=out)
+        self._log = log
+        self.host, self.port = self._address()
+        web = psutil.Process(self.process.pid)
+        self._processes = [web, *web.children(recursive=True)]
+
+    def _address(self) -> tuple[str, int]:
+        until = time.monotonic() + 300
+        while time.monotonic() < until and self.process.poll() is None:
+            if found := re.search(r"listening at http://([\d.]+):(\d+)", self._log.read_text()):
+                return found[1], int(found[2])
+            time.sleep(0.1)
+        self.process.kill()
+        raise SystemExit(f"ds_serve did not start:\n{self._log.read_text()}")
+
+    def cpu(self) -> float:
+        """Seconds of CPU time of its processes so far."""
+        return sum(sum(process.cpu_times()[:2]) for process in self._processes)
+
+    def end(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+        if code := self.process.wait(timeout=60):
+            raise SystemExit(f"ds_serve ended with {code}:\n{self._log.read_text()}")
+
+
+# -- the two sides -----------------------------------------------------------------------------------------------------
+
+
+async def ask(server: Server, one: Asked, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Answer:
+    """One completion that streams, over a connection that stays; as little work as a client can do."""
+    body = {"model": "m", "prompt": one.text, "max_tokens": one.new, "temperature": 0, "ignore_eos": True}
+    content = json.dumps({**body, "stream": True}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {server.host}\r\nContent-Type: application/json\r\n"
+    answer = Answer(time.perf_counter(), [], [])
+    writer.write(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+    said = await reader.readuntil(b"\r\n\r\n")
+    if b" 200 " not in said.split(b"\r\n", 1)[0] or b"chunked" not in said:
+        raise SystemExit(f"the server answered {said.decode()}")
+    while size := int(await reader.readuntil(b"\r\n"), 16):
+        found = await reader.readexactly(size + 2)
+        answer.times.append(time.perf_counter())
+        answer.events += found.strip().split(b"\n\n")
+    await reader.readuntil(b"\r\n")
+    return answer
+
+
+async def _client(server: Server, left: deque[int], asked: list[Asked], answers: dict[int, Answer]) -> None:
+    reader, writer = await asyncio.open_connection(server.host, server.port, limit=1 << 22)
+    while left:
+        at = left.popleft()
+        answers[at] = await ask(server, asked[at], reader, writer)
+    writer.close()
+
+
+async def _clients(server: Server, asked: list[Asked], count: int) -> list[Answer]:
+    left, answers = deque(range(len(asked))), dict[int, Answer]()
+    await asyncio.gather(*(_client(server, left, asked, answers) for _ in range(count)))
+    return [answers[at] for at in range(len(asked))]
+
+
+def through_server(server: Server, asked: list[Asked], clients: int) -> list[Answer]:
+    """Answers in the order of the requests."""
+    return asyncio.run(_clients(server, asked, clients))
+
+
+def in_process(generator: Generator, asked: list[Asked], clients: int) -> list[list[int]]:
+    """New tokens in the order of the requests, as many under way as there are clients."""
+    found: list[list[int]] = [[] for _ in asked]
+    left = deque(enumerate(asked))
+
+    def submit() -> None:
+        if left:
+            at, one = left.popleft()
+            generator.submit(Request(at, one.tokens, greedy(one.new)))
+
+    for _ in range(clients):
+        submit()
+    while not generator.idle:
+        for output in generator.step():
+            found[output.ident] += output.tokens  # type: ignore[index]
+            if output.finish_reason is not None:
+                submit()
+    return found
+
+
+# -- tables ------------------------------------------------------------------------------------------------------------
+
+
+def throughput(
+    server: Server, generator: Generator, words: Any, asked: list[Asked], given: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """Rounds of all sides; texts of the first are compared."""
+    said = [answer.text() for answer in through_server(server, asked, given.clients)]
+    right = [words.decode(tokens, skip_special_tokens=True) for tokens in in_process(generator, asked, given.clients)]
+    if said != right:
+        raise SystemExit(f"{sum(a != b for a, b in zip(said, right, strict=True))} texts of {len(said)} differ")
+    sides = {
+        "server": lambda: through_server(server, asked, given.clients),
+        "in process": lambda: in_process(generator, asked, given.clients),
+        "in process again": lambda: in_process(generator, asked, given.clients),
+    }
+    order = random.Random(4)
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
+    for _ in range(given.rounds):
+        for name in order.sample(list(sides), len(sides)):
+            begun, cpu = time.perf_counter(), time.process_time() + server.cpu()
+            sides[name]()
+            times[name].append((time.perf_counter() - begun, time.process_time() + server.cpu() - cpu))
+    tokens, rows = sum(one.new for one in asked), []
+    for name, seconds in times.items():
+        wall, cpu = (
+            median_interval([b[which] / a[which] for a, b in zip(seconds, times["in process"], strict=True)])
+            for which in range(2)
+        )
+        rows.append({
+            "side": name, "clients": given.clients, "requests": len(asked), "tokens": tokens, "ratio": wall.median,
+            "low": wall.low, "high": wall.high, "cpu_ratio": cpu.median,
+            "tokens_per_second": tokens / statistics.median(one[0] for one in seconds),
+            "cpu_ms_per_token": 1e3 * statistics.median(one[1] for one in seconds) / tokens,
+        })  # fmt: skip
+    return rows
+
+
+def first_token(server: Server, generator: Generator, asked: list[Asked]) -> dict[str, float]:
+    """Milliseconds to the first token of prompts that come alone: best and median of each side, and what is added."""
+    times: dict[str, list[float]] = {"server": [], "in process": []}
+    for one in asked:
+        times["server"].append(through_server(server, [one], 1)[0].first)
+        begun = time.perf_counter()
+        in_process(generator, [Asked(one.text, one.tokens, 1)], 1)
+        times["in process"].append(time.perf_counter() - begun)
+    found = {name: 1e3 * min(seconds) for name, seconds in times.items()}
+    found |= {f"{name}, median": 1e3 * statistics.median(seconds) for name, seconds in times.items()}
+    return found | {"added": found["server"] - found["in process"], "requests": len(asked)}
+
+
+def load(server: Server, asked: list[Asked]) -> list[dict[str, float]]:
+    """Milliseconds to the first token and between tokens, and tokens a second, by clients at once."""
+    rows = []
+    for clients in LOADS:
+        some = (asked * 4)[: max(8, 3 * clients)]
+        begun = time.perf_counter()
+        answers = through_server(server, some, clients)
+        took = time.perf_counter() - begun
+        firsts = sorted(1e3 * answer.first for answer in answers)
+        both = zip(some, answers, strict=True)
+        paces = sorted(1e3 * (answer.times[-1] - answer.times[0]) / (one.new - 1) for one, answer in both)
+        rows.append({
+            "clients": clients, "tokens_per_second": sum(one.new for one in some) / took,
+            "first_ms": statistics.median(firsts), "first_p95_ms": firsts[int(0.95 * (len(firsts) - 1))],
+            "token_ms": statistics.median(paces), "token_p95_ms": paces[int(0.95 * (len(paces) - 1))],
+        })  # fmt: skip
+    return rows
+
+
+def draw(path: Path) -> Path:
+    """The picture of a kept result: latencies against tokens a second, a point for each number of clients."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    rows = json.loads(path.read_text())["load"]
+    rates = [row["tokens_per_second"] for row in rows]
+    figure, panels = plt.subplots(1, 2, figsize=(9, 3.4))
+    for axes, key, title in zip(panels, ("first", "token"), ("first token", "between tokens"), strict=True):
+        for which, style, label in ((f"{key}_ms", "o-", "median"), (f"{key}_p95_ms", "o:", "95th percentile")):
+            axes.plot(rates, [row[which] for row in rows], style, color="tab:blue", label=label)
+        for row, rate in zip(rows, rates, strict=True):
+            axes.annotate(f"{row['clients']}", (rate, row[f"{key}_ms"]), (0, -12), textcoords="offset points")
+        axes.set_xlabel("tokens a second, all clients; the numbers are clients")
+        axes.set_ylabel(f"ms, {title}")
+        axes.set_ylim(bottom=0)
+        axes.legend(frameon=False)
+    figure.tight_layout()
+    picture = path.with_suffix(".png")
+    figure.savefig(picture, dpi=120)
+    plt.close(figure)
+    return picture
+
+
+# -- nothing is compiled -----------------------------------------------------------------------------------------------
+
+
+def _watched() -> None:
+    """Start this program again with one thread, and with a folder in which every compiler would leave something."""
+    with tempfile.TemporaryDirectory() as folder:
+        traces, compiler = Path(folder, "traces"), Path(folder, "compiler")
+        traces.mkdir()
+        compiler.write_text(f'#!/bin/sh\necho "$0 $*" >> {traces}/compiler\nexit 1\n')
+        compiler.chmod(0o755)
+        caches = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TORCH_EXTENSIONS_DIR")
+        own = {"OMP_NUM_THREADS": "1", TRACES: str(traces), "CC": str(compiler), "CXX": str(compiler)}
+        environment = {**os.environ, **own, **{name: str(traces / name) for name in caches}}
+        code = subprocess.run(sys.orig_argv, env=environment, check=False).returncode
+        left = [str(path.relative_to(traces)) for path in traces.rglob("*") if path.is_file()]
+    sys.exit(f"something was compiled: {left[:5]}" if left else code)
+
+
+@contextmanager
+def _both(name: str) -> Iterator[tuple[Server, Generator, Any, list[Asked]]]:
+    """The server, the engine in this process, the tokenizer, and 48 requests."""
+    words, model = tokenizer_of(SIZES[name]["vocab_size"]), make(name)
+    asked = []
+    for tokens, new in requests(model, 48):
+        text = words.decode([token for token in tokens if token >= BYTES])
+        asked.append(Asked(text, words(text)["input_ids"], new))
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        words.save_pretrained(folder)
+        # read as the server reads it: what Transformers computes, such as rotary frequencies, keeps its dtype there
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+        server = Server(Path(folder), Path(folder, "server.log"))
+        generator = Generator(model, tokenizer=words, prefix_cache=False, cache_bytes=CACHE, max_sequences=64)
+        try:
+            yield server, generator, words, asked
+        finally:
+            server.end()
+            generator.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="A", choices=list(SIZES))
+    parser.add_argument("--clients", type=int, default=16)
+    parser.add_argument("--requests", type=int, default=48, help="of the table of throughput; 48 at most")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--firsts", type=int, default=20, help="requests of the table of first tokens")
+    parser.add_argument("--draw", action="store_true", help="only the picture, of the newest kept result")
+    given = parser.parse_args()
+    kept = f"serve-{given.model.lower()}.json"
+    if given.draw:
+        print(
+            draw(
+                max((BENCHMARKS / "results").glob(f"*/{kept}"), key=lambda path: path.parent.name[-len("2026-11-23") :])
+            )
+        )
+        return
+    if TRACES not in os.environ:
+        _watched()
+    torch.set_num_threads(1)
+    with _both(given.model) as (server, generator, words, asked):
+        rows = throughput(server, generator, words, asked[: given.requests], given)
+        drawn = random.Random(6)
+        prompts = ["".join(drawn.choices(LETTERS, k=300)) for _ in range(given.firsts)]
+        firsts = first_token(server, generator, [Asked(text, words(text)["input_ids"], 4) for text in prompts])
+        loads = load(server, asked)
+    show(rows, firsts, loads)
+    found = {"model": given.model, "throughput": rows, "first_token": firsts, "load": loads}
+    print(write_json(kept, found), flush=True)
+
+
+def show(rows: list[dict[str, Any]], firsts: dict[str, float], loads: list[dict[str, float]]) -> None:
+    head = ["side", "tokens/s", "CPU ms a token", "over in process", "CPU, in process over it"]
+    lines = [
+        [row["side"], f"{row['tokens_per_second']:.1f}", f"{row['cpu_ms_per_token']:.2f}",
+         f"{row['ratio']:.3f} [{row['low']:.3f}, {row['high']:.3f}]", f"{row['cpu_ratio']:.3f}"]
+        for row in rows
+    ]  # fmt: skip
+    print_table(head, lines)
+    print(
+        f"first token, best of {firsts['requests']}: server {firsts['server']:.2f} ms, in process "
+        f"{firsts['in process']:.2f}: {firsts['added']:+.2f} ms (medians {firsts['server, median']:.2f}, "
+        f"{firsts['in process, median']:.2f})"
+    )
+    print_table([*loads[0]], [[f"{value:.1f}".removesuffix(".0") for value in row.values()] for row in loads])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""Memory that goes back to the system when it is freed.
+
+glibc maps large blocks apart and unmaps them when they are freed; but the first that is freed raises what counts as
+large to its size, up to 32 MiB. From then on such blocks lie in the heap, where what is freed stays with the process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+_TRIM, _MAP = -1, -3  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD of mallopt
+_OWN, _LARGEST = 1 << 20, 1 << 25  # bytes that count as large inside, and, as glibc itself would have it, outside
+_lock, _open = threading.Lock(), list[object]()
+
+
+@functools.cache
+def _mallopt() -> Callable[[int, int], int] | None:
+    """glibc's, unless the user has set what counts as large."""
+    told = os.environ.get("MALLOC_MMAP_THRESHOLD_") or "mmap_threshold" in os.environ.get("GLIBC_TUNABLES", "")
+    found: Callable[[int, int], int] | None = getattr(ctypes.CDLL(None), "mallopt", None)
+    return None if told else found
+
+
+@contextmanager
+def own_pages() -> Iterator[None]:
+    """Blocks of 1 MiB and more that are allocated inside, by any thread, go back to the system when they are freed."""
+    mallopt = _mallopt()
+    if mallopt is None:
+        yield
+        return
+    with _lock:
+        _open.append(mallopt)
+        mallopt(_MAP, _OWN)
+    try:
+        yield
+    finally:
+        with _lock:
+            _open.pop()
+            if not _open:
+                mallopt(_MAP, _LARGEST)
+                mallopt(_TRIM, 2 * _LARGEST)
