@@ -25,7 +25,7 @@ from deepspeed.foundation.module_tree import own_state
 from deepspeed.optim import loss_scale
 from deepspeed.optim.build import build_optimizer, leave_embeddings_to_adam, needs_whole_tensors, refuse_unsupported
 from deepspeed.optim.lr_schedules import build_scheduler
-from deepspeed.optim.precision import DTYPES, InputCaster, cast_buffers, compute_dtypes
+from deepspeed.optim.precision import DTYPES, InputCaster, cast_buffers, check_policies, compute_dtypes
 from deepspeed.zero.accumulation import AccumulationWindow
 from deepspeed.zero.buckets import ReduceSettings
 from deepspeed.zero.exhaustion import suggests_offload
@@ -221,6 +221,8 @@ def build(
     """
     _check_parameters(model)
     low = compute_dtype(config)
+    if low != torch.float32:
+        check_policies(model, low)
     mark_leaves(model, config.zero.leaf_module)
     written = own_state(model)
     names = _without(written, named_parameters(model), optimizer)
