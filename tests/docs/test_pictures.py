@@ -72,12 +72,8 @@ def test_text_is_readable_on_a_phone(name: str) -> None:
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
 def test_phones_get_the_picture_for_phones(page: str) -> None:
     text = (ROOT / page).read_text()
-    for name in DATA:
-        for look in pictures.LOOKS:
-            shown = [
-                file.parent / found for file in [ROOT / page] for found in re.findall(r'(?:srcset|src)="([^"]+)"', text)
-            ]
-            files = {path.name.partition("#")[0] for path in shown}
-            assert {f"{name}-phone-{look}.svg", f"{name}-{look}.svg"} <= files
-            assert all((path.parent / path.name.partition("#")[0]).exists() for path in shown)
+    shown = [found.partition("#")[0] for found in re.findall(r'(?:srcset|src)="([^"]+)"', text)]
+    drawn = {f"{name}{size.suffix}-{look}.svg" for name in DATA for look in pictures.LOOKS for size in pictures.PAGES}
+    assert {Path(path).name for path in shown} == drawn
+    assert all(((ROOT / page).parent / path).exists() for path in shown)
     assert text.count("(max-width: 600px)") == 2 * len(DATA)
