@@ -21,6 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PICTURES = ROOT / "docs" / "images" / "gallery"
 ROW = re.compile(r"^\| `([^`]+)` \| (.+) \|$", re.MULTILINE)
+LINK = re.compile(r"\[([^]]+)\]\([^)]+\)")
 SCRIPT = re.compile(r"([\w/]+)\.(?:py|ipynb)")
 LIMIT = 1800  # seconds for one example
 WIDEST = 1320  # pixels of a kept picture
@@ -50,7 +51,7 @@ class Example:
 def examples() -> Iterator[Example]:
     """The rows of the table, in its order."""
     for command, shows in ROW.findall((ROOT / "examples" / "README.md").read_text()):
-        yield Example(command, shows)
+        yield Example(command, shows.replace("](../docs/", "]("))  # the page lies in that folder
 
 
 def page() -> str:
@@ -58,7 +59,7 @@ def page() -> str:
     drawn = [example for example in examples() if example.picture.exists()]
     parts = []
     for example in drawn:
-        title = example.shows.split(":")[0].split(" (")[0].replace("`", "")
+        title = LINK.sub(r"\1", example.shows).split(":")[0].split(" (")[0].replace("`", "")
         parts.append(
             f"## {title[0].upper()}{title[1:]}\n\n```\n{example.command}\n```\n\n"
             f"![What `{example.command}` draws](images/gallery/{example.picture.name}){{ loading=lazy }}\n\n"

@@ -131,6 +131,7 @@ def test_the_python_reference_has_the_public_names() -> None:
 
 def test_pictures_of_the_gallery_are_small_and_stand_in_it() -> None:
     page, kept = gallery.page(), sorted(gallery.PICTURES.glob("*.png"))
+    assert [link for link in LINK.findall(page) if not (ROOT / "docs" / link).exists()] == []
     assert kept
     for path in kept:
         assert path.stat().st_size < 60_000, path
