@@ -219,10 +219,8 @@ def build(
         device: where the model computes.
         held: the optimizer users hold of an engine that is laid out anew.
     """
-    _check_parameters(model)
     low = compute_dtype(config)
-    if low != torch.float32:
-        check_policies(model, low)
+    _check_parameters(model, low)
     mark_leaves(model, config.zero.leaf_module)
     written = own_state(model)
     names = _without(written, named_parameters(model), optimizer)
@@ -281,7 +279,8 @@ def _window(config: DeepSpeedConfig, axes: Axes) -> AccumulationWindow:
     return AccumulationWindow(config.gradient_accumulation_steps, config.train_micro_batch_size_per_gpu, ranks)
 
 
-def _check_parameters(model: nn.Module) -> None:
+def _check_parameters(model: nn.Module, low: torch.dtype) -> None:
+    check_policies(model, low)
     for name, param in model.named_parameters():
         if isinstance(param, nn.UninitializedParameter):
             raise ArgumentError(f"parameter '{name}' of a lazy module has no shape yet; run a forward first")

@@ -53,13 +53,13 @@ def check_policies(module: nn.Module, dtype: torch.dtype) -> None:
 
     Args:
         module: the model.
-        dtype: the dtype of the JSON (`bf16`, `fp16`).
+        dtype: the dtype of the JSON (`bf16`, `fp16`); float32 goes with every policy.
 
     Raises:
         DeepSpeedConfigError: All layers keep another dtype; names the policy that goes with the block.
     """
     found, wanted = layer_dtypes(module), str(dtype).removeprefix("torch.")
-    if found and wanted not in found.values():
+    if found and dtype != torch.float32 and wanted not in found.values():
         name, other = next(iter(found.items()))
         block = next(short for short, full in DTYPES.items() if full == dtype)
         raise DeepSpeedConfigError(
