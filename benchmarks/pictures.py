@@ -1,13 +1,16 @@
 """The pictures of the README and the site, from kept results alone: `make pictures`, with which `make bench` ends.
 
 `docs/images/step-{light,dark}.svg` is a step's time beside DDP, FSDP2 and upstream; `memory-{light,dark}.svg` the bytes
-of state per parameter by stage. Each bar is an element with an id, so that a test can measure what is drawn.
+of state per parameter by stage; `…-phone-….svg` the same with panels under one another, for narrow screens. Each bar is
+an element with an id, so that a test can measure what is drawn.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +46,27 @@ LOOKS = {
         "#dde3ea", "#47505b", ("#58a6ff", "#2b5f99", "#8b939c", "#4d545c"), ("#0d1117", "#fff", "#0d1117", "#fff")
     ),
 }
+
+
+@dataclass(frozen=True)
+class Page:
+    """Where things stand on a picture, in its own fractions, for a width of screen."""
+
+    suffix: str
+    inches: tuple[float, float]
+    grid: tuple[int, int]
+    title: float  # its size, in points
+    below: float  # heights: of the line below the title, and of the legend's top
+    legend: tuple[float, float]
+    margins: dict[str, float]
+
+
+PAGES = (
+    Page("", (9.6, 4.0), (1, 2), 12.5, 0.885, (0.995, 0.885),
+         {"left": 0.05, "right": 0.992, "top": 0.74, "bottom": 0.135, "wspace": 0.06}),
+    Page("-phone", (4.4, 6.4), (2, 1), 10.8, 0.89, (0.995, 0.878),
+         {"left": 0.09, "right": 0.985, "top": 0.79, "bottom": 0.145, "hspace": 0.32}),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -140,27 +164,29 @@ def step_title() -> str:
 
 
 def _panels(
-    bars: list[Bar], colours: dict[str, str], look: Look, words: dict[str, str], lines: dict[str, float]
+    bars: list[Bar], colours: dict[str, str], look: Look, words: dict[str, str], lines: dict[str, float], page: Page
 ) -> Any:
     """A panel for each dtype, a group of bars for each stage, and across it the line that they are compared to."""
     from matplotlib import pyplot as plt
 
-    figure, panels = plt.subplots(1, len(DTYPES), figsize=(9.6, 4.0), sharey=True)
-    figure.suptitle(words["title"], x=0.012, ha="left", color=look.ink, fontsize=12.5, fontweight="bold")
-    figure.text(0.012, 0.885, words["below"], ha="left", color=look.ink, fontsize=9.5)
+    figure, panels = plt.subplots(*page.grid, figsize=page.inches, sharey=True)
+    title = words["title"] if page.grid[0] == 1 else words["title"].replace("; ", ";\n")
+    figure.suptitle(title, x=0.012, ha="left", color=look.ink, fontsize=page.title, fontweight="bold")
+    figure.text(0.012, page.below, words["below"], ha="left", color=look.ink, fontsize=9.5)
     for axes, dtype in zip(panels, DTYPES, strict=True):
         _draw_panel(
             axes, [bar for bar in bars if bar.panel == dtype], colours, look, 0.25 if max(lines.values()) < 2 else 4
         )
         axes.set_title(dtype, loc="left", color=look.ink, fontsize=11, pad=8)
         axes.axhline(lines[dtype], color=look.ink, linewidth=1.1, linestyle=(0, (4, 2)), gid=f"line:{dtype}", zorder=3)
-    figure.text(0.012, 0.012, words["foot"], ha="left", color=look.ink, fontsize=8)
+    foot = textwrap.fill(words["foot"], int(page.inches[0] * 16))
+    figure.text(0.012, 0.012, foot, ha="left", va="bottom", color=look.ink, fontsize=8)
     handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in colours.values()]
     handles.append(plt.Line2D([], [], color=look.ink, linestyle=(0, (4, 2))))
     names = [*colours, words["line"]]
-    figure.legend(handles, names, loc="upper right", bbox_to_anchor=(0.995, 0.885), ncols=len(names), frameon=False,
+    figure.legend(handles, names, loc="upper right", bbox_to_anchor=page.legend, ncols=len(names), frameon=False,
                   labelcolor=look.ink, fontsize=9.5, handlelength=1.4, columnspacing=1.4)  # fmt: skip
-    figure.subplots_adjust(left=0.05, right=0.992, top=0.74, bottom=0.135, wspace=0.06)
+    figure.subplots_adjust(**page.margins)
     return figure
 
 
@@ -199,7 +225,8 @@ def machine(path: Path) -> str:
     return f"{maker}, two cores, {date}"
 
 
-def _draw(name: str, look: str) -> Any:
+def draw(name: str, look: str, page: Page) -> Any:
+    """A picture as a figure: `step` or `memory`, in the colours of a look, for a page."""
     colours = LOOKS[look]
     if name == "step":
         words = {
@@ -210,20 +237,19 @@ def _draw(name: str, look: str) -> Any:
             "line": "DDP",
         }
         sides = {"ours": colours.ours, "upstream": colours.others, "FSDP2": colours.others_light}
-        return _panels(step_bars(), sides, colours, words, step_lines())
+        return _panels(step_bars(), sides, colours, words, step_lines(), page)
     words = {
         "title": "Each stage leaves less on every rank",
         "below": "Bytes of training state per parameter, Adam",
         "foot": f"Counted on live tensors of a GPT, before the step. {machine(memory_rows()[0])}: benchmarks/memory.py",
         "line": "one rank",
     }
-    return _panels(
-        memory_bars(), {"2 ranks": colours.ours_light, "4 ranks": colours.ours}, colours, words, memory_lines()
-    )
+    sides = {"2 ranks": colours.ours_light, "4 ranks": colours.ours}
+    return _panels(memory_bars(), sides, colours, words, memory_lines(), page)
 
 
 def draw_all(folder: Path) -> list[Path]:
-    """Every picture in both schemes; returns their paths."""
+    """Every picture for each scheme and page; returns their paths."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -231,16 +257,15 @@ def draw_all(folder: Path) -> list[Path]:
 
     paths = []
     settings = {"svg.fonttype": "path", "svg.hashsalt": "pictures", "font.family": "DejaVu Sans"}
-    for name in ("step", "memory"):
-        for look in LOOKS:
-            with plt.rc_context(settings):
-                figure = _draw(name, look)
-                path = folder / f"{name}-{look}.svg"
-                figure.savefig(path, transparent=True, metadata={"Date": None, "Creator": None})
-                plt.close(figure)
-            # Attributes end lines with a space there, which editors and diffs complain about.
-            path.write_text("\n".join(line.rstrip() for line in path.read_text().splitlines()) + "\n")
-            paths.append(path)
+    for name, look, page in itertools.product(("step", "memory"), LOOKS, PAGES):
+        with plt.rc_context(settings):
+            figure = draw(name, look, page)
+            path = folder / f"{name}{page.suffix}-{look}.svg"
+            figure.savefig(path, transparent=True, metadata={"Date": None, "Creator": None})
+            plt.close(figure)
+        # Attributes end lines with a space there, which editors and diffs complain about.
+        path.write_text("\n".join(line.rstrip() for line in path.read_text().splitlines()) + "\n")
+        paths.append(path)
     return paths
 
 
@@ -251,9 +276,16 @@ def measured(picture: Path) -> dict[str, float]:
     """Heights of a picture's bars over the height of their panel's line, by id, told by the shapes alone."""
     text = picture.read_text()
     bars = dict(shapes(text, "bar:"))
-    ground = max(y for points in bars.values() for y in points)
-    lines = {ident.partition(":")[2]: ground - points[0] for ident, points in shapes(text, "line:")}
-    return {ident: (ground - min(points)) / lines[ident.split(":")[1]] for ident, points in bars.items()}
+    ground: dict[str, float] = {}
+    for ident, points in bars.items():
+        panel = ident.split(":")[1]
+        ground[panel] = max(ground.get(panel, 0.0), *points)
+    lines = {ident.partition(":")[2]: points[0] for ident, points in shapes(text, "line:")}
+    return {
+        ident: (ground[panel] - min(points)) / (ground[panel] - lines[panel])
+        for ident, points in bars.items()
+        for panel in [ident.split(":")[1]]
+    }
 
 
 def shapes(text: str, prefix: str) -> Iterator[tuple[str, list[float]]]:

@@ -6,9 +6,11 @@ default, and keeps the newest picture that each leaves; the page is made while t
 
 from __future__ import annotations
 
+import base64
+import io
+import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -19,8 +21,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PICTURES = ROOT / "docs" / "images" / "gallery"
 ROW = re.compile(r"^\| `([^`]+)` \| (.+) \|$", re.MULTILINE)
+LINK = re.compile(r"\[([^]]+)\]\([^)]+\)")
 SCRIPT = re.compile(r"([\w/]+)\.(?:py|ipynb)")
 LIMIT = 1800  # seconds for one example
+WIDEST = 1320  # pixels of a kept picture
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,7 @@ class Example:
 def examples() -> Iterator[Example]:
     """The rows of the table, in its order."""
     for command, shows in ROW.findall((ROOT / "examples" / "README.md").read_text()):
-        yield Example(command, shows)
+        yield Example(command, shows.replace("](../docs/", "]("))  # the page lies in that folder
 
 
 def page() -> str:
@@ -55,7 +59,7 @@ def page() -> str:
     drawn = [example for example in examples() if example.picture.exists()]
     parts = []
     for example in drawn:
-        title = example.shows.split(":")[0].split(" (")[0].replace("`", "")
+        title = LINK.sub(r"\1", example.shows).split(":")[0].split(" (")[0].replace("`", "")
         parts.append(
             f"## {title[0].upper()}{title[1:]}\n\n```\n{example.command}\n```\n\n"
             f"![What `{example.command}` draws](images/gallery/{example.picture.name}){{ loading=lazy }}\n\n"
@@ -74,11 +78,36 @@ def draw(example: Example) -> bool:
         ["bash", "-ec", example.command], cwd=ROOT, env={**os.environ, "PATH": path}, check=True, timeout=LIMIT
     )
     left = [file for runs in ROOT.glob("**/runs") for file in runs.rglob("*.png") if file.stat().st_mtime >= started]
-    if not left:
+    left.sort(key=lambda file: file.stat().st_mtime)
+    drawn = left[-1].read_bytes() if left else _of_a_notebook(example, started)
+    if drawn is None:
         return False
-    PICTURES.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(max(left, key=lambda file: file.stat().st_mtime), example.picture)
+    keep(drawn, example.picture)
     return True
+
+
+def _of_a_notebook(example: Example, started: float) -> bytes | None:
+    """The last picture in the executed copy that `nbconvert` left beside a notebook."""
+    found = re.search(r"[\w/]+\.ipynb", example.command)
+    copy = ROOT / found[0].replace(".ipynb", ".nbconvert.ipynb") if found else None
+    if copy is None or not copy.exists() or copy.stat().st_mtime < started:
+        return None
+    cells = json.loads(copy.read_text())["cells"]
+    copy.unlink()
+    shown = [output.get("data", {}).get("image/png") for cell in cells for output in cell.get("outputs", [])]
+    pictures = [picture for picture in shown if picture]
+    return base64.b64decode(pictures[-1]) if pictures else None
+
+
+def keep(drawn: bytes, path: Path) -> None:
+    """Write a PNG as small as its few colours allow: at most `WIDEST` pixels wide, with a palette."""
+    from PIL import Image
+
+    image = Image.open(io.BytesIO(drawn)).convert("RGB")
+    if image.width > WIDEST:
+        image = image.resize((WIDEST, round(image.height * WIDEST / image.width)), Image.Resampling.LANCZOS)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    image.quantize(96, dither=Image.Dither.NONE).save(path, optimize=True)
 
 
 def main(words: list[str]) -> None:

@@ -13,7 +13,7 @@ import json
 import shutil
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -109,14 +109,16 @@ def look(driver: Any, home: str, page: str, width: str, scheme: str, shots: Path
     return found
 
 
-def look_at_all(only: list[str], shots: Path | None) -> Iterator[Found]:
-    """All pages, or those whose address has one of the words, four times each."""
+def look_at_all(
+    only: list[str], shots: Path | None, widths: Sequence[str] = tuple(WIDTHS), schemes: Sequence[str] = SCHEMES
+) -> Iterator[Found]:
+    """All pages, or those whose address has one of the words, at each width in each scheme."""
     server = serve(SITE)
     home = f"http://127.0.0.1:{server.server_port}"
     wanted = [page for page in pages() if not only or any(word in (page or "home") for word in only)]
     try:
-        for width in WIDTHS:
-            for scheme in SCHEMES:
+        for width in widths:
+            for scheme in schemes:
                 driver = browser(width, scheme)
                 try:
                     driver.set_script_timeout(120)
@@ -133,13 +135,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("only", nargs="*", help="words of addresses; all pages by default")
     parser.add_argument("--shots", type=Path, help="folder for a picture of each page")
+    parser.add_argument("--widths", nargs="+", choices=WIDTHS, default=list(WIDTHS))
+    parser.add_argument("--schemes", nargs="+", choices=SCHEMES, default=list(SCHEMES))
     arguments = parser.parse_args()
     for needed, how in ((SITE / "index.html", "make site"), (AXE, "make look")):
         if not needed.exists():
             raise SystemExit(f"{needed} is not there: `{how}` makes it")
     print(f"{'page':28} {'width':6} {'scheme':6} {'wider':>5} {'contrast':>8} {'foreign':>7} {'errors':>6}")
     rows = []
-    for row in look_at_all(arguments.only, arguments.shots):
+    for row in look_at_all(arguments.only, arguments.shots, arguments.widths, arguments.schemes):
         rows.append(row)
         counts = f"{row.wider:5} {len(row.contrast):8} {len(row.foreign):7} {len(row.said):6}"
         print(f"{row.page:28} {row.width:6} {row.scheme:6} {counts}", flush=True)

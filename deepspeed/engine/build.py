@@ -25,7 +25,7 @@ from deepspeed.foundation.module_tree import own_state
 from deepspeed.optim import loss_scale
 from deepspeed.optim.build import build_optimizer, leave_embeddings_to_adam, needs_whole_tensors, refuse_unsupported
 from deepspeed.optim.lr_schedules import build_scheduler
-from deepspeed.optim.precision import DTYPES, InputCaster, cast_buffers, compute_dtypes
+from deepspeed.optim.precision import DTYPES, InputCaster, cast_buffers, check_policies, compute_dtypes
 from deepspeed.zero.accumulation import AccumulationWindow
 from deepspeed.zero.buckets import ReduceSettings
 from deepspeed.zero.exhaustion import suggests_offload
@@ -219,8 +219,8 @@ def build(
         device: where the model computes.
         held: the optimizer users hold of an engine that is laid out anew.
     """
-    _check_parameters(model)
     low = compute_dtype(config)
+    _check_parameters(model, low)
     mark_leaves(model, config.zero.leaf_module)
     written = own_state(model)
     names = _without(written, named_parameters(model), optimizer)
@@ -279,7 +279,8 @@ def _window(config: DeepSpeedConfig, axes: Axes) -> AccumulationWindow:
     return AccumulationWindow(config.gradient_accumulation_steps, config.train_micro_batch_size_per_gpu, ranks)
 
 
-def _check_parameters(model: nn.Module) -> None:
+def _check_parameters(model: nn.Module, low: torch.dtype) -> None:
+    check_policies(model, low)
     for name, param in model.named_parameters():
         if isinstance(param, nn.UninitializedParameter):
             raise ArgumentError(f"parameter '{name}' of a lazy module has no shape yet; run a forward first")

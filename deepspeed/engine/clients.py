@@ -16,17 +16,16 @@ from deepspeed.zero.lifecycle import Hook
 _CLOSE = "_ds_close"
 
 
-def take_over(model: nn.Module, close: Callable[[], None]) -> None:
-    """End the engine that has `model`, as Lightning's Trainer asks for when it validates after it has fitted.
-
-    Args:
-        model: gets a new engine.
-        close: ends that one, when its turn has come.
-    """
+def end_earlier(model: nn.Module) -> None:
+    """End the engine that has `model`, as Lightning's Trainer asks for when it validates after it has fitted."""
     before: Any = vars(model).get(_CLOSE)
     if before is not None:
         say(f"{type(model).__name__} gets a new engine: the one it had is closed")
         before()
+
+
+def take_over(model: nn.Module, close: Callable[[], None]) -> None:
+    """Note how the engine that has `model` now is ended, once it can be: one that was refused has nothing to end."""
     vars(model)[_CLOSE] = Hook(close)
 
 

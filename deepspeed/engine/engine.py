@@ -34,7 +34,7 @@ from deepspeed.engine.build import (
     without_optimizer,
 )
 from deepspeed.engine.checkpoint_io import CheckpointIO
-from deepspeed.engine.clients import check_loss, let_go, loss_is_divided, take_over
+from deepspeed.engine.clients import check_loss, end_earlier, let_go, loss_is_divided, take_over
 from deepspeed.engine.compressing import Compressing
 from deepspeed.engine.config_accessors import ConfigAccessors
 from deepspeed.engine.feeding import Feeding
@@ -111,13 +111,14 @@ class DeepSpeedEngine(EngineSurface, ModuleWrapper):
         chosen = choose_optimizer(model, optimizer, parameters, resolved)
         refuse_whole_tensors(model, chosen)
         self.module = model
-        take_over(model, self.destroy)
+        end_earlier(model)
         share_sequence(model, mesh)
         self._recompute = wrap(model, resolved.top.activation_checkpointing, mpu)
         components = build(model, chosen, resolved, axes, device)
         timers = SynchronizedWallClockTimer(accelerator.synchronize)
         self._state = EngineState(resolved, model, device, mpu, components, chosen, timers)
         self._hold_parts()
+        take_over(model, self.destroy)
         self.optimizer: Any = components.optimizer or components.lifecycle
         if components.optimizer is not None:
             components.optimizer._scale_loss = lambda loss, retain: self.backward(loss, retain_graph=retain)

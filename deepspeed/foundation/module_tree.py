@@ -76,6 +76,22 @@ def running_statistics(module: nn.Module) -> list[Parameter]:
     return [param for param in kept if not param.requires_grad]
 
 
+def layer_dtypes(module: nn.Module) -> dict[str, str]:
+    """The dtype in which each Keras layer with weights computes, by its dtype policy.
+
+    Args:
+        module: the model.
+
+    Returns:
+        The dtype's name ("float32", "bfloat16") by the layer's name; empty for any other model.
+    """
+    return {
+        str(getattr(child, "name", type(child).__name__)): str(getattr(child, "compute_dtype", "float32"))
+        for child in modules_of(module)
+        if _is_keras(child) and _listed(child, _TRAINED)
+    }
+
+
 def _is_keras(module: nn.Module) -> bool:
     return _TRAINED in module.__dict__ and _KEPT in module.__dict__
 

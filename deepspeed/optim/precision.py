@@ -10,8 +10,9 @@ import torch
 from torch import nn
 from torch.nn import Parameter
 
+from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.foundation.log import say_once
-from deepspeed.foundation.module_tree import own_state
+from deepspeed.foundation.module_tree import layer_dtypes, own_state
 from deepspeed.foundation.tree import map_tensors
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -43,6 +44,29 @@ def compute_dtypes(
                 if stays:
                     kept.add(param)
     return {p: torch.float32 if p in kept else d for p, d in wanted.items()}
+
+
+def check_policies(module: nn.Module, dtype: torch.dtype) -> None:
+    """Refuse a Keras model none of whose layers computes in the dtype that its weights would get.
+
+    Layers with another policy are left to it (a last layer in float32, as Keras advises).
+
+    Args:
+        module: the model.
+        dtype: the dtype of the JSON (`bf16`, `fp16`); float32 goes with every policy.
+
+    Raises:
+        DeepSpeedConfigError: All layers keep another dtype; names the policy that goes with the block.
+    """
+    found, wanted = layer_dtypes(module), str(dtype).removeprefix("torch.")
+    if found and dtype != torch.float32 and wanted not in found.values():
+        name, other = next(iter(found.items()))
+        block = next(short for short, full in DTYPES.items() if full == dtype)
+        raise DeepSpeedConfigError(
+            f"the block '{block}' asks for {wanted}, but Keras layer '{name}' computes in {other}, as all others do, "
+            f"by its dtype policy; call keras.mixed_precision.set_dtype_policy('mixed_{wanted}') before the model is "
+            f"built, or leave the block out"
+        )
 
 
 def cast_buffers(module: nn.Module, dtype: torch.dtype, keep_fp32: Iterable[str] = ()) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -157,7 +158,7 @@ class Init:
     def shard(self, module: nn.Module) -> None:
         """Shard the parameters `module` itself owns, with the values of axis rank 0."""
         for name, param in module._parameters.items():
-            if param is None or is_managed(param):
+            if param is None or is_managed(param) or _written_by_its_layer(module, param):
                 continue
             if param.device.type == "meta":
                 raise UsageError(
@@ -178,6 +179,15 @@ class Init:
         if self._unshared > _TRIM_AFTER and self.device.type == "cpu":  # a device's allocator lends them out again
             self._unshared = 0
             get_accelerator().empty_cache()
+
+
+def _written_by_its_layer(module: nn.Module, param: nn.Parameter) -> bool:
+    """Whether it may be one of Keras' statistics or seeds, which every rank has whole.
+
+    Keras shows torch the variables of a layer in a dictionary, which does not know what they are. What is a frozen
+    weight after all is sharded by `initialize`.
+    """
+    return isinstance(module, nn.ParameterDict) and not param.requires_grad
 
 
 def _tier(remote_device: str | None, config: DeepSpeedConfig | None, pin: bool) -> Tier:
@@ -269,6 +279,8 @@ def _wrap(cls: type, patches: _Patches) -> None:
         if _open and type(self).__init__ is init:
             _open[-1].shard(self)
 
+    if cls.__new__ is not object.__new__:  # may read the arguments of `__init__` without following `wraps`: Keras
+        init.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
     patches.inits.append((cls, original))
     cls.__init__ = init  # type: ignore[misc]
 

@@ -147,8 +147,9 @@ SHAPES = {"convolutions": (8, 8, 1), "normalised": (8, 8, 1)}
 WORDS = ("recurrent", "transformer")
 
 
-def made(name: str, seed: int = 0) -> Any:
+def made(name: str, seed: int = 0, policy: str = "float32") -> Any:
     keras().utils.clear_session()  # names are counted, and parameters go by their names
+    keras().mixed_precision.set_dtype_policy(policy)
     keras().utils.set_random_seed(seed)
     return (MODELS | PER_RANK)[name]()
 
@@ -180,21 +181,24 @@ def engine_of(model: Any, stage: int, **keys: Any) -> Any:
 def trained(engine: Any, name: str) -> list[float]:
     losses = []
     for x, y in batches(name, dist.get_rank()):
-        loss = F.cross_entropy(engine(x, training=True), y)
+        loss = F.cross_entropy(engine(x, training=True).float(), y)
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
     return losses
 
 
-def alone(name: str, ranks: int) -> list[list[float]]:
-    """One plain process that replays every rank's batches; losses by rank."""
-    model = made(name)
+def alone(name: str, ranks: int, policy: str = "float32", start: torch.dtype = torch.float32) -> list[list[float]]:
+    """One plain process that replays every rank's batches, from weights rounded to `start`; losses by rank."""
+    model = made(name, policy=policy)
+    for param in model.parameters():
+        if param.requires_grad:
+            param.data = param.data.to(start).float()
     optimizer = adam(model.parameters())
     losses: list[list[float]] = [[] for _ in range(ranks)]
     for together in zip(*(batches(name, rank) for rank in range(ranks)), strict=True):
         for mine, (x, y) in zip(losses, together, strict=True):
-            loss = F.cross_entropy(model(x, training=True), y)
+            loss = F.cross_entropy(model(x, training=True).float(), y)
             (loss / ranks).backward()
             mine.append(loss.item())
         optimizer.step()
@@ -224,6 +228,69 @@ def as_alone(name: str, stage: int) -> None:
         found = trained(engine, name)
     assert wanted[0] != wanted[-1]
     close(found, wanted, 1e-6, f"losses of {name}")
+
+
+BF16 = {"bf16": {"enabled": True}}
+
+
+def born(name: str, **keys: Any) -> Any:
+    """A model made under `zero.Init`, on each rank from a seed of its own; rank 0's values count."""
+    import deepspeed
+
+    config = {"train_micro_batch_size_per_gpu": MICRO, "zero_optimization": zero(3)} | keys
+    policy = "mixed_bfloat16" if "bf16" in keys else "float32"
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        return made(name, seed=dist.get_rank(), policy=policy)
+
+
+def born_as_alone(name: str) -> None:
+    """On a worker: born sharded, at once and whole nowhere, with the losses of one process."""
+    wanted = alone(name, dist.get_world_size())[dist.get_rank()]
+    model = born(name)
+    weights = [p for p in model.parameters() if p.requires_grad]
+    assert weights and all(p.ds_status.name == "NOT_AVAILABLE" for p in weights)
+    with engine_of(model, 3) as engine:
+        close(trained(engine, name), wanted, 1e-6, f"losses of {name}")
+
+
+def born_as_ddp(name: str) -> None:
+    """On a worker: born sharded; statistics and seeds are whole, and each rank's own as under DDP."""
+    wanted, state = under_ddp(name)
+    model = born(name)
+    with engine_of(model, 3) as engine:
+        torch.manual_seed(7 + dist.get_rank())
+        close(trained(engine, name), wanted, 1e-5, f"losses of {name}")
+        found = whole_values(model)
+    for key, value in state.items():
+        torch.testing.assert_close(found[key], value, rtol=1e-4, atol=1e-5, msg=lambda text, key=key: f"{key}: {text}")
+
+
+def in_bf16(name: str, stage: int, under_init: bool = False) -> None:
+    """On a worker: a bf16 block with the policy that goes with it, beside that policy over fp32 weights alone."""
+    start = torch.bfloat16 if under_init else torch.float32  # born in bf16, masters have no other values to start from
+    wanted = alone(name, dist.get_world_size(), "mixed_bfloat16", start)[dist.get_rank()]
+    model = born(name, **BF16) if under_init else made(name, seed=dist.get_rank(), policy="mixed_bfloat16")
+    with engine_of(model, stage, **BF16) as engine:
+        kept = {p.dtype for p in model.parameters() if p.requires_grad}
+        assert kept == {torch.bfloat16}, kept
+        close(trained(engine, name), wanted, 2e-2, f"losses of {name}")
+
+
+def refused_in_bf16() -> None:
+    """On a worker: no layer computes in bf16, so the block has no meaning; said by name before anything moves."""
+    from deepspeed.errors import DeepSpeedConfigError
+
+    model = made("convolutions")
+    try:
+        engine_of(model, 2, **BF16)
+    except DeepSpeedConfigError as error:
+        assert "Keras layer 'conv2d' computes in float32" in str(error), error
+        assert "set_dtype_policy('mixed_bfloat16')" in str(error), error
+    else:
+        raise AssertionError("was not refused")
+    assert {p.dtype for p in model.parameters() if p.is_floating_point()} == {torch.float32}
+    with engine_of(model, 2) as engine:
+        trained(engine, "convolutions")
 
 
 def as_ddp(name: str, stage: int) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs.diffs import sides
+from tests.upstream.interpreter import NEEDS_UPSTREAM, run_upstream
 
 ROOT = Path(__file__).resolve().parents[2]
 HOME = ROOT / "docs" / "index.md"
@@ -62,3 +63,23 @@ def test_the_sides_differ(page: Path) -> None:
     before, after = sides(page).values()
     assert "deepspeed" in after.lower()
     assert before != after
+
+
+@pytest.mark.slow
+@NEEDS_UPSTREAM
+def test_upstreams_side_loses_the_same_on_upstream(losses: Path, tmp_path: Path) -> None:
+    """The page's script before, started as it stands in upstream's own environment; after, here."""
+    page = ROOT / "docs" / "coming-from" / "upstream.md"
+    script = tmp_path / "before.py"
+    script.write_text(
+        "import pathlib, sys\nimport deepspeed\n"
+        "assert 'independent' not in deepspeed.__version__, deepspeed.__file__\n"
+        + sides(page)["before"]
+        + "pathlib.Path(sys.argv[1], f'{rank}.json').write_text(repr(losses))\n"
+    )
+    run_upstream("-m", "torch.distributed.run", "--nproc_per_node", "2", str(script), str(tmp_path))
+    for rank in range(2):
+        before = json.loads((tmp_path / f"{rank}.json").read_text())
+        after = json.loads((losses / f"{page.stem}-after-{rank}.json").read_text())
+        assert len(before) == 5
+        assert after == pytest.approx(before, rel=1e-5)

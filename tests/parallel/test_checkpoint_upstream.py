@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +10,7 @@ import pytest
 import torch
 
 from tests.upstream import make_checkpoints as upstream
+from tests.upstream.interpreter import NEEDS_UPSTREAM, run_upstream
 
 MADE = Path(upstream.__file__).parent / "made"
 CELLS = [f"stage{stage}-{precision}" for stage in range(4) for precision in ("fp32", "bf16")]
@@ -93,23 +92,11 @@ def test_both_layouts_of_one_save_are_equal(workers: Any, tmp_path: Path, cell: 
     assert again[0][0] == losses and again[0][1]["best"] == 0.5
 
 
-NEEDS_UPSTREAM = pytest.mark.skipif(
-    "UPSTREAM_PYTHON" not in os.environ, reason="UPSTREAM_PYTHON names no interpreter with upstream"
-)
 CONVERT = """
 import sys, torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 torch.save(get_fp32_state_dict_from_zero_checkpoint(sys.argv[1]), sys.argv[2])
 """
-
-
-def run_upstream(*command: str) -> None:
-    """Run its interpreter; ours is not on its path."""
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    environment["DS_ACCELERATOR"] = "cpu"
-    command = (os.environ["UPSTREAM_PYTHON"], *command)
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd="/")
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
 
 
 @pytest.mark.slow

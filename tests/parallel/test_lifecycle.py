@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import deepspeed
+from deepspeed.errors import DeepSpeedError
 from deepspeed.zero.param import ShardedParameter
 from deepspeed.zero.shard_group import State
 from tests.parallel.tiny import (
@@ -294,3 +295,21 @@ def destroyed_with_a_lost_write(slow: int) -> None:
 @pytest.mark.parametrize("slow", [0, 1])
 def test_destroy_ends_on_all_ranks_whatever_it_finds(workers: Any, slow: int) -> None:
     workers(RANKS).run(destroyed_with_a_lost_write, slow)
+
+
+def refused_then_mended() -> None:
+    """Refused while the groups are made (optimizer) and when they are (scheduler): the third time it runs."""
+    model, config = Tiny(), {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}}
+    strange = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    with pytest.raises(DeepSpeedError):
+        deepspeed.initialize(model=model, optimizer=strange, config=config)
+    config |= {"optimizer": {"type": "Adam", "params": {"lr": 1e-3}}}
+    with pytest.raises(DeepSpeedError):
+        deepspeed.initialize(model=model, config=config | {"scheduler": {"type": "WarmupLR", "params": {"no": 1}}})
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    with engine:
+        micro_step(engine, 0)
+
+
+def test_a_model_whose_engine_was_refused_gets_another(workers: Any) -> None:
+    workers(RANKS).run(refused_then_mended)
