@@ -296,7 +296,8 @@ def _slurm(names: list[str], call: str, settings: Settings, write: WriteHosts) -
     _refuse_users("slurm", names)
     count = str(len(names))
     where = ["--nodes", count, "--ntasks", count, "--ntasks-per-node", "1", "--nodelist", ",".join(names)]
-    how = ["--export", ",".join(_LOGIN), "--cpu-bind", "none", "--kill-on-bad-exit=0", "--wait=0"]
+    # --disable-status: a single SIGINT goes to the agents, instead of asking for a second one
+    how = ["--export", ",".join(_LOGIN), "--cpu-bind", "none", "--kill-on-bad-exit=0", "--wait=0", "--disable-status"]
     # the call comes over standard input, which srun sends to every task, and which stays open as long as the launcher
     command = ["srun", *where, *how, *settings.arguments, _python(), "-c", boot.script(), "stdin"]
     return Plan(command, {}, f"{call}\n", closes=False)
