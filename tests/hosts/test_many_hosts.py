@@ -54,6 +54,7 @@ def test_ds_ssh_runs_the_words_as_they_are(runs):
     assert not (runs.folder / "pwned").exists()
 
 
+@pytest.mark.slow
 def test_ds_ssh_names_a_host_that_does_not_answer(runs):
     (runs.folder / "hostfile").write_text("h0 slots=2\nnowhere slots=2\n")
     done = runs.run([sys.executable, "-m", "deepspeed.launcher.ds_ssh", "-f", "hostfile", "hostname"])
