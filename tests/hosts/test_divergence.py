@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import time
-from collections.abc import Iterator
 
 import pytest
 
@@ -14,18 +13,14 @@ from tests.hosts.runs import Runs, need_hosts
 need_hosts()
 
 
-@pytest.fixture
-def checked(runs: Runs) -> Iterator[Runs]:
-    """Runs whose collectives have a short limit."""
-    runs.environment.update(DEEPSPEED_TIMEOUT=str(TIMEOUT / 60))
-    yield runs
-
-
 def diverge(runs: Runs, plant: str, stage: int, odd: int) -> str:
     """Run to the end with a divergence of one rank; what was said on standard error, the report in time."""
     told = runs.folder / "err"
     with told.open("w") as err:
-        started = runs.start(SCRIPT, "--no_local_rank", args=[plant, str(stage), "1", str(odd)], stderr=err)
+        limit = f"DEEPSPEED_TIMEOUT={TIMEOUT / 60}"
+        started = runs.start(
+            SCRIPT, "--no_local_rank", "--export", limit, args=[plant, str(stage), "1", str(odd)], stderr=err
+        )
         assert started.stdout is not None
         begun = float(next(started.stdout).split()[0])
         while "The paths part" not in told.read_text() and time.monotonic() < begun + TIMEOUT + MARGIN:
@@ -47,25 +42,25 @@ def entered(runs: Runs, rank: int, label: str, mark: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("odd", "stage"), [(3, 2), (2, 3), (1, 0)])
-def test_a_rank_of_one_host_skips_a_collective(checked, odd, stage):
+def test_a_rank_of_one_host_skips_a_collective(runs, odd, stage):
     """Nothing fails and nothing hangs by itself: sums of different things are added."""
-    said = diverge(checked, "skip", stage, odd)
+    said = diverge(runs, "skip", stage, odd)
     for rank in range(4):
         label, mark = ("sum of 1.weight", "after") if rank == odd else ("sum of 0.weight", "head")
-        assert entered(checked, rank, f"{label} float32[4]", mark) in said, said
+        assert entered(runs, rank, f"{label} float32[4]", mark) in said, said
     assert said.splitlines()[-1].strip(), said
 
 
 @pytest.mark.slow
-def test_the_ranks_of_one_host_have_another_shape(checked):
-    said = diverge(checked, "shape", 2, 2)
-    assert entered(checked, 2, "sum of 0.weight float32[5]", "head") in said, said
-    assert entered(checked, 0, "sum of 0.weight float32[4]", "head") in said, said
+def test_the_ranks_of_one_host_have_another_shape(runs):
+    said = diverge(runs, "shape", 2, 2)
+    assert entered(runs, 2, "sum of 0.weight float32[5]", "head") in said, said
+    assert entered(runs, 0, "sum of 0.weight float32[4]", "head") in said, said
 
 
 @pytest.mark.slow
-def test_a_rank_of_one_host_has_fewer_batches(checked):
-    said = diverge(checked, "loader", 2, 3)
-    assert entered(checked, 3, "end of epoch", "end") in said, said
+def test_a_rank_of_one_host_has_fewer_batches(runs):
+    said = diverge(runs, "loader", 2, 3)
+    assert entered(runs, 3, "end of epoch", "end") in said, said
     assert "rank 0 on h0: 'agreement on gradients [" in said, said
     assert f"train.py:{line_of('step')} in <module>" in said, said

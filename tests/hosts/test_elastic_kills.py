@@ -55,11 +55,10 @@ TRAIN = f"""
                 engine.step()
                 if engine.global_steps > step:
                     time.sleep(0 if os.path.exists("hurry") else pause)
-                    if engine.global_steps % 2 == 0:
+                    if pause and engine.global_steps % 2 == 0:
                         engine.save_checkpoint("checkpoints")
                 if engine.global_steps >= {STEPS}:
                     break
-    engine.save_checkpoint("checkpoints")
 """
 CONFIG = {
     "elasticity": {"enabled": True, "max_train_batch_size": BATCH, "micro_batch_sizes": [1, 2], "version": 0.1},
@@ -112,7 +111,6 @@ class Seen:
 
 
 def prepare(runs: Runs) -> Seen:
-    runs.hostfile({"h0": 2, "h1": 1, "h2": 1})
     (runs.folder / "ds.json").write_text(json.dumps(CONFIG))
     (runs.folder / "seen").mkdir()
     return Seen(runs.folder / "seen")
@@ -235,6 +233,7 @@ def test_twenty_random_kills(tmp_path: Path) -> None:
     with cluster(3) as hosts:
         (tmp_path / "calm").mkdir()
         calm = Runs(hosts, tmp_path / "calm")
+        calm.hostfile({"h0": 1})
         reference = prepare(calm)
         args = ["--deepspeed_config", "ds.json"]
         done = calm.to_end(TRAIN, "--elastic_training", args=[*args, "0"], limit=100 * PATIENCE)
@@ -243,6 +242,7 @@ def test_twenty_random_kills(tmp_path: Path) -> None:
 
         (tmp_path / "wild").mkdir()
         wild = Runs(hosts, tmp_path / "wild")
+        wild.hostfile(dict.fromkeys(hosts.names, 1))  # on two cores most of the time goes into imports
         seen = prepare(wild)
         err = tmp_path / "wild" / "err"
         with err.open("w") as errors, (tmp_path / "wild" / "out").open("w") as out:
@@ -254,10 +254,10 @@ def test_twenty_random_kills(tmp_path: Path) -> None:
             killer.until(lambda: started.poll() is not None, "the end", 100 * PATIENCE)
         assert started.returncode == 0, err.read_text()[-3000:]
         print(f"seed {SEED}: {dict(killer.done)}, {killer.begun() + 1} attempts")
-        assert sum(killer.done.values()) >= 20 and killer.done["host"] >= 5 and killer.done["import"] >= 3
         judge(seen.history(), reference.history())
         assert wild.left() == []
         wild.close()
+        assert sum(killer.done.values()) >= 20 and killer.done["host"] >= 5 and killer.done["import"] >= 3
 
 
 def judge(history: dict[int, tuple[list[int], float]], reference: dict[int, tuple[list[int], float]]) -> None:
