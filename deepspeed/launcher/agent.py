@@ -232,7 +232,7 @@ class Agent:
         share = len(cores) // max(1, len(place.slots))
         if job["bind_cores"] and share == 0:
             raise LaunchError(f"{len(place.slots)} ranks cannot each have one of the {len(cores)} cores {cores}")
-        environment = {"OMP_NUM_THREADS": str(max(1, share)), **base, **devices}
+        environment = {"OMP_NUM_THREADS": str(max(1, share)), **quiet(place.nodes), **base, **devices}
         for local_rank in range(len(place.slots)):
             own = cores[local_rank * share : (local_rank + 1) * share] if job["bind_cores"] else None
             number = place.first_rank + local_rank
@@ -356,6 +356,11 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("", 0))
         return probe.getsockname()[1]
+
+
+def quiet(nodes: int) -> dict[str, str]:
+    """Between hosts each rank would print that torch cannot look up a name for the other side's address."""
+    return {"TORCH_CPP_LOG_LEVEL": "ERROR"} if nodes > 1 else {}
 
 
 def base_environment(job: Mapping[str, Any], shared: Mapping[str, str], inherits: bool) -> dict[str, str]:

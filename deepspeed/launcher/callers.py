@@ -15,6 +15,7 @@ from deepspeed.launcher.agent import Agent
 from deepspeed.launcher.control import Control
 from deepspeed.launcher.elastic import ElasticControl
 from deepspeed.launcher.job import Job
+from deepspeed.launcher.loop import make_room
 from deepspeed.launcher.peers import Peer
 from deepspeed.launcher.starters import Fork
 from deepspeed.launcher.wire import MAGIC, Channel
@@ -84,7 +85,8 @@ class Callers:
                 self._socket = listening
             else:
                 listening.close()  # the ranks' own, free until rank 0 takes it
-        Fork().begin(control, peers[:1])
+        Fork().begin(control, peers[:1])  # the ranks keep the limit of the user's shell
+        make_room(len(peers))
         if self._socket is not None:
             self._socket.setblocking(False)
             control.loop.watch(self._socket.fileno(), lambda: self._accept(control, peers))

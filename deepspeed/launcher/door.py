@@ -7,7 +7,6 @@ import json
 import os
 import secrets
 import socket
-import time
 from typing import TYPE_CHECKING, Any
 
 from deepspeed.launcher import boot
@@ -37,7 +36,7 @@ class Door:
         self._peers = peers
         self._socket = socket.create_server(("", 0), backlog=4096)
         self._socket.setblocking(False)
-        self._callers: dict[int, tuple[socket.socket, bytes, float]] = {}
+        self._callers: dict[int, tuple[socket.socket, bytes]] = {}
         self._calls = 0
         self.token = secrets.token_hex(16)
         self.port: int = self._socket.getsockname()[1]
@@ -63,9 +62,15 @@ class Door:
                 return
             caller.setblocking(False)
             descriptor = caller.fileno()
-            self._callers[descriptor] = (caller, b"", time.monotonic())
+            self._callers[descriptor] = (caller, b"")
             self._control.loop.watch(descriptor, lambda descriptor=descriptor: self._listen(descriptor))
-            self._control.loop.later(CALLER_SECONDS, lambda descriptor=descriptor: self._drop(descriptor))
+            self._control.loop.later(CALLER_SECONDS, lambda caller=caller: self._lose_patience(caller))
+
+    def _lose_patience(self, caller: socket.socket) -> None:
+        """Send a caller away that has not shown the token; its descriptor may be another's by now."""
+        for descriptor, (known, _) in list(self._callers.items()):
+            if known is caller:
+                self._drop(descriptor)
 
     def _drop(self, descriptor: int) -> None:
         if descriptor in self._callers:
@@ -74,7 +79,7 @@ class Door:
 
     def _listen(self, descriptor: int) -> None:
         """Read until the token is there; what knows it is one of ours, everything else is sent away."""
-        caller, heard, since = self._callers[descriptor]
+        caller, heard = self._callers[descriptor]
         try:
             data = caller.recv(_LINE_BYTES)
         except BlockingIOError:
@@ -84,7 +89,7 @@ class Door:
         heard += data
         token, newline, _ = heard.partition(b"\n")
         if not newline and data and len(heard) < _LINE_BYTES:
-            self._callers[descriptor] = (caller, heard, since)
+            self._callers[descriptor] = (caller, heard)
             return
         if not newline or not hmac.compare_digest(token, self.token.encode()):
             self._drop(descriptor)

@@ -2,9 +2,33 @@
 
 from __future__ import annotations
 
+import resource
 import selectors
 import time
 from collections.abc import Callable
+
+from deepspeed.errors import LaunchError
+
+OWN_DESCRIPTORS = 64
+"""Open at most, beside those of the hosts."""
+
+
+def make_room(descriptors: int) -> None:
+    """Allow this process to hold so many descriptors beside its own: a shell's usual limit is 1,024.
+
+    Raises:
+        LaunchError: the system does not allow as many.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = descriptors + OWN_DESCRIPTORS
+    if soft == resource.RLIM_INFINITY or needed <= soft:
+        return
+    if hard != resource.RLIM_INFINITY and needed > hard:
+        raise LaunchError(
+            f"so many hosts need {needed} open files in the launcher, and {hard} are allowed: "
+            "raise the hard limit (`ulimit -Hn`, LimitNOFILE=), or start with --launcher pdsh, which needs half as many"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 class Loop:

@@ -24,6 +24,7 @@ from deepspeed.launcher.children import close_all_but
 from deepspeed.launcher.control import Control, Starter
 from deepspeed.launcher.door import Door
 from deepspeed.launcher.helpers import adopt_orphans
+from deepspeed.launcher.loop import make_room
 from deepspeed.launcher.peers import Peer, Process
 from deepspeed.launcher.wire import Channel
 
@@ -114,6 +115,7 @@ class Ssh:
 
     def begin(self, control: Control, peers: list[Peer]) -> None:
         """Connect to every host, a limited number at a time."""
+        make_room(2 * len(peers))  # the connection, and what ssh says itself
         self._waiting = list(peers)
         self._go_on(control)
 
@@ -177,6 +179,7 @@ class Many:
 
     def begin(self, control: Control, peers: list[Peer]) -> None:
         """Open the door and start the program."""
+        make_room(len(peers))
         adopt_orphans()
         names = [peer.name for peer in peers]
         self._door = Door(control, peers)
@@ -296,7 +299,8 @@ def _slurm(names: list[str], call: str, settings: Settings, write: WriteHosts) -
     _refuse_users("slurm", names)
     count = str(len(names))
     where = ["--nodes", count, "--ntasks", count, "--ntasks-per-node", "1", "--nodelist", ",".join(names)]
-    how = ["--export", ",".join(_LOGIN), "--cpu-bind", "none", "--kill-on-bad-exit=0", "--wait=0"]
+    # --disable-status: a single SIGINT goes to the agents, instead of asking for a second one
+    how = ["--export", ",".join(_LOGIN), "--cpu-bind", "none", "--kill-on-bad-exit=0", "--wait=0", "--disable-status"]
     # the call comes over standard input, which srun sends to every task, and which stays open as long as the launcher
     command = ["srun", *where, *how, *settings.arguments, _python(), "-c", boot.script(), "stdin"]
     return Plan(command, {}, f"{call}\n", closes=False)

@@ -205,6 +205,7 @@ class Cluster:
 
     def _start(self, name: str, wait: bool = True) -> None:
         (self.folder / f"boot.{name}").write_text(f"{uuid.uuid4()}\n")
+        (self.folder / f"sshd.{name}.log").unlink(missing_ok=True)  # of the boot before
         home = os.path.expanduser("~")
         script = " && ".join([
             f"hostname {name}",
@@ -224,7 +225,7 @@ class Cluster:
             self._until_up(name)
 
     def _until_up(self, name: str) -> None:
-        end = time.monotonic() + 10
+        end = time.monotonic() + 30
         while time.monotonic() < end:
             with contextlib.suppress(psutil.NoSuchProcess):
                 for process in psutil.Process(self._outer[name].pid).children(recursive=True):

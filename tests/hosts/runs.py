@@ -116,13 +116,19 @@ class Runs:
                 return found
             time.sleep(0.05)
 
+    @staticmethod
+    def kill(started: subprocess.Popen[str]) -> None:
+        """Kill a command and what it has started on its host, which hold its output open."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for child in psutil.Process(started.pid).children(recursive=True):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    child.kill()
+        started.kill()
+
     def close(self) -> None:
         """Kill what is left."""
         for started in self._started:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                for child in psutil.Process(started.pid).children(recursive=True):
-                    child.kill()
-            started.kill()
+            self.kill(started)
             for stream in (started.stdout, started.stderr):
                 if stream is not None:
                     stream.close()

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
+import runpy
 import signal
 import sys
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -96,6 +99,11 @@ def to_end(started, limit=240 * PATIENCE):
     return [process.returncode for process in started], said
 
 
+def example_request() -> dict[str, Any]:
+    """What the example asks SageMaker for."""
+    return runpy.run_path(str(ROOT / "examples/containers/training_job.py"))["request"]("image", "role", "bucket")
+
+
 def losses(pods: Containers, name: str) -> list[str]:
     found = json.loads(pods.file(name, "model/losses.json").read_text())
     assert len(found) == STEPS
@@ -126,6 +134,9 @@ def test_sagemaker_with_an_entry_point_of_its_own(sagemaker):
     codes, said = to_end(started)
     assert codes == [0, 0], said
     assert losses(sagemaker, "algo-1") == alone
+    for metric in example_request()["AlgorithmSpecification"]["MetricDefinitions"]:
+        found = [float(value) for text in said for value in re.findall(metric["Regex"], text)]
+        assert len(found) == 1 and found[0] > 0, f"{metric}: {said}"
     assert sagemaker.file("algo-1", "model/model.bin").stat().st_size > 1000
     assert not list(sagemaker.file("algo-2", "model").iterdir())  # the platform packs both: one copy is enough
     for name in ("algo-1", "algo-2"):

@@ -32,6 +32,10 @@ SAVE = """
 GONE_WITHIN = 5.0
 
 
+def slow(*names):
+    return [pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
 def parts(runs, started, by):
     """Processes by name: the launcher, what runs the job, the starter, the agents."""
     front = runs.cluster.inner(started)
@@ -49,7 +53,7 @@ def parts(runs, started, by):
 
 
 @pytest.mark.parametrize("by", STARTERS)
-@pytest.mark.parametrize("part", ["front", "middle", "starter", "agent"])
+@pytest.mark.parametrize("part", ["front", "agent", *slow("middle", "starter")])
 def test_sigkill_of_any_part_ends_all(runs, by, part):
     started = runs.start(WAIT, by=by)
     runs.until_said(started, "ready", 4)
@@ -60,7 +64,7 @@ def test_sigkill_of_any_part_ends_all(runs, by, part):
 
 
 @pytest.mark.parametrize("by", STARTERS)
-@pytest.mark.parametrize("name", ["SIGTERM", pytest.param("SIGINT", marks=pytest.mark.slow), "SIGUSR1", "SIGHUP"])
+@pytest.mark.parametrize("name", ["SIGTERM", *slow("SIGINT", "SIGUSR1", "SIGHUP")])
 def test_signals_let_ranks_save(runs, by, name):
     started = runs.start(SAVE, by=by)
     runs.until_said(started, "ready", 4)
@@ -88,7 +92,8 @@ def test_a_signal_to_any_part_reaches_all(runs, by, name, part):
     assert runs.left(GONE_WITHIN) == []
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", pytest.param("SIGINT", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
 def test_what_does_not_end_is_killed_after_the_grace(runs, name):
     script = """
         import os, signal, time
@@ -106,6 +111,7 @@ def test_what_does_not_end_is_killed_after_the_grace(runs, name):
     assert runs.left(GONE_WITHIN) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by", STARTERS)
 def test_a_lost_host_ends_the_run(fragile, by):
     started = fragile.start(WAIT, "--heartbeat", "3", by=by)
@@ -153,7 +159,8 @@ def test_a_stopped_terminal_is_not_silence(runs):
     assert out.count("step 11") == 4
 
 
-@pytest.mark.parametrize("sink", ["head", *(pytest.param(name, marks=pytest.mark.slow) for name in ("full", "stuck"))])
+@pytest.mark.slow
+@pytest.mark.parametrize("sink", ["head", "full", "stuck"])
 def test_output_that_nobody_takes_is_not_silence(runs, sink):
     script = f"""
         import os, time

@@ -80,6 +80,12 @@ def test_with_the_command_on_every_host(runs, round):
     assert runs.left() == []
 
 
+def torchrun(runs, index, job, *flags):
+    """An agent of torch's own launcher on host `index`."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=2", f"--rdzv_id={job}"]
+    return runs.run([*command, *flags, "train.py", job.removeprefix("job")], on=f"h{index}")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("pause", [0.0, 4.0])
 def test_under_torchrun(runs, pause):
@@ -88,18 +94,19 @@ def test_under_torchrun(runs, pause):
     started = []
     for number in (1, 10):
         for index in (0, 1):
-            torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=2"]
             place = [f"--node_rank={index}", f"--master_addr={runs.cluster.address('h0')}", f"--master_port={PORT}"]
-            command = [*torchrun, *place, f"--rdzv_id=job{number}", "train.py", str(number)]
-            started.append(runs.run(command, on=f"h{index}"))
+            started.append(torchrun(runs, index, f"job{number}", *place))
         time.sleep(pause)
     ended = []
+    end = time.monotonic() + 60 * PATIENCE
     for process in started:
         try:
-            out, err = process.communicate(timeout=60)
+            out, err = process.communicate(timeout=max(1.0, end - time.monotonic()))
         except subprocess.TimeoutExpired:  # torchrun's own agents wait for theirs
-            process.kill()
+            runs.kill(process)
             out, err = process.communicate()
         ended.append((process.returncode, out, err))
+    finished = [sum(out.count("finished") for _, out, _ in job) for job in (ended[:2], ended[2:])]
     for _, out, err in ended:
         assert "MIXED" not in out + err, err
+    assert set(finished) <= {0, 4} and 4 in finished, ended

@@ -22,6 +22,11 @@ SHOW = """
     os.write(1, (json.dumps(told) + "\\n").encode())
 """
 ODD = ['it\'s "q"', "$(touch pwned) `touch pwned`", "a\nb", "%h %n %%", "-b", "", "; touch pwned #", "\\ \t*", "ü€"]
+NO_NAMES = ["^file", "h 0", "a,b", "h[0-1", "h[1-0]", "b;ls", "%h", "a@b@c"]
+FOLDERS = [
+    '-b it\'s "q" $(touch pwned) `touch pwned`',
+    pytest.param("%h %n\n; touch pwned #\\ \t*ü€", marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.parametrize("by", STARTERS)
@@ -52,7 +57,7 @@ def test_the_world_and_what_travels(runs, by):
 
 
 @pytest.mark.parametrize("by", STARTERS)
-@pytest.mark.parametrize("name", ['-b it\'s "q" $(touch pwned) `touch pwned`', "%h %n\n; touch pwned #\\ \t*ü€"])
+@pytest.mark.parametrize("name", FOLDERS)
 def test_a_folder_of_any_name(runs, name, by):
     """The folder, the script in it, its environment file, the logs and the script that is sourced before it."""
     odd = runs.folder / name
@@ -88,6 +93,7 @@ def test_the_first_failure_anywhere_ends_all_and_comes_last(runs, by):
     assert runs.left() == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by", STARTERS)
 def test_the_exit_code_is_that_of_the_rank(runs, by):
     done = runs.to_end("import os, sys, time; os.environ['RANK'] == '2' and sys.exit(7); time.sleep(300)", by=by)
@@ -95,6 +101,7 @@ def test_the_exit_code_is_that_of_the_rank(runs, by):
     assert runs.left() == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by", STARTERS)
 def test_no_process_shows_a_secret(runs, by):
     runs.environment["SECRET_KEY"] = "s3cr3t-value"
@@ -116,7 +123,7 @@ def test_no_process_shows_a_secret(runs, by):
     assert said and "s3cr3t" not in err and started.returncode == 0
 
 
-@pytest.mark.parametrize("host", ["exec:b", "-b", "^file", "h 0", "a,b", "h[0-1", "h[1-0]", "b;ls", "%h", "a@b@c"])
+@pytest.mark.parametrize("host", ["exec:b", "-b", *(pytest.param(name, marks=pytest.mark.slow) for name in NO_NAMES)])
 def test_a_name_that_is_none_is_refused(runs, host):
     (runs.folder / "hostfile").write_text(f"h0 slots=1\n{host} slots=1\n")
     done = runs.to_end("print('ran')")
@@ -131,18 +138,21 @@ def test_ranges_are_ours(runs):
     assert sorted((one["host"], one["place"][0]) for one in told) == [("h0", "0"), ("h1", "1"), ("h1", "2")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by", STARTERS)
 def test_a_single_other_host_runs_there(runs, by):
     done = runs.to_end(SHOW, "-i", "h1", by=by)
     assert {json.loads(line)["host"] for line in done.out.splitlines()} == {"h1"}
 
 
+@pytest.mark.slow
 def test_a_single_host_that_is_this_one_needs_no_ssh(runs):
     done = runs.to_end(SHOW, "-i", "h0:1", "--export", "ODD=1", "--ssh_port", "1")
     [told] = [json.loads(line) for line in done.out.splitlines()]
     assert (told["host"], told["place"][0], told["variables"]["ODD"]) == ("h0", "0", "1")
 
 
+@pytest.mark.slow
 def test_every_host_is_tried_before_any_starts(runs):
     (runs.folder / "hostfile").write_text("h0 slots=1\nnowhere slots=1\nh1 slots=1\n10.77.0.99 slots=1\n")
     done = runs.to_end("open('ran', 'w')")
@@ -152,6 +162,7 @@ def test_every_host_is_tried_before_any_starts(runs):
     assert done.seconds < 13
 
 
+@pytest.mark.slow
 def test_the_folder_must_be_there(runs):
     script = "print('ran')"
     runs.command(script)
@@ -164,6 +175,7 @@ def test_the_folder_must_be_there(runs):
     assert done.code != 0 and "host" in done.err and "h1" in done.err
 
 
+@pytest.mark.slow
 def test_two_jobs_at_once_both_finish(runs):
     script = """
         import os, socket, time
