@@ -15,7 +15,7 @@ import torch
 from deepspeed.foundation.tree import tensors_in
 from deepspeed.ops.dispatch import DispatchMode
 from deepspeed.ops.flop_formulas import formulas
-from deepspeed.planner.machine import Machine
+from deepspeed.simulator.machine import Machine
 from deepspeed.zero.policy import Policy
 
 _FREE = ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "detach", "alias")

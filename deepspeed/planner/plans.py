@@ -14,9 +14,9 @@ from torch import nn
 from deepspeed.config.source import load_raw
 from deepspeed.errors import ArgumentError
 from deepspeed.planner.clock import Clock, StepTime, message_bytes
-from deepspeed.planner.machine import Machine
 from deepspeed.planner.memory import MemoryCount, simulate
 from deepspeed.planner.program import Loss, Program
+from deepspeed.simulator.machine import Machine
 from deepspeed.zero.policy import policy_for
 
 STAGES = (0, 1, 2, 3)
