@@ -15,8 +15,11 @@ import torch
 import torch.distributed as dist
 
 from deepspeed.foundation.tree import tensors_in
+from deepspeed.ops.host_step import HostOptimizer
 from deepspeed.simulator.recorder import DTYPES, Recorder
-from deepspeed.simulator.recording import EMPTIED, MESSAGE, NOTHING, Block, Entry, Recording
+from deepspeed.simulator.recording import DISK, EMPTIED, HOST, MESSAGE, NOTHING, Block, Entry, Recording
+from deepspeed.storage.disk import Transfer
+from deepspeed.storage.simulated import SimulatedDisk
 
 # Operators of c10d: what they are, where the whole tensor stands (the larger of these arguments), and the group.
 _MESSAGES = {
@@ -91,6 +94,7 @@ class DeviceRecorder(Recorder):
             undo.callback(*((setattr, owner, name, plain) if own else (delattr, owner, name)))
 
         _watch_streams(self, wrap)
+        _watch_host(self, wrap)
 
     def order_all(self) -> None:
         """The current stream goes on behind what C++ waits for by itself (DDP's buckets)."""
@@ -152,3 +156,34 @@ def _watch_streams(recorder: DeviceRecorder, wrap: Callable[..., None]) -> None:
     wrap(stream_type, "synchronize", lambda stream: recorder.wait(recorder.behind(stream.stream_id)))
     wrap(torch.cuda, "empty_cache", lambda: recorder.recording.blocks.append(_emptied(recorder)))
     wrap(torch.cuda, "synchronize", lambda device=None: recorder.wait_all())
+
+
+class _Moving(Transfer):
+    """A transfer of the recording: waiting is the host's."""
+
+    def __init__(self, recorder: DeviceRecorder, kind: str, nbytes: int) -> None:
+        self._recorder, self._number = recorder, NOTHING
+        if recorder.on:
+            recorder.add(Entry(DISK, kind, nbytes=float(nbytes)))
+            self._number = len(recorder.recording.entries) - 1
+
+    def done(self) -> bool:
+        return False
+
+    def wait(self) -> None:
+        self._recorder.wait(self._number)
+        self._number = NOTHING
+
+
+def _watch_host(recorder: DeviceRecorder, wrap: Callable[..., None]) -> None:
+    """The optimizer's native pass over host memory, and the disk."""
+
+    def step_natively(_optimizer: Any, _group: Any, param: torch.Tensor, fold: Any, state: Any) -> bool:
+        both = [param, *(each for each in state.values() if isinstance(each, torch.Tensor) and each.dim())]
+        once = [fold.gradient, *([] if fold.out is None else [fold.out])]
+        recorder.add(Entry(HOST, "adam", nbytes=float(2 * sum(t.nbytes for t in both) + sum(t.nbytes for t in once))))
+        return True
+
+    wrap(HostOptimizer, "_step_natively", step_natively)
+    wrap(SimulatedDisk, "read", lambda _disk, _extent, into: _Moving(recorder, "read", into.nbytes))
+    wrap(SimulatedDisk, "write", lambda _disk, _extent, source: _Moving(recorder, "write", source.nbytes))

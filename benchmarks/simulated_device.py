@@ -48,6 +48,7 @@ class Case:
         hybrid: ranks that hold one copy of the state; 0: all.
         clip: of the gradients' norm; 0: none.
         offload: `optimizer-cpu`, `all-nvme`, "".
+        sums: dtype in which FSDP2's gradients travel and are summed. This package's travel in bf16, summed in fp32.
     """
 
     model: str
@@ -61,11 +62,13 @@ class Case:
     hybrid: int = 0
     clip: float = 0.0
     offload: str = ""
+    sums: str = "bf16"
 
     @property
     def name(self) -> str:
         """For tables."""
         how = f"stage {self.stage}" if self.maker == PACKAGE else self.maker
+        how += f", sums in {self.sums}" if self.maker == FSDP2 else ""
         hybrid = f", hybrid by {self.hybrid}" if self.hybrid else ""
         offload = f", {self.offload}" if self.offload else ""
         return f"{self.model}, {self.ranks} cards, {how}{hybrid}{offload}"
@@ -115,21 +118,29 @@ def _config(case: Case) -> dict[str, Any]:
         zero["mics_shard_size"] = case.hybrid
     if case.stage == 3:
         zero["stage3_fixed_graph"] = True
+    where, _, tier = case.offload.partition("-")
+    on = {"device": tier, "pin_memory": True} | ({"nvme_path": "/tmp"} if tier == "nvme" else {})
+    if where:
+        zero["offload_optimizer"] = on
+    if where == "all":
+        zero["offload_param"] = on
     return {
         "train_micro_batch_size_per_gpu": case.micro,
         "gradient_accumulation_steps": case.accumulation,
         "gradient_clipping": case.clip,
         "bf16": {"enabled": True},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True, "fused": True}},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": 1e-4, "torch_adam": True, "fused": True} if not where else {"lr": 1e-4},
+        },
         "zero_optimization": zero,
     }
 
 
 def _package(case: Case) -> tuple[Step, Callable[[], None]]:
     config = _config(case)
-    with torch.device("meta"):
+    with deepspeed.zero.Init(config_dict_or_path=config) if case.stage == 3 else torch.device("cuda"):
         model = Decoder(SHAPES[case.model], case.recompute)
-    model.to_empty(device="cuda")
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=model.parameters(), config=config, dist_init_required=False
     )
@@ -155,7 +166,8 @@ def _theirs(case: Case, model: Any, sync: Callable[[bool], Any]) -> Step:
         for micro in range(case.accumulation):
             with sync(micro == case.accumulation - 1):
                 recorder.mark("forward")
-                loss = model(tokens)
+                with torch.autocast("cuda", torch.bfloat16, enabled=case.maker == DDP):
+                    loss = model(tokens)
                 recorder.mark("backward")
                 loss.backward()
         recorder.order_all()
@@ -168,6 +180,9 @@ def _theirs(case: Case, model: Any, sync: Callable[[bool], Any]) -> Step:
     return step
 
 
+_SUMS = {"bf16": "bfloat16", "fp32": "float32"}
+
+
 def _fsdp2(case: Case) -> tuple[Step, Callable[[], None]]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -175,7 +190,7 @@ def _fsdp2(case: Case) -> tuple[Step, Callable[[], None]]:
     shape = (case.ranks // case.hybrid, case.hybrid) if case.hybrid else (case.ranks,)
     names = ("replicate", "shard") if case.hybrid else ("shard",)
     mesh = init_device_mesh("cuda", shape, mesh_dim_names=names)
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=getattr(torch, _SUMS[case.sums]))
     with torch.device("meta"):
         model = Decoder(SHAPES[case.model], case.recompute)
     for block in model.blocks:
@@ -207,19 +222,20 @@ def _ddp(case: Case) -> tuple[Step, Callable[[], None]]:
 MAKERS = {PACKAGE: _package, FSDP2: _fsdp2, DDP: _ddp}
 
 
-def record(case: Case, steps: int = 1) -> Recording:
-    """The recording of a case's third step (and of more, if asked)."""
+def record(case: Case, steps: int = 0) -> Recording:
+    """The recording of a case's third step, or of so many from the first on, each with a mark `end` behind it."""
     recording = Recording(case.name, 0, case.ranks)
     with world(case.ranks):
         recorder = DeviceRecorder(recording)
         recorder.on = False
         with recorder:
             step, end = MAKERS[case.maker](case)
-            for _ in range(WARM[case.maker]):
+            for _ in range(0 if steps else WARM[case.maker]):
                 step(recorder)
             recorder.on = True
-            for _ in range(steps):
+            for _ in range(steps or 1):
                 step(recorder)
+                recorder.mark("end")
             recorder.on = False
             end()
         del step, end
@@ -230,4 +246,7 @@ def record(case: Case, steps: int = 1) -> Recording:
 
 
 if __name__ == "__main__":
-    record(Case(**json.loads(sys.argv[2]))).save(sys.argv[1])
+    told = json.loads(sys.argv[2])
+    record(Case(**{key: value for key, value in told.items() if key != "steps"}), told.get("steps", 0)).save(
+        sys.argv[1]
+    )

@@ -36,6 +36,7 @@ class Machine:
         link: bytes per second of one rank between host and device, each way; 0: there is no device.
         host: bytes per second of host memory, one rank's share.
         launch: seconds of the host per launch, where a recording does not say.
+        attention: published: how much of `matrix` fused attention reaches; 0: as much as products.
         matrix_efficiency: fitted: how much of `matrix` large products reach.
         memory_efficiency: fitted: how much of `bandwidth` operators reach.
     """
@@ -56,6 +57,7 @@ class Machine:
     link: float = 0.0
     host: float = 0.0
     launch: float = 0.0
+    attention: float = 0.0
     matrix_efficiency: float = 1.0
     memory_efficiency: float = 1.0
 
@@ -66,9 +68,11 @@ class Machine:
         side = (flops / 2) ** (1 / 3)
         return self.matrix_efficiency * next((rate for size, rate in reversed(table) if side >= size), table[0][1])
 
-    def kernel(self, flops: float, nbytes: float, dtype: str) -> float:
+    def kernel(self, name: str, flops: float, nbytes: float, dtype: str) -> float:
         """Seconds of an operator: the longer of arithmetic and traffic."""
         arithmetic = flops / self.rate(dtype, flops) if flops else 0.0
+        if self.attention and "attention" in name:
+            arithmetic *= self.matrix_efficiency / min(self.attention, self.matrix_efficiency)
         return max(self.overhead, arithmetic, nbytes / (self.bandwidth * self.memory_efficiency))
 
     def message(self, name: str, nbytes: float, group: tuple[int, ...]) -> tuple[float, float]:

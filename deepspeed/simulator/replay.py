@@ -182,7 +182,7 @@ class _Replay:
     def _kernel(self, entry: Entry) -> float:
         begin = max(self.clock, self._ready(entry.stream))
         return self._piece(f"stream {entry.stream}", entry, begin,
-                           begin + self.machine.kernel(entry.flops, entry.nbytes, entry.dtype))  # fmt: skip
+                           begin + self.machine.kernel(entry.name, entry.flops, entry.nbytes, entry.dtype))  # fmt: skip
 
     def _copy(self, entry: Entry) -> float:
         seconds = self.machine.latency / 2 + (entry.nbytes / self.machine.link if self.machine.link else 0.0)
