@@ -1,8 +1,8 @@
 """Steps on cards that are not here: published rows checked, this package beside FSDP2 and DDP, offload, memory.
 
-`python -m benchmarks.simulate rows|fit|choices|steps|offload|memory|picture`; recordings and results are kept: a run that was
-ended goes on where it was. Nothing here is run on a GPU: steps are recorded without values on an emulated device, and
-replayed with a card's published figures (`deepspeed/simulator`).
+`python -m benchmarks.simulate rows|fit|choices|steps|offload|memory|picture`; recordings and results are kept: a run
+that was ended goes on where it was. Nothing here is run on a GPU: steps are recorded without values on an emulated
+device, and replayed with a card's published figures (`deepspeed/simulator`).
 """
 
 from __future__ import annotations
