@@ -1,8 +1,8 @@
 """Steps on cards that are not here: published rows checked, this package beside FSDP2 and DDP, offload, memory.
 
-`python -m benchmarks.simulate rows|fit|choices|steps|offload|memory|picture`; recordings and results are kept: a run
-that was ended goes on where it was. Nothing here is run on a GPU: steps are recorded without values on an emulated
-device, and replayed with a card's published figures (`deepspeed/simulator`).
+`python -m benchmarks.simulate PART` (see `PARTS`); recordings and results are kept: a run that was ended goes on where
+it was. Nothing here is run on a GPU: steps are recorded without values on an emulated device, and replayed with a
+card's published figures (`deepspeed/simulator`).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import statistics
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,11 @@ from typing import Any
 from deepspeed.simulator.allocator import replay_memory
 from deepspeed.simulator.machine import Machine
 from deepspeed.simulator.picture import draw
-from deepspeed.simulator.recording import MARK, Recording
+from deepspeed.simulator.recording import COPY, DISK, HOST, KERNEL, MARK, Recording
 from deepspeed.simulator.replay import Timeline, repeated, replay
 
 RESULTS = Path(__file__).parent / "results" / "simulated"
+KEPT = RESULTS / "recordings"  # of one card: `benchmarks/gpu.py` compares with them where there is one
 FIT = {"H100-80GB": "13b 2048 8", "H100-80GB-500W": "llama3-8b 8192 8"}
 
 
@@ -175,6 +177,22 @@ def memory(kept: Path, card: str) -> dict[str, Any]:
     return {"ratio": held.ratio, "grown": grown, "by_step": held.by_step}
 
 
+ONE_CARD = [
+    {"model": "mpt-760m", "micro": 4, "length": 2048, "recompute": False, "stage": stage} for stage in (0, 3)
+] + [{"model": "llama-1.3b", "micro": 2, "length": 2048, "recompute": True, "stage": 3}]
+
+
+def one_card(kept: Path) -> None:
+    """Keep the recordings of steps that one card can run."""
+    KEPT.mkdir(parents=True, exist_ok=True)
+    for case in ONE_CARD:
+        made = recorded(kept, **case, maker="package", ranks=1)
+        made.blocks.clear()
+        name = f"one-card-{case['model']}-stage{case['stage']}"
+        made.save(KEPT / f"{name}.json.gz")
+        (KEPT / f"{name}.case").write_text(json.dumps(case) + "\n")
+
+
 def picture(kept: Path, only: str, card: str) -> None:
     """The timelines of a pair, ours above theirs, as one picture."""
     for ours, theirs in PAIRS:
@@ -260,31 +278,74 @@ def _compared(name: str, machine: Machine, ours: Recording, theirs: Recording) -
     return row | {"moved": ratios, "worst": ratios[row["worst_at"]]}
 
 
+# -- offload -----------------------------------------------------------------------------------------------------------
+
+_OFFLOADED = {"maker": "package", "ranks": 8, "micro": 8, "accumulation": 4, "recompute": True}
+OFFLOADS = [
+    _OFFLOADED | {"model": "llama-13b", "stage": 2, "offload": "optimizer-cpu"},
+    _OFFLOADED | {"model": "llama-70b", "stage": 3, "offload": "all-nvme"},
+]
+
+
+def offload(kept: Path, only: str, card: str) -> list[dict[str, Any]]:
+    """Steps whose state rests on the host or a disk, beside what each part alone would take at least."""
+    found, machine = [], Machine.load(card)
+    for case in OFFLOADS:
+        if only not in case["model"]:
+            continue
+        made = recorded(kept, **case)
+        timeline = replay(made, machine)
+        moved = {way: sum(e.nbytes for e in made.entries if e.kind == COPY and e.name == way) for way in _WAYS}
+        floors = {
+            "compute": timeline.compute,
+            "link": max(moved.values()) / machine.link,
+            "host Adam": sum(e.nbytes for e in made.entries if e.kind == HOST) / machine.host,
+            "disk": sum(e.nbytes for e in made.entries if e.kind == DISK) / machine.disk,
+        }
+        limit = max(floors, key=lambda each: floors[each])
+        exposed = timeline.exposed(COPY, beside=(KERNEL, HOST, DISK)) / timeline.seconds
+        print(f"{made.name}: {timeline.seconds:.2f} s a step, {timeline.seconds / floors[limit]:.3f} x the largest "
+              f"floor ({limit}); exposed transfer {exposed:.1%}; floors "
+              + ", ".join(f"{name} {seconds:.2f} s" for name, seconds in floors.items()), flush=True)  # fmt: skip
+        found.append({"case": case, "seconds": timeline.seconds, "floors": floors, "limit": limit, "exposed": exposed})
+    return found
+
+
+_WAYS = ("to_host", "to_device")
+
+
+def host_times() -> None:
+    """See `simulated_host.py`."""
+    subprocess.run([sys.executable, "-m", "benchmarks.simulated_host", str(RESULTS / "host.json")], check=True)
+
+
+PARTS = ["rows", "fit", "choices", "host", "steps", "offload", "memory", "picture", "one-card"]
+
+
 def main() -> int:
     """One part."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("part", choices=["rows", "fit", "choices", "steps", "offload", "memory", "picture"])
+    parser.add_argument("part", choices=PARTS)
     parser.add_argument("--kept", type=Path, default=Path("build/recordings"), help="where recordings are kept")
     parser.add_argument("--only", default="", help="rows whose name has this in it")
     parser.add_argument("--card", default="H100-80GB", help="of `deepspeed.simulator.machine.cards()`")
     options = parser.parse_args()
     RESULTS.mkdir(parents=True, exist_ok=True)
-    if options.part == "rows":
-        found = rows(options.kept, options.only)
-        if not options.only:
-            (RESULTS / "rows.json").write_text(json.dumps(found, indent=1) + "\n")
-    elif options.part == "fit":
-        fit(options.kept)
-    elif options.part == "choices":
-        choices(options.kept)
-    elif options.part == "memory":
-        (RESULTS / "memory.json").write_text(json.dumps(memory(options.kept, options.card), indent=1) + "\n")
-    elif options.part == "picture":
-        picture(options.kept, options.only, options.card)
-    elif options.part == "steps":
-        found = steps(options.kept, options.only, options.card)
-        if not options.only:
-            (RESULTS / f"steps-{options.card}.json").write_text(json.dumps(found, indent=1) + "\n")
+    kept, only, card = options.kept, options.only, options.card
+    parts: dict[str, Callable[[], Any]] = {
+        "rows": lambda: rows(kept, only),
+        "fit": lambda: fit(kept),
+        "choices": lambda: choices(kept),
+        "host": lambda: host_times(),
+        "steps": lambda: steps(kept, only, card),
+        "offload": lambda: offload(kept, only, card),
+        "memory": lambda: memory(kept, card),
+        "picture": lambda: picture(kept, only, card),
+        "one-card": lambda: one_card(kept),
+    }
+    found = parts[options.part]()
+    if found and not only:
+        (RESULTS / f"{options.part}-{card}.json").write_text(json.dumps(found, indent=1) + "\n")
     return 0
 
 

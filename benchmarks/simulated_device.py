@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 import deepspeed
 from benchmarks.device_recorder import DeviceRecorder
-from benchmarks.simulated_models import SHAPES, Decoder
+from benchmarks.simulated_models import SHAPES, Decoder, package_config
 from deepspeed.comm import scalars
 from deepspeed.comm.groups import destroy_process_group
 from deepspeed.foundation.log import logger
@@ -113,28 +113,19 @@ Step = Callable[[DeviceRecorder], None]
 
 
 def _config(case: Case) -> dict[str, Any]:
-    zero: dict[str, Any] = {"stage": case.stage}
+    config = package_config(case.stage, case.micro)
+    config |= {"gradient_accumulation_steps": case.accumulation, "gradient_clipping": case.clip}
+    zero = config["zero_optimization"]
     if case.hybrid:
         zero["mics_shard_size"] = case.hybrid
-    if case.stage == 3:
-        zero["stage3_fixed_graph"] = True
     where, _, tier = case.offload.partition("-")
     on = {"device": tier, "pin_memory": True} | ({"nvme_path": "/tmp"} if tier == "nvme" else {})
     if where:
         zero["offload_optimizer"] = on
+        config["optimizer"]["params"] = {"lr": 1e-4}
     if where == "all":
         zero["offload_param"] = on
-    return {
-        "train_micro_batch_size_per_gpu": case.micro,
-        "gradient_accumulation_steps": case.accumulation,
-        "gradient_clipping": case.clip,
-        "bf16": {"enabled": True},
-        "optimizer": {
-            "type": "AdamW",
-            "params": {"lr": 1e-4, "torch_adam": True, "fused": True} if not where else {"lr": 1e-4},
-        },
-        "zero_optimization": zero,
-    }
+    return config
 
 
 def _package(case: Case) -> tuple[Step, Callable[[], None]]:

@@ -70,6 +70,16 @@ SHAPES = {
 }
 
 
+def package_config(stage: int, micro: int) -> dict[str, Any]:
+    """This package's JSON: bf16 on the wire, fp32 master and sums, torch's fused AdamW."""
+    return {
+        "train_micro_batch_size_per_gpu": micro,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True, "fused": True}},
+        "zero_optimization": {"stage": stage} | ({"stage3_fixed_graph": True} if stage == 3 else {}),
+    }
+
+
 class Norm(nn.Module):
     """Layer norm without bias, or RMS norm: one fused kernel each way."""
 
@@ -82,6 +92,9 @@ class Norm(nn.Module):
         if self.rms:
             return torch._fused_rms_norm(x, weight.shape, weight, 1e-5)[0]
         return F.layer_norm(x, weight.shape, weight)
+
+
+attention: Any = torch.ops.aten._scaled_dot_product_flash_attention
 
 
 class Attention(nn.Module):
@@ -106,7 +119,7 @@ class Attention(nn.Module):
             q, k = q * 1.0, k * 1.0
         if self.kv_heads < self.heads:
             k, v = (t.repeat_interleave(self.heads // self.kv_heads, 1) for t in (k, v))
-        made = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
+        made = attention(q, k, v, 0.0, True)[0]
         return self.out(made.transpose(1, 2).reshape(batch, length, width))
 
 

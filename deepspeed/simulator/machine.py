@@ -34,7 +34,7 @@ class Machine:
         latency: seconds that a message takes at least, among the ranks of a host.
         latency_between: the same among hosts.
         link: bytes per second of one rank between host and device, each way; 0: there is no device.
-        host: bytes per second of host memory, one rank's share.
+        host: bytes per second of host memory, one rank's share; 0: as `bandwidth`.
         launch: seconds of the host per launch, where a recording does not say.
         attention: published: how much of `matrix` fused attention reaches; 0: as much as products.
         matrix_efficiency: fitted: how much of `matrix` large products reach.
@@ -73,7 +73,8 @@ class Machine:
         arithmetic = flops / self.rate(dtype, flops) if flops else 0.0
         if self.attention and "attention" in name:
             arithmetic *= self.matrix_efficiency / min(self.attention, self.matrix_efficiency)
-        return max(self.overhead, arithmetic, nbytes / (self.bandwidth * self.memory_efficiency))
+        longer = max(arithmetic, nbytes / (self.bandwidth * self.memory_efficiency))
+        return self.overhead + longer if self.shared else max(self.overhead, longer)  # shared: the host's own cores
 
     def message(self, name: str, nbytes: float, group: tuple[int, ...]) -> tuple[float, float]:
         """Seconds of a collective: on the link, and besides.

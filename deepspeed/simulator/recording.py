@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -110,8 +111,9 @@ class Recording:
         return found
 
     def save(self, path: str | Path) -> None:
-        """Write the file that `load` reads."""
-        Path(path).write_text(json.dumps(asdict(self)) + "\n")
+        """Write the file that `load` reads; packed where its name ends in `.gz`."""
+        told = (json.dumps(asdict(self)) + "\n").encode()
+        Path(path).write_bytes(gzip.compress(told, mtime=0) if str(path).endswith(".gz") else told)
 
     @classmethod
     def load(cls, path: str | Path) -> Recording:
@@ -121,7 +123,8 @@ class Recording:
             ArgumentError: the file cannot be read, or is something else.
         """
         try:
-            told: dict[str, Any] = json.loads(Path(path).read_text())
+            held = Path(path).read_bytes()
+            told: dict[str, Any] = json.loads(gzip.decompress(held) if str(path).endswith(".gz") else held)
             entries = [Entry(**{**each, "group": tuple(each["group"])}) for each in told.pop("entries")]
             blocks = [Block(**each) for each in told.pop("blocks")]
             return cls(**told, entries=entries, blocks=blocks)

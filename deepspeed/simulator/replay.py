@@ -73,10 +73,10 @@ class Timeline:
         """Seconds in which a kernel ran."""
         return length(self.busy(KERNEL))
 
-    def exposed(self, *kinds: str) -> float:
-        """Seconds in which something of these kinds ran and no kernel did."""
-        stretches = joined(stretch for kind in kinds or (MESSAGE,) for stretch in self.busy(kind))
-        return length(stretches) - _shared(stretches, self.busy(KERNEL))
+    def exposed(self, kind: str = MESSAGE, beside: tuple[str, ...] = (KERNEL,)) -> float:
+        """Seconds in which something of a kind ran, and nothing of those that it can hide behind."""
+        stretches = self.busy(kind)
+        return length(stretches) - _shared(stretches, joined(one for other in beside for one in self.busy(other)))
 
     @property
     def idle(self) -> float:
@@ -166,7 +166,7 @@ class _Replay:
             return self.clock
         if entry.kind == HOST:
             begin = self.clock
-            self._host(entry.nbytes / self.machine.host if self.machine.host else 0.0)
+            self._host(entry.nbytes / (self.machine.host or self.machine.bandwidth))
             return self._piece("host", entry, begin, self.clock)
         if entry.kind == DISK:
             seconds = entry.nbytes / self.machine.disk if self.machine.disk else 0.0
