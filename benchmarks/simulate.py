@@ -322,6 +322,15 @@ def host_times() -> None:
 PARTS = ["rows", "fit", "choices", "host", "steps", "offload", "memory", "picture", "one-card"]
 
 
+def _keep(path: Path, found: Any) -> None:
+    """Write what was found; rows of a table take the place of those of the same name."""
+    if isinstance(found, list):
+        known = json.loads(path.read_text()) if path.exists() else []
+        fresh = {(row.get("name"), row.get("against"), str(row.get("case"))) for row in found}
+        found = [r for r in known if (r.get("name"), r.get("against"), str(r.get("case"))) not in fresh] + found
+    path.write_text(json.dumps(found, indent=1) + "\n")
+
+
 def main() -> int:
     """One part."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -344,8 +353,8 @@ def main() -> int:
         "one-card": lambda: one_card(kept),
     }
     found = parts[options.part]()
-    if found and not only:
-        (RESULTS / f"{options.part}-{card}.json").write_text(json.dumps(found, indent=1) + "\n")
+    if found:
+        _keep(RESULTS / f"{options.part}-{card}.json", found)
     return 0
 
 

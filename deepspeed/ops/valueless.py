@@ -116,7 +116,8 @@ class Valueless(DispatchMode):
 def dispatches(types: Iterable[Any]) -> bool:
     """Whether tensors of a class with a dispatch of its own are among the arguments (DTensor): what it makes of the
     call comes back as calls on plain tensors."""
-    return any(kind.__torch_dispatch__ != torch.Tensor.__torch_dispatch__ for kind in types)
+    plain: Any = torch.Tensor
+    return any(kind.__torch_dispatch__ != plain.__torch_dispatch__ for kind in types)
 
 
 def is_fake(types: Iterable[Any]) -> bool:

@@ -247,5 +247,5 @@ def _traffic(tensors: list[torch.Tensor]) -> float:
             prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride) * tensor.itemsize
         )
         storage = tensor.untyped_storage()
-        found[storage._cdata, tensor.storage_offset(), tensor.numel()] = min(held, storage.nbytes())
+        found[storage._cdata, int(tensor.storage_offset()), tensor.numel()] = min(held, storage.nbytes())
     return float(sum(found.values()))
