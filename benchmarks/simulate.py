@@ -253,6 +253,7 @@ def steps(kept: Path, only: str, card: str) -> list[dict[str, Any]]:
             against = theirs | {"sums": sums} if sums else theirs
             row = _compared(name, Machine.load(card), recorded(kept, **ours), recorded(kept, **against))
             found.append(row | {"against": against["maker"] + (f", sums in {sums}" if sums else "")})
+            _keep(RESULTS / f"steps-{card}.json", found)
             print(f"{name:32s} {found[-1]['against']:20s} {row['ours']['ms']:8.1f} ms / {row['theirs']['ms']:8.1f}"
                   f" = {row['ratio']:.3f} (worst {row['worst']:.3f}: {row['worst_at']})  exposed "
                   f"{row['ours']['exposed']:.1f} / {row['theirs']['exposed']:.1f} ms  host "
