@@ -1,5 +1,6 @@
 # One command each: `make train`, `make test`, `make test-all`, `make check`, `make bench`, `make docs`,
 # `make site` (the pages as a site), `make pictures`, `make gallery` and `make look` (what the site shows, and how),
+# `make gpu` (what a GPU can show, where there is one),
 # `make hosts` (packages for the tests on several hosts; root), `make monitors` (those of the monitors, and their tests),
 # `make wheels` (what is installed elsewhere, under dist/), `make licences` (the page of the dependencies' licences).
 # The first of them makes the environment in .venv.
@@ -17,7 +18,7 @@ HOST_PACKAGES := openssh-server pdsh openmpi-bin mpich slurm-wlm munge iproute2
 TWICE := -n 2 --dist loadfile
 FAST_TESTS := $(wildcard $(addprefix tests/,architecture harness unit parallel parity faults golden docs clients emulated package hosts))
 
-.PHONY: train test test-all check bench pictures docs site look gallery hosts monitors wheels licences
+.PHONY: train test test-all check gpu bench pictures docs site look gallery hosts monitors wheels licences
 
 # torch comes first and alone, so that the wheel of this machine's kind is the one that everything else builds on
 $(READY): pyproject.toml constraints.txt setup.py $(wildcard deepspeed/native/*.cpp deepspeed/native/*.h)
@@ -56,6 +57,10 @@ check: $(READY)
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python -m pytest -q tests/architecture
+
+# ten minutes on a machine with a GPU; exits 2 where there is none
+gpu: $(READY)
+	$(BIN)/python -m benchmarks.gpu
 
 bench: $(READY)
 	$(BIN)/python benchmarks/train_step.py $(BENCH_ARGS)

@@ -134,7 +134,8 @@ def make_axes(rows: Sequence[Sequence[int]], name: str, device: torch.device | N
     cut = [tuple(sorted(row)) for row in rows]
     if sorted(rank for row in cut for rank in row) != list(range(registry.size)):
         raise ArgumentError(f"axis {name!r}: {list(rows)} does not hold each of the {registry.size} ranks once")
-    if (device is None or device.type != "meta") and not simulating():
+    where = "cpu" if device is None else device.type
+    if where != "meta" and not (simulating() and where == "cpu"):
         registry.make_groups(cut)
     return registry.axis(next(row for row in cut if registry.rank in row), name, device)
 
@@ -199,6 +200,11 @@ def separate_reductions(axes: Iterable[Axis], everyone: Axis) -> None:
         everyone: all ranks of the engine. Where they are not the whole world, nothing is made.
     """
     backend, world = _device_backend(everyone.group), _registry().size
+    if simulating() and not everyone.tagged:  # the other ranks would say the same, and nobody has to be asked
+        for axis in dict.fromkeys(axes):
+            if axis.size > 1 and axis._reductions is None:
+                axis._reductions = replace(axis, group=make_group(list(axis.ranks), watch.timeout(), backend))
+        return
     if everyone.tagged or everyone.size < world or backend in (None, "fake", "mpi"):
         return
     lacking = [axis for axis in dict.fromkeys(axes) if axis.size > 1 and axis._reductions is None]
@@ -287,7 +293,7 @@ class _Registry:
             return Axis(name, ranks, 0, None, True)
         if where == "meta":  # a simulation: nothing has bytes that could travel
             return Axis(name, ranks, me, None, False)
-        if simulating():
+        if simulating() and where == "cpu":
             shared = SimulatedMemory(me, len(ranks)) if library() is not None else None
             return Axis(name, ranks, me, None, True, shared)
         group = self._group(ranks, name, where, group)

@@ -230,16 +230,19 @@ def exchange(
     Returns:
         (backend handles, the contributions to the own slice in rank order, the own one a view of `flat`).
     """
-    own = flat[cuts[axis.rank] : cuts[axis.rank + 1]]
-    parts = [own if r == axis.rank else scratch(own) for r in range(axis.size)]
-    group = axis.group
+    own, group = flat[cuts[axis.rank] : cuts[axis.rank + 1]], axis.group
+    if group is not None and not axis.tagged and own.numel() and is_even(cuts):
+        parts = list(scratch(flat[: cuts[-1]]).split(own.numel()))  # one buffer, which one kernel can sum
+    else:
+        parts = [own if r == axis.rank else scratch(own) for r in range(axis.size)]
     if group is None:
         return [], parts
 
     def start() -> list[Any]:
         if not axis.tagged:
             sends = [flat[cuts[r] : cuts[r + 1]] for r in range(axis.size)]
-            parts[axis.rank] = scratch(own)  # the backend writes every output
+            if parts[axis.rank] is own:
+                parts[axis.rank] = scratch(own)  # the backend writes every output
             return [dist.all_to_all(parts, sends, group=group, async_op=True)]
         works = [group.recv([parts[r]], r, tag) for r in axis.peers if own.numel()]
         sends = [(flat[cuts[r] : cuts[r + 1]], r) for r in axis.peers]

@@ -12,7 +12,9 @@ from deepspeed.comm.shared_memory import sum_natively
 _BLOCK = 1 << 16
 
 
-def sum_in_rank_order(parts: Sequence[torch.Tensor], out: torch.Tensor, scale: float, add: bool) -> None:
+def sum_in_rank_order(
+    parts: Sequence[torch.Tensor], out: torch.Tensor, scale: float, add: bool, any_order: bool = False
+) -> None:
     """out (+)= scale * (parts[0] + parts[1] + …), each term and the sum in fp32.
 
     Args:
@@ -20,9 +22,11 @@ def sum_in_rank_order(parts: Sequence[torch.Tensor], out: torch.Tensor, scale: f
         out: the accumulator, any floating dtype.
         scale: factor on the sum.
         add: add to what `out` holds instead of replacing it.
+        any_order: on a device, one kernel may add parts that lie behind each other in an order of its own, which is the
+            same in every run; a kernel per part reads and writes several times as much.
     """
     if out.device.type != "cpu":
-        _sum_on_device(parts, out, scale, add)
+        _sum_on_device(parts, out, scale, add, any_order)
         return
     exact = out.dtype == torch.float32 and all(p.dtype == torch.float32 for p in parts)
     aliased = any(p.data_ptr() == out.data_ptr() for p in parts[2:])  # `out` may be the own part: read it first
@@ -55,13 +59,31 @@ def sum_in_rank_order(parts: Sequence[torch.Tensor], out: torch.Tensor, scale: f
             o.copy_(t)
 
 
-def _sum_on_device(parts: Sequence[torch.Tensor], out: torch.Tensor, scale: float, add: bool) -> None:
+def _sum_on_device(parts: Sequence[torch.Tensor], out: torch.Tensor, scale: float, add: bool, any_order: bool) -> None:
     """The same bits in one kernel per term: a launch costs more there than memory traffic it could save."""
-    total = parts[0].to(torch.float32, copy=True)
-    for part in parts[1:]:
+    table = _as_table(parts) if any_order else None
+    if table is not None and not add and out.dtype == torch.float32:
+        torch.sum(table, 0, dtype=torch.float32, out=out)
+        if scale != 1.0:
+            out.mul_(scale)
+        return
+    total = parts[0].to(torch.float32, copy=True) if table is None else table.sum(0, dtype=torch.float32)
+    for part in parts[1:] if table is None else ():
         total.add_(part)
     if scale != 1.0:
         total.mul_(scale)
     if add:
         total.add_(out)
     out.copy_(total)
+
+
+def _as_table(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Parts that lie behind each other in one storage as its rows; None where they do not."""
+    first, count = parts[0], parts[0].numel()
+    if len(parts) < 2 or not count or not all(part.is_contiguous() and part.numel() == count for part in parts):
+        return None
+    begin, key = first.storage_offset(), first.untyped_storage()._cdata
+    for row, part in enumerate(parts):
+        if part.untyped_storage()._cdata != key or part.storage_offset() != begin + row * count:
+            return None
+    return first.as_strided((len(parts), count), (count, 1))

@@ -44,6 +44,8 @@ class Valueless(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if dispatches(types):
+            return NotImplemented if not is_fake(types) else func(*args, **kwargs)
         kind, name = _kind(func), func._overloadpacket.__name__
         if kind == "view" or name in _RESIZES or name in _EMPTY:
             return func(*args, **kwargs)
@@ -61,7 +63,7 @@ class Valueless(DispatchMode):
         floats = [t for t in tensors_in(made) if t.is_floating_point() or t.is_complex()]
         if not without and not any(t.numel() > _SMALL for t in floats):
             return func(*args, **kwargs)
-        return self._stand_in(made, args, name)
+        return self._stand_in(made, args, name, _where(args, kwargs))
 
     def _write(self, func: Any, without: bool, args: Any, kwargs: Any) -> Any:
         written = list(_written(func, args, kwargs))
@@ -88,18 +90,18 @@ class Valueless(DispatchMode):
         except (NotImplementedError, RuntimeError, TypeError, ValueError, IndexError, AssertionError):
             return None
 
-    def _stand_in(self, made: Any, args: Any, name: str) -> Any:
+    def _stand_in(self, made: Any, args: Any, name: str, device: torch.device) -> Any:
         def stand(tensor: torch.Tensor) -> torch.Tensor:
             if tensor.is_floating_point() or tensor.is_complex():
-                new = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+                new = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
                 self._mark([new])
                 return new
             if name in _INDICES and tensor.numel() and not tensor.dtype == torch.bool:
                 first = next(t for t in tensors_in(args))
                 most = max(1, first.shape[-1] if first.dim() else 1)
                 # Evenly: a router's tokens go to all its experts.
-                return (torch.arange(tensor.numel()) % most).view(tensor.shape).to(tensor.dtype)
-            return torch.zeros(tensor.shape, dtype=tensor.dtype)
+                return (torch.arange(tensor.numel()) % most).view(tensor.shape).to(device, tensor.dtype)
+            return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
 
         return _mapped(made, stand)
 
@@ -111,8 +113,28 @@ class Valueless(DispatchMode):
                 self._without[key] = weakref.ref(storage, functools.partial(_forget, self._without, key))
 
 
+def dispatches(types: Iterable[Any]) -> bool:
+    """Whether tensors of a class with a dispatch of its own are among the arguments (DTensor): what it makes of the
+    call comes back as calls on plain tensors."""
+    plain: Any = torch.Tensor
+    return any(kind.__torch_dispatch__ != plain.__torch_dispatch__ for kind in types)
+
+
+def is_fake(types: Iterable[Any]) -> bool:
+    """Whether torch asks only for shapes (as DTensor does once for each operator): nothing of it happens."""
+    return any(kind.__name__ == "FakeTensor" for kind in types)
+
+
 def _forget(known: dict[int, Any], key: int, _reference: Any) -> None:
     known.pop(key, None)
+
+
+def _where(args: Any, kwargs: dict[str, Any]) -> torch.device:
+    """Where a call puts what it makes: where it is told to, else where its arguments are."""
+    if kwargs.get("device") is not None:
+        return torch.device(kwargs["device"])
+    found = [tensor.device for tensor in tensors_in((args, kwargs))]
+    return next((device for device in found if device.type != "cpu"), torch.device("cpu"))
 
 
 def _to_meta(tensor: torch.Tensor) -> torch.Tensor:

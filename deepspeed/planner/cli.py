@@ -11,9 +11,10 @@ from typing import Any
 
 from deepspeed.config.source import load_raw
 from deepspeed.errors import DeepSpeedError
-from deepspeed.planner.machine import Machine, calibrate
+from deepspeed.planner.calibrate import calibrate
 from deepspeed.planner.plans import Judged, Task, search, table
 from deepspeed.planner.source import model_named
+from deepspeed.simulator.machine import Machine
 
 _DEFAULT = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}
 

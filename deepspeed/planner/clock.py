@@ -1,65 +1,17 @@
-"""The time of a step, from the operators of a run without values and what a machine does per second.
+"""The time of a step: what a run without values has recorded, replayed on a machine by the house's simulator.
 
-One rank's time is the sum of its operators', the longer of arithmetic and traffic for each, of its messages, of the
-update and of the disk. Ranks of a CPU share its cores and its memory, so messages hide behind nothing; the disk works
-beside the update, and what is longer counts.
+Ranks of a CPU share its cores and its memory, so messages hide behind nothing; the disk works beside the update, and
+what is longer counts.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-import torch
-
-from deepspeed.foundation.tree import tensors_in
-from deepspeed.ops.dispatch import DispatchMode
-from deepspeed.ops.flop_formulas import formulas
-from deepspeed.planner.machine import Machine
+from deepspeed.simulator.machine import Machine
+from deepspeed.simulator.recording import DISK, HOST, MESSAGE, WAIT, Entry, Recording
+from deepspeed.simulator.replay import replay
 from deepspeed.zero.policy import Policy
-
-_FREE = ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "detach", "alias")
-
-
-class Clock(DispatchMode):
-    """Adds up the seconds of what is dispatched.
-
-    Args:
-        machine: where it would run.
-
-    Attributes:
-        seconds: so far.
-        flops: so far.
-    """
-
-    def __init__(self, machine: Machine) -> None:
-        super().__init__()
-        self._machine, self._formulas = machine, formulas()
-        self.seconds, self.flops = 0.0, 0.0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        name = func._overloadpacket.__name__
-        if name in _FREE or any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns):
-            self.seconds += self._machine.overhead / 4
-            return out
-        machine, formula = self._machine, self._formulas.get(func._overloadpacket)
-        arithmetic = 0.0
-        tensors = [*tensors_in((args, kwargs)), *tensors_in(out)]
-        if formula is not None:
-            flops = formula(*args, **(kwargs or {}), out_val=out)
-            self.flops += flops
-            dtype = next((t.dtype for t in tensors if t.is_floating_point()), torch.float32)
-            arithmetic = flops / machine.rate(dtype, _one_product(flops, tensors))
-        traffic = {t.untyped_storage()._cdata: t.numel() * t.itemsize for t in tensors}
-        self.seconds += machine.overhead + max(arithmetic, sum(traffic.values()) / machine.bandwidth)
-        return out
-
-
-def _one_product(flops: float, tensors: list[torch.Tensor]) -> float:
-    """Operations of one product of a batch of them."""
-    batched = max((t.shape[:-2].numel() for t in tensors if t.dim() > 2), default=1)
-    return flops / max(1, batched)
 
 
 @dataclass(frozen=True)
@@ -88,6 +40,33 @@ class StepTime:
         """What takes most."""
         parts = {"compute": self.compute, "messages": self.messages, "update": self.update, "disk": self.disk}
         return max(parts, key=lambda name: parts[name])
+
+
+def step_time(
+    recording: Recording, share: float, machine: Machine, messages: float, update: float, disk: float
+) -> StepTime:
+    """Replay a step.
+
+    Args:
+        recording: forward and backward of some micro-batches.
+        share: of it that an update takes.
+        machine: where.
+        messages: bytes that a rank receives in an update.
+        update: bytes of host memory that the optimizer reads and writes.
+        disk: bytes that are read and written on it.
+    """
+    compute = replay(recording, machine).seconds * share
+    group = tuple(range(machine.ranks))
+    whole = messages * machine.ranks / max(1, machine.ranks - 1)
+    rest = [
+        Entry(MESSAGE, "all_gather", nbytes=whole, group=group),
+        Entry(DISK, "state", nbytes=disk),
+        Entry(HOST, "update", nbytes=update),
+        Entry(WAIT, "state", after=1),
+    ]
+    parts = replay(Recording("update", 0, machine.ranks, rest), machine)
+    took = {piece.name: piece.end - piece.begin for piece in parts.pieces}
+    return StepTime(compute, took["all_gather"], took["update"], took["state"])
 
 
 def message_bytes(policy: Policy, parameters: float, ranks: int, micro_batches: int, itemsize: int) -> float:

@@ -13,10 +13,12 @@ from torch import nn
 
 from deepspeed.config.source import load_raw
 from deepspeed.errors import ArgumentError
-from deepspeed.planner.clock import Clock, StepTime, message_bytes
-from deepspeed.planner.machine import Machine
+from deepspeed.planner.clock import StepTime, message_bytes, step_time
 from deepspeed.planner.memory import MemoryCount, simulate
 from deepspeed.planner.program import Loss, Program
+from deepspeed.simulator.machine import Machine
+from deepspeed.simulator.recorder import Recorder
+from deepspeed.simulator.recording import Recording
 from deepspeed.zero.policy import policy_for
 
 STAGES = (0, 1, 2, 3)
@@ -146,15 +148,16 @@ def judge(task: Task, plan: Plan, machine: Machine) -> Judged:
     """Predict one plan. What goes wrong becomes the reason to drop it."""
     steps = min(plan.steps, 2)
     config = replace(plan, steps=steps).config(task.config, machine.folder or "/nonexistent")
-    clock = Clock(machine)
+    recording = Recording("plan", 0, machine.ranks)
     try:
         program = Program(task.model, config, task.batch(plan.micro), task.loss, task.optimizer, _UPDATES)
-        memory = simulate(program, 0, machine.ranks, lambda: clock, late=True)
+        memory = simulate(program, 0, machine.ranks, lambda: Recorder(recording), late=True)
     except Exception as error:  # any model, any key: a plan that cannot be made is no plan
         first = str(error).strip().splitlines()[0] if str(error).strip() else ""
         return Judged(plan, reason=f"{type(error).__name__}: {first}"[:300])
-    compute = clock.seconds / _UPDATES / steps * plan.steps
-    found = Judged(plan, memory, _step_time(plan, memory, machine, compute, config), True)
+    recording.blocks.clear()
+    share = plan.steps / steps / _UPDATES
+    found = Judged(plan, memory, _step_time(plan, memory, machine, recording, share, config), True)
     most = max(memory.peak, memory.birth)
     if most <= machine.memory:
         return found
@@ -163,7 +166,9 @@ def judge(task: Task, plan: Plan, machine: Machine) -> Judged:
     return replace(found, fits=False, reason=why)
 
 
-def _step_time(plan: Plan, memory: MemoryCount, machine: Machine, compute: float, config: dict[str, Any]) -> StepTime:
+def _step_time(
+    plan: Plan, memory: MemoryCount, machine: Machine, recording: Recording, share: float, config: dict[str, Any]
+) -> StepTime:
     rest, policy = memory.at_rest, policy_for(plan.stage)
     low = any(config.get(name, {}).get("enabled") for name in ("bf16", "fp16"))
     itemsize = 2 if low else 4
@@ -172,8 +177,7 @@ def _step_time(plan: Plan, memory: MemoryCount, machine: Machine, compute: float
     traffic = 2 * state + 2 * rest.get("gradients", 0)
     moved = 2 * memory.disk  # once each way in the update; what is gathered is read in every forward and backward
     moved += 2 * plan.steps * memory.parameters * itemsize / machine.ranks if plan.tier == ALL else 0
-    disk = moved / machine.disk if memory.disk and machine.disk else 0.0
-    return StepTime(compute, messages / machine.collective, traffic / machine.bandwidth, disk)
+    return step_time(recording, share, machine, messages, traffic, moved if memory.disk else 0.0)
 
 
 def search(

@@ -85,10 +85,13 @@ class Bucket:
         group: the parameters.
         accumulator: dtype of the accumulated sum.
         sums_locally: several micro-batches are summed here before they travel.
+        any_order: see `sum_in_rank_order`.
     """
 
-    def __init__(self, group: ShardGroup, accumulator: torch.dtype, sums_locally: bool) -> None:
-        self.group = group
+    def __init__(
+        self, group: ShardGroup, accumulator: torch.dtype, sums_locally: bool, any_order: bool = False
+    ) -> None:
+        self.group, self._any_order = group, any_order
         self.whole = not group.policy.owns_a_slice
         self.low, self.high = group.low, group.high
         self.dtype = accumulator
@@ -144,7 +147,7 @@ class Bucket:
         if total.device != self.group.device:
             self._leaving = self.leave_device(parts, scale, total)
         else:
-            sum_in_rank_order(parts, total, scale, add=self.filled)
+            sum_in_rank_order(parts, total, scale, self.filled, self._any_order)
             self.total.give_back(changed=True)
             self._leaving = None
         self.filled = True
@@ -153,7 +156,7 @@ class Bucket:
     def leave_device(self, parts: list[torch.Tensor], scale: float, total: torch.Tensor) -> Handle:
         """Sum on the device and send the sum to the borrowed accumulator, which is given back when it is there."""
         gone = torch.empty(total.numel(), dtype=total.dtype, device=self.group.device)
-        sum_in_rank_order(parts, gone, scale, add=False)
+        sum_in_rank_order(parts, gone, scale, False, self._any_order)
         pool = self.group.tiers.optimizer.pool
         staged = pool.take(total.nbytes).view(total.dtype) if self.filled and pool is not None else None
         copied = mover_of(self.group.device).copy(total if staged is None else staged, gone)

@@ -41,7 +41,9 @@ class Reducer:
         self, axes: Axes, groups: list[ShardGroup], settings: ReduceSettings, window: AccumulationWindow
     ) -> None:
         self.axes, self.settings, self.window = axes, settings, window
-        self.buckets = [Bucket(group, settings.accumulator, settings.accumulates) for group in groups]
+        self.buckets = [
+            Bucket(group, settings.accumulator, settings.accumulates, not settings.in_rank_order) for group in groups
+        ]
         self._of = {id(b.group): b for b in self.buckets}
         self.clean = True
         self.revision = 0  # changes whenever what ranks compare may have changed

@@ -105,7 +105,8 @@ class Wire:
         for part in parts:
             if part.data_ptr() in self._lent:
                 self._lent.discard(part.data_ptr())
-                self._received[part.dtype, part.numel()].append(part)
+                whole = part if part._base is None else part._base  # parts may be rows of one buffer
+                self._received[whole.dtype, whole.numel()].append(whole)
 
     def launch(self, bucket: Bucket, current: Round) -> None:
         """Send a round; parameters without a gradient in it count as zero."""
@@ -180,7 +181,7 @@ class Wire:
         """The owner has all contributions: sum them into the accumulator."""
         if bucket.group.holders.copies is not None:
             total = torch.empty(bucket.total.numel, dtype=torch.float32, device=bucket.group.device)
-            sum_in_rank_order(parts, total, current.at_owner, add=False)
+            sum_in_rank_order(parts, total, current.at_owner, add=False, any_order=not self.settings.in_rank_order)
             self._finished(parts)
             return self._across_copies(bucket, bucket.group.holders.copies.reductions, total, seq)
         leaving = bucket.add(parts, current.at_owner)
@@ -205,7 +206,9 @@ class Wire:
         group = bucket.group
         total = torch.empty(group.numel, dtype=bucket.dtype, device=group.device)
         low, high = group.layout.cuts[group.axis.rank], group.layout.cuts[group.axis.rank + 1]
-        sum_in_rank_order(parts, total[low:high], current.at_owner, add=False)
+        sum_in_rank_order(
+            parts, total[low:high], current.at_owner, add=False, any_order=not self.settings.in_rank_order
+        )
         self._finished(parts)
         tag, label = tag_of(group.channel, SPREAD, seq), f"share of {group.name}"
         handle = collectives.share(group.axis.reductions, total, group.layout.cuts, tag, label)

@@ -60,13 +60,17 @@ def test_finite_gradients_have_a_finite_norm(workers, emulated):
     assert ours == pytest.approx(theirs, rel=1e-5)
 
 
-def launches_of_a_sum(dtype: torch.dtype, add: bool) -> int:
+def launches_of_a_sum(dtype: torch.dtype, add: bool, together: bool = False) -> int:
     from deepspeed.comm.collectives import sum_in_rank_order
 
-    parts = [torch.ones(1 << 20, dtype=dtype, device="cuda") for _ in range(8)]
-    out = torch.ones(1 << 20, device="cuda")
+    size = 1 << 20
+    if together:
+        parts = list(torch.ones(8 * size, dtype=dtype, device="cuda").split(size))
+    else:
+        parts = [torch.ones(size, dtype=dtype, device="cuda") for _ in range(8)]
+    out = torch.ones(size, device="cuda")
     with observed() as seen:
-        sum_in_rank_order(parts, out, 0.5, add)
+        sum_in_rank_order(parts, out, 0.5, add, any_order=together)
     assert out.eq(4.0 + add).all()
     return seen.counters["launch"]
 
@@ -75,6 +79,10 @@ def launches_of_a_sum(dtype: torch.dtype, add: bool) -> int:
 @pytest.mark.parametrize("add", [False, True], ids=["set", "add"])
 def test_a_sum_is_one_launch_per_rank(emulated, dtype, add):
     assert emulated(1).run(launches_of_a_sum, dtype, add, timeout=LIMIT)[0] <= 8 + 3
+
+
+def test_parts_that_lie_behind_each_other_are_summed_by_one_launch(emulated):
+    assert emulated(1).run(launches_of_a_sum, torch.bfloat16, False, True, timeout=LIMIT)[0] <= 2
 
 
 def one_step(cell: Cell, traced: bool = False) -> runs.Seen:

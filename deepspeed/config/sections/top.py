@@ -59,7 +59,8 @@ class TopLevel(Section):
     zero_optimization: Zero = key(Zero, "which training state is split over the ranks")
     communication_data_type: Dtype | None = key(None, "dtype in which gradients travel; null: summed in fp32")
     deterministic_reduction: bool = key(
-        False, "on devices, sum fp32 gradients in rank order too, in place of the backend's own reduction"
+        False,
+        "on devices, sum in rank order, in place of the backend's own reduction (fp32) and of one kernel (16 bits)",
     )
     prescale_gradients: bool = key(False, "divide by the world size before the reduction, not after")
     gradient_predivide_factor: float = key(1.0, "part of the division that is done before the reduction", gt=0)

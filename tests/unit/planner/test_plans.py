@@ -12,8 +12,8 @@ from torch import nn
 
 from deepspeed.errors import ArgumentError, UsageError
 from deepspeed.planner import cli, predict_memory
-from deepspeed.planner.machine import Machine
 from deepspeed.planner.plans import ALL, Plan, Task, judge, legal_plans, search
+from deepspeed.simulator.machine import Machine
 
 RATES = [[64, 1e10], [1024, 5e10]]
 MACHINE = Machine(2, 1 << 30, {"fp32": RATES, "bf16": RATES}, 1e10, 1e-6, 1e9, 1e9, "/tmp")

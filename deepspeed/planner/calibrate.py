@@ -1,9 +1,8 @@
-"""What a machine does per second, measured here in under a minute or read from a file."""
+"""What this machine does per second, measured here in under a minute."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import subprocess
@@ -11,7 +10,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,72 +17,15 @@ import psutil
 import torch
 
 from deepspeed.config.sections.memory import Aio
-from deepspeed.errors import ArgumentError, StorageError
+from deepspeed.errors import StorageError
+from deepspeed.simulator.machine import DTYPES, Machine
 from deepspeed.storage.disk import Disk
 
 _SIDES = (64, 256, 1024)
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _BRIEF_S = 0.15  # of each measurement
 _SHARE = 0.85  # of free memory that a plan may take; the rest is the interpreter's and the system's
 _INTERPRETER = 400 << 20  # bytes of a rank besides tensors
 _COLLECTIVES_S = 30.0  # longest time for the ranks that measure messages
-
-
-@dataclass(frozen=True)
-class Machine:
-    """The machine as one rank sees it while all ranks are at work.
-
-    Args:
-        ranks: ranks that it runs.
-        memory: bytes that the tensors of one rank may take.
-        matrix: floating-point operations per second of a matrix product, by dtype: pairs of side and rate.
-        bandwidth: bytes per second that operators read and write.
-        overhead: seconds that an operator takes at least.
-        collective: bytes per second of a gather or a reduction, per rank.
-        disk: bytes per second, reads and writes mixed; 0: there is none.
-        folder: on that disk.
-        notes: what could not be measured, and what stands in its place.
-    """
-
-    ranks: int
-    memory: int
-    matrix: dict[str, list[list[float]]]
-    bandwidth: float
-    overhead: float
-    collective: float
-    disk: float = 0.0
-    folder: str = ""
-    notes: list[str] = field(default_factory=list)
-
-    def rate(self, dtype: torch.dtype, flops: float) -> float:
-        """Operations per second of a product of so many operations."""
-        name = next((name for name, known in _DTYPES.items() if known == dtype), "fp32")
-        table = self.matrix.get(name) or self.matrix["fp32"]
-        side = (flops / 2) ** (1 / 3)
-        return next((rate for size, rate in reversed(table) if side >= size), table[0][1])
-
-    def save(self, path: str | Path) -> None:
-        """Write the file that `load` reads."""
-        Path(path).write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n")
-
-    @classmethod
-    def load(cls, path: str | Path) -> Machine:
-        """A machine from its file.
-
-        Raises:
-            ArgumentError: the file cannot be read, or lacks something.
-        """
-        try:
-            told = json.loads(Path(path).read_text())
-            made = cls(**told)
-        except (OSError, ValueError, TypeError) as error:
-            raise ArgumentError(
-                f"machine file {path}: {error}; `ds_plan --machine here --save_machine FILE` writes one"
-            ) from error
-        positive = (made.ranks, made.memory, made.bandwidth, made.collective)
-        if not all(isinstance(value, (int, float)) and value > 0 for value in positive) or not made.matrix.get("fp32"):
-            raise ArgumentError(f"machine file {path}: ranks, memory, bandwidth, collective and matrix.fp32 are needed")
-        return made
 
 
 def calibrate(ranks: int, folder: str = "", memory: int = 0) -> Machine:
@@ -98,7 +39,7 @@ def calibrate(ranks: int, folder: str = "", memory: int = 0) -> Machine:
     before, notes = torch.get_num_threads(), list[str]()
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
     try:
-        matrix = {name: [[side, _matrix(dtype, side)] for side in _SIDES] for name, dtype in _DTYPES.items()}
+        matrix = {name: [[side, _matrix(dtype, side)] for side in _SIDES] for name, dtype in DTYPES.items()}
         bandwidth, overhead = _bandwidth() / ranks, _overhead()
     finally:
         torch.set_num_threads(before)
@@ -108,7 +49,8 @@ def calibrate(ranks: int, folder: str = "", memory: int = 0) -> Machine:
         notes.append("messages could not be measured: a quarter of the memory's bandwidth stands in their place")
     disk = _disk(folder, notes) / ranks if folder else 0.0
     free = memory or int(psutil.virtual_memory().available * _SHARE / ranks) - _INTERPRETER
-    return Machine(ranks, max(free, 1), matrix, bandwidth, overhead, collective, disk, folder if disk else "", notes)
+    where = folder if disk else ""
+    return Machine(ranks, max(free, 1), matrix, bandwidth, overhead, collective, disk, where, notes, shared=True)
 
 
 def _seconds(call: Callable[[], Any]) -> float:

@@ -1,0 +1,212 @@
+"""The rule of torch's caching allocator, replayed over what a run allocates: what it reserves, and in what pieces.
+
+[Note: the rule] Sizes are rounded up to 512 bytes. Up to 1 MiB a block is cut from segments of 2 MiB, up to 10 MiB
+from segments of 20 MiB, larger ones get a segment of their own size, rounded up to 2 MiB. A request takes the smallest
+free block of its stream and kind that is large enough, and leaves the rest as a block where that is worth it. Freed
+neighbours join. A block that another stream uses (`record_stream`) is free when that stream is done. A segment stays
+reserved until the cache is emptied, or memory is over: then free segments go back, and the request is tried again.
+"""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import dataclass
+
+from deepspeed.errors import ArgumentError
+from deepspeed.simulator.machine import Machine
+from deepspeed.simulator.recording import EMPTIED, Block, Recording
+from deepspeed.simulator.replay import Timeline, replay
+
+_ROUND, _SMALL, _LARGE = 512, 1 << 20, 10 << 20
+_SMALL_SEGMENT, _LARGE_SEGMENT, _ROUND_SEGMENT = 2 << 20, 20 << 20, 2 << 20
+
+
+class _Piece:
+    """A stretch of a segment."""
+
+    __slots__ = ("after", "before", "free", "place", "pool", "segment", "size")
+
+    def __init__(self, segment: int, place: int, size: int, pool: tuple[int, bool]) -> None:
+        self.segment, self.place, self.size, self.pool, self.free = segment, place, size, pool, True
+        self.before: _Piece | None = None
+        self.after: _Piece | None = None
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        """Smallest first, then the lowest address."""
+        return self.size, self.segment, self.place
+
+
+class CachingAllocator:
+    """See the note.
+
+    Args:
+        limit: bytes of the device.
+
+    Attributes:
+        allocated, reserved: bytes now; `most_allocated`, `most_reserved`: at most so far.
+    """
+
+    def __init__(self, limit: float = float("inf")) -> None:
+        self.limit = limit
+        self.allocated = self.reserved = self.most_allocated = self.most_reserved = 0
+        self._free: dict[tuple[int, bool], list[tuple[tuple[int, int, int], _Piece]]] = {}
+        self._segments = 0
+
+    def take(self, nbytes: int, stream: int) -> _Piece:
+        """A block for a stream.
+
+        Raises:
+            ArgumentError: there is no such memory.
+        """
+        size = -(-max(nbytes, 1) // _ROUND) * _ROUND
+        small = size <= _SMALL
+        pool = (stream, small)
+        piece = self._found(pool, size) or self._reserve(pool, size)
+        rest = piece.size - size
+        if rest >= (_ROUND if small else _SMALL + 1):
+            left = _Piece(piece.segment, piece.place + size, rest, pool)
+            left.before, left.after, piece.after = piece, piece.after, left
+            if left.after is not None:
+                left.after.before = left
+            piece.size = size
+            self._keep(left)
+        piece.free = False
+        self.allocated += piece.size
+        self.most_allocated = max(self.most_allocated, self.allocated)
+        return piece
+
+    def give(self, piece: _Piece) -> None:
+        """A block comes back."""
+        self.allocated -= piece.size
+        piece.free = True
+        for other in (piece.after, piece.before):
+            if other is not None and other.free:
+                self._forget(other)
+                piece = _join(*sorted((piece, other), key=lambda each: each.place))
+        self._keep(piece)
+
+    def empty(self) -> None:
+        """Free segments go back to the system."""
+        for pool, kept in self._free.items():
+            whole = [piece for _, piece in kept if piece.before is None and piece.after is None]
+            self.reserved -= sum(piece.size for piece in whole)
+            gone = {id(piece) for piece in whole}
+            self._free[pool] = [entry for entry in kept if id(entry[1]) not in gone]
+
+    def _found(self, pool: tuple[int, bool], size: int) -> _Piece | None:
+        kept = self._free.setdefault(pool, [])
+        at = bisect.bisect_left(kept, (size, -1, -1), key=lambda entry: entry[0])
+        return kept.pop(at)[1] if at < len(kept) else None
+
+    def _reserve(self, pool: tuple[int, bool], size: int) -> _Piece:
+        if pool[1]:
+            segment = _SMALL_SEGMENT
+        else:
+            segment = _LARGE_SEGMENT if size < _LARGE else -(-size // _ROUND_SEGMENT) * _ROUND_SEGMENT
+        if self.reserved + segment > self.limit:
+            self.empty()
+        if self.reserved + segment > self.limit:
+            raise ArgumentError(
+                f"out of memory: {segment / 2**30:.2f} GiB more than the {self.reserved / 2**30:.2f} GiB reserved (of "
+                f"which {self.allocated / 2**30:.2f} GiB in use) are over the device's {self.limit / 2**30:.2f} GiB"
+            )
+        self.reserved += segment
+        self.most_reserved = max(self.most_reserved, self.reserved)
+        self._segments += 1
+        return _Piece(self._segments, 0, segment, pool)
+
+    def _keep(self, piece: _Piece) -> None:
+        bisect.insort(self._free.setdefault(piece.pool, []), (piece.key, piece), key=lambda entry: entry[0])
+
+    def _forget(self, piece: _Piece) -> None:
+        kept = self._free[piece.pool]
+        kept.pop(bisect.bisect_left(kept, piece.key, key=lambda entry: entry[0]))
+
+
+def _join(left: _Piece, right: _Piece) -> _Piece:
+    left.size += right.size
+    left.after = right.after
+    if right.after is not None:
+        right.after.before = left
+    return left
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a run held on the device.
+
+    Args:
+        allocated: most bytes in use at once.
+        reserved: most bytes taken from the device.
+        by_step: the same two, of each step: up to its end.
+    """
+
+    allocated: int
+    reserved: int
+    by_step: list[tuple[int, int]]
+
+    @property
+    def ratio(self) -> float:
+        """Reserved over allocated, at their peaks."""
+        return self.reserved / max(1, self.allocated)
+
+
+def replay_memory(recording: Recording, machine: Machine, ends: list[int], limit: float = float("inf")) -> Held:
+    """Replay the blocks of a recording of some steps.
+
+    Args:
+        recording: with all blocks since the first allocation.
+        machine: says when other streams are done with a block.
+        ends: entries recorded at the end of each step.
+        limit: bytes of the device.
+
+    Raises:
+        ArgumentError: the device has too little.
+    """
+    allocator, time = CachingAllocator(limit), _Times(recording, replay(recording, machine))
+    held: dict[int, _Piece] = {}
+    users: dict[int, set[int]] = {}
+    waiting: list[tuple[float, _Piece]] = []
+    by_step: list[tuple[int, int]] = []
+    for block in recording.blocks:
+        while len(by_step) < len(ends) and block.at > ends[len(by_step)]:
+            by_step.append((allocator.most_allocated, allocator.most_reserved))
+        if block.used:
+            users.setdefault(block.number, set()).add(block.stream)
+            continue
+        for end, piece in [each for each in waiting if each[0] <= time.of_host(block)]:
+            allocator.give(piece)
+            waiting.remove((end, piece))
+        if block.number == EMPTIED:
+            allocator.empty()
+            continue
+        old = held.pop(block.number, None)
+        if block.nbytes:
+            held[block.number] = allocator.take(block.nbytes, block.stream)
+        if old is not None:
+            others = users.pop(block.number, set())
+            done = max((time.of_stream(stream, block) for stream in others), default=0.0)
+            waiting.append((done, old)) if done > time.of_host(block) else allocator.give(old)
+    by_step += [(allocator.most_allocated, allocator.most_reserved)] * (len(ends) - len(by_step))
+    return Held(allocator.most_allocated, allocator.most_reserved, by_step)
+
+
+class _Times:
+    """When the host is at a block, and when a stream is done with what it was given before."""
+
+    def __init__(self, recording: Recording, timeline: Timeline) -> None:
+        self._timeline = timeline
+        self._on: dict[int, list[int]] = {}
+        for number, entry in enumerate(recording.entries):
+            self._on.setdefault(entry.stream, []).append(number)
+
+    def of_host(self, block: Block) -> float:
+        """Seconds."""
+        return self._timeline.clocks[block.at - 1] if block.at else 0.0
+
+    def of_stream(self, stream: int, block: Block) -> float:
+        """Seconds."""
+        entries = self._on.get(stream, [])
+        at = bisect.bisect_left(entries, block.at)
+        return self._timeline.ends[entries[at - 1]] if at else 0.0
