@@ -10,7 +10,7 @@ import ctypes
 import functools
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
 _TRIM, _MAP = -1, -3  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD of mallopt
@@ -27,7 +27,7 @@ def _mallopt() -> Callable[[int, int], int] | None:
 
 
 @contextmanager
-def own_pages() -> Iterator[None]:
+def own_pages() -> Generator[None, None, None]:
     """Blocks of 1 MiB and more that are allocated inside, by any thread, go back to the system when they are freed."""
     mallopt = _mallopt()
     if mallopt is None:
