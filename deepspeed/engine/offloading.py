@@ -106,8 +106,13 @@ class Offload:
         if not self.active:
             return needs
         total = sum(state.numel for state, _ in groups) or 1
-        shown = [f"{place} {held / 1e9:.2f} GB ({held / total:.2f} B per parameter)" for place, held in needs.items()]
+        unit, name = (1e9, "GB") if sum(needs.values()) >= 1e9 else (1e6, "MB")
+        shown = [
+            f"{place} {held / unit:.2f} {name} ({held / total:.2f} B per parameter)" for place, held in needs.items()
+        ]
         say(f"predicted for each rank at rest: {', '.join(shown)}")
+        if self.parameters.device == "nvme" and any(s.gathered for s, _ in groups) and not needs[NVME]:
+            say("nothing rests on nvme: all of it is within offload_param.max_in_cpu; 0 there puts it on the disk")
         for tier in self._disks.values():
             tier.disk.preflight(int(on_disk[id(tier)]))
         return needs

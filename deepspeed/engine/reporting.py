@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import time
+from typing import Any
 
 import torch
 
@@ -13,6 +15,7 @@ from deepspeed.config.explain import as_text
 from deepspeed.engine.accessors import StateAccessors
 from deepspeed.engine.state import EngineState
 from deepspeed.foundation.log import say, say_once
+from deepspeed.foundation.tree import tensors_in
 from deepspeed.version import __version__
 
 FORWARD, BACKWARD, STEP = "forward", "backward", "step"
@@ -37,6 +40,7 @@ class Reporting:
     def __init__(self, state: EngineState) -> None:
         self._state, self._facts = state, StateAccessors(state)
         self._reported = (time.perf_counter(), 0)
+        self.unseen = True  # no batch was looked at
 
     def say_plan(self) -> None:
         """What trains how."""
@@ -57,6 +61,23 @@ class Reporting:
             say_once("gradient_clipping is not set: gradients are not clipped")
         if config.dump_state:
             say(as_text(config.explain()))
+
+    def look_at_batch(self, given: Any) -> None:
+        """A line where a rank gets as much as all of them should get together: then all train on the same samples.
+
+        Args:
+            given: what forward got; the first tensor's first dimension is taken for its samples.
+        """
+        self.unseen = False
+        first = next(iter(tensors_in(given)), None)
+        ranks, (_, micro, _) = self._state.axes.data.size, self._facts.get_batch_info()
+        if first is not None and first.dim() and ranks > 1 and first.shape[0] == ranks * micro:
+            say(
+                f"forward got {first.shape[0]} samples; the configuration has {micro} for each of {ranks} ranks. If "
+                f"every rank loads the same, all learn from the same samples: pass training_data to initialize, or a "
+                f"torch.utils.data.DistributedSampler to the loader",
+                logging.WARNING,
+            )
 
     def report(self) -> None:
         """A line, every `steps_per_print` updates."""

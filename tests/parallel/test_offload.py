@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import tempfile
 from typing import Any
 
 import pytest
@@ -274,8 +275,21 @@ def test_max_in_cpu_limits_what_stays_in_memory(workers: Any) -> None:
 def predicted() -> None:
     with said() as lines:
         begin(3, "nvme-nvme").destroy()
-    assert with_words(lines, "predicted for each rank at rest", "device 0.00 GB", "nvme") == 1
+    assert with_words(lines, "predicted for each rank at rest", "device 0.00 MB", "nvme") == 1
     assert with_words(lines, "nvme_path", "free", "MB/s", "step") == 1
+
+
+def small_on_disk() -> None:
+    zero = {"offload_param": {"device": "nvme", "nvme_path": tempfile.gettempdir() + "/deepspeed-tests"}}
+    for limit, times in ((None, 1), (0, 0)):  # by default so much stays in memory that nothing is on the disk
+        zero["offload_param"] |= {} if limit is None else {"max_in_cpu": limit}
+        with said() as lines:
+            begin(3, "device", zero=zero).destroy()
+        assert with_words(lines, "nothing rests on nvme", "max_in_cpu") == times, lines
+
+
+def test_a_disk_on_which_nothing_rests_is_said(workers: Any) -> None:
+    workers(1).run(small_on_disk)
 
 
 def test_the_plan_is_said_in_a_line(workers: Any) -> None:
