@@ -48,12 +48,16 @@ def export(
         NotAvailableError: packed integers need compressed-tensors.
     """
     inner = inside(model)[1]
+    if weights not in ("float", *BITS):
+        raise CompressionError(f"weights={weights!r}: export writes float, {', '.join(BITS)}")
     config = config_of(inner)
     if config is None or not hasattr(inner, "save_pretrained"):
         raise CompressionError(
             f"export writes folders of Transformers models; {type(model).__name__} has no config: save its state dict"
         )
     plain = _filled(dense_class(inner), config, plain_state(model, state))
+    if getattr(inner, "generation_config", None) is not None:
+        plain.generation_config = copy.deepcopy(inner.generation_config)
     folder = Path(folder)
     before = sum(param.numel() for param in plain.parameters())
     if weights != "float":
@@ -70,11 +74,12 @@ def _filled(model_class: type[nn.Module], config: Any, state: Mapping[str, torch
     """A plain model of these weights."""
     made: Any = model_class(copy.deepcopy(config)) if _small(state) else on_meta(model_class, config)
     missing, unexpected = made.load_state_dict(dict(state), strict=False, assign=True)
-    params = dict(made.named_parameters())
-    lost = [name for name in missing if name in params]
-    if unexpected or any(params[name].device.type == "meta" for name in lost):
+    every: Any = made.named_parameters(remove_duplicate=False)
+    given = {param for name, param in every if name not in missing}
+    made.tie_weights()  # what is tied need not be given; anything else would keep its first, random values
+    lost = [name for name, param in made.named_parameters() if param not in given]
+    if unexpected or lost:
         raise CompressionError(f"the weights do not fit {model_class.__name__}: {lost[:3]}, {list(unexpected)[:3]}")
-    made.tie_weights()
     dtypes = {value.dtype for value in state.values() if value.is_floating_point()}
     if len(dtypes) == 1:
         made.config.dtype = next(iter(dtypes))

@@ -25,7 +25,10 @@ torch.set_num_threads(1)
 folder = sys.argv[1]
 config = transformers.AutoConfig.from_pretrained(folder)
 model_class = getattr(transformers, (config.architectures or ["AutoModelForCausalLM"])[0])
-model = model_class.from_pretrained(folder).eval()
+model, loaded = model_class.from_pretrained(folder, output_loading_info=True)
+if loaded["missing_keys"]:  # Transformers would go on with random values
+    raise SystemExit(f"weights are missing: {sorted(loaded['missing_keys'])[:3]}")
+model.eval()
 
 def prefill(ids):
     model(input_ids=ids, use_cache=False)
@@ -36,7 +39,10 @@ def token(ids):
 
 def timed(kind, length, times):
     text = config.get_text_config()
-    length = min(length, getattr(text, "max_position_embeddings", None) or length)
+    most = getattr(text, "max_position_embeddings", None) or length + times
+    if kind == "token":  # the cache grows by one at each of them, and learned positions end
+        length = max(min(length, most - times + 1), 2)
+    length = min(length, most)
     ids = torch.randint(0, text.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
     run = token(ids) if kind == "token" else lambda: prefill(ids)
     started = time.process_time()
@@ -83,7 +89,8 @@ class Exported:
             cwd="/",
         )
         self.parameters = int(self._answer())
-        self.bytes = sum(file.stat().st_size for file in self.folder.glob("*.safetensors"))
+        files = list(self.folder.glob("*.safetensors")) or list(self.folder.glob("pytorch_model*.bin"))
+        self.bytes = sum(file.stat().st_size for file in files)
 
     def _answer(self) -> Any:
         line = self._process.stdout.readline() if self._process.stdout else ""

@@ -14,6 +14,7 @@ from safetensors import safe_open
 
 from deepspeed.compression.export import export, packable
 from deepspeed.compression.twin import build, inputs_for
+from deepspeed.errors import CompressionError
 from tests.unit.compression.architectures import architecture
 
 # In a process without this package: the folder's outputs.
@@ -102,3 +103,29 @@ def test_inputs_are_rounded_where_the_folder_says_so(weights: str, rounds: bool,
     whole, eight = map(float, done.stdout.split())
     print(f"{weights}: {whole:.1e} from whole inputs, {eight:.1e} from rounded ones")
     assert (eight < whole / 20) if rounds else (whole < eight / 20)
+
+
+def test_how_it_generates_goes_with_the_folder(tmp_path: Path) -> None:
+    model: Any = build(*architecture("Llama"))
+    model.generation_config.max_new_tokens, model.generation_config.eos_token_id = 7, [3, 5]
+    export(model, model.state_dict(), tmp_path)
+    told = json.loads((tmp_path / "generation_config.json").read_text())
+    assert told["max_new_tokens"] == 7 and told["eos_token_id"] == [3, 5]
+
+
+def test_a_weight_that_is_not_given_is_not_invented(tmp_path: Path) -> None:
+    model: Any = build(*architecture("Llama"))
+    state = dict(model.state_dict())
+    del state["model.norm.weight"]
+    with pytest.raises(CompressionError, match=r"do not fit.*model\.norm\.weight"):
+        export(model, state, tmp_path)
+    with pytest.raises(CompressionError, match="int8"):
+        export(model, model.state_dict(), tmp_path, "int3")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_tied_weight_is_given_by_one_of_its_names(tmp_path: Path) -> None:
+    model: Any = build(*architecture("GPT2"))
+    state = dict(model.state_dict())
+    del state["lm_head.weight"]
+    assert export(model, state, tmp_path)["parameters"] == sum(param.numel() for param in model.parameters())

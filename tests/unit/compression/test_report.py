@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from deepspeed.compression.cli import main
 from deepspeed.compression.export import export
@@ -56,3 +57,34 @@ def test_what_cannot_be_read_is_named(tmp_path: Path, capsys: pytest.CaptureFixt
     torch.save(torch.rand(3, 4), tmp_path / "held.pt")
     assert main(["report", "a", "b", "--tokens", str(tmp_path / "held.pt")]) == 1
     assert "no tensor of torch.save" in (told := capsys.readouterr().err) and "integers of shape" in told
+
+
+@pytest.mark.slow
+def test_learned_positions_end_where_the_windows_do(tmp_path: Path) -> None:
+    model_class, config = architecture("GPT2")
+    config.n_positions = 16
+    model = build(model_class, config)
+    export(model, model.state_dict(), tmp_path)
+    told = report(tmp_path, tmp_path, torch.randint(0, 60, (2, 17)))
+    assert told["loss"][0] == told["loss"][1] and told["token"] > 0
+
+
+@pytest.mark.slow
+def test_a_folder_that_lacks_a_weight_is_not_judged_by_random_ones(tmp_path: Path) -> None:
+    model = build(*architecture("Llama"))
+    export(model, model.state_dict(), tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    del state["model.norm.weight"]
+    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CompressionError, match=r"weights are missing.*model\.norm\.weight"):
+        Exported(tmp_path)
+
+
+@pytest.mark.slow
+def test_bytes_of_an_old_folder_are_those_of_its_pickled_weights(tmp_path: Path) -> None:
+    model = build(*architecture("Llama"))
+    export(model, model.state_dict(), tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    with Exported(tmp_path) as read:
+        assert read.bytes == (tmp_path / "pytorch_model.bin").stat().st_size
