@@ -190,7 +190,9 @@ class SharedMemory:
             try:
                 memory = open_shared(self._processes[peer], descriptor, size)
             except OSError as error:
-                raise RuntimeError(f"the memory of process {self._processes[peer]} is gone: {error}") from error
+                raise CommError(
+                    f"process {self._processes[peer]}, member {peer} of the group, has ended: its memory is gone ({error})"
+                ) from error
             array = np.frombuffer(memory, dtype=np.uint8)
             self._mapped.append((array.ctypes.data, array.ctypes.data + array.nbytes))
             self._foreign[key] = torch.from_numpy(array)

@@ -121,12 +121,12 @@ def test_unpacked_int8(tmp_path: Path) -> None:
     """De-quantized numbers are written back: nothing is smaller."""
     pytest.importorskip("compressed_tensors")
 
-    def plain(model: Any, bits: int, group_size: int, folder: Path) -> None:
+    def plain(model: Any, weights: str, group_size: int, folder: Path) -> None:
         from deepspeed.compression.utils import symmetric
 
         with torch.no_grad():
             for module in export.packable(model).values():
-                module.weight.copy_(symmetric(module.weight, bits, module.out_features))
+                module.weight.copy_(symmetric(module.weight, export.BITS[weights], module.out_features))
         model.save_pretrained(folder)
 
     with mock.patch.object(export, "_pack_aside", plain), pytest.raises(AssertionError):
