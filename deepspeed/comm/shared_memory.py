@@ -191,7 +191,7 @@ class SharedMemory:
                 memory = open_shared(self._processes[peer], descriptor, size)
             except OSError as error:
                 raise CommError(
-                    f"process {self._processes[peer]}, member {peer} of the group, has ended: its memory is gone ({error})"
+                    f"process {self._processes[peer]}, member {peer} of the group, ended: its memory is gone ({error})"
                 ) from error
             array = np.frombuffer(memory, dtype=np.uint8)
             self._mapped.append((array.ctypes.data, array.ctypes.data + array.nbytes))

@@ -52,7 +52,7 @@ def test_a_stage_that_dies_ends_the_others_with_its_place(where: str) -> None:
     """)
     ends = run_ranks(snippet, 2, limit=90, DEEPSPEED_TIMEOUT=str(TIMEOUT / 60))
     assert ends[1].code == 9 and ends[0].code, ends
-    # Waiting for the second gradient; or at the first, which was posted, where this rank reads it after the other ended.
+    # Waiting for the second gradient, or at the first, which was posted, when it is read after the other rank ended.
     waited, late = ("micro-batch 1", "[<B1]"), ("micro-batch 0", "its memory is gone")
     assert "stage 0" in ends[0].err, ends[0].err
     assert any(all(word in ends[0].err for word in words) for words in (waited, late)), ends[0].err
