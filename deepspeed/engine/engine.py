@@ -175,8 +175,7 @@ class DeepSpeedEngine(EngineSurface, ModuleWrapper):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module; same arguments and outputs."""
         if self.training:
-            if self._reports.unseen:
-                self._reports.look_at_batch([inputs, kwargs])
+            self._reports.look_at_batch(inputs, kwargs)
             if self._same_batches.left:
                 self._same_batches.compare([inputs, kwargs])
             if self._sequencing.active:

@@ -40,7 +40,7 @@ class Reporting:
     def __init__(self, state: EngineState) -> None:
         self._state, self._facts = state, StateAccessors(state)
         self._reported = (time.perf_counter(), 0)
-        self.unseen = True  # no batch was looked at
+        self._looked = False  # at the first batch
 
     def say_plan(self) -> None:
         """What trains how."""
@@ -62,13 +62,15 @@ class Reporting:
         if config.dump_state:
             say(as_text(config.explain()))
 
-    def look_at_batch(self, given: Any) -> None:
-        """A line where a rank gets as much as all of them should get together: then all train on the same samples.
+    def look_at_batch(self, *given: Any) -> None:
+        """A line where a rank's first batch is as large as that of all should be: then all train on the same samples.
 
         Args:
             given: what forward got; the first tensor's first dimension is taken for its samples.
         """
-        self.unseen = False
+        if self._looked:
+            return
+        self._looked = True
         first = next(iter(tensors_in(given)), None)
         ranks, (_, micro, _) = self._state.axes.data.size, self._facts.get_batch_info()
         if first is not None and first.dim() and ranks > 1 and first.shape[0] == ranks * micro:

@@ -65,7 +65,6 @@ class Stored(ABC):
         Raises:
             StorageError: it failed.
         """
-        return None
 
     def replace(self, values: torch.Tensor) -> None:
         """Take new values for all there are.
