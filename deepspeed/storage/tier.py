@@ -60,11 +60,8 @@ class Stored(ABC):
         return False
 
     def brought(self) -> None:
-        """Wait for what `bring` began.
-
-        Raises:
-            StorageError: it failed.
-        """
+        """Wait for what `bring` began; raises StorageError where it failed."""
+        return None
 
     def replace(self, values: torch.Tensor) -> None:
         """Take new values for all there are.
