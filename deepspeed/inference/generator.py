@@ -240,7 +240,7 @@ class Generator:
 
         Raises:
             RequestError: as `submit`, or a prompt's logits are not finite.
-            What the model's own `generate` raises, where prompts go through it.
+            Exception: what the model's own `generate` raises, where prompts go through it.
         """
         idents = [object() for _ in prompts]
         found: dict[Hashable, list[int]] = {ident: [] for ident in idents}
