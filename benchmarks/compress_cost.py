@@ -46,15 +46,17 @@ def technique(name: str, params: dict[str, Any], modules: list[str], related: An
     return {name: {"shared_parameters": {"enabled": True, **shared}, "different_groups": {"g": group}}}
 
 
-def blocks() -> dict[str, dict[str, Any]]:
-    """`compression_training` by side."""
+def blocks(shape: Shape) -> dict[str, dict[str, Any]]:
+    """`compression_training` by side. torchao has a scale per row at least; ours has as many scales as `width` rows."""
     half = {"dense_ratio": 0.5}
     bits = {"start_bits": 8, "target_bits": 8, "quantization_period": 0}
     once = {"method": "l1", "schedule_offset": 1}
     return {
         "masked": technique("sparse_pruning", half, LINEARS, **once),
         "global": technique("sparse_pruning", half, LINEARS, scope="global", **{**once, "schedule_offset": 1000}),
-        "fake 8 bits": technique("weight_quantization", bits, LINEARS, quantize_weight_in_forward=True),
+        "fake 8 bits": technique(
+            "weight_quantization", bits, LINEARS, quantize_weight_in_forward=True, quantize_groups=shape.width
+        ),
         "removed": technique("row_pruning", half, ["up"], [["down"]], **once),
     }
 
@@ -74,10 +76,10 @@ def model_of(side: str, shape: Shape) -> nn.Module:
             prune.l1_unstructured(module, "weight", 0.5)
     elif side == "torchao":
         from torchao.quantization import quantize_
-        from torchao.quantization.granularity import PerTensor
+        from torchao.quantization.granularity import PerAxis
         from torchao.quantization.qat import IntxFakeQuantizeConfig, QATConfig
 
-        weights = IntxFakeQuantizeConfig(torch.int8, granularity=PerTensor(), is_symmetric=True)
+        weights = IntxFakeQuantizeConfig(torch.int8, granularity=PerAxis(0), is_symmetric=True)
         wanted = {id(module) for module in chosen}
         quantize_(model, QATConfig(weight_config=weights, step="prepare"), lambda m, _: id(m) in wanted)
     return model
@@ -99,8 +101,8 @@ def make_handler(shape: dict[str, int], stage: int) -> Callable[..., Any]:
                 "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
                 "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
             }
-            if side in blocks():
-                config["compression_training"] = blocks()[side]
+            if side in blocks(sizes):
+                config["compression_training"] = blocks(sizes)[side]
             engines[side] = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
             for warm in range(3):  # masks are formed, and units leave, after the first
                 step(side, warm)
