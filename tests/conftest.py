@@ -52,6 +52,17 @@ def emulated() -> Iterator[Callable[[int], WorkerPool]]:
     yield from _started("tests.emulated.worker")
 
 
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A world of one that ends with the test, when it was not there before."""
+    from deepspeed import comm
+
+    before = comm.is_initialized()
+    yield
+    if comm.is_initialized() and not before:
+        comm.destroy_process_group()
+
+
 @pytest.fixture(autouse=True)
 def _police() -> Iterator[None]:
     """A test that leaves an environment variable, a thread or a child process behind fails."""

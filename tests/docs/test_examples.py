@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed import comm
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.zero.param import _RAW_STORAGE
 
@@ -28,15 +27,6 @@ def blocks(pattern: re.Pattern[str]) -> Iterator[object]:
     for page in PAGES:
         found = pattern.findall(page.read_text())
         yield from (pytest.param(page, text, id=f"{page.stem}-{at}") for at, text in enumerate(found, start=1))
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    """Examples make a world of one; the group goes with them when it was not there before."""
-    before = comm.is_initialized()
-    yield
-    if comm.is_initialized() and not before:
-        comm.destroy_process_group()
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if RUN.search(p.read_text())], ids=lambda p: p.stem)

@@ -8,7 +8,6 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from torch import nn
 from torch.nn import functional
 
 import deepspeed
-from deepspeed import comm
 from website import gallery
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,16 +41,8 @@ def test_the_first_screen_has_picture_command_diff_and_json_in_this_order() -> N
     assert places == sorted(places) and -1 not in places
 
 
-@pytest.fixture
-def world_of_one() -> Iterator[None]:
-    before = comm.is_initialized()
-    yield
-    if comm.is_initialized() and not before:
-        comm.destroy_process_group()
-
-
 def test_both_sides_of_the_readmes_diff_lose_the_same(
-    world_of_one: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    alone: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """With a `Net` and `batches`, on one rank, under the README's own JSON."""
     (tmp_path / "ds_config.json").write_text(JSON.findall(README)[0])
