@@ -161,6 +161,11 @@ def settle() -> None:
         _here.watcher.settle()
 
 
+def ends_by_itself() -> float:
+    """Longest time in seconds until this process ends with the report of a failure; 0 when none has been seen."""
+    return ANSWER_S + 2.0 if _here.raised else 0.0
+
+
 def stop() -> None:
     """End the watch; rank 0 first makes sure that the others no longer need its store."""
     watcher, _here.watcher = _here.watcher, None

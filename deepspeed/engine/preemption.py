@@ -98,9 +98,18 @@ def _on_signal(number: int, _: Any) -> None:
         return  # a scheduler that signals every process of a job reaches a rank by itself and through its agent
     if known and os.getpid() == _process[0] and not stopping.request:
         stopping.ask(number)
-        end = threading.Timer(float(os.environ.get("DS_GRACE") or GRACE_S), os._exit, (128 + number,))
-        end.daemon = True  # a run that takes no further step ends all the same
-        end.start()
+        _end_after(float(os.environ.get("DS_GRACE") or GRACE_S), number)
+        return
+    left = watch.ends_by_itself()
+    if left and os.getpid() == _process[0]:
+        _end_after(left, number)  # the launcher ends what another's death has left: this rank's report comes first
         return
     signal.signal(number, signal.SIG_DFL)  # nothing to save, a worker, or another signal: as if nobody listened
     os.kill(os.getpid(), number)
+
+
+def _end_after(seconds: float, number: int) -> None:
+    """End by a signal's number, also where no further step is taken."""
+    end = threading.Timer(seconds, os._exit, (128 + number,))
+    end.daemon = True
+    end.start()
