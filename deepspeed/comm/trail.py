@@ -127,6 +127,16 @@ class Trail:
         with self._lock:
             return self._streams[name].ranks
 
+    def latest(self, count: int = 3) -> list[str]:
+        """Lines about the last collectives of this rank, with the user's file and line, for what others cannot say."""
+        lines: list[str] = []
+        with self._lock:
+            for stream in list(self._streams.values())[:_TOLD_SETS]:
+                lines.append(f"The last collectives of {_set(stream.ranks)} that this rank entered:")
+                last = list(stream.entries)[-count:]
+                lines += [f"  {label!r} at {_place(code, at) or 'no line of the script'}" for label, code, at in last]
+        return lines
+
     def recent(self) -> bytes:
         """The last entries of all streams with host, file and line, for a report."""
         told: dict[str, Any] = {}

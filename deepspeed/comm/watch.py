@@ -433,7 +433,7 @@ class _Watcher:
             lines.append(f"{line} ({where})" if where else line)
         if trail.interval:
             part = parting({**self._trails, self._rank: trail.recent()})
-            lines += [part] if part else []
+            lines += [part] if part else trail.latest()
         return "\n".join(lines)
 
     def _hear(self, store: Store) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 from deepspeed.comm.axis import Axis
 from deepspeed.compression.basic_layer import plain_module
 from deepspeed.compression.controller import CALLED, removable
+from deepspeed.compression.depth import REDUCED
 from deepspeed.compression.fake import FakeQuantizers
 from deepspeed.compression.helper import compression_preparation, recursive_getattr
 from deepspeed.compression.masks import Masks
@@ -88,7 +89,9 @@ def student_initialization(student_model: nn.Module, teacher_model: nn.Module, d
         teacher_model: read.
         deepspeed_config: dict or path of a JSON.
     """
-    _student(_inner(student_model), _inner(teacher_model), section_of(deepspeed_config)[0].layer_reduction)
+    student = _inner(student_model)
+    _student(student, _inner(teacher_model), section_of(deepspeed_config)[0].layer_reduction)
+    vars(student)[REDUCED] = True
 
 
 def _student(student: nn.Module, teacher: nn.Module, section: LayerReduction) -> None:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from deepspeed.comm.axis import Axis
+from deepspeed.compression.depth import REDUCED, Depth
 from deepspeed.compression.distill import Distiller
 from deepspeed.compression.fake import FakeQuantizers
 from deepspeed.compression.masks import Masks
 from deepspeed.compression.plan import Plan
 from deepspeed.compression.remove import Removal, removal_of
-from deepspeed.compression.rules import Rule, rules_of
+from deepspeed.compression.rules import Rule, out_axis, rules_of
 from deepspeed.compression.select import kept_of
 from deepspeed.config.sections.compression import CompressionTraining, QuantizeTraining
 from deepspeed.foundation.log import say
@@ -51,6 +53,8 @@ class Compression:
         self.masks = Masks(model, self.rules, axis, optimizer)
         self.quantizers = FakeQuantizers(model, section, training)
         self._watch = _InputNorms(model, self.rules)
+        reduced = hasattr(model, CALLED) or hasattr(model, REDUCED)
+        self.depth = Depth(model, section.layer_reduction) if section.layer_reduction.enabled and not reduced else None
         self.distiller = Distiller(model, section.distillation) if section.distillation.enabled else None
         self._announce()
         self.quantizers.at_step(0)
@@ -76,6 +80,10 @@ class Compression:
         self.quantizers.at_step(self.training_steps)
         return [rule for rule in self._form(self.training_steps) if rule.physical and removable(rule)]
 
+    def leaving(self) -> Removal | None:
+        """Layers that are to leave the engine now, after the units that leave. All ranks call together."""
+        return None if self.depth is None else self.depth.after_step(self.training_steps, self.masks.exchange)
+
     def _form(self, step: int) -> list[Rule]:
         if any(rule.criterion == "activation" and rule.due(step) for rule in self.rules):
             self.masks.scores.gather_inputs(self._watch.sums)
@@ -93,13 +101,25 @@ class Compression:
         ]
         return removal_of(self.model, self.plan, chosen)
 
-    def removed(self, removal: Removal, optimizer: ZeroOptimizer | None) -> None:
-        """Units have left the engine, whose optimizer is laid out anew; masks of other rules come back after it."""
+    def removed(self, removal: Removal, optimizer: ZeroOptimizer | None, names: Mapping[str, str]) -> None:
+        """Units or layers have left the engine, whose optimizer is laid out anew; masks of other rules come after it.
+
+        Args:
+            removal: what left.
+            optimizer: of the engine.
+            names: of parameters, by their names before; without those that left.
+        """
         state = self.masks.state_dict()
         gone = set(removal.cuts)
         left = [rule for rule in self.rules if not (rule.families and gone >= set(rule.names()))]
-        for rule in left:
-            rule.families = [removal.remap(family) for family in rule.families]
+        if removal.layers:
+            left = [rule for rule in left if follow_layers(rule, removal, names, state)]
+        else:
+            for rule in left:
+                rule.families = [removal.remap(family) for family in rule.families]
+        if self.depth is not None and self.depth.prefix in removal.layers:
+            self.depth.left()
+        self._watch = self._watch.followed(self.model, left, removal, names)
         self.done += [rule.name for rule in self.rules if rule not in left]
         self.rules = left
         self.removals.append(removal)
@@ -116,6 +136,8 @@ class Compression:
     @property
     def ended(self) -> bool:
         """Whether every schedule has ended."""
+        if self.depth is not None and not self.depth.over:
+            return False
         return all(rule.name in self.masks.final for rule in self.rules) and self.quantizers.ended
 
     def state_dict(self) -> dict[str, Any]:
@@ -125,6 +147,7 @@ class Compression:
             "masks": self.masks.state_dict(),
             "quantizers": self.quantizers.state_dict(),
             "removals": [removal.to_json() for removal in self.removals],
+            **({} if self.depth is None else {"layers": self.depth.state_dict()}),
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
@@ -132,10 +155,14 @@ class Compression:
         self.training_steps = saved["training_steps"]
         self.quantizers.load_state_dict(saved["quantizers"])
         self.masks.load_state_dict(saved["masks"])
+        if self.depth is not None and "layers" in saved:
+            self.depth.load_state_dict(saved["layers"])
 
     def remove(self) -> None:
         """Take hooks and quantizers off the model."""
         self._watch.remove()
+        if self.depth is not None:
+            self.depth.remove()
         self.quantizers.remove()
         if self.distiller is not None:
             self.distiller.remove()
@@ -144,6 +171,28 @@ class Compression:
 def removable(rule: Rule) -> bool:
     """Whether its units can be taken out: everything that is coupled to them is known."""
     return bool(rule.families) and all(family.config is not False for family in rule.families)
+
+
+def follow_layers(rule: Rule, removal: Removal, names: Mapping[str, str], state: dict[str, Any]) -> bool:
+    """Give a rule the names that its parameters have after layers left; whether any of them stays.
+
+    Args:
+        rule: changed in place.
+        removal: of layers.
+        names: of parameters, by their names before; without those that left.
+        state: of `Masks.state_dict`; flags and scores of families that left are taken out of it.
+    """
+    families = [removal.renamed(family, names) for family in rule.families]
+    stay = [at for at, family in enumerate(families) if family is not None]
+    if rule.name in state["units"]:
+        state["units"][rule.name] = [state["units"][rule.name][at] for at in stay]
+    scores = state["scores"]["units"]
+    if rule.name in scores and stay:
+        parts = scores[rule.name].split([family.size for family in rule.families])
+        scores[rule.name] = torch.cat([parts[at] for at in stay])
+    rule.families = [family for family in families if family is not None]
+    rule.weights = [names[name] for name in rule.weights if name in names]
+    return bool(rule.families or rule.weights)
 
 
 def describe(rule: Rule, masks: Masks) -> list[str]:
@@ -193,6 +242,21 @@ class _InputNorms:
                     self.sums[name] = self.sums.get(name, torch.zeros_like(found)) + found
 
         return add
+
+    def followed(self, model: nn.Module, rules: list[Rule], removal: Removal, names: Mapping[str, str]) -> _InputNorms:
+        """One for what is left of a model, with what was added up about it."""
+        self.remove()
+        made = _InputNorms(model, rules)
+        modules = dict(model.named_modules())
+        for old, total in self.sums.items():
+            if old not in names:
+                continue
+            module = modules[names[old].removesuffix(".weight")]
+            for axis, indices in removal.cuts.get(old, ()):
+                if axis != out_axis(module) and indices.dim() == 1:
+                    total = total[indices]
+            made.sums[names[old]] = total
+        return made
 
     def remove(self) -> None:
         for hook in self._hooks:

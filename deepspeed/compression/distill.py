@@ -142,6 +142,8 @@ class Distiller:
 
     def _layers(self, mine: int, theirs: int) -> list[int]:
         named = self.section.layers
+        if mine == theirs and (named is None or len(named) != mine):
+            return list(range(mine))  # layers have not left yet
         if named is None:
             return [(layer + 1) * theirs // mine - 1 for layer in range(mine)]
         if len(named) != mine or any(not 0 <= layer < theirs for layer in named):

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.compression.families import LAYER_KEYS, config_of, on_meta
+from deepspeed.compression.families import LAYER_KEYS, config_of, dense_class, on_meta
+from deepspeed.compression.inside import inside
 from deepspeed.compression.remove import attribute_changes
 from deepspeed.compression.twin import with_layers
 from deepspeed.errors import CompressionError
@@ -26,35 +27,32 @@ def block_lists(model: nn.Module) -> dict[str, nn.ModuleList]:
 
 
 def keep_layers(model: nn.Module, prefix: str, keep: list[int]) -> nn.Module:
-    """Take layers out of a plain model, in place; what the config lists by layer and every `layer_idx` follow.
+    """Take layers out of a model, in place; what the config lists by layer and every `layer_idx` follow.
 
     Args:
-        model: whole, not sharded.
-        prefix: name of its list of blocks.
+        model: a plain one, or what is around the model of Transformers. Of an engine's, only the modules change here:
+            an engine has its own way (`compression_training.layer_reduction`).
+        prefix: name of its list of blocks; the list stays the object it is.
         keep: indices that stay, in order.
 
     Returns:
         The model.
 
     Raises:
-        CompressionError: there is no such list, or a layer that is not there is named.
+        CompressionError: there is no such list, a layer that is not there is named, or the smaller model is no model of
+            its class.
     """
     blocks = block_list(model, prefix)
-    bad = [index for index in keep if not 0 <= index < len(blocks)]
-    if bad or len(set(keep)) != len(keep):
-        raise CompressionError(f"layers {keep} of '{prefix}', which has {len(blocks)}: name each one once, from 0")
-    config, total = config_of(model), len(blocks)
-    home, _, last = prefix.rpartition(".")
-    if config is None:
-        setattr(model.get_submodule(home), last, nn.ModuleList(blocks[index] for index in keep))
+    told = check_layers(model, prefix, keep)
+    kept = [blocks[index] for index in keep]
+    blocks._modules.clear()
+    blocks._modules.update({str(at): block for at, block in enumerate(kept)})
+    if told is None:
         return model
-    small = _said(type(model), config, prefix, total, keep)
-    base, after = on_meta(type(model), config), on_meta(type(model), small)
-    for new, old in enumerate(keep):
-        _refuse_another(f"{prefix}.{old}", blocks[old], after.get_submodule(f"{prefix}.{new}"))
-    setattr(model.get_submodule(home), last, nn.ModuleList(blocks[index] for index in keep))
-    moved = {f"{prefix}.{new}": f"{prefix}.{old}" for new, old in enumerate(keep)}
-    _follow(model, base, after, moved)
+    outer, inner = inside(model)
+    (small, base, after), short = told, prefix.removeprefix(outer)
+    _follow(inner, base, after, {f"{short}.{new}": f"{short}.{old}" for new, old in enumerate(keep)})
+    config = inner.config
     for key, value in vars(small).items():
         if vars(config).get(key) != value:
             vars(config)[key] = copy.deepcopy(value)
@@ -62,6 +60,37 @@ def keep_layers(model: nn.Module, prefix: str, keep: list[int]) -> nn.Module:
         if getattr(small, key, None) != getattr(config, key, None):
             setattr(config, key, getattr(small, key))
     return model
+
+
+def check_layers(model: nn.Module, prefix: str, keep: list[int]) -> tuple[Any, nn.Module, nn.Module] | None:
+    """See that layers can be taken out, and change nothing.
+
+    Args:
+        model: as `keep_layers` takes it.
+        prefix: likewise.
+        keep: likewise.
+
+    Returns:
+        (the smaller config, a model of the config and one of the smaller, both without memory); None where no config
+        says how many layers there are.
+
+    Raises:
+        CompressionError: as of `keep_layers`.
+    """
+    blocks = block_list(model, prefix)
+    bad = [index for index in keep if not 0 <= index < len(blocks)]
+    if bad or len(set(keep)) != len(keep) or not keep:
+        raise CompressionError(f"layers {keep} of '{prefix}', which has {len(blocks)}: name each one once, from 0")
+    outer, inner = inside(model)
+    config, short = config_of(inner), prefix.removeprefix(outer)
+    if config is None or not prefix.startswith(outer):
+        return None
+    small = _said(dense_class(inner), config, short, len(blocks), keep)
+    base, after = on_meta(dense_class(inner), config), on_meta(dense_class(inner), small)
+    for new, old in enumerate(keep):
+        _refuse_another(f"{prefix}.{old}", blocks[old], after.get_submodule(f"{short}.{new}"))
+    _refuse_beside(base, after, short)
+    return small, base, after
 
 
 def _said(model_class: type[nn.Module], config: Any, prefix: str, total: int, keep: list[int]) -> Any:
@@ -99,12 +128,28 @@ def _refuse_small_cache(config: Any, decoder: int) -> None:
 
 def _refuse_another(name: str, block: nn.Module, place: nn.Module) -> None:
     """A block that has other parameters than the one in whose place it comes, as the first one of a T5 has."""
-    one, two = ({n: getattr(p, "ds_shape", p.shape) for n, p in m.named_parameters()} for m in (block, place))
+    one, two = _shapes_within(block), _shapes_within(place)
     if one != two:
         raise CompressionError(
             f"{name} cannot take another's place: they differ in {sorted(one.keys() ^ two.keys())[:2] or 'shapes'}; "
             f"keep the first block where it is"
         )
+
+
+def _shapes_within(module: nn.Module) -> dict[str, torch.Size]:
+    """Shapes of a module's parameters, without adapters that stand beside them."""
+    found = {n: torch.Size(getattr(p, "ds_shape", p.shape)) for n, p in module.named_parameters()}
+    return {n.replace(".base_layer.", "."): shape for n, shape in found.items() if ".lora_" not in n}
+
+
+def _refuse_beside(base: nn.Module, after: nn.Module, prefix: str) -> None:
+    """Parameters outside of the layers whose shape depends on their number, as tables with a column for each."""
+    one, two = (
+        {n: p.shape for n, p in model.named_parameters() if not n.startswith(f"{prefix}.")} for model in (base, after)
+    )
+    wrong = sorted(n for n in one.keys() | two.keys() if one.get(n) != two.get(n))
+    if wrong:
+        raise CompressionError(f"{wrong[0]} has another shape, or is not there, in a model with fewer blocks")
 
 
 def _follow(model: nn.Module, base: nn.Module, after: nn.Module, moved: dict[str, str]) -> None:
@@ -166,30 +211,56 @@ def block_influence(model: nn.Module, prefix: str, batches: list[dict[str, Any]]
     Returns:
         One number per block; the smallest are the least missed.
     """
-    blocks = block_list(model, prefix)
-    sums, counts, hooks = [0.0] * len(blocks), [0] * len(blocks), []
-
-    def watch(index: int) -> Any:
-        def hook(module: nn.Module, inputs: Any, kwargs: Any, output: Any) -> None:
-            given = inputs[0] if inputs else kwargs["hidden_states"]
-            made = output[0] if isinstance(output, tuple) else output
-            cosine = nn.functional.cosine_similarity(given.float(), made.float(), dim=-1)
-            sums[index] += float((1 - cosine).sum())
-            counts[index] += cosine.numel()
-
-        return hook
-
-    was = model.training
+    watch, was = InfluenceWatch(block_list(model, prefix), training=False), model.training
     model.eval()
     try:
-        hooks += [b.register_forward_hook(watch(i), with_kwargs=True) for i, b in enumerate(blocks)]
         for batch in batches:
             model(**batch)
     finally:
-        for hook in hooks:
-            hook.remove()
+        watch.remove()
         model.train(was)
-    return [total / max(count, 1) for total, count in zip(sums, counts, strict=True)]
+    return watch.means()
+
+
+class InfluenceWatch:
+    """Adds up how much each block turns its input, while hooks are on them.
+
+    Args:
+        blocks: a list of repeated blocks.
+        training: calls in which mode count.
+    """
+
+    def __init__(self, blocks: nn.ModuleList, training: bool) -> None:
+        self._training = training
+        self.sums = torch.zeros(2, len(blocks), dtype=torch.float64)  # of one minus the cosine, and how many there were
+        self._hooks = [block.register_forward_hook(self._hook(at), with_kwargs=True) for at, block in enumerate(blocks)]
+
+    def _hook(self, at: int) -> Any:
+        @torch.no_grad()
+        def add(module: nn.Module, inputs: Any, kwargs: Any, output: Any) -> None:
+            if module.training is not self._training:
+                return
+            made = output[0] if isinstance(output, (tuple, list)) else output
+            given = inputs[0] if inputs else next((v for v in kwargs.values() if isinstance(v, torch.Tensor)), None)
+            if given is None or given.shape != made.shape:
+                raise CompressionError(
+                    f"a {type(module).__name__} gives another shape than it is given, so its influence is not known: "
+                    f"name the layers that stay (teacher_layer)"
+                )
+            cosine = nn.functional.cosine_similarity(given.float(), made.float(), dim=-1)
+            self.sums[0, at] += float((1 - cosine).sum())
+            self.sums[1, at] += cosine.numel()
+
+        return add
+
+    def means(self) -> list[float]:
+        """One number per block."""
+        return (self.sums[0] / self.sums[1].clamp(min=1)).tolist()
+
+    def remove(self) -> None:
+        """Take the hooks off."""
+        for hook in self._hooks:
+            hook.remove()
 
 
 def by_influence(influence: list[float], keep: int) -> list[int]:

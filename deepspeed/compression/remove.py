@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -42,12 +43,14 @@ class Removal:
         cuts: by parameter or buffer, (axis, indices that stay: [n], or [experts, n] of a packed tensor).
         attributes: new values of attributes, by module.
         config: new values of the model's config.
+        layers: by list of blocks, the indices that stay; a removal is of layers alone, or of units alone.
         text: what it was, for reports.
     """
 
     cuts: dict[str, list[tuple[int, torch.Tensor]]] = field(default_factory=dict)
     attributes: dict[str, dict[str, Any]] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
+    layers: dict[str, list[int]] = field(default_factory=dict)
     text: str = ""
 
     def cut(self, name: str, axis: int, indices: torch.Tensor) -> None:
@@ -104,6 +107,26 @@ class Removal:
             slots.append(Slot(slot.name, slot.axes, table, slot.scored))
         return Family(family.kind, family.label, family.size, slots, family.blocks, family.config)
 
+    def renamed(self, family: Family, names: Mapping[str, str]) -> Family | None:
+        """Another family, of a model from which layers were removed; None when it was in one of them.
+
+        Args:
+            family: as it was.
+            names: new names of parameters by their old ones, without those that left.
+        """
+        slots = [replace(slot, name=names[slot.name]) for slot in family.slots if slot.name in names]
+        if not slots:
+            return None
+        return Family(family.kind, self.moved(family.label), family.size, slots, family.blocks, family.config)
+
+    def moved(self, name: str) -> str:
+        """A module's name after layers have left."""
+        for prefix, keep in self.layers.items():
+            home, _, rest = name.removeprefix(f"{prefix}.").partition(".")
+            if name.startswith(f"{prefix}.") and home.isdigit() and int(home) in keep:
+                return f"{prefix}.{keep.index(int(home))}" + (f".{rest}" if rest else "")
+        return name
+
     def follow(self, model: nn.Module) -> None:
         """Set attributes and config of a model whose parameters were cut."""
         for name, values in self.attributes.items():
@@ -118,13 +141,13 @@ class Removal:
 
     def to_json(self) -> dict[str, Any]:
         """Values and tensors for a checkpoint."""
-        return {name: getattr(self, name) for name in ("cuts", "attributes", "config", "text")}
+        return {name: getattr(self, name) for name in ("cuts", "attributes", "config", "layers", "text")}
 
     @classmethod
     def from_json(cls, saved: dict[str, Any]) -> Removal:
         """Undo `to_json`."""
         cuts = {name: [(int(axis), index) for axis, index in rows] for name, rows in saved["cuts"].items()}
-        return cls(cuts, saved["attributes"], saved["config"], saved["text"])
+        return cls(cuts, saved["attributes"], saved["config"], saved.get("layers", {}), saved["text"])
 
 
 def _resize(module: Any) -> None:

@@ -76,6 +76,7 @@ class Compressing:
                 self._state.components.optimizer,
             )
             self._make_teacher()
+            self._let_layers_leave(self._state.compression)
 
     def after_applied_step(self) -> None:
         """An optimizer step was applied. All ranks call together."""
@@ -83,7 +84,13 @@ class Compressing:
             ended = self._state.compression.step()
             if ended:
                 self._shrink(self._state.compression.removal(ended))
+            self._let_layers_leave(self._state.compression)
             self._export_when_due()
+
+    def _let_layers_leave(self, compression: Compression) -> None:
+        removal = compression.leaving()
+        if removal is not None:
+            self._shrink(removal)
 
     def set_teacher(self, teacher: Any) -> None:
         """Learn from this teacher (`compression_training.distillation`): a module, or an engine with its own sharding.

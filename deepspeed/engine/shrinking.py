@@ -1,4 +1,4 @@
-"""Units leave the running engine: its state is put aside in equal parts, the groups are laid out anew, it comes back.
+"""Units or layers leave the running engine: its state is put aside, the groups are laid out anew, it comes back.
 
 No rank ever has more than one whole parameter: a parameter's master and moments are assembled, cut, and every rank
 keeps an equal part of what is left until the new groups are there.
@@ -15,6 +15,7 @@ import torch
 
 from deepspeed.checkpoint.ranks import Ranks
 from deepspeed.comm.collectives import READ
+from deepspeed.compression.layers import keep_layers
 from deepspeed.compression.owned import Exchange
 from deepspeed.compression.remove import Removal, cut_buffers, reshape
 from deepspeed.engine.build import build
@@ -62,6 +63,9 @@ class Shrinking:
         self._aside: dict[tuple[str, str], tuple[torch.Tensor, int]] = {}
         self._facts: dict[str, _Facts] = {}
         self._order: list[str] = []
+        self._stay: set[int] = set()  # parameters that the model has afterwards
+        self._before: dict[int, list[str]] = {}  # names of all parameters
+        self._members = {id(member.param): member.name for member in self._view.members.values()}
 
     def run(self) -> None:
         """Put aside, lay out anew, bring back."""
@@ -71,6 +75,11 @@ class Shrinking:
             components.lifecycle.settle()
             components.lifecycle.keeper.free_idle()
         self._gather_facts()
+        for name, param in state.module.named_parameters(remove_duplicate=False):
+            self._before.setdefault(id(param), []).append(name)
+        for prefix, keep in self.removal.layers.items():
+            keep_layers(state.module, prefix, keep)
+        self._stay = {id(param) for param in state.module.parameters()}
         with torch.no_grad():
             for group in components.groups:
                 self._put_aside(group)
@@ -82,7 +91,7 @@ class Shrinking:
         self.removal.follow(state.module)
         self._rebuild()
         if state.compression is not None:
-            state.compression.removed(self.removal, state.components.optimizer)
+            state.compression.removed(self.removal, state.components.optimizer, self._renamed())
         with torch.no_grad():
             for group in state.components.groups:
                 self._bring_back(group)
@@ -110,6 +119,8 @@ class Shrinking:
         hold = self._view.hold_of(group)
         with hold() if hold is not None else contextlib.nullcontext():
             for member in group.members:
+                if id(member.param) not in self._stay:
+                    continue
                 with group.updated.borrowed() as values:
                     self._keep(member, _VALUE, self._whole(member, values))
                 for key, dtype in self._facts.get(member.name, _Facts()).sliced.items():
@@ -163,17 +174,20 @@ class Shrinking:
         """The inner optimizer's groups hold parameters again, as at `initialize`."""
         params = {name: member.param for name, member in self._view.members.items()}
         for number, group in enumerate(optimizer.param_groups):
-            group["params"] = [params[name] for name in self._order if self._facts[name].group == number]
+            mine = (params[name] for name in self._order if self._facts[name].group == number)
+            group["params"] = [param for param in mine if id(param) in self._stay]
 
     def _cut(self, group: ShardGroup) -> None:
         """Give a group's parameters their new shapes; what is gathered before use is sharded again at once."""
         shard = group.policy.gathers_before_use
         group.finish_gather()
         group.dissolve()
-        params = [member.param for member in group.members]
+        params = [member.param for member in group.members if id(member.param) in self._stay]
         for member in group.members:
-            reshape(member.param, self.removal.select(member.name, member.param.data).clone())
-        if shard:
+            left = id(member.param) not in self._stay  # whoever still holds such a parameter holds no memory by it
+            values = member.param.data[:0] if left else self.removal.select(member.name, member.param.data)
+            reshape(member.param, values.clone())
+        if shard and params:
             names = {member.param: member.name for member in group.members}
             build_group(group.holders, group.policy, params, names, GroupingPlan(), (group.dtype, None))
         group.drop()
@@ -185,6 +199,15 @@ class Shrinking:
                 reshape(param, self.removal.select(name, param.data).clone())
                 param.grad = None if gradient is None else self.removal.select(name, gradient).clone()
         cut_buffers(self.state.module, self.removal)
+
+    def _renamed(self) -> dict[str, str]:
+        """Names of parameters by those they had, without those that left."""
+        now = {id(param): name for name, param in self.state.module.named_parameters()}
+        return {old: now[ident] for ident, names in self._before.items() if ident in now for old in names}
+
+    def _was(self, member: Member) -> str:
+        """The name that a member had before layers left."""
+        return self._members[id(member.param)]
 
     def _rebuild(self) -> None:
         state, old = self.state, self._components.optimizer
@@ -199,14 +222,14 @@ class Shrinking:
         hold = view.hold_of(group)
         with hold(changed=True) if hold is not None else contextlib.nullcontext():
             for member in group.members:
-                facts = self._facts.get(member.name, _Facts())
+                facts = self._facts.get(self._was(member), _Facts())
                 for fragment in view.fragments_of(member):
                     view.set_state(fragment, view.prepare_state(fragment, facts.sliced, facts.rest))
                 for key in (_VALUE, *facts.sliced):
                     self._write(view, member, key)
 
     def _write(self, view: StateView, member: Member, key: str) -> None:
-        part, n = self._aside.pop((member.name, key))
+        part, n = self._aside.pop((self._was(member), key))
         size = self._exchange.axis.size
         wire = part.to(torch.uint8) if part.dtype is torch.bool else part
         cuts = [n * rank // size for rank in range(size + 1)]

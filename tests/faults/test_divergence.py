@@ -79,7 +79,7 @@ def diverge(folder: Path, plant: str, stage: int = 2, world: int = 3, odd: int =
 def says(ends: list[Ended], *lines: str) -> None:
     """Every rank that had a report (gloo aborts some without a word) has these lines in it."""
     told = [end.err for end in ends if "The paths part" in end.err]
-    assert told, [end.err for end in ends]
+    assert told, "\n\n".join(end.err for end in ends)
     for text in told:
         for line in lines:
             assert line in text, f"{line}\nis not in\n{text}"
@@ -108,6 +108,11 @@ def test_a_skipped_collective_before_one_of_the_same_size(tmp_path, stage, world
 @pytest.mark.parametrize("odd", [0, 1])
 def test_another_shape(tmp_path, odd, native):
     ends = diverge(tmp_path, "shape", odd=odd, native=native)
+    if native == "0" and not any("The paths part" in end.err for end in ends):
+        # gloo has aborted both that met the other shape: what they entered last is in their pages, without a line
+        assert "last in 'sum of 0.weight float32[4]'" in ends[odd].err, ends[odd].err
+        assert f"'sum of 0.weight float32[5]' at {tmp_path}/train.py:{line_of('head')} in <module>" in ends[odd].err
+        return
     says(
         ends,
         entered(tmp_path, odd, "sum of 0.weight float32[5]", "head"),
@@ -120,12 +125,9 @@ def test_another_shape(tmp_path, odd, native):
 @pytest.mark.parametrize("odd", [0, 1])
 def test_a_rank_that_exits(tmp_path, odd, native):
     ends = diverge(tmp_path, "exit", odd=odd, native=native)
-    says(
-        ends,
-        f"rank {odd} on {socket.gethostname()}: has not entered it",
-        entered(tmp_path, 2, "sum of 0.weight float32[4]", "head"),
-        f"rank {odd}: has ended, after",
-    )
+    says(ends, f"rank {odd} on {socket.gethostname()}: has not entered it", f"rank {odd}: has ended, after")
+    for rank in {0, 1, 2} - {odd}:  # with rank 0 the store has gone, and each knows of itself
+        says(ends if odd else [ends[rank]], entered(tmp_path, rank, "sum of 0.weight float32[4]", "head"))
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ def llama(**changes: Any) -> Any:
     sizes = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32}
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, tie_word_embeddings=True, **changes))
+    return LlamaForCausalLM(LlamaConfig(**{**sizes, **heads, "tie_word_embeddings": True, **changes}))
 
 
 def settings(stage: int, physical: bool, tier: str = "none", precision: str = "fp32") -> dict[str, Any]:

@@ -25,13 +25,16 @@ class LayerReduction(Section):
     """`compression_training.layer_reduction`."""
 
     switch = "enabled"
-    enabled: bool = key(False, "a student with some of the teacher's layers")
+    enabled: bool = key(
+        False, "a student with some of the teacher's layers: the others leave the running engine, or the old calls copy"
+    )
+    schedule_offset: Int = key(0, "applied steps before layers leave the running engine", ge=0)
     keep_number_layer: Int | None = key(
         None, "layers of the student; with no teacher_layer they are picked by block influence", ge=1
     )
     module_name_prefix: str | None = key(None, "name of the list of repeated blocks; found when left out")
     teacher_layer: list[int] | None = key(None, "which layers of the teacher are taken")
-    other_module_name: Names | None = key(None, "modules copied as they are")
+    other_module_name: Names | None = key(None, "modules that the old calls copy as they are")
 
 
 class MixedQuantize(Section):
@@ -235,7 +238,8 @@ class CompressionTraining(Section):
     def active(self) -> bool:
         """Whether anything is to be done while training."""
         techniques = (self.weight_quantization, self.activation_quantization, *self.pruning.values())
-        return self.distillation.enabled or any(one.shared_parameters.enabled for one in techniques)
+        beside = self.distillation.enabled or self.layer_reduction.enabled
+        return beside or any(one.shared_parameters.enabled for one in techniques)
 
     @property
     def pruning(self) -> dict[str, SparseTechnique | RowTechnique | HeadTechnique]:
