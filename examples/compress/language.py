@@ -1,7 +1,8 @@
 """Compress the model of `make train` in every way, on the same added bytes, and draw loss over size.
 
 A dense model is trained first; every row then starts from it, trains on the same bytes more, and is exported. Size,
-loss and speed are those of the exported folder, in a process that does not know this package.
+loss and speed are those of the exported folder, in a process that does not know this package. What has been done with
+the same arguments is not done again: a run that was cut off goes on with the row it was at.
 """
 
 from __future__ import annotations
@@ -58,6 +59,9 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+NOT_OF_A_ROW = ("seeds", "only", "output", "local_rank")  # arguments that change no row
+
+
 @dataclass
 class Job:
     """What all rows share.
@@ -77,6 +81,35 @@ class Job:
     more: Any
     heldout: Tensor
     folder: Path
+
+    def kept(self) -> dict[str, dict[str, Any]]:
+        """Rows that are there already, by name, of the same arguments; else all of the folder's are left aside."""
+        same = {key: value for key, value in vars(self.given).items() if key not in NOT_OF_A_ROW}
+        path = self.folder / "rows.json"
+        held = json.loads(path.read_text()) if path.is_file() else {}
+        return held["rows"] if held.get("arguments") == same else {}
+
+    def keep(self, rows: dict[str, dict[str, Any]]) -> None:
+        """Write rows down, on rank 0."""
+        same = {key: value for key, value in vars(self.given).items() if key not in NOT_OF_A_ROW}
+        if comm.get_rank() == 0:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / "rows.json").write_text(json.dumps({"arguments": same, "rows": rows}, indent=1) + "\n")
+        comm.barrier()
+
+    def dense(self) -> Any:
+        """The model that all rows start from: trained, or read if it was trained before."""
+        torch.manual_seed(self.seed)
+        model, path = build_model(self.given), self.folder / "dense.pt"
+        if "trained" in self.kept() and path.is_file():
+            model.load_state_dict(torch.load(path))
+            return model
+        self.train(model, self.first, self.given.lr, {})
+        if comm.get_rank() == 0:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            torch.save(model.state_dict(), path)
+        self.keep({"trained": {}})
+        return model
 
     def steps(self, windows: Any) -> int:
         """Optimizer steps of one pass."""
@@ -266,12 +299,13 @@ def main() -> None:
         cut = given.train_bytes // given.sequence
         parts = [Subset(every, range(cut)), Subset(every, range(cut, len(every)))]
         job = Job(given, seed, *parts, windows, given.output / str(seed))
-        torch.manual_seed(seed)
-        dense = build_model(given)
-        job.train(dense, job.first, given.lr, {})
+        dense, done = job.dense(), job.kept()
         for name, run in rows_of(job, dense).items():
             if given.only is None or name == "dense" or any(name.startswith(one) for one in given.only):
-                rows.append(run())
+                if name not in done:
+                    done[name] = run()
+                    job.keep(done)
+                rows.append(done[name])
     if comm.get_rank() == 0:
         given.output.mkdir(parents=True, exist_ok=True)
         (given.output / "rows.json").write_text(json.dumps(rows, indent=1) + "\n")

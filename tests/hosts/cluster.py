@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import shutil
@@ -43,12 +44,18 @@ SSH_PORT = 2222
 _numbers = itertools.count()
 
 
+@functools.cache
 def missing() -> str:
     """Why no hosts can be made here; empty when they can."""
     if os.geteuid() != 0:
         return "hosts need root: network and process namespaces"
     packages = sorted({package for program, package in PROGRAMS.items() if not _which(program)})
-    return f"hosts need the packages {' '.join(packages)}: `make hosts`" if packages else ""
+    if packages:
+        return f"hosts need the packages {' '.join(packages)}: `make hosts`"
+    tried = subprocess.run(
+        ["unshare", "--net", "--mount", "--pid", "--uts", "--ipc", "--fork", "true"], capture_output=True, text=True
+    )
+    return f"hosts need namespaces, which root may not make here: {tried.stderr.strip()}" if tried.returncode else ""
 
 
 def _which(program: str) -> str | None:
