@@ -18,7 +18,9 @@ from torch import nn
 
 from deepspeed.compression.families import config_of, dense_class, on_meta
 from deepspeed.compression.inside import inside, plain_state
+from deepspeed.compression.units import CONV
 from deepspeed.errors import CompressionError, NotAvailableError
+from deepspeed.foundation.log import say
 
 BITS = {"int8": 8, "int4": 4, "w8a8": 8}
 
@@ -61,6 +63,7 @@ def export(
     folder = Path(folder)
     before = sum(param.numel() for param in plain.parameters())
     if weights != "float":
+        _tell_float(plain)
         _pack_aside(plain, weights, group_size, folder)
     else:
         plain.save_pretrained(folder)
@@ -103,6 +106,14 @@ def packable(model: nn.Module) -> dict[str, nn.Linear]:
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and module is not head and id(module.weight) not in embedded
     }
+
+
+def _tell_float(model: nn.Module) -> None:
+    """Say which matrices stay as they are though they are neither embedding nor head."""
+    beside = [type(m).__name__ for m in model.modules() if type(m).__name__ == "Conv1D" or isinstance(m, CONV)]
+    if beside:
+        kinds = ", ".join(f"{beside.count(kind)} {kind}" for kind in dict.fromkeys(beside))
+        say(f"{kinds} stay float: only Linears are packed (Conv1D: convert_conv1d_to_linear before initialize)")
 
 
 def _pack_aside(model: Any, weights: str, group_size: int, folder: Path) -> None:

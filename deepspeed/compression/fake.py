@@ -79,6 +79,22 @@ class FakeQuantizers:
             self._add_all(training)
         if section.activation_quantization.shared_parameters.enabled:
             self._add_inputs(section)
+        self._tell_shared()
+
+    def _tell_shared(self) -> None:
+        """Say which quantized weights are another module's too, which is not quantized: exports hold them once."""
+        users: dict[int, list[str]] = {}
+        quantized: set[str] = set()
+        for name, module in self._model.named_modules():
+            weight = module._parameters.get("weight")
+            if weight is not None:
+                users.setdefault(id(weight), []).append(name)
+                quantized |= {name} if "_weigh" in module.__dict__ else set()
+        for names in users.values():
+            some = [name for name in names if name in quantized]
+            if some and len(some) < len(names):
+                others = ", ".join(name for name in names if name not in quantized)
+                say(f"{some[0]} is quantized and shares its weight with {others}: exports hold it quantized for all")
 
     def _add_weights(self, section: CompressionTraining) -> None:
         shared = section.weight_quantization.shared_parameters
@@ -169,16 +185,22 @@ class FakeQuantizers:
                 act.on = step >= offset
 
     def bake(self, state: dict[str, Any]) -> None:
-        """Replace weights of a whole state dict by what forward sees of them."""
-        for name, module in self._model.named_modules():
+        """Replace weights of a whole state dict by what forward sees of them; of a shared one under all its names."""
+        names: dict[int, list[str]] = {}
+        for name, param in self._model.named_parameters(remove_duplicate=False):
+            names.setdefault(id(param), []).append(name)
+        for module in self._model.modules():
             weigh = module.__dict__.get("_weigh")
-            if weigh is not None and weigh.bits and f"{name}.weight" in state:
-                state[f"{name}.weight"] = weigh(state[f"{name}.weight"].detach())
+            if weigh is not None and weigh.bits:
+                there = [name for name in names[id(module._parameters["weight"])] if name in state]
+                made = weigh(state[there[0]].detach()) if there else None
+                state.update(dict.fromkeys(there, made))
 
     @property
     def ended(self) -> bool:
         """Whether nothing changes any more."""
-        return all(self._step >= group.last for group in self._weights)
+        weights = all(self._step >= group.last for group in self._weights)
+        return weights and all(self._step >= offset for offset, _ in self._inputs)
 
     def state_dict(self) -> dict[str, Any]:
         """The step; everything else follows from it."""

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from deepspeed.errors import CompressionError
+
+LIMIT_S = 1800.0
+"""Seconds that a reader may take over one answer."""
 
 # Runs alone, and answers one line of JSON for each line it is given.
 _READER = """
@@ -71,12 +76,16 @@ with torch.no_grad():
 class Exported:
     """A process that has one exported folder in memory, with one thread; it knows torch and Transformers alone.
 
+    Args:
+        folder: of the model.
+        limit: seconds that one answer may take.
+
     Raises:
-        CompressionError: the folder is not there, or Transformers cannot load it.
+        CompressionError: the folder is not there, Transformers cannot load it, or an answer takes too long.
     """
 
-    def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder).resolve()
+    def __init__(self, folder: str | Path, limit: float = LIMIT_S) -> None:
+        self.folder, self._limit = Path(folder).resolve(), limit
         if not (self.folder / "config.json").is_file():
             raise CompressionError(f"{folder} is no folder with a config.json")
         self._stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115 -- closed with the process
@@ -93,7 +102,13 @@ class Exported:
         self.bytes = sum(file.stat().st_size for file in files)
 
     def _answer(self) -> Any:
+        late = threading.Timer(self._limit, self._process.kill)
+        late.start()
         line = self._process.stdout.readline() if self._process.stdout else ""
+        late.cancel()
+        if not line and late.finished.is_set() and self._process.wait() == -signal.SIGKILL:
+            self.close()
+            raise CompressionError(f"{self.folder} gave no answer within {self._limit:g} s, or its process was killed")
         if not line:
             self._stderr.seek(0)
             text = self._stderr.read().strip().splitlines()[-1:]

@@ -13,8 +13,11 @@ import torch
 from safetensors import safe_open
 
 from deepspeed.compression.export import export, packable
+from deepspeed.compression.fake import FakeQuantizers
 from deepspeed.compression.twin import build, inputs_for
+from deepspeed.config import DeepSpeedConfig
 from deepspeed.errors import CompressionError
+from tests.parallel.tiny import said, with_words
 from tests.unit.compression.architectures import architecture
 
 # In a process without this package: the folder's outputs.
@@ -129,3 +132,35 @@ def test_a_tied_weight_is_given_by_one_of_its_names(tmp_path: Path) -> None:
     state = dict(model.state_dict())
     del state["lm_head.weight"]
     assert export(model, state, tmp_path)["parameters"] == sum(param.numel() for param in model.parameters())
+
+
+def quantized(section: dict[str, Any]) -> tuple[Any, FakeQuantizers]:
+    """A GPT-2, whose head is its embedding, with the quantizers of a `compression_training` block."""
+    model: Any = build(*architecture("GPT2"))
+    top = DeepSpeedConfig({"train_batch_size": 1, "compression_training": section}, world=1).top
+    return model, FakeQuantizers(model, top.compression_training, top.quantize_training)
+
+
+def group(params: dict[str, Any], modules: list[str], **shared: Any) -> dict[str, Any]:
+    groups = {"g": {"params": params, "modules": modules}}
+    return {"shared_parameters": {"enabled": True, **shared}, "different_groups": groups}
+
+
+def test_a_shared_weight_is_quantized_under_all_its_names() -> None:
+    bits = {"start_bits": 3, "target_bits": 3}
+    with said() as lines:
+        model, quantizers = quantized({"weight_quantization": group(bits, ["lm_head"])})
+    assert with_words(lines, "lm_head is quantized and shares its weight with transformer.wte") == 1, lines
+    quantizers.at_step(5)
+    state = dict(model.state_dict())
+    quantizers.bake(state)
+    assert torch.equal(state["lm_head.weight"], state["transformer.wte.weight"])
+    assert len(state["lm_head.weight"].unique()) <= 8
+
+
+def test_nothing_has_ended_before_inputs_are_rounded() -> None:
+    _, quantizers = quantized({"activation_quantization": group({"bits": 8}, ["c_fc"], schedule_offset=4)})
+    quantizers.at_step(3)
+    assert not quantizers.ended
+    quantizers.at_step(4)
+    assert quantizers.ended

@@ -88,3 +88,10 @@ def test_bytes_of_an_old_folder_are_those_of_its_pickled_weights(tmp_path: Path)
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
     with Exported(tmp_path) as read:
         assert read.bytes == (tmp_path / "pytorch_model.bin").stat().st_size
+
+
+def test_a_reader_that_hangs_is_ended(tmp_path: Path) -> None:
+    model = build(*architecture("Llama"))
+    export(model, model.state_dict(), tmp_path)
+    with pytest.raises(CompressionError, match=r"no answer within 0\.2 s"):
+        Exported(tmp_path, limit=0.2)
