@@ -15,8 +15,9 @@ from deepspeed.compression.fake import FakeQuantizers
 from deepspeed.compression.masks import Masks
 from deepspeed.compression.plan import Plan
 from deepspeed.compression.remove import Removal, removal_of
-from deepspeed.compression.rules import Rule, out_axis, rules_of
+from deepspeed.compression.rules import Rule, rules_of
 from deepspeed.compression.select import kept_of
+from deepspeed.compression.units import out_axis
 from deepspeed.config.sections.compression import CompressionTraining, QuantizeTraining
 from deepspeed.foundation.log import say
 from deepspeed.zero.optimizer import ZeroOptimizer

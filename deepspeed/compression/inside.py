@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from deepspeed.compression.units import Slot, out_axis
 from deepspeed.errors import CompressionError
 
+ADAPTER = ".lora_"  # in the names of what low-rank adapters bring
 _BASE = "base_layer"
 
 
@@ -44,7 +47,7 @@ def plain_state(model: nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str
     prefix, _ = inside(model)
     made = {}
     for name, value in state.items():
-        if not name.startswith(prefix) or ".lora_" in name:
+        if not name.startswith(prefix) or ADAPTER in name:
             continue
         short = name[len(prefix) :]
         home, _, last = name.rpartition(".")
@@ -53,6 +56,37 @@ def plain_state(model: nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str
             value = value + _delta(module, home.removesuffix(_BASE), state) if last == "weight" else value
             short = short.replace(f".{_BASE}.", ".")
         made[short] = value
+    return made
+
+
+def slots_under_adapters(model: nn.Module, slot: Slot) -> list[Slot]:
+    """The slots of a parameter that adapters stand on: its own under the name it has there, and those of the adapters.
+
+    What leaves a weight leaves the product that an adapter adds to it: rows of `lora_B`, columns of `lora_A`.
+
+    Args:
+        model: with plain LoRA of Linears or of Transformers' `Conv1D`.
+        slot: by the name without adapters.
+
+    Raises:
+        CompressionError: there are adapters of another kind, or something else stands in the parameter's place.
+    """
+    home, _, last = slot.name.rpartition(".")
+    module: Any = dict(model.named_modules()).get(home, nn.Module())
+    base = getattr(module, _BASE, None)
+    other = [name for name, _ in module.named_parameters() if not name.startswith(f"{_BASE}.")]
+    if base is None or len(slot.axes) != 1 or not all(name.startswith(("lora_A.", "lora_B.")) for name in other):
+        raise CompressionError(
+            f"{slot.name} is not in {type(model).__name__}, nor under plain LoRA adapters: leave adapters of other "
+            f"kinds off what is pruned, or prune before they are added"
+        )
+    made = [replace(slot, name=f"{home}.{_BASE}.{last}")]
+    if last == "weight":
+        side = "lora_B" if slot.axes[-1] == out_axis(base) else "lora_A"
+        axis = 0 if side == "lora_B" else 1
+        made += [
+            Slot(f"{home}.{name}", (axis,), slot.table, scored=False) for name in other if name.startswith(f"{side}.")
+        ]
     return made
 
 

@@ -17,7 +17,7 @@ from deepspeed.compression.families import (
     head_shrinks,
 )
 from deepspeed.compression.graph import channel_families, not_proven, runner, whole_twin
-from deepspeed.compression.inside import inside
+from deepspeed.compression.inside import inside, slots_under_adapters
 from deepspeed.compression.twin import prove
 from deepspeed.compression.units import Family
 from deepspeed.errors import CompressionError
@@ -76,13 +76,9 @@ class Plan:
         there = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
         for family in shrink.families:
             family.label = self.prefix + family.label
-            family.slots = [replace(slot, name=self.prefix + slot.name) for slot in family.slots]
-            for slot in family.slots:
-                if slot.name not in there:
-                    raise CompressionError(
-                        f"{slot.name} is not in {type(self.model).__name__}: adapters stand in its place; leave them "
-                        f"off what is pruned, or prune before they are added"
-                    )
+            slots = [replace(slot, name=self.prefix + slot.name) for slot in family.slots]
+            here = [[slot] if slot.name in there else slots_under_adapters(self.model, slot) for slot in slots]
+            family.slots = [slot for some in here for slot in some]
         return shrink
 
     def family_of(self, name: str, axis: int, kind: str) -> Family | None:

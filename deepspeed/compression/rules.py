@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepspeed.compression.inside import ADAPTER
 from deepspeed.compression.plan import Plan
 from deepspeed.compression.select import kept_of
-from deepspeed.compression.units import CONV, Family, Slot, axis_slot
+from deepspeed.compression.units import CONV, Family, Slot, axis_slot, out_axis
 from deepspeed.config.compression_check import pattern_of
 from deepspeed.config.sections.compression import CompressionTraining, Group
 from deepspeed.errors import CompressionError
@@ -99,6 +100,7 @@ def matched(model: nn.Module, expressions: list[str], packed: bool = False) -> I
             for name, module in model.named_modules()
             if (compressible(module) or (packed and experts_of(module)))
             and (expression == "*" or re.search(expression, name))
+            and ADAPTER not in name
         ]
         if not found:
             raise CompressionError(
@@ -121,11 +123,6 @@ def experts_of(module: nn.Module) -> list[str]:
     """Names of a module's own parameters that pack several experts: three axes, and no convolution."""
     own = {} if compressible(module) else module._parameters
     return [name for name, p in own.items() if p is not None and len(getattr(p, "ds_shape", p.shape)) == 3]
-
-
-def out_axis(module: nn.Module) -> int:
-    """The axis of outputs of its weight: Transformers' `Conv1D` is stored the other way round."""
-    return 1 if type(module).__name__ == "Conv1D" else 0
 
 
 def rules_of(model: nn.Module, section: CompressionTraining, plan: Plan, called: bool = False) -> list[Rule]:

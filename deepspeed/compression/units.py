@@ -13,6 +13,11 @@ TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _CHUNK = 1 << 20
 
 
+def out_axis(module: nn.Module) -> int:
+    """The axis of outputs of its weight: Transformers' `Conv1D` is stored the other way round."""
+    return 1 if type(module).__name__ == "Conv1D" else 0
+
+
 @dataclass(frozen=True, eq=False)
 class Slot:
     """The elements of one parameter that belong to units of a family.
