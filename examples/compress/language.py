@@ -27,7 +27,6 @@ import deepspeed
 from deepspeed import comm
 from deepspeed.compression import init_compression, redundancy_clean
 from deepspeed.compression.export import export
-from deepspeed.compression.layers import block_influence, by_influence, keep_layers
 from deepspeed.compression.plan import Plan
 from deepspeed.compression.remove import removal_of, remove_from
 from deepspeed.compression.report import Exported
@@ -50,6 +49,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--heldout_bytes", type=int, default=200_000)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--more_batch", type=int, default=8, help="of the added bytes: half the size, twice the steps")
+    parser.add_argument("--deep_batch", type=int, default=4, help="of rows that lose layers, which need the most steps")
     parser.add_argument("--lr", type=float, default=6e-4)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--only", nargs="+", help="rows whose names begin so; dense is always there")
@@ -104,28 +104,39 @@ class Job:
         if "trained" in self.kept() and path.is_file():
             model.load_state_dict(torch.load(path))
             return model
-        self.train(model, self.first, self.given.lr, {})
+        self.train(model, self.first, self.given.lr)
         if comm.get_rank() == 0:
             path.parent.mkdir(parents=True, exist_ok=True)
             torch.save(model.state_dict(), path)
         self.keep({"trained": {}})
         return model
 
-    def steps(self, windows: Any) -> int:
-        """Optimizer steps of one pass."""
-        return math.ceil(len(windows) / self.batch(windows))
+    def train(
+        self,
+        model: nn.Module,
+        windows: Any,
+        lr: float,
+        section: dict[str, Any] | None = None,
+        teacher: Any = None,
+        batch: int | None = None,
+    ) -> None:
+        """One pass; the model is what came out of it, in fp32.
 
-    def batch(self, windows: Any) -> int:
-        """Windows per step."""
-        return self.given.batch if windows is self.first else self.given.more_batch
-
-    def train(self, model: nn.Module, windows: Any, lr: float, section: dict[str, Any], teacher: Any = None) -> None:
-        """One pass; the model is what came out of it, in fp32."""
-        steps = self.steps(windows)
+        Args:
+            model: trained in place.
+            windows: bytes, each a row of the batch.
+            lr: at its highest.
+            section: `compression_training`.
+            teacher: of a distillation.
+            batch: windows per step; default: `--batch`.
+        """
+        batch = batch or self.given.batch
+        steps = math.ceil(len(windows) / batch)
+        decay = 0.1 if windows is self.first else 0.0  # one short pass forgets more by it than it gains
         config = {
-            "train_batch_size": self.batch(windows),
+            "train_batch_size": batch,
             "gradient_clipping": 1.0,
-            "optimizer": {"type": "AdamW", "params": {"lr": lr, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+            "optimizer": {"type": "AdamW", "params": {"lr": lr, "betas": [0.9, 0.95], "weight_decay": decay}},
             "scheduler": {
                 "type": "WarmupCosineLR",
                 "params": {"warmup_num_steps": max(steps // 15, 1), "total_num_steps": steps},
@@ -140,8 +151,8 @@ class Job:
         )
         if teacher is not None:
             engine.set_teacher(teacher)
-        for batch in loader:
-            ids = batch[:, :-1].to(engine.device)
+        for rows in loader:
+            ids = rows[:, :-1].to(engine.device)
             engine.backward(engine(input_ids=ids, labels=ids).loss)
             engine.step()
         engine.destroy()
@@ -169,7 +180,8 @@ def pruning(technique: str, modules: list[str], ratio: float = 0.5, **shared: An
 
 def rows_of(job: Job, dense: Any) -> dict[str, Callable[[], dict[str, Any]]]:
     """Every row by its name; `dense` is the model that all start from."""
-    given, steps, lr = job.given, job.steps(job.more), job.given.lr / 2
+    given, lr = job.given, job.given.lr / 2
+    steps = math.ceil(len(job.more) / given.more_batch)
     blocks = ["attention", "mlp"]
     # What is left of the steps mends: a ramp over half of them left 0.04 nats, one over a seventh 0.025.
     ramp = {"schedule_offset": steps // 100, "schedule_offset_end": max(steps // 7, 1), "schedule": "cubic",
@@ -183,31 +195,25 @@ def rows_of(job: Job, dense: Any) -> dict[str, Callable[[], dict[str, Any]]]:
 
     def trained(section: dict[str, Any]) -> Any:
         model = copy.deepcopy(dense)
-        job.train(model, job.more, lr, section)
+        job.train(model, job.more, lr, section, batch=given.more_batch)
         return model
 
-    def shallow() -> Any:
+    # The first and the last layer have learned to read and to write: what stands between them goes.
+    kept = sorted({round(at * (given.layers - 1) / max(half - 1, 1)) for at in range(half)})
+    shallow = {"layer_reduction": {"enabled": True, "module_name_prefix": "transformer.h", "teacher_layer": kept}}
+    learning = {"distillation": {"enabled": True, "hard": 0.5, "logits": 0.5, "temperature": 2.0}}
+
+    def cut_layers(name: str, section: dict[str, Any], teacher: Any = None) -> dict[str, Any]:
         model = copy.deepcopy(dense)
-        batches = [{"input_ids": job.first[index][None, :-1]} for index in range(8)]
-        kept = by_influence(block_influence(model, "transformer.h", batches), half)
-        return keep_layers(model, "transformer.h", kept)
-
-    def distilled() -> dict[str, Any]:
-        model = shallow()
-        section = {"distillation": {"enabled": True, "hard": 0.5, "logits": 0.5, "temperature": 2.0}}
-        job.train(model, job.more, given.lr, section, teacher=copy.deepcopy(dense))
-        return job.measured(model, f"layers -> {half} distilled")
-
-    def cut_layers() -> dict[str, Any]:
-        model = shallow()
-        job.train(model, job.more, given.lr, {})  # half of the model is new to the other half
-        return job.measured(model, f"layers -> {half}")
+        # at the full rate: half of the model is new to the other half
+        job.train(model, job.more, given.lr, {**shallow, **section}, teacher, given.deep_batch)
+        return job.measured(model, name)
 
     def from_scratch(name: str, *parts: Any) -> dict[str, Any]:
         torch.manual_seed(job.seed + 100)
         model = build_model(argparse.Namespace(**{**vars(given), "layers": half}))
         for part in parts:
-            job.train(model, part, given.lr, {})
+            job.train(model, part, given.lr, batch=given.batch if part is job.first else given.more_batch)
         return job.measured(model, name)
 
     @functools.cache
@@ -220,8 +226,8 @@ def rows_of(job: Job, dense: Any) -> dict[str, Callable[[], dict[str, Any]]]:
     return {
         "dense": lambda: job.measured(whole(), "dense"),
         **{name: (lambda n=name, s=section: job.measured(trained(s), n)) for name, section in pruned.items()},
-        f"layers -> {half}": cut_layers,
-        f"layers -> {half} distilled": distilled,
+        (name := f"layers -> {half}"): lambda: cut_layers(name, {}),
+        f"{name} distilled": lambda: cut_layers(f"{name} distilled", learning, copy.deepcopy(dense)),
         "int8": lambda: packed("int8"),
         "int4": lambda: packed("int4"),
         "w8a8": lambda: packed("w8a8"),
@@ -235,9 +241,9 @@ def one_shot(job: Job, dense: Any, criterion: str) -> dict[str, Any]:
     """Half of the FFN leaves, and nothing is trained after it."""
     model = copy.deepcopy(dense)
     if criterion == "taylor":
-        few = Subset(job.more, range(min(len(job.more), 16 * job.batch(job.more))))
-        section = pruning("row_pruning", ["c_fc"], criterion="taylor", schedule_offset=job.steps(few))
-        job.train(model, few, 0.0, section)
+        few = Subset(job.more, range(min(len(job.more), 16 * job.given.more_batch)))
+        section = pruning("row_pruning", ["c_fc"], criterion="taylor", schedule_offset=len(few) // job.given.more_batch)
+        job.train(model, few, 0.0, section, batch=job.given.more_batch)
     elif criterion == "l1":
         section = {"compression_training": pruning("row_pruning", ["c_fc"], method="l1", schedule_offset=0)}
         redundancy_clean(init_compression(model, section), section)
