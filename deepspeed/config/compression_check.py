@@ -57,6 +57,13 @@ def compression_conflicts(section: CompressionTraining, training: QuantizeTraini
         yield Problem(
             f"{base}.layer_reduction: name teacher_layer, or keep_number_layer to pick that many by influence"
         )
+    if (
+        layers.enabled
+        and layers.teacher_layer
+        and (layers.keep_number_layer or 0) not in (0, len(layers.teacher_layer))
+    ):
+        text = f"is not the number of layers that teacher_layer names, {len(layers.teacher_layer)}"
+        yield wrong(f"{base}.layer_reduction.keep_number_layer", layers.keep_number_layer, text)
     if training.enabled and training.quantize_bits.start_bits < training.quantize_bits.target_bits:
         yield wrong(
             "quantize_training.quantize_bits.target_bits", training.quantize_bits.target_bits, "above start_bits"

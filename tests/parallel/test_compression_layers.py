@@ -274,7 +274,7 @@ def test_lists_with_two_names_and_weights_of_two_layers(workers: Any, stage: int
 
 
 def at_once_and_refused() -> None:
-    from deepspeed.errors import CompressionError
+    from deepspeed.errors import CompressionError, DeepSpeedConfigError
 
     with engine_of(settings(2, teacher_layer=[0, 2], schedule_offset=0), llama(num_hidden_layers=4)) as engine:
         assert len(engine.module.model.layers) == 2
@@ -283,6 +283,8 @@ def at_once_and_refused() -> None:
         assert max(abs(a - b) for a, b in zip(expected, found, strict=True)) <= 1e-5
     with pytest.raises(CompressionError, match=r"layers \[0, 7\] of 'model.layers', which has 4"):
         engine_of(settings(2, teacher_layer=[0, 7]), llama(num_hidden_layers=4))
+    with pytest.raises(DeepSpeedConfigError, match="is not the number of layers that teacher_layer names, 2"):
+        engine_of(settings(2, teacher_layer=[0, 2], keep_number_layer=3), llama(num_hidden_layers=4))
     with pytest.raises(CompressionError, match="no list of blocks"):
         engine_of(settings(2, teacher_layer=[0], module_name_prefix="encoder.layer"), llama(num_hidden_layers=4))
     with said() as lines, engine_of(settings(2, teacher_layer=[0, 2]), llama(num_hidden_layers=2)) as engine:
@@ -306,3 +308,26 @@ def learns_from_the_whole_model(stage: int) -> None:
 
 def test_the_teacher_keeps_its_layers(workers: Any) -> None:
     workers(2).run(learns_from_the_whole_model, 2, timeout=120)
+
+
+def an_export_alone(folder: str) -> None:
+    """No technique, and a folder all the same: weights are packed, or written as they are, after so many steps."""
+    from transformers import AutoModelForCausalLM
+
+    config = settings(3)
+    config["compression_training"] = {"export": {"folder": folder, "after": 2}}
+    with engine_of(config, llama()) as engine:
+        train(engine, range(1))
+        assert not Path(folder).exists()
+        train(engine, range(1, 2))
+        engine.eval()
+        with torch.no_grad():
+            logits = engine(input_ids=batch_of(0, 0)).logits
+    dist.barrier()
+    with torch.no_grad():
+        found = AutoModelForCausalLM.from_pretrained(folder).eval()(input_ids=batch_of(0, 0)).logits
+    assert torch.allclose(found, logits, atol=1e-5)
+
+
+def test_an_export_needs_no_technique(workers: Any, tmp_path: Path) -> None:
+    workers(2).run(an_export_alone, str(tmp_path / "out"), timeout=60)

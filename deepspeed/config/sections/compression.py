@@ -238,7 +238,7 @@ class CompressionTraining(Section):
     def active(self) -> bool:
         """Whether anything is to be done while training."""
         techniques = (self.weight_quantization, self.activation_quantization, *self.pruning.values())
-        beside = self.distillation.enabled or self.layer_reduction.enabled
+        beside = self.distillation.enabled or self.layer_reduction.enabled or self.export.folder is not None
         return beside or any(one.shared_parameters.enabled for one in techniques)
 
     @property
