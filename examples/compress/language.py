@@ -133,14 +133,15 @@ class Job:
         batch = batch or self.given.batch
         steps = math.ceil(len(windows) / batch)
         decay = 0.1 if windows is self.first else 0.0  # one short pass forgets more by it than it gains
+        over: dict[str, Any] = {"warmup_num_steps": max(steps // 15, 1), "total_num_steps": steps}
+        schedule = {"type": "WarmupCosineLR", "params": over}
+        if windows is not self.first:  # a short pass is too soon at the small rates of a cosine
+            schedule = {"type": "WarmupDecayLR", "params": {**over, "warmup_max_lr": lr}}
         config = {
             "train_batch_size": batch,
             "gradient_clipping": 1.0,
             "optimizer": {"type": "AdamW", "params": {"lr": lr, "betas": [0.9, 0.95], "weight_decay": decay}},
-            "scheduler": {
-                "type": "WarmupCosineLR",
-                "params": {"warmup_num_steps": max(steps // 15, 1), "total_num_steps": steps},
-            },
+            "scheduler": schedule,
             "bf16": {"enabled": "auto"},  # as the model of `make train`
             "zero_optimization": {"stage": self.given.stage},
             **({"compression_training": section} if section else {}),
