@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepspeed.compression.experts import expert_shrinks
 from deepspeed.compression.families import Shrink, on_meta, shapes_of
 from deepspeed.compression.layers import block_lists
 from deepspeed.compression.plan import Plan
@@ -21,6 +22,7 @@ from deepspeed.compression.twin import kept_per_block, layers_of, with_layers
 from deepspeed.errors import CompressionError, DeepSpeedError
 
 _MIB = 2**20
+KINDS = ["ffn", "heads", "experts", "layers"]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -30,7 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
     plan = commands.add_parser("plan", help="units, coupled tensors, parameters, bytes and FLOPs of what can go")
     plan.add_argument("model", help="a folder with config.json, or the file; the weights are not read")
     plan.add_argument("--ratio", type=float, default=0.5, help="share of units kept")
-    plan.add_argument("--kinds", nargs="+", default=["ffn", "heads", "layers"], choices=["ffn", "heads", "layers"])
+    plan.add_argument("--kinds", nargs="+", choices=KINDS, help="default: all that it has")
     plan.add_argument("--json", action="store_true", help="one JSON object instead of lines")
     compare = commands.add_parser("report", help="bytes, parameters, loss and speed of an exported folder")
     compare.add_argument("before", help="folder of the dense model")
@@ -87,25 +89,26 @@ def model_of(path: str) -> tuple[nn.Module, Any]:
     return on_meta(model_class, config), config
 
 
-def plan_rows(model: nn.Module, config: Any, kinds: list[str], ratio: float) -> list[dict[str, Any]]:
+def plan_rows(model: nn.Module, config: Any, kinds: list[str] | None, ratio: float) -> list[dict[str, Any]]:
     """One row per number of the config that can be smaller, or one with the reason.
 
     Args:
         model: on the meta device.
         config: its config.
-        kinds: of `ffn`, `heads`, `layers`.
+        kinds: of `ffn`, `heads`, `experts`, `layers`; None: all that it has.
         ratio: share kept.
     """
     total = sum(shape.numel() for shape in shapes_of(model).values())
     rows: list[dict[str, Any]] = [{"model": type(model).__name__, "parameters": total, "bytes_fp32": 4 * total}]
     plan = Plan(model)
-    for kind in kinds:
+    for kind in kinds or [kind for kind in KINDS if kind != "experts" or expert_shrinks(model, config)]:
         started = time.perf_counter()
         found = [_layers_row(model, config, ratio, total)] if kind == "layers" else _unit_rows(model, plan, kind, ratio)
         for row in found:
             if "after" in row:
                 gone = total - row["after"]
-                row |= {"parameters_gone": gone, "bytes_gone_fp32": 4 * gone, "flops_gone_per_token": 2 * gone}
+                work = row.pop("work", gone)  # of experts a token passes as many as before
+                row |= {"parameters_gone": gone, "bytes_gone_fp32": 4 * gone, "flops_gone_per_token": 2 * work}
             row["seconds"] = round(time.perf_counter() - started, 1)
         rows += found
     return rows
@@ -125,12 +128,15 @@ def _row(model: nn.Module, plan: Plan, shrink: Shrink, ratio: float) -> dict[str
         return {"kind": shrink.kind, "refused": str(error)}
     small = on_meta(type(model), shrink.config(plan.config, kept, of))
     names = {name for one in shrink.families for name in one.names()}
+    rows, left = shapes_of(model), shapes_of(small)
+    routers = [rows[name].numel() - left[name].numel() for name in names if len(rows[name]) == 2]
     return {
         "kind": shrink.kind,
         "config": {key: shrink.config(plan.config, kept, of).to_dict().get(key) for key in shrink.unit},
         "units": f"{kept} of {of} in each of {len(shrink.families)} layers",
         "coupled_tensors": len(names),
         "first_layer": family.names(),
+        **({"work": sum(routers)} if shrink.kind == "experts" else {}),
         "proof": plan.distances.get(shrink.kind),
         "after": sum(shape.numel() for shape in shapes_of(small).values()),
     }
@@ -167,7 +173,8 @@ def _line(row: dict[str, Any]) -> str:
         return f"{row['model']}: {row['parameters']:,} parameters, {row['bytes_fp32'] / _MIB:,.1f} MiB in fp32"
     if "refused" in row:
         return f"{row['kind']:7} refused: {row['refused']}"
-    proof = f", removed is masked on a twin (difference {row['proof']:.1e})" if row.get("proof") is not None else ""
+    held = "they change places on a twin" if row["kind"] == "experts" else "removed is masked on a twin"
+    proof = f", {held} (difference {row['proof']:.1e})" if row.get("proof") is not None else ""
     coupled = f" in {row['coupled_tensors']} coupled tensors" if "coupled_tensors" in row else ""
     return (
         f"{row['kind']:7} {row['units']}{coupled}: {row['parameters_gone']:,} parameters, "

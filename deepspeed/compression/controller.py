@@ -100,7 +100,9 @@ class Compression:
             for rule in rules
             for family, keep in zip(rule.families, self.masks.units[rule.name], strict=True)
         ]
-        return removal_of(self.model, self.plan, chosen)
+        made = removal_of(self.model, self.plan, chosen)
+        made.rules = [rule.name for rule in rules]
+        return made
 
     def removed(self, removal: Removal, optimizer: ZeroOptimizer | None, names: Mapping[str, str]) -> None:
         """Units or layers have left the engine, whose optimizer is laid out anew; masks of other rules come after it.
@@ -111,8 +113,10 @@ class Compression:
             names: of parameters, by their names before; without those that left.
         """
         state = self.masks.state_dict()
-        gone = set(removal.cuts)
-        left = [rule for rule in self.rules if not (rule.families and gone >= set(rule.names()))]
+        gone, ended = set(removal.cuts), set(removal.rules)
+        if not ended:  # of a checkpoint that does not name them
+            ended = {rule.name for rule in self.rules if rule.families and gone >= set(rule.names())}
+        left = [rule for rule in self.rules if rule.name not in ended]
         if removal.layers:
             left = [rule for rule in left if follow_layers(rule, removal, names, state)]
         else:
@@ -217,6 +221,8 @@ def describe(rule: Rule, masks: Masks) -> list[str]:
     kind = rule.families[0].kind if rule.families else "units"
     # A convolution multiplies at each position of its output; of packed experts a token passes some only.
     work = f"up to {2 * matrices:,} FLOPs per {'position' if kind == 'channels' else 'token'}"
+    if kind == "experts":  # a token passes as many as before
+        work = f"up to {2 * sum(n for name, n in left.items() if len(shapes[name]) == 2):,} FLOPs per token"
     how = "leave the engine" if rule.physical and removable(rule) else "are masked"
     text = f"{rule.name}: {units - kept:,} of {units:,} {kind} in {len(rule.families)} layers {how} {when}"
     return [f"{text}: {gone:,} parameters of {len(shapes)} coupled tensors, {4 * gone / 2**20:.1f} MiB in fp32, {work}"]

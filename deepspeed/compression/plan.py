@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepspeed.compression.experts import chosen_of, expert_shrinks, prove_experts
 from deepspeed.compression.families import (
     HEAD_KEYS,
     Shrink,
@@ -22,7 +23,7 @@ from deepspeed.compression.twin import prove
 from deepspeed.compression.units import Family
 from deepspeed.errors import CompressionError
 
-_FINDERS = {"ffn": ffn_shrinks, "heads": head_shrinks}
+_FINDERS = {"ffn": (ffn_shrinks, prove), "heads": (head_shrinks, prove), "experts": (expert_shrinks, prove_experts)}
 
 
 class Plan:
@@ -58,10 +59,10 @@ class Plan:
             if self.config is None or kind not in _FINDERS:
                 self.refused[kind] = f"{type(self.model).__name__} has no config that could say fewer {kind}"
                 return []
-            find: Any = _FINDERS[kind]
+            find: Any = _FINDERS[kind][0]
             try:
                 for shrink in find(self.inner, self.config):
-                    proven, self.distances[kind] = prove(dense_class(self.inner), self.config, find, shrink)
+                    proven, self.distances[kind] = _FINDERS[kind][1](dense_class(self.inner), self.config, find, shrink)
                     self._found[kind].append(self._named(proven))
                 if not self._found[kind]:
                     self.refused[kind] = f"{type(self.config).__name__} names no width of the {kind} units"
@@ -163,6 +164,8 @@ class Plan:
 
     def _unsaid(self, shrink: Shrink, kept: int, of: int) -> str:
         """What a config says against a number; empty: nothing."""
+        if shrink.kind == "experts" and kept < chosen_of(self.config):
+            return f"a token passes {chosen_of(self.config)}"
         made = shrink.config(self.config, kept, of)
         try:
             getattr(made, "validate", lambda: None)()
@@ -170,18 +173,20 @@ class Plan:
             return str(error.__cause__ or error).splitlines()[-1].strip()
         return ""
 
-    def packed_family(self, name: str) -> Family:
-        """The family of FFN units that a packed tensor of experts holds.
+    def packed_family(self, name: str, kind: str = "ffn") -> Family:
+        """The family of FFN units, or of whole experts, that a packed tensor of experts holds.
 
         Raises:
             CompressionError: no plan has it.
         """
-        for shrink in self.shrinks("ffn"):
+        axes = 1 if kind == "experts" else 2
+        for shrink in self.shrinks(kind):
             for family in shrink.families:
-                if any(slot.name == name and len(slot.axes) == 2 for slot in family.slots):
+                if any(slot.name == name and len(slot.axes) == axes for slot in family.slots):
                     return family
         raise CompressionError(
-            f"{name} is packed, and no units of it are known: {self.refused.get('ffn', 'no FFN width changes it')}"
+            f"{name} is packed, and no {'units' if kind == 'ffn' else kind} of it are known: "
+            f"{self.refused.get(kind, 'no number of the config changes it so')}"
         )
 
     def _channels(self) -> list[Family]:

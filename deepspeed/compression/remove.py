@@ -44,6 +44,7 @@ class Removal:
         attributes: new values of attributes, by module.
         config: new values of the model's config.
         layers: by list of blocks, the indices that stay; a removal is of layers alone, or of units alone.
+        rules: names of the rules that have ended with it.
         text: what it was, for reports.
     """
 
@@ -51,6 +52,7 @@ class Removal:
     attributes: dict[str, dict[str, Any]] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
     layers: dict[str, list[int]] = field(default_factory=dict)
+    rules: list[str] = field(default_factory=list)
     text: str = ""
 
     def cut(self, name: str, axis: int, indices: torch.Tensor) -> None:
@@ -141,13 +143,14 @@ class Removal:
 
     def to_json(self) -> dict[str, Any]:
         """Values and tensors for a checkpoint."""
-        return {name: getattr(self, name) for name in ("cuts", "attributes", "config", "layers", "text")}
+        return {name: getattr(self, name) for name in ("cuts", "attributes", "config", "layers", "rules", "text")}
 
     @classmethod
     def from_json(cls, saved: dict[str, Any]) -> Removal:
         """Undo `to_json`."""
         cuts = {name: [(int(axis), index) for axis, index in rows] for name, rows in saved["cuts"].items()}
-        return cls(cuts, saved["attributes"], saved["config"], saved.get("layers", {}), saved["text"])
+        layers, rules = saved.get("layers", {}), saved.get("rules", [])
+        return cls(cuts, saved["attributes"], saved["config"], layers, rules, saved["text"])
 
 
 def _resize(module: Any) -> None:
@@ -193,6 +196,8 @@ def removal_of(
             made.cut_slot(slot, keep)
     if buffers:
         cut_with_buffers(model, made)
+        for family, keep in chosen:
+            _cut_router_buffers(model, family, keep, made)
     if plan.config is not None:
         _follow_config(model, plan, chosen, made)
     return made
@@ -207,6 +212,14 @@ def cut_with_buffers(model: nn.Module, made: Removal) -> None:
             for buffer in ("running_mean", "running_var"):
                 if module._buffers.get(buffer) is not None:
                     made.cuts[f"{home}.{buffer}"] = rows
+
+
+def _cut_router_buffers(model: nn.Module, family: Family, keep: torch.Tensor, made: Removal) -> None:
+    """Whole experts take their places in their router's buffers along, as corrections of its scores."""
+    for home in dict.fromkeys(slot.name.rpartition(".")[0] for slot in family.slots if family.kind == "experts"):
+        for last, buffer in model.get_submodule(home).named_buffers(recurse=False):
+            if buffer.shape == (family.size,):
+                made.cut(f"{home}.{last}", 0, torch.nonzero(keep).view(-1))
 
 
 def _follow_config(model: nn.Module, plan: Plans, chosen: list[tuple[Family, torch.Tensor]], made: Removal) -> None:

@@ -150,6 +150,12 @@ def rules_of(model: nn.Module, section: CompressionTraining, plan: Plan, called:
             rule = _rule(technique, name, group, shared)
             if technique == "sparse_pruning":
                 _single_weights(model, rule, group, shared)
+            elif technique == "expert_pruning":
+                if called:
+                    raise CompressionError(f"{rule.name}: experts leave through initialize alone: no init_compression")
+                rule.families, rule.physical = list(_experts(model, group, plan)), True
+                for family in rule.families:
+                    plan.check_said(family, kept_of(family.size, rule.ratio))
             else:
                 rule.families = list(_units(model, technique, group, shared, plan))
                 wanted = getattr(shared, "physical", None)
@@ -250,6 +256,16 @@ def _units(model: nn.Module, technique: str, group: Any, shared: Any, plan: Plan
         families.setdefault(id(family), (family, []))[1].append(weight)
     for family, weights in families.values():
         yield _scored_by(family, weights)
+
+
+def _experts(model: nn.Module, group: Group, plan: Plan) -> Iterator[Family]:
+    """Whole experts of the modules that pack them."""
+    for _, name, module in matched(model, group.modules, packed=True):
+        packed = [f"{name}.{param}" for param in experts_of(module)]
+        if packed:
+            yield _scored_by(plan.packed_family(packed[0], "experts"), packed)
+        elif group.modules != ["*"]:
+            raise CompressionError(f"expert_pruning: {name} packs no experts; name the modules that do (mlp.experts$)")
 
 
 def _scored_by(family: Family, weights: list[str]) -> Family:

@@ -9,11 +9,10 @@ from typing import Any
 from deepspeed.config.problems import Problem, wrong
 from deepspeed.config.sections.compression import (
     CompressionTraining,
-    HeadTechnique,
+    ExpertShared,
     QuantizeTraining,
-    RowTechnique,
     SparseShared,
-    SparseTechnique,
+    Technique,
     WeightTechnique,
 )
 
@@ -93,7 +92,7 @@ def _compiles(expression: str) -> bool:
     return True
 
 
-def _pruning_problems(path: str, technique: SparseTechnique | RowTechnique | HeadTechnique) -> Iterator[Problem]:
+def _pruning_problems(path: str, technique: Technique) -> Iterator[Problem]:
     shared = technique.shared_parameters
     at = f"{path}.shared_parameters"
     alone = isinstance(shared, SparseShared) and shared.method == "snip_momentum"
@@ -107,6 +106,11 @@ def _pruning_problems(path: str, technique: SparseTechnique | RowTechnique | Hea
     if isinstance(shared, SparseShared):
         if pattern_of(shared.block_pattern) is None:
             yield wrong(f"{at}.block_pattern", shared.block_pattern, 'write N:M as "2:4", or a block as "4x1"')
+    elif isinstance(shared, ExpertShared) and (end is not None or shared.scope == "global"):
+        what, value = ("schedule_offset_end", end) if end is not None else ("scope", "global")
+        yield wrong(f"{at}.{what}", value, "experts leave at schedule_offset, as many in every layer")
+    elif isinstance(shared, ExpertShared) and shared.criterion == "movement":
+        yield wrong(f"{at}.criterion", "movement", "experts are not brought back; use magnitude or taylor")
     elif shared.criterion == "activation":
         yield wrong(f"{at}.criterion", "activation", "scores single weights; use it in sparse_pruning")
 

@@ -108,6 +108,12 @@ class HeadShared(RowShared):
     num_heads: Int | None = key(None, "heads of the model; default: what its config says", ge=1)
 
 
+class ExpertShared(_Pruning):
+    """`compression_training.expert_pruning.shared_parameters`: experts leave at `schedule_offset`, never masked."""
+
+    method: Literal["l1", "snip_momentum"] = key("l1", "l1: magnitude of an expert's weights; snip_momentum: Taylor")
+
+
 class Group(Section):
     """Modules that share numbers."""
 
@@ -195,6 +201,17 @@ class HeadTechnique(Section):
     different_groups: dict[str, PruneGroup] = key({}, "groups of modules")
 
 
+class ExpertTechnique(Section):
+    """`compression_training.expert_pruning`."""
+
+    switch = _TECHNIQUE_SWITCH
+    shared_parameters: ExpertShared = key(ExpertShared, "numbers of all groups")
+    different_groups: dict[str, PruneGroup] = key({}, "groups of modules that pack experts")
+
+
+Technique = SparseTechnique | RowTechnique | HeadTechnique | ExpertTechnique
+
+
 class Distillation(Section):
     """`compression_training.distillation`: losses against a teacher, added to the loss of the model's output."""
 
@@ -231,6 +248,7 @@ class CompressionTraining(Section):
     row_pruning: RowTechnique = key(RowTechnique, "pruned rows")
     head_pruning: HeadTechnique = key(HeadTechnique, "pruned heads")
     channel_pruning: RowTechnique = key(RowTechnique, "pruned channels")
+    expert_pruning: ExpertTechnique = key(ExpertTechnique, "experts that leave")
     distillation: Distillation = key(Distillation, "a teacher")
     export: Export = key(Export, "what is handed over")
 
@@ -242,13 +260,14 @@ class CompressionTraining(Section):
         return beside or any(one.shared_parameters.enabled for one in techniques)
 
     @property
-    def pruning(self) -> dict[str, SparseTechnique | RowTechnique | HeadTechnique]:
+    def pruning(self) -> dict[str, Technique]:
         """The pruning techniques by their names."""
         return {
             "sparse_pruning": self.sparse_pruning,
             "row_pruning": self.row_pruning,
             "head_pruning": self.head_pruning,
             "channel_pruning": self.channel_pruning,
+            "expert_pruning": self.expert_pruning,
         }
 
 

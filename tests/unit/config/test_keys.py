@@ -15,7 +15,7 @@ from deepspeed.errors import NotAvailableError
 # These two cannot leave their default without a conflict in a world of one rank.
 CONFLICTS = {"data_parallel_size": "this run has", "zero_optimization.mics_shard_size": "must divide"}
 WEIGHTS = {"start_bits": 8, "target_bits": 4, "quantization_period": 3}
-PRUNED = ("sparse_pruning", "row_pruning", "head_pruning", "channel_pruning")
+PRUNED = ("sparse_pruning", "row_pruning", "head_pruning", "channel_pruning", "expert_pruning")
 PARAMS = {name: {"dense_ratio": 0.25} for name in PRUNED} | {
     "weight_quantization": WEIGHTS,
     "activation_quantization": {"bits": 8},
