@@ -18,7 +18,9 @@ from deepspeed.compression.plan import Plan
 from deepspeed.compression.remove import Removal, removal_of
 from deepspeed.compression.rules import Rule, out_axis, rules_of
 from deepspeed.compression.select import kept_of
+from deepspeed.compression.units import CONV
 from deepspeed.config.sections.compression import CompressionTraining, QuantizeTraining
+from deepspeed.errors import CompressionError
 from deepspeed.foundation.log import say
 from deepspeed.zero.holders import Axes
 from deepspeed.zero.optimizer import ZeroOptimizer
@@ -231,33 +233,44 @@ class _InputNorms:
 
     def __init__(self, model: nn.Module, rules: list[Rule]) -> None:
         self.sums: dict[str, torch.Tensor] = {}
-        self._inputs: dict[str, int] = {}  # by weight
+        self._inputs: dict[str, tuple[int, int]] = {}  # by weight: how many, and their axis
         self._hooks: list[Any] = []
         homes = {id(param): name for name, param in model.named_parameters()}
         wanted = {name for rule in rules if rule.criterion == "activation" for name in rule.weights}
         for module in model.modules():
             weight = module._parameters.get("weight")
-            if weight is not None and homes[id(weight)] in wanted:
-                name = homes[id(weight)]
-                self._inputs[name] = getattr(weight, "ds_shape", weight.shape)[1 - out_axis(module)]
-                self._hooks.append(module.register_forward_pre_hook(self._hook(name)))
+            if weight is None or homes[id(weight)] not in wanted or isinstance(module, nn.Embedding):
+                continue
+            name, axis = homes[id(weight)], 1 - out_axis(module)
+            if getattr(module, "groups", 1) > 1:
+                raise CompressionError(f"criterion activation of {name}: its outputs read other inputs by group")
+            self._inputs[name] = getattr(weight, "ds_shape", weight.shape)[axis], axis
+            self._hooks.append(module.register_forward_pre_hook(self._hook(name)))
+        if blind := sorted(wanted - self._inputs.keys()):
+            raise CompressionError(f"criterion activation of {blind[0]}: an embedding has no inputs; leave it out")
 
-    def of_all_ranks(self, exchange: Exchange) -> dict[str, torch.Tensor]:
-        """Sums of squares by weight, [inputs] each, fp64. All ranks call together, whatever modules each has used."""
+    def of_all_ranks(self, exchange: Exchange) -> dict[str, tuple[torch.Tensor, int]]:
+        """(sums of squares [inputs], fp64, and the axis of inputs) by weight.
+
+        All ranks call together, whatever modules each has used.
+        """
         names = sorted(self._inputs)
         if not names:
             return {}
-        sizes = [self._inputs[name] for name in names]
+        sizes = [self._inputs[name][0] for name in names]
         none = (torch.zeros(size, dtype=torch.float64) for size in sizes)
         mine = [self.sums.get(name, zeros) for name, zeros in zip(names, none, strict=True)]
-        total = exchange.sum(torch.cat(mine), "norms of inputs")
-        return dict(zip(names, total.split(sizes), strict=True))
+        parts = exchange.sum(torch.cat(mine), "norms of inputs").split(sizes)
+        return {name: (part, self._inputs[name][1]) for name, part in zip(names, parts, strict=True)}
 
     def _hook(self, name: str) -> Any:
-        def add(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        def add(module: Any, inputs: tuple[Any, ...]) -> None:
             if module.training and inputs and isinstance(inputs[0], torch.Tensor):
                 with torch.no_grad():
-                    found = inputs[0].detach().to(torch.float64).flatten(0, -2).square().sum(0).cpu()
+                    rows = inputs[0].detach().to(torch.float64)
+                    if isinstance(module, CONV):  # channels stand before the places
+                        rows = rows.movedim(1 - len(getattr(module.weight, "ds_shape", module.weight.shape)), -1)
+                    found = rows.reshape(-1, rows.shape[-1]).square().sum(0).cpu()
                     self.sums[name] = self.sums.get(name, torch.zeros_like(found)) + found
 
         return add
@@ -272,7 +285,7 @@ class _InputNorms:
                 continue
             module = modules[names[old].removesuffix(".weight")]
             for axis, indices in removal.cuts.get(old, ()):
-                if axis != out_axis(module) and indices.dim() == 1:
+                if axis == 1 - out_axis(module) and indices.dim() == 1:
                     total = total[indices]
             made.sums[names[old]] = total
         return made

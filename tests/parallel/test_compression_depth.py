@@ -87,6 +87,47 @@ def test_inputs_of_branches_that_other_ranks_take(workers: Any) -> None:
     workers(2).run(branches, timeout=60)
 
 
+class Alike(nn.Module):
+    """The same sums in three forms: weights [out, in], [in, out] and [out, in, 1, 1]."""
+
+    def __init__(self) -> None:
+        from transformers.pytorch_utils import Conv1D
+
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.turned, self.conv = nn.Linear(6, 4), Conv1D(4, 6), nn.Conv2d(6, 4, 1)
+        with torch.no_grad():
+            self.turned.weight.copy_(self.linear.weight.t())
+            self.conv.weight.copy_(self.linear.weight[..., None, None])
+            for bias in (self.linear.bias, self.turned.bias, self.conv.bias):
+                assert bias is not None
+                bias.zero_()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) + self.turned(x) + self.conv(x.view(-1, 6, 1, 1)).view(-1, 4)
+
+
+def one_mask_in_three_forms() -> None:
+    import deepspeed
+
+    shared = {"enabled": True, "criterion": "activation", "schedule_offset": 1, "method": "l1"}
+    group = {"params": {"dense_ratio": 0.5}, "modules": ["linear", "turned", "conv"]}
+    config = settings(1)
+    config["compression_training"] = {"sparse_pruning": {"shared_parameters": shared, "different_groups": {"s": group}}}
+    model = Alike()
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+    with engine:
+        x = torch.randn(5, 6, generator=torch.Generator().manual_seed(dist.get_rank())) * torch.arange(1.0, 7.0)
+        engine.backward(engine(x).square().mean())
+        engine.step()
+        masks = model.linear.weight != 0, (model.turned.weight != 0).t(), (model.conv.weight != 0).view(4, 6)
+        assert masks[0].sum() == 12 and torch.equal(masks[0], masks[1]) and torch.equal(masks[0], masks[2])
+
+
+def test_inputs_of_convolutions_and_turned_weights(workers: Any) -> None:
+    workers(2).run(one_mask_in_three_forms, timeout=60)
+
+
 def late(folder: str) -> None:
     """Saved before and within the steps over which influence is measured: the same is seen after a resume."""
     due = 12
