@@ -8,18 +8,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.comm.axis import Axis
 from deepspeed.compression.depth import REDUCED, Depth
 from deepspeed.compression.distill import Distiller
 from deepspeed.compression.fake import FakeQuantizers
+from deepspeed.compression.inside import left_on
 from deepspeed.compression.masks import Masks
+from deepspeed.compression.owned import Exchange
 from deepspeed.compression.plan import Plan
 from deepspeed.compression.remove import Removal, removal_of
 from deepspeed.compression.rules import Rule, rules_of
 from deepspeed.compression.select import kept_of
-from deepspeed.compression.units import out_axis
+from deepspeed.compression.units import CONV, out_axis
 from deepspeed.config.sections.compression import CompressionTraining, QuantizeTraining
+from deepspeed.errors import CompressionError
 from deepspeed.foundation.log import say
+from deepspeed.zero.holders import Axes
 from deepspeed.zero.optimizer import ZeroOptimizer
 
 CALLED = "_ds_compression"  # on a model: the section it was prepared with by the old calls
@@ -32,7 +35,7 @@ class Compression:
         model: its parameters are managed already.
         section: `compression_training`.
         training: `quantize_training`.
-        axis: ranks that share the state.
+        axes: who shares the state, and who trains on other samples.
         optimizer: None when nothing is trained.
     """
 
@@ -41,20 +44,21 @@ class Compression:
         model: nn.Module,
         section: CompressionTraining,
         training: QuantizeTraining,
-        axis: Axis,
+        axes: Axes,
         optimizer: ZeroOptimizer | None,
     ) -> None:
-        self.model, self.section, self._axis = model, section, axis
+        self.model, self.section, self._axes = model, section, axes
         self.training_steps = 0
-        self.removals: list[Removal] = []
         self.done: list[str] = []  # rules whose units have left
         self._waiting: dict[str, Any] | None = None
         self.plan = Plan(model)
-        self.rules = rules_of(model, section, self.plan, called=hasattr(model, CALLED))
-        self.masks = Masks(model, self.rules, axis, optimizer)
+        self.rules = rules_of(model, section, self.plan, called=left_on(model, CALLED) is not None)
+        self.masks = Masks(model, self.rules, axes.shard, optimizer)
+        # What is seen of batches is added up over copies of the state too: each copy sees its own.
+        self._seen = Exchange(axes.same_slice, self.masks.exchange.device)
         self.quantizers = FakeQuantizers(model, section, training)
         self._watch = _InputNorms(model, self.rules)
-        reduced = hasattr(model, CALLED) or hasattr(model, REDUCED)
+        reduced = any(left_on(model, mark) is not None for mark in (CALLED, REDUCED))
         self.depth = Depth(model, section.layer_reduction) if section.layer_reduction.enabled and not reduced else None
         self.distiller = Distiller(model, section.distillation) if section.distillation.enabled else None
         self._announce()
@@ -83,11 +87,11 @@ class Compression:
 
     def leaving(self) -> Removal | None:
         """Layers that are to leave the engine now, after the units that leave. All ranks call together."""
-        return None if self.depth is None else self.depth.after_step(self.training_steps, self.masks.exchange)
+        return None if self.depth is None else self.depth.after_step(self.training_steps, self._seen)
 
     def _form(self, step: int) -> list[Rule]:
         if any(rule.criterion == "activation" and rule.due(step) for rule in self.rules):
-            self.masks.scores.gather_inputs(self._watch.sums)
+            self.masks.scores.inputs = self._watch.of_all_ranks(self._seen)
         ended = self.masks.after_step(step)
         if not any(r.criterion == "activation" and r.name not in self.masks.final for r in self.rules):
             self._watch.remove()
@@ -122,15 +126,18 @@ class Compression:
         else:
             for rule in left:
                 rule.families = [removal.remap(family) for family in rule.families]
-        if self.depth is not None and self.depth.prefix in removal.layers:
-            self.depth.left()
+        self.left(removal)
         self._watch = self._watch.followed(self.model, left, removal, names)
         self.done += [rule.name for rule in self.rules if rule not in left]
         self.rules = left
-        self.removals.append(removal)
         self.plan = Plan(self.model)
-        self.masks = Masks(self.model, left, self._axis, optimizer)
+        self.masks = Masks(self.model, left, self._axes.shard, optimizer)
         self._waiting = {**state, "units": {r.name: state["units"][r.name] for r in left if r.name in state["units"]}}
+
+    def left(self, removal: Removal) -> None:
+        """What has left is not to leave again."""
+        if self.depth is not None and self.depth.prefix in removal.layers:
+            self.depth.left()
 
     def resume(self) -> None:
         """The state that masks of other rules had before a removal is back. All ranks call together."""
@@ -151,7 +158,6 @@ class Compression:
             "training_steps": self.training_steps,
             "masks": self.masks.state_dict(),
             "quantizers": self.quantizers.state_dict(),
-            "removals": [removal.to_json() for removal in self.removals],
             **({} if self.depth is None else {"layers": self.depth.state_dict()}),
         }
 
@@ -160,8 +166,8 @@ class Compression:
         self.training_steps = saved["training_steps"]
         self.quantizers.load_state_dict(saved["quantizers"])
         self.masks.load_state_dict(saved["masks"])
-        if self.depth is not None and "layers" in saved:
-            self.depth.load_state_dict(saved["layers"])
+        if self.depth is not None:
+            self.depth.load_state_dict(saved.get("layers"), self.training_steps)
 
     def remove(self) -> None:
         """Take hooks and quantizers off the model."""
@@ -233,19 +239,44 @@ class _InputNorms:
 
     def __init__(self, model: nn.Module, rules: list[Rule]) -> None:
         self.sums: dict[str, torch.Tensor] = {}
+        self._inputs: dict[str, tuple[int, int]] = {}  # by weight: how many, and their axis
         self._hooks: list[Any] = []
         homes = {id(param): name for name, param in model.named_parameters()}
         wanted = {name for rule in rules if rule.criterion == "activation" for name in rule.weights}
         for module in model.modules():
             weight = module._parameters.get("weight")
-            if weight is not None and homes[id(weight)] in wanted:
-                self._hooks.append(module.register_forward_pre_hook(self._hook(homes[id(weight)])))
+            if weight is None or homes[id(weight)] not in wanted or isinstance(module, nn.Embedding):
+                continue
+            name, axis = homes[id(weight)], 1 - out_axis(module)
+            if getattr(module, "groups", 1) > 1:
+                raise CompressionError(f"criterion activation of {name}: its outputs read other inputs by group")
+            self._inputs[name] = getattr(weight, "ds_shape", weight.shape)[axis], axis
+            self._hooks.append(module.register_forward_pre_hook(self._hook(name)))
+        if blind := sorted(wanted - self._inputs.keys()):
+            raise CompressionError(f"criterion activation of {blind[0]}: an embedding has no inputs; leave it out")
+
+    def of_all_ranks(self, exchange: Exchange) -> dict[str, tuple[torch.Tensor, int]]:
+        """(sums of squares [inputs], fp64, and the axis of inputs) by weight.
+
+        All ranks call together, whatever modules each has used.
+        """
+        names = sorted(self._inputs)
+        if not names:
+            return {}
+        sizes = [self._inputs[name][0] for name in names]
+        none = (torch.zeros(size, dtype=torch.float64) for size in sizes)
+        mine = [self.sums.get(name, zeros) for name, zeros in zip(names, none, strict=True)]
+        parts = exchange.sum(torch.cat(mine), "norms of inputs").split(sizes)
+        return {name: (part, self._inputs[name][1]) for name, part in zip(names, parts, strict=True)}
 
     def _hook(self, name: str) -> Any:
-        def add(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        def add(module: Any, inputs: tuple[Any, ...]) -> None:
             if module.training and inputs and isinstance(inputs[0], torch.Tensor):
                 with torch.no_grad():
-                    found = inputs[0].detach().to(torch.float64).flatten(0, -2).square().sum(0).cpu()
+                    rows = inputs[0].detach().to(torch.float64)
+                    if isinstance(module, CONV):  # channels stand before the places
+                        rows = rows.movedim(1 - len(getattr(module.weight, "ds_shape", module.weight.shape)), -1)
+                    found = rows.reshape(-1, rows.shape[-1]).square().sum(0).cpu()
                     self.sums[name] = self.sums.get(name, torch.zeros_like(found)) + found
 
         return add
@@ -260,7 +291,7 @@ class _InputNorms:
                 continue
             module = modules[names[old].removesuffix(".weight")]
             for axis, indices in removal.cuts.get(old, ()):
-                if axis != out_axis(module) and indices.dim() == 1:
+                if axis == 1 - out_axis(module) and indices.dim() == 1:
                     total = total[indices]
             made.sums[names[old]] = total
         return made

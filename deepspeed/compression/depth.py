@@ -36,9 +36,11 @@ class Depth:
         self._total = len(block_list(model, self.prefix))
         self._watch: InfluenceWatch | None = None
         self._sums = torch.zeros(2, self._total, dtype=torch.float64)  # of all ranks
-        named = section.teacher_layer
-        self._kept = section.keep_number_layer or 0 if named is None else len(named)
+        named, count = section.teacher_layer, section.keep_number_layer
+        _refuse_numbers(self.prefix, self._total, named, count)
+        self._kept = count or 0 if named is None else len(named)
         self.over = self._kept == self._total
+        self._told = False
         if not self.over:
             check_layers(model, self.prefix, list(range(self._kept)) if named is None else named)
         self._announce()
@@ -75,11 +77,24 @@ class Depth:
             row = exchange.sum(self._watch.sums.view(-1), "influence of blocks")
             self._sums += row.view_as(self._sums)
             self._watch.sums.zero_()
-        if step < self.due:
-            if self.section.teacher_layer is None and self._watch is None and step >= self.due - LOOKS:
-                self._watch = InfluenceWatch(block_list(self.model, self.prefix), training=True)
-            return None
-        return self._leaving()
+        if step >= self.due and self._knows():
+            return self._leaving()
+        self._look(step)
+        return None
+
+    def _knows(self) -> bool:
+        """Whether layers can be picked: influence needs to have seen a block, on any rank."""
+        return self.section.teacher_layer is not None or bool(self._sums[1].any())
+
+    def _look(self, step: int) -> None:
+        """Watch the blocks from here on, if the next steps are those over which influence is measured."""
+        if self.over or self.section.teacher_layer is not None or step < self.due - LOOKS:
+            return
+        if self._watch is None:
+            self._watch = InfluenceWatch(block_list(self.model, self.prefix), training=True)
+        elif step >= self.due and not self._told:
+            self._told = True
+            say(f"layer_reduction: no call in training mode has shown the influence of {self.prefix}: none leaves yet")
 
     def _leaving(self) -> Removal:
         keep = self.section.teacher_layer
@@ -107,10 +122,29 @@ class Depth:
         """What all ranks share."""
         return {"sums": self._sums.clone()}
 
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Take it back."""
-        if saved["sums"].shape == self._sums.shape:
-            self._sums = saved["sums"].clone()
+    def load_state_dict(self, saved: dict[str, Any] | None, step: int) -> None:
+        """Take it back.
+
+        Args:
+            saved: None: of a run in which no layers were to leave.
+            step: applied steps until then.
+        """
+        self.remove()  # what was seen before is of another run
+        self._sums.zero_()
+        if saved is not None and saved["sums"].shape == self._sums.shape:
+            self._sums.copy_(saved["sums"])
+        self._look(step)
+
+
+def _refuse_numbers(prefix: str, total: int, named: list[int] | None, count: int | None) -> None:
+    """Numbers that contradict each other, or what there is."""
+    if named is not None and (len(set(named)) != len(named) or (count is not None and count != len(named))):
+        raise CompressionError(
+            f"layer_reduction: teacher_layer {named} names {len(set(named))} layers, and "
+            f"{len(named) if count is None else count} are to stay (keep_number_layer): name each one once"
+        )
+    if named is None and (count or 0) > total:
+        raise CompressionError(f"layer_reduction: keep_number_layer is {count}, and {prefix} has {total} layers")
 
 
 def _list_name(model: nn.Module, given: str | None) -> str:

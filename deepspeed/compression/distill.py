@@ -29,6 +29,7 @@ class Distiller:
         self.student, self.section = student, section
         self.teacher: Any = None
         self.close: Callable[[], None] | None = None  # ends what was made for the teacher
+        self._named = ""  # the teacher's list of blocks
         self._hooks = [
             student.register_forward_pre_hook(self._ask, with_kwargs=True),
             student.register_forward_hook(self._add, with_kwargs=True),
@@ -77,7 +78,10 @@ class Distiller:
     def _watched(self) -> Iterator[list[_Call]]:
         """What goes into and comes out of every block of the teacher."""
         seen: list[_Call] = []
-        blocks = _blocks(self.teacher) if self.section.layerwise and self.teacher is not None else []
+        named, blocks = "", []
+        if self.section.layerwise and self.teacher is not None:
+            named, blocks = _blocks(self.teacher)
+        self._named = named
         hooks = [block.register_forward_hook(_noting(seen), with_kwargs=True) for block in blocks]
         try:
             yield seen
@@ -87,7 +91,7 @@ class Distiller:
 
     def _layerwise(self, seen: list[_Call]) -> torch.Tensor:
         """Mean squared error of each layer on what the teacher's layer was given: no layer waits for another."""
-        blocks = _blocks(self.student)
+        blocks = _namesakes(self.student, self._named)
         errors = []
         for block, at in zip(blocks, self._layers(len(blocks), len(seen)), strict=True):
             inputs, kwargs, wanted = seen[at]
@@ -176,14 +180,23 @@ def _first(output: Any) -> torch.Tensor:
     return output[0] if isinstance(output, (tuple, list)) else output
 
 
-def _blocks(model: Any) -> list[nn.Module]:
-    """The longest list of repeated blocks of a module or an engine."""
+def _blocks(model: Any) -> tuple[str, list[nn.Module]]:
+    """The longest list of repeated blocks of a module or an engine, and its name."""
     lists = block_lists(model.module if isinstance(getattr(model, "module", None), nn.Module) else model)
     if not lists:
         raise CompressionError(
             f"distillation.layerwise: {type(model).__name__} has no list of two or more equal blocks"
         )
-    return list(next(iter(lists.values())))
+    name, blocks = next(iter(lists.items()))
+    return name, list(blocks)
+
+
+def _namesakes(student: nn.Module, named: str) -> list[nn.Module]:
+    """The student's blocks: of the list with the teacher's name, also where one is left; else of its longest."""
+    for name, module in student.named_modules():
+        if isinstance(module, nn.ModuleList) and f".{name}".endswith(f".{named}"):
+            return list(module)
+    return _blocks(student)[1]
 
 
 def divergence(

@@ -16,14 +16,21 @@ ADAPTER = ".lora_"  # in the names of what low-rank adapters bring
 _BASE = "base_layer"
 
 
-def inside(model: nn.Module) -> tuple[str, Any]:
-    """(what its names begin with, the model of Transformers); the model itself where there is none, or several."""
+def inside(model: nn.Module, holding: str | None = None) -> tuple[str, Any]:
+    """(what its names begin with, the model of Transformers); the model itself where there is none, or several.
+
+    Args:
+        model: what the engine trains.
+        holding: name of a module: of several models the one that has it.
+    """
     if _is_pretrained(model):
         return "", model
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         if _is_pretrained(module) and not any(name.startswith(f"{outer}.") for outer in found):
             found[name] = module
+    if holding is not None:
+        found = {name: module for name, module in found.items() if holding.startswith(f"{name}.")}
     if len(found) != 1:
         return "", model
     name, module = next(iter(found.items()))
@@ -32,6 +39,11 @@ def inside(model: nn.Module) -> tuple[str, Any]:
 
 def _is_pretrained(module: nn.Module) -> bool:
     return any(kind.__name__ == "PreTrainedModel" for kind in type(module).__mro__)
+
+
+def left_on(model: nn.Module, mark: str) -> Any:
+    """What the old calls left on the model, or on the one that a client has wrapped since; None: nothing."""
+    return next((vars(module)[mark] for module in model.modules() if mark in vars(module)), None)
 
 
 def plain_state(model: nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -49,7 +49,7 @@ def keep_layers(model: nn.Module, prefix: str, keep: list[int]) -> nn.Module:
     blocks._modules.update({str(at): block for at, block in enumerate(kept)})
     if told is None:
         return model
-    outer, inner = inside(model)
+    outer, inner = inside(model, prefix)
     (small, base, after), short = told, prefix.removeprefix(outer)
     _follow(inner, base, after, {f"{short}.{new}": f"{short}.{old}" for new, old in enumerate(keep)})
     config = inner.config
@@ -81,7 +81,7 @@ def check_layers(model: nn.Module, prefix: str, keep: list[int]) -> tuple[Any, n
     bad = [index for index in keep if not 0 <= index < len(blocks)]
     if bad or len(set(keep)) != len(keep) or not keep:
         raise CompressionError(f"layers {keep} of '{prefix}', which has {len(blocks)}: name each one once, from 0")
-    outer, inner = inside(model)
+    outer, inner = inside(model, prefix)
     config, short = config_of(inner), prefix.removeprefix(outer)
     if config is None or not prefix.startswith(outer):
         return None
@@ -199,6 +199,21 @@ def block_list(model: nn.Module, prefix: str | None) -> nn.ModuleList:
     return named  # pyright: ignore[reportReturnType]
 
 
+def have_left(model: nn.Module, layers: dict[str, list[int]]) -> bool:
+    """Whether lists of blocks are as long already as after a removal, and too short for it.
+
+    Args:
+        model: any.
+        layers: by list of blocks, the indices that stay; none: False.
+    """
+    try:
+        return bool(layers) and all(
+            len(block_list(model, name)) == len(keep) <= max(keep) for name, keep in layers.items()
+        )
+    except CompressionError:
+        return False
+
+
 @torch.no_grad()
 def block_influence(model: nn.Module, prefix: str, batches: list[dict[str, Any]]) -> list[float]:
     """How much each block turns its input: one minus the cosine of input and output, mean over tokens.
@@ -241,13 +256,15 @@ class InfluenceWatch:
             if module.training is not self._training:
                 return
             made = output[0] if isinstance(output, (tuple, list)) else output
-            given = inputs[0] if inputs else next((v for v in kwargs.values() if isinstance(v, torch.Tensor)), None)
-            if given is None or given.shape != made.shape:
+            given = inputs[0] if inputs else kwargs.get("hidden_states", next(iter(kwargs.values()), None))
+            shapes = [value.shape if isinstance(value, torch.Tensor) else None for value in (given, made)]
+            if shapes[0] != shapes[1] or not shapes[0]:
                 raise CompressionError(
                     f"a {type(module).__name__} gives another shape than it is given, so its influence is not known: "
                     f"name the layers that stay (teacher_layer)"
                 )
-            cosine = nn.functional.cosine_similarity(given.float(), made.float(), dim=-1)
+            cosine = nn.functional.cosine_similarity(given.float(), made.float(), dim=-1).flatten()
+            cosine = cosine[cosine.isfinite()]  # what overflows in fp16 says nothing, and would hide all the rest
             self.sums[0, at] += float((1 - cosine).sum())
             self.sums[1, at] += cosine.numel()
 

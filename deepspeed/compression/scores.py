@@ -31,7 +31,7 @@ class Scores:
         self._rules = {rule.name: rule for rule in rules}
         self._weights: dict[tuple[str, str], torch.Tensor] = {}  # by (rule, parameter), over [low, high)
         self._units: dict[str, torch.Tensor] = {}  # float64 over all families of a rule, the same on all ranks
-        self.inputs: dict[str, torch.Tensor] = {}  # sums of squares of a weight's inputs
+        self.inputs: dict[str, tuple[torch.Tensor, int]] = {}  # sums of squares of a weight's inputs, and their axis
 
     def forget(self, rule: Rule) -> None:
         """The rule's mask is final."""
@@ -98,19 +98,12 @@ class Scores:
             with owned.values() as values:
                 found = values.to(torch.float32).abs()
             if rule.criterion == "activation":
-                norms = self.inputs[owned.name].sqrt().to(torch.float32)
-                found = found * norms[torch.arange(owned.low, owned.high) % norms.numel()]
+                sums, axis = self.inputs[owned.name]
+                norms, stride = sums.sqrt().to(torch.float32), owned.shape[axis + 1 :].numel()
+                found = found * norms[torch.arange(owned.low, owned.high) // stride % norms.numel()]
             return found
 
         return score
-
-    def gather_inputs(self, sums: dict[str, torch.Tensor]) -> None:
-        """Add up every rank's sums of squares of inputs. All ranks call together."""
-        names = sorted(sums)
-        if names:
-            total = self._exchange.sum(torch.cat([sums[name] for name in names]), "norms of inputs")
-            parts = total.split([sums[name].numel() for name in names])
-            self.inputs = dict(zip(names, parts, strict=True))
 
     def by_pattern(
         self, rule: Rule, owned: Owned, score: Callable[[Owned], torch.Tensor], ratio: float

@@ -335,8 +335,9 @@ class CheckpointIO:
             if what.scheduler:
                 run_state.restore_scheduler(self._state, run.get("scheduler"))
             self._restore_modules(saved.get("module", {}))
-            if what.run and "compression" in run and self._state.compression is not None:
-                self._state.compression.load_state_dict(run["compression"])
+            compressed = run.get("compression", {})
+            if what.run and "training_steps" in compressed and self._state.compression is not None:
+                self._state.compression.load_state_dict(compressed)
             if what.run:
                 self._restore_run(source, view, rows, run, what.optimizer)
                 for one, state in zip(self._extra_objects, saved.get("objects", []), strict=True):

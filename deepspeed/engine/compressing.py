@@ -12,6 +12,8 @@ from deepspeed.compression.basic_layer import plain_module
 from deepspeed.compression.controller import CALLED, Compression
 from deepspeed.compression.export import export
 from deepspeed.compression.families import shapes_of
+from deepspeed.compression.inside import left_on
+from deepspeed.compression.layers import have_left
 from deepspeed.compression.remove import Removal
 from deepspeed.engine.checkpoint_io import CheckpointIO
 from deepspeed.engine.feeding import Feeding
@@ -56,7 +58,7 @@ class Compressing:
     def start(self) -> None:
         """Begin, if the JSON or the old calls ask for something. All ranks call together."""
         top = self._state.ds_config.top
-        section, called = top.compression_training, getattr(self._state.module, CALLED, None)
+        section, called = top.compression_training, left_on(self._state.module, CALLED)
         if called is not None and not section.active:
             section = called
         elif called is not None and called != section:
@@ -72,7 +74,7 @@ class Compressing:
                 self._state.module,
                 section,
                 top.quantize_training,
-                self._state.axes.shard,
+                self._state.axes,
                 self._state.components.optimizer,
             )
             self._make_teacher()
@@ -160,6 +162,7 @@ class Compressing:
         before = sum(shape.numel() for shape in shapes_of(self._state.module).values())
         agree = functools.partial(self._feeding.agree, 0, "all ranks are ready for a removal")
         Shrinking(self._state, removal, agree).run()
+        self._state.removals.append(removal)
         self._laid_out_anew()
         if self._state.compression is not None:
             self._state.compression.resume()
@@ -169,14 +172,26 @@ class Compressing:
     def replay(self, saved: dict[str, Any]) -> None:
         """Take out what was out of the model when a checkpoint was saved."""
         wanted = [Removal.from_json(one) for one in saved.get("removals", ())]
-        done = [] if self._state.compression is None else self._state.compression.removals
+        done = self._state.removals
         if len(done) > len(wanted):
             raise CheckpointError(
                 f"{len(done)} removal(s) were done on this engine and the checkpoint was saved after {len(wanted)}: "
-                f"make the engine anew from the dense model"
+                f"make the engine anew from the dense model, with a schedule_offset of 1 or more: what leaves at 0 has "
+                f"left before a checkpoint can be loaded"
             )
+        for before, removal in zip(done, wanted, strict=False):
+            if before.layers != removal.layers:
+                raise CheckpointError(
+                    f"layers {before.layers or 'none'} stay in this engine, and {removal.layers or 'none'} in the "
+                    f"checkpoint: name the same ones (compression_training.layer_reduction)"
+                )
         for removal in wanted[len(done) :]:
-            self._shrink(removal)
+            if not have_left(self._state.module, removal.layers):
+                self._shrink(removal)
+                continue
+            done.append(removal)  # the script has built the small model itself
+            if self._state.compression is not None:
+                self._state.compression.left(removal)
 
     def stop(self) -> None:
         """Take everything off the model."""

@@ -33,8 +33,9 @@ def capture_run(state: EngineState) -> dict[str, Any]:
         "data": loader.state_dict() if isinstance(loader, DeepSpeedDataLoader) else None,
         "scheduler": state.lr_scheduler.state_dict() if hasattr(state.lr_scheduler, "state_dict") else None,
     }
-    if state.compression is not None:
-        made["compression"] = state.compression.state_dict()
+    if state.compression is not None or state.removals:
+        more = {} if state.compression is None else state.compression.state_dict()
+        made["compression"] = {**more, "removals": [removal.to_json() for removal in state.removals]}
     if optimizer is not None:
         groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
         scaler = None if optimizer.scaler is None else optimizer.scaler.state_dict()

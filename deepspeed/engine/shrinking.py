@@ -185,7 +185,7 @@ class Shrinking:
         params = [member.param for member in group.members if id(member.param) in self._stay]
         for member in group.members:
             left = id(member.param) not in self._stay  # whoever still holds such a parameter holds no memory by it
-            values = member.param.data[:0] if left else self.removal.select(member.name, member.param.data)
+            values = member.param.data.flatten()[:0] if left else self.removal.select(member.name, member.param.data)
             reshape(member.param, values.clone())
         if shard and params:
             names = {member.param: member.name for member in group.members}

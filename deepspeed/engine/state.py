@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from deepspeed.checkpoint.ranks import Ranks
 from deepspeed.comm.axis import Axis
 from deepspeed.comm.mesh import DATA
 from deepspeed.compression.controller import Compression
+from deepspeed.compression.remove import Removal
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.engine.build import Components
 from deepspeed.foundation.timer import SynchronizedWallClockTimer
@@ -39,6 +40,7 @@ class EngineState:
         global_samples: samples so far, over all ranks.
         skipped_steps: updates that were skipped.
         compression: what makes the model smaller; None without it.
+        removals: what has left the model, in order; a checkpoint of it is a checkpoint of what is left.
     """
 
     ds_config: DeepSpeedConfig
@@ -55,6 +57,7 @@ class EngineState:
     global_samples: int = 0
     skipped_steps: int = 0
     compression: Compression | None = None
+    removals: list[Removal] = field(default_factory=list)
 
     @property
     def axes(self) -> Axes:

@@ -142,8 +142,9 @@ def _named(options: argparse.Namespace, found: pool.Pool) -> str:
 
 def _job(options: argparse.Namespace, hosts: Hosts, here: bool, found: pool.Pool) -> Job:
     every = options.no_ssh or found.own is not None
-    exports = declared(options.export, several_hosts=not here and not every)
-    unknown = sorted({host for _, _, host in exports if host is not None} - set(hosts) - set(found.hosts))
+    known = set(hosts) | set(found.hosts)
+    exports = declared(options.export, several_hosts=not here and not every, hosts=known)
+    unknown = sorted({host for _, _, host in exports if host is not None} - known)
     if unknown:
         raise LaunchError(f"a variable is declared for {', '.join(unknown)}, which the job does not use: {list(hosts)}")
     if options.progress:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+import socket
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from deepspeed.errors import LaunchError
+from deepspeed.foundation.log import logger
 from deepspeed.launcher.job import Export
 
 EXPORT_ENVS = ["MLFLOW", "PYTHON", "MV2", "UCX", "NCCL"]
@@ -18,12 +20,13 @@ DEEPSPEED_ENVIRONMENT_NAME = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
 _DECLARED = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(?:@([^=\s]+))?")
 
 
-def declared(options: Sequence[str], several_hosts: bool) -> list[Export]:
+def declared(options: Sequence[str], several_hosts: bool, hosts: Collection[str] | None = None) -> list[Export]:
     """What goes to the ranks, in the order in which later ones win.
 
     Args:
         options: values of --export: `NAME` (this environment's value), `NAME=VALUE`, `NAME@HOST=VALUE`.
         several_hosts: take the variables with a known prefix too; on one host ranks inherit everything anyway.
+        hosts: that the job may use; None: any. One file serves many jobs, so its lines for other hosts are left out.
 
     Raises:
         LaunchError: a name is none, a line has another form, or a variable is not set.
@@ -35,7 +38,7 @@ def declared(options: Sequence[str], several_hosts: bool) -> list[Export]:
             taken = (name for name in taken if name not in ("NCCL_IB_HCA", "UCX_NET_DEVICES"))
         found.update({(name, None): os.environ[name] for name in taken})
     for path in environment_files():
-        found.update(_read_environment_file(path))
+        found.update(_for_hosts(_read_environment_file(path), hosts, path))
     for text in options:
         name, host, value = _declaration(text, f"--export {text.partition('=')[0]!r}")
         if value is None and name not in os.environ:
@@ -46,6 +49,21 @@ def declared(options: Sequence[str], several_hosts: bool) -> list[Export]:
             raise LaunchError(f"the value of {name} holds a zero byte, which no environment can")
     exports: list[Export] = [(name, value, host) for (name, host), value in found.items()]
     return sorted(exports, key=lambda export: export[2] is not None)  # what is for one host wins
+
+
+def _for_hosts(
+    variables: dict[tuple[str, str | None], str], hosts: Collection[str] | None, path: Path
+) -> dict[tuple[str, str | None], str]:
+    """What of a file is for all, or for hosts of this job; `localhost` is called as this machine is, too."""
+    if hosts is None:
+        return variables
+    own = socket.gethostname()
+    aliases = dict.fromkeys((own, own.partition(".")[0]), "localhost") if set(hosts) == {"localhost"} else {}
+    placed = {(name, aliases.get(host, host) if host else None): value for (name, host), value in variables.items()}
+    others = sorted({host for _, host in placed if host is not None and host not in hosts})
+    if others:
+        logger.info("%s: lines for %s are not of this job", path, ", ".join(others))
+    return {(name, host): value for (name, host), value in placed.items() if host is None or host in hosts}
 
 
 def exported_variables() -> dict[str, str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 
 def request(image: str, role: str, bucket: str) -> dict[str, Any]:
-    """What CreateTrainingJob is given; the metrics match lines that the example prints."""
+    """What CreateTrainingJob is given; the metrics match lines of the example, and of `steps_per_print` in its JSON."""
     storage = {"S3DataType": "S3Prefix", "S3Uri": f"s3://{bucket}/train", "S3DataDistributionType": "FullyReplicated"}
     return {
         "TrainingJobName": f"bytes-lm-{int(time.time())}",
@@ -19,6 +19,9 @@ def request(image: str, role: str, bucket: str) -> dict[str, Any]:
             "MetricDefinitions": [
                 {"Name": "held-out", "Regex": r"held out: ([0-9.]+) nats per byte"},
                 {"Name": "bigram", "Regex": r"byte bigram: ([0-9.]+)\)"},
+                {"Name": "learning-rate", "Regex": r"step [0-9]+: skipped [0-9]+, lr ([0-9.e+-]+)"},
+                {"Name": "gradient-norm", "Regex": r"gradient norm ([0-9.e+-]+)"},
+                {"Name": "samples-per-second", "Regex": r"([0-9.e+]+) samples/s"},
             ],
         },
         "InputDataConfig": [{"ChannelName": "train", "DataSource": {"S3DataSource": storage}}],
