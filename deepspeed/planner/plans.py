@@ -187,7 +187,11 @@ def _step_time(
 
 
 def search(
-    task: Task, machine: Machine, seconds: float = 300.0, told: Callable[[Judged], None] = lambda _judged: None
+    task: Task,
+    machine: Machine,
+    seconds: float = 300.0,
+    told: Callable[[Judged], None] = lambda _judged: None,
+    allowed: Callable[[Plan], bool] = lambda _plan: True,
 ) -> list[Judged]:
     """Judge the legal plans, the likeliest first, until all are known or the time is over.
 
@@ -196,12 +200,13 @@ def search(
         machine: where.
         seconds: to search for; at least one plan is judged.
         told: called with each, as soon as it is known.
+        allowed: whether a legal plan is wanted.
 
     Returns:
         All plans, the best first; those that do not fit behind those that do, then those that were not looked at.
     """
     end = time.monotonic() + seconds
-    plans = legal_plans(task.train_batch, machine)
+    plans = [plan for plan in legal_plans(task.train_batch, machine) if allowed(plan)]
     found: dict[Plan, Judged] = {}
     for plan in _in_turn(plans):
         if found and time.monotonic() > end:
