@@ -207,7 +207,7 @@ class Autotuner:
         """The best plan's JSON, and the command that runs it."""
         if self.answer is None or self.answer.best is None:
             return
-        config = self.answer.best.plan.config(self._base, self._machine.folder)
+        config = self.answer.best.plan.config(self._base, self._machine.folder) | {"train_batch_size": self._batch}
         path = self._results / OPTIMAL
         path.write_text(json.dumps(config, indent=2) + "\n")
         words = self._script.with_json(str(path), config, self._flags)

@@ -69,7 +69,7 @@ def main(args: Sequence[str] | None = None) -> int:
         return 2
     found = _confirmed(options, judged, config, machine)
     print(table(found.judged))
-    return _answer(found, config, machine, options.output)
+    return _answer(found, {**config, "train_batch_size": options.batch}, machine, options.output)
 
 
 def _confirmed(options: argparse.Namespace, judged: list[Judged], config: dict[str, Any], machine: Machine) -> Answer:
@@ -117,7 +117,8 @@ def _answer(found: Answer, config: dict[str, Any], machine: Machine, output: str
             least = min(known, key=lambda each: max(each.memory.peak, each.memory.birth) if each.memory else 0)
             print(f"nearest: {least.plan.name}: {least.reason}")
         return 1
-    Path(output).write_text(json.dumps(best.plan.config(config, machine.folder), indent=2) + "\n")
+    made = best.plan.config(config, machine.folder) | {"train_batch_size": config["train_batch_size"]}
+    Path(output).write_text(json.dumps(made, indent=2) + "\n")
     print(f"\nbest: {best.plan.name}, {how_known(found)} for an update; its JSON: {output}")
     if best.memory is not None:
         print(best.memory.table())
