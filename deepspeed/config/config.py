@@ -9,6 +9,7 @@ from deepspeed.config.batch import MICRO, STEPS, TRAIN, Batch, derive_batch, ela
 from deepspeed.config.check import conflicts, to_sections, unavailable
 from deepspeed.config.explain import Row, rows
 from deepspeed.config.fields import Section
+from deepspeed.config.plan import with_plan
 from deepspeed.config.problems import Problem, nearest, raise_for
 from deepspeed.config.reader import Reading, read
 from deepspeed.config.schema import spellings
@@ -62,7 +63,7 @@ class DeepSpeedConfig:
         if world < 1:
             raise ArgumentError(f"world is the number of data-parallel ranks and must be at least 1, got {world}")
         self.raw = load_raw(config)
-        reading = read(self.raw)
+        reading = read(with_plan(self.raw))
         resolve_autos(reading, facts or Facts(), lenient=for_init)
         top = to_sections(reading)
         reading.problems += [

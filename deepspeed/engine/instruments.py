@@ -22,6 +22,7 @@ from deepspeed.engine.nonfinite import NonFiniteFinder
 from deepspeed.engine.profiling import Profiling
 from deepspeed.engine.state import EngineState
 from deepspeed.engine.tracing import Tracing
+from deepspeed.engine.trial import Trial
 from deepspeed.foundation.recorder import recorder
 from deepspeed.monitor import progress
 from deepspeed.monitor.monitor import MonitorMaster
@@ -62,8 +63,10 @@ class Instruments:
         self._memory = MemoryReport(state)
         self._tracing = Tracing(state, self._memory)
         self._finder = NonFiniteFinder(state, engine)
+        self._trial = Trial(state, facts)
         self._collects = self._monitor.enabled or self._finder.enabled
-        self._timed = state.ds_config.wall_clock_breakdown or state.ds_config.flops_profiler_config.enabled
+        profiled = state.ds_config.wall_clock_breakdown or state.ds_config.flops_profiler_config.enabled
+        self._timed = profiled or self._trial.active
         self._loss: torch.Tensor | None = None
         self._weight, self._tokens = 0.0, 0
         self._since: float | None = None  # when the window began
@@ -197,6 +200,7 @@ class Instruments:
         self._profiling.after_update()
         self._finder.forget()
         self._tracing.after_update()
+        self._trial.after_update(samples)
         if self.progress is not None:
             self.progress.on_update(self._state.global_steps, samples)
         if not self._monitor.enabled:

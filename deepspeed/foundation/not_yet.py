@@ -8,7 +8,6 @@ from deepspeed.errors import NotAvailableError
 
 # module: the feature it belongs to. One that is there is found before anybody asks here.
 LATER_MODULES = {
-    "deepspeed.autotuning": "autotuning",
     "deepspeed.linear": "low-rank linear layers",
     "deepspeed.model_implementations": "the inference engine",
     "deepspeed.moe": "mixture of experts",

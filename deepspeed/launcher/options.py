@@ -46,6 +46,7 @@ by task:
   check a configuration        ds_config explain ds_config.json --world 8
   look at a checkpoint         ds_checkpoint ls FOLDER
   see what is installed        ds_report
+  find the best plan           deepspeed --autotuning run train.py --deepspeed_config FILE.json; ds_plan
   measure                      ds_bench (collectives), ds_io (disks)
   serve a trained model        ds_serve
   make a model smaller         ds_compress
@@ -114,7 +115,12 @@ def _add_stopping(add: Callable[..., object]) -> None:
     add("--elastic_training", action="store_true", help="go on with the hosts that are left, or come back")
     add("--min_elastic_nodes", type=int, default=-1, help="fewest hosts of an elastic run; default: 1")
     add("--max_elastic_nodes", type=int, default=-1, help="most hosts; default: all of the hostfile")
-    add("--autotuning", default="", choices=["", "tune", "run"], help="not available yet")
+    add(
+        "--autotuning",
+        default="",
+        choices=["", "tune", "run"],
+        help="find the best plan for the script by its JSON's `autotuning` block; run: then start it so",
+    )
 
 
 def _count(text: str) -> int:

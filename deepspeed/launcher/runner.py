@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from deepspeed.errors import DeepSpeedError, LaunchError, NotAvailableError
+from deepspeed.errors import DeepSpeedError, LaunchError
 from deepspeed.launcher import callers, pool, starters
 from deepspeed.launcher.boot import own_folder
 from deepspeed.launcher.control import Control
@@ -21,6 +21,7 @@ from deepspeed.launcher.hostfile import Hosts, fetch_hostfile, is_this_machine, 
 from deepspeed.launcher.job import Elastic, Job
 from deepspeed.launcher.options import DLTS_HOSTFILE, parse, program, set_log_level
 from deepspeed.launcher.output import terminal_size
+from deepspeed.launcher.tuning import hand_over
 from deepspeed.launcher.variables import DEEPSPEED_ENVIRONMENT_NAME, EXPORT_ENVS, declared, exported_variables
 from deepspeed.monitor.progress import VARIABLE as PROGRESS
 
@@ -48,8 +49,13 @@ def main(args: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: that of the rank that failed first, or 2 when nothing could be started.
     """
+    given = list(sys.argv[1:] if args is None else args)
     try:
-        return run(parse(args))
+        options = parse(given)
+        if options.autotuning:
+            _check(options)
+            hand_over(options, given, choose_hosts(options))
+        return run(options)
     except DeepSpeedError as error:
         print(f"deepspeed: {error}", file=sys.stderr)
         return 2
@@ -67,7 +73,6 @@ def run(options: argparse.Namespace, known: Hosts | None = None) -> int:
 
     Raises:
         LaunchError: the options, the hostfile or the machine do not allow it.
-        NotAvailableError: the options ask for what this version does not have.
     """
     _check(options)
     set_log_level(options)
@@ -92,8 +97,6 @@ def run(options: argparse.Namespace, known: Hosts | None = None) -> int:
 def _check(options: argparse.Namespace) -> None:
     if not options.elastic_training and (options.min_elastic_nodes >= 0 or options.max_elastic_nodes >= 0):
         raise LaunchError("--min_elastic_nodes and --max_elastic_nodes need --elastic_training")
-    if options.autotuning:
-        raise NotAvailableError(f"--autotuning {options.autotuning} is not available yet; leave the flag out")
     if options.user_script is None:
         raise LaunchError("no script was given; usage: deepspeed [options] script.py [its arguments]")
     runs_a_file = not options.module and not options.no_python

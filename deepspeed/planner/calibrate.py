@@ -24,7 +24,8 @@ from deepspeed.storage.disk import Disk
 _SIDES = (64, 256, 1024)
 _BRIEF_S = 0.15  # of each measurement
 _SHARE = 0.85  # of free memory that a plan may take; the rest is the interpreter's and the system's
-_INTERPRETER = 400 << 20  # bytes of a rank besides tensors
+INTERPRETER = 400 << 20
+"""Bytes of a rank besides tensors."""
 _COLLECTIVES_S = 30.0  # longest time for the ranks that measure messages
 
 
@@ -48,7 +49,7 @@ def calibrate(ranks: int, folder: str = "", memory: int = 0) -> Machine:
         collective = bandwidth / 4
         notes.append("messages could not be measured: a quarter of the memory's bandwidth stands in their place")
     disk = _disk(folder, notes) / ranks if folder else 0.0
-    free = memory or int(psutil.virtual_memory().available * _SHARE / ranks) - _INTERPRETER
+    free = memory or int(psutil.virtual_memory().available * _SHARE / ranks) - INTERPRETER
     where = folder if disk else ""
     return Machine(ranks, max(free, 1), matrix, bandwidth, overhead, collective, disk, where, notes, shared=True)
 

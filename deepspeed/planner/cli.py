@@ -11,9 +11,11 @@ from typing import Any
 
 from deepspeed.config.source import load_raw
 from deepspeed.errors import DeepSpeedError
-from deepspeed.planner.calibrate import calibrate
-from deepspeed.planner.plans import Judged, Task, search, table
+from deepspeed.planner.calibrate import INTERPRETER, calibrate
+from deepspeed.planner.confirm import MOST, Answer, confirm
+from deepspeed.planner.plans import Judged, Plan, Task, search, table
 from deepspeed.planner.source import model_named
+from deepspeed.planner.trials import Command, Limits, Outcome, run_trial, trial_config
 from deepspeed.simulator.machine import Machine
 
 _DEFAULT = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}
@@ -39,6 +41,10 @@ def parser() -> argparse.ArgumentParser:
     add("--length", type=int, default=128, help="tokens of a sequence, for models of Transformers")
     add("--config", default="", help="JSON whose other keys are kept; default: AdamW in bf16")
     add("--seconds", type=float, default=300.0, help="to search for")
+    add("--trials", type=int, default=-1, help=f"short runs of the best plans, at most {MOST}; default: {MOST} on a "
+        "machine that is measured, none with a file")  # fmt: skip
+    add("--trial_seconds", type=float, default=120.0, help="longest time of one")
+    add("--trial_folder", default="ds_plan_trials", help="takes their JSON, output and figures")
     add("--output", default="ds_plan.json", help="file for the best plan's JSON")
     return made
 
@@ -61,8 +67,34 @@ def main(args: Sequence[str] | None = None) -> int:
     except DeepSpeedError as error:
         print(f"ds_plan: {error}", file=sys.stderr)
         return 2
-    print(table(judged))
-    return _answer(judged, config, machine, options.output)
+    found = _confirmed(options, judged, config, machine)
+    print(table(found.judged))
+    return _answer(found, {**config, "train_batch_size": options.batch}, machine, options.output)
+
+
+def _confirmed(options: argparse.Namespace, judged: list[Judged], config: dict[str, Any], machine: Machine) -> Answer:
+    """The best plans tried, where that was asked for."""
+    most = options.trials if options.trials >= 0 else MOST if options.machine == "here" else 0
+    if not most or not judged[0].fits:
+        return confirm(judged, lambda _plan: Outcome(None), 0)
+    print(f"predicted best: {judged[0].plan.name}; trying the best {min(most, MOST)}", flush=True)
+    program = ["--module", "deepspeed.planner.training", options.model, "--length", str(options.length)]
+    command = Command(["--num_gpus", str(machine.ranks), "--grace", "1"], [*program, "--deepspeed_config", "{config}"])
+    limits = Limits(options.trial_seconds, machine.memory + INTERPRETER)
+
+    def run(plan: Plan) -> Outcome:
+        folder = Path(options.trial_folder, plan.name)
+        return run_trial(command, trial_config(plan.config(config, machine.folder), folder.absolute()), folder, limits)
+
+    return confirm(judged, run, most, say_trial)
+
+
+def say_trial(tried: Judged) -> None:
+    """A line of a plan that was tried."""
+    outcome = tried.trial
+    if outcome is not None:
+        measured = f"{(outcome.seconds or 0) * 1e3:,.1f} ms" if outcome.seconds is not None else outcome.reason
+        print(f"tried {tried.plan.name}: predicted {tried.seconds * 1e3:,.1f} ms, {measured}", flush=True)
 
 
 def _machine(options: argparse.Namespace) -> Machine:
@@ -76,20 +108,32 @@ def _machine(options: argparse.Namespace) -> Machine:
     return machine
 
 
-def _answer(judged: list[Judged], config: dict[str, Any], machine: Machine, output: str) -> int:
-    best = judged[0]
-    if not best.fits:
-        known = [each for each in judged if each.memory is not None]
+def _answer(found: Answer, config: dict[str, Any], machine: Machine, output: str) -> int:
+    best = found.best
+    if best is None:
+        known = [each for each in found.judged if each.memory is not None]
         print("no plan fits this machine.")
         if known:
             least = min(known, key=lambda each: max(each.memory.peak, each.memory.birth) if each.memory else 0)
             print(f"nearest: {least.plan.name}: {least.reason}")
         return 1
-    Path(output).write_text(json.dumps(best.plan.config(config, machine.folder), indent=2) + "\n")
-    print(f"\nbest: {best.plan.name}, {best.seconds * 1e3:,.1f} ms predicted for an update; its JSON: {output}")
+    made = best.plan.config(config, machine.folder) | {"train_batch_size": config["train_batch_size"]}
+    Path(output).write_text(json.dumps(made, indent=2) + "\n")
+    print(f"\nbest: {best.plan.name}, {how_known(found)} for an update; its JSON: {output}")
     if best.memory is not None:
         print(best.memory.table())
     return 0
+
+
+def how_known(found: Answer) -> str:
+    """The time of the best plan, and where it is from."""
+    best = found.best
+    if best is None:
+        return "nothing"
+    if best.trial is not None and best.trial.seconds is not None:
+        return f"{best.trial.seconds * 1e3:,.1f} ms measured ({best.seconds * 1e3:,.1f} predicted)"
+    failed = any(each.trial is not None for each in found.judged)
+    return f"{best.seconds * 1e3:,.1f} ms predicted{', not confirmed: no trial came to an end' if failed else ''}"
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from deepspeed.errors import ArgumentError
 from deepspeed.planner.clock import StepTime, message_bytes, step_time
 from deepspeed.planner.memory import MemoryCount, simulate
 from deepspeed.planner.program import Loss, Program
+from deepspeed.planner.trials import Outcome
 from deepspeed.simulator.machine import Machine
 from deepspeed.simulator.recorder import Recorder
 from deepspeed.simulator.recording import Recording
@@ -84,7 +85,9 @@ class Judged:
         memory: of a rank; None where it could not be predicted.
         time: of an update; None likewise.
         fits: whether the memory is there.
-        reason: why it was dropped; "" where it was not.
+        reason: why it was dropped, or why its trial failed; "" where it was not, and did not.
+        flops: of an update on one rank, recomputed ones too.
+        trial: how a short run of it ended; None where there was none.
     """
 
     plan: Plan
@@ -92,6 +95,8 @@ class Judged:
     time: StepTime | None = None
     fits: bool = False
     reason: str = ""
+    flops: float = 0.0
+    trial: Outcome | None = None
 
     @property
     def seconds(self) -> float:
@@ -157,7 +162,8 @@ def judge(task: Task, plan: Plan, machine: Machine) -> Judged:
         return Judged(plan, reason=f"{type(error).__name__}: {first}"[:300])
     recording.blocks.clear()
     share = plan.steps / steps / _UPDATES
-    found = Judged(plan, memory, _step_time(plan, memory, machine, recording, share, config), True)
+    flops = sum(entry.flops for entry in recording.entries) * share
+    found = Judged(plan, memory, _step_time(plan, memory, machine, recording, share, config), True, flops=flops)
     most = max(memory.peak, memory.birth)
     if most <= machine.memory:
         return found
@@ -181,7 +187,11 @@ def _step_time(
 
 
 def search(
-    task: Task, machine: Machine, seconds: float = 300.0, told: Callable[[Judged], None] = lambda _judged: None
+    task: Task,
+    machine: Machine,
+    seconds: float = 300.0,
+    told: Callable[[Judged], None] = lambda _judged: None,
+    allowed: Callable[[Plan], bool] = lambda _plan: True,
 ) -> list[Judged]:
     """Judge the legal plans, the likeliest first, until all are known or the time is over.
 
@@ -190,18 +200,19 @@ def search(
         machine: where.
         seconds: to search for; at least one plan is judged.
         told: called with each, as soon as it is known.
+        allowed: whether a legal plan is wanted.
 
     Returns:
         All plans, the best first; those that do not fit behind those that do, then those that were not looked at.
     """
     end = time.monotonic() + seconds
-    plans = legal_plans(task.train_batch, machine)
+    plans = [plan for plan in legal_plans(task.train_batch, machine) if allowed(plan)]
     found: dict[Plan, Judged] = {}
     for plan in _in_turn(plans):
         if found and time.monotonic() > end:
             found[plan] = Judged(plan, reason="not looked at: the time was over")
             continue
-        larger = [judged for other, judged in found.items() if _holds_less(other, plan)]
+        larger = [judged for other, judged in found.items() if holds_less(other, plan)]
         if any(judged.memory is not None and not judged.fits for judged in larger):
             found[plan] = Judged(plan, reason="a plan that holds less does not fit either")
         else:
@@ -219,22 +230,30 @@ def _in_turn(plans: list[Plan]) -> Iterator[Plan]:
         yield from (plan for plan in row if plan is not None)
 
 
-def _holds_less(one: Plan, other: Plan) -> bool:
+def holds_less(one: Plan, other: Plan) -> bool:
     """Whether a plan differs from another by a smaller micro-batch alone."""
     return one.micro < other.micro and replace(one, micro=other.micro, steps=other.steps) == other
 
 
 def table(judged: list[Judged], most: int = 40) -> str:
     """The plans as text, the best first."""
-    lines = [f"{'plan':34s} {'step':>10s} {'samples/s':>10s} {'memory':>10s} {'limit':>9s}  reason"]
+    tried = any(each.trial is not None for each in judged)
+    measured = f" {'measured':>10s}" if tried else ""
+    lines = [f"{'plan':34s} {'step':>10s}{measured} {'samples/s':>10s} {'memory':>10s} {'limit':>9s}  reason"]
     for each in judged[:most]:
         size = "–" if each.memory is None else f"{max(each.memory.peak, each.memory.birth) / 2**30:.2f} GiB"
-        if each.time is None:
-            lines.append(f"{each.plan.name:34s} {'–':>10s} {'–':>10s} {size:>10s} {'':>9s}  {each.reason}")
-            continue
-        rate = each.plan.micro * each.plan.steps / each.seconds
-        took = f"{each.seconds * 1e3:,.1f} ms"
-        lines.append(f"{each.plan.name:34s} {took:>10s} {rate:>10.2f} {size:>10s} {each.time.limit:>9s}  {each.reason}")
+        took = None if each.trial is None else each.trial.seconds
+        measured = f" {_ms(took):>10s}" if tried else ""
+        seconds = None if each.time is None else each.seconds
+        rate = "–" if seconds is None else f"{each.plan.micro * each.plan.steps / (took or seconds):.2f}"
+        limit = "" if each.time is None else each.time.limit
+        lines.append(
+            f"{each.plan.name:34s} {_ms(seconds):>10s}{measured} {rate:>10s} {size:>10s} {limit:>9s}  {each.reason}"
+        )
     if len(judged) > most:
         lines.append(f"… and {len(judged) - most} more")
     return "\n".join(lines)
+
+
+def _ms(seconds: float | None) -> str:
+    return "–" if seconds is None else f"{seconds * 1e3:,.1f} ms"

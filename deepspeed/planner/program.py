@@ -16,7 +16,7 @@ from deepspeed.foundation.tree import tensors_in
 
 Loss = Callable[[Any, Any], torch.Tensor]
 # Blocks that act on the outside, or look at a run: a program has no use for them.
-_OUTSIDE = (
+OUTSIDE = (
     "tensorboard", "wandb", "csv_monitor", "comet", "mlflow", "prometheus", "jsonl", "flops_profiler", "comms_logger",
     "autotuning", "timeline", "wall_clock_breakdown", "memory_breakdown", "steps_per_print", "dump_state",
 )  # fmt: skip
@@ -56,7 +56,7 @@ class Program:
 
     def settings(self) -> dict[str, Any]:
         """The configuration, without what acts on the outside."""
-        return {key: value for key, value in load_raw(self.config).items() if key not in _OUTSIDE}
+        return {key: value for key, value in load_raw(self.config).items() if key not in OUTSIDE}
 
     def loss_of(self, engine: Any) -> torch.Tensor:
         """Forward of the micro-batch, and its loss."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.architecture.sources import definitions, trees
 
-OLD_ROOMS = ("runtime/", "utils/", "module_inject/")
+OLD_ROOMS = ("runtime/", "utils/", "module_inject/", "autotuning/")
 
 
 def test_old_addresses_define_nothing() -> None:

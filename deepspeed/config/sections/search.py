@@ -4,34 +4,40 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from deepspeed.config.fields import Int, Section, key, later
+from deepspeed.config.fields import Int, Section, key, later, moot
+
+_PREDICTED = "all plans are predicted without a run, the best are tried"
+_WITHOUT_VALUES = "the model itself is run without values"
+_STAYS = "the global batch stays as it is"
 
 
 class Autotuning(Section):
     """`autotuning`."""
 
     switch = "enabled"
-    enabled: bool = later(False, "search for fast settings")
-    fast: bool = later(True, "stage and micro-batch only")
-    results_dir: str = later("autotuning_results", "folder of results")
-    exps_dir: str = later("autotuning_exps", "folder of trials")
-    overwrite: bool = later(True, "write over earlier trials")
-    start_profile_step: Int = later(3, "first measured step", ge=0)
-    end_profile_step: Int = later(5, "last measured step", ge=1)
-    metric: Literal["throughput", "latency", "flops"] = later("throughput", "what is made best")
-    metric_path: str | None = later(None, "file with the trial's figure")
-    tuner_type: Literal["gridsearch", "random", "model_based"] = later("gridsearch", "order of trials")
-    tuner_early_stopping: Int = later(5, "trials without gain before it ends", ge=0)
-    tuner_num_trials: Int = later(50, "most trials", ge=1)
-    arg_mappings: dict[str, Any] | None = later(None, "key to flag of the user's script")
-    model_info: dict[str, Any] | None = later(None, "size of the model")
-    model_info_path: str | None = later(None, "file with the size of the model")
-    mp_size: Int = later(1, "model-parallel ranks", ge=1)
-    max_train_batch_size: Int | None = later(None, "largest global batch", ge=1)
-    min_train_batch_size: Int = later(1, "smallest global batch", ge=1)
-    max_train_micro_batch_size_per_gpu: Int = later(1024, "largest micro-batch", ge=1)
-    min_train_micro_batch_size_per_gpu: Int = later(1, "smallest micro-batch", ge=1)
-    num_tuning_micro_batch_sizes: Int = later(3, "micro-batches to try", ge=1)
+    enabled: bool = key(False, "`deepspeed --autotuning` may search for the best plan")
+    fast: bool = moot(True, "stage and micro-batch only", _PREDICTED)
+    results_dir: str = key("autotuning_results", "folder of results")
+    exps_dir: str = key("autotuning_exps", "folder of trials")
+    overwrite: bool = key(True, "run trials again whose results are there")
+    start_profile_step: Int = key(3, "first measured update", ge=1)
+    end_profile_step: Int = key(5, "last measured update; a trial ends there", ge=1)
+    metric: Literal["throughput", "latency", "flops"] = key(
+        "throughput", "named in the results; the global batch stays, so all three choose the same plan"
+    )
+    metric_path: str | None = key(None, "a trial's file of figures; a run with it is a trial and ends after it")
+    tuner_type: Literal["gridsearch", "random", "model_based"] = moot("gridsearch", "order of trials", _PREDICTED)
+    tuner_early_stopping: Int = moot(5, "trials without gain before it ends", "at most five trials are run", ge=0)
+    tuner_num_trials: Int = key(50, "most trials; more than five are never run", ge=1)
+    arg_mappings: dict[str, Any] | None = key(None, "key to flag of the user's script")
+    model_info: dict[str, Any] | None = moot(None, "size of the model", _WITHOUT_VALUES)
+    model_info_path: str | None = moot(None, "file with the size of the model", _WITHOUT_VALUES)
+    mp_size: Int = moot(1, "model-parallel ranks", "the JSON's own axes count", ge=1)
+    max_train_batch_size: Int | None = moot(None, "largest global batch", _STAYS, ge=1)
+    min_train_batch_size: Int = moot(1, "smallest global batch", _STAYS, ge=1)
+    max_train_micro_batch_size_per_gpu: Int = key(1024, "largest micro-batch", ge=1)
+    min_train_micro_batch_size_per_gpu: Int = key(1, "smallest micro-batch", ge=1)
+    num_tuning_micro_batch_sizes: Int = moot(3, "micro-batches to try", _PREDICTED, ge=1)
 
 
 class Elasticity(Section):

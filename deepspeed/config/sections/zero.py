@@ -105,7 +105,12 @@ class Zero(Section):
                 given[new] = {"device": "cpu" if asked else "none", **({} if pin is None else {"pin_memory": pin})}
         return given
 
-    stage: Int = key(0, "0 nothing, 1 optimizer state, 2 + gradients, 3 + parameters are split", ge=0, le=3)
+    stage: Int = key(
+        0,
+        '0 nothing, 1 optimizer state, 2 + gradients, 3 + parameters are split; "plan": as `ds_plan` has found',
+        ge=0,
+        le=3,
+    )
     reduce_bucket_size: Int = key(int(5e8), "gradient elements reduced together", ge=1)
     allgather_bucket_size: Int = moot(
         int(5e8), "elements gathered together after the step", "groups are published as they were reduced", ge=1

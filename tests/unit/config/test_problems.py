@@ -117,7 +117,6 @@ def test_all_problems_come_in_one_error():
         ({"zero_optimization": {"zero_quantized_weights": True}}, "zero_optimization.zero_quantized_weights"),
         ({"zero_optimization": {"zenflow": {"topk_ratio": 0.2}}}, "zero_optimization.zenflow"),
         ({"nebula": {"enabled": True, "load_path": "x"}}, "nebula.enabled"),
-        ({"autotuning": {"enabled": True}}, "autotuning.enabled"),
         ({"sparse_gradients": True}, "sparse_gradients"),
         ({"optimizer": {"type": "OneBitAdam"}}, "optimizer.type"),
         ({"eigenvalue": {"enabled": True}}, "eigenvalue.enabled"),

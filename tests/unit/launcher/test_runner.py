@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from deepspeed.errors import LaunchError, NotAvailableError
+from deepspeed.errors import LaunchError
 from deepspeed.launcher import runner
 from deepspeed.launcher.options import parse, program
 
@@ -25,7 +25,6 @@ def cpu_machine(monkeypatch, tmp_path):
         (["--include", "localhost:0", "--num_gpus", "1", "train.py"], LaunchError, "leave --num_nodes and --num_gpus"),
         (["--no_ssh", "train.py"], LaunchError, "--no_ssh needs --node_rank N and --master_addr"),
         (["--min_elastic_nodes", "1", "train.py"], LaunchError, "need --elastic_training"),
-        (["--autotuning", "tune", "train.py"], NotAvailableError, "--autotuning tune is not available yet"),
         (["--num_nodes", "2", "train.py"], LaunchError, "--num_nodes 2, but the hostfile"),
         (["-H", "hostfile", "--num_gpus", "5", "train.py"], LaunchError, "--num_gpus 5, but there are only"),
         (["-i", "localhost:0", "-e", "localhost:1", "train.py"], LaunchError, "exclude each other"),

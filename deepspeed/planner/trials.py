@@ -1,0 +1,274 @@
+"""A trial: a plan is run for some updates, by the launcher, in processes of its own, under limits of time and memory.
+
+Whatever a trial does, an answer comes back: what it measured, or the reason why it did not.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+LOOK_S = 0.1  # between two looks at a trial's memory
+GRACE_S = 3.0  # between SIGTERM and SIGKILL, and between the figures and the end of the ranks
+METRICS, CONFIG = "metrics.json", "ds_config.json"
+_LEFT = 256 << 20  # bytes of the machine's memory that no trial may take
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a trial may take.
+
+    Args:
+        seconds: from its start to its figures.
+        memory: bytes that the processes of one rank may hold, interpreter included; pages that ranks share count by
+            share. 0: as much as there is.
+    """
+
+    seconds: float = 120.0
+    memory: int = 0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a trial ended.
+
+    Args:
+        seconds: of an update; None where none was measured.
+        reason: why not; "" where it was.
+        metrics: the figures, under the names of metrics.json.
+        took: seconds of the trial.
+        held: most bytes that one rank was seen with.
+        out_of_memory: whether memory was the reason.
+    """
+
+    seconds: float | None
+    reason: str = ""
+    metrics: dict[str, Any] = field(default_factory=dict)
+    took: float = 0.0
+    held: int = 0
+    out_of_memory: bool = False
+
+
+@dataclass(frozen=True)
+class Command:
+    """What the launcher is given.
+
+    Args:
+        options: of the launcher, as `--num_gpus 2`.
+        program: the script and its arguments; `{config}` stands for the JSON of the trial.
+    """
+
+    options: Sequence[str]
+    program: Sequence[str]
+
+    def line(self, config: str) -> list[str]:
+        """The command line.
+
+        Args:
+            config: path of the JSON.
+        """
+        script = [word.replace("{config}", config) for word in self.program]
+        return [sys.executable, "-m", "deepspeed.launcher.runner", *self.options, *script]
+
+
+def trial_config(config: dict[str, Any], folder: Path, first: int = 3, last: int = 5) -> dict[str, Any]:
+    """The JSON of a plan with what makes a run a trial.
+
+    Args:
+        config: of the plan.
+        folder: of the trial.
+        first: measured update.
+        last: measured update.
+    """
+    block = {"enabled": True, "metric_path": str(folder / METRICS)}
+    return {**config, "autotuning": {**block, "start_profile_step": first, "end_profile_step": max(first, last)}}
+
+
+def run_trial(command: Command, config: dict[str, Any], folder: Path, limits: Limits) -> Outcome:
+    """Run a trial, and wait for its end.
+
+    Args:
+        command: starts it.
+        config: of `trial_config`.
+        folder: takes ds_config.json, cmd.txt, stdout.log, stderr.log, metrics.json.
+        limits: that end it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / METRICS).unlink(missing_ok=True)
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    line = command.line(str((folder / CONFIG).absolute()))
+    (folder / "cmd.txt").write_text(shlex.join(line) + "\n")
+    begun = time.monotonic()
+    with open(folder / "stdout.log", "wb") as out, open(folder / "stderr.log", "wb") as err:
+        with _started(line, out, err) as watched:
+            reason = watched.until(begun + limits.seconds, limits, folder / METRICS)
+    took, held = time.monotonic() - begun, max(watched.held.values(), default=0)
+    metrics = _metrics(folder / METRICS)
+    if metrics:
+        return Outcome(metrics["latency"] / 1e6, "", metrics, took, held)
+    code, words = watched.process.returncode, _last_words(folder / "stderr.log")
+    if not reason and code == 0:
+        reason = "it ended by itself before the last measured update (end_profile_step), so nothing was measured"
+    reason = reason or f"it ended with exit code {code}: {words}"
+    if watched.timed_out and words:
+        reason = f"{reason}; the last it said: {words}"
+    spent = watched.over_memory or any(word in reason for word in _OF_MEMORY)
+    return Outcome(None, reason[:500], {}, took, held, spent)
+
+
+_OF_MEMORY = ("MemoryExhaustedError", "MemoryError", "out of memory", "can't allocate memory", "out-of-memory killer")
+
+
+def _metrics(path: Path) -> dict[str, Any]:
+    with suppress(OSError, ValueError):
+        found = json.loads(path.read_text())
+        if found["latency"] > 0:
+            return found
+    return {}
+
+
+def _last_words(path: Path) -> str:
+    """The line of a log that says most of an end: the last error's, else the last."""
+    lines = [line.strip() for line in path.read_text(errors="replace").splitlines() if line.strip()]
+    lines = [line for line in lines if "stopped by SIGTERM" not in line]  # that is what we have done
+    errors = [line for line in lines if "Error" in line.split(" ")[0] and line[0].isalpha()]
+    failed = [line for line in lines if "failed first" in line]
+    return (errors or failed or lines or [""])[-1]
+
+
+class _Watched:
+    """The processes of a trial.
+
+    Args:
+        process: the launcher.
+
+    Attributes:
+        held: most bytes that each rank was seen with.
+        over_memory, timed_out: which limit ended it.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self.process = process
+        self.held: dict[int, int] = {}
+        self.over_memory = self.timed_out = False
+        self._seen: dict[int, psutil.Process] = {}
+        self._ranks: dict[int, int | None] = {}  # by session
+
+    def until(self, end: float, limits: Limits, metrics: Path) -> str:
+        """Wait until the trial is over, or a limit is reached; gives which.
+
+        Args:
+            end: on the monotonic clock.
+            limits: of the trial.
+            metrics: with it there, the ranks have a moment to end by themselves.
+        """
+        measured = False
+        while self.process.poll() is None:
+            time.sleep(LOOK_S)
+            if not measured and metrics.exists():
+                measured, end = True, min(end, time.monotonic() + GRACE_S)
+            self._look()
+            reason = self._too_much(limits.memory)
+            if reason:
+                self.over_memory = True
+                return reason
+            if time.monotonic() > end:
+                self.timed_out = not measured
+                return "" if measured else f"no figures within {limits.seconds:g} s: it hung, or is that slow"
+        return ""
+
+    def _look(self) -> None:
+        with suppress(psutil.Error):
+            for process in psutil.Process(self.process.pid).children(recursive=True):
+                self._seen[process.pid] = process
+
+    def _too_much(self, allowed: int) -> str:
+        left = psutil.virtual_memory().available
+        held: dict[int, list[int]] = {}
+        for pid in [pid for pid, process in self._seen.items() if process.is_running()]:
+            with suppress(OSError):
+                rank = self._rank(os.getsid(pid))
+                if rank is not None:
+                    held.setdefault(rank, []).append(pid)
+        for rank, pids in held.items():
+            found = _held(pids, max(allowed, self.held.get(rank, 0)))
+            self.held[rank] = max(found, self.held.get(rank, 0))
+            if allowed and found > allowed:
+                self._kill(pids)
+                return f"out of memory: rank {rank} held {found / 2**20:,.0f} MiB of {allowed / 2**20:,.0f} allowed"
+        if left < _LEFT and held:
+            return f"out of memory: the machine had {left / 2**20:,.0f} MiB left"
+        return ""
+
+    def _rank(self, session: int) -> int | None:
+        """The rank whose session that is: the launcher gives each one of its own."""
+        if session not in self._ranks:
+            found = None
+            with suppress(OSError, ValueError):
+                words = Path(f"/proc/{session}/environ").read_bytes().split(b"\0")
+                found = next((int(word[5:]) for word in words if word.startswith(b"RANK=")), None)
+            if found is None:
+                return None  # it may not be a rank yet
+            self._ranks[session] = found
+        return self._ranks[session]
+
+    def _kill(self, pids: list[int]) -> None:
+        for pid in pids:
+            with suppress(psutil.Error):
+                self._seen[pid].kill()
+
+    def end(self) -> None:
+        """End what is left of the trial."""
+        self._look()
+        if self.process.poll() is None:
+            self.process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(GRACE_S)
+            self._look()
+        left = [process for process in self._seen.values() if process.is_running()]
+        for process in left:
+            with suppress(psutil.Error):
+                process.kill()
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        psutil.wait_procs(left, GRACE_S)
+
+
+def _held(pids: list[int], enough: int) -> int:
+    """Bytes that processes hold. What they share is told apart only where the simple count is above `enough`."""
+    total = 0
+    for pid in pids:
+        with suppress(OSError):
+            total += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE
+    if total <= enough:
+        return total
+    total = 0
+    for pid in pids:
+        with suppress(OSError, IndexError):
+            total += int(Path(f"/proc/{pid}/smaps_rollup").read_text().split("Pss:")[1].split()[0]) << 10
+    return total
+
+
+@contextmanager
+def _started(line: list[str], out: Any, err: Any) -> Iterator[_Watched]:
+    """A trial that is over when the context is."""
+    # A session of its own: Ctrl-C reaches it through us alone, once.
+    process = subprocess.Popen(line, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True)
+    watched = _Watched(process)
+    try:
+        yield watched
+    finally:
+        watched.end()

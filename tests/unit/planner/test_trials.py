@@ -1,0 +1,166 @@
+"""Trials: whatever one does, an answer comes back, and nothing of it is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from deepspeed.planner import cli
+from deepspeed.planner.confirm import MOST, confirm
+from deepspeed.planner.memory import MemoryCount
+from deepspeed.planner.plans import Judged, Plan, table
+from deepspeed.planner.trials import Command, Limits, Outcome, run_trial, trial_config
+from tests.harness.pool import PATIENCE
+from tests.unit.planner.test_plans import MACHINE
+
+# A rank without torch: it does what the JSON says, and rank 0 writes the figures.
+RANK = """
+import json, os, sys, time
+config = json.load(open(sys.argv[sys.argv.index("--deepspeed_config") + 1]))
+how, rank = config["how"], int(os.environ["RANK"])
+path = config["autotuning"]["metric_path"]
+open(os.path.join(os.path.dirname(path), f"pid{rank}"), "w").write(str(os.getpid()))
+if rank == 1 and how == "hangs":
+    time.sleep(1000)
+if rank == 1 and how == "crashes":
+    raise ValueError("planted")
+if rank == 1 and how == "killed":
+    os.kill(os.getpid(), 9)
+if rank == 1 and how == "memory":
+    kept = [b"x" * (8 << 20) for _ in range(100) if time.sleep(0.01) is None]
+    time.sleep(1000)
+if rank == 0 and how == "hangs":
+    time.sleep(1000)
+if rank == 0 and how in ("measures", "stays"):
+    open(path + ".part", "w").write(json.dumps({"latency": 2500.0, "throughput": 400.0}))
+    os.replace(path + ".part", path)
+if how == "stays":
+    time.sleep(1000)
+"""
+
+
+def tried(tmp_path: Path, how: str, seconds: float = 30.0) -> Outcome:
+    script = tmp_path / "rank.py"
+    script.write_text(RANK)
+    command = Command(["--num_gpus", "2", "--grace", "1"], [str(script), "--deepspeed_config", "{config}"])
+    config = trial_config({"how": how}, tmp_path)
+    found = run_trial(command, config, tmp_path, Limits(seconds * PATIENCE, 200 << 20))
+    for path in tmp_path.glob("pid*"):  # nothing of it runs any more
+        pid = int(path.read_text())
+        assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    return found
+
+
+def test_a_trial_measures_and_its_folder_says_what_was_run(tmp_path: Path) -> None:
+    found = tried(tmp_path, "measures")
+    assert (found.seconds, found.reason) == (0.0025, "")
+    assert found.metrics["throughput"] == 400.0
+    assert {"ds_config.json", "cmd.txt", "stdout.log", "stderr.log", "metrics.json"} <= set(os.listdir(tmp_path))
+    assert "--num_gpus 2" in (tmp_path / "cmd.txt").read_text()
+
+
+def test_figures_count_where_the_ranks_do_not_end(tmp_path: Path) -> None:
+    found = tried(tmp_path, "stays")
+    assert found.seconds == 0.0025
+    assert found.took < 25 * PATIENCE
+
+
+@pytest.mark.parametrize(
+    ("how", "reason", "out_of_memory"),
+    [
+        ("hangs", "no figures within", False),
+        ("crashes", "exit code 1: ValueError: planted", False),
+        ("killed", "exit code 137", False),
+        ("memory", "out of memory: rank 1 held", True),
+        ("ends", "ended by itself before the last measured update", False),
+    ],
+)
+def test_what_goes_wrong_is_the_reason(tmp_path: Path, how: str, reason: str, out_of_memory: bool) -> None:
+    found = tried(tmp_path, how, 3.0 if how == "hangs" else 30.0)
+    assert found.seconds is None
+    assert reason in found.reason
+    if how != "killed":  # by whom it was killed nobody can say
+        assert found.out_of_memory == out_of_memory
+
+
+def plans(count: int) -> list[Judged]:
+    memory = MemoryCount(1 << 20, {}, {}, 1 << 20, 0, 1, 1 << 20)
+    return [Judged(Plan(2, "none", 1 << at, 1 << (count - at), False), memory, fits=True) for at in range(count)]
+
+
+def test_the_fastest_measured_plan_wins_and_at_most_five_are_tried() -> None:
+    judged, seen = plans(8), list[Plan]()
+
+    def run(plan: Plan) -> Outcome:
+        seen.append(plan)
+        return Outcome(1.0 / len(seen) if len(seen) < 4 else 1.0)
+
+    found = confirm(judged, run, 100)
+    assert len(seen) == MOST
+    assert found.best is not None
+    assert found.confirmed
+    assert found.best.plan == judged[2].plan
+    assert [each.plan for each in found.judged[-3:]] == [each.plan for each in judged[-3:]]
+    assert "333.3 ms" in table(found.judged).splitlines()[1]
+
+
+def test_failed_trials_leave_an_answer() -> None:
+    judged = plans(8)
+    crashed = confirm(judged, lambda _plan: Outcome(None, "it hung"))
+    assert crashed.best is not None
+    assert not crashed.confirmed
+    assert crashed.best.plan == judged[5].plan  # the best of those that were not tried
+    assert [each.reason for each in crashed.judged].count("it hung") == MOST
+    one = confirm(judged[:2], lambda _plan: Outcome(None, "it hung"))
+    assert one.best is not None
+    assert one.best.reason == "it hung"
+    # Larger micro-batches hold more: after one has run out of memory they are not tried, nor chosen.
+    seen = list[Plan]()
+    full = confirm(judged, lambda plan: seen.append(plan) or Outcome(None, "out of memory", out_of_memory=True))
+    assert len(seen) == 1
+    assert full.best is None
+    assert confirm([], lambda _plan: Outcome(1.0)).best is None
+
+
+def _toy(tmp_path: Path) -> tuple[str, list[str]]:
+    """A model whose second rank does what `PLANT` says in some plans, and the command's arguments."""
+    script = tmp_path / "toy.py"
+    script.write_text(
+        "import json, os, time\nimport torch\nfrom tests.unit.planner.test_plans import Net\n"
+        "class Planted(Net):\n"
+        "    def forward(self, x):\n"
+        "        how = json.loads(os.environ.get('PLANT', '{}')).get(str(len(x)))\n"
+        "        if os.environ.get('RANK') == '1':\n"
+        "            if how == 'hang': time.sleep(1000)\n"
+        "            if how == 'crash': raise ValueError('planted')\n"
+        "            if how == 'memory': self.kept = [torch.ones(1 << 22) for _ in range(500)]; time.sleep(1000)\n"
+        "        return super().forward(x)\n"
+        "def factory():\n    return Planted(), lambda rows: torch.zeros(rows, 128, 64)\n"
+    )
+    file = tmp_path / "machine.json"
+    replace(MACHINE, disk=0.0).save(file)
+    return str(script), ["--machine", str(file), "--output", str(tmp_path / "plan.json")]
+
+
+@pytest.mark.slow
+def test_the_command_confirms_and_survives_what_is_planted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script, told = _toy(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.getcwd())
+    monkeypatch.setenv("PLANT", json.dumps({"4": "memory", "2": "hang"}))
+    told += ["--batch", "8", "--trials", "5", "--trial_folder", str(tmp_path / "trials")]
+    told += ["--trial_seconds", str(25 * PATIENCE)]
+    assert cli.main([f"{script}:factory", *told]) == 0
+    said = capsys.readouterr().out
+    assert "predicted best: " in said
+    assert said.index("predicted best") < said.index("tried ")
+    assert "out of memory: rank 1 held" in said or "no figures within" in said
+    assert "best: z" in said
+    best = json.loads((tmp_path / "plan.json").read_text())
+    assert best["train_micro_batch_size_per_gpu"] * best["gradient_accumulation_steps"] == 4
