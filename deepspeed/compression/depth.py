@@ -37,7 +37,9 @@ class Depth:
         self._watch: InfluenceWatch | None = None
         self._sums = torch.zeros(2, self._total, dtype=torch.float64)  # of all ranks
         named, count = section.teacher_layer, section.keep_number_layer
-        _refuse_numbers(self.prefix, self._total, named, count)
+        if named is None and (count or 0) > self._total:
+            what = f"keep_number_layer is {count}, and {self.prefix} has {self._total} layers"
+            raise CompressionError(f"layer_reduction: {what}")
         self._kept = count or 0 if named is None else len(named)
         self.over = self._kept == self._total
         self._told = False
@@ -134,17 +136,6 @@ class Depth:
         if saved is not None and saved["sums"].shape == self._sums.shape:
             self._sums.copy_(saved["sums"])
         self._look(step)
-
-
-def _refuse_numbers(prefix: str, total: int, named: list[int] | None, count: int | None) -> None:
-    """Numbers that contradict each other, or what there is."""
-    if named is not None and (len(set(named)) != len(named) or (count is not None and count != len(named))):
-        raise CompressionError(
-            f"layer_reduction: teacher_layer {named} names {len(set(named))} layers, and "
-            f"{len(named) if count is None else count} are to stay (keep_number_layer): name each one once"
-        )
-    if named is None and (count or 0) > total:
-        raise CompressionError(f"layer_reduction: keep_number_layer is {count}, and {prefix} has {total} layers")
 
 
 def _list_name(model: nn.Module, given: str | None) -> str:

@@ -56,12 +56,11 @@ def compression_conflicts(section: CompressionTraining, training: QuantizeTraini
         yield Problem(
             f"{base}.layer_reduction: name teacher_layer, or keep_number_layer to pick that many by influence"
         )
-    if (
-        layers.enabled
-        and layers.teacher_layer
-        and (layers.keep_number_layer or 0) not in (0, len(layers.teacher_layer))
-    ):
-        text = f"is not the number of layers that teacher_layer names, {len(layers.teacher_layer)}"
+    named = layers.teacher_layer or []
+    if layers.enabled and (len(set(named)) != len(named) or min(named, default=0) < 0):
+        yield wrong(f"{base}.layer_reduction.teacher_layer", named, "name each layer that stays once, from 0")
+    elif layers.enabled and named and layers.keep_number_layer not in (None, len(named)):
+        text = f"is not the number of layers that teacher_layer names, {len(named)}"
         yield wrong(f"{base}.layer_reduction.keep_number_layer", layers.keep_number_layer, text)
     if training.enabled and training.quantize_bits.start_bits < training.quantize_bits.target_bits:
         yield wrong(
