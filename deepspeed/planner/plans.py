@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -24,6 +25,8 @@ from deepspeed.zero.policy import policy_for
 
 STAGES = (0, 1, 2, 3)
 ON_DEVICE, OPTIMIZER, ALL = "none", "nvme optimizer", "nvme all"
+NARROW = 4_000_000
+"""Elements of the buckets of plans whose usual ones do not fit: fewer gradients are under way."""
 _UPDATES = 2  # simulated; the second allocates as all that follow
 
 
@@ -37,6 +40,7 @@ class Plan:
         micro: samples of a micro-batch.
         steps: micro-batches of a window.
         recompute: blocks are computed again in backward.
+        bucket: elements of `reduce_bucket_size`; 0: the JSON's own.
     """
 
     stage: int
@@ -44,12 +48,14 @@ class Plan:
     micro: int
     steps: int
     recompute: bool
+    bucket: int = 0
 
     @property
     def name(self) -> str:
         """As results name it."""
         tier = {ON_DEVICE: "", OPTIMIZER: "_opt-nvme", ALL: "_all-nvme"}[self.tier]
-        return f"z{self.stage}_gas{self.steps}_tmbspg{self.micro}{tier}{'_recompute' if self.recompute else ''}"
+        rest = f"{'_recompute' if self.recompute else ''}{f'_bucket{self.bucket}' if self.bucket else ''}"
+        return f"z{self.stage}_gas{self.steps}_tmbspg{self.micro}{tier}{rest}"
 
     def config(self, base: Any, folder: str) -> dict[str, Any]:
         """The JSON of this plan.
@@ -65,6 +71,8 @@ class Plan:
         zero = made["zero_optimization"] = {**made.get("zero_optimization", {}), "stage": self.stage}
         zero.pop("offload_optimizer", None)
         zero.pop("offload_param", None)
+        if self.bucket:
+            zero["reduce_bucket_size"] = self.bucket
         if self.tier != ON_DEVICE:
             zero["offload_optimizer"] = {"device": "nvme", "nvme_path": folder}
         if self.tier == ALL:
@@ -212,13 +220,35 @@ def search(
         if found and time.monotonic() > end:
             found[plan] = Judged(plan, reason="not looked at: the time was over")
             continue
-        larger = [judged for other, judged in found.items() if holds_less(other, plan)]
-        if any(judged.memory is not None and not judged.fits for judged in larger):
-            found[plan] = Judged(plan, reason="a plan that holds less does not fit either")
-        else:
-            found[plan] = judge(task, plan, machine)
-            told(found[plan])
+        tries = [plan]
+        for each in tries:
+            smaller = _does_not_fit_either(each, found)
+            if smaller is None:
+                found[each] = judge(task, each, machine)
+                told(found[each])
+            else:
+                found[each] = Judged(each, reason="a plan that holds less does not fit either")
+            narrow = replace(plan, bucket=NARROW)
+            if each is plan and _narrows(task, narrow, smaller or found[plan], machine) and allowed(narrow):
+                tries.append(narrow)
     return sorted(found.values(), key=lambda judged: (not judged.fits, judged.seconds, judged.plan.micro))
+
+
+def _does_not_fit_either(plan: Plan, found: dict[Plan, Judged]) -> Judged | None:
+    """What was found of a smaller micro-batch that does not fit, where there is one."""
+    smaller = (judged for other, judged in found.items() if holds_less(other, plan))
+    return next((judged for judged in smaller if judged.memory is not None and not judged.fits), None)
+
+
+def _narrows(task: Task, narrow: Plan, usual: Judged, machine: Machine) -> bool:
+    """Whether a plan may fit with narrow buckets: gradients travel as they arrive, and what rests there fits."""
+    if usual.fits or usual.memory is None or not policy_for(narrow.stage).reduces_as_gradients_arrive:
+        return False
+    own = load_raw(task.config).get("zero_optimization", {}).get("reduce_bucket_size", math.inf)
+    if isinstance(own, (int, float)) and own <= NARROW:
+        return False
+    resting = sum(count for name, count in usual.memory.at_rest.items() if name != "transit")
+    return max(usual.memory.birth, resting) <= machine.memory
 
 
 def _in_turn(plans: list[Plan]) -> Iterator[Plan]:

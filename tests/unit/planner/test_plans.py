@@ -12,7 +12,7 @@ from torch import nn
 
 from deepspeed.errors import ArgumentError, UsageError
 from deepspeed.planner import cli, predict_memory
-from deepspeed.planner.plans import ALL, Plan, Task, judge, legal_plans, search
+from deepspeed.planner.plans import ALL, NARROW, Plan, Task, judge, legal_plans, search
 from deepspeed.simulator.machine import Machine
 
 RATES = [[64, 1e10], [1024, 5e10]]
@@ -59,6 +59,34 @@ def test_memory_drops_plans_and_recompute_brings_one_back() -> None:
     assert not found.fits
     assert "most of it activations" in found.reason
     assert judge(TASK, again, tight).fits
+
+
+def test_narrow_buckets_bring_plans_back_where_the_usual_ones_do_not_fit() -> None:
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Sequential(nn.Linear(1024, 4096), nn.Linear(4096, 1024)) for _ in range(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = x + layer(x)
+            return x
+
+    task = Task(Wide, lambda rows: torch.zeros(rows, 4, 1024), 4, ADAMW)
+    usual = Plan(2, "none", 2, 1, False)
+    sizes = [judged.memory.peak for judged in (judge(task, p, MACHINE) for p in (usual, replace(usual, bucket=NARROW)))
+             if judged.memory]  # fmt: skip
+    assert sizes[1] < 0.9 * sizes[0]
+    tight = replace(MACHINE, memory=sum(sizes) // 2, disk=0.0)
+    found = search(task, tight, allowed=lambda plan: plan.stage in (1, 2) and not plan.recompute)
+    best = next(judged.plan for judged in found if judged.fits and judged.plan.bucket)
+    assert best.bucket == NARROW
+    assert best.name == "z2_gas1_tmbspg2_bucket4000000"
+    assert best.config(ADAMW, "")["zero_optimization"]["reduce_bucket_size"] == NARROW
+    assert {judged.plan.bucket for judged in found if judged.plan.stage == 1} == {0}
+    # The user's own buckets are narrow already: nothing is to be had there.
+    own = replace(task, config={**ADAMW, "zero_optimization": {"reduce_bucket_size": 1000}})
+    assert {judged.plan.bucket for judged in search(own, tight, allowed=lambda plan: plan.stage == 2)} == {0}
 
 
 def test_time_follows_the_machine() -> None:
