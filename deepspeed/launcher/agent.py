@@ -22,6 +22,7 @@ from deepspeed.errors import DeepSpeedError, LaunchError
 from deepspeed.launcher.boot import is_loopback
 from deepspeed.launcher.children import Guard, Rank, Start
 from deepspeed.launcher.devices import VISIBLE, visible_devices
+from deepspeed.launcher.given import keep
 from deepspeed.launcher.logs import attempt_folder
 from deepspeed.launcher.meanings import Memory, meaning
 from deepspeed.launcher.place import Node, parse_cores, without_starter
@@ -226,6 +227,8 @@ class Agent:
         base = base_environment(job, shared, self._local or self._job is not None)
         devices = device_variable(place.slots, base)
         folder = attempt_folder(job["logs"], job["id"], shared["DS_ATTEMPT"])
+        if folder is not None:
+            keep(folder, {name: value for name, value, host in job["exports"] if host in (None, job["host"])})
         self._guard = Guard()
         self._ranks = []
         cores = parse_cores(job["bind_core_list"])

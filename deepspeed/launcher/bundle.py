@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed.errors import LaunchError
+from deepspeed.launcher.given import WORDS, Given, hide, kept, names_a_secret
 from deepspeed.launcher.logs import jobs
 from deepspeed.launcher.variables import environment_files
 
@@ -27,10 +28,8 @@ SHOWN = (
 )  # fmt: skip
 """Variables whose values are shown begin so; of others only the name is."""
 
-_WORDS = r"pass(?:word|wd|phrase)?|pwd|secret|token|credential|api[_-]?key|(?:access|private|account|auth)[_-]?key|auth"
-_NAME = re.compile(rf"(?:^|[_-])(?:{_WORDS}|key)s?(?:$|[_-])", re.IGNORECASE)
 _ASSIGNED = re.compile(
-    rf"""((?:[\w.-]*[_.-])?(?:{_WORDS})(?:[_.-][\w.-]*)?["']?(?:\s*[:=]\s*|(?<=\w)\s+(?=["']))|--[\w-]*(?:{_WORDS})[\w-]*\s+)"""
+    rf"""((?:[\w.-]*[_.-])?(?:{WORDS})(?:[_.-][\w.-]*)?["']?(?:\s*[:=]\s*|(?<=\w)\s+(?=["']))|--[\w-]*(?:{WORDS})[\w-]*\s+)"""
     r"""("(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'|[^\s,;}&]+)""",
     re.IGNORECASE,
 )
@@ -64,7 +63,9 @@ def main(args: Sequence[str] | None = None) -> int:
     parser.add_argument("files", nargs="*", help="further text files, such as the configuration and the hostfile")
     options = parser.parse_args(args)
     try:
-        count = write(Path(options.output), _logs(options.logs), [Path(name) for name in options.files])
+        folder = _folder(options.logs)
+        files, given = [Path(name) for name in options.files], [] if folder is None else kept(folder)
+        count = write(Path(options.output), _logs(folder), files, given)
     except (OSError, LaunchError) as error:
         print(f"ds_bundle: {error}", file=sys.stderr)
         return 2
@@ -72,13 +73,14 @@ def main(args: Sequence[str] | None = None) -> int:
     return 0
 
 
-def write(output: Path, logs: Mapping[str, Path], files: Sequence[Path]) -> int:
+def write(output: Path, logs: Mapping[str, Path], files: Sequence[Path], given: Sequence[Given] = ()) -> int:
     """Write the bundle, for its owner alone.
 
     Args:
         output: where.
         logs: by name within the bundle.
         files: further ones.
+        given: secrets that the job had and this process has not.
 
     Returns:
         How many files are in it.
@@ -86,7 +88,7 @@ def write(output: Path, logs: Mapping[str, Path], files: Sequence[Path]) -> int:
     secrets = known_secrets(os.environ)
     texts = {"report.json": _report(secrets), "variables.txt": variables(os.environ)}
     named = {**{f"logs/{name}": path for name, path in logs.items()}, **{f"files/{p.name}": p for p in files}}
-    texts.update({name: _end_of(path) for name, path in named.items()})
+    texts.update({name: hide(_end_of(path), given, HIDDEN) for name, path in named.items()})
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "wb") as file, zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, text in texts.items():
@@ -96,10 +98,10 @@ def write(output: Path, logs: Mapping[str, Path], files: Sequence[Path]) -> int:
 
 def known_secrets(environment: Mapping[str, str]) -> list[str]:
     """Values of variables, here and in the environment files, whose names say that they are secret; longest first."""
-    found = {value for name, value in environment.items() if _NAME.search(name)}
+    found = {value for name, value in environment.items() if names_a_secret(name)}
     for path in environment_files():
         pairs = (line.partition("=") for line in path.read_text().splitlines())
-        found |= {value.strip("\"' ") for name, _, value in pairs if _NAME.search(name.strip().partition("@")[0])}
+        found |= {value.strip("\"' ") for name, _, value in pairs if names_a_secret(name.strip().partition("@")[0])}
     return sorted((value for value in found if len(value) >= 4), key=len, reverse=True)
 
 
@@ -107,7 +109,7 @@ def variables(environment: Mapping[str, str]) -> str:
     """A line for each variable: the value where its name is one of `SHOWN`, else its length."""
     lines: list[str] = []
     for name, value in sorted(environment.items()):
-        shown = name.startswith(SHOWN) and not _NAME.search(name)
+        shown = name.startswith(SHOWN) and not names_a_secret(name)
         lines.append(f"{name}={value}" if shown else f"{name} is set ({len(value)} characters)")
     return "\n".join(lines) + "\n"
 
@@ -143,14 +145,18 @@ def _without_secrets_inside(value: Any, secrets: Sequence[str], name: str = "") 
     if isinstance(value, list):
         return [_without_secrets_inside(inner, secrets, name) for inner in value]
     if isinstance(value, str):
-        return HIDDEN if _NAME.search(name) else without_secrets(value, secrets)
+        return HIDDEN if names_a_secret(name) else without_secrets(value, secrets)
     return value
 
 
-def _logs(named: str) -> dict[str, Path]:
+def _folder(named: str) -> Path | None:
+    """The folder of logs that is meant; None: this user has had no job."""
     if named and not Path(named).is_dir():
         raise LaunchError(f"{named} is no folder of logs")
-    folder = Path(named) if named else next(iter(jobs()), None)
+    return Path(named) if named else next(iter(jobs()), None)
+
+
+def _logs(folder: Path | None) -> dict[str, Path]:
     if folder is None:
         return {}
     return {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*.log*")) if path.is_file()}

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed.launcher.bundle import known_secrets, variables, without_secrets
+from deepspeed.launcher.bundle import known_secrets, variables, without_secrets, write
+from deepspeed.launcher.given import kept
 
 SECRETS = {
     "AWS_SECRET_ACCESS_KEY": "wJalrXUtnFEMI/K7MDENG",
@@ -90,6 +91,23 @@ def test_without_a_job_there_is_still_a_report(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     assert known_secrets({"A_KEY": "12345", "B": "67890"}) == ["12345"]
-    from deepspeed.launcher.bundle import _logs
+    from deepspeed.launcher.bundle import _folder, _logs
 
-    assert _logs("") == {}
+    assert _folder("") is None and _logs(None) == {}
+
+
+def test_secrets_of_the_command_line_are_hidden_by_what_the_job_has_left(tmp_path):
+    """The process that writes the bundle never knew them, and what is kept of them does not tell them."""
+    (tmp_path / "train.py").write_text("import os; print('given', os.environ['A_KEY'], 'x=' + os.environ['PLAIN'])")
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "HOME": str(tmp_path), "DS_ACCELERATOR": "cpu"}
+    environment["PYTHONPATH"] = str(Path(__file__).parents[3])
+    given = ["--export", "A_KEY=/s3cr3t value+", "--export", "PLAIN=shown-value"]
+    job = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "1", *given, "train.py"]
+    done = subprocess.run(job, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout == "given /s3cr3t value+ x=shown-value\n", done.stderr
+    folder = next(tmp_path.glob("deepspeed-*/*"))
+    [left] = folder.rglob("given-*.json")
+    assert left.stat().st_mode & 0o777 == 0o600 and "s3cr3t" not in left.read_text()
+    write(tmp_path / "out.zip", {"rank0.log": folder / "attempt0/rank0.log"}, [], kept(folder))
+    with zipfile.ZipFile(tmp_path / "out.zip") as archive:
+        assert archive.read("logs/rank0.log").decode() == "given [hidden] x=shown-value\n"
