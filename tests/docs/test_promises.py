@@ -148,7 +148,18 @@ def test_the_one_command_of_the_first_screen_trains(tmp_path: Path) -> None:
         r"^\t\$\(BIN\)/deepspeed (.+) \$\(TRAIN_ARGS\)$", (ROOT / "Makefile").read_text(), re.MULTILINE
     )
     flags = line.replace("examples/", f"{ROOT}/examples/").split()
-    less = ["--steps", "20", "--width", "48", "--layers", "2", "--heldout_bytes", "20000", "--output", str(tmp_path)]
+    less = [
+        "--train_bytes",
+        "40000",
+        "--width",
+        "48",
+        "--layers",
+        "2",
+        "--heldout_bytes",
+        "20000",
+        "--output",
+        str(tmp_path),
+    ]
     done = subprocess.run(
         [sys.executable, "-m", "deepspeed.launcher.runner", *flags, *less],
         cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False,
