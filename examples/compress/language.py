@@ -262,20 +262,35 @@ def cut_at_random(model: Any, seed: int) -> None:
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Loss over bytes: one point per row, the mean over seeds."""
+    """Loss over bytes: one point per trained row, the mean over seeds with their range."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
+    from matplotlib.ticker import NullFormatter, StrMethodFormatter
 
+    points: list[tuple[float, float, str]] = []
     figure, axes = plt.subplots(figsize=(8, 5))
-    for name in dict.fromkeys(row["name"] for row in rows):
+    for name in dict.fromkeys(row["name"] for row in rows if not row["name"].startswith("one-shot")):
         same = [row for row in rows if row["name"] == name]
         size = sum(row["bytes"] for row in same) / len(same) / 1e6
-        loss = sum(row["loss"] for row in same) / len(same)
-        axes.plot(size, loss, "o")
-        axes.annotate(name, (size, loss), textcoords="offset points", xytext=(5, 3), fontsize=8)
+        losses = [row["loss"] for row in same]
+        mean = sum(losses) / len(losses)
+        axes.errorbar(size, mean, [[mean - min(losses)], [max(losses) - mean]], fmt="o", capsize=3)
+        points.append((size, mean, name))
     axes.set(xlabel="MB of the exported folder", ylabel="held-out nats per byte", xscale="log")
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.set_xticks(sorted({round(size, 1) for size, _, _ in points}))
+    axes.margins(x=0.3, y=0.15)
+    for size, mean, name in points:  # rows of one size that lie close share a height: one above the other
+        near = [other for other in points if abs(other[0] / size - 1) < 0.05]
+        rank = sorted((m, n) for _, m, n in near).index((mean, name))
+        shift = 13 * (rank - (len(near) - 1) / 2) if len(near) > 1 else 0
+        axes.annotate(
+            name, (size, mean), textcoords="offset points", xytext=(14, shift), ha="left", va="center", fontsize=8,
+            arrowprops={"arrowstyle": "-", "lw": 0.4, "color": "gray"},
+        )  # fmt: skip
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     plt.close(figure)
