@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.compression.families import Shrink, config_of, on_meta, shapes_of
-from deepspeed.compression.twin import TOLERANCE, build, distance, flags_at_random, inputs_for, outputs, removed
-from deepspeed.compression.twin import twin_config as small_config
+from deepspeed.compression.families import Shrink, on_meta, shapes_of
+from deepspeed.compression.twin import TOLERANCE, distance, flags_at_random, inputs_for, outputs, removed, twin_of
 from deepspeed.compression.units import Family, axis_slot
 from deepspeed.errors import CompressionError
 
@@ -71,11 +70,7 @@ def _families(base: nn.Module, small: nn.Module, count: int, less: int) -> list[
 def prove_experts(model_class: type[nn.Module], config: Any, find: Any, shrink: Shrink) -> tuple[Shrink, float]:
     """See on a twin that experts put in another order change nothing, and that a smaller twin runs.
 
-    Args:
-        model_class: of the model.
-        config: its config.
-        find: gives the shrinks of a model and its config.
-        shrink: which of them.
+    Arguments are those of `twin.prove`.
 
     Returns:
         The shrink, and the distance found.
@@ -83,14 +78,9 @@ def prove_experts(model_class: type[nn.Module], config: Any, find: Any, shrink: 
     Raises:
         CompressionError: the order matters, as where experts are routed by groups, or the smaller twin fails.
     """
-    config = small_config(model_class, config)
-    twin = build(model_class, config)
-    same = next(iter(find(twin, config)), None)
-    if same is None:
-        raise CompressionError(f"a twin of {model_class.__name__} has no experts")
+    config, twin, same = twin_of(model_class, config, find, shrink)
     given = inputs_for(twin, config)
-    held = dict(twin.named_parameters())
-    router = {slot.name for family in same.families for slot in family.slots} - held.keys()
+    router = {name for family in same.families for name in family.names()} - shapes_of(twin).keys()
     with torch.no_grad():
         for name in router:  # buffers start as zeros, which hide their order
             twin.get_buffer(name).copy_(torch.linspace(0.1, 0.3, twin.get_buffer(name).numel()))
@@ -112,7 +102,7 @@ def prove_experts(model_class: type[nn.Module], config: Any, find: Any, shrink: 
         small = outputs(removed(twin, config, same, flags_at_random(same, kept / same.families[0].size)), given)
     except (CompressionError, RuntimeError, ValueError, IndexError) as error:
         raise CompressionError(f"a twin of {model_class.__name__} with fewer experts fails: {error}") from error
-    if not torch.isfinite(small).all() or config_of(twin) is None:
+    if not torch.isfinite(small).all():
         raise CompressionError(f"a twin of {model_class.__name__} with fewer experts gives no numbers")
     last = {name.rpartition(".")[2] for name in router}
     for family in shrink.families:  # masks know parameters; buffers follow when the units leave

@@ -189,11 +189,7 @@ def prove(model_class: type[nn.Module], config: Any, find: Any, shrink: Shrink) 
     Raises:
         CompressionError: no layout holds.
     """
-    config = twin_config(model_class, config)
-    twin = build(model_class, config)
-    same = next((one for one in find(twin, config) if set(one.unit) == set(shrink.unit)), None)
-    if same is None:
-        raise CompressionError(f"a twin of {model_class.__name__} has no such units")
+    config, twin, same = twin_of(model_class, config, find, shrink)
     given = inputs_for(twin, config)
     dense, tried = outputs(twin, given), []
     for join, layout in itertools.product((False, True), range(_layouts(shrink))):
@@ -205,6 +201,20 @@ def prove(model_class: type[nn.Module], config: Any, find: Any, shrink: Shrink) 
     raise CompressionError(
         f"removed is not masked on a twin of {model_class.__name__}: differences {[f'{d:.2g}' for d in tried]}"
     )
+
+
+def twin_of(model_class: type[nn.Module], config: Any, find: Any, shrink: Shrink) -> tuple[Any, nn.Module, Shrink]:
+    """(config, small twin, the same shrink of it); arguments as of `prove`.
+
+    Raises:
+        CompressionError: there is no small twin, or it has no such units.
+    """
+    config = twin_config(model_class, config)
+    twin = build(model_class, config)
+    same = next((one for one in find(twin, config) if set(one.unit) == set(shrink.unit)), None)
+    if same is None:
+        raise CompressionError(f"a twin of {model_class.__name__} has no such units")
+    return config, twin, same
 
 
 def _layouts(shrink: Shrink) -> int:
