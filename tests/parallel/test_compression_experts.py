@@ -172,3 +172,27 @@ def refused() -> None:
 
 def test_what_cannot_be_is_refused(workers: Any) -> None:
     workers(1).run(refused, timeout=60)
+
+
+def test_experts_that_no_token_takes_are_not_missed() -> None:
+    """The router's correction of scores follows: what is left chooses among the same experts as before."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    from deepspeed.compression.plan import Plan
+    from deepspeed.compression.remove import removal_of, remove_from
+
+    heads = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+    sizes = {"vocab_size": 60, "hidden_size": 32, "intermediate_size": 24, "moe_intermediate_size": 16}
+    counts = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "first_k_dense_replace": 1}
+    torch.manual_seed(0)
+    model = DeepseekV3ForCausalLM(DeepseekV3Config(**heads, **experts, **sizes, **counts)).eval()
+    gate: Any = model.get_submodule("model.layers.1.mlp.gate")
+    gate.e_score_correction_bias.copy_(torch.tensor([0.1, -9.0, 0.3, -9.0]))
+    plan, ids = Plan(model), torch.arange(8)[None]
+    (family,) = plan.shrinks("experts")[0].families
+    with torch.no_grad():
+        before = model(input_ids=ids).logits
+        remove_from(model, removal_of(model, plan, [(family, torch.tensor([True, False, True, False]))]))
+        assert torch.allclose(model(input_ids=ids).logits, before, atol=1e-6)
+    assert gate.e_score_correction_bias.tolist() == pytest.approx([0.1, 0.3]) and model.config.n_routed_experts == 2
