@@ -8,6 +8,7 @@ from dataclasses import astuple, dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
 from deepspeed.checkpoint.codec import Encoder
 from deepspeed.checkpoint.manifest import (
@@ -70,12 +71,13 @@ def capture(view: StateView, leave_out_frozen: bool) -> Captured:
         CheckpointError: the optimizer keeps state that cannot be cut.
     """
     made = Captured()
-    order, numbers = view.optimizer_order(), view.group_numbers()
+    order, numbers, places = view.optimizer_order(), view.group_numbers(), _places(view.module)
     for group in view.groups:
         rows = []
         for member in group.members:
             kind, dtype = _kind(member.param, leave_out_frozen), view.value_dtype(member)
-            rows.append(Row(member.name, view.box(member.name).shape, dtype, kind, None, order.get(member.uid, -1)))
+            at = order.get(member.uid, -1), -1, places.get(member.name, -1)
+            rows.append(Row(member.name, view.box(member.name).shape, dtype, kind, None, *at))
         offer = _offer(view, rows, layout_rule(group.layout), group.axis.ranks, view.filled(group))
         made.offers.append(offer)
         for member, start, stop in view.written_ranges(group):
@@ -84,9 +86,19 @@ def capture(view: StateView, leave_out_frozen: bool) -> Captured:
             if offer.filled:
                 _add(made, GRADIENT, view.gradient(member, start, stop))
             _add_state(made, view, member, (start, stop), numbers)
-    _add_rest(made, view, leave_out_frozen)
+    _add_rest(made, view, leave_out_frozen, places)
     _add_rounds(made, view)
     return made
+
+
+def _places(module: nn.Module) -> dict[str, int]:
+    """Names of parameters and buffers in the order of the module's `state_dict()`."""
+    names = (
+        f"{prefix}.{name}" if prefix else name
+        for prefix, one in module.named_modules()
+        for name in (*one._parameters, *one._buffers)
+    )
+    return {name: at for at, name in enumerate(names)}
 
 
 def _offer(view: StateView, rows: list[Row], rule: str, ranks: tuple[int, ...], filled: bool = False) -> Offer:
@@ -172,11 +184,15 @@ def fixed(name: str, tensor: torch.Tensor) -> Entry:
     return Entry(name, values.dtype, tuple(values.shape), lambda: values)
 
 
-def _add_rest(made: Captured, view: StateView, leave_out_frozen: bool) -> None:
+def _add_rest(made: Captured, view: StateView, leave_out_frozen: bool, places: Mapping[str, int]) -> None:
     """Parameters no group has, each in the file of one rank, and the first rank's buffers."""
     rank, ranks = (0, (0,)) if view.world is None else (view.world.rank, view.world.ranks)
-    rows = [Row(n, view.box(n).shape, p.dtype, _kind(p, leave_out_frozen)) for n, p in view.plain.items()]
-    buffers = [Row(n, view.box(n).shape, b.dtype, BUFFER) for n, b in view.buffers.items()]
+
+    def row_of(name: str, tensor: torch.Tensor, kind: str) -> Row:
+        return Row(name, view.box(name).shape, tensor.dtype, kind, place=places.get(name, -1))
+
+    rows = [row_of(name, param, _kind(param, leave_out_frozen)) for name, param in view.plain.items()]
+    buffers = [row_of(name, buffer, BUFFER) for name, buffer in view.buffers.items()]
     for group_rows, together in ((rows, ranks), (buffers, ranks[:1])):
         if not group_rows:
             continue

@@ -61,6 +61,7 @@ class Row:
         state: which of the optimizer states; None: it has none (yet).
         order: position in the optimizer, counted over all its groups; -1 outside.
         group: group of the optimizer; -1 outside.
+        place: in the module of the rank that describes it, which orders the rows; not stored.
     """
 
     name: str
@@ -70,6 +71,7 @@ class Row:
     state: int | None = None
     order: int = -1
     group: int = -1
+    place: int = field(default=-1, compare=False)
 
     @property
     def numel(self) -> int:

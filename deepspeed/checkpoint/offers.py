@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from deepspeed.checkpoint.manifest import LEFT_OUT, CutGroup, Row, StateRule, rank_file
 from deepspeed.errors import CheckpointError
@@ -52,7 +52,7 @@ class Taken:
     """What is stored of all offers.
 
     Args:
-        rows: every parameter and buffer once, in the order of the ranks.
+        rows: every parameter and buffer once, in the order of the ranks, and of a rank's module.
         groups: how they are cut and where they lie.
         leaders: by name, the leaders whose boxes are stored.
         filled: parameters whose window has a reduced part.
@@ -106,7 +106,16 @@ def take(offers: Sequence[Offer], numbers: Sequence[int]) -> Taken:
         made._by_group.append(offer)
     made.filled = list(dict.fromkeys(made.filled))
     _check_covered(made, taken)
+    _in_order(made, {name: next(iter(known.values())).leader for name, known in taken.items()})
     return made
+
+
+def _in_order(made: Taken, ranks: Mapping[str, int]) -> None:
+    """Rows as users list them: each rank's, in the order of the rank's module."""
+    order = sorted(range(len(made.rows)), key=lambda at: (ranks[made.rows[at].name], made.rows[at].place))
+    place = {at: new for new, at in enumerate(order)}
+    made.rows = [made.rows[at] for at in order]
+    made.groups = [replace(group, rows=tuple(place[at] for at in group.rows)) for group in made.groups]
 
 
 def _check(row: Row, offer: Offer, other: Offer | None, first: Row) -> None:

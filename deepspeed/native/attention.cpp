@@ -26,10 +26,46 @@ struct Work {
     float* scores;  // [QUERIES, padded]
     int64_t padded;
 
-    const char* row(const void* pool, int64_t position) const {
-        const int64_t element = (slot(pass, pages, position) * heads.cached + head) * heads.size;
-        return static_cast<const char*>(pool) + element * width(heads.kind);
+};
+
+// Rows of keys or values of consecutive positions. Those of a head lie far apart, where no processor looks ahead by
+// itself: with each row, the one that is a page further is asked for.
+class Rows {
+public:
+    Rows(const Work& work, const void* rows)
+        : w(work), pool(static_cast<const char*>(rows)), position(w.start),
+          row_bytes(w.heads.size * width(w.heads.kind)), stride(w.heads.cached * row_bytes) {}
+
+    DS_INLINE const char* next() {
+        if (!left) enter();
+        const char* found = at;
+        if (ahead) fetch(ahead), ahead += stride;
+        at += stride, position++, left--;
+        return found;
     }
+
+    // Ask for the rows of the first page.
+    void begin() {
+        enter();
+        for (int64_t i = 0; i < std::min(left, w.end - position); i++) fetch(at + i * stride);
+    }
+
+private:
+    DS_INLINE const char* row(int64_t which) const {
+        return pool + slot(w.pass, w.pages, which) * stride + w.head * row_bytes;
+    }
+    DS_INLINE void fetch(const char* from) const {
+        for (int64_t i = 0; i < row_bytes; i += 64) __builtin_prefetch(from + i);
+    }
+    DS_INLINE void enter() {  // pages are looked up once each
+        at = row(position);
+        left = w.pass.page_size - position % w.pass.page_size;
+        ahead = position + left < w.end ? row(position + left) : nullptr;
+    }
+
+    const Work& w;
+    const char *pool, *at = nullptr, *ahead = nullptr;
+    int64_t position, row_bytes, stride, left = 0;
 };
 
 DS_INLINE void load(const char* row, Kind kind, float* out, int64_t count) {
@@ -72,8 +108,9 @@ DS_INLINE float weigh(const Work& w, int64_t q) {
 DS_INLINE void plain(const Work& w) {
     const int64_t size = w.heads.size;
     alignas(64) float row[512];
+    Rows keys(w, w.heads.keys), values(w, w.heads.values);
     for (int64_t t = w.start; t < w.end; t++) {
-        load(w.row(w.heads.keys, t), w.heads.kind, row, size);
+        load(keys.next(), w.heads.kind, row, size);
         for (int64_t q = 0; q < w.count; q++) {
             float sum = 0.0f;
             for (int64_t d = 0; d < size; d++) sum += w.query[q][d] * row[d];
@@ -86,7 +123,7 @@ DS_INLINE void plain(const Work& w) {
         std::fill(w.out[q], w.out[q] + size, 0.0f);
     }
     for (int64_t t = w.start; t < w.end; t++) {
-        load(w.row(w.heads.values, t), w.heads.kind, row, size);
+        load(values.next(), w.heads.kind, row, size);
         for (int64_t q = 0; q < w.count; q++) {
             const float weight = w.scores[q * w.padded + t - w.start];
             for (int64_t d = 0; d < size; d++) w.out[q][d] += weight * row[d];
@@ -109,10 +146,24 @@ DS_AVX512 static DS_INLINE __m512 sixteen(const char* row, Kind kind, int64_t at
 }
 
 // Keys [t, t + 16) as columns: turned[d][key], zeros behind the end.
-DS_AVX512 static void turn(const Work& w, int64_t t, float* turned) {
+DS_AVX512 static void turn(const Work& w, Rows& keys, int64_t t, float* turned) {
     alignas(64) float rows[KEYS * 16];
     const char* row[KEYS];
-    for (int64_t i = 0; i < KEYS; i++) row[i] = t + i < w.end ? w.row(w.heads.keys, t + i) : nullptr;
+    for (int64_t i = 0; i < KEYS; i++) row[i] = t + i < w.end ? keys.next() : nullptr;
+    if (w.heads.kind == BF16 && w.heads.size % 32 == 0) {  // by pairs
+        const __m512i high = _mm512_set1_epi32(static_cast<int>(0xffff0000));
+        for (int64_t d = 0; d < w.heads.size; d += 32) {
+            __m512i pairs[16];
+            for (int i = 0; i < 16; i++)
+                pairs[i] = row[i] ? _mm512_loadu_si512(row[i] + 2 * d) : _mm512_setzero_si512();
+            transpose16(pairs);
+            for (int i = 0; i < 16; i++) {
+                _mm512_store_si512(turned + (d + 2 * i) * KEYS, _mm512_slli_epi32(pairs[i], 16));
+                _mm512_store_si512(turned + (d + 2 * i + 1) * KEYS, _mm512_and_si512(pairs[i], high));
+            }
+        }
+        return;
+    }
     for (int64_t d = 0; d < w.heads.size; d += 16) {
         for (int64_t i = 0; i < KEYS; i++)
             _mm512_store_ps(rows + 16 * i, row[i] ? sixteen(row[i], w.heads.kind, d) : _mm512_setzero_ps());
@@ -173,14 +224,17 @@ DS_AVX512 static DS_INLINE void mix_all(const Work& w, int64_t q, const float* v
 DS_AVX512 static void avx512(const Work& w) {
     const int64_t size = w.heads.size;
     alignas(64) float rows[2 * 512 * KEYS];  // keys, turned; then values
+    Rows keys(w, w.heads.keys), values(w, w.heads.values);
+    keys.begin();
+    values.begin();
     int64_t t = w.start;
     for (; t + KEYS < w.end; t += 2 * KEYS) {
-        turn(w, t, rows);
-        turn(w, t + KEYS, rows + size * KEYS);
+        turn(w, keys, t, rows);
+        turn(w, keys, t + KEYS, rows + size * KEYS);
         score_all<2>(w, rows, t);
     }
     if (t < w.end) {
-        turn(w, t, rows);
+        turn(w, keys, t, rows);
         score_all<1>(w, rows, t);
     }
     float total[QUERIES];
@@ -191,7 +245,7 @@ DS_AVX512 static void avx512(const Work& w) {
     for (t = w.start; t < w.end; t += 2 * KEYS) {
         const int64_t count = std::min(2 * KEYS, w.end - t);
         for (int64_t i = 0; i < count; i++) {
-            const char* row = w.row(w.heads.values, t + i);
+            const char* row = values.next();
             for (int64_t d = 0; d < size; d += 16)
                 _mm512_store_ps(rows + i * size + d, sixteen(row, w.heads.kind, d));
         }

@@ -17,12 +17,9 @@
 
 namespace ds {
 
-// Rows of 16 elements of 32 bits become columns; `from` and `to` in elements between rows.
-DS_AVX512 inline void transpose16(const void* source, int64_t from, void* target, int64_t to) {
-    const auto* in = static_cast<const int32_t*>(source);
-    auto* out = static_cast<int32_t*>(target);
-    __m512i a[16], b[16];
-    for (int i = 0; i < 16; i++) a[i] = _mm512_loadu_si512(in + i * from);
+// Rows of 16 elements of 32 bits become columns, in place.
+DS_AVX512 DS_INLINE void transpose16(__m512i (&a)[16]) {
+    __m512i b[16];
     for (int i = 0; i < 16; i += 2) {
         b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
         b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
@@ -39,11 +36,21 @@ DS_AVX512 inline void transpose16(const void* source, int64_t from, void* target
         b[j + 12] = _mm512_shuffle_i32x4(a[j + 8], a[j + 12], 0xdd);
     }
     for (int j = 0; j < 4; j++) {
-        _mm512_storeu_si512(out + j * to, _mm512_shuffle_i32x4(b[j], b[j + 8], 0x88));
-        _mm512_storeu_si512(out + (j + 8) * to, _mm512_shuffle_i32x4(b[j], b[j + 8], 0xdd));
-        _mm512_storeu_si512(out + (j + 4) * to, _mm512_shuffle_i32x4(b[j + 4], b[j + 12], 0x88));
-        _mm512_storeu_si512(out + (j + 12) * to, _mm512_shuffle_i32x4(b[j + 4], b[j + 12], 0xdd));
+        a[j] = _mm512_shuffle_i32x4(b[j], b[j + 8], 0x88);
+        a[j + 8] = _mm512_shuffle_i32x4(b[j], b[j + 8], 0xdd);
+        a[j + 4] = _mm512_shuffle_i32x4(b[j + 4], b[j + 12], 0x88);
+        a[j + 12] = _mm512_shuffle_i32x4(b[j + 4], b[j + 12], 0xdd);
     }
+}
+
+// The same from memory to memory; `from` and `to` in elements between rows.
+DS_AVX512 inline void transpose16(const void* source, int64_t from, void* target, int64_t to) {
+    const auto* in = static_cast<const int32_t*>(source);
+    auto* out = static_cast<int32_t*>(target);
+    __m512i a[16];
+    for (int i = 0; i < 16; i++) a[i] = _mm512_loadu_si512(in + i * from);
+    transpose16(a);
+    for (int i = 0; i < 16; i++) _mm512_storeu_si512(out + i * to, a[i]);
 }
 
 // Tiles 0 to 3 hold sums [16, columns] of fp32, 4 and 5 [16, 32] of bf16, 6 and 7 pairs [16, columns].

@@ -124,8 +124,12 @@ class ClientSurface:
             type(group)(group.holders, policy_for(3), layout, [made], tiers=group.tiers)
 
     def partition_numel(self) -> int:
-        """Elements of this rank's fragment."""
-        return elements_here(self._ds_member)
+        """Elements of an equal share of the parameter, rounded up: what clients sum for "parameters per device".
+
+        A group of parameters is cut where its equal slices fall, so `ds_tensor`, this rank's own part, may have more or
+        fewer.
+        """
+        return -(-int(self.ds_numel) // self._ds_member.group.axis.size)
 
     def aligned_size(self) -> int:
         """Elements with padding: slices are cut where they fall, so there is none."""

@@ -35,6 +35,27 @@ class OptimizerSurface:
     fp32_partitioned_groups_flat = single_partition_of_fp32_groups
 
 
+class RankState(dict[str, Any]):
+    """A rank's optimizer state, in which clients also look for its masters.
+
+    `state["fp32_flat_groups"]` and `state["single_partition_of_fp32_groups"]` give the masters of this moment. They are
+    among no keys and neither saved nor copied with it: the engine's checkpoint has them.
+
+    Attributes:
+        of: the optimizer that has the masters.
+    """
+
+    of: OptimizerSurface | None = None
+
+    def __missing__(self, key: str) -> list[torch.Tensor]:
+        if self.of is not None and key in ("fp32_flat_groups", "single_partition_of_fp32_groups"):
+            return self.of.single_partition_of_fp32_groups
+        raise KeyError(key)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
+
+
 def _whole(group: ShardGroup) -> torch.Tensor:
     stored = group.updated
     if stored.memory is not None:

@@ -69,6 +69,8 @@ def test_weights_come_out_bit_equal(workers: Any, tmp_path: Path, stage: int, pr
         assert torch.equal(saved[name], tensor)
         assert torch.equal(whole[name].to(tensor.dtype), tensor) and torch.equal(fp32[name].to(tensor.dtype), tensor)
         assert name == "out.weight" or torch.equal(exported[name].to(tensor.dtype), tensor)
+    order = [name for name in mixed().state_dict() if name != "out.weight"]  # further names of tied ones stand last
+    assert list(whole) == list(fp32) == [*order, "out.weight"]
     assert whole["out.weight"].data_ptr() == whole["embed.weight"].data_ptr()
     model = mixed(7)
     model.load_state_dict(fp32)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +56,20 @@ def a_run(folder: str, stage: int, precision: str) -> list[str]:
     low = torch.float32 if precision == "fp32" else torch.bfloat16
     groups = engine.optimizer.bit16_groups
     assert [p for group in groups for p in group] == list(engine.module.parameters()) and engine.optimizer.fp16_groups
-    for masters in (engine.optimizer.single_partition_of_fp32_groups, engine.optimizer.fp32_partitioned_groups_flat):
+    state = engine.optimizer.state_dict()
+    copies = pickle.loads(pickle.dumps(state)), copy.copy(state), type(state)(state)
+    assert set(state) == {"optimizer", "loss_scaler"} and all(set(one) == set(state) for one in copies)
+    for one, key in ((state, "fp32_flat"), *((one, "fp32_flat_groups") for one in copies)):
+        with raises(KeyError, key):
+            one[key]
+    if stage == 3:
+        for param in engine.module.parameters():
+            assert param.partition_numel() == -(-param.ds_numel // dist.get_world_size())
+    for masters in (
+        engine.optimizer.single_partition_of_fp32_groups,
+        engine.optimizer.fp32_partitioned_groups_flat,
+        state["fp32_flat_groups"],
+    ):
         assert all(one.dtype == torch.float32 and one.dim() == 1 and not one.requires_grad for one in masters)
         ranks = 1 if stage == 0 else dist.get_world_size()
         held = torch.tensor(float(sum(one.numel() for one in masters)))

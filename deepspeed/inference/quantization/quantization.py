@@ -85,7 +85,7 @@ def _refuse_partly_shared(model: nn.Module, chosen: set[int]) -> None:
 
 
 def quantize_linears(model: nn.Module, num_bits: int, q_groups: int = 1, dtype: torch.dtype | None = None) -> int:
-    """Pack what the exports of compression pack too: linear layers, but for the head and what is tied to an embedding.
+    """Pack the linear layers; the head, and the embedding that is tied to it, always in 8 bits.
 
     Args:
         model: changed in place.
@@ -95,17 +95,33 @@ def quantize_linears(model: nn.Module, num_bits: int, q_groups: int = 1, dtype: 
     """
     linears: set[int] = {id(module) for module in packable(model).values()}
     linears |= {id(module) for module in model.modules() if is_transposed(module)}
+    head = _head(model)
 
     def form_of(name: str, module: nn.Module) -> Form | None:
-        if id(module) not in linears:
+        if id(module) not in linears | head:
             return None
         inputs = matrix_of(module).shape[1]
+        if id(module) in head:
+            return Form(8, 0, 1, symmetric=True)
         if num_bits == 8:
             return Form(8, inputs // q_groups if inputs % q_groups == 0 else 0, 1, symmetric=True)
         size = next((size for size in (32, 16, 8, 4, 2) if inputs % size == 0), 0)
         return Form(4, size, 1) if size else None
 
     return quantize(model, form_of, dtype)
+
+
+def _head(model: nn.Module) -> set[int]:
+    """The layers that hold the matrix of the head, of which each token reads all: itself, and embeddings tied to it.
+
+    Empty where one of them cannot be packed.
+    """
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    weight = getattr(head, "weight", None)
+    if not isinstance(weight, nn.Parameter):
+        return set()
+    found = [module for module in model.modules() if module._parameters.get("weight") is weight]
+    return {id(module) for module in found} if all(map(can_pack, found)) else set()
 
 
 def _init_group_wise_weight_quantization(model: nn.Module, ds_config: Mapping[str, Any]) -> nn.Module:

@@ -14,7 +14,10 @@ import deepspeed
 from deepspeed.errors import NotAvailableError
 from deepspeed.inference.quantization.layers import PackedEmbedding, PackedLinear
 from deepspeed.inference.quantization.packed import Form, PackedWeight
-from deepspeed.inference.quantization.quantization import _init_group_wise_weight_quantization
+from deepspeed.inference.quantization.quantization import (
+    _init_group_wise_weight_quantization,
+    quantize_linears,
+)
 from tests.unit.inference_surface.models import model, prompt
 
 FORMS = [
@@ -89,10 +92,28 @@ def test_int8_of_any_model(kind: str) -> None:
     want = plain(ids, **extra).logits
     engine = deepspeed.init_inference(plain, dtype=torch.int8)
     packed = [m for m in engine.modules() if isinstance(m, PackedLinear)]
-    assert packed and not any(isinstance(m, PackedEmbedding) for m in engine.modules())
-    assert (engine(ids, **extra).logits - want).std() < 0.05 * want.std()
-    if engine.module.get_output_embeddings() is not None:
-        assert not isinstance(engine.module.get_output_embeddings(), PackedLinear)
+    assert packed and (engine(ids, **extra).logits - want).std() < 0.05 * want.std()
+    head, tables = (
+        engine.module.get_output_embeddings(),
+        [m for m in engine.modules() if isinstance(m, PackedEmbedding)],
+    )
+    assert all(table.packed is head.packed for table in tables)  # no others: what is looked up stays as it is
+    assert head is None or isinstance(head, PackedLinear)
+    assert bool(tables) == (head is not None and plain.config.tie_word_embeddings)
+
+
+@pytest.mark.parametrize("num_bits", [4, 8])
+def test_the_head_is_packed_in_eight_bits_with_what_is_tied_to_it(num_bits: int) -> None:
+    plain = model("gpt_neo")
+    quantize_linears(plain, num_bits, 2)
+    assert plain.lm_head.packed is plain.transformer.wte.packed
+    assert plain.lm_head.packed.form == Form(8, 0, 1, symmetric=True)
+    assert isinstance(plain.transformer.wpe, nn.Embedding)
+    shared = model("gpt_neo")
+    shared.beside = nn.Bilinear(1, 1, 1)
+    shared.beside.weight = shared.lm_head.weight  # a third that cannot be packed
+    quantize_linears(shared, num_bits)
+    assert isinstance(shared.lm_head, nn.Linear) and isinstance(shared.transformer.wte, nn.Embedding)
 
 
 def test_entries_by_name_and_tied_tables() -> None:
