@@ -82,6 +82,18 @@ def llama(**sizes: Any) -> Any:
     return scale(LlamaForCausalLM(LlamaConfig(**{**given, **sizes})))
 
 
+def phi3(**sizes: Any) -> Any:
+    """Queries, keys and values of one matrix, gate and up of one."""
+    from transformers import Phi3Config, Phi3ForCausalLM
+
+    given = {
+        "vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "pad_token_id": 0,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "eos_token_id": 2,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    return scale(Phi3ForCausalLM(Phi3Config(**{**given, **sizes})))
+
+
 def gpt_neo(**sizes: Any) -> Any:
     from transformers import GPTNeoConfig, GPTNeoForCausalLM
 
