@@ -5,6 +5,10 @@ of a size at which greedy text does not repeat itself, bf16, one thread. Sides a
 drawn anew each round; a line compares our side with itself. Wall time, CPU time of the process beside it; ratios are
 medians over rounds, with 95 % intervals. `--env llama=PYTHON` names the interpreter of an environment with `xllamacpp`
 and `gguf`: llama.cpp is a side then, on one thread of a process of its own (`benchmarks/llama_cpp.py`).
+
+The table `command` (`command B` for the small model) is of fresh processes, from their start to their end: import, load
+from a folder (in the page cache after the round that is not counted), the first token of a prompt of 128
+(`benchmarks/first_token.py`).
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ import psutil
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.common import BENCHMARKS, median_interval, print_table, write_json
+from benchmarks.common import BENCHMARKS, REPOSITORY, median_interval, print_table, write_json
 from deepspeed.inference import Generator, Request, Sampling
 from deepspeed.inference.quantization.quantization import quantize_linears
 
@@ -153,8 +157,14 @@ def rounds_of(sides: dict[str, Side], rounds: int, seed: int = 3) -> Times:
 
 
 def cpu_time() -> float:
-    """Seconds of this process and of those that it started."""
-    return time.process_time() + sum(sum(child.cpu_times()[:2]) for child in psutil.Process().children())
+    """Seconds of this process and of those that it started, ended ones too."""
+    ended = os.times()
+    return (
+        time.process_time()
+        + ended.children_user
+        + ended.children_system
+        + sum(sum(child.cpu_times()[:2]) for child in psutil.Process().children())
+    )
 
 
 def rows_of(
@@ -165,7 +175,8 @@ def rows_of(
         row: dict[str, Any] = {"table": table, "side": name, "reference": reference}
         for which, clock in enumerate(("wall", "cpu")):
             ratio = median_interval([a[which] / b[which] for a, b in zip(times, found[reference], strict=True)])
-            row[clock] = {"ms": 1e3 / per * statistics.median(one[which] for one in times), "ratio": ratio.median,
+            ms = [1e3 / per * one[which] for one in times]
+            row[clock] = {"ms": statistics.median(ms), "best": min(ms), "ratio": ratio.median,
                           "low": ratio.low, "high": ratio.high}  # fmt: skip
         rows.append(row)
     return rows
@@ -288,6 +299,32 @@ def continuous(model: Any, asked: list[tuple[list[int], int]]) -> None:
             left -= result.is_finished()
 
 
+def command(name: str, rounds: int) -> list[dict[str, Any]]:
+    """Scripts that load a folder and print a first token; both have to print the same one."""
+    model = make(name)
+    prompt, said = [str(token) for token in tokens(model, 128, 2)], set()
+
+    def script(side: str, folder: str) -> None:
+        ran = subprocess.run(
+            [sys.executable, str(BENCHMARKS / "first_token.py"), side, folder, *prompt],
+            env=os.environ | {"PYTHONPATH": str(REPOSITORY)}, capture_output=True, text=True,
+        )  # fmt: skip
+        if ran.returncode:
+            raise SystemExit(f"first_token.py {side} ended with {ran.returncode}:\n{ran.stderr[-3000:]}")
+        said.add(ran.stdout.split()[-1])
+
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        del model
+        sides: dict[str, Side] = {
+            "ours": lambda: script("ours", folder), "ours again": lambda: script("ours", folder),
+            "HF generate": lambda: script("theirs", folder),
+        }  # fmt: skip
+        found = rounds_of(sides, rounds)
+    assert len(said) == 1, f"the first tokens differ: {said}"
+    return rows_of(found, f"{name}: command to first token, prompt 128", "HF generate", 1)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tables", nargs="*", default=["latency A", "latency B", "first", "throughput"])
@@ -301,6 +338,8 @@ def main() -> None:
     for table in given.tables:
         if table.startswith("latency"):
             rows = latency(table[-1], given.rounds)
+        elif table.startswith("command"):
+            rows = command("B" if table.endswith("B") else "A", given.rounds)
         else:
             rows = {"first": first, "throughput": throughput}[table](given.rounds)
         show(rows)
@@ -312,8 +351,10 @@ def show(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         wall, cpu = row["wall"], row["cpu"]
         ratio = f"{wall['ratio']:.3f} [{wall['low']:.3f}, {wall['high']:.3f}]"
-        lines.append([row["table"], row["side"], f"{wall['ms']:.2f}", f"{cpu['ms']:.2f}", ratio, f"{cpu['ratio']:.3f}"])
-    print_table(["table", "side", "ms", "CPU ms", "wall / reference", "CPU / reference"], lines)
+        times = [f"{clock[which]:.2f}" for clock in (wall, cpu) for which in ("ms", "best")]
+        lines.append([row["table"], row["side"], *times, ratio, f"{cpu['ratio']:.3f}"])
+    head = ["table", "side", "ms", "best", "CPU ms", "best", "wall / reference", "CPU / reference"]
+    print_table(head, lines)
     for row in rows:
         if "bandwidth" in row:
             facts = row["bandwidth"]

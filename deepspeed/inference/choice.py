@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -127,8 +128,11 @@ def _noise(model: nn.Module, sequences: list[list[int]], wanted: list[torch.Tens
     return min(NOISE * noise, NOISIEST * largest)
 
 
-def _probe(executor: Any, sequences: list[list[int]], wanted: list[torch.Tensor], noise: float = 0.0) -> str | None:
-    """None if the executor gives the logits of the model alone, or such as lie within `noise` of them."""
+def _probe(
+    executor: Any, sequences: list[list[int]], wanted: list[torch.Tensor], noise: Callable[[], float] = float
+) -> str | None:
+    """None if the executor gives the logits of the model alone, or such as lie within `noise` of them, which is asked
+    for where they are farther off than roundings are elsewhere: finding it takes passes."""
     pages = [list(range(5 * i + 4, 5 * i - 1, -1)) for i in range(len(sequences))]
     device = device_of(executor.model)
     for rows in PROBE:
@@ -140,8 +144,7 @@ def _probe(executor: Any, sequences: list[list[int]], wanted: list[torch.Tensor]
             return f"its logits have shape {tuple(found.shape)} instead of {tuple(right.shape)}"
         largest = float(right.float().abs().max())
         error = float((found.float() - right.float()).abs().max())
-        bound = max(TOLERANCE.get(right.dtype, COARSE) * largest, noise)
-        if not error <= bound:
+        if not error <= TOLERANCE.get(right.dtype, COARSE) * largest and not error <= noise():
             return f"logits of mixed rows are off by {error:.2g} where the largest is {largest:.2g}"
     return None
 
@@ -151,7 +154,7 @@ def _say(error: Exception) -> str:
     return lines[0] if isinstance(error, PackingError) else f"{type(error).__name__}: {lines[0]}"[:200]
 
 
-def _fused(executor: Any, sequences: list[list[int]], wanted: list[torch.Tensor], noise: float) -> Any:
+def _fused(executor: Any, sequences: list[list[int]], wanted: list[torch.Tensor], noise: Callable[[], float]) -> Any:
     """The same in few native calls if the model has the shape for it and the results are those; else as it is."""
     if not isinstance(executor, PagedExecutor) or library() is None:
         return executor
@@ -184,9 +187,9 @@ def choose(model: nn.Module, fused: bool = True) -> tuple[Any, str]:
     with passing(model):
         try:
             wanted = [_alone(model, tokens) for tokens in sequences]
-            noise = _noise(model, sequences, wanted)
         except Exception as error:  # whatever a model raises, its own generate may still work
             return None, f"it does not run on plain tokens: {_say(error)}"
+        noise = functools.cache(lambda: _noise(model, sequences, wanted))
         for executor in _candidates(model, packed=not why):
             try:
                 reason = _probe(executor, sequences, wanted, noise)

@@ -123,6 +123,20 @@ def _integers(made: Matrix, packed: PackedWeight) -> Matrix | str:
     return made
 
 
+def rows_of(matrix: Matrix, first: int, count: int) -> Matrix:
+    """`count` rows of a matrix from `first` on, as a matrix of their own over the same memory."""
+    made = Matrix.from_buffer_copy(matrix)
+    made.held, made.outputs = matrix.held, count
+    whole = {FORMS[torch.float32]: 4.0, FORMS[torch.bfloat16]: 2.0, FORMS["unsigned 4"]: 0.5}
+    made.weights += int(first * matrix.inputs * whole.get(matrix.form, 1.0))
+    for name in ("scale", "offset"):
+        if (at := getattr(matrix, name)) is not None:
+            setattr(made, name, at + 4 * first * (matrix.inputs // matrix.group))
+    if matrix.bias is not None:
+        made.bias += first * (4 if matrix.bias_kind == KINDS[torch.float32] else 2)
+    return made
+
+
 def product(matrix: Matrix, inputs: torch.Tensor, threads: int) -> torch.Tensor:
     """`inputs` [rows, inputs] of fp32 times the transposed matrix: [rows, outputs] of fp32.
 

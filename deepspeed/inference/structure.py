@@ -12,14 +12,16 @@ from torch import nn
 from torch.nn import functional as F
 
 from deepspeed.errors import PackingError
-from deepspeed.inference.native import Layer, Matrix, Norm, matrix_of
+from deepspeed.inference.native import Layer, Matrix, Norm, matrix_of, rows_of
 from deepspeed.inference.quantization.layers import PackedLinear
 from deepspeed.native import KINDS
 from deepspeed.zero.param import is_managed
 
 LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
+ATTENTION = ("q_proj", "k_proj", "v_proj")
+FEED_FORWARD = ("gate_proj", "up_proj")
+JOINED = {ATTENTION: "qkv_proj", FEED_FORWARD: "gate_up_proj"}  # one matrix, in that order of its rows
+FUNCTIONS = ("act_fn", "activation_fn")
 # In the order of `Activation` in decoder.cpp.
 ACTIVATIONS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
     F.silu, F.gelu, lambda x: F.gelu(x, approximate="tanh"), F.relu,
@@ -116,19 +118,28 @@ class Reader:
     def _block(self, block: Any, layer: Any) -> None:
         self._only(block, LAYER)
         attention, mlp = block.self_attn, block.mlp
-        own = self._only(attention, set(ATTENTION), frozenset({"q_norm", "k_norm"}))
-        acts = self._only(mlp, {*FEED_FORWARD, "act_fn"})["act_fn"]
+        projections, inner = _named(attention, ATTENTION), _named(mlp, FEED_FORWARD)
+        own = self._only(attention, {*projections, "o_proj"}, frozenset({"q_norm", "k_norm"}))
+        function = next((name for name in FUNCTIONS if name in mlp._modules), FUNCTIONS[0])
+        acts = self._only(mlp, {*inner, "down_proj", function})[function]
         layer.before, layer.after = self._norm(block, "input_layernorm"), self._norm(block, "post_attention_layernorm")
         for name, kind in (("query", "q_norm"), ("key", "k_norm")):
             if kind in own:
                 setattr(layer, name, self._norm(attention, kind))
-        for owner, fields, names in (
-            (attention, ("q", "k", "v", "out"), ATTENTION),
-            (mlp, ("gate", "up", "down"), FEED_FORWARD),
-        ):
-            for name, kind in zip(fields, names, strict=True):
-                setattr(layer, name, self._matrix(owner, kind))
+        layer.out, layer.down = self._matrix(attention, "o_proj"), self._matrix(mlp, "down_proj")
+        layer.q, layer.k, layer.v = self._matrices(attention, projections, 3, layer.out.inputs)
+        layer.gate, layer.up = self._matrices(mlp, inner, 2, layer.down.inputs)
         layer.activation = _activation(acts)
+
+    def _matrices(self, owner: nn.Module, names: tuple[str, ...], count: int, first: int) -> list[Matrix]:
+        """`count` matrices of one name each, or of one that joins them: `first` rows, then the others' equal shares."""
+        made = [self._matrix(owner, name) for name in names]
+        if len(made) == count:
+            return made
+        rest, odd = divmod(made[0].outputs - first, count - 1)
+        if odd or rest <= 0:
+            raise PackingError(f"{names[0]} has {made[0].outputs} rows, {first} of them of the first matrix")
+        return [rows_of(made[0], 0, first), *(rows_of(made[0], first + at * rest, rest) for at in range(count - 1))]
 
     def _matrix(self, owner: nn.Module, name: str) -> Matrix:
         module: Any = owner._modules[name]
@@ -154,6 +165,11 @@ class Reader:
         made.bias = None if bias is None else bias.data_ptr()
         made.centred = isinstance(module, nn.LayerNorm)
         return made
+
+
+def _named(module: nn.Module, names: tuple[str, ...]) -> tuple[str, ...]:
+    """What a module calls its matrices: each of them, or the one that joins them."""
+    return (JOINED[names],) if JOINED[names] in module._modules else names
 
 
 def _activation(module: nn.Module) -> int:

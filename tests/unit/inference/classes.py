@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedConfig
 
 from tests.parallel.tensor_models import LARGEST, SIZES, _known
 from tests.unit.inference.toys import LENGTHS, lively
@@ -29,6 +30,47 @@ LONGER = {
     "max_target_positions": 256, "sliding_window": 16, "attention_chunk_size": 32, "window_size": 16,
     "max_sequence_length": 256, "seq_length": 256, "embedding_size": 96,
     "vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 16, "num_kv_shared_layers": 0,
+}  # fmt: skip
+
+
+# Sizes that go by names of their own, or have to fit each other, by class.
+HINTS: dict[str, dict[str, Any]] = {
+    "BambaForCausalLM": {"mamba_n_heads": 12, "mamba_d_head": 16, "attn_layer_indices": [1]},
+    "BltForCausalLM": {"encoder_hash_byte_group_vocab": 200},
+    "CohereCompassForCausalLM": {"rope_parameters": {
+        kind: {"rope_type": "default", "rope_theta": 10000.0} for kind in ("full_attention", "sliding_attention")
+    }},
+    "CpmAntForCausalLM": {"dim_ff": 72, "dim_head": 8},
+    "DbrxForCausalLM": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 6, "clip_qkv": 8.0}},
+    "GraniteMoeHybridForCausalLM": {"mamba_n_heads": 12, "mamba_d_head": 16, "layer_types": ["mamba", "attention"]},
+    "JambaForCausalLM": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "Mamba2ForCausalLM": {"head_dim": 16, "n_groups": 1},
+    "Phi4MultimodalForCausalLM": {
+        "audio_config": {"nemo_conv_channels": 16, "ext_pw_out_channel": 96, "num_blocks": 2},
+    },
+    "Qwen4ExpForCausalLM": {
+        "layer_types": ["linear_attention", "indexed_attention"], "indexer_n_heads": 2, "indexer_kv_heads": 1,
+        "indexer_head_dim": 8, "indexer_budget": 32, "indexer_compress_ratio": 4, "ngram_vocab_size_base": 97,
+        "linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+        "hc_lowrank": 16, "split_ngram_parts": 1, "make_ngram_vocab_size_divisible_by": 1,
+    },
+    "RecurrentGemmaForCausalLM": {"num_hidden_layers": 3, "lru_width": 96, "attention_window_size": 16},
+    "ReformerModelWithLMHead": {
+        "axial_pos_shape": [16, 16], "axial_pos_embds_dim": [32, 64], "attn_layers": ["local", "local"],
+        "local_attn_chunk_length": 16, "attention_head_size": 8, "feed_forward_size": 72,
+    },
+    "RoCBertForCausalLM": {
+        "pronunciation_embed_dim": 16, "pronunciation_vocab_size": 64, "shape_embed_dim": 16, "shape_vocab_size": 64,
+    },
+    "XLMWithLMHeadModel": {"causal": True, "mask_token_id": 5},
+    "XmodForCausalLM": {"default_language": "en_XX"},
+    "Zamba2ForCausalLM": {"layers_block_type": ["linear_attention", "hybrid"], "mamba_headdim": 16,
+                          "n_mamba_heads": 12, "mamba_ngroups": 1},
+    "ZambaForCausalLM": {"layers_block_type": ["linear_attention", "hybrid", "linear_attention"], "n_mamba_heads": 2,
+                         "num_hidden_layers": 3},
+    "ZayaForCausalLM": {"num_experts_per_tok": 1},
+    "xLSTMForCausalLM": {"hidden_size": 128, "num_heads": 4},
 }  # fmt: skip
 
 
@@ -44,12 +86,17 @@ def names() -> list[str]:
 
 def _config(kind: Any, mixed: bool = True) -> Any:
     """At toy size; `mixed`: a layer of every kind that the class has."""
-    base = kind.config_class()
+    return _shrunk(kind.config_class, kind.__name__, mixed, HINTS.get(kind.__name__, {}))
+
+
+def _shrunk(kind: Any, name: str, mixed: bool, hints: dict[str, Any]) -> Any:
+    """A config of `kind` at toy size, the configs in it too; `name` of the class that it is for."""
+    base = kind()
     said = {**base.to_dict(), **{key: 0 for key in getattr(base, "attribute_map", {})}}
-    accepted = inspect.signature(type(base).__init__).parameters
+    accepted = inspect.signature(kind.__init__).parameters
     wanted = {**SIZES, **LONGER}
     given = {key: value for key, value in wanted.items() if key in said or key in accepted}
-    if "neo" not in kind.__name__.lower():
+    if "neo" not in name.lower():
         given.pop("attention_types", None)
     if given.get("window_size") and not isinstance(said.get("window_size"), int):
         given.pop("window_size")
@@ -58,7 +105,12 @@ def _config(kind: Any, mixed: bool = True) -> Any:
     if mixed and isinstance(said.get("layer_types"), list):
         given["layer_types"] = _layers(said["layer_types"])
         given["num_hidden_layers"] = len(given["layer_types"])
-    return type(base)(**given)
+    for key, inner in vars(base).items():
+        if isinstance(inner, PreTrainedConfig):
+            given[key] = _shrunk(type(inner), name, mixed, hints.get(key, {}))
+    return kind(
+        **given | {key: value for key, value in hints.items() if not isinstance(given.get(key), PreTrainedConfig)}
+    )
 
 
 def _layers(kinds: list[str]) -> list[str]:
@@ -90,7 +142,7 @@ def build(name: str) -> Any:
                 config.is_decoder = True
             config.tie_word_embeddings = False  # a tied toy repeats what it reads
             for key in ("max_position_embeddings", "n_positions"):
-                if isinstance(getattr(config, key, None), int):
+                if isinstance(vars(config).get(key), int):
                     setattr(config, key, 256)
             with torch.device("meta"):
                 count = sum(p.numel() for p in kind(copy.deepcopy(config)).parameters())

@@ -11,13 +11,13 @@ from torch import nn
 
 from deepspeed.inference import Generator, Request, Sampling, choice, fused
 from deepspeed.inference.batch import Batch, Span
-from deepspeed.inference.native import functions, matrix_of, product, product_twin
+from deepspeed.inference.native import functions, matrix_of, product, product_twin, rows_of
 from deepspeed.inference.quantization.packed import Form, PackedWeight
 from deepspeed.inference.quantization.quantization import quantize_linears
 from deepspeed.native import INSTRUCTION_SETS
 from tests.harness.kernels import forms
 from tests.unit.inference.test_planted import windowed
-from tests.unit.inference.toys import alone, llama, prompts, scale
+from tests.unit.inference.toys import alone, llama, phi3, prompts, scale
 
 native = pytest.mark.skipif(functions() is None, reason="the native library is not built, or off")
 pytestmark = native
@@ -55,6 +55,9 @@ def test_a_product_is_right_and_its_rows_do_not_know_each_other(form, kind) -> N
         for rows in (1, 3, 16, 17, 33):
             assert torch.equal(product(matrix, x[:rows].contiguous(), 1), all_rows[:rows]), rows
         assert torch.equal(product(matrix, x[40:45].contiguous(), 2), all_rows[40:45])
+        for first, count in ((0, outputs), (outputs // 3, outputs // 2), (outputs - 1, 1)):
+            some = product(rows_of(matrix, first, count), x, 1)
+            assert torch.equal(some, all_rows[:, first : first + count]), (first, count)
 
 
 def test_what_is_not_finite_shows(form) -> None:
@@ -88,6 +91,7 @@ def said(make=llama, **sizes) -> tuple:
     [
         llama,
         windowed,
+        phi3,
         lambda: llama(num_key_value_heads=4, head_dim=32, attention_bias=True),
         lambda: llama(num_key_value_heads=4, head_dim=80),
     ],
@@ -108,7 +112,7 @@ def test_passes_of_mixed_age_are_those_of_the_modules(form, make, dtype) -> None
         right = plain.run(batch).float()
         error = float((found - right).norm() / right.norm())
         wide = max(1.0, (getattr(model.config, "head_dim", None) or 16) / 32)  # longer sums round more
-        assert error < (2e-6 * wide if dtype == torch.float32 else 0.03), error
+        assert error < (3e-6 * wide if dtype == torch.float32 else 0.04), error
 
 
 def test_a_reused_page_lends_nothing_of_before(form) -> None:
@@ -160,11 +164,12 @@ WAYS = {
 }
 
 
-def all_ways(model, count: int, lengths: int, new: int, room: int) -> None:
+def all_ways(model, count: int, lengths: int, new: int, room: int, chosen: tuple[str, ...] = ()) -> None:
     """Bits of logits are those of a request alone, whatever else is in the pass.
 
     Args:
         room: tokens of the cache at which sequences are preempted.
+        chosen: names of ways; none for all.
     """
     shared = prompts((lengths // 2,))[0]
     given = prompts(tuple(3 + 7 * i % lengths for i in range(count)))
@@ -175,10 +180,8 @@ def all_ways(model, count: int, lengths: int, new: int, room: int) -> None:
     wanted = logits_of(Generator(model, **WAYS["alone"]), requests)
     assert len(wanted) == count * new and len({int(row.argmax()) for row in wanted.values()}) > 20
     each = Generator(model)._executor.store.bytes_per_page() // 16
-    for name, options in {
-        **WAYS,
-        "preempted": {"max_sequences": 8, "page_size": 2, "cache_bytes": room * each},
-    }.items():
+    ways = {**WAYS, "preempted": {"max_sequences": 8, "page_size": 2, "cache_bytes": room * each}}
+    for name, options in {name: ways[name] for name in chosen or ways}.items():
         generator = Generator(model, **options)
         assert isinstance(generator._executor, fused.FusedExecutor)
         found = logits_of(generator, requests)
@@ -188,9 +191,19 @@ def all_ways(model, count: int, lengths: int, new: int, room: int) -> None:
         assert not differ, f"{name}: {len(differ)} of {len(wanted)}, first {differ[:3]}"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
-def test_logits_do_not_depend_on_the_batch(dtype) -> None:
-    model = llama(max_position_embeddings=512)
+@pytest.mark.parametrize(
+    ("make", "dtype"),
+    [
+        (llama, torch.float32),
+        (llama, torch.bfloat16),
+        (llama, torch.int8),
+        (phi3, torch.bfloat16),
+        pytest.param(phi3, torch.float32, marks=pytest.mark.slow),
+        pytest.param(phi3, torch.int8, marks=pytest.mark.slow),
+    ],
+)
+def test_logits_do_not_depend_on_the_batch(make, dtype) -> None:
+    model = make(max_position_embeddings=512)
     if dtype == torch.int8:
         quantize_linears(model, 8, 1, torch.float32)
     else:
@@ -198,13 +211,22 @@ def test_logits_do_not_depend_on_the_batch(dtype) -> None:
     all_ways(model, 32, 60, 6, 300)
 
 
-@pytest.mark.slow
-def test_logits_of_110_m_parameters_do_not_depend_on_the_batch() -> None:
+@pytest.fixture(scope="module")
+def large():
+    """A: 110 M parameters in bf16."""
     model = llama(
         hidden_size=768, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=12, num_key_value_heads=12,
         vocab_size=32000, max_position_embeddings=2048, tie_word_embeddings=True,
     )  # fmt: skip
-    all_ways(scale(model, 0.06).bfloat16(), 32, 200, 8, 1000)
+    return scale(model, 0.06).bfloat16()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "ways", [("8 at once", "32 at once"), ("chunks", "prefix"), ("guesses", "other pages"), ("preempted",)], ids=str
+)
+def test_logits_of_110_m_parameters_do_not_depend_on_the_batch(large, ways) -> None:
+    all_ways(large, 32, 200, 8, 500, ways)
 
 
 # -- what does not fit -------------------------------------------------------------------------------------------------
@@ -249,16 +271,27 @@ def with_turned_heads(model) -> None:
     })  # fmt: skip
 
 
+def with_halves_exchanged(model) -> None:
+    """Gate behind up in their one matrix: its shape does not tell."""
+
+    def forward(self, hidden_states):
+        up, gate = self.gate_up_proj(hidden_states).chunk(2, dim=-1)
+        return self.down_proj(up * self.activation_fn(gate))
+
+    mlp = model.model.layers[1].mlp
+    mlp.__class__ = type("Exchanged", (type(mlp),), {"forward": forward})
+
+
 ODD = {
     with_bias: "Shifted has extra", with_odd_activation: "activation is Softplus",
     with_hook: "LlamaMLP is hooked", with_other_linear: "up_proj is a Doubled",
-    with_turned_heads: "the attention of layer 0",
+    with_turned_heads: "the attention of layer 0", with_halves_exchanged: "the feed-forward part of layer 1",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("change", ODD, ids=lambda change: change.__name__)
 def test_another_structure_goes_through_its_modules(change, log_lines) -> None:
-    model = llama()
+    model = phi3() if change is with_halves_exchanged else llama()
     change(model)
     found, _ = choice.choose(model)
     assert type(found) is not fused.FusedExecutor
@@ -420,6 +453,22 @@ def test_bf16_is_as_near_to_fp32_as_the_modules_are() -> None:
         found = ours.run(Batch([Span(piece, 0, list(range(7)), len(piece))], 16, CPU))
         errors.append([float((one - right).norm()) for one in (found, theirs)])
     found, theirs = (sum(e[i] for e in errors) for i in (0, 1))
+    assert found <= 1.2 * theirs, (found, theirs)
+
+
+@torch.no_grad()
+@pytest.mark.slow
+@pytest.mark.parametrize("length", [16, 33, 64, 128, 200, 300, 400, 512])
+def test_bf16_of_110_m_parameters_is_as_near_to_fp32_as_the_modules_are(large, length) -> None:
+    whole = copy.deepcopy(large).to(torch.float32)  # the same weights
+    ours, _ = executors(large)
+    ours.store = ours.store.resized(32, 16)
+    piece = prompts((length,), 32000)[0]
+    right = whole(torch.tensor([piece])).logits[0]
+    theirs = float((large(torch.tensor([piece])).logits[0].float() - right).norm() / right.norm())
+    batch = Batch([Span(piece, 0, list(range(-(-length // 16))), length)], 16, CPU)
+    found = float((ours.run(batch) - right).norm() / right.norm())
+    print(f"prompt of {length}: ours {found:.4f} off, the modules {theirs:.4f}, ratio {found / theirs:.3f}")
     assert found <= 1.2 * theirs, (found, theirs)
 
 

@@ -10,6 +10,7 @@ import torch
 SCALES = (
     (0.3, 0.3, 0.0), (0.08, 0.1, 0.0), (0.3, 0.3, 1.0), (0.2, 0.3, 0.0), (0.25, 0.05, 1.0), (0.15, 0.3, 1.0),
     (0.12, 0.15, 0.0), (0.5, 0.1, 0.3), (0.3, 1.0, 1.0), (0.08, 0.1, 1.0), (0.6, 0.1, 0.0), (0.08, 0.3, 0.0),
+    (0.06, 0.06, 0.0), (0.3, 3.0, 0.0), (0.05, 0.1, 0.0),
 )  # fmt: skip
 MARGIN = 1e-3
 LENGTHS = (1, 5, 16, 17, 33, 60, 97, 23)
@@ -80,6 +81,18 @@ def llama(**sizes: Any) -> Any:
     }  # fmt: skip
     torch.manual_seed(0)
     return scale(LlamaForCausalLM(LlamaConfig(**{**given, **sizes})))
+
+
+def phi3(**sizes: Any) -> Any:
+    """Queries, keys and values of one matrix, gate and up of one."""
+    from transformers import Phi3Config, Phi3ForCausalLM
+
+    given = {
+        "vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "pad_token_id": 0,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "eos_token_id": 2,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    return scale(Phi3ForCausalLM(Phi3Config(**{**given, **sizes})))
 
 
 def gpt_neo(**sizes: Any) -> Any:
