@@ -12,6 +12,7 @@ namespace ds {
 
 constexpr int64_t QUERIES = 32;  // of one cached head, taken through its keys together
 constexpr int64_t KEYS = 16;     // scored together; they begin at a multiple of it
+constexpr int64_t LARGEST = 512;  // elements of a head, LARGEST_HEAD in deepspeed/inference/fused.py
 
 // Rows of one sequence and one cached head.
 struct Work {
@@ -107,7 +108,7 @@ DS_INLINE float weigh(const Work& w, int64_t q) {
 
 DS_INLINE void plain(const Work& w) {
     const int64_t size = w.heads.size;
-    alignas(64) float row[512];
+    alignas(64) float row[LARGEST];
     Rows keys(w, w.heads.keys), values(w, w.heads.values);
     for (int64_t t = w.start; t < w.end; t++) {
         load(keys.next(), w.heads.kind, row, size);
@@ -150,20 +151,6 @@ DS_AVX512 static void turn(const Work& w, Rows& keys, int64_t t, float* turned) 
     alignas(64) float rows[KEYS * 16];
     const char* row[KEYS];
     for (int64_t i = 0; i < KEYS; i++) row[i] = t + i < w.end ? keys.next() : nullptr;
-    if (w.heads.kind == BF16 && w.heads.size % 32 == 0) {  // by pairs
-        const __m512i high = _mm512_set1_epi32(static_cast<int>(0xffff0000));
-        for (int64_t d = 0; d < w.heads.size; d += 32) {
-            __m512i pairs[16];
-            for (int i = 0; i < 16; i++)
-                pairs[i] = row[i] ? _mm512_loadu_si512(row[i] + 2 * d) : _mm512_setzero_si512();
-            transpose16(pairs);
-            for (int i = 0; i < 16; i++) {
-                _mm512_store_si512(turned + (d + 2 * i) * KEYS, _mm512_slli_epi32(pairs[i], 16));
-                _mm512_store_si512(turned + (d + 2 * i + 1) * KEYS, _mm512_and_si512(pairs[i], high));
-            }
-        }
-        return;
-    }
     for (int64_t d = 0; d < w.heads.size; d += 16) {
         for (int64_t i = 0; i < KEYS; i++)
             _mm512_store_ps(rows + 16 * i, row[i] ? sixteen(row[i], w.heads.kind, d) : _mm512_setzero_ps());
@@ -197,6 +184,86 @@ template <int V> DS_AVX512 static DS_INLINE void score_all(const Work& w, const 
     for (; q < w.count; q++) score<1, V>(w, q, turned, t);
 }
 
+DS_AVX512 static void score_span(const Work& w) {
+    alignas(64) float turned[2 * LARGEST * KEYS];
+    Rows keys(w, w.heads.keys);
+    keys.begin();
+    int64_t t = w.start;
+    for (; t + KEYS < w.end; t += 2 * KEYS) {
+        turn(w, keys, t, turned);
+        turn(w, keys, t + KEYS, turned + w.heads.size * KEYS);
+        score_all<2>(w, turned, t);
+    }
+    if (t < w.end) {
+        turn(w, keys, t, turned);
+        score_all<1>(w, turned, t);
+    }
+}
+
+// The same in products of bf16, whose sums are fp32: queries are rounded as keys are, elements go by pairs.
+DS_BF16 static void turn_pairs(const Work& w, Rows& keys, int64_t t, uint32_t* turned) {
+    const char* row[KEYS];
+    for (int64_t i = 0; i < KEYS; i++) row[i] = t + i < w.end ? keys.next() : nullptr;
+    for (int64_t d = 0; d < w.heads.size; d += 32) {
+        __m512i pairs[16];
+        for (int i = 0; i < 16; i++)
+            pairs[i] = row[i] ? _mm512_loadu_si512(row[i] + 2 * d) : _mm512_setzero_si512();
+        transpose16(pairs);
+        for (int i = 0; i < 16; i++) _mm512_store_si512(turned + (d / 2 + i) * KEYS, pairs[i]);
+    }
+}
+
+template <int R, int V>
+DS_BF16 static DS_INLINE void score_pairs(const Work& w, const uint32_t* queries, int64_t q, const uint32_t* turned,
+                                          int64_t t) {
+    const int64_t half = w.heads.size / 2;
+    __m512 sums[R][V][2];
+    for (auto& row : sums)
+        for (auto& keys : row) keys[0] = keys[1] = _mm512_setzero_ps();
+    for (int64_t p = 0; p < half; p += 2)
+        for (int c = 0; c < 2; c++) {
+            __m512i keys[V];
+            for (int v = 0; v < V; v++) keys[v] = _mm512_load_si512(turned + (v * half + p + c) * KEYS);
+            for (int j = 0; j < R; j++) {
+                const __m512i one = _mm512_set1_epi32(static_cast<int>(queries[(q + j) * half + p + c]));
+                for (int v = 0; v < V; v++)
+                    sums[j][v][c] = _mm512_dpbf16_ps(sums[j][v][c], (__m512bh)one, (__m512bh)keys[v]);
+            }
+        }
+    for (int j = 0; j < R; j++)
+        for (int v = 0; v < V; v++)
+            _mm512_storeu_ps(w.scores + (q + j) * w.padded + t - w.start + v * KEYS,
+                             _mm512_add_ps(sums[j][v][0], sums[j][v][1]));
+}
+
+template <int V>
+DS_BF16 static DS_INLINE void score_all_pairs(const Work& w, const uint32_t* queries, const uint32_t* turned, int64_t t) {
+    int64_t q = 0;
+    for (; q + 4 <= w.count; q += 4) score_pairs<4, V>(w, queries, q, turned, t);
+    for (; q < w.count; q++) score_pairs<1, V>(w, queries, q, turned, t);
+}
+
+DS_BF16 static void score_span_pairs(const Work& w) {
+    const int64_t half = w.heads.size / 2;
+    alignas(64) uint32_t turned[LARGEST * KEYS], queries[QUERIES * LARGEST / 2];
+    for (int64_t q = 0; q < w.count; q++)
+        for (int64_t d = 0; d < w.heads.size; d += 16)
+            _mm256_storeu_si256(reinterpret_cast<__m256i*>(queries + q * half + d / 2),
+                                (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(w.query[q] + d)));
+    Rows keys(w, w.heads.keys);
+    keys.begin();
+    int64_t t = w.start;
+    for (; t + KEYS < w.end; t += 2 * KEYS) {
+        turn_pairs(w, keys, t, turned);
+        turn_pairs(w, keys, t + KEYS, turned + half * KEYS);
+        score_all_pairs<2>(w, queries, turned, t);
+    }
+    if (t < w.end) {
+        turn_pairs(w, keys, t, turned);
+        score_all_pairs<1>(w, queries, turned, t);
+    }
+}
+
 // R queries, 16 · V elements of a head from `d` on, `count` rows of values [count, size] from position `t` on.
 template <int R, int V>
 DS_AVX512 static DS_INLINE void mix(const Work& w, int64_t q, int64_t d, const float* values, int64_t t, int64_t count) {
@@ -223,26 +290,17 @@ DS_AVX512 static DS_INLINE void mix_all(const Work& w, int64_t q, const float* v
 
 DS_AVX512 static void avx512(const Work& w) {
     const int64_t size = w.heads.size;
-    alignas(64) float rows[2 * 512 * KEYS];  // keys, turned; then values
-    Rows keys(w, w.heads.keys), values(w, w.heads.values);
-    keys.begin();
+    alignas(64) float rows[2 * LARGEST * KEYS];
+    Rows values(w, w.heads.values);
     values.begin();
-    int64_t t = w.start;
-    for (; t + KEYS < w.end; t += 2 * KEYS) {
-        turn(w, keys, t, rows);
-        turn(w, keys, t + KEYS, rows + size * KEYS);
-        score_all<2>(w, rows, t);
-    }
-    if (t < w.end) {
-        turn(w, keys, t, rows);
-        score_all<1>(w, rows, t);
-    }
+    if (w.heads.kind == BF16 && size % 32 == 0 && instruction_set() >= AVX512_BF16) score_span_pairs(w);
+    else score_span(w);
     float total[QUERIES];
     for (int64_t q = 0; q < w.count; q++) {
         total[q] = weigh(w, q);
         std::fill(w.out[q], w.out[q] + size, 0.0f);
     }
-    for (t = w.start; t < w.end; t += 2 * KEYS) {
+    for (int64_t t = w.start; t < w.end; t += 2 * KEYS) {
         const int64_t count = std::min(2 * KEYS, w.end - t);
         for (int64_t i = 0; i < count; i++) {
             const char* row = values.next();

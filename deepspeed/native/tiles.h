@@ -3,6 +3,7 @@
 
 #if defined(__x86_64__)
 #pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC 12 warns of its own header (its bug 105593)
 #include <immintrin.h>
 #pragma GCC diagnostic pop
