@@ -120,7 +120,9 @@ class Holding:
         elif policy.owns_a_slice or itemsize < accumulator:
             total += min(2 * self.bucket, self.trained) * itemsize * (self.ranks > 1)
         if NVME in (setting.optimizer, setting.parameters) and HOST in self.near:
-            # What is read ahead, what is written behind, and the three tensors of the group that is updated.
+            # What is read ahead, what is written behind, the three tensors of the group that is updated, and what a
+            # backward leaves of sums, and the first update of masters, before the disk has them.
+            total += self.trained / slices * (accumulator + master)
             slice_ = max(single if policy.gathers_before_use else self.trained / 8, single) / slices
             total += (2 * setting.buffers + 3) * slice_ * max(master, accumulator, self.moments)
         return total
