@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 
 class DeepSpeedError(Exception):
     """Parent of every error raised by this package."""
@@ -84,7 +87,15 @@ class CheckpointMissingError(CheckpointError, FileNotFoundError):
 
 
 class MemoryExhaustedError(DeepSpeedError, MemoryError, RuntimeError):
-    """Training state does not fit in memory; names the keys that move it elsewhere."""
+    """Training state does not fit in memory; names the keys that move it elsewhere.
+
+    Attributes:
+        category: what memory was asked for, in the words of `engine.memory_by_category()`; "" where that is not known.
+        suggestion: a part of the JSON that would fit, laid over the one of the run; empty where no key helps.
+    """
+
+    category: str = ""
+    suggestion: Mapping[str, object] = MappingProxyType({})
 
 
 class CompressionError(DeepSpeedError, ValueError):

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import psutil
 
 from deepspeed.accelerator.real_accelerator import get_accelerator
+from deepspeed.foundation import timer
 from deepspeed.foundation.log import log_dist, say
 from deepspeed.foundation.timer import ThroughputMeter
 
@@ -79,6 +80,24 @@ def instrument_w_nvtx(func: Function) -> Function:
             get_accelerator().range_pop()
 
     return ranged  # type: ignore[return-value]
+
+
+class SynchronizedWallClockTimer(timer.SynchronizedWallClockTimer):
+    """Timers by name that wait for the device at each look, where it works on its own: `timers("forward").start()`."""
+
+    def __init__(self) -> None:
+        super().__init__(get_accelerator().synchronize)
+
+    @staticmethod
+    def memory_usage() -> str:
+        """What tensors hold of the device and what torch holds, now and at most, in one line."""
+        device = get_accelerator()
+        held, kept = device.memory_allocated(), device.memory_reserved()
+        most, most_kept = device.max_memory_allocated(), device.max_memory_reserved()
+        return (
+            f"mem_allocated: {held / GB:.4f} GB | max_mem_allocated: {most / GB:.4f} GB | "
+            f"cache_allocated: {kept / GB:.4f} GB | max_cache_allocated: {most_kept / GB:.4f} GB"
+        )
 
 
 class ThroughputTimer(ThroughputMeter):

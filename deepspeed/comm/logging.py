@@ -18,6 +18,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.errors import ArgumentError
 from deepspeed.foundation.log import logger, say
 from deepspeed.foundation.recorder import now
+from deepspeed.foundation.timer import trimmed_mean
 
 _SETTINGS = ("enabled", "prof_all", "prof_ops", "verbose", "debug", "curve")
 # A rank's message is one part of what each receives, or sends, in all.
@@ -372,13 +373,6 @@ def read_curve(path: str) -> Curve:
         return Curve(json.loads(Path(path).read_text())["curve"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ArgumentError(f"comms_logger.curve {path!r} is no file that ds_bench has written: {error}") from None
-
-
-def trimmed_mean(values: Sequence[float], share: float = 0.1) -> float:
-    """The mean without the largest and the smallest `share` of the values; 0 of none."""
-    cut = int(len(values) * share)
-    kept = sorted(values)[cut : len(values) - cut] if cut else values
-    return sum(kept) / len(kept) if kept else 0.0
 
 
 def convert_size(size_bytes: float) -> str:

@@ -11,6 +11,7 @@ a name, so no death leaves anything behind.
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import secrets
 import struct
@@ -190,6 +191,8 @@ class SharedMemory:
             try:
                 memory = open_shared(self._processes[peer], descriptor, size)
             except OSError as error:
+                if error.errno == errno.ENOMEM:  # this process may map no more: its peer is well
+                    raise
                 raise CommError(
                     f"process {self._processes[peer]}, member {peer} of the group, ended: its memory is gone ({error})"
                 ) from error

@@ -160,13 +160,6 @@ class StateAccessors:
         """(dtype of parameters, dtype of gradient accumulators)."""
         return self._state.components.dtype, DTYPES[self._state.ds_config.data_types.grad_accum_dtype]
 
-    def get_wall_clock_timers(self) -> dict[str, float]:
-        """Milliseconds of forward, backward and step since the last report, by name; under `wall_clock_breakdown`.
-
-        The timers themselves are `engine.timers`.
-        """
-        return {name: timer.elapsed(reset=False) for name, timer in self._state.timers.get_timers().items()}
-
     @property
     def communication_data_type(self) -> torch.dtype:
         """The dtype in which gradients travel; fp32 unless `communication_data_type` says otherwise."""

@@ -16,6 +16,7 @@ from deepspeed.comm.collectives import broadcast_tensors
 from deepspeed.comm.fetch import release_abandoned
 from deepspeed.comm.lockstep import Lockstep
 from deepspeed.config import DeepSpeedConfig, Facts
+from deepspeed.engine.advice import tells_what_fits
 from deepspeed.engine.clients import tell_dtypes
 from deepspeed.engine.offloading import Offload, accumulator_dtype, master_dtype, state_of_group
 from deepspeed.engine.staging import limits_of_stages
@@ -28,7 +29,6 @@ from deepspeed.optim.lr_schedules import build_scheduler
 from deepspeed.optim.precision import DTYPES, InputCaster, cast_buffers, check_policies, compute_dtypes
 from deepspeed.zero.accumulation import AccumulationWindow
 from deepspeed.zero.buckets import ReduceSettings
-from deepspeed.zero.exhaustion import suggests_offload
 from deepspeed.zero.gather_order import GatherOrder
 from deepspeed.zero.grouping import GroupingPlan, build_group, cut, named_parameters, plan_groups
 from deepspeed.zero.holders import Axes, Relations, Signature, equalise, find_tied, signatures_of
@@ -56,6 +56,7 @@ class Components:
     caster: InputCaster | None = None
     frozen: list[Any] = field(default_factory=list)  # members that may be unfrozen later
     destroyed: bool = False  # the engine has let everything go
+    room: int = 0  # bytes that were free for all of it when it was built
 
     def wind_up(self) -> ShardedParameterError | None:
         """Let no gather be under way; gives the first complaint about a change that is lost, if there is one."""
@@ -200,7 +201,7 @@ def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, names: 
     return updated
 
 
-@suggests_offload("the training state of an engine was made")
+@tells_what_fits
 def build(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,

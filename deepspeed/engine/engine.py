@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.accelerator.instruments import SynchronizedWallClockTimer
 from deepspeed.activation_checkpointing.wrapping import compile_block, wrap
 from deepspeed.comm import scalars
 from deepspeed.comm.fetch import release_abandoned
@@ -42,16 +43,16 @@ from deepspeed.engine.instruments import Instruments
 from deepspeed.engine.offload_states import OffloadStates
 from deepspeed.engine.packing import pack_weights
 from deepspeed.engine.preemption import Preemption
-from deepspeed.engine.reporting import BACKWARD, FORWARD, STEP, Reporting
+from deepspeed.engine.reporting import Reporting
 from deepspeed.engine.sequencing import BARE, Sequencing, share_sequence
 from deepspeed.engine.slicing import asked_by_model, refuse_whole_tensors, slice_model
 from deepspeed.engine.state import EngineState
 from deepspeed.engine.statistics import RunningStatistics
+from deepspeed.engine.step_timers import BACKWARD, FORWARD, STEP
 from deepspeed.engine.surface import EngineSurface
 from deepspeed.engine.weights_io import WeightsIO
 from deepspeed.errors import ArgumentError, NotAvailableError, UsageError
 from deepspeed.foundation.log import logger, say, say_once
-from deepspeed.foundation.timer import SynchronizedWallClockTimer
 from deepspeed.foundation.wrapper import ModuleWrapper
 from deepspeed.optim.precision import DTYPES
 from deepspeed.zero.accumulation import Purpose, Way
@@ -115,7 +116,7 @@ class DeepSpeedEngine(EngineSurface, ModuleWrapper):
         share_sequence(model, mesh)
         self._recompute = wrap(model, resolved.top.activation_checkpointing, mpu)
         components = build(model, chosen, resolved, axes, device)
-        timers = SynchronizedWallClockTimer(accelerator.synchronize)
+        timers = SynchronizedWallClockTimer()
         self._state = EngineState(resolved, model, device, mpu, components, chosen, timers)
         self._hold_parts()
         take_over(model, self.destroy)
@@ -239,7 +240,7 @@ class DeepSpeedEngine(EngineSurface, ModuleWrapper):
         by_window = way is Way.MEAN and not loss_is_divided(self.module)
         scale = window.loss_scale
         self._instruments.on_loss(loss, num_items)
-        with self._timed(BACKWARD), window.backward_pass(way, by_window=by_window):
+        with self._timed(BACKWARD), window.backward_pass(way, by_window=by_window), self._instruments.inner():
             (loss.float() * scale if scale != 1.0 else loss).backward(retain_graph=retain_graph)
         return loss / window.steps if by_window and window.steps > 1 else loss
 

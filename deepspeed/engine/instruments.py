@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from deepspeed.accelerator.instruments import see_memory_usage
 from deepspeed.comm import scalars
 from deepspeed.comm.api import told_by_all
 from deepspeed.comm.collectives import SMALL, tag_of
@@ -19,8 +20,10 @@ from deepspeed.engine.build import without_optimizer
 from deepspeed.engine.clients import loss_is_divided
 from deepspeed.engine.memory import MemoryReport, allocated
 from deepspeed.engine.nonfinite import NonFiniteFinder
+from deepspeed.engine.pressure import PressureWatch
 from deepspeed.engine.profiling import Profiling
 from deepspeed.engine.state import EngineState
+from deepspeed.engine.step_timers import BACKWARD_INNER, BACKWARD_REDUCE, StepTimers
 from deepspeed.engine.tracing import Tracing
 from deepspeed.engine.trial import Trial
 from deepspeed.foundation.recorder import recorder
@@ -32,6 +35,7 @@ from deepspeed.zero.accumulation import Purpose
 from deepspeed.zero.norm import squares_by_name
 from deepspeed.zero.reducer import Reducer
 
+_NOTHING = contextlib.nullcontext()
 _SAMPLES, _MEMORY, _MS = "Train/Samples/", "Train/Memory/", "elapsed_time_ms_"
 
 
@@ -59,14 +63,16 @@ class Instruments:
     def __init__(self, state: EngineState, facts: StateAccessors, engine: Any) -> None:
         self._state, self._facts = state, facts
         self._monitor = MonitorMaster(state.ds_config.monitor_config, state.everyone.rank)
-        self._profiling = Profiling(state, engine)
+        self._profiling = Profiling(state, engine, lambda: self.times.elapsed())
         self._memory = MemoryReport(state)
+        self._pressure = PressureWatch(self._memory)
         self._tracing = Tracing(state, self._memory)
         self._finder = NonFiniteFinder(state, engine)
         self._trial = Trial(state, facts)
         self._collects = self._monitor.enabled or self._finder.enabled
         profiled = state.ds_config.wall_clock_breakdown or state.ds_config.flops_profiler_config.enabled
-        self._timed = profiled or self._trial.active
+        says = state.ds_config.wall_clock_breakdown
+        self.times = StepTimers(state.timers, profiled or self._trial.active, says)
         self._loss: torch.Tensor | None = None
         self._weight, self._tokens = 0.0, 0
         self._since: float | None = None  # when the window began
@@ -96,21 +102,37 @@ class Instruments:
 
     def span(self, name: str) -> contextlib.AbstractContextManager[None]:
         """A context that the timer and the recorder call `name`."""
-        return self._memory.guard(self._timing(name) if self._timed else recorder.span(name))
+        watched = self.times.active or self._state.ds_config.memory_breakdown
+        return self._memory.guard(self._watched(name) if watched else recorder.span(name))
+
+    def _waiting(self) -> contextlib.AbstractContextManager[None]:
+        """The wait for gradients that are under way."""
+        return self.times.timed(BACKWARD_REDUCE)
+
+    def get_wall_clock_timers(self) -> dict[str, float]:
+        """Milliseconds of the last window and its last micro-batch by name, as `deepspeed.utils.timer` names them.
+
+        Empty unless `wall_clock_breakdown` (or a profiler) measures. The timers themselves are `engine.timers`.
+        """
+        return dict(self.times.last)
+
+    def inner(self) -> contextlib.AbstractContextManager[None]:
+        """Autograd itself, inside of backward."""
+        return self.times.timed(BACKWARD_INNER) if self.times.active else _NOTHING
 
     def memory_by_category(self) -> dict[str, int]:
         """See `MemoryReport.by_category`."""
         return self._memory.by_category()
 
     @contextlib.contextmanager
-    def _timing(self, name: str) -> Iterator[None]:
-        timer = self._state.timers(name)
-        timer.start()
-        try:
-            with recorder.span(name):
-                yield
-        finally:  # a caller may go on after an error
-            timer.stop()
+    def _watched(self, name: str) -> Iterator[None]:
+        shows, reducer = self._state.ds_config.memory_breakdown, self._state.components.reducer
+        if reducer is not None and self.times.active:  # a layout made anew has another
+            reducer.timing = self._waiting
+        see_memory_usage(f"before {name}", force=shows)
+        with self.times.timed(name), recorder.span(name):
+            yield
+        see_memory_usage(f"after {name}", force=shows)
 
     @property
     def timeline(self) -> Timeline | None:
@@ -179,6 +201,8 @@ class Instruments:
     def on_step(self, boundary: bool) -> bool:
         """A micro-batch ends, with an update or without; gives which."""
         self._profiling.on_step(boundary)
+        if not boundary:
+            self.times.end_micro_batch()
         return boundary
 
     def row(self) -> list[float]:
@@ -200,7 +224,8 @@ class Instruments:
         self._profiling.after_update()
         self._finder.forget()
         self._tracing.after_update()
-        self._trial.after_update(samples)
+        self._elapsed = self.times.end_window()
+        self._trial.after_update(samples, self._elapsed)
         if self.progress is not None:
             self.progress.on_update(self._state.global_steps, samples)
         if not self._monitor.enabled:
@@ -242,10 +267,8 @@ class Instruments:
         yield from ((f"{_MEMORY}{kind}", count) for kind, count in self._memory.by_category().items())
 
     def _times(self) -> Iterator[tuple[str, float]]:
-        """Milliseconds of the window, where they are measured; the timers go on until they are printed."""
-        for name, total in self._facts.get_wall_clock_timers().items():
-            before, self._elapsed[name] = self._elapsed.get(name, 0.0), total
-            yield f"{_SAMPLES}{_MS}{name}", total - before if total >= before else total
+        """Milliseconds of the window, where they are measured."""
+        yield from ((f"{_SAMPLES}{_MS}{part}", value) for part, value in self._elapsed.items())
 
     # -- gradients by name ----------------------------------------------------------------------------------------
 
@@ -291,6 +314,7 @@ class Instruments:
         self.stop_progress()
         self._profiling.close()
         self._tracing.close()
+        self._pressure.close()
         self._finder.close()
         if self._monitor.enabled:
             self._tell(0.0, ended=True)

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-import functools
-import os
-from collections.abc import Iterator
+import re
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from types import CodeType, TracebackType
+from types import TracebackType
 from typing import Any
 
 import psutil
 import torch
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.engine.advice import Advice, Holding, advise_on_state, free_bytes, holding_of, setting_of
 from deepspeed.engine.build import Components
+from deepspeed.engine.categories import (
+    ACTIVATIONS,
+    GATHERED,
+    GRADIENTS,
+    MASTERS,
+    OPTIMIZER,
+    PARAMETERS,
+    POOLS,
+    TRANSIT,
+    frames_of,
+    innermost,
+)
 from deepspeed.engine.report import bytes_of, state_bytes
 from deepspeed.engine.state import EngineState
 from deepspeed.errors import MemoryExhaustedError
@@ -21,16 +33,8 @@ from deepspeed.zero.exhaustion import is_exhaustion
 from deepspeed.zero.lifecycle import repeated_blocks
 from deepspeed.zero.optimizer_shard import Away
 
-ACTIVATIONS, TRANSIT, GATHERED, OPTIMIZER, GRADIENTS = "activations", "transit", "gathered", "optimizer", "gradients"
-PARAMETERS, MASTERS, POOLS = "parameters", "masters", "pools"
 _ROOM = 0.8  # of what seems to fit
-# In which file memory ran out, innermost first: the category it was for.
-_BY_FILE = (
-    ("zero/aliases.py", GATHERED), ("zero/lifecycle.py", GATHERED), ("zero/prefetch.py", GATHERED),
-    ("zero/wire.py", TRANSIT), ("deepspeed/comm/", TRANSIT), ("zero/buckets.py", GRADIENTS),
-    ("zero/reducer.py", GRADIENTS), ("zero/waves.py", OPTIMIZER), ("zero/optimizer_shard.py", OPTIMIZER),
-    ("zero/optimizer.py", OPTIMIZER), ("torch/optim/", OPTIMIZER), ("deepspeed/ops/", OPTIMIZER),
-)  # fmt: skip
+_AT_ONCE = 5  # tensors as large as the one that was asked for, which its operator and its gradient take together
 
 
 def allocated(device: torch.device) -> int:
@@ -38,6 +42,11 @@ def allocated(device: torch.device) -> int:
     if device.type == "cpu":
         return psutil.Process().memory_info().rss
     return get_accelerator().memory_allocated()
+
+
+def addresses() -> int:
+    """Bytes of addresses that this process has mapped."""
+    return psutil.Process().memory_info().vms
 
 
 class MemoryReport:
@@ -51,6 +60,7 @@ class MemoryReport:
         self._state = state
         known = sum(self._known().values())
         self._before = allocated(state.device) - known  # what the process had besides
+        self._mapped = addresses() - known
 
     def _known(self) -> dict[str, int]:
         parts = self._state.components
@@ -74,47 +84,115 @@ class MemoryReport:
 
     def exhausted(self, error: BaseException) -> MemoryExhaustedError:
         """The error that says what held the memory, what it ran out for, and which key and value would help."""
-        category = _category(error)
-        rows = self.by_category()
-        table = ", ".join(f"{name} {count / 2**20:,.1f} MiB" for name, count in rows.items())
+        frames = list(frames_of(error))
+        category = innermost(frames)
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        return MemoryExhaustedError(
-            f"memory ran out for {category} ({first}). Held on this rank: {table}. {self._advice(category, error)}"
-        )
+        rows, advice = self.by_category(), self._advice(category, frames, _asked_for(error))
+        told = MemoryExhaustedError(f"memory ran out for {category} ({first}). {self._table(rows)}. {advice}")
+        told.category, told.suggestion = category, advice.settings
+        return told
 
-    def _advice(self, category: str, error: BaseException) -> str:
-        zero, parts, ranks = self._state.ds_config.zero, self._state.components, self._state.axes.same_slice.size
-        if category == ACTIVATIONS:
-            return self._smaller_batch(_progress(self._state.module, error))
-        if category == GATHERED:
-            largest = sorted(sum(m.numel for m in group.members) for group in parts.groups)[-2:]
-            return (
-                f'What would fit: "stage3_max_live_parameters": {sum(largest)}, "stage3_max_reuse_distance": 0, '
-                f'"stage3_prefetch_bucket_size": 0 in zero_optimization: two groups at a time'
-            )
-        if category == TRANSIT:
-            least = max(1, zero.reduce_bucket_size // 4)
-            return f'What would fit: "reduce_bucket_size": {least} in zero_optimization: fewer gradients travel at once'
-        if ranks > 1 and zero.stage < (2 if category == GRADIENTS else 1):
-            stage = 2 if category == GRADIENTS else 1
-            return f'What would fit: "zero_optimization": {{"stage": {stage}}} splits {category} over {ranks} ranks'
-        return (
-            'What would fit: "offload_optimizer": {"device": "cpu"} in zero_optimization where there is a device, and '
-            '"device": "nvme" with an nvme_path on a CPU: masters, gradient sums and optimizer state leave memory'
-        )
+    def running_out(self, frames: Sequence[Any], free: int) -> str:
+        """What is said when the container's memory is nearly used up, which ends in a signal and no error.
 
-    def _smaller_batch(self, progress: float) -> str:
+        Args:
+            frames: of the thread that trains, outermost first.
+            free: bytes that are left.
+        """
+        category = innermost(frames)
+        advice = self._advice(category, frames, 0)
+        left = f"memory of the container runs out for {category} ({free / 2**20:,.0f} MiB are left)"
+        return f"{left}. {self._table(self.by_category())}. {advice}"
+
+    @staticmethod
+    def _table(rows: dict[str, int]) -> str:
+        return "Held on this rank: " + ", ".join(f"{name} {count / 2**20:,.1f} MiB" for name, count in rows.items())
+
+    def _advice(self, category: str, frames: Sequence[Any], asked: int) -> Advice:
+        """The first of what helps a category that frees enough; `asked` is in bytes, 0 where it is not known."""
+        held, free = self._known(), free_bytes(self._state.device)
+        # What the first updates will still make of state is not free.
+        coming = self._holding().needs(setting_of(self._state.ds_config)) - sum(held.values())
+        later = max(0, free - int(max(0.0, coming)))
+        if category == GATHERED and (found := self._fewer_gathered(held[GATHERED] + free)):
+            return found
+        if category == TRANSIT and (found := self._smaller_buckets(held[TRANSIT] + free)):
+            return found
+        if category == POOLS and (found := self._fewer_buffers()):
+            return found
+        if category in (ACTIVATIONS, GATHERED, TRANSIT):
+            found = self._less_activations(_progress(self._state.module, frames), later, asked)
+            if found:
+                return found
+        live = self.by_category()[ACTIVATIONS] if category == ACTIVATIONS else 0
+        room = self._state.components.room or sum(held.values()) + free
+        return self._on_state(category, room - (live + _AT_ONCE * asked if live else 0))
+
+    def _fewer_gathered(self, room: int) -> Advice | None:
+        zero, groups = self._state.ds_config.zero, self._state.components.groups
+        gathers = [group for group in groups if group.policy.gathers_before_use]
+        pair = sorted(gathers, key=lambda group: group.numel)[-2:]
+        least, nbytes = sum(g.numel for g in pair), sum(g.numel * g.dtype.itemsize for g in pair)
+        limits = (zero.max_live_parameters, zero.max_reuse_distance, zero.prefetch_bucket_size)
+        if not gathers or nbytes > _ROOM * room or (limits[0] <= least and limits[1:] == (0, 0)):
+            return None
+        keys = {"stage3_max_live_parameters": least, "stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}
+        why = f"two groups at a time, {nbytes / 2**20:,.0f} MiB of {room / 2**20:,.0f}"
+        return Advice({"zero_optimization": keys}, why)
+
+    def _smaller_buckets(self, room: int) -> Advice | None:
+        """Twice the bucket is under way where messages overlap backward; one group always is."""
+        bucket, groups = self._state.ds_config.zero.reduce_bucket_size, self._state.components.groups
+        width = max((group.dtype.itemsize for group in groups), default=4)
+        tensors = [member.numel for group in groups for member in group.members]
+        whole = [g.numel for g in groups if g.policy.gathers_before_use]
+        least = max([*whole, max(tensors, default=1)])  # what travels as one, whatever the bucket is
+        fits = int(_ROOM * room / (3 * width))
+        if fits < least or bucket <= least:
+            return None
+        then = max(least, min(fits, min(bucket, sum(tensors)) // 4))
+        why = f"at most {3 * then * width / 2**20:,.0f} MiB of gradients travel at once, of {room / 2**20:,.0f}"
+        return Advice({"zero_optimization": {"reduce_bucket_size": then}}, why)
+
+    def _fewer_buffers(self) -> Advice | None:
+        zero, keys = self._state.ds_config.zero, dict[str, Any]()
+        for name, part in (("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.offload_param)):
+            if part.device == "nvme" and part.buffer_count > 1:
+                keys[name] = {"buffer_count": 1}
+        return Advice({"zero_optimization": keys}, "one slice is read ahead, and one written behind") if keys else None
+
+    def _less_activations(self, progress: float, free: int, asked: int) -> Advice | None:
         window, config = self._state.window, self._state.ds_config
-        micro, fits = window.micro, int(window.micro * progress * _ROOM)
+        micro, live = window.micro, self.by_category()[ACTIVATIONS]
+        if self._holding().addresses:  # what is not resident counts as well
+            live = max(live, addresses() - self._mapped - sum(self._known().values()))
+        needed = max(live / progress, live + 3 * asked) + 2 * asked  # the latter in backward
+        fits = int(micro * _ROOM * min(1.0, (live + free) / max(needed, 1)))
         divisor = next((size for size in range(max(1, min(fits, micro - 1)), 0, -1) if micro % size == 0), 1)
         if micro > 1:
-            return (
-                f'What would fit: "train_micro_batch_size_per_gpu": {divisor}, "gradient_accumulation_steps": '
-                f"{window.steps * micro // divisor}; the global batch stays"
+            steps = window.steps * micro // divisor
+            return Advice(
+                {"train_micro_batch_size_per_gpu": divisor, "gradient_accumulation_steps": steps},
+                f"of {micro} samples {fits} fitted; the global batch stays",
             )
-        if not config.top.activation_checkpointing.enabled:
-            return 'What would fit: "activation_checkpointing": {"enabled": true}: backward computes blocks again'
-        return "A micro-batch is one sample, and recomputed: cut the model (tensor_parallel, pipeline) or its input"
+        if not config.top.activation_checkpointing.enabled and repeated_blocks(self._state.module):
+            return Advice({"activation_checkpointing": {"enabled": True}}, "backward computes blocks again")
+        return None
+
+    def _on_state(self, category: str, room: float) -> Advice:
+        pipes = self._state.axes.mesh.size("pp") > 1
+        return advise_on_state(self._state.ds_config, self._holding(), room, not pipes, category)
+
+    def _holding(self) -> Holding:
+        """What this engine's model makes state of."""
+        state, parts = self._state, self._state.components
+        updated = [] if parts.optimizer is None else parts.optimizer.fragments
+        members = [member for group in parts.groups for member in group.members]
+        sizes = sorted((group.numel for group in parts.groups), reverse=True) or [0]
+        largest = sum(sizes[:2]), sizes[0]
+        ranks = state.axes.same_slice.size
+        of = [(member.numel, member.uid in updated) for member in members]
+        return holding_of(state.ds_config, of, largest, ranks, state.basic_optimizer, state.device)
 
 
 class _Guard:
@@ -155,43 +233,18 @@ def holdings(engine: Any) -> list[tuple[str, list[torch.Tensor | None]]]:
     ]
 
 
-def _frames(error: BaseException) -> Iterator[Any]:
-    """Frames of an error and of what caused it, outermost first."""
-    trace = error.__traceback__
-    while trace is not None:
-        yield trace.tb_frame
-        trace = trace.tb_next
-    if error.__cause__ is not None:
-        yield from _frames(error.__cause__)
+def _asked_for(error: BaseException) -> int:
+    """Bytes that an allocator was asked for when it failed; 0 where its words do not say."""
+    found = re.search(r"allocate (\d+) bytes|allocate ([\d.]+) ([KMG])iB", str(error))
+    if found is None:
+        return 0
+    return int(found[1]) if found[1] else int(float(found[2]) * 1024 ** (" KMG".index(found[3])))
 
 
-def _category(error: BaseException) -> str:
-    """What memory ran out for, by the innermost function of ours, or of torch's optimizers, that asked for it."""
-    return next((found for frame in reversed(list(_frames(error))) if (found := _by_code(frame.f_code))), ACTIVATIONS)
-
-
-def category_of(frame: Any) -> str:
-    """What memory is for that the code of a frame, or of one of its callers, asks for."""
-    while frame is not None:
-        found = _by_code(frame.f_code)
-        if found:
-            return found
-        frame = frame.f_back
-    return ACTIVATIONS
-
-
-@functools.cache
-def _by_code(code: CodeType) -> str:
-    file = code.co_filename.replace(os.sep, "/")
-    if file.endswith("zero/shard_group.py") and "gather" in code.co_name:
-        return GATHERED
-    return next((category for part, category in _BY_FILE if part in file), "")
-
-
-def _progress(model: torch.nn.Module, error: BaseException) -> float:
-    """The part of forward that was over when an error came, by the blocks; a half where that is not known."""
+def _progress(model: torch.nn.Module, frames: Sequence[Any]) -> float:
+    """The part of forward that was over when memory ran out, by the blocks; a half where that is not known."""
     places = {block: at for at, block in enumerate(repeated_blocks(model))}
-    for frame in _frames(error):
+    for frame in frames:
         at = places.get(frame.f_locals.get("self")) if isinstance(frame.f_locals.get("self"), torch.nn.Module) else None
         if at is not None:
             return max(at, 0.5) / len(places)

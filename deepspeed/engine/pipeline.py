@@ -20,8 +20,8 @@ from deepspeed.engine.build import without_optimizer
 from deepspeed.engine.clients import loss_is_divided
 from deepspeed.engine.engine import DeepSpeedEngine
 from deepspeed.engine.generating import generate
-from deepspeed.engine.reporting import FORWARD
 from deepspeed.engine.staging import stage_model, staying
+from deepspeed.engine.step_timers import FORWARD
 from deepspeed.errors import ArgumentError, DataError, NotAvailableError, PipelineError
 from deepspeed.foundation.tree import map_tensors
 from deepspeed.pipe.count import Count, check, check_shared, mean_loss

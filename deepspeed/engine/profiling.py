@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,18 +24,17 @@ class Profiling:
     Args:
         state: of the engine.
         engine: for the report.
+        elapsed: gives milliseconds of the window so far, by part.
     """
 
-    def __init__(self, state: EngineState, engine: Any) -> None:
+    def __init__(self, state: EngineState, engine: Any, elapsed: Callable[[], dict[str, float]]) -> None:
         self._state, self._section = state, state.ds_config.flops_profiler_config
         here = self._section.enabled and state.axes.everyone.rank == 0
         self.profiler = FlopsProfiler(state.module, engine) if here else None
         self._shapes: list[Any] | None = None  # of the inputs whose operations were counted
+        self._elapsed = elapsed
         self._before: dict[str, float] = {}
         self._due = False  # a report waits for the time of the step
-
-    def _elapsed(self) -> dict[str, float]:
-        return {name: timer.elapsed(reset=False) for name, timer in self._state.timers.get_timers().items()}
 
     def on_forward(self, inputs: Any) -> None:
         """A micro-batch begins."""

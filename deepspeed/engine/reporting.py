@@ -18,8 +18,6 @@ from deepspeed.foundation.log import say, say_once
 from deepspeed.foundation.tree import tensors_in
 from deepspeed.version import __version__
 
-FORWARD, BACKWARD, STEP = "forward", "backward", "step"
-
 
 def say_info() -> None:
     """What runs on what: the first line of `initialize`."""
@@ -93,8 +91,6 @@ class Reporting:
             + (f", gradient norm {norm:.4g}" if norm is not None else "")
             + self._throughput()
         )
-        if self._state.ds_config.wall_clock_breakdown:
-            self._state.timers.log([FORWARD, BACKWARD, STEP])
         if self._state.ds_config.memory_breakdown:
             say("state bytes: " + ", ".join(f"{k} {v:,}" for k, v in self._facts.state_bytes().items()))
 

@@ -83,7 +83,7 @@ class EngineSurface:
     get_global_grad_norm = by("_facts", StateAccessors.get_global_grad_norm)
     loss_scale = by("_facts", StateAccessors.loss_scale)
     get_data_types = by("_facts", StateAccessors.get_data_types)
-    get_wall_clock_timers = by("_facts", StateAccessors.get_wall_clock_timers)
+    get_wall_clock_timers = by("_instruments", Instruments.get_wall_clock_timers)
     get_data_parallel_rank = by("_mesh", MeshAccessors.get_data_parallel_rank)
     get_model_parallel_rank = by("_mesh", MeshAccessors.get_model_parallel_rank)
     get_sequence_parallel_group = by("_mesh", MeshAccessors.get_sequence_parallel_group)

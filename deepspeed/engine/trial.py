@@ -6,13 +6,14 @@ import json
 import os
 import resource
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from deepspeed.comm.api import told_by_all
 from deepspeed.engine.accessors import StateAccessors
-from deepspeed.engine.reporting import BACKWARD, FORWARD, STEP
 from deepspeed.engine.state import EngineState
+from deepspeed.engine.step_timers import BACKWARD, FORWARD, STEP
 
 
 class Trial:
@@ -30,14 +31,15 @@ class Trial:
         self._state, self._facts, self._section = state, facts, state.ds_config.top.autotuning
         self.active = self._section.enabled and self._section.metric_path is not None
         self._since = time.perf_counter()
-        self._before: dict[str, float] = {}
+        self._spent: Counter[str] = Counter()  # milliseconds by part, of the updates that are timed
         self._done = 0  # here: a script that goes on from a checkpoint begins with `global_steps` above 0
 
-    def after_update(self, samples: int) -> None:
+    def after_update(self, samples: int, times: dict[str, float]) -> None:
         """An update is over.
 
         Args:
             samples: of it, over all ranks.
+            times: milliseconds of its parts.
 
         Raises:
             SystemExit: with code 0, on all ranks alike, after the last timed update.
@@ -47,8 +49,10 @@ class Trial:
         self._done += 1
         first = self._section.start_profile_step
         if self._done == first - 1:
-            self._since, self._before = time.perf_counter(), self._facts.get_wall_clock_timers()
-        elif self._done >= max(first, self._section.end_profile_step):
+            self._since, self._spent = time.perf_counter(), Counter()
+            return
+        self._spent.update(times)
+        if self._done >= max(first, self._section.end_profile_step):
             self._end(self._done - first + 1, samples)
 
     def _end(self, updates: int, samples: int) -> None:
@@ -63,9 +67,8 @@ class Trial:
 
     def _parts(self, updates: int) -> dict[str, float]:
         """Microseconds of forward and backward of a micro-batch, and of the step."""
-        totals, turns = self._facts.get_wall_clock_timers(), self._state.window.steps
-        spent = {name: totals.get(name, 0.0) - self._before.get(name, 0.0) for name in (FORWARD, BACKWARD, STEP)}
-        each = {name: value * 1e3 / updates for name, value in spent.items()}
+        turns = self._state.window.steps
+        each = {name: self._spent[name] * 1e3 / updates for name in (FORWARD, BACKWARD, STEP)}
         return {"fwd": each[FORWARD] / turns, "bwd": each[BACKWARD] / turns, "step": each[STEP]}
 
 

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
+from deepspeed.errors import ArgumentError, UsageError
 from deepspeed.foundation.log import log_dist
+
+
+def trimmed_mean(values: Sequence[float], share: float = 0.1) -> float:
+    """The mean without the largest and the smallest `share` of the values; 0 of none."""
+    cut = int(len(values) * share)
+    kept = sorted(values)[cut : len(values) - cut] if cut else values
+    return sum(kept) / len(kept) if kept else 0.0
 
 
 def _no_wait() -> None:
@@ -29,13 +37,18 @@ class Timer:
         self._records: list[float] = []
 
     def start(self) -> None:
-        """Begin to measure; nothing happens when it runs already."""
-        if not self.started_:
-            self._synchronize()
-            self._begun = time.perf_counter()
-            self.started_ = True
+        """Begin to measure.
 
-    def stop(self, reset: bool = False, record: bool = True) -> None:
+        Raises:
+            UsageError: it runs already.
+        """
+        if self.started_:
+            raise UsageError(f"timer '{self.name_}' runs already; stop() it before the next start()")
+        self._synchronize()
+        self._begun = time.perf_counter()
+        self.started_ = True
+
+    def stop(self, reset: bool = False, record: bool = False) -> None:
         """End the measurement that `start` began; nothing happens when it does not run.
 
         Args:
@@ -60,7 +73,7 @@ class Timer:
     def elapsed(self, reset: bool = True) -> float:
         """Milliseconds measured so far; a running timer goes on."""
         running = self.started_
-        self.stop(record=False)
+        self.stop()
         elapsed = self._elapsed
         if reset:
             self._elapsed = 0.0
@@ -69,8 +82,8 @@ class Timer:
         return elapsed
 
     def mean(self) -> float:
-        """Mean of the recorded measurements in milliseconds, 0 without any."""
-        return sum(self._records) / len(self._records) if self._records else 0.0
+        """Mean of the recorded measurements in milliseconds, without the tenth at either end; 0 without any."""
+        return trimmed_mean(self._records)
 
 
 class SynchronizedWallClockTimer:
@@ -109,15 +122,26 @@ class SynchronizedWallClockTimer:
             names: timers to show; those never used are left out.
             normalizer: divides every figure.
             reset: set them back to zero.
-            memory_breakdown: unused; memory is the accelerator's to tell.
+            memory_breakdown: with what `memory_usage` says.
             ranks: ranks that log, rank 0 when None.
+
+        Raises:
+            ArgumentError: the normalizer is not above 0.
         """
+        if normalizer <= 0:
+            raise ArgumentError(f"normalizer is {normalizer}; figures are divided by it, so it must be above 0")
         figures = [f"{n}: {self.timers[n].elapsed(reset) / normalizer:.2f}" for n in names if n in self.timers]
-        log_dist("time (ms) | " + " | ".join(figures), ranks=ranks or [0])
+        line = "time (ms) | " + " | ".join(figures)
+        log_dist(f"{line} | {self.memory_usage()}" if memory_breakdown else line, ranks=ranks or [0])
+
+    @staticmethod
+    def memory_usage() -> str:
+        """What the device holds, in one line; "" where no device is known."""
+        return ""
 
     def get_mean(self, names: Iterable[str], normalizer: float = 1.0, reset: bool = True) -> dict[str, float]:
-        """Mean milliseconds of the named timers, divided by `normalizer`; `reset` forgets their records."""
-        means = {name: self.timers[name].mean() / normalizer for name in names if name in self.timers}
+        """Mean **microseconds** of what the named timers recorded, divided by `normalizer`; `reset` forgets it."""
+        means = {name: self.timers[name].mean() * 1e3 / normalizer for name in names if name in self.timers}
         if reset:
             for name in means:
                 self.timers[name].reset()
@@ -130,7 +154,7 @@ class _NoTimer(Timer):
     def start(self) -> None:
         """Do nothing."""
 
-    def stop(self, reset: bool = False, record: bool = True) -> None:
+    def stop(self, reset: bool = False, record: bool = False) -> None:
         """Do nothing."""
 
 

@@ -13,7 +13,7 @@ from deepspeed.config.source import load_raw
 from deepspeed.errors import DeepSpeedError
 from deepspeed.planner.calibrate import INTERPRETER, calibrate
 from deepspeed.planner.confirm import MOST, Answer, confirm
-from deepspeed.planner.plans import Judged, Plan, Task, search, table
+from deepspeed.planner.plans import Judged, Plan, Task, search, table, unjudged_axes
 from deepspeed.planner.source import model_named
 from deepspeed.planner.trials import Command, Limits, Outcome, run_trial, trial_config
 from deepspeed.simulator.machine import Machine
@@ -68,7 +68,9 @@ def main(args: Sequence[str] | None = None) -> int:
         print(f"ds_plan: {error}", file=sys.stderr)
         return 2
     found = _confirmed(options, judged, config, machine)
-    print(table(found.judged))
+    print(table(found.judged, machine=machine))
+    for line in unjudged_axes(machine):
+        print(line)
     return _answer(found, {**config, "train_batch_size": options.batch}, machine, options.output)
 
 

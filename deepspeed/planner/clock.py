@@ -1,7 +1,7 @@
 """The time of a step: what a run without values has recorded, replayed on a machine by the house's simulator.
 
-Ranks of a CPU share its cores and its memory, so messages hide behind nothing; the disk works beside the update, and
-what is longer counts.
+Ranks of a CPU share its cores and its memory, so messages hide behind nothing; the disk, and a device's link to its
+host, work beside the update, and what is longest counts.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from deepspeed.simulator.machine import Machine
-from deepspeed.simulator.recording import DISK, HOST, MESSAGE, WAIT, Entry, Recording
+from deepspeed.simulator.recording import COPY, DISK, HOST, MESSAGE, WAIT, Entry, Recording
 from deepspeed.simulator.replay import replay
 from deepspeed.zero.policy import Policy
 
@@ -23,27 +23,29 @@ class StepTime:
         messages: gathers, reductions, publishes.
         update: the optimizer's.
         disk: reads and writes.
+        link: copies between host and device.
     """
 
     compute: float
     messages: float
     update: float
     disk: float
+    link: float = 0.0
 
     @property
     def total(self) -> float:
         """Seconds."""
-        return self.compute + self.messages + max(self.update, self.disk)
+        return self.compute + self.messages + max(self.update, self.disk, self.link)
 
     @property
     def limit(self) -> str:
         """What takes most."""
-        parts = {"compute": self.compute, "messages": self.messages, "update": self.update, "disk": self.disk}
+        parts = {name: getattr(self, name) for name in ("compute", "messages", "update", "disk", "link")}
         return max(parts, key=lambda name: parts[name])
 
 
 def step_time(
-    recording: Recording, share: float, machine: Machine, messages: float, update: float, disk: float
+    recording: Recording, share: float, machine: Machine, messages: float, update: float, disk: float, link: float = 0.0
 ) -> StepTime:
     """Replay a step.
 
@@ -54,6 +56,7 @@ def step_time(
         messages: bytes that a rank receives in an update.
         update: bytes of host memory that the optimizer reads and writes.
         disk: bytes that are read and written on it.
+        link: bytes that go from the device to its host, or back; the way with more of them counts.
     """
     compute = replay(recording, machine).seconds * share
     group = tuple(range(machine.ranks))
@@ -61,12 +64,14 @@ def step_time(
     rest = [
         Entry(MESSAGE, "all_gather", nbytes=whole, group=group),
         Entry(DISK, "state", nbytes=disk),
+        Entry(COPY, "to_host", stream=1, nbytes=link),
         Entry(HOST, "update", nbytes=update),
         Entry(WAIT, "state", after=1),
     ]
     parts = replay(Recording("update", 0, machine.ranks, rest), machine)
     took = {piece.name: piece.end - piece.begin for piece in parts.pieces}
-    return StepTime(compute, took["all_gather"], took["update"], took["state"])
+    copied = took["to_host"] if link else 0.0
+    return StepTime(compute, took["all_gather"], took["update"], took["state"], copied)
 
 
 def message_bytes(policy: Policy, parameters: float, ranks: int, micro_batches: int, itemsize: int) -> float:

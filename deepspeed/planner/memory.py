@@ -5,21 +5,25 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
 
 from deepspeed.comm.shared_memory import is_of_a_peer
 from deepspeed.comm.simulated_world import simulated_world
+from deepspeed.engine.categories import GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS, POOLS, category_of
 from deepspeed.engine.initialize import initialize
-from deepspeed.engine.memory import category_of, holdings
+from deepspeed.engine.memory import holdings
+from deepspeed.engine.report import bytes_of
 from deepspeed.errors import ArgumentError
 from deepspeed.foundation.log import logger
 from deepspeed.ops.valueless import Valueless
 from deepspeed.planner.program import Loss, Program
 from deepspeed.profiling.live_memory import LiveMemory
+from deepspeed.storage.resident import RESIDENT
 
 Beside = Callable[[], contextlib.AbstractContextManager[Any]]
 
@@ -36,6 +40,7 @@ class MemoryCount:
         disk: what rests on disks.
         parameters: of the model, over all ranks.
         most: the peak where ranks are as far apart as limits allow: then more gradients are under way.
+        host: of `at_peak`, what rests with the host where there is a device: state that is offloaded, and buffers.
     """
 
     peak: int
@@ -45,6 +50,12 @@ class MemoryCount:
     disk: int
     parameters: int
     most: int
+    host: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def on_host(self) -> int:
+        """Bytes with the host, where there is a device."""
+        return sum(self.host.values())
 
     def table(self) -> str:
         """The categories as lines of text."""
@@ -141,7 +152,9 @@ def _counted(program: Program, beside: Beside = contextlib.nullcontext) -> Memor
             with beside():
                 program.run(engine, lambda: live.mark(holdings(engine)))
             gc.collect()
-            return MemoryCount(live.peak, live.at_peak(), live.now(), birth, _on_disk(engine), count, live.peak)
+            at_peak, disk = live.at_peak(), _on_disk(engine)
+            held = _with_host(engine, at_peak)
+            return MemoryCount(live.peak, at_peak, live.now(), birth, disk, count, live.peak, held)
         finally:
             engine.destroy()
 
@@ -154,6 +167,19 @@ def _young_objects() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
+
+
+def _with_host(engine: Any, at_peak: dict[str, int]) -> dict[str, int]:
+    """What of each category does not rest on the device that computes."""
+    parts, found = engine._components, Counter[str]()
+    found[POOLS] = at_peak.get(POOLS, 0)
+    if any(group.tiers.optimizer is not RESIDENT for group in parts.groups):
+        whole = sum(b.local.nbytes for b in parts.reducer.buckets if b.local is not None) if parts.reducer else 0
+        found[MASTERS], found[OPTIMIZER] = at_peak.get(MASTERS, 0), at_peak.get(OPTIMIZER, 0)
+        found[GRADIENTS] = max(0, at_peak.get(GRADIENTS, 0) - whole)
+    values = [g.values.memory for g in parts.groups if g.tiers.parameters is not RESIDENT]
+    found[PARAMETERS] = min(at_peak.get(PARAMETERS, 0), bytes_of(values))
+    return {category: count for category, count in found.items() if count}
 
 
 def _on_disk(engine: Any) -> int:

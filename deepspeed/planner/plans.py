@@ -25,6 +25,11 @@ from deepspeed.zero.policy import policy_for
 
 STAGES = (0, 1, 2, 3)
 ON_DEVICE, OPTIMIZER, ALL = "none", "nvme optimizer", "nvme all"
+HOST_OPTIMIZER, HOST_ALL = "cpu optimizer", "cpu all"  # where a device has memory of its own
+_NAMES = {
+    ON_DEVICE: "", OPTIMIZER: "_opt-nvme", ALL: "_all-nvme", HOST_OPTIMIZER: "_opt-cpu", HOST_ALL: "_all-cpu",
+}  # fmt: skip
+_WITH_PARAMETERS = (ALL, HOST_ALL)
 NARROW = 4_000_000
 """Elements of the buckets of plans whose usual ones do not fit: fewer gradients are under way."""
 _UPDATES = 2  # simulated; the second allocates as all that follow
@@ -36,7 +41,7 @@ class Plan:
 
     Args:
         stage: of ZeRO.
-        tier: `none`, `nvme optimizer`, or `nvme all`: parameters too.
+        tier: `none`, `nvme optimizer`, `cpu optimizer`, or `nvme all`, `cpu all`: parameters too.
         micro: samples of a micro-batch.
         steps: micro-batches of a window.
         recompute: blocks are computed again in backward.
@@ -53,7 +58,7 @@ class Plan:
     @property
     def name(self) -> str:
         """As results name it."""
-        tier = {ON_DEVICE: "", OPTIMIZER: "_opt-nvme", ALL: "_all-nvme"}[self.tier]
+        tier = _NAMES[self.tier]
         rest = f"{'_recompute' if self.recompute else ''}{f'_bucket{self.bucket}' if self.bucket else ''}"
         return f"z{self.stage}_gas{self.steps}_tmbspg{self.micro}{tier}{rest}"
 
@@ -74,9 +79,11 @@ class Plan:
         if self.bucket:
             zero["reduce_bucket_size"] = self.bucket
         if self.tier != ON_DEVICE:
-            zero["offload_optimizer"] = {"device": "nvme", "nvme_path": folder}
-        if self.tier == ALL:
-            zero["offload_param"] = {"device": "nvme", "nvme_path": folder}
+            on_disk = self.tier in (OPTIMIZER, ALL)
+            rests = {"device": "nvme", "nvme_path": folder} if on_disk else {"device": "cpu"}
+            zero["offload_optimizer"] = dict(rests)
+        if self.tier in _WITH_PARAMETERS:
+            zero["offload_param"] = dict(rests)
         if self.recompute:
             made["activation_checkpointing"] = {**made.get("activation_checkpointing", {}), "enabled": True}
         elif "activation_checkpointing" in made:
@@ -145,12 +152,15 @@ def legal_plans(train_batch: int, machine: Machine, most_micro: int = 1024) -> l
         )
     share = train_batch // machine.ranks
     micros = [size for size in range(min(share, most_micro), 0, -1) if share % size == 0]
-    tiers = [ON_DEVICE, OPTIMIZER, ALL] if machine.disk else [ON_DEVICE]
+    tiers = [ON_DEVICE]
+    tiers += [HOST_OPTIMIZER, HOST_ALL] if machine.link else []  # else the host's memory is the device's
+    tiers += [OPTIMIZER, ALL] if machine.disk else []
     plans = []
     for recompute, tier, stage, micro in itertools.product((False, True), tiers, STAGES, micros):
         policy = policy_for(stage)
         alone = machine.ranks == 1 and policy.owns_a_slice  # splitting over one rank changes nothing
-        needless = (tier == ALL and not policy.gathers_before_use) or (tier == OPTIMIZER and not policy.owns_a_slice)
+        with_parameters = tier in _WITH_PARAMETERS
+        needless = not (policy.gathers_before_use if with_parameters else tier == ON_DEVICE or policy.owns_a_slice)
         if needless or (alone and tier == ON_DEVICE):
             continue
         plans.append(Plan(stage, tier, micro, share // micro, recompute))
@@ -172,12 +182,30 @@ def judge(task: Task, plan: Plan, machine: Machine) -> Judged:
     share = plan.steps / steps / _UPDATES
     flops = sum(entry.flops for entry in recording.entries) * share
     found = Judged(plan, memory, _step_time(plan, memory, machine, recording, share, config), True, flops=flops)
-    most = max(memory.peak, memory.birth)
-    if most <= machine.memory:
-        return found
-    category = max(memory.at_peak, key=lambda name: memory.at_peak[name])
-    why = f"needs {most / 2**30:.2f} GiB of {machine.memory / 2**30:.2f}, most of it {category}"
-    return replace(found, fits=False, reason=why)
+    why = _too_large(memory, machine)
+    return replace(found, fits=False, reason=why) if why else found
+
+
+def device_bytes(memory: MemoryCount, machine: Machine) -> int:
+    """What a rank holds, at its fullest, of the memory that `machine.memory` limits."""
+    held = memory.on_host if machine.link else 0
+    # The host's part is there from birth on, but for the states that the first update makes.
+    early = held - memory.host.get("optimizer", 0) if machine.link else 0
+    return max(memory.peak - held, memory.birth - early)
+
+
+def _too_large(memory: MemoryCount, machine: Machine) -> str:
+    """Which memory a plan has too little of, and what for; "" where it fits."""
+    near, far = device_bytes(memory, machine), memory.on_host if machine.link else 0
+    parts = {name: count - memory.host.get(name, 0) * bool(machine.link) for name, count in memory.at_peak.items()}
+    if near > machine.memory:
+        where, needs, there = "" if not machine.link else " of the device", near, machine.memory
+    elif machine.host_memory and far > machine.host_memory:
+        where, needs, there, parts = " of the host", far, machine.host_memory, memory.host
+    else:
+        return ""
+    category = max(parts, key=lambda name: parts[name])
+    return f"needs {needs / 2**30:.2f} GiB{where} of {there / 2**30:.2f}, most of it {category}"
 
 
 def _step_time(
@@ -190,8 +218,15 @@ def _step_time(
     state = memory.disk or rest.get("masters", rest.get("parameters", 0)) + rest.get("optimizer", 0)
     traffic = 2 * state + 2 * rest.get("gradients", 0)
     moved = 2 * memory.disk  # once each way in the update; what is gathered is read in every forward and backward
-    moved += 2 * plan.steps * memory.parameters * itemsize / machine.ranks if plan.tier == ALL else 0
-    return step_time(recording, share, machine, messages, traffic, moved if memory.disk else 0.0)
+    gathered = 2 * plan.steps * memory.parameters * itemsize / machine.ranks
+    moved += gathered if plan.tier == ALL else 0
+    link = 0.0
+    if machine.link and plan.tier != ON_DEVICE:  # sums go down as often as they are reduced, values come up once
+        turns = plan.steps if policy.reduces_as_gradients_arrive else 1
+        down = turns * 4 * memory.parameters / machine.ranks
+        up = gathered if plan.tier in _WITH_PARAMETERS else memory.parameters * itemsize / machine.ranks
+        link = max(down, up)
+    return step_time(recording, share, machine, messages, traffic, moved if memory.disk else 0.0, link)
 
 
 def search(
@@ -247,8 +282,9 @@ def _narrows(task: Task, narrow: Plan, usual: Judged, machine: Machine) -> bool:
     own = load_raw(task.config).get("zero_optimization", {}).get("reduce_bucket_size", math.inf)
     if isinstance(own, (int, float)) and own <= NARROW:
         return False
-    resting = sum(count for name, count in usual.memory.at_rest.items() if name != "transit")
-    return max(usual.memory.birth, resting) <= machine.memory
+    far = usual.memory.on_host if machine.link else 0
+    resting = sum(count for name, count in usual.memory.at_rest.items() if name != "transit") - far
+    return max(usual.memory.birth - far, resting) <= machine.memory
 
 
 def _in_turn(plans: list[Plan]) -> Iterator[Plan]:
@@ -265,20 +301,55 @@ def holds_less(one: Plan, other: Plan) -> bool:
     return one.micro < other.micro and replace(one, micro=other.micro, steps=other.steps) == other
 
 
-def table(judged: list[Judged], most: int = 40) -> str:
-    """The plans as text, the best first."""
+_AXES = {
+    "tensor_parallel.autotp_size": "cuts matrices",
+    "sequence_parallel_size": "cuts sequences",
+    "pipeline.stages": "cuts the list of blocks",
+}  # key: what it does
+
+
+def unjudged_axes(machine: Machine) -> list[str]:
+    """A line for each size of an axis of the mesh that no plan has, with the reason.
+
+    The run without values is of ranks that hold the whole model: what cuts it traces and compares values, and a step
+    that crosses ranks in the middle of a forward, or of a window, has messages that the step's time leaves out.
+    """
+    sizes = [size for size in range(2, machine.ranks + 1) if machine.ranks % size == 0]
+    return [
+        f"{key} = {size}: {what} over {size} of {machine.ranks} ranks; legal where the model can be cut; not judged: "
+        f"the run without values has no values to trace and compare, and its step no messages of that axis"
+        for key, what in _AXES.items()
+        for size in sizes
+    ]
+
+
+def _sizes(memory: MemoryCount, machine: Machine | None) -> str:
+    """What a rank takes, and with a device what of its host."""
+    if machine is None or not machine.link:
+        return f"{max(memory.peak, memory.birth) / 2**30:.2f} GiB"
+    return f"{device_bytes(memory, machine) / 2**30:.2f}+{memory.on_host / 2**30:.2f} GiB"
+
+
+def table(judged: list[Judged], most: int = 40, machine: Machine | None = None) -> str:
+    """The plans as text, the best first.
+
+    Args:
+        judged: plans.
+        most: lines of them.
+        machine: theirs; with a device, memory is that of the device + that of its host.
+    """
     tried = any(each.trial is not None for each in judged)
     measured = f" {'measured':>10s}" if tried else ""
-    lines = [f"{'plan':34s} {'step':>10s}{measured} {'samples/s':>10s} {'memory':>10s} {'limit':>9s}  reason"]
+    lines = [f"{'plan':34s} {'step':>10s}{measured} {'samples/s':>10s} {'memory':>14s} {'limit':>9s}  reason"]
     for each in judged[:most]:
-        size = "–" if each.memory is None else f"{max(each.memory.peak, each.memory.birth) / 2**30:.2f} GiB"
+        size = "–" if each.memory is None else _sizes(each.memory, machine)
         took = None if each.trial is None else each.trial.seconds
         measured = f" {_ms(took):>10s}" if tried else ""
         seconds = None if each.time is None else each.seconds
         rate = "–" if seconds is None else f"{each.plan.micro * each.plan.steps / (took or seconds):.2f}"
         limit = "" if each.time is None else each.time.limit
         lines.append(
-            f"{each.plan.name:34s} {_ms(seconds):>10s}{measured} {rate:>10s} {size:>10s} {limit:>9s}  {each.reason}"
+            f"{each.plan.name:34s} {_ms(seconds):>10s}{measured} {rate:>10s} {size:>14s} {limit:>9s}  {each.reason}"
         )
     if len(judged) > most:
         lines.append(f"… and {len(judged) - most} more")

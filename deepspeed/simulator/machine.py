@@ -39,6 +39,7 @@ class Machine:
         attention: published: how much of `matrix` fused attention reaches; 0: as much as products.
         matrix_efficiency: fitted: how much of `matrix` large products reach.
         memory_efficiency: fitted: how much of `bandwidth` operators reach.
+        host_memory: bytes of host memory that one rank may take, beside a device; 0: as much as it asks for.
     """
 
     ranks: int
@@ -60,6 +61,7 @@ class Machine:
     attention: float = 0.0
     matrix_efficiency: float = 1.0
     memory_efficiency: float = 1.0
+    host_memory: int = 0
 
     def rate(self, dtype: torch.dtype | str, flops: float) -> float:
         """Operations per second of a product of so many operations."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -48,6 +49,7 @@ class Reducer:
         self.clean = True
         self.revision = 0  # changes whenever what ranks compare may have changed
         self._launched = -1  # at this revision no round was open
+        self.timing: Callable[[], AbstractContextManager[object]] = nullcontext  # around the wait for what is under way
         self.on_complete: Callable[[ShardGroup], None] | None = None  # all gradients of a group are here
         largest = max((g.numel for g in groups), default=0)
         self.device = groups[0].device if groups else torch.device("cpu")
@@ -200,7 +202,8 @@ class Reducer:
                 f"the gradient of {', '.join(late[:8])} was read, and changed after more gradients had been added to "
                 f"it: read .grad again and change that"
             )
-        self.wire.settle(None if of is None else self._agreement.meetings(of)[0].buckets)
+        with self.timing():
+            self.wire.settle(None if of is None else self._agreement.meetings(of)[0].buckets)
         if found is None:
             raise RuntimeError("a bucket without a meeting")
         return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -472,11 +473,46 @@ def test_reports(workers: Any) -> None:
         assert first[name][-1] == "-- trained from here", first[name]
     often = first["often"]
     assert with_words(often, "step 2:", "lr 0.1", "gradient norm") == with_words(often, "step 4:", "samples/s") == 1
-    assert with_words(often, "forward", "backward", "step") >= 2, often
     assert with_words(often, "state bytes", "parameters", "masters") == 2
     assert with_words(often, "zero_optimization.stage") == 1, often
     assert with_words(often, "gradient_clipping is not set") == 1
     assert all(lines == ["-- trained from here"] for lines in second.values()), second
+
+
+def breakdown() -> tuple[list[str], dict[str, float], dict[str, float]]:
+    """Lines of two windows of two micro-batches, and the figures after the first and after the second."""
+    settings = {"wall_clock_breakdown": True, "memory_breakdown": True, "accumulation": 2}
+    with said() as lines, start(1, **settings) as engine:
+        assert engine.get_wall_clock_timers() == {}
+        found = []
+        for step in range(4):
+            micro_step(engine, step)
+            found.append(engine.get_wall_clock_timers())
+    return lines, found[1], found[3]
+
+
+def test_times_of_micro_batches_and_windows(workers: Any) -> None:
+    from deepspeed.utils import timer
+
+    parts = ("FORWARD", "BACKWARD", "BACKWARD_INNER", "BACKWARD_REDUCE", "STEP")
+    micro, window = ([getattr(timer, f"{part}_{kind}_TIMER") for part in parts] for kind in ("MICRO", "GLOBAL"))
+    assert window == ["fwd", "bwd", "bwd_inner", "bwd_allreduce", "step"]
+    assert micro == [f"{name}_microstep" for name in window]
+    (lines, first, second), (others, *_) = workers(RANKS).run(breakdown)
+    shown = [line for line in lines if "time (ms) | " in line]
+    of_micro = [line for line in shown if all(f"{name}: " in line for name in micro)]
+    of_window = [line for line in shown if all(f"| {name}: " in line for name in window)]
+    assert (len(of_micro), len(of_window), len(shown)) == (4, 2, 6), shown
+    assert with_words(of_micro, "step_microstep: 0.00") == 2, of_micro  # those without an update
+    for found in (first, second):
+        assert set(found) == {*micro, *window}
+        assert found["fwd"] > found["fwd_microstep"] > 0 and found["bwd"] >= found["bwd_inner"] > 0
+        assert found["step"] > found["bwd_allreduce"] >= 0 and found["step"] == pytest.approx(
+            found["step_microstep"], rel=0.01
+        )
+    for part, times in (("forward", 4), ("backward", 4), ("step", 2)):
+        assert with_words(lines, f"before {part}\nMA ") == with_words(lines, f"after {part}\nMA ") == times
+    assert not with_words(others, "time (ms)") and not with_words(others, "MA ")
 
 
 def compiled() -> None:

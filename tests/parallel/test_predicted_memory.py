@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from deepspeed import comm
 from deepspeed.planner import measure_memory, predict_memory
+from deepspeed.profiling.resident_memory import ResidentPeak
 from tests.harness.pool import WorkerPool
 from tests.parallel.memory_models import MODELS
 
@@ -89,6 +91,30 @@ def config_of(stage: int, dtype: str, cell: dict[str, Any], folder: str) -> dict
     return found
 
 
+LARGE = {"gpt2": {"n_layer": 8, "n_embd": 512, "n_head": 8, "n_positions": 128, "vocab_size": 8192}}
+RESIDENT = [(0, "fp32", 8), (2, "bf16", 16), (3, "fp32", 16)]  # stage, dtype, rows: each grows by 500 MB and more
+
+
+def large() -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(GPT2Config(**LARGE["gpt2"]))
+
+
+def tokens(rows: int) -> dict[str, torch.Tensor]:
+    ids = torch.randint(0, 8192, (rows, 128), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": ids, "labels": ids}
+
+
+def resident(config: dict[str, Any], rows: int) -> tuple[int, int]:
+    """Live peak and resident growth of this rank, in a process that has trained before."""
+    make, batch = MODELS["gpt2"]
+    measure_memory(make, config, batch=batch(1))
+    with ResidentPeak() as grown:
+        found = measure_memory(large, config, batch=tokens(rows))
+    return found.peak, grown.growth
+
+
 def measured(name: str, config: dict[str, Any]) -> Any:
     make, batch = MODELS[name]
     return measure_memory(make, config, batch=batch(ROWS))
@@ -122,3 +148,26 @@ def test_what_is_predicted_is_what_lives(workers: Workers, tmp_path: Path, cell:
                 fixed = category != "transit" or told.most == told.peak
                 if fixed and count > sum(theirs.values()) / 10:
                     assert mine.get(category, 0) == pytest.approx(count, rel=0.05), category
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "dtype", "rows"), RESIDENT)
+def test_what_is_resident_grows_by_what_is_predicted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, stage: int, dtype: str, rows: int
+) -> None:
+    """Where the C library gives freed blocks back, as a fixed threshold makes it do."""
+    config = config_of(stage, dtype, {"bucket": 2_000_000}, str(tmp_path))
+    if comm.is_initialized():
+        comm.destroy_process_group()
+    told = predict_memory(large, config, 2, batch=tokens(rows))
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
+    pool = WorkerPool(2)
+    try:
+        found = pool.run(resident, config, rows, timeout=180)
+    finally:
+        pool.close()
+    for peak, growth in found:
+        print(f"predicted {max(told.peak, told.birth):,}, live {peak:,}, resident {growth:,}")
+        assert growth >= 500 * 10**6
+        assert growth <= 1.05 * max(told.peak, told.birth)
+        assert told.peak == pytest.approx(peak, rel=0.02)

@@ -7,8 +7,10 @@ import re
 
 import pytest
 
+from deepspeed.accelerator.instruments import SynchronizedWallClockTimer as DeviceTimers
 from deepspeed.accelerator.instruments import ThroughputTimer
 from deepspeed.config import DeepSpeedConfig
+from deepspeed.errors import ArgumentError
 from deepspeed.foundation import timer as timers_module
 from deepspeed.foundation.timer import NoopTimer, SynchronizedWallClockTimer, ThroughputMeter
 
@@ -37,7 +39,7 @@ def test_a_timer_adds_up_in_milliseconds(clock):
     for seconds in (1.0, 3.0):
         forward.start()
         clock(seconds)
-        forward.stop()
+        forward.stop(record=True)
         clock(10.0)
     assert forward.mean() == pytest.approx(2000.0)
     assert (forward.elapsed(reset=False), forward.elapsed(), forward.elapsed()) == pytest.approx((4000.0, 4000.0, 0.0))
@@ -53,12 +55,14 @@ def test_a_running_timer_can_be_read_and_goes_on(clock):
     assert step.elapsed() == pytest.approx(2000.0)
 
 
-def test_starting_twice_and_stopping_twice_change_nothing(clock):
+def test_a_running_timer_is_not_started_again(clock):
     step = SynchronizedWallClockTimer()("step")
     step.stop()
+    assert step.elapsed() == 0.0
     step.start()
     clock(1.0)
-    step.start()
+    with pytest.raises(AssertionError, match="'step' runs already"):
+        step.start()
     clock(1.0)
     step.stop()
     step.stop()
@@ -77,11 +81,38 @@ def test_the_log_line_and_the_means(clock, lines):
     timers = SynchronizedWallClockTimer()
     timers("forward").start()
     clock(0.5)
-    timers("forward").stop()
+    timers("forward").stop(record=True)
     timers.log(["forward", "never used"], normalizer=2.0)
     assert lines == ["time (ms) | forward: 250.00"]
-    assert timers.get_mean(["forward"]) == {"forward": pytest.approx(500.0)}
+    assert timers.get_mean(["forward"]) == {"forward": pytest.approx(500e3)}  # microseconds
+    assert timers.get_mean(["forward"]) == {"forward": 0.0}
+    with pytest.raises(ArgumentError, match="normalizer is 0"):
+        timers.log(["forward"], normalizer=0)
     assert timers.has_timer("forward") and not timers.has_timer("never used")
+
+
+def test_the_mean_leaves_out_a_tenth_at_either_end_and_what_is_not_recorded(clock):
+    step = SynchronizedWallClockTimer()("step")
+    for seconds in (1000.0, *[1.0] * 8, 0.0):
+        step.start()
+        clock(seconds)
+        step.stop(record=True)
+    step.start()
+    clock(500.0)
+    step.stop()
+    assert step.mean() == pytest.approx(1000.0)
+
+
+def test_the_memory_of_the_device_beside_the_times(clock, lines):
+    timers = DeviceTimers()
+    timers("x").start()
+    clock(0.001)
+    timers("x").stop()
+    words = "mem_allocated max_mem_allocated cache_allocated max_cache_allocated".split()
+    pattern = r" \| ".join(rf"{word}: \d+\.\d+ GB" for word in words)
+    assert re.fullmatch(pattern, DeviceTimers.memory_usage())
+    timers.log(["x"], memory_breakdown=True)
+    assert re.fullmatch(r"time \(ms\) \| x: 1\.00 \| " + pattern, lines[0])
 
 
 def test_noop_measures_and_says_nothing(clock, lines):

@@ -12,7 +12,20 @@ from torch import nn
 
 from deepspeed.errors import ArgumentError, UsageError
 from deepspeed.planner import cli, predict_memory
-from deepspeed.planner.plans import ALL, NARROW, Plan, Task, judge, legal_plans, search
+from deepspeed.planner.plans import (
+    ALL,
+    HOST_ALL,
+    HOST_OPTIMIZER,
+    NARROW,
+    Plan,
+    Task,
+    device_bytes,
+    judge,
+    legal_plans,
+    search,
+    table,
+    unjudged_axes,
+)
 from deepspeed.simulator.machine import Machine
 
 RATES = [[64, 1e10], [1024, 5e10]]
@@ -87,6 +100,49 @@ def test_narrow_buckets_bring_plans_back_where_the_usual_ones_do_not_fit() -> No
     # The user's own buckets are narrow already: nothing is to be had there.
     own = replace(task, config={**ADAMW, "zero_optimization": {"reduce_bucket_size": 1000}})
     assert {judged.plan.bucket for judged in search(own, tight, allowed=lambda plan: plan.stage == 2)} == {0}
+
+
+def test_the_host_is_a_tier_where_a_device_has_memory_of_its_own() -> None:
+    assert not {plan for plan in legal_plans(8, MACHINE) if "cpu" in plan.tier}
+    with_device = replace(MACHINE, link=1e9, host_memory=1 << 30, disk=0.0)
+    tiers = {(plan.tier, plan.stage) for plan in legal_plans(8, with_device)}
+    assert {stage for tier, stage in tiers if tier == HOST_OPTIMIZER} == {1, 2, 3}
+    assert {stage for tier, stage in tiers if tier == HOST_ALL} == {3}
+    config = {**ADAMW, "bf16": {"enabled": True}, "zero_optimization": {"stage3_param_persistence_threshold": 0}}
+    task = replace(TASK, config=config)
+    plain, moved, all_moved = (Plan(3, tier, 4, 1, False) for tier in ("none", HOST_OPTIMIZER, HOST_ALL))
+    made = all_moved.config(config, "")["zero_optimization"]
+    assert made["offload_optimizer"] == made["offload_param"] == {"device": "cpu"}
+    assert all_moved.name == "z3_gas1_tmbspg4_all-cpu"
+    here, there, all_there = (judge(task, plan, with_device) for plan in (plain, moved, all_moved))
+    assert here.memory and there.memory and all_there.memory and there.time and here.time and all_there.time
+    count = sum(p.numel() for p in Net().parameters())
+    assert here.memory.on_host == 0 and here.time.link == 0.0
+    # A rank's half of masters, moments and gradient sums; then of the parameters too.
+    host = there.memory.host
+    for name, width in (("masters", 4), ("optimizer", 8), ("gradients", 4)):  # in whole pages
+        assert 1 <= host[name] / (width * count / 2) < 1.25, name
+    assert 1 <= all_there.memory.host["parameters"] / count < 1.6
+    sizes = [device_bytes(each.memory, with_device) for each in (here, there, all_there) if each.memory]
+    assert sizes[2] < sizes[1] < sizes[0]
+    assert sizes[0] - sizes[1] == pytest.approx(8 * count, rel=0.25)
+    assert there.time.link == pytest.approx(4 * count / 2 / 1e9, rel=0.02)
+    # Each limit drops plans by its own name.
+    near = judge(task, plain, replace(with_device, memory=sizes[1]))
+    assert not near.fits and "of the device" in near.reason
+    assert judge(task, moved, replace(with_device, memory=sizes[1])).fits
+    far = judge(task, moved, replace(with_device, host_memory=there.memory.on_host - 1))
+    assert not far.fits and "of the host" in far.reason and "most of it optimizer" in far.reason
+    assert "+" in table([there], machine=with_device).splitlines()[1]
+
+
+def test_axes_that_cannot_be_judged_are_named_with_the_reason() -> None:
+    lines = unjudged_axes(replace(MACHINE, ranks=4))
+    assert [line.split(":")[0] for line in lines] == [
+        f"{key} = {size}" for key in ("tensor_parallel.autotp_size", "sequence_parallel_size", "pipeline.stages")
+        for size in (2, 4)
+    ]  # fmt: skip
+    assert all("not judged" in line for line in lines) and not unjudged_axes(replace(MACHINE, ranks=1))
 
 
 def test_time_follows_the_machine() -> None:
