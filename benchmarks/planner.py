@@ -25,9 +25,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from deepspeed.planner.calibrate import INTERPRETER, calibrate
+from deepspeed.planner.calibrate import calibrate
 from deepspeed.planner.confirm import MOST, confirm
-from deepspeed.planner.plans import Judged, Plan, Task, legal_plans, search
+from deepspeed.planner.plans import ON_DEVICE, Judged, Plan, Task, legal_plans, search
 from deepspeed.planner.source import model_named
 from deepspeed.planner.trials import Command, Limits, Outcome, run_trial, trial_config
 from deepspeed.simulator.machine import Machine
@@ -71,6 +71,26 @@ def machine_of(kept: Path, disk: str) -> Machine:
     return replace(Machine.load(kept / "machine.json"), folder=disk)
 
 
+def interpreter_of(kept: Path) -> int:
+    """Bytes of a rank besides what is predicted: what a trial of a tiny model holds, by share, less its prediction."""
+    path = kept / "interpreter.json"
+    if not path.exists():
+        toy = {"PLANNER_TOY": "1"}
+        with tempfile.TemporaryDirectory(prefix="planner-") as folder:
+            program = ["--module", "deepspeed.planner.training", f"{HERE / 'planner_models.py'}:deep"]
+            command = Command(["--num_gpus", str(RANKS), "--grace", "1"], [*program, "--deepspeed_config", "{config}"])
+            told = trial_config(Plan(0, ON_DEVICE, 1, 1, False).config(ADAMW, ""), Path(folder))
+            before = {name: os.environ.get(name) for name in toy}
+            os.environ.update(toy)
+            outcome = run_trial(command, told, Path(folder), Limits(120.0, 0, exact=True))
+            for name, value in before.items():
+                os.environ.pop(name) if value is None else os.environ.update({name: value})
+        if outcome.seconds is None:
+            raise SystemExit(f"the trial of a tiny model failed: {outcome.reason}")
+        path.write_text(json.dumps({"bytes": outcome.held}) + "\n")
+    return int(json.loads(path.read_text())["bytes"])
+
+
 def sample(plans: list[Plan], count: int, seed: str) -> set[Plan]:
     """So many of the legal plans, drawn before anything is known of them."""
     return set(random.Random(seed).sample(plans, min(count, len(plans))))
@@ -105,12 +125,12 @@ def predict(name: str, machine: Machine, count: int) -> dict[str, Any]:
     return {"case": name, "memory": memory, "took": time.perf_counter() - begun, "plans": rows_, "trials": {}}
 
 
-def measure(found: dict[str, Any], machine: Machine, path: Path, seconds: float) -> None:
+def measure(found: dict[str, Any], machine: Machine, path: Path, seconds: float, interpreter: int) -> None:
     """Try the plans that were not tried yet; each outcome is kept at once."""
     factory, _, config = CASES[found["case"]]
     program = ["--module", "deepspeed.planner.training", f"{HERE / 'planner_models.py'}:{factory}"]
     command = Command(["--num_gpus", str(RANKS), "--grace", "1"], [*program, "--deepspeed_config", "{config}"])
-    limits = Limits(seconds, found["memory"] + INTERPRETER)
+    limits = Limits(seconds, found["memory"] + interpreter)
     left = [row for row in found["plans"] if row["name"] not in found["trials"]]
     random.Random(found["case"]).shuffle(left)  # a machine that grows slower favours nobody
     for row in left:
@@ -188,7 +208,7 @@ def run(options: argparse.Namespace) -> None:
     kept = folder_of(options.toy)
     os.environ.update(FIXED | ({"PLANNER_TOY": "1"} if options.toy else {}))
     with tempfile.TemporaryDirectory(prefix="planner-disk-", dir=options.disk) as disk:
-        machine = machine_of(kept, disk)
+        machine, interpreter = machine_of(kept, disk), interpreter_of(kept)
         for name in options.cases or CASES:
             path = kept / f"case-{name.replace(', ', '-')}.json"
             if not path.exists():
@@ -198,7 +218,7 @@ def run(options: argparse.Namespace) -> None:
             print(f"{name}: {len(found['plans'])} plans predicted in {found['took']:.0f} s, "
                   f"{found['memory'] / 2**20:,.0f} MiB a rank; choice before any trial: "
                   f"{choice['name'] if choice else 'none fits'}", flush=True)  # fmt: skip
-            measure(found, machine, path, options.seconds)
+            measure(found, machine, path, options.seconds, interpreter)
     show(kept)
 
 

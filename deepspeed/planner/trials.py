@@ -34,10 +34,12 @@ class Limits:
         seconds: from its start to its figures.
         memory: bytes that the processes of one rank may hold, interpreter included; pages that ranks share count by
             share. 0: as much as there is.
+        exact: shared pages are counted by share at each look, not only near the limit; that takes time of the ranks.
     """
 
     seconds: float = 120.0
     memory: int = 0
+    exact: bool = False
 
 
 @dataclass(frozen=True)
@@ -180,7 +182,7 @@ class _Watched:
             if not measured and metrics.exists():
                 measured, end = True, min(end, time.monotonic() + GRACE_S)
             self._look()
-            reason = self._too_much(limits.memory)
+            reason = self._too_much(limits.memory, limits.exact)
             if reason:
                 self.over_memory = True
                 return reason
@@ -194,7 +196,7 @@ class _Watched:
             for process in psutil.Process(self.process.pid).children(recursive=True):
                 self._seen[process.pid] = process
 
-    def _too_much(self, allowed: int) -> str:
+    def _too_much(self, allowed: int, exact: bool) -> str:
         left = psutil.virtual_memory().available
         held: dict[int, list[int]] = {}
         for pid in [pid for pid, process in self._seen.items() if process.is_running()]:
@@ -203,7 +205,7 @@ class _Watched:
                 if rank is not None:
                     held.setdefault(rank, []).append(pid)
         for rank, pids in held.items():
-            found = _held(pids, max(allowed, self.held.get(rank, 0)))
+            found = _held(pids, 0 if exact else max(allowed, self.held.get(rank, 0)))
             self.held[rank] = max(found, self.held.get(rank, 0))
             if allowed and found > allowed:
                 self._kill(pids)
