@@ -19,6 +19,7 @@ from deepspeed.foundation.log import say
 from deepspeed.inference.batch import Batch, Span
 from deepspeed.inference.fused import FusedExecutor, prove
 from deepspeed.inference.gathered import GatheringExecutor
+from deepspeed.inference.inside import Inside
 from deepspeed.inference.limits import text_config, vocabulary
 from deepspeed.inference.paged import PagedExecutor, Store, accepts
 from deepspeed.native import library
@@ -184,7 +185,7 @@ def choose(model: nn.Module, fused: bool = True) -> tuple[Any, str]:
     sequences = _sequences(model)
     why = "" if _interface(model) else "its attention does not go through Transformers' interface"
     why = why or ("" if accepts(model, "position_ids") else "its forward takes no positions")
-    with passing(model):
+    with passing(model), Inside(model).turn():
         try:
             wanted = [_alone(model, tokens) for tokens in sequences]
         except Exception as error:  # whatever a model raises, its own generate may still work

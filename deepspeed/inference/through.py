@@ -15,6 +15,7 @@ from torch import nn
 
 from deepspeed.errors import UsageError
 from deepspeed.inference.choice import device_of
+from deepspeed.inference.inside import Inside
 
 # What a model's generation config may ask of `generate`: here the request alone says how tokens are chosen and when it
 # ends, as it does for models that are batched.
@@ -48,6 +49,7 @@ class Thread:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._stop = False
+        self._inside = Inside(model)
         self.done = False
 
     def step(self) -> None:
@@ -59,8 +61,9 @@ class Thread:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="deepspeed generate", daemon=True)
             self._thread.start()
-        self._turn.release()
-        self._back.acquire()
+        with self._inside.turn():
+            self._turn.release()
+            self._back.acquire()
         if self._error is not None:
             raise self._error
 

@@ -151,10 +151,10 @@ def build(name: str) -> Any:
             torch.manual_seed(0)
             model = kind(config).float().eval()
             model.generation_config = GenerationConfig()  # no forced tokens, beams, penalties
-            model(torch.tensor([[3, 4, 5]]))
+            copy.deepcopy(model)(torch.tensor([[3, 4, 5]]))
             return model
         except Exception as error:  # a class may refuse a toy in any way it likes
-            reasons.append(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:90]}")
+            reasons.append(f"{type(error).__name__}: {' '.join(str(error).split())[:120]}")
     raise ValueError("; ".join(dict.fromkeys(reasons)))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import sys
 import threading
@@ -16,7 +17,7 @@ from deepspeed.inference import Generator, Request, Sampling
 from deepspeed.inference.pages import Pages
 from deepspeed.inference.sampling import Sampler
 from deepspeed.inference.scheduler import Scheduler, Track
-from tests.unit.inference.toys import alone, llama, mamba, prompts
+from tests.unit.inference.toys import alone, llama, mamba, prompts, scale
 
 NEW = 8
 GREEDY = Sampling(max_new_tokens=NEW, ignore_eos=True)
@@ -156,6 +157,45 @@ def test_numbers_that_are_none_end_their_request_with_an_error() -> None:
         with pytest.raises(RequestError, match="not finite"):
             generator.generate([given[1], [299]], GREEDY)
         assert generator.idle and generator.load().free_pages == generator.pages.count
+
+
+def recurrent_gemma():
+    """Its recurrent state lies in its modules, and a text of one token goes on with what is there."""
+    from transformers import RecurrentGemmaConfig, RecurrentGemmaForCausalLM
+
+    torch.manual_seed(0)
+    config = RecurrentGemmaConfig(
+        vocab_size=256, hidden_size=48, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, lru_width=48,
+        num_key_value_heads=2, head_dim=12, attention_window_size=16, eos_token_id=2, tie_word_embeddings=False,
+    )  # fmt: skip
+    return scale(RecurrentGemmaForCausalLM(config), 0.2)
+
+
+def test_requests_do_not_go_on_with_the_state_that_others_left_in_modules() -> None:
+    model = recurrent_gemma()
+    given = prompts((1, 9, 20, 1))
+    wanted = [alone(copy.deepcopy(model), prompt, NEW) for prompt in given]
+    assert len({token for tokens in wanted for token in tokens}) > 10
+    generator = Generator(model)
+    assert generator.kind == "generate"
+    for _ in range(2):  # again, on what the first requests left
+        assert generator.generate(given, GREEDY) == wanted
+    assert all(value is None for name, value in _held(model) if name == "conv1d_state")
+
+
+def _held(model):
+    return [(name, value) for module in model.modules() for name, value in vars(module).items()]
+
+
+def test_a_hook_that_counts_goes_on_counting() -> None:
+    model = mamba()
+
+    def count(module, *_):
+        module.calls = getattr(module, "calls", 0) + 1
+
+    model.backbone.layers[0].register_forward_hook(count)
+    Generator(model).generate(prompts((5, 7)), GREEDY)
+    assert model.backbone.layers[0].calls == 2 * NEW
 
 
 def test_requests_through_generate_heed_the_most_at_once() -> None:

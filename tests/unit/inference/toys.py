@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -62,9 +63,11 @@ def lively(model: Any, different: int = 20, new: int = 32, lengths: Any = (12,),
 
 @torch.no_grad()
 def watched(model: Any, prompt: list[int], new: int) -> tuple[list[int], list[float]]:
-    """(greedy tokens of `generate`, the gap between the two largest logits of each)."""
+    """(greedy tokens of a copy's `generate`, the gap between the two largest logits of each).
+
+    A copy, since some models keep state in their modules and begin the next text with it."""
     ids = torch.tensor([prompt])
-    out = model.generate(
+    out = copy.deepcopy(model).generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, eos_token_id=10**9,
         pad_token_id=0, return_dict_in_generate=True, output_logits=True,
     )  # fmt: skip
