@@ -166,11 +166,7 @@ def _json(stage: int, micro: int = 1, zero: dict[str, Any] | None = None, **more
     return {"train_micro_batch_size_per_gpu": micro, "zero_optimization": zero, **more}
 
 
-SGD = {"optimizer": {"type": "SGD"}}
-BF16, FP16 = {"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "initial_scale_power": 8}}
 WIDE = ("blocks", {"width": 64, "depth": 16, "again": 8})
-LARGE = ("blocks", {"width": 1600, "depth": 8})  # 20.5 M elements in groups of 2.6 M
-
 LARGER = ("blocks", {"width": 2048, "depth": 20})  # 83.9 M elements, 320 MiB in 32 bits
 
 # Name: category, ranks, model, room in MiB, JSON.
@@ -183,10 +179,4 @@ PLANTS: dict[str, tuple[str, int, tuple[str, dict[str, Any]], int, dict[str, Any
         "activations", 1, ("pictures", {"channels": 16, "depth": 8, "size": 256}), 128, _json(1, 1),
     ),
     "optimizer at stage 0": ("optimizer", 2, LARGER, 1500, _json(0, 4)),
-    "optimizer at stage 0, 16 bits": ("optimizer", 2, LARGER, 1500, _json(0, 4, **BF16)),
-    "gradients at stage 0": ("gradients", 2, LARGER, 700, _json(0, 4, **SGD)),
-    "gradients at stage 0, 16 bits": ("gradients", 2, LARGER, 700, _json(0, 4, **SGD, **BF16)),
-    "pictures in 16 bits": (
-        "activations", 2, ("pictures", {"channels": 16, "depth": 2, "size": 128}), 150, _json(2, 16, **FP16),
-    ),
 }  # fmt: skip
