@@ -6,8 +6,9 @@
 
 A case is a model of `planner_models.py`, a global batch on two ranks, and a limit of memory that is set before any
 trial so that nearly half of its plans are predicted not to fit (what is under way counts at its most, so fewer do not);
-whether one does is what its trial under that limit says. Each plan is one trial of `deepspeed.planner.trials`. The planner's five confirming runs are looked up among them. Five
-plans drawn at random stand beside it: the probability that one of them is within a tenth of the best.
+whether one does is what its trial under that limit says. Each plan is one trial of `deepspeed.planner.trials`. The
+planner's five confirming runs are looked up among them. Five plans drawn at random stand beside it: the probability
+that one of them is within a tenth of the best.
 """
 
 from __future__ import annotations
