@@ -326,7 +326,7 @@ class ZeroOptimizer(OptimizerSurface):
         return self._scale_loss(loss, retain_graph)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state: the inner optimizer's over its fragments, the loss scaler's; see `RankState` for masters."""
+        """This rank's state: the inner optimizer's over its fragments, the loss scaler's; see `RankState`."""
         scaler = None if self.scaler is None else self.scaler.state_dict()
         made = RankState(optimizer=whole_state(self.optimizer, self.shards), loss_scaler=scaler)
         made.of = self

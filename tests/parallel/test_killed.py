@@ -39,10 +39,15 @@ print("trained")
 
 @contextlib.contextmanager
 def group_of_memory() -> Iterator[Path]:
-    """A memory group (cgroup, version 1) of its own, gone at the end. Skips where none can be made, and says why."""
-    root = Path("/sys/fs/cgroup/memory")
-    if not (root / "memory.limit_in_bytes").exists():
-        pytest.skip(f"no memory controller of version 1 at {root}")
+    """A memory group (cgroup, version 1) inside the one that this process is in, whose limits go on to hold; gone at
+    the end. Skips where none can be made, and says why."""
+    lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+    own = next((path for _, controllers, path in lines if "memory" in controllers.split(",")), None)
+    root = Path("/sys/fs/cgroup/memory", *Path(own or "/").parts[1:])
+    if own is None or not (root / "memory.limit_in_bytes").exists():
+        pytest.skip(f"this process is in no memory group of version 1 that can be seen at {root}")
+    if (root / "memory.use_hierarchy").read_text().strip() != "1":
+        pytest.skip(f"a group inside {root} would not count there: memory.use_hierarchy is 0")
     made = root / f"deepspeed-test-{uuid.uuid4().hex[:12]}"
     try:
         made.mkdir()
