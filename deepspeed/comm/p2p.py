@@ -264,7 +264,10 @@ class Receiver:
             raise RuntimeError("these ranks share no memory")
         self.release()
         wait_all(self.axis, label, [shared.posted(tag, [self.peer])])
-        array = shared.read(self.peer, tag, torch.uint8).numpy()
+        try:
+            array = shared.read(self.peer, tag, torch.uint8).numpy()
+        except CommError as error:  # posted, but its sender has ended since
+            raise CommError(f"{label}: {error}") from error
         buffer = torch.from_numpy(array)
         # Whoever holds a tensor of the message holds this array. It may go at any moment, in any thread.
         weakref.finalize(array, self._read.append, tag).atexit = False

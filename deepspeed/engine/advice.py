@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 import torch
+from torch.nn.parameter import is_lazy
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.config import DeepSpeedConfig
@@ -287,7 +288,10 @@ def tells_what_fits(build: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(build)
     def told(model: Any, optimizer: Any, config: DeepSpeedConfig, axes: Any, device: torch.device, *more: Any) -> Any:
         # The model's own parameters become state: their room is there too.
-        room = free_bytes(device) + sum(p.numel() * p.element_size() for p in model.parameters() if p.device == device)
+        own = [
+            p for p in model.parameters() if p.device == device and not is_lazy(p)
+        ]  # lazy ones are refused by `build`
+        room = free_bytes(device) + sum(p.numel() * p.element_size() for p in own)
         try:
             made = build(model, optimizer, config, axes, device, *more)
             made.room = room

@@ -17,8 +17,7 @@ _FAST = "one picture a rank"
 @pytest.mark.parametrize("name", [_FAST, *(pytest.param(n, marks=pytest.mark.slow) for n in PLANTS if n != _FAST)])
 def test_the_category_is_named_and_the_suggestion_fits(workers: Workers, tmp_path: Path, name: str) -> None:
     category, ranks, model, room, config = PLANTS[name]
-    if name != _FAST:  # without what other tests have mapped
-        workers(ranks).kill()
+    workers(ranks).kill()  # new ones, without what other tests have mapped
     with pytest.raises(WorkerError):
         workers(ranks).run(run_limited, model, room, config, str(tmp_path), timeout=60)
     said = reports(str(tmp_path))
