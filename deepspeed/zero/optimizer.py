@@ -19,7 +19,7 @@ from deepspeed.zero.lifecycle import Lifecycle
 from deepspeed.zero.member import Member
 from deepspeed.zero.norm import explain_overflow, global_norm
 from deepspeed.zero.optimizer_shard import OptimizerShard, whole_state
-from deepspeed.zero.optimizer_surface import OptimizerSurface, RankState, numbers_of
+from deepspeed.zero.optimizer_surface import OptimizerSurface, numbers_of
 from deepspeed.zero.param import is_managed
 from deepspeed.zero.reducer import Reducer
 from deepspeed.zero.shard_group import ShardGroup, edited, group_of
@@ -328,9 +328,7 @@ class ZeroOptimizer(OptimizerSurface):
     def state_dict(self) -> dict[str, Any]:
         """This rank's state: the inner optimizer's over its fragments, the loss scaler's; see `RankState`."""
         scaler = None if self.scaler is None else self.scaler.state_dict()
-        made = RankState(optimizer=whole_state(self.optimizer, self.shards), loss_scaler=scaler)
-        made.of = self
-        return made
+        return self._rank_state(optimizer=whole_state(self.optimizer, self.shards), loss_scaler=scaler)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict` gave, on the same rank and topology."""

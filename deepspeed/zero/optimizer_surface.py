@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,6 +35,11 @@ class OptimizerSurface:
 
     fp32_partitioned_groups_flat = single_partition_of_fp32_groups
 
+    def _rank_state(self, **state: Any) -> RankState:
+        made = RankState(state)
+        made.of = weakref.ref(self)
+        return made
+
 
 class RankState(dict[str, Any]):
     """A rank's optimizer state, in which clients also look for its masters.
@@ -42,14 +48,15 @@ class RankState(dict[str, Any]):
     among no keys and neither saved nor copied with it: the engine's checkpoint has them.
 
     Attributes:
-        of: the optimizer that has the masters.
+        of: the optimizer that has the masters; a state that somebody keeps does not keep it.
     """
 
-    of: OptimizerSurface | None = None
+    of: Callable[[], OptimizerSurface | None] = staticmethod(lambda: None)
 
     def __missing__(self, key: str) -> list[torch.Tensor]:
-        if self.of is not None and key in ("fp32_flat_groups", "single_partition_of_fp32_groups"):
-            return self.of.single_partition_of_fp32_groups
+        optimizer = self.of()
+        if optimizer is not None and key in ("fp32_flat_groups", "single_partition_of_fp32_groups"):
+            return optimizer.single_partition_of_fp32_groups
         raise KeyError(key)
 
     def __reduce__(self) -> tuple[Any, ...]:

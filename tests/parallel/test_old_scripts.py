@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,7 @@ def a_run(folder: str, stage: int, precision: str) -> list[str]:
     groups = engine.optimizer.bit16_groups
     assert [p for group in groups for p in group] == list(engine.module.parameters()) and engine.optimizer.fp16_groups
     state = engine.optimizer.state_dict()
+    assert isinstance(state.of, weakref.ref) and state.of() is engine.optimizer  # who keeps it keeps no engine
     copies = pickle.loads(pickle.dumps(state)), copy.copy(state), type(state)(state)
     assert set(state) == {"optimizer", "loss_scaler"} and all(set(one) == set(state) for one in copies)
     for one, key in ((state, "fp32_flat"), *((one, "fp32_flat_groups") for one in copies)):
