@@ -70,7 +70,7 @@ class Group:
 
 
 class Batch:
-    """Spans as tensors.
+    """Spans as tensors, each made when it is first asked for.
 
     Args:
         spans: of the pass; no two of one sequence.
@@ -81,20 +81,36 @@ class Batch:
 
     def __init__(self, spans: Sequence[Span], page_size: int, device: torch.device, even: bool = False) -> None:
         self.spans, self.page_size, self.device, self.even = spans, page_size, device, even
-        self.tokens = torch.tensor([token for span in spans for token in span.tokens], device=device)
-        self.positions = torch.tensor([at for span in spans for at in range(span.start, span.end)], device=device)
-        counts = torch.tensor([len(span.tokens) for span in spans])
-        self.firsts = counts.cumsum(0) - counts
-        self.tables = [torch.tensor(span.pages, dtype=torch.long) for span in spans]
-        self.wanted = torch.tensor(
-            [
-                first + row
-                for span, first in zip(spans, self.firsts.tolist(), strict=True)
-                for row in range(len(span.tokens) - span.wanted, len(span.tokens))
-            ],
-            dtype=torch.long,
-            device=device,
-        )
+
+    @cached_property
+    def tokens(self) -> torch.Tensor:
+        """Of all rows."""
+        return torch.tensor([token for span in self.spans for token in span.tokens], device=self.device)
+
+    @cached_property
+    def positions(self) -> torch.Tensor:
+        """Of all rows."""
+        return torch.tensor([at for span in self.spans for at in range(span.start, span.end)], device=self.device)
+
+    @cached_property
+    def firsts(self) -> torch.Tensor:
+        """First row of each span."""
+        counts = torch.tensor([len(span.tokens) for span in self.spans])
+        return counts.cumsum(0) - counts
+
+    @cached_property
+    def tables(self) -> list[torch.Tensor]:
+        """Pages of each span."""
+        return [torch.tensor(span.pages, dtype=torch.long) for span in self.spans]
+
+    @cached_property
+    def wanted(self) -> torch.Tensor:
+        """Rows whose logits are returned."""
+        found, first = [], 0
+        for span in self.spans:
+            first += len(span.tokens)
+            found.extend(range(first - span.wanted, first))
+        return torch.tensor(found, dtype=torch.long, device=self.device)
 
     @cached_property
     def new_slots(self) -> torch.Tensor:

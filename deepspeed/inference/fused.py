@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.errors import PackingError
+from deepspeed.errors import PackingError, RequestError
 from deepspeed.foundation.log import say
 from deepspeed.inference.batch import Batch
 from deepspeed.inference.limits import length_limit, packed_limit
@@ -109,14 +109,31 @@ class FusedExecutor:
         self.plain.store = self.store
         if not self.structure.blocks:
             return self.plain.run(batch)
-        x = self.structure.embedding(batch.tokens).float()
+        x = self._embedded(batch)
         self.layers(batch, x, 0, len(self.structure.blocks), BOTH)
-        x = x[batch.wanted]
+        if any(span.wanted < len(span.tokens) for span in batch.spans):
+            x = x[batch.wanted]
         out = x.new_empty(len(x), self.structure.head.outputs)
         functions().ds_head(  # type: ignore[union-attr]
             self.structure.norm, self.structure.head, x.data_ptr(), len(x), out.data_ptr(), threads()
         )
         return out
+
+    def _embedded(self, batch: Batch) -> torch.Tensor:
+        """Rows of the table for the tokens, [rows, width] of fp32."""
+        table = self.structure.table
+        if table is None:
+            return self.structure.embedding(batch.tokens).float()
+        tokens = array("q")
+        for span in batch.spans:
+            tokens.extend(span.tokens)
+        if not 0 <= min(tokens) <= max(tokens) < table.outputs:
+            raise RequestError(f"tokens are from 0 to {table.outputs - 1}, not {min(tokens)} to {max(tokens)}")
+        x = torch.empty(len(tokens), table.inputs)
+        functions().ds_rows(  # type: ignore[union-attr]
+            table, tokens.buffer_info()[0], len(tokens), self.structure.kind, x.data_ptr()
+        )
+        return x
 
     def layers(self, batch: Batch, x: torch.Tensor, first: int, count: int, parts: int) -> None:
         """Take rows `x` [rows, width] of fp32 through layers, in place."""

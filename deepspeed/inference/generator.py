@@ -20,6 +20,7 @@ from deepspeed.inference.batch import Batch, Span
 from deepspeed.inference.choice import choose, device_of, packable, passing
 from deepspeed.inference.drafts import Drafter
 from deepspeed.inference.limits import length_limit, packed_limit, vocabulary
+from deepspeed.inference.native import largest
 from deepspeed.inference.pages import Pages
 from deepspeed.inference.requests import Logprob, Output, Request, Sampling
 from deepspeed.inference.sampling import Sampler
@@ -332,11 +333,11 @@ class Generator:
             spans.append(Span(tokens, share.start, share.track.pages, count))
         even = getattr(self._executor, "even", False)
         logits = self._executor.run(Batch(spans, self.pages.size, device_of(self.model), even))
-        largest = _largest(logits) if len(logits) else []
+        chosen = largest(logits) if len(logits) else []
         outputs, at = [], 0
         for share, count in zip(shares, wanted, strict=True):
             rows = slice(at, at + count)
-            outputs += self._accept(share, logits[rows], largest[rows])
+            outputs += self._accept(share, logits[rows], chosen[rows])
             at += count
         return outputs
 
@@ -345,17 +346,17 @@ class Generator:
         most = min(most, live.request.sampling.max_new_tokens - live.sampler.made - 1)
         return live.drafter.guess(track.tokens, most) if live.drafter is not None and most > 0 else []
 
-    def _accept(self, share: Share, logits: torch.Tensor, largest: list[int]) -> list[Output]:
+    def _accept(self, share: Share, logits: torch.Tensor, chosen: list[int]) -> list[Output]:
         """Tokens from a share's logits: the next one, and more as long as drafts are what was chosen."""
         live = self._live[share.track.ident]
         accepted: list[int] = []
-        for at in range(len(largest)):
-            if largest[at] < 0:
+        for at in range(len(chosen)):
+            if chosen[at] < 0:
                 live.reason = "error"
                 break
             plain = live.sampler.plain
             try:
-                accepted.append(live.take(None if plain else logits[at], largest[at] if plain else None))
+                accepted.append(live.take(None if plain else logits[at], chosen[at] if plain else None))
             except Exception as error:  # its tokenizer or its options
                 live.fail(error)
                 break
@@ -406,12 +407,6 @@ def _let_go(alone: dict[Hashable, _Live]) -> None:
     for live in alone.values():
         if live.thread is not None:
             live.thread.let_go()
-
-
-def _largest(logits: torch.Tensor) -> list[int]:
-    """The largest of each row [rows, vocabulary]; -1 where none is a finite number, so that no token can be chosen."""
-    at = logits.argmax(-1, keepdim=True)
-    return at.masked_fill(~logits.gather(-1, at).isfinite(), -1)[:, 0].tolist()
 
 
 def _limit(model: nn.Module, asked: int | None) -> int | None:

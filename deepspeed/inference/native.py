@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from array import array
 from typing import Any
 
 import torch
@@ -79,8 +80,10 @@ def functions() -> ctypes.CDLL | None:
             ctypes.POINTER(Norm), ctypes.POINTER(Matrix), pointer, ctypes.c_int64, pointer, ctypes.c_int,
         ]  # fmt: skip
         found.ds_attend.argtypes = [ctypes.POINTER(Pass), ctypes.POINTER(Heads), pointer, pointer]
-        for function in (found.ds_product, found.ds_layers, found.ds_head, found.ds_attend):
-            function.restype = None
+        found.ds_rows.argtypes = [ctypes.POINTER(Matrix), pointer, ctypes.c_int64, ctypes.c_int32, pointer]
+        found.ds_largest.argtypes = [pointer, ctypes.c_int64, ctypes.c_int64, pointer]
+        for name in ("product", "layers", "head", "attend", "rows", "largest"):
+            getattr(found, f"ds_{name}").restype = None
     return found
 
 
@@ -135,6 +138,23 @@ def rows_of(matrix: Matrix, first: int, count: int) -> Matrix:
     if matrix.bias is not None:
         made.bias += first * (4 if matrix.bias_kind == KINDS[torch.float32] else 2)
     return made
+
+
+def largest(logits: torch.Tensor) -> list[int]:
+    """Where the first largest value of each row [rows, columns] lies; -1 where that is not a finite number, so that no
+    token can be chosen."""
+    native = functions() if logits.device.type == "cpu" and logits.dtype == torch.float32 else None
+    if native is None or not logits.is_contiguous():
+        return largest_twin(logits)
+    found = array("q", bytes(8 * len(logits)))
+    native.ds_largest(logits.data_ptr(), *logits.shape, found.buffer_info()[0])
+    return found.tolist()
+
+
+def largest_twin(logits: torch.Tensor) -> list[int]:
+    """The same in torch."""
+    at = logits.argmax(-1, keepdim=True)
+    return at.masked_fill(~logits.gather(-1, at).isfinite(), -1)[:, 0].tolist()
 
 
 def product(matrix: Matrix, inputs: torch.Tensor, threads: int) -> torch.Tensor:

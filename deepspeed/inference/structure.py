@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from deepspeed.errors import PackingError
 from deepspeed.inference.native import Layer, Matrix, Norm, matrix_of, rows_of
-from deepspeed.inference.quantization.layers import PackedLinear
+from deepspeed.inference.quantization.layers import PackedEmbedding, PackedLinear
 from deepspeed.native import KINDS
 from deepspeed.zero.param import is_managed
 
@@ -33,6 +33,8 @@ class Structure:
     """A model's parts. `layers` are filled but for their heads' cache, window and scale.
 
     Attributes:
+        table: the embedding where its rows are those of a matrix, else None.
+        kind: of the rows of a packed table.
         seen: what the pointers stand on, as (dict of the owner, name, object, address): see `changed`.
     """
 
@@ -42,6 +44,8 @@ class Structure:
     layers: Any
     norm: Norm
     head: Matrix
+    table: Matrix | None = None
+    kind: int = 0
     seen: list[tuple[dict[str, Any], str, Any, int]] = field(default_factory=list)
 
     def changed(self) -> bool:
@@ -83,6 +87,7 @@ class Reader:
         head = self._matrix(self.model, "lm_head")
         made = Structure(parts["embed_tokens"], parts["rotary_emb"], blocks, layers, self._norm(base, "norm"), head)
         self._weight(base.embed_tokens)
+        made.table, made.kind = _table(base.embed_tokens)
         made.seen = self.seen
         return made
 
@@ -165,6 +170,17 @@ class Reader:
         made.bias = None if bias is None else bias.data_ptr()
         made.centred = isinstance(module, nn.LayerNorm)
         return made
+
+
+def _table(module: Any) -> tuple[Matrix | None, int]:
+    """An embedding as a matrix of rows, and the kind that packed ones are rounded to; None if it does more."""
+    if isinstance(module, PackedEmbedding):
+        weight: Any = module.packed if module.embed_scale is None else None
+    else:
+        plain = type(module).forward is nn.Embedding.forward and module.max_norm is None
+        weight = module.weight if plain else None
+    made = matrix_of(weight) if weight is not None and weight.dtype in KINDS else None
+    return (made, KINDS[weight.dtype]) if isinstance(made, Matrix) else (None, 0)
 
 
 def _named(module: nn.Module, names: tuple[str, ...]) -> tuple[str, ...]:

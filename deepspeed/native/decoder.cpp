@@ -98,11 +98,46 @@ DS_INLINE void activate(Activation activation, float* gate, const float* up, int
     }
 }
 
+// The place of a row's first largest value; -1 where that is not finite.
+DS_INLINE int64_t largest(const float* x, int64_t count) {
+    alignas(64) float lanes[16];
+    alignas(64) int32_t odd[16] = {};  // no numbers
+    std::fill(lanes, lanes + 16, -INFINITY);
+    int64_t i = 0;
+    for (; i + 16 <= count; i += 16)
+        for (int64_t l = 0; l < 16; l++) {
+            lanes[l] = x[i + l] > lanes[l] ? x[i + l] : lanes[l];
+            odd[l] |= x[i + l] != x[i + l];
+        }
+    for (; i < count; i++) {
+        lanes[0] = x[i] > lanes[0] ? x[i] : lanes[0];
+        odd[0] |= x[i] != x[i];
+    }
+    const float found = *std::max_element(lanes, lanes + 16);
+    if (!std::isfinite(found) || std::any_of(odd, odd + 16, [](int32_t one) { return one; })) return -1;
+    return std::find(x, x + count, found) - x;
+}
+
+// A row of a matrix in fp32; integers are rounded to `kind` first.
+DS_INLINE void read_row(const Matrix& m, int64_t row, Kind kind, float* out) {
+    const char* bytes = static_cast<const char*>(m.weights) + row * row_bytes(m);
+    if (m.form == WHOLE) std::copy_n(reinterpret_cast<const float*>(bytes), m.inputs, out);
+    else if (m.form == HALF) widen(reinterpret_cast<const uint16_t*>(bytes), BF16, out, m.inputs);
+    else
+        for (int64_t k = 0; k < m.inputs; k++) {
+            const int64_t group = row * (m.inputs / m.group) + k / m.group;
+            const float value = static_cast<float>(integer(m, row, k)) * m.scale[group];
+            out[k] = m.offset ? value + m.offset[group] : value;
+            if (kind == BF16) out[k] = from_bf16(to_bf16(out[k]));
+        }
+}
+
 // What lies between the products, one compilation for each instruction set.
 struct Between {
     void (*norm)(const Norm&, const float* x, float* out, int64_t rows, int64_t width);
     void (*place)(const Layer&, const Pass&, const int64_t* span, float* qkv);
     void (*activate)(Activation, float* gate, const float* up, int64_t count);
+    int64_t (*largest)(const float* x, int64_t count);
 };
 
 #define DS_BETWEEN(NAME, TARGET)                                                                                       \
@@ -115,7 +150,8 @@ struct Between {
     TARGET static void NAME##_activate(Activation activation, float* gate, const float* up, int64_t count) {           \
         activate(activation, gate, up, count);                                                                         \
     }                                                                                                                  \
-    static const Between NAME = {NAME##_norm, NAME##_place, NAME##_activate};
+    TARGET static int64_t NAME##_largest(const float* x, int64_t count) { return largest(x, count); }                  \
+    static const Between NAME = {NAME##_norm, NAME##_place, NAME##_activate, NAME##_largest};
 
 // Queries and keys of a sequence's rows are normed and rotated, keys and values go to their pages.
 DS_INLINE void place_span(const Layer& layer, const Pass& pass, const int64_t* span, float* qkv) {
@@ -209,6 +245,16 @@ void ds_head(const ds::Norm* norm, const ds::Matrix* matrix, const float* x, int
     ds::Input input;
     input.prepare(normed.data(), rows, matrix->inputs, matrix->form);
     ds::multiply(*matrix, input, out, matrix->outputs, false, threads);
+}
+
+// out[count, inputs]: rows of the matrix in fp32, those of integers rounded to a kind before.
+void ds_rows(const ds::Matrix* matrix, const int64_t* rows, int64_t count, ds::Kind kind, float* out) {
+    for (int64_t i = 0; i < count; i++) ds::read_row(*matrix, rows[i], kind, out + i * matrix->inputs);
+}
+
+// out[rows]: where each row's first largest value lies, -1 where that is not finite.
+void ds_largest(const float* x, int64_t rows, int64_t columns, int64_t* out) {
+    for (int64_t row = 0; row < rows; row++) out[row] = ds::between().largest(x + row * columns, columns);
 }
 
 void ds_attend(const ds::Pass* pass, const ds::Heads* heads, const float* queries, float* out) {

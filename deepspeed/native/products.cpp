@@ -26,12 +26,6 @@ struct Part {
     float (*sums)[PANEL];
 };
 
-static int64_t row_bytes(const Matrix& matrix) {
-    const int64_t columns = matrix.inputs;
-    return matrix.form == WHOLE ? 4 * columns : matrix.form == HALF ? 2 * columns
-           : matrix.form == UNSIGNED4 ? columns / 2 : columns;
-}
-
 // -- inputs -----------------------------------------------------------------------------------------------------------
 
 static void round_to_bf16(const float* x, uint16_t* out, int64_t count) {
@@ -142,12 +136,6 @@ DS_INLINE float dot(const uint16_t* w, const uint16_t* x, int64_t count) {
         for (int64_t i = 0; i < std::min<int64_t>(32, count - k); i++)
             lanes[i / 2] += from_bf16(w[k + i]) * from_bf16(x[k + i]);
     return added(lanes);
-}
-
-DS_INLINE int32_t integer(const Matrix& m, int64_t output, int64_t k) {
-    const auto* bytes = static_cast<const uint8_t*>(m.weights) + output * row_bytes(m);
-    if (m.form == SIGNED8) return static_cast<int8_t>(bytes[k]);
-    return m.form == UNSIGNED8 ? bytes[k] : bytes[k / 2] >> (k % 2 * 4) & 15;
 }
 
 DS_INLINE float dot_integers(const Matrix& m, int64_t output, const int16_t* x) {

@@ -22,6 +22,19 @@ struct Matrix {
     Kind bias_kind;
 };
 
+inline int64_t row_bytes(const Matrix& matrix) {
+    const int64_t columns = matrix.inputs;
+    return matrix.form == WHOLE ? 4 * columns : matrix.form == HALF ? 2 * columns
+           : matrix.form == UNSIGNED4 ? columns / 2 : columns;
+}
+
+// An element of a matrix of integers.
+DS_INLINE int32_t integer(const Matrix& m, int64_t output, int64_t k) {
+    const auto* bytes = static_cast<const uint8_t*>(m.weights) + output * row_bytes(m);
+    if (m.form == SIGNED8) return static_cast<int8_t>(bytes[k]);
+    return m.form == UNSIGNED8 ? bytes[k] : bytes[k / 2] >> (k % 2 * 4) & 15;
+}
+
 // Rows of an input as the product with a kind of matrix wants them.
 struct Input {
     int64_t rows = 0, columns = 0, padded = 0;  // padded: to whole vectors, with zeros

@@ -1,0 +1,60 @@
+"""What stands around the layers of a native pass: rows of a table, and the token that is chosen by a plain rule."""
+
+from __future__ import annotations
+
+from array import array
+
+import pytest
+import torch
+from torch import nn
+
+from deepspeed.errors import RequestError
+from deepspeed.inference import Generator, structure
+from deepspeed.inference.batch import Batch, Span
+from deepspeed.inference.native import functions, largest, largest_twin
+from deepspeed.inference.quantization.layers import PackedEmbedding
+from deepspeed.inference.quantization.packed import Form, PackedWeight
+from tests.unit.inference.test_native import CPU, PACKINGS, form, native
+from tests.unit.inference.toys import llama
+
+__all__ = ["form"]
+pytestmark = native
+
+
+@pytest.mark.parametrize("columns", [1, 15, 16, 33, 4001])
+def test_the_largest_of_a_row_is_the_first_one_or_none_where_it_is_no_number(form, columns) -> None:
+    torch.manual_seed(columns)
+    logits = torch.randn(9, columns)
+    logits[1] = -float("inf")
+    logits[2, -1], logits[3, columns // 2] = float("nan"), float("inf")
+    logits[4] = 3.0  # equal ones
+    logits[5, : columns // 2] = -float("inf")
+    logits[6, 0], logits[6, -1] = float("nan"), float("inf")
+    assert largest(logits) == largest_twin(logits)
+    assert largest(logits)[1:5] == [-1, -1, -1, 0] and largest(logits)[6] == -1
+    assert largest(logits[:, ::2]) == largest_twin(logits[:, ::2]) and largest(logits[:0]) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["plain", *PACKINGS])
+def test_rows_of_a_table_are_those_of_the_embedding(form, kind, dtype) -> None:
+    torch.manual_seed(0)
+    table = nn.Embedding(37, 192).to(dtype)
+    module = table if kind == "plain" else PackedEmbedding(PackedWeight(table.weight, PACKINGS[kind]), None, None)
+    matrix, rounded = structure._table(module)
+    at = array("q", [36, 0, 5, 5, 17])
+    made = torch.empty(len(at), 192)
+    functions().ds_rows(matrix, at.buffer_info()[0], len(at), rounded, made.data_ptr())
+    assert torch.equal(made, module(torch.tensor(at)).float())
+
+
+def test_a_table_that_does_more_than_give_rows_is_asked_itself() -> None:
+    assert structure._table(nn.Embedding(8, 32, max_norm=1.0)) == (None, 0)
+    assert structure._table(PackedEmbedding(PackedWeight(torch.randn(8, 32), Form()), None, 2.0)) == (None, 0)
+
+
+def test_tokens_outside_the_table_are_refused() -> None:
+    generator = Generator(llama())
+    for token in (-1, generator.model.config.vocab_size):
+        with pytest.raises(RequestError, match=str(token)):
+            generator._executor.run(Batch([Span([3, token], 0, [0])], generator.pages.size, CPU))
