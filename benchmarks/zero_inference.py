@@ -3,10 +3,10 @@
 python -m benchmarks.zero_inference                              # 2 GB of bf16, batch 32
 python -m benchmarks.zero_inference --width 1024 --layers 14     # small
 
-A pass makes the next token of every sequence of the batch. Its floor is the slower of two: the weights' bytes over the
-rate at which the native reader brings them block by block, and the pass of the same model in memory, asked by the same
-`generate`. Medians; `share` is the floor over the pass (bar 0.85). Growth is the largest resident set over what it was
-after the imports (bar: two blocks, keys and values, 64 MB).
+A pass makes the next token of every sequence of the batch, packed, over pages (`--own`: by the model's own `generate`).
+Its floor is the slower of two: the weights' bytes over the rate at which the native reader brings them block by block,
+and the same pass of the model in memory. Medians; `share` is the floor over the pass (bar 0.85). Growth is the largest
+resident set over what it was after the imports (bar: two blocks, the pages of keys and values, 64 MB).
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ import torch
 import deepspeed
 from benchmarks.common import write_json
 from deepspeed.config.sections.memory import Aio
+from deepspeed.inference import Generator, Request, Sampling
 from deepspeed.ops.aio.memory import aligned_bytes
 from deepspeed.storage.disk import Disk
 
 MIB = 1 << 20
 VOCABULARY = 8192
+ROWS = 128  # of a pass: what they take beside weights and pages grows with them
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -38,7 +40,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=20)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--prompt", type=int, default=16)
-    parser.add_argument("--tokens", type=int, default=6)
+    parser.add_argument("--tokens", type=int, default=14)
+    parser.add_argument("--own", action="store_true", help="by the model's own generate, not by packed passes")
     parser.add_argument("--device", default="nvme", choices=["cpu", "nvme"])
     parser.add_argument("--nvme_path", default="")
     parser.add_argument("--threads", type=int, default=2)
@@ -121,6 +124,34 @@ def passes(model: Any, ids: torch.Tensor, arguments: argparse.Namespace) -> list
 
     Of two answers, of which the first teaches what is needed when.
     """
+    if arguments.own:
+        return passes_of_own(model, ids, arguments)
+    page, room = 16, arguments.batch * (pages_of(arguments) + 1)  # one more to let all in at once
+    config = model.config
+    each = 2 * 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * page
+    generator = Generator(model, page_size=page, cache_bytes=room * each, prefix_cache=False, max_batch_tokens=ROWS)
+    sampling = Sampling(max_new_tokens=arguments.tokens, ignore_eos=True)
+    for _ in range(2):
+        for number, prompt in enumerate(ids.tolist()):
+            generator.submit(Request(number, prompt, sampling))
+        seconds = []
+        while not generator.idle:
+            begun = time.perf_counter()
+            outputs = generator.step()
+            if len(outputs) == arguments.batch:  # prompts enter in several passes
+                seconds.append(time.perf_counter() - begun)
+    print(f"{type(model).__name__}: {generator.kind}, passes of {[round(one, 2) for one in seconds]} s", flush=True)
+    generator.close()
+    return seconds
+
+
+def pages_of(arguments: argparse.Namespace) -> int:
+    """Of a sequence."""
+    return -(-(arguments.prompt + arguments.tokens) // 16)
+
+
+def passes_of_own(model: Any, ids: torch.Tensor, arguments: argparse.Namespace) -> list[float]:
+    """The same by the model's own `generate`."""
     asked = {"max_new_tokens": arguments.tokens, "min_new_tokens": arguments.tokens, "do_sample": False}
     begun: list[float] = []
     handle = model.register_forward_pre_hook(lambda *_: begun.append(time.perf_counter()))
@@ -145,7 +176,8 @@ def answer(arguments: argparse.Namespace, shape: Any, folder: str, peak: Peak | 
     found["passes"] = passes(engine.module, ids, arguments)
     found["generate_mb"] = peak.mark() if peak else 0.0
     width, layers = shape.hidden_size, shape.num_hidden_layers
-    cache = 2 * 2 * layers * arguments.batch * (arguments.prompt + arguments.tokens) * width
+    rows = arguments.prompt + arguments.tokens if arguments.own else 16 * (pages_of(arguments) + 1)
+    cache = 2 * 2 * layers * arguments.batch * rows * width
     block = 2 * max(sum(layer), VOCABULARY * width)
     engine.destroy()
     return found | {

@@ -9,12 +9,17 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import sys
 import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
+import torch
+
 _TRIM, _MAP = -1, -3  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD of mallopt
 _OWN, _LARGEST = 1 << 20, 1 << 25  # bytes that count as large inside, and, as glibc itself would have it, outside
+PAGE = 4096  # bytes
+_HUGE = 14  # MADV_HUGEPAGE of Linux
 _lock, _open = threading.Lock(), list[object]()
 
 
@@ -44,3 +49,34 @@ def own_pages() -> Generator[None, None, None]:
             if not _open:
                 mallopt(_MAP, _LARGEST)
                 mallopt(_TRIM, 2 * _LARGEST)
+
+
+@functools.cache
+def _madvise() -> Callable[[int, int, int], int] | None:
+    found = getattr(ctypes.CDLL(None), "madvise", None) if sys.platform == "linux" else None
+    if found is not None:
+        found.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return found
+
+
+def huge_pages(address: int, nbytes: int) -> None:
+    """Ask for huge pages behind fresh memory: a page fault for each 4 KiB takes longer than reading them from a disk.
+
+    What the system says does not matter. A block that lies in the heap, which is not given back, is left alone.
+    """
+    madvise = _madvise()
+    begin, end = -(-address // PAGE) * PAGE, (address + nbytes) // PAGE * PAGE
+    if madvise is not None and address and end - begin >= _OWN:
+        madvise(begin, end - begin, _HUGE)
+
+
+def at_a_page(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Zeros [numel] in host memory of their own that begin with a page, where a disk reads straight into them.
+
+    Large ones do so again when their storage has been resized to nothing and back inside `own_pages`, unless the heap
+    has a hole of their size by then.
+    """
+    with own_pages():
+        memory = torch.zeros(numel + PAGE // dtype.itemsize, dtype=dtype)
+    lead = -memory.data_ptr() % PAGE // dtype.itemsize
+    return torch.empty(0, dtype=dtype).set_(memory.untyped_storage(), lead, (numel,), (1,))

@@ -179,7 +179,9 @@ def _table(module: Any) -> tuple[Matrix | None, int]:
     else:
         plain = type(module).forward is nn.Embedding.forward and module.max_norm is None
         weight = module.weight if plain else None
-    made = matrix_of(weight) if weight is not None and weight.dtype in KINDS else None
+    if weight is None or weight.dtype not in KINDS:
+        return None, 0
+    made = matrix_of(weight)
     return (made, KINDS[weight.dtype]) if isinstance(made, Matrix) else (None, 0)
 
 

@@ -111,8 +111,8 @@ class _OnDisk(Stored):
                 self._end_straight()
             with contextlib.suppress(StorageError):
                 self.release()
-            self._tier.spare[self._extent.nbytes].append(self._extent.offset)
             self._written = False
+            self._tier.leave(self._extent)
 
     def settle(self) -> torch.Tensor:
         """Wait for what is under way; the buffer."""
@@ -165,9 +165,11 @@ class NvmeTier(Tier):
         self.ahead: set[_OnDisk] = set()  # with a buffer that was filled before they were borrowed
         self.behind: deque[_OnDisk] = deque()  # with a buffer that is written, oldest first
         self.spare: dict[int, list[int]] = defaultdict(list)  # places of dropped tensors, by size
+        self._stored = 0  # tensors that are not dropped
 
     def store(self, label: str, numel: int, dtype: torch.dtype, device: torch.device) -> Stored:
         """Zeros, for which space is reserved on the disk."""
+        self._stored += 1
         return _OnDisk(label, self, numel, dtype)
 
     def lends_on(self, device: torch.device) -> torch.device:
@@ -178,6 +180,13 @@ class NvmeTier(Tier):
         """A place on the disk, that of a dropped tensor if one has the size."""
         places = self.spare[nbytes]
         return Extent(label, nbytes, places.pop()) if places else self.disk.create(label, nbytes)
+
+    def leave(self, extent: Extent) -> None:
+        """A tensor is dropped: its place is free, and with the last one the memory of the buffers."""
+        self.spare[extent.nbytes].append(extent.offset)
+        self._stored -= 1
+        if not self._stored:
+            self.pool.shrink()
 
     def forget(self, stored: _OnDisk) -> None:
         """`stored` is borrowed or dropped: its buffer is not counted any more."""

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import torch
 
 from deepspeed.errors import ShardedParameterError
-from deepspeed.foundation.heap import own_pages
+from deepspeed.foundation.heap import huge_pages, own_pages
 from deepspeed.zero.member import Member, memories, references
 from deepspeed.zero.roles import Group, ZeroParamStatus
 from deepspeed.zero.transforms import in_transform
@@ -101,6 +101,8 @@ class Aliases:
         if self._storage.nbytes() != self._bytes:
             with own_pages() if self._group.own_pages else nullcontext():
                 self._storage.resize_(self._bytes)
+            if self._group.own_pages:
+                huge_pages(self._storage.data_ptr(), self._bytes)
 
     def let_go(self) -> None:
         """Give the memory of the freed group back, unless it is retained or somebody holds a view of it."""
@@ -233,7 +235,7 @@ def _keep_place(saved: Any, of: dict[int, LentGroup]) -> None:
     if group is None or view.dtype != group.dtype or view.is_conj() or view.is_neg():
         return
     offset = int(view.storage_offset())
-    member = group.members[bisect_right(group.offsets, offset) - 1]
+    member = group.members[bisect_right(group.offsets, offset - int(group.full.storage_offset())) - 1]
     counts = view._version == member.param._version
     place = _Place(group, member, view._version if counts else None, view.size(), view.stride(), offset)
     del view

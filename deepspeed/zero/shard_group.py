@@ -18,7 +18,7 @@ import torch
 from deepspeed.comm.collectives import READ, SPREAD, Handle, spread, tag_of
 from deepspeed.comm.fetch import FetchService, SharedSlices, meet, service_of
 from deepspeed.errors import ShardedParameterError
-from deepspeed.foundation.heap import own_pages
+from deepspeed.foundation.heap import at_a_page
 from deepspeed.storage.mover import Arrival
 from deepspeed.storage.resident import RESIDENT, Resident
 from deepspeed.storage.tier import Stored
@@ -143,7 +143,9 @@ class ShardGroup(LocalShard):
 
     def new_buffer(self) -> None:
         """Make the full buffer, of zeros, with nobody's views over it."""
-        with own_pages() if self.own_pages else contextlib.nullcontext():
+        if self.own_pages:
+            self.full = at_a_page(self.layout.padded, self.dtype)
+        else:
             self.full = torch.zeros(self.layout.padded, dtype=self.dtype, device=self.device)
         # The parameters' places in the full buffer, in their shapes; valid whenever the storage has its size.
         self.views = [member.flat().view(member.shape) for member in self.members]

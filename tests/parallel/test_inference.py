@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import deepspeed
+from deepspeed.inference import Generator, Sampling
 from deepspeed.inference.quantization.quantization import apply_section
 from tests.unit.inference_surface.models import model, prompt
 
@@ -82,6 +83,16 @@ def test_a_live_engine_generates_with_the_weights_of_now(workers: Any, stage: in
         assert equal and max(different) > 8
 
 
+def _in_passes(module: Any, ids: torch.Tensor, length: int) -> torch.Tensor:
+    """The same, each row a request of its own, in packed passes."""
+    generator = Generator(module, page_size=4)
+    new = generator.generate(ids.tolist(), Sampling(max_new_tokens=length - ids.shape[1], ignore_eos=True))
+    kind = generator.kind
+    generator.close()
+    assert kind == "packed", generator.why
+    return torch.cat([ids, torch.tensor(new)], 1)
+
+
 def _streamed(device: str, folder: str, packed: bool) -> Any:
     rank, plain = int(os.environ["RANK"]), model("llama")
     config: dict[str, Any] = {
@@ -105,7 +116,7 @@ def _streamed(device: str, folder: str, packed: bool) -> Any:
         apply_section(other, section)
     want = _generated(other, ids)
     engine, optimizer, *_ = deepspeed.initialize(model=plain, config=config)
-    found = [_generated(engine.module, ids), _generated(engine, ids)]
+    found = [_generated(engine.module, ids), _generated(engine, ids), _in_passes(engine.module, ids, want.shape[1])]
     engine.destroy()
     return all(torch.equal(one, want) for one in found), len(set(want[0].tolist()))
 

@@ -6,6 +6,9 @@ import subprocess
 import sys
 
 import pytest
+import torch
+
+from deepspeed.foundation.heap import PAGE, at_a_page, huge_pages, own_pages
 
 PROGRAM = """
 import contextlib, sys, psutil, torch
@@ -39,3 +42,42 @@ def grown(kind: str) -> int:
 def test_large_blocks_leave_nothing_behind() -> None:
     assert grown("own") < 8
     assert grown("plain") > 24, "the C library gives such memory back by itself: nothing to do"
+
+
+PLACES = """
+import torch
+from deepspeed.foundation.heap import PAGE, at_a_page, own_pages
+
+for numel in (7_654_321, 40_000_000):
+    made = at_a_page(numel, torch.bfloat16)
+    storage = made.untyped_storage()
+    size = storage.nbytes()
+    for turn in range(3):
+        storage.resize_(0)
+        other = torch.ones(1_000_000 + 77 * turn)
+        with own_pages():
+            storage.resize_(size)
+        print(made.data_ptr() % PAGE)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's malloc")
+def test_a_buffer_begins_with_a_page_again_when_it_is_grown() -> None:
+    """Where a disk reads straight into memory, memory that begins elsewhere goes through another block."""
+    ran = subprocess.run([sys.executable, "-c", PLACES], capture_output=True, text=True, check=True)
+    assert ran.stdout.split() == ["0"] * 6
+
+
+@pytest.mark.parametrize("numel", [3, 300_000, 1 << 20, 7_654_321])
+def test_a_buffer_is_whole_wherever_it_lies(numel: int) -> None:
+    made = at_a_page(numel, torch.bfloat16)
+    storage = made.untyped_storage()
+    size = storage.nbytes()
+    assert made.shape == (numel,) and not made.any() and made.data_ptr() % PAGE == 0
+    for turn in range(3):
+        storage.resize_(0)
+        with own_pages():
+            storage.resize_(size)
+        huge_pages(storage.data_ptr(), size)
+        made.fill_(turn)
+        assert float(made.float().sum()) == turn * numel

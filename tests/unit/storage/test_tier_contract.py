@@ -138,6 +138,24 @@ def test_settled_use_allocates_nothing(tier: Tier) -> None:
     assert all(values(stored).eq(7).all() for stored in many)
 
 
+def test_with_the_last_tensor_the_memory_of_buffers_goes(tmp_path: Path) -> None:
+    """Slices that are born on a disk are laid elsewhere by the engine, which has buffers of its own."""
+    disk, pool = Disk(tmp_path, settings=Aio(block_size=4096, queue_depth=4)), BufferPool()
+    tier = NvmeTier(disk, pool, 2)
+    first, second = store(tier), store(tier)
+    fill(first, 1.0)
+    fill(second, 2.0)
+    second.drop()
+    assert pool.nbytes > 0 and float(values(first).sum()) == 1000.0
+    first.drop()
+    assert pool.nbytes == 0 and pool.idle
+    third = store(tier)
+    fill(third, 3.0)
+    assert float(values(third).sum()) == 3000.0
+    third.drop()
+    disk.close()
+
+
 def test_buffers_are_few(tmp_path: Path) -> None:
     """Tensors on disk take memory while they are borrowed, and a few ahead and behind."""
     disk = Disk(tmp_path, settings=Aio())
