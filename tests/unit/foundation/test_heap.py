@@ -25,14 +25,14 @@ with own_pages() if sys.argv[1] == "own" else contextlib.nullcontext():
     kept = []
     for _ in range(8):
         large = [torch.ones(5 * MIB // 4) for _ in range(8)]
-        kept.append(torch.ones(1 << 12))  # lies behind the last of them, and holds what is below it
+        kept.append(torch.ones(1 << 16))  # lies behind the last of them, in no older hole, and holds what is below it
     del large
     print(resident() - begun)
 """
 
 
 def grown(kind: str) -> int:
-    """MiB that stay of 40 MiB that were freed, below a few KiB that were not."""
+    """MiB that stay of 40 MiB that were freed, below a few small ones that were not."""
     ran = subprocess.run([sys.executable, "-c", PROGRAM, kind], capture_output=True, text=True, check=True)
     return int(ran.stdout)
 
