@@ -1,10 +1,15 @@
-"""Tokens from memory: `python -m benchmarks.generate [--tables latency first throughput] [--env llama=PYTHON]`.
+"""Tokens from memory: `python -m benchmarks.generate [--tables "latency A" first throughput] [--env PEER=PYTHON ...]`.
 
 Models A (110 M: width 768, 12 layers, 12 heads, 32,000 tokens, tied) and B (3 M: width 256, 4 layers), random weights
 of a size at which greedy text does not repeat itself, bf16, one thread. Sides alternate in one run, their order is
 drawn anew each round; a line compares our side with itself. Wall time, CPU time of the process beside it; ratios are
-medians over rounds, with 95 % intervals. `--env llama=PYTHON` names the interpreter of an environment with `xllamacpp`
-and `gguf`: llama.cpp is a side then, on one thread of a process of its own (`benchmarks/llama_cpp.py`).
+medians over rounds, with 95 % intervals. Peers are sides where `--env` names the interpreter of an environment that
+has them, each on one thread of a process of its own, and has to write as many tokens as are asked for: `--env
+llama=PYTHON` is llama.cpp (`benchmarks/llama_cpp.py`), `--env vllm=PYTHON` is vLLM (`benchmarks/vllm_cpu.py`, which
+tells how its environment is made).
+
+The table `agree` is of no times: on model B in fp32, prompts of four lengths together, what we and vLLM write has to be
+what HF finds likeliest there, so that a side that is fast because it is wrong is found before it is timed.
 
 The table `command` (`command B` for the small model) is of fresh processes, from their start to their end: import, load
 from a folder (in the page cache after the round that is not counted), the first token of a prompt of 128
@@ -15,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import json
 import os
 import random
@@ -23,8 +29,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +50,10 @@ SIZES = {
 }  # fmt: skip
 STD = {"A": 0.06, "B": 0.1}
 NEW = 64
+CLOSE = 0.5  # nats that a peer may choose under the likeliest; a wrong mask or position costs several
 PATIENCE = 60  # seconds
 PEERS: dict[str, str] = {}  # interpreters by peer
+NAMES = {"llama": ("llama.cpp", "llama_cpp.py"), "vllm": ("vLLM", "vllm_cpu.py")}  # what a peer is, its script
 Side = Callable[[], object]
 Times = dict[str, list[tuple[float, float]]]  # wall and CPU seconds by side
 
@@ -88,19 +96,20 @@ def greedy(new: int) -> Sampling:
 
 
 class Peer:
-    """llama.cpp over a model, in a process of its own.
+    """Another engine over a model, in a process of its own.
 
     Args:
-        python: interpreter of an environment that has it.
+        peer: a key of `NAMES` that `PEERS` has an interpreter for.
         model: of which it gets a copy.
         slots: prompts that go on at once.
         room: tokens of each.
     """
 
-    def __init__(self, python: str, model: LlamaForCausalLM, slots: int, room: int) -> None:
+    def __init__(self, peer: str, model: LlamaForCausalLM, slots: int, room: int) -> None:
+        self.name, script = NAMES[peer]
         self._folder = tempfile.TemporaryDirectory()
         model.save_pretrained(self._folder.name)
-        command = [python, str(BENCHMARKS / "llama_cpp.py"), self._folder.name, str(slots), str(room)]
+        command = [PEERS[peer], str(BENCHMARKS / script), self._folder.name, str(slots), str(room)]
         self._log = Path(self._folder.name, "log")
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
@@ -108,18 +117,18 @@ class Peer:
             )
         self._hear()
 
-    def __call__(self, prompts: list[list[int]], new: list[int]) -> list[str]:
-        """Texts of prompts that go on together."""
+    def __call__(self, prompts: list[list[int]], new: list[int]) -> dict[str, Any]:
+        """What it wrote to prompts that go on together: `texts` or `tokens`, one for each."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps({"prompts": prompts, "new": new}) + "\n")
         self._process.stdin.flush()
-        return self._hear()["texts"]
+        return self._hear()
 
     def _hear(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise SystemExit(f"llama.cpp ended:\n{self._log.read_text()[-3000:]}")
+            raise SystemExit(f"{self.name} ended:\n{self._log.read_text()[-3000:]}")
         return json.loads(line)
 
     def close(self) -> None:
@@ -130,14 +139,16 @@ class Peer:
 
 
 @contextmanager
-def peer_of(model: LlamaForCausalLM, slots: int = 1, room: int = 2048) -> Iterator[Peer | None]:
-    """llama.cpp, where an environment for it was named."""
-    peer = Peer(PEERS["llama"], model, slots, room) if "llama" in PEERS else None
-    try:
-        yield peer
-    finally:
-        if peer is not None:
-            peer.close()
+def peers_of(
+    model: LlamaForCausalLM, slots: int = 1, room: int = 2048, among: Iterable[str] = NAMES
+) -> Iterator[list[Peer]]:
+    """The peers that an environment was named for."""
+    with ExitStack() as stack:
+        made = []
+        for peer in (one for one in among if one in PEERS):
+            made.append(Peer(peer, model, slots, room))
+            stack.callback(made[-1].close)
+        yield made
 
 
 # -- timing ------------------------------------------------------------------------------------------------------------
@@ -163,7 +174,7 @@ def cpu_time() -> float:
         time.process_time()
         + ended.children_user
         + ended.children_system
-        + sum(sum(child.cpu_times()[:2]) for child in psutil.Process().children())
+        + sum(sum(child.cpu_times()[:2]) for child in psutil.Process().children(recursive=True))
     )
 
 
@@ -216,13 +227,13 @@ def latency(name: str, rounds: int) -> list[dict[str, Any]]:
     model = make(name)
     prompt, made = tokens(model, 128, 2), generators(model)
     sides: dict[str, Side] = {}
-    with peer_of(model) as peer:
+    with peers_of(model) as peers:
         for new, suffix in ((1, ", first token"), (NEW, "")):
             for side, generator in {**made, "ours again": made["ours"]}.items():
                 sides[side + suffix] = lambda g=generator, n=new: g.generate([prompt], greedy(n))
             sides["HF generate" + suffix] = lambda n=new: hugging_face(model, [prompt], n)
-            if peer is not None:
-                sides["llama.cpp" + suffix] = lambda n=new: peer([prompt], [n])
+            for peer in peers:
+                sides[peer.name + suffix] = lambda p=peer, n=new: p([prompt], [n])
         found = minus(rounds_of(sides, rounds))
     rows = rows_of(found, f"{name}: a token, batch 1, prompt 128", "HF generate", NEW - 1)
     size, ours = sum(p.nbytes for p in model.parameters()), rows[0]["wall"]["ms"]
@@ -233,7 +244,7 @@ def latency(name: str, rounds: int) -> list[dict[str, Any]]:
 def first(rounds: int) -> list[dict[str, Any]]:
     model = make("A")
     generator, rows = generators(model)["ours"], []
-    with peer_of(model) as peer:
+    with peers_of(model) as peers:
         for length in (128, 1024):
             prompt = tokens(model, length, length)
             sides: dict[str, Side] = {
@@ -241,8 +252,8 @@ def first(rounds: int) -> list[dict[str, Any]]:
                 "ours again": lambda p=prompt: generator.generate([p], greedy(1)),
                 "HF generate": lambda p=prompt: hugging_face(model, [p], 1),
             }
-            if peer is not None:
-                sides["llama.cpp"] = lambda p=prompt: peer([p], [1])
+            for peer in peers:
+                sides[peer.name] = lambda p=prompt, q=peer: q([p], [1])
             rows += rows_of(rounds_of(sides, rounds), f"A: first token, prompt {length}", "HF generate", 1)
     return rows
 
@@ -273,9 +284,9 @@ def throughput(rounds: int) -> list[dict[str, Any]]:
         "ours": lambda: ours(generator), "ours again": lambda: ours(generator), "HF generate, padded": padded,
         "HF continuous batching": lambda: continuous(model, asked),
     }  # fmt: skip
-    with peer_of(model, len(asked), 512) as peer:
-        if peer is not None:
-            sides["llama.cpp"] = lambda: peer([prompt for prompt, _ in asked], [new for _, new in asked])
+    with peers_of(model, len(asked), 512) as peers:
+        for peer in peers:
+            sides[peer.name] = lambda p=peer: p([prompt for prompt, _ in asked], [new for _, new in asked])
         found = rounds_of(sides, rounds)
     rows = rows_of(found, f"A: {useful} useful tokens of 32 requests", "ours", useful)
     for row in rows:
@@ -297,6 +308,34 @@ def continuous(model: Any, asked: list[tuple[list[int], int]]) -> None:
             if result is None:
                 raise SystemExit("HF's continuous batching stopped answering")
             left -= result.is_finished()
+
+
+@torch.no_grad()
+def agree() -> None:
+    """B in fp32 writes: our tokens are HF's, and HF finds each token of vLLM's text (almost) the likeliest there.
+
+    Equal tokens are not asked of vLLM: its attention in fp32 is exact to some tenths of a nat only, which is enough
+    to take the other of two near tokens. llama.cpp's form of the weights is bf16, so it is left out.
+    """
+    model = make("B").float()
+    asked = [tokens(model, length, length) for length in (16, 31, 97, 300)]
+    expected = [hugging_face(model, [prompt], NEW)[0] for prompt in asked]
+    found = {"ours": Generator(model, prefix_cache=False).generate(asked, greedy(NEW))}
+    with peers_of(model, len(asked), 512, ["vllm"]) as peers:
+        for peer in peers:
+            found[peer.name] = peer(asked, [NEW] * len(asked))["tokens"]
+    for side, texts in found.items():
+        alike = [sum(1 for _ in itertools.takewhile(lambda two: two[0] == two[1], zip(a, b, strict=True)))
+                 for a, b in zip(texts, expected, strict=True)]  # fmt: skip
+        gaps = []
+        for prompt, text in zip(asked, texts, strict=True):
+            logits = model(torch.tensor([prompt + text])).logits[0, len(prompt) - 1 : -1]
+            gaps.append((logits.amax(-1) - logits.gather(-1, torch.tensor(text)[:, None])[:, 0]).max().item())
+        print(
+            f"agree: {side}: the first {alike} of {NEW} tokens are HF's; at most {max(gaps):.4f} under HF's likeliest"
+        )
+        if max(gaps) > (0.001 if side == "ours" else CLOSE):
+            raise SystemExit(f"{side} does not write what HF would")
 
 
 def command(name: str, rounds: int) -> list[dict[str, Any]]:
@@ -329,13 +368,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tables", nargs="*", default=["latency A", "latency B", "first", "throughput"])
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--env", action="append", default=[], help="llama=PYTHON")
+    parser.add_argument("--env", action="append", default=[], help="llama=PYTHON or vllm=PYTHON")
     given = parser.parse_args()
     PEERS.update(one.split("=", 1) for one in given.env)
+    if unknown := PEERS.keys() - NAMES:
+        parser.error(f"--env knows {', '.join(NAMES)}, not {', '.join(unknown)}")
     if os.environ.get("OMP_NUM_THREADS") != "1":  # threads that others start read it when they are born
         os.execve(sys.executable, [*sys.orig_argv], {**os.environ, "OMP_NUM_THREADS": "1"})
     torch.set_num_threads(1)
     for table in given.tables:
+        if table == "agree":
+            agree()
+            continue
         if table.startswith("latency"):
             rows = latency(table[-1], given.rounds)
         elif table.startswith("command"):

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from deepspeed.accelerator.instruments import see_memory_usage
+from deepspeed.accelerator.instruments import ThroughputTimer, see_memory_usage
 from deepspeed.comm import scalars
 from deepspeed.comm.api import told_by_all
 from deepspeed.comm.collectives import SMALL, tag_of
@@ -58,6 +58,11 @@ class Instruments:
         state: of the engine.
         facts: answers about it.
         engine: itself, for the profiler's report.
+
+    Attributes:
+        throughput: samples per second over all ranks, from forward to the end of `step`, from the third update on. It
+            waits for no device: an update ends with the norm on the host, so little is under way then. The line of
+            `steps_per_print` tells the current figure, so it logs none of its own.
     """
 
     def __init__(self, state: EngineState, facts: StateAccessors, engine: Any) -> None:
@@ -73,6 +78,8 @@ class Instruments:
         profiled = state.ds_config.wall_clock_breakdown or state.ds_config.flops_profiler_config.enabled
         says = state.ds_config.wall_clock_breakdown
         self.times = StepTimers(state.timers, profiled or self._trial.active, says)
+        unwaited = state.ds_config.timers.throughput.model_copy(update={"synchronized": False})
+        self.throughput = ThroughputTimer(unwaited, self._facts.train_batch_size())
         self._loss: torch.Tensor | None = None
         self._weight, self._tokens = 0.0, 0
         self._since: float | None = None  # when the window began
@@ -153,6 +160,7 @@ class Instruments:
 
     def on_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A micro-batch begins."""
+        self.throughput.start()
         self._profiling.on_forward((args, kwargs))
         if self.progress is not None:
             self.progress.on_batch()
@@ -203,6 +211,7 @@ class Instruments:
         self._profiling.on_step(boundary)
         if not boundary:
             self.times.end_micro_batch()
+            self.throughput.stop()
         return boundary
 
     def row(self) -> list[float]:
@@ -221,6 +230,8 @@ class Instruments:
             rows: what each rank gave as its `row`.
             samples: of the window, over all ranks.
         """
+        self.throughput.batch_size = samples
+        self.throughput.stop(global_step=True, report_speed=False)
         self._profiling.after_update()
         self._finder.forget()
         self._tracing.after_update()

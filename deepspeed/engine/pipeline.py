@@ -186,6 +186,7 @@ class PipelineEngine(DeepSpeedEngine):
         batches = self._fetch(data_iter, steps)
         self._driver.items = self._items(batches, num_items)
         self._before_micro_batch()
+        self._instruments.throughput.start()
         with self._timed(FORWARD):
             losses = self._run(batches, training=True)
         window.force(None)

@@ -109,6 +109,7 @@ class EngineSurface:
     reload_states = by("_offload", OffloadStates.reload_states)
 
     monitor = read("_instruments", Instruments.monitor)
+    tput_timer = property(lambda self: self._instruments.throughput, doc="See `Instruments.throughput`.")
     flops_profiler = read("_instruments", Instruments.flops_profiler)
     memory_by_category = by("_instruments", Instruments.memory_by_category)
     timeline = read("_instruments", Instruments.timeline)

@@ -205,8 +205,8 @@ class ThroughputMeter:
         self.micro_step_count = 0
 
     def start(self) -> None:
-        """A micro-step begins."""
-        if self.global_step_count >= self.start_step:
+        """A micro-step begins; one that has begun goes on."""
+        if self._begun is None and self.global_step_count >= self.start_step:
             self._synchronize()
             self._begun = time.perf_counter()
 

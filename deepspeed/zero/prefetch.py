@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
@@ -19,6 +20,9 @@ from deepspeed.zero.shard_group import ShardGroup, State
 
 # Passes that begin differently (training, evaluation, a child or a method called by itself) are remembered apart.
 _REMEMBERED = 8
+# What a profile is told of: a gather is started as it is needed, is waited for, is started ahead.
+FETCH_SUBMIT, FETCH_WAIT, PREFETCH_SUBMIT = "fetch_submit", "fetch_wait", "prefetch_submit"
+_NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 @dataclass(frozen=True)
@@ -166,6 +170,7 @@ class Keeper:
         self.peak = 0  # most elements gathered or in flight at once
         self.gathers = 0
         self.late = 0  # gathers of a known pass that were started when their unit needed them, not ahead
+        self.profile: Callable[[str, int], AbstractContextManager[None]] | None = None  # takes an event, its elements
         self._number = {id(g): number for number, g in enumerate(groups)}
         self._here: dict[int, ShardGroup] = {}  # gathered or in flight, by id
         self._used: dict[int, ShardGroup] = {}  # gathered for a unit that is not done with it
@@ -253,11 +258,18 @@ class Keeper:
             if group.state is State.SHARDED:
                 self.late += expected
                 self.make_room(group)
-                self._start(group)
+                with self._event(FETCH_SUBMIT, group):
+                    self._start(group)
         self._prefetch()
         for group in groups:
-            group.finish_gather()
+            with self._event(FETCH_WAIT, group) if group.state is State.INFLIGHT else _NOTHING:
+                group.finish_gather()
             self.note(group)
+
+    def _event(self, name: str, group: ShardGroup) -> AbstractContextManager[None]:
+        if self.profile is None:
+            return _NOTHING
+        return self.profile(name, sum(member.shape.numel() for member in group.members))  # without what fills it up
 
     def _start(self, group: ShardGroup) -> None:
         group.start_gather()
@@ -292,7 +304,8 @@ class Keeper:
         return True
 
     def _start_ahead(self, group: ShardGroup) -> None:
-        self._start(group)
+        with self._event(PREFETCH_SUBMIT, group):
+            self._start(group)
         if group.state is State.INFLIGHT:
             self._ahead[id(group)] = group
             self._on_the_way += group.numel
