@@ -158,7 +158,7 @@ class FusedExecutor:
             self.structure = self._read()
         except PackingError as error:
             say(f"{type(self.model).__name__} goes on through its own modules: {error}")
-            self.structure.blocks, self.structure.seen = [], []
+            self.structure.blocks, self.structure.seen, self.structure.tensors = [], [], ([], [])
 
 
 def _window(rule: Mask, model: nn.Module) -> int:

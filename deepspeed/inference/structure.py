@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,7 +36,8 @@ class Structure:
     Attributes:
         table: the embedding where its rows are those of a matrix, else None.
         kind: of the rows of a packed table.
-        seen: what the pointers stand on, as (dict of the owner, name, object, address): see `changed`.
+        seen: what the pointers stand on, as (dict of an owner, its values): see `changed`.
+        tensors: the weights among them, and where they lie.
     """
 
     embedding: nn.Module
@@ -46,15 +48,19 @@ class Structure:
     head: Matrix
     table: Matrix | None = None
     kind: int = 0
-    seen: list[tuple[dict[str, Any], str, Any, int]] = field(default_factory=list)
+    seen: list[tuple[dict[str, Any], tuple[Any, ...]]] = field(default_factory=list)
+    tensors: tuple[list[torch.Tensor], list[int]] = field(default_factory=lambda: ([], []))
 
     def changed(self) -> bool:
-        """Whether a module or a weight's memory is another than the one that was read. Values may change freely."""
-        for owner, name, was, address in self.seen:
-            now = owner.get(name)
-            if now is not was or (address and was.data_ptr() != address):
+        """Whether a module or a weight's memory is another than the one that was read. Values may change freely.
+
+        Asked before every pass, with all it looks at out of the caches: so few steps of Python are made of it.
+        """
+        for owner, was in self.seen:
+            if len(owner) != len(was) or any(map(operator.is_not, owner.values(), was)):
                 return True
-        return False
+        weights, addresses = self.tensors
+        return list(map(torch.Tensor.data_ptr, weights)) != addresses
 
 
 class Reader:
@@ -66,7 +72,7 @@ class Reader:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.seen: list[tuple[dict[str, Any], str, Any, int]] = []
+        self.seen: dict[int, dict[str, Any]] = {}
 
     def read(self) -> Structure:
         """The parts of the model."""
@@ -81,30 +87,32 @@ class Reader:
                 raise PackingError(f"the forward of {type(module).__name__} is hooked")
         blocks = list(parts["layers"])
         layers = (Layer * len(blocks))()
+        self._see(parts["layers"]._modules)
         for at, block in enumerate(blocks):
-            self._see(parts["layers"]._modules, str(at))
             self._block(block, layers[at])
         head = self._matrix(self.model, "lm_head")
         made = Structure(parts["embed_tokens"], parts["rotary_emb"], blocks, layers, self._norm(base, "norm"), head)
         self._weight(base.embed_tokens)
         made.table, made.kind = _table(base.embed_tokens)
-        made.seen = self.seen
+        made.seen = [(owner, tuple(owner.values())) for owner in self.seen.values()]
+        held = {id(one): one for _, found in made.seen for one in found if isinstance(one, torch.Tensor)}
+        made.tensors = list(held.values()), [one.data_ptr() for one in held.values()]
         return made
 
-    def _see(self, owner: dict[str, Any], name: str) -> None:
-        tensor = owner[name] if isinstance(owner[name], torch.Tensor) else None
-        self.seen.append((owner, name, owner[name], 0 if tensor is None else tensor.data_ptr()))
+    def _see(self, owner: dict[str, Any]) -> None:
+        """What it holds is what the structure stands on."""
+        self.seen[id(owner)] = owner
 
     def _weight(self, module: Any) -> None:
         """Note the tensors of a leaf."""
         home = module.packed if hasattr(module, "packed") else module
         for owner in (home, module) if home is not module else (module,):
-            for name, tensor in owner._parameters.items():
+            for tensor in owner._parameters.values():
                 if tensor is None:
                     continue
                 if is_managed(tensor) or type(tensor.data) is not torch.Tensor:
                     raise PackingError(f"{type(module).__name__} has weights that are not whole here")
-                self._see(owner._parameters, name)
+                self._see(owner._parameters)
 
     def _only(self, module: nn.Module, names: set[str], optional: frozenset[str] = frozenset()) -> dict[str, Any]:
         """Children by name; no others, and no weights beside them."""
@@ -116,8 +124,7 @@ class Reader:
         if strange or lacking:
             said = [f"has {name}" for name in strange] + [f"has no {name}" for name in lacking]
             raise PackingError(f"{type(module).__name__} {', '.join(said[:3])}")
-        for name in found:
-            self._see(module._modules, name)
+        self._see(module._modules)
         return found
 
     def _block(self, block: Any, layer: Any) -> None:
