@@ -308,8 +308,8 @@ MEASURED: dict[str, tuple[int, tuple[str, dict[str, Any]], dict[str, Any], float
     "stage 0": (1, SQUARE, _json(0, 2), 1.5),
     "stage 2 in bf16": (1, SQUARE, _json(2, 2, **BF16), 1.5),
     "stage 2 on two ranks": (2, SQUARE, _json(2, 2), 2.0),
-    "stage 2 and a disk": (1, SQUARE, _json(2, 2, AWAY), 1.5),
-    "stage 3 and a disk in bf16": (1, SQUARE, _json(3, 2, PAIR | ALL_AWAY, **BF16), 1.5),
+    "stage 2 and a disk": (1, SQUARE, _json(2, 2, AWAY), 2.0),
+    "stage 3 and a disk in bf16": (1, SQUARE, _json(3, 2, PAIR | ALL_AWAY, **BF16), 2.0),
     "stage 3 and a disk on two ranks": (2, SQUARE, _json(3, 2, PAIR | ALL_AWAY), 2.0),
     "experts and a disk": (1, EXPERTS, _json(2, 2, AWAY, **BF16), 2.0),
 }
