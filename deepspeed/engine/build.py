@@ -57,6 +57,7 @@ class Components:
     frozen: list[Any] = field(default_factory=list)  # members that may be unfrozen later
     destroyed: bool = False  # the engine has let everything go
     room: int = 0  # bytes that were free for all of it when it was built
+    given: int = 0  # bytes of the model as it was given
 
     def wind_up(self) -> ShardedParameterError | None:
         """Let no gather be under way; gives the first complaint about a change that is lost, if there is one."""

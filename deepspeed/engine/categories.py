@@ -10,14 +10,15 @@ from typing import Any
 
 ACTIVATIONS, TRANSIT, GATHERED, OPTIMIZER, GRADIENTS = "activations", "transit", "gathered", "optimizer", "gradients"
 PARAMETERS, MASTERS, POOLS = "parameters", "masters", "pools"
+_COMM = "deepspeed/comm/"
 # In which file memory ran out, innermost first: the category it was for.
 _BY_FILE = (
     ("comm/shared_allocator.py", ""),
     ("zero/aliases.py", GATHERED), ("zero/lifecycle.py", GATHERED), ("zero/prefetch.py", GATHERED),
-    ("zero/wire.py", TRANSIT), ("deepspeed/comm/", TRANSIT), ("zero/buckets.py", GRADIENTS),
+    ("zero/wire.py", TRANSIT), (_COMM, TRANSIT), ("zero/buckets.py", GRADIENTS),
     ("zero/reducer.py", GRADIENTS), ("zero/waves.py", OPTIMIZER), ("zero/optimizer_shard.py", OPTIMIZER),
     ("zero/optimizer.py", OPTIMIZER), ("torch/optim/", OPTIMIZER), ("storage/buffer_pool.py", POOLS),
-    ("ops/aio/", POOLS), ("deepspeed/ops/", OPTIMIZER),
+    ("ops/aio/", POOLS), ("deepspeed/ops/", OPTIMIZER), ("deepspeed/checkpoint/", OPTIMIZER),
 )  # fmt: skip
 
 
@@ -38,7 +39,11 @@ def innermost(frames: Sequence[Any], otherwise: str = ACTIVATIONS) -> str:
         frames: outermost first.
         otherwise: the answer where none is known.
     """
-    return next((found for frame in reversed(frames) if (found := _by_code(frame.f_code))), otherwise)
+    codes = [frame.f_code for frame in reversed(frames)]
+    sent = any(_by_code(code) for code in codes if _COMM in _file(code))
+    # Messages are for whoever sends them: what a gather maps of its neighbours' memory, it gathers.
+    asks = next((found for code in codes if _COMM not in _file(code) and (found := _by_code(code))), None)
+    return TRANSIT if sent and asks in (None, OPTIMIZER) else asks or otherwise
 
 
 def category_of(frame: Any) -> str:
@@ -53,11 +58,15 @@ def category_of(frame: Any) -> str:
 
 @functools.cache
 def _by_code(code: CodeType) -> str:
-    file = code.co_filename.replace(os.sep, "/")
+    file = _file(code)
     if file.endswith("zero/shard_group.py") and "gather" in code.co_name:
         return GATHERED
-    if file.endswith("zero/shard_group.py") and "master" in code.co_name:
+    if file.endswith(("zero/shard_group.py", "zero/local_shard.py")) and "master" in code.co_name:
         return MASTERS
-    if "deepspeed/comm/" in file and code.co_name == "empty":
+    if _COMM in file and code.co_name == "empty":
         return ""  # for whoever asks there
     return next((category for part, category in _BY_FILE if part in file), "")
+
+
+def _file(code: CodeType) -> str:
+    return code.co_filename.replace(os.sep, "/")

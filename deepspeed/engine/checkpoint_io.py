@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import zlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from deepspeed.engine import run_state
 from deepspeed.engine.state import EngineState
 from deepspeed.engine.weights_io import WeightsIO
 from deepspeed.errors import CheckpointCorruptError, CheckpointError
+from deepspeed.foundation.heap import own_pages
 from deepspeed.foundation.log import say, warn_once
 from deepspeed.foundation.recorder import SAVE, recorder
 from deepspeed.version import __version__
@@ -60,6 +62,7 @@ class CheckpointIO:
         self._background = Background()
         self._extra_objects: list[Any] = []
         self.replay_removals: Callable[[dict[str, Any]], None] = lambda _saved: None  # told of a save's removals
+        self.guard: Callable[[], AbstractContextManager[None]] = nullcontext  # around what makes state
         self.remember: Callable[[Any, Any], None] = lambda _folder, _client_state: None  # told of every save and load
 
     def register_for_checkpointing(self, *objects: Any) -> None:
@@ -322,7 +325,8 @@ class CheckpointIO:
                 restore.check_optimizer(view, source, rows, settings)
             if what.run:
                 self._check_objects(saved.get("objects", []))
-        with self._weights.replacing(optimizer is not None):
+        # A load makes and drops copies of all that there is: they are not to leave holes in the heap.
+        with self._weights.replacing(optimizer is not None), self.guard(), own_pages():
             self._state.forget_window()
             if what.custom is None:
                 restore.load_values(view, source, rows, settings)

@@ -51,11 +51,12 @@ from deepspeed.engine.statistics import RunningStatistics
 from deepspeed.engine.step_timers import BACKWARD, FORWARD, STEP
 from deepspeed.engine.surface import EngineSurface
 from deepspeed.engine.weights_io import WeightsIO
-from deepspeed.errors import ArgumentError, NotAvailableError, UsageError
+from deepspeed.errors import ArgumentError, MemoryExhaustedError, NotAvailableError, UsageError
 from deepspeed.foundation.log import logger, say, say_once
 from deepspeed.foundation.wrapper import ModuleWrapper
 from deepspeed.optim.precision import DTYPES
 from deepspeed.zero.accumulation import Purpose, Way
+from deepspeed.zero.exhaustion import is_exhaustion
 from deepspeed.zero.holders import axes_of
 from deepspeed.zero.mesh import find_mesh
 from deepspeed.zero.policy import policy_for
@@ -152,6 +153,7 @@ class DeepSpeedEngine(EngineSurface, ModuleWrapper):
         self._feeding = Feeding(state, lambda: self.training, self.flush, self._instruments)
         self._weights = WeightsIO(state)
         self._checkpoints = CheckpointIO(state, self._weights)
+        self._checkpoints.guard = self._instruments.guard
         self._preemption = Preemption(state, self._checkpoints)
         self._compressing = Compressing(
             state, self._weights, self._checkpoints, self._feeding, self._laid_out_anew, type(self)
@@ -470,5 +472,10 @@ class DeepSpeedEngine(EngineSurface, ModuleWrapper):
     def __enter__(self) -> DeepSpeedEngine:
         return self
 
-    def __exit__(self, *_: Any) -> None:
-        self.destroy()
+    def __exit__(self, _kind: Any, error: BaseException | None, _trace: Any) -> None:
+        try:
+            self.destroy()
+        except RuntimeError as trouble:
+            # Without memory, no end is a clean one; what is raised is the error that says what it was needed for.
+            if not (isinstance(error, MemoryExhaustedError) and is_exhaustion(trouble)):
+                raise

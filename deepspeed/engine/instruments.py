@@ -7,6 +7,7 @@ import math
 import socket
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from deepspeed.engine.nonfinite import NonFiniteFinder
 from deepspeed.engine.pressure import PressureWatch
 from deepspeed.engine.profiling import Profiling
 from deepspeed.engine.state import EngineState
-from deepspeed.engine.step_timers import BACKWARD_INNER, BACKWARD_REDUCE, StepTimers
+from deepspeed.engine.step_timers import BACKWARD_INNER, BACKWARD_REDUCE, FORWARD, StepTimers
 from deepspeed.engine.tracing import Tracing
 from deepspeed.engine.trial import Trial
 from deepspeed.foundation.recorder import recorder
@@ -70,6 +71,7 @@ class Instruments:
         self._monitor = MonitorMaster(state.ds_config.monitor_config, state.everyone.rank)
         self._profiling = Profiling(state, engine, lambda: self.times.elapsed())
         self._memory = MemoryReport(state)
+        self.guard = partial(self._memory.guard, _NOTHING)  # running out of memory inside comes with a report
         self._pressure = PressureWatch(self._memory)
         self._tracing = Tracing(state, self._memory)
         self._finder = NonFiniteFinder(state, engine)
@@ -110,7 +112,7 @@ class Instruments:
     def span(self, name: str) -> contextlib.AbstractContextManager[None]:
         """A context that the timer and the recorder call `name`."""
         watched = self.times.active or self._state.ds_config.memory_breakdown
-        return self._memory.guard(self._watched(name) if watched else recorder.span(name))
+        return self._memory.guard(self._watched(name) if watched else recorder.span(name), name == FORWARD)
 
     def _waiting(self) -> contextlib.AbstractContextManager[None]:
         """The wait for gradients that are under way."""

@@ -12,7 +12,17 @@ import psutil
 import torch
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.engine.advice import Advice, Holding, advise_on_state, free_bytes, holding_of, setting_of
+from deepspeed.engine.advice import (
+    Advice,
+    Holding,
+    Shape,
+    advise_on_state,
+    free_bytes,
+    holding_of,
+    near_places,
+    setting_of,
+    units_in,
+)
 from deepspeed.engine.build import Components
 from deepspeed.engine.categories import (
     ACTIVATIONS,
@@ -29,6 +39,8 @@ from deepspeed.engine.categories import (
 from deepspeed.engine.report import bytes_of, state_bytes
 from deepspeed.engine.state import EngineState
 from deepspeed.errors import MemoryExhaustedError
+from deepspeed.foundation.heap import limits_addresses
+from deepspeed.zero.estimate import HOST
 from deepspeed.zero.exhaustion import is_exhaustion
 from deepspeed.zero.lifecycle import repeated_blocks
 from deepspeed.zero.optimizer_shard import Away
@@ -61,6 +73,7 @@ class MemoryReport:
         known = sum(self._known().values())
         self._before = allocated(state.device) - known  # what the process had besides
         self._mapped = addresses() - known
+        self._left_by_forward = -1  # bytes of activations after the first one
 
     def _known(self) -> dict[str, int]:
         parts = self._state.components
@@ -78,9 +91,25 @@ class MemoryReport:
         found[ACTIVATIONS] = max(0, allocated(self._state.device) - self._before - sum(found.values()))
         return found
 
-    def guard(self, inner: AbstractContextManager[Any]) -> AbstractContextManager[None]:
-        """`inner`, out of which running out of memory comes as an error with a report."""
-        return _Guard(self, inner)
+    def guard(self, inner: AbstractContextManager[Any], of_forward: bool = False) -> AbstractContextManager[None]:
+        """`inner`, out of which running out of memory comes as an error with a report.
+
+        Args:
+            inner: a part of a step.
+            of_forward: it is a forward; what the first one leaves to backward is measured.
+        """
+        return _Guard(self, inner, of_forward and self._left_by_forward < 0)
+
+    def note_forward(self) -> None:
+        """A forward is over."""
+        self._left_by_forward = self._live()
+
+    def _live(self) -> int:
+        """Bytes of activations; under a limit on addresses, of what is mapped for them, resident or not."""
+        live = self.by_category()[ACTIVATIONS]
+        if self._state.device.type == "cpu" and limits_addresses():
+            live = max(live, addresses() - self._mapped - sum(self._known().values()))
+        return live
 
     def exhausted(self, error: BaseException) -> MemoryExhaustedError:
         """The error that says what held the memory, what it ran out for, and which key and value would help."""
@@ -112,33 +141,24 @@ class MemoryReport:
         """The first of what helps a category that frees enough; `asked` is in bytes, 0 where it is not known."""
         held, free = self._known(), free_bytes(self._state.device)
         # What the first updates will still make of state is not free.
-        coming = self._holding().needs(setting_of(self._state.ds_config)) - sum(held.values())
+        coming = self.holding().needs(setting_of(self._state.ds_config)) - sum(held.values())
         later = max(0, free - int(max(0.0, coming)))
-        if category == GATHERED and (found := self._fewer_gathered(held[GATHERED] + free)):
-            return found
         if category == TRANSIT and (found := self._smaller_buckets(held[TRANSIT] + free)):
             return found
-        if category == POOLS and (found := self._fewer_buffers()):
+        if category == POOLS and HOST not in near_places(self._state.device) and (found := self._fewer_buffers()):
             return found
-        if category in (ACTIVATIONS, GATHERED, TRANSIT):
+        room = self._state.components.room or sum(held.values()) + free
+        # Where state alone does not fit, whatever asked last is not what has to go.
+        fits = self.holding().needs(setting_of(self._state.ds_config)) <= room
+        if category == ACTIVATIONS and fits:
             found = self._less_activations(_progress(self._state.module, frames), later, asked)
             if found:
                 return found
-        live = self.by_category()[ACTIVATIONS] if category == ACTIVATIONS else 0
-        room = self._state.components.room or sum(held.values()) + free
-        return self._on_state(category, room - (live + _AT_ONCE * asked if live else 0))
-
-    def _fewer_gathered(self, room: int) -> Advice | None:
-        zero, groups = self._state.ds_config.zero, self._state.components.groups
-        gathers = [group for group in groups if group.policy.gathers_before_use]
-        pair = sorted(gathers, key=lambda group: group.numel)[-2:]
-        least, nbytes = sum(g.numel for g in pair), sum(g.numel * g.dtype.itemsize for g in pair)
-        limits = (zero.max_live_parameters, zero.max_reuse_distance, zero.prefetch_bucket_size)
-        if not gathers or nbytes > _ROOM * room or (limits[0] <= least and limits[1:] == (0, 0)):
-            return None
-        keys = {"stage3_max_live_parameters": least, "stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}
-        why = f"two groups at a time, {nbytes / 2**20:,.0f} MiB of {room / 2**20:,.0f}"
-        return Advice({"zero_optimization": keys}, why)
+        # State has to leave room for the activations that come with it.
+        beside = max(0, self._left_by_forward)
+        if category == ACTIVATIONS and (fits or self._left_by_forward < 0):
+            beside = self._live() + _AT_ONCE * asked
+        return self._on_state(category, room - beside)
 
     def _smaller_buckets(self, room: int) -> Advice | None:
         """Twice the bucket is under way where messages overlap backward; one group always is."""
@@ -163,45 +183,44 @@ class MemoryReport:
 
     def _less_activations(self, progress: float, free: int, asked: int) -> Advice | None:
         window, config = self._state.window, self._state.ds_config
-        micro, live = window.micro, self.by_category()[ACTIVATIONS]
-        if self._holding().addresses:  # what is not resident counts as well
-            live = max(live, addresses() - self._mapped - sum(self._known().values()))
+        micro, live = window.micro, self._live()
         needed = max(live / progress, live + 3 * asked) + 2 * asked  # the latter in backward
         fits = int(micro * _ROOM * min(1.0, (live + free) / max(needed, 1)))
-        divisor = next((size for size in range(max(1, min(fits, micro - 1)), 0, -1) if micro % size == 0), 1)
-        if micro > 1:
-            steps = window.steps * micro // divisor
-            return Advice(
-                {"train_micro_batch_size_per_gpu": divisor, "gradient_accumulation_steps": steps},
-                f"of {micro} samples {fits} fitted; the global batch stays",
-            )
-        if not config.top.activation_checkpointing.enabled and repeated_blocks(self._state.module):
-            return Advice({"activation_checkpointing": {"enabled": True}}, "backward computes blocks again")
+        divisor = next((size for size in range(min(fits, micro - 1), 0, -1) if micro % size == 0), 0)
+        keys: dict[str, Any] = {"train_micro_batch_size_per_gpu": divisor or 1}
+        keys["gradient_accumulation_steps"] = window.steps * micro // (divisor or 1)
+        if divisor:
+            return Advice(keys, f"of {micro} samples {fits} fitted; the global batch stays")
+        blocks = len(repeated_blocks(self._state.module))
+        # One block's at a time, and what lies between blocks.
+        if blocks > 1 and not config.top.activation_checkpointing.enabled:
+            if 2 * needed / micro / blocks <= _ROOM * (live + free):
+                again = {"activation_checkpointing": {"enabled": True}}
+                return Advice(again | (keys if micro > 1 else {}), "backward computes blocks again")
         return None
 
     def _on_state(self, category: str, room: float) -> Advice:
         pipes = self._state.axes.mesh.size("pp") > 1
-        return advise_on_state(self._state.ds_config, self._holding(), room, not pipes, category)
+        return advise_on_state(self._state.ds_config, self.holding(), room, not pipes, category)
 
-    def _holding(self) -> Holding:
+    def holding(self) -> Holding:
         """What this engine's model makes state of."""
         state, parts = self._state, self._state.components
         updated = [] if parts.optimizer is None else parts.optimizer.fragments
         members = [member for group in parts.groups for member in group.members]
-        sizes = sorted((group.numel for group in parts.groups), reverse=True) or [0]
-        largest = sum(sizes[:2]), sizes[0]
-        ranks = state.axes.same_slice.size
-        of = [(member.numel, member.uid in updated) for member in members]
-        return holding_of(state.ds_config, of, largest, ranks, state.basic_optimizer, state.device)
+        sizes = {id(member.param): member.numel for member in members}
+        units = units_in(state.module, lambda param: sizes.get(id(param), param.numel()))
+        shape = Shape([(member.numel, member.uid in updated) for member in members], units, parts.given)
+        return holding_of(state.ds_config, shape, state.axes.same_slice.size, state.basic_optimizer, state.device)
 
 
 class _Guard:
     """See `MemoryReport.guard`."""
 
-    __slots__ = ("_inner", "_report")
+    __slots__ = ("_inner", "_measures", "_report")
 
-    def __init__(self, report: MemoryReport, inner: AbstractContextManager[Any]) -> None:
-        self._report, self._inner = report, inner
+    def __init__(self, report: MemoryReport, inner: AbstractContextManager[Any], measures: bool) -> None:
+        self._report, self._inner, self._measures = report, inner, measures
 
     def __enter__(self) -> None:
         self._inner.__enter__()
@@ -212,6 +231,8 @@ class _Guard:
         self._inner.__exit__(kind, error, trace)
         if error is not None and (isinstance(error, MemoryExhaustedError) or is_exhaustion(error)):
             raise self._report.exhausted(error) from error
+        if self._measures and error is None:
+            self._report.note_forward()
 
 
 def holdings(engine: Any) -> list[tuple[str, list[torch.Tensor | None]]]:

@@ -6,9 +6,11 @@ large to its size, up to 32 MiB. From then on such blocks lie in the heap, where
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
+import resource
 import sys
 import threading
 from collections.abc import Callable, Generator
@@ -17,7 +19,7 @@ from contextlib import contextmanager
 import torch
 
 _TRIM, _MAP = -1, -3  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD of mallopt
-_OWN, _LARGEST = 1 << 20, 1 << 25  # bytes that count as large inside, and, as glibc itself would have it, outside
+_OWN, IN_HEAP = 1 << 20, 1 << 25  # bytes that count as large inside, and, as glibc itself would have it, outside
 PAGE = 4096  # bytes
 _HUGE = 14  # MADV_HUGEPAGE of Linux
 _lock, _open = threading.Lock(), list[object]()
@@ -29,6 +31,20 @@ def _mallopt() -> Callable[[int, int], int] | None:
     told = os.environ.get("MALLOC_MMAP_THRESHOLD_") or "mmap_threshold" in os.environ.get("GLIBC_TUNABLES", "")
     found: Callable[[int, int], int] | None = getattr(ctypes.CDLL(None), "mallopt", None)
     return None if told else found
+
+
+def limits_addresses() -> bool:
+    """Whether what this process maps is limited (`ulimit -v`): then what is free in the heap counts as what is used."""
+    return resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
+
+
+def heap() -> range:
+    """Addresses of the process's heap: what is freed there goes back to the system only from its end."""
+    with contextlib.suppress(OSError), open("/proc/self/maps") as lines:
+        for line in lines:
+            if line.endswith("[heap]\n"):
+                return range(*(int(part, 16) for part in line.split(" ", 1)[0].split("-")))
+    return range(0)
 
 
 @contextmanager
@@ -47,8 +63,8 @@ def own_pages() -> Generator[None, None, None]:
         with _lock:
             _open.pop()
             if not _open:
-                mallopt(_MAP, _LARGEST)
-                mallopt(_TRIM, 2 * _LARGEST)
+                mallopt(_MAP, IN_HEAP)
+                mallopt(_TRIM, 2 * IN_HEAP)
 
 
 @functools.cache

@@ -3,13 +3,12 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstdint>
-#include <cstdlib>
 #include <cstring>
-#include <deque>
 #include <mutex>
 #include <vector>
 
 #include <pthread.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 #if defined(__GLIBC__) && defined(__x86_64__)
@@ -32,6 +31,32 @@ struct Job {
   bool writing;
   int64_t claimed, moved;
   int running, error;
+  Job *next;
+};
+
+// Jobs in the order of their submission, linked through themselves: see the words about heaps at `Aligned`, to which
+// a thread's first `free` belongs too.
+class Line {
+ public:
+  bool empty() const { return !first_; }
+  Job *front() const { return first_; }
+  void push(Job *job) {
+    *last_ = job;
+    last_ = &job->next;
+  }
+  // A job that is not there is left alone.
+  void remove(const Job *job) {
+    for (Job **at = &first_; *at; at = &(*at)->next)
+      if (*at == job) {
+        *at = job->next;
+        if (last_ == &job->next) last_ = at;
+        return;
+      }
+  }
+
+ private:
+  Job *first_ = nullptr;
+  Job **last_ = &first_;
 };
 
 // std::condition_variable::wait would ask for a younger libstdc++ than the rest does.
@@ -53,31 +78,38 @@ class Signal {
 struct Queue {
   std::mutex lock;
   Signal work, over;
-  std::deque<Job *> jobs;
+  Line jobs;
   std::vector<pthread_t> threads;
   int64_t block;
   bool stopping;
 };
 
-// A thread's own aligned block, made when a job's memory is not aligned.
+// A thread's own aligned block, made when a job's memory is not aligned. It is mapped: the first allocation of a thread
+// would make it a heap of its own, which takes 64 MB of addresses, 128 MB for a moment, and so much of a limit on them.
 class Aligned {
  public:
-  Aligned() = default;
+  explicit Aligned(int64_t bytes) : bytes_(bytes) {}
   Aligned(const Aligned &) = delete;
   Aligned &operator=(const Aligned &) = delete;
-  ~Aligned() { std::free(memory_); }
+  ~Aligned() {
+    if (memory_) munmap(memory_, bytes_);
+  }
   // Null where there is no memory.
-  char *of(int64_t bytes) {
-    if (!memory_ && posix_memalign(&memory_, kAlignment, bytes) != 0) memory_ = nullptr;
-    return static_cast<char *>(memory_);
+  char *pages() {
+    if (!memory_) {
+      void *mapped = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+      if (mapped != MAP_FAILED) memory_ = static_cast<char *>(mapped);
+    }
+    return memory_;
   }
 
  private:
-  void *memory_ = nullptr;
+  const size_t bytes_;
+  char *memory_ = nullptr;
 };
 
 // Moves one block. Returns the bytes moved; fewer with *error 0: the file ended.
-int64_t move(const Job &job, int64_t start, int64_t stop, int64_t block, Aligned &aligned, int *error) {
+int64_t move(const Job &job, int64_t start, int64_t stop, Aligned &aligned, int *error) {
   int64_t at = start;
   bool refused = job.direct < 0;
   while (at < stop) {
@@ -87,7 +119,7 @@ int64_t move(const Job &job, int64_t start, int64_t stop, int64_t block, Aligned
     bool direct = !refused && offset % kAlignment == 0 && stop - at >= kAlignment;
     char *between = memory;
     if (direct && reinterpret_cast<uintptr_t>(memory) % kAlignment != 0) {
-      between = aligned.of(block);
+      between = aligned.pages();
       direct = between != nullptr;
     }
     if (!direct) between = memory;
@@ -110,7 +142,7 @@ int64_t move(const Job &job, int64_t start, int64_t stop, int64_t block, Aligned
 
 void *serve(void *argument) {
   Queue &queue = *static_cast<Queue *>(argument);
-  Aligned aligned;
+  Aligned aligned(queue.block);
   std::unique_lock<std::mutex> guard(queue.lock);
   for (;;) {
     queue.work.wait(guard, [&] { return !queue.jobs.empty() || queue.stopping; });
@@ -120,11 +152,11 @@ void *serve(void *argument) {
     const int64_t stop = std::min(start + queue.block, job->bytes);
     job->claimed = stop;
     job->running++;
-    if (stop == job->bytes) queue.jobs.pop_front();
+    if (stop == job->bytes) queue.jobs.remove(job);
 
     guard.unlock();
     int error = 0;
-    const int64_t moved = move(*job, start, stop, queue.block, aligned, &error);
+    const int64_t moved = move(*job, start, stop, aligned, &error);
     guard.lock();
 
     job->running--;
@@ -132,11 +164,7 @@ void *serve(void *argument) {
     if (error && !job->error) job->error = error;
     if (moved < stop - start && job->claimed < job->bytes) {  // the rest is not worth trying
       job->claimed = job->bytes;
-      for (auto entry = queue.jobs.begin(); entry != queue.jobs.end(); ++entry)
-        if (*entry == job) {
-          queue.jobs.erase(entry);
-          break;
-        }
+      queue.jobs.remove(job);
     }
     if (!job->running && job->claimed == job->bytes) queue.over.notify_all();
   }
@@ -181,10 +209,10 @@ void *ds_io_start(int threads, int64_t block) {
 // Starts moving `bytes` between memory and the file; returns a job to wait for.
 void *ds_io_submit(void *opaque, int direct, int plain, void *memory, int64_t offset, int64_t bytes, int writing) {
   Queue *queue = static_cast<Queue *>(opaque);
-  Job *job = new Job{direct, plain, static_cast<char *>(memory), offset, bytes, writing != 0, 0, 0, 0, 0};
+  Job *job = new Job{direct, plain, static_cast<char *>(memory), offset, bytes, writing != 0, 0, 0, 0, 0, nullptr};
   {
     std::lock_guard<std::mutex> guard(queue->lock);
-    queue->jobs.push_back(job);
+    queue->jobs.push(job);
   }
   queue->work.notify_all();
   return job;

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.nn import Parameter
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.foundation.heap import own_pages
+from deepspeed.foundation.heap import limits_addresses, own_pages
 from deepspeed.foundation.log import say_once
 from deepspeed.storage.resident import RESIDENT
 from deepspeed.zero.holders import DATA_PARALLEL, Holders, Signature
@@ -28,7 +28,7 @@ from deepspeed.zero.tiers import Tiers
 
 # A bucket is never larger than this share of the model, so that sending overlaps backward on small models too, and
 # never smaller than this many elements on account of it.
-_LEAST_BUCKETS, _SMALLEST_SHARE = 8, 1 << 18
+LEAST_BUCKETS, SMALLEST_SHARE = 8, 1 << 18
 
 
 @dataclass(frozen=True)
@@ -56,17 +56,26 @@ def named_parameters(module: nn.Module, extra: Iterable[Parameter] = ()) -> dict
     return names
 
 
-def _bins(params: list[Parameter], limit: int) -> list[list[Parameter]]:
-    """Consecutive parameters, at most `limit` elements together, one at least."""
-    bins: list[list[Parameter]] = []
+T = TypeVar("T")
+
+
+def bins(items: Iterable[T], limit: int, numel: Callable[[T], int]) -> list[list[T]]:
+    """Consecutive parameters, at most `limit` elements together, one at least.
+
+    Args:
+        items: parameters, or what stands for them.
+        limit: elements.
+        numel: of one.
+    """
+    found: list[list[T]] = []
     filled = limit + 1
-    for param in params:
-        if filled + param.numel() > limit:
-            bins.append([])
+    for item in items:
+        if filled + numel(item) > limit:
+            found.append([])
             filled = 0
-        bins[-1].append(param)
-        filled += param.numel()
-    return bins
+        found[-1].append(item)
+        filled += numel(item)
+    return found
 
 
 def plan_groups(
@@ -109,7 +118,7 @@ def plan_groups(
         kinds[(own, unit, dtype, param.device, param.requires_grad, param in updated, signature)].append(param)
     groups: list[tuple[Policy, list[Parameter]]] = []
     total = sum(p.numel() for p in names)
-    share = max(total // _LEAST_BUCKETS, _SMALLEST_SHARE)
+    share = max(total // LEAST_BUCKETS, SMALLEST_SHARE)
     limit = plan.bucket if plan.whole_tensors else min(plan.bucket, share)
     for key, params in kinds.items():
         own = key[0]
@@ -118,7 +127,7 @@ def plan_groups(
         if own.gathers_before_use:
             groups.append((own, params))
         else:
-            groups += [(own, chunk) for chunk in _bins(params[::-1], limit)]
+            groups += [(own, chunk) for chunk in bins(params[::-1], limit, Parameter.numel)]
     return groups
 
 
@@ -169,7 +178,9 @@ def build_group(
         dtypes: (compute dtype, master dtype or None).
         tiers: where its state rests.
     """
-    with own_pages() if tiers is not None and tiers.parameters is not RESIDENT else contextlib.nullcontext():
+    away = tiers is not None and tiers.parameters is not RESIDENT
+    # What it takes over goes back as it came: where memory is short, buffers are mapped, so that none lies in the way.
+    with own_pages() if away or limits_addresses() else contextlib.nullcontext():
         born: list[ShardGroup] = [param._ds_member.group for param in params if is_managed(param)]  # type: ignore[attr-defined]
         for group in born:
             group.finish_gather()

@@ -18,7 +18,7 @@ import torch
 from deepspeed.comm.collectives import READ, SPREAD, Handle, spread, tag_of
 from deepspeed.comm.fetch import FetchService, SharedSlices, meet, service_of
 from deepspeed.errors import ShardedParameterError
-from deepspeed.foundation.heap import at_a_page
+from deepspeed.foundation.heap import at_a_page, limits_addresses
 from deepspeed.storage.mover import Arrival
 from deepspeed.storage.resident import RESIDENT, Resident
 from deepspeed.storage.tier import Stored
@@ -92,7 +92,9 @@ class ShardGroup(LocalShard):
         self.dtype, self.device = dtype or first.dtype, first.device
         self.tiers = tiers or Tiers()
         # Who lets parameters rest elsewhere is short of memory here: what is freed goes back to the system at once.
-        self.own_pages = self.device.type == "cpu" and self.tiers.parameters is not RESIDENT
+        # So is who gathers under a limit on addresses.
+        short = self.tiers.parameters is not RESIDENT or (policy.gathers_before_use and limits_addresses())
+        self.own_pages = self.device.type == "cpu" and short
         self.channel, self.copies_channel = holders.open_channels()
         self.name = members[0].name + (f" … {members[-1].name}" if len(members) > 1 else "")
         self.users = 0  # modules and contexts that need the values right now

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from deepspeed.comm.collectives import Handle
+from deepspeed.foundation.heap import own_pages
 from deepspeed.foundation.recorder import UPDATE, recorder
 from deepspeed.ops.host_step import Fold, HostOptimizer
 from deepspeed.storage.resident import RESIDENT
@@ -37,6 +38,11 @@ class Wave:
 
     def __init__(self, shards: list[OptimizerShard], members: list[Member], touched: list[Fragment]) -> None:
         self.shards, self.members, self.touched = shards, members, touched
+
+    @property
+    def moves(self) -> bool:
+        """Whether what it works on has addresses for a while only."""
+        return any(shard.moves for shard in self.shards)
 
     def ahead(self) -> None:
         """The wave is next."""
@@ -157,7 +163,9 @@ def update(
     for index, wave in enumerate(waves):
         if index + 1 < len(waves):
             waves[index + 1].ahead()
-        with wave.prepared(optimizer, factor) as rounds:
+        # What rests elsewhere is updated through blocks that live for one wave. Aligned blocks of the heap do not fit
+        # into the holes that their likes leave: after some waves as much would be free as all of the state takes.
+        with own_pages() if wave.moves else contextlib.nullcontext(), wave.prepared(optimizer, factor) as rounds:
             if index:
                 _restore(optimizer, before)
             with _hooks(optimizer, first=index == 0, last=index == len(waves) - 1), _recorded(wave):

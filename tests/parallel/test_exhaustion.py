@@ -4,27 +4,67 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.harness.pool import WorkerError, WorkerPool
-from tests.parallel.exhaustion_plants import PLANTS, laid_over, reports, run_limited, suggestion
+from tests.parallel.exhaustion_plants import (
+    HOPELESS,
+    MEASURED,
+    PLANTS,
+    Plant,
+    predicted_and_mapped,
+    reports,
+    run_limited,
+    suggestion,
+)
 
 Workers = Callable[[int], WorkerPool]
 _FAST = "one picture a rank"
 
 
+def said_by(workers: Workers, plant: Plant, folder: str) -> list[dict[str, Any]]:
+    """What ranks say that run out of memory."""
+    workers(plant.ranks).kill()  # new ones, without what other tests have mapped
+    with pytest.raises(WorkerError):
+        workers(plant.ranks).run(run_limited, plant, {}, folder, timeout=60)
+    said = reports(folder)
+    assert said
+    return said
+
+
 @pytest.mark.parametrize("name", [_FAST, *(pytest.param(n, marks=pytest.mark.slow) for n in PLANTS if n != _FAST)])
 def test_the_category_is_named_and_the_suggestion_fits(workers: Workers, tmp_path: Path, name: str) -> None:
-    category, ranks, model, room, config = PLANTS[name]
-    workers(ranks).kill()  # new ones, without what other tests have mapped
-    with pytest.raises(WorkerError):
-        workers(ranks).run(run_limited, model, room, config, str(tmp_path), timeout=60)
-    said = reports(str(tmp_path))
-    assert said
+    plant, folder = PLANTS[name], str(tmp_path)
+    said = said_by(workers, plant, folder)
     for report in said:
-        assert report["category"] == category, said
-        assert report["message"].startswith(f"memory ran out for {category}"), said
+        assert report["category"] == plant.category, said
+        assert report["message"].startswith(f"memory ran out for {plant.category}"), said
         assert suggestion(report["message"]) == report["suggestion"] != {}, said
+    if plant.alone is not None:
+        assert [report["rank"] for report in said] == [plant.alone], said
     # In processes without the holes of the first run, as a user would.
-    workers(ranks).run(run_limited, model, room, laid_over(config, said[0]["suggestion"]), str(tmp_path), timeout=60)
+    left = workers(plant.ranks).run(run_limited, plant, said[0]["suggestion"], folder, timeout=60)
+    print(f"{name}: {plant.category}, {said[0]['suggestion']}, {left} MiB were left")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HOPELESS)
+def test_where_no_key_helps_the_error_says_so(workers: Workers, tmp_path: Path, name: str) -> None:
+    plant = HOPELESS[name]
+    for report in said_by(workers, plant, str(tmp_path)):
+        assert report["category"] == plant.category, report
+        assert report["suggestion"] == {} and "What would fit" not in report["message"], report
+        assert "No stage and no place" in report["message"], report
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MEASURED)
+def test_a_prediction_covers_what_a_run_maps(workers: Workers, tmp_path: Path, name: str) -> None:
+    """Far above it would be no answer either: settings that fit would not be suggested."""
+    ranks, model, config, loose = MEASURED[name]
+    workers(ranks).kill()
+    for predicted, mapped in workers(ranks).run(predicted_and_mapped, model, config, str(tmp_path), timeout=60):
+        print(f"{name}: predicted {predicted} MiB, mapped {mapped}, {predicted / mapped:.2f}")
+        assert mapped <= 1.05 * predicted and predicted <= loose * mapped
