@@ -32,7 +32,7 @@ from deepspeed.zero.estimate import DEVICE, HOST, NVME, GroupState, rest_bytes
 from deepspeed.zero.exhaustion import is_exhaustion
 from deepspeed.zero.grouping import LEAST_BUCKETS, SMALLEST_SHARE, bins
 from deepspeed.zero.lifecycle import units_of
-from deepspeed.zero.param import ManagedParameter
+from deepspeed.zero.param import ManagedParameter, is_managed
 from deepspeed.zero.policy import Policy, policy_for
 
 REGION = 1 << 26  # bytes of the regions in which ranks of a machine share memory
@@ -380,13 +380,11 @@ def tells_what_fits(build: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(build)
     def told(model: Any, optimizer: Any, config: DeepSpeedConfig, axes: Any, device: torch.device, *more: Any) -> Any:
-        # The model's own parameters become state: their room is there too.
-        own = [
-            p for p in model.parameters() if p.device == device and not is_lazy(p)
-        ]  # lazy ones are refused by `build`
+        # The model's own parameters become state: their room is there too. Lazy ones are refused by `build`.
+        own = [p for p in model.parameters() if p.device == device and not (is_lazy(p) or is_managed(p))]
         limited = device.type == "cpu" and limits_addresses()
         stays = heap() if limited else range(0)  # what is freed there is no room for larger tensors
-        given = sum(p.numel() * p.element_size() for p in own if p.data_ptr() not in stays)
+        given = sum(p.numel() * p.element_size() for p in own if not limited or p.data_ptr() not in stays)
         room = free_bytes(device) + given
         trained = {p for group in optimizer.param_groups for p in group["params"]} if optimizer else set()
         parts = [(0 if is_lazy(p) else _numel(p), p in trained) for p in model.parameters()]

@@ -51,12 +51,12 @@ from deepspeed.engine.statistics import RunningStatistics
 from deepspeed.engine.step_timers import BACKWARD, FORWARD, STEP
 from deepspeed.engine.surface import EngineSurface
 from deepspeed.engine.weights_io import WeightsIO
-from deepspeed.errors import ArgumentError, MemoryExhaustedError, NotAvailableError, UsageError
+from deepspeed.errors import ArgumentError, NotAvailableError, UsageError
 from deepspeed.foundation.log import logger, say, say_once
 from deepspeed.foundation.wrapper import ModuleWrapper
 from deepspeed.optim.precision import DTYPES
 from deepspeed.zero.accumulation import Purpose, Way
-from deepspeed.zero.exhaustion import is_exhaustion
+from deepspeed.zero.exhaustion import behind
 from deepspeed.zero.holders import axes_of
 from deepspeed.zero.mesh import find_mesh
 from deepspeed.zero.policy import policy_for
@@ -473,9 +473,5 @@ class DeepSpeedEngine(EngineSurface, ModuleWrapper):
         return self
 
     def __exit__(self, _kind: Any, error: BaseException | None, _trace: Any) -> None:
-        try:
+        with behind(error):
             self.destroy()
-        except RuntimeError as trouble:
-            # Without memory, no end is a clean one; what is raised is the error that says what it was needed for.
-            if not (isinstance(error, MemoryExhaustedError) and is_exhaustion(trouble)):
-                raise

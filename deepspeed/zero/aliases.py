@@ -262,3 +262,10 @@ def _names_of(kind: type) -> list[str]:
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two contiguous tensors of one dtype hold the same bits; NaN equals itself."""
     return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+
+
+def lies_elsewhere(param: torch.Tensor, view: torch.Tensor) -> bool:
+    """Whether `param.data = …` has put other values under a gathered parameter."""
+    if param.data_ptr() == view.data_ptr():
+        return False
+    return param.dtype != view.dtype or not torch.equal(param.detach(), view)

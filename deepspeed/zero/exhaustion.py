@@ -43,6 +43,16 @@ def suggests_offload(doing: str) -> Iterator[None]:
         raise exhausted(doing, error) from error
 
 
+@contextlib.contextmanager
+def behind(error: BaseException | None) -> Iterator[None]:
+    """Around an end: without memory none is a clean one, and `error`, which says what it was needed for, is told."""
+    try:
+        yield
+    except RuntimeError as trouble:
+        if not (isinstance(error, MemoryExhaustedError) and is_exhaustion(trouble)):
+            raise
+
+
 def exhausted(doing: str, error: BaseException) -> MemoryExhaustedError:
     """The error itself."""
     return MemoryExhaustedError(

@@ -22,7 +22,7 @@ from deepspeed.foundation.heap import at_a_page, limits_addresses
 from deepspeed.storage.mover import Arrival
 from deepspeed.storage.resident import RESIDENT, Resident
 from deepspeed.storage.tier import Stored
-from deepspeed.zero.aliases import Aliases
+from deepspeed.zero.aliases import Aliases, lies_elsewhere
 from deepspeed.zero.gather_order import GatherOrder, gather_all
 from deepspeed.zero.holders import Holders
 from deepspeed.zero.layout import Layout
@@ -145,10 +145,8 @@ class ShardGroup(LocalShard):
 
     def new_buffer(self) -> None:
         """Make the full buffer, of zeros, with nobody's views over it."""
-        if self.own_pages:
-            self.full = at_a_page(self.layout.padded, self.dtype)
-        else:
-            self.full = torch.zeros(self.layout.padded, dtype=self.dtype, device=self.device)
+        padded, dtype = self.layout.padded, self.dtype
+        self.full = at_a_page(padded, dtype) if self.own_pages else torch.zeros(padded, dtype=dtype, device=self.device)
         # The parameters' places in the full buffer, in their shapes; valid whenever the storage has its size.
         self.views = [member.flat().view(member.shape) for member in self.members]
         self.aliases = Aliases(self)
@@ -299,7 +297,7 @@ class ShardGroup(LocalShard):
         for member, view in zip(self.members, self.views, strict=True):
             param = member.param
             version = param._version
-            changed = version != member.version or _was_replaced(param, view) or self.aliases.written(member)
+            changed = version != member.version or lies_elsewhere(param, view) or self.aliases.written(member)
             if changed and not edits_allowed:
                 param.data = view
                 member.version, member.snapshot = version, None
@@ -477,10 +475,3 @@ def meet_before_change(groups: Sequence[ShardGroup]) -> None:
     served = next((group for group in groups if group.fetch is not None), None)
     if served is not None:
         meet(served.axis, served.channel, next(served._seq), f"agreement before a change of {served.name}")
-
-
-def _was_replaced(param: torch.Tensor, view: torch.Tensor) -> bool:
-    """Whether `param.data = …` has put other values under a gathered parameter."""
-    if param.data_ptr() == view.data_ptr():
-        return False
-    return param.dtype != view.dtype or not torch.equal(param.detach(), view)
