@@ -212,7 +212,7 @@ void *ds_io_submit(void *opaque, int direct, int plain, void *memory, int64_t of
   Job *job = new Job{direct, plain, static_cast<char *>(memory), offset, bytes, writing != 0, 0, 0, 0, 0, nullptr};
   {
     std::lock_guard<std::mutex> guard(queue->lock);
-    queue->jobs.push(job);
+    if (bytes) queue->jobs.push(job);  // one of no bytes is over already: who waits for it frees it at once
   }
   queue->work.notify_all();
   return job;
