@@ -1,108 +1,12 @@
 // Attention over pages in place. Scores of a row with all keys it sees, their softmax, the weighted sum: each in an order
 // that depends on the keys' positions alone, so a row's bits depend neither on its chunk nor on other sequences.
 #include <algorithm>
-#include <cmath>
 
 #include <omp.h>
 
-#include "decoder.h"
-#include "tiles.h"
+#include "attention.h"
 
 namespace ds {
-
-constexpr int64_t QUERIES = 32;  // of one cached head, taken through its keys together
-constexpr int64_t KEYS = 16;     // scored together; they begin at a multiple of it
-constexpr int64_t LARGEST = 512;  // elements of a head, LARGEST_HEAD in deepspeed/inference/fused.py
-
-// Rows of one sequence and one cached head.
-struct Work {
-    const Pass& pass;
-    const Heads& heads;
-    const int64_t* pages;
-    int64_t head, start, end;    // positions of the keys: start is a multiple of KEYS
-    int64_t count;               // queries
-    const float* query[QUERIES];
-    int64_t position[QUERIES];
-    float* out[QUERIES];
-    float* scores;  // [QUERIES, padded]
-    int64_t padded;
-
-};
-
-// Rows of keys or values of consecutive positions. Those of a head lie far apart, where no processor looks ahead by
-// itself: with each row, the one that is a page further is asked for.
-class Rows {
-public:
-    Rows(const Work& work, const void* rows)
-        : w(work), pool(static_cast<const char*>(rows)), position(w.start),
-          row_bytes(w.heads.size * width(w.heads.kind)), stride(w.heads.cached * row_bytes) {}
-
-    DS_INLINE const char* next() {
-        if (!left) enter();
-        const char* found = at;
-        if (ahead) fetch(ahead), ahead += stride;
-        at += stride, position++, left--;
-        return found;
-    }
-
-    // Ask for the rows of the first page.
-    void begin() {
-        enter();
-        for (int64_t i = 0; i < std::min(left, w.end - position); i++) fetch(at + i * stride);
-    }
-
-private:
-    DS_INLINE const char* row(int64_t which) const {
-        return pool + slot(w.pass, w.pages, which) * stride + w.head * row_bytes;
-    }
-    DS_INLINE void fetch(const char* from) const {
-        for (int64_t i = 0; i < row_bytes; i += 64) __builtin_prefetch(from + i);
-    }
-    DS_INLINE void enter() {  // pages are looked up once each
-        at = row(position);
-        left = w.pass.page_size - position % w.pass.page_size;
-        ahead = position + left < w.end ? row(position + left) : nullptr;
-    }
-
-    const Work& w;
-    const char *pool, *at = nullptr, *ahead = nullptr;
-    int64_t position, row_bytes, stride, left = 0;
-};
-
-DS_INLINE void load(const char* row, Kind kind, float* out, int64_t count) {
-    if (kind == FP32) std::memcpy(out, row, static_cast<size_t>(4 * count));
-    else widen(reinterpret_cast<const uint16_t*>(row), kind, out, count);
-}
-
-// -- softmax ----------------------------------------------------------------------------------------------------------
-
-// Scores become weights; returns what their weighted sum is to be divided by.
-DS_INLINE float weigh(const Work& w, int64_t q) {
-    float* scores = w.scores + q * w.padded;
-    const int64_t first = w.heads.window ? std::max<int64_t>(0, w.position[q] + 1 - w.heads.window) - w.start : 0;
-    const int64_t end = w.position[q] + 1 - w.start, whole = (end + KEYS - 1) / KEYS * KEYS;
-    std::fill(scores, scores + first, -INFINITY);
-    std::fill(scores + end, scores + whole, -INFINITY);
-    alignas(64) float lanes[KEYS], largest = -INFINITY;
-    std::fill(lanes, lanes + KEYS, -INFINITY);
-    for (int64_t t = 0; t < whole; t += KEYS)
-        for (int64_t i = 0; i < KEYS; i++) {
-            scores[t + i] *= w.heads.scale;
-            lanes[i] = scores[t + i] > lanes[i] ? scores[t + i] : lanes[i];
-        }
-    for (float lane : lanes) largest = std::max(largest, lane);
-    std::fill(lanes, lanes + KEYS, 0.0f);
-    for (int64_t t = 0; t < whole; t += KEYS)
-        for (int64_t i = 0; i < KEYS; i++) {
-            const float weight = exponential(scores[t + i] - largest);
-            scores[t + i] = weight;
-            lanes[i] += weight;
-        }
-    std::fill(scores + whole, scores + w.padded, 0.0f);
-    for (int64_t half = KEYS / 2; half; half /= 2)
-        for (int64_t i = 0; i < half; i++) lanes[i] += lanes[i + half];
-    return lanes[0];
-}
 
 // -- portable ---------------------------------------------------------------------------------------------------------
 
@@ -317,6 +221,7 @@ DS_AVX512 static void avx512(const Work& w) {
 }
 #else
 static void avx512(const Work& w) { plain(w); }
+static void attend_in_tiles(const Work& w) { plain(w); }
 #endif
 
 // -- all rows ---------------------------------------------------------------------------------------------------------
@@ -324,7 +229,8 @@ static void avx512(const Work& w) { plain(w); }
 static void attend_span(const Pass& pass, const Heads& heads, const int64_t* span, int64_t head, int64_t first,
                         const float* queries, int64_t stride, float* out) {
     using Function = void (*)(const Work&);
-    const Function function = Versions<Function>{portable, avx2, avx512}.pick();
+    const bool tiles = instruction_set() == AMX && heads.kind == BF16 && heads.size % 32 == 0;
+    const Function function = tiles ? attend_in_tiles : Versions<Function>{portable, avx2, avx512}.pick();
     const int64_t group = heads.count / heads.cached, all = span[1] * group;
     Work w{pass, heads, pass.pages + span[3], head, 0, 0, std::min(QUERIES, all - first), {}, {}, {}, nullptr, 0};
     for (int64_t q = 0; q < w.count; q++) {
@@ -334,11 +240,11 @@ static void attend_span(const Pass& pass, const Heads& heads, const int64_t* spa
         w.position[q] = span[2] + row;
     }
     const int64_t seen = heads.window ? std::max<int64_t>(0, w.position[0] + 1 - heads.window) : 0;
-    w.start = seen / KEYS * KEYS;
+    w.start = seen / (2 * KEYS) * (2 * KEYS);
     w.end = w.position[w.count - 1] + 1;
     w.padded = (w.end - w.start + KEYS - 1) / KEYS * KEYS;
     static thread_local std::vector<float> scores;
-    scores.resize(static_cast<size_t>(w.count * w.padded));
+    scores.resize(static_cast<size_t>(in_tiles(w.count) * w.padded));
     w.scores = scores.data();
     function(w);
 }

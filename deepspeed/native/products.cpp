@@ -14,6 +14,7 @@ namespace ds {
 constexpr int64_t PANEL = 32;   // outputs of a unit of work
 constexpr int64_t BLOCK = 32;   // rows that are taken through a panel together
 constexpr int64_t LANES = 32;   // columns of a step
+constexpr int64_t ROWS_BYTES = 1 << 19;  // of rounded rows that are taken through the whole matrix together
 constexpr int64_t FLUSH = 1024;  // columns whose integer products fit into 32 bits: 128 · LARGEST · 1024 < 2³¹
 constexpr int LARGEST = 16383;
 constexpr int64_t PER_THREAD = 1 << 16;  // weights below which a second thread costs more than it brings
@@ -24,6 +25,7 @@ struct Part {
     const Input& x;
     int64_t output, outputs, row, rows;
     float (*sums)[PANEL];
+    int64_t block, blocks;  // this is one of so many blocks of rows that go through these outputs
 };
 
 // -- inputs -----------------------------------------------------------------------------------------------------------
@@ -66,16 +68,6 @@ DS_AVX512 static float avx512_to_int16(const float* x, int16_t* out, float* sums
     return to_int16(x, out, sums, count);
 }
 
-#if defined(__x86_64__)
-DS_AVX512 static void transpose_pairs(const uint32_t* pairs, uint32_t* out, int64_t rows, int64_t count) {
-    if (rows == 16)
-        for (int64_t p = 0; p < count; p += 16) transpose16(pairs + p, count, out + p * 16, 16);
-    else
-        for (int64_t r = 0; r < rows; r++)
-            for (int64_t p = 0; p < count; p++) out[p * rows + r] = pairs[r * count + p];
-}
-#endif
-
 void Input::prepare(const float* x, int64_t count, int64_t width, Form form) {
     rows = count, columns = width, padded = (width + LANES - 1) / LANES * LANES;
     plain = x;
@@ -103,14 +95,9 @@ void Input::prepare(const float* x, int64_t count, int64_t width, Form form) {
     }
 #if defined(__x86_64__)
     tiled = true;
-    std::vector<uint16_t> block(static_cast<size_t>(16 * padded));
-    for (int64_t row = 0; row < whole; row += 16) {
-        const int64_t inside = std::min<int64_t>(16, rows - row), made = std::min<int64_t>(16, whole - row);
-        round_to_bf16(x + row * width, block.data(), inside * width);
-        std::fill(block.begin() + inside * width, block.end(), static_cast<uint16_t>(0));
-        transpose_pairs(reinterpret_cast<uint32_t*>(block.data()), reinterpret_cast<uint32_t*>(halves + row * width),
-                        made, width / 2);
-    }
+    for (int64_t row = 0; row < whole; row += 16)
+        to_pairs(x + row * width, reinterpret_cast<uint32_t*>(halves + row * width), std::min<int64_t>(16, rows - row),
+                 std::min<int64_t>(16, whole - row), width);
 #endif
 }
 
@@ -360,14 +347,16 @@ template <Form form, bool VNNI> DS_AVX512 static void integer_vectors(const Part
 template <int A, int B>
 DS_AMX static DS_INLINE void tile_sums(const uint16_t* w, const char* x, const Part& p, int64_t columns, float* sums) {
     const int64_t bytes = 2 * p.matrix.inputs, block = columns * bytes, chunk = 64 * columns;
-    const char* next = reinterpret_cast<const char*>(w) + 16 * A * bytes;
+    // The next outputs are fetched meanwhile, a part of them with each block of rows.
+    const int64_t lines = 16 * A * bytes / 64, part = (lines + p.blocks - 1) / p.blocks;
+    const int per = static_cast<int>((part * LANES + p.matrix.inputs - 1) / p.matrix.inputs);
+    const char* next = reinterpret_cast<const char*>(w) + 16 * A * bytes + 64 * part * p.block;
     _tile_zero(0);
     if (A > 1) _tile_zero(1);
     if (B > 1) _tile_zero(2);
     if (A > 1 && B > 1) _tile_zero(3);
     for (int64_t k = 0; k < p.matrix.inputs; k += LANES, x += chunk) {
-        if (p.row == 0)
-            for (int i = 0; i < 16 * A; i++, next += 64) _mm_prefetch(next, _MM_HINT_T1);
+        for (int i = 0; i < per; i++, next += 64) _mm_prefetch(next, _MM_HINT_T1);
         _tile_loadd(4, w + k, bytes);
         if (A > 1) _tile_loadd(5, w + k + 16 * p.matrix.inputs, bytes);
         _tile_loadd(6, x, 4 * columns);
@@ -414,7 +403,7 @@ DS_AMX static void tiles(const Part& p) {
 }
 
 DS_AMX static void end_tiles() { _tile_release(); }
-DS_AMX static void begin_tiles(int64_t rows) { configure_tiles(static_cast<int>(std::min<int64_t>(16, rows))); }
+DS_AMX static void begin_tiles(int64_t rows) { configure_tiles(16, static_cast<int>(std::min<int64_t>(16, rows))); }
 #endif
 
 // -- the product ------------------------------------------------------------------------------------------------------
@@ -436,7 +425,7 @@ static Kernel kernel_of(const Matrix& matrix, const Input& x) {
     return set == AVX2 ? avx2 : portable;
 }
 
-static void write(const Part& p, float* y, int64_t stride, bool add) {
+DS_INLINE void write_sums(const Part& p, float* y, int64_t stride, bool add) {
     alignas(64) float bias[PANEL] = {};
     if (p.matrix.bias)
         for (int64_t n = 0; n < p.outputs; n++)
@@ -445,31 +434,43 @@ static void write(const Part& p, float* y, int64_t stride, bool add) {
                           : from_bf16(static_cast<const uint16_t*>(p.matrix.bias)[p.output + n]);
     for (int64_t r = 0; r < p.rows; r++) {
         float* out = y + (p.row + r) * stride + p.output;
-        for (int64_t n = 0; n < p.outputs; n++) {
-            const float sum = p.sums[r][n] + bias[n];
-            out[n] = add ? out[n] + sum : sum;
-        }
+        if (add)
+            for (int64_t n = 0; n < p.outputs; n++) out[n] += p.sums[r][n] + bias[n];
+        else
+            for (int64_t n = 0; n < p.outputs; n++) out[n] = p.sums[r][n] + bias[n];
     }
 }
+
+static void portable_write(const Part& p, float* y, int64_t stride, bool add) { write_sums(p, y, stride, add); }
+DS_AVX2 static void avx2_write(const Part& p, float* y, int64_t stride, bool add) { write_sums(p, y, stride, add); }
+DS_AVX512 static void avx512_write(const Part& p, float* y, int64_t stride, bool add) { write_sums(p, y, stride, add); }
 
 void multiply(const Matrix& matrix, const Input& x, float* y, int64_t stride, bool add, int threads) {
     if (!x.rows) return;
     const Kernel kernel = kernel_of(matrix, x);
+    using Write = void (*)(const Part&, float*, int64_t, bool);
+    const Write write = Versions<Write>{portable_write, avx2_write, avx512_write}.pick();
     const int64_t panels = (matrix.outputs + PANEL - 1) / PANEL;
+    // So many rows stay in a cache while the matrix goes by.
+    const int64_t chunk = std::max(BLOCK, ROWS_BYTES / std::max<int64_t>(1, 2 * x.padded) / BLOCK * BLOCK);
     const int useful = static_cast<int>(std::clamp<int64_t>(matrix.outputs * matrix.inputs / PER_THREAD, 1, threads));
 #pragma omp parallel num_threads(useful) if (useful > 1)
     {
 #if defined(__x86_64__)
         if (x.tiled) begin_tiles(x.rows);
 #endif
+        for (int64_t first = 0; first < x.rows; first += chunk) {
+            const int64_t end = std::min(first + chunk, x.rows), blocks = (end - first + BLOCK - 1) / BLOCK;
 #pragma omp for schedule(static)
-        for (int64_t panel = 0; panel < panels; panel++) {
-            alignas(64) float sums[BLOCK][PANEL];
-            const int64_t output = panel * PANEL, outputs = std::min(PANEL, matrix.outputs - output);
-            for (int64_t row = 0; row < x.rows; row += BLOCK) {
-                const Part part{matrix, x, output, outputs, row, std::min(BLOCK, x.rows - row), sums};
-                kernel(part);
-                write(part, y, stride, add);
+            for (int64_t panel = 0; panel < panels; panel++) {
+                alignas(64) float sums[BLOCK][PANEL];
+                const int64_t output = panel * PANEL, outputs = std::min(PANEL, matrix.outputs - output);
+                for (int64_t row = first; row < end; row += BLOCK) {
+                    const int64_t rows = std::min(BLOCK, x.rows - row);
+                    const Part part{matrix, x, output, outputs, row, rows, sums, (row - first) / BLOCK, blocks};
+                    kernel(part);
+                    write(part, y, stride, add);
+                }
             }
         }
 #if defined(__x86_64__)

@@ -54,13 +54,32 @@ DS_AVX512 inline void transpose16(const void* source, int64_t from, void* target
     for (int i = 0; i < 16; i++) _mm512_storeu_si512(out + i * to, a[i]);
 }
 
-// Tiles 0 to 3 hold sums [16, columns] of fp32, 4 and 5 [16, 32] of bf16, 6 and 7 pairs [16, columns].
-DS_AMX inline void configure_tiles(int columns) {
+// Up to sixteen rows of fp32 [rows, width] become pairs of bf16 [width / 2, made], the right operand of tiles; zeros for
+// rows that are not there.
+DS_BF16 inline void to_pairs(const float* x, uint32_t* out, int64_t rows, int64_t made, int64_t width) {
+    for (int64_t k = 0; k < width; k += 32) {
+        __m512i pairs[16];
+        for (int64_t r = 0; r < 16; r++)
+            pairs[r] = r < rows ? (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(x + r * width + k + 16),
+                                                               _mm512_loadu_ps(x + r * width + k))
+                                : _mm512_setzero_si512();
+        if (made == 1) {
+            _mm512_storeu_si512(out + k / 2, pairs[0]);
+            continue;
+        }
+        transpose16(pairs);
+        const __mmask16 there = static_cast<__mmask16>((1 << made) - 1);
+        for (int64_t p = 0; p < 16; p++) _mm512_mask_storeu_epi32(out + (k / 2 + p) * made, there, pairs[p]);
+    }
+}
+
+// Tiles 0 to 3 hold sums [rows, columns] of fp32, 4 and 5 [rows, 32] of bf16, 6 and 7 pairs [16, columns].
+DS_AMX inline void configure_tiles(int rows, int columns) {
     alignas(64) uint8_t config[64] = {1};
     auto* bytes = reinterpret_cast<uint16_t*>(config + 16);
     for (int tile = 0; tile < 8; tile++) {
         bytes[tile] = static_cast<uint16_t>(tile == 4 || tile == 5 ? 64 : 4 * columns);
-        config[48 + tile] = 16;
+        config[48 + tile] = static_cast<uint8_t>(tile < 6 ? rows : 16);
     }
     DS_FENCE;
     _tile_loadconfig(config);

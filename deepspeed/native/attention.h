@@ -1,0 +1,113 @@
+// What the forms of attention share: the rows of a sequence and a head, their keys and values, the softmax.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+
+#include "decoder.h"
+#include "tiles.h"
+
+namespace ds {
+
+constexpr int64_t QUERIES = 32;  // of one cached head, taken through its keys together
+constexpr int64_t KEYS = 16;     // scored together; they begin at a multiple of it
+constexpr int64_t LARGEST = 512;  // elements of a head, LARGEST_HEAD in deepspeed/inference/fused.py
+
+// Rows of one sequence and one cached head.
+struct Work {
+    const Pass& pass;
+    const Heads& heads;
+    const int64_t* pages;
+    int64_t head, start, end;    // positions of the keys: start is a multiple of 2 · KEYS
+    int64_t count;               // queries
+    const float* query[QUERIES];
+    int64_t position[QUERIES];
+    float* out[QUERIES];
+    float* scores;  // [in_tiles(count), padded]
+    int64_t padded;
+};
+
+// Rows of scores that are there for so many queries: tiles write sixteen, or one alone.
+DS_INLINE int64_t in_tiles(int64_t count) { return count == 1 ? 1 : (count + 15) / 16 * 16; }
+
+// Rows of keys or values of consecutive positions. Those of a head lie far apart, where no processor looks ahead by
+// itself: with each row, the one that is a page further is asked for.
+class Rows {
+public:
+    Rows(const Work& work, const void* rows)
+        : w(work), pool(static_cast<const char*>(rows)), position(w.start),
+          row_bytes(w.heads.size * width(w.heads.kind)), stride(w.heads.cached * row_bytes) {}
+
+    DS_INLINE const char* next() {
+        if (!left) enter();
+        const char* found = at;
+        if (ahead) fetch(ahead), ahead += stride;
+        at += stride, position++, left--;
+        return found;
+    }
+
+    // Ask for the rows of the first page.
+    void begin() {
+        enter();
+        for (int64_t i = 0; i < std::min(left, w.end - position); i++) fetch(at + i * stride);
+    }
+
+private:
+    DS_INLINE const char* row(int64_t which) const {
+        return pool + slot(w.pass, w.pages, which) * stride + w.head * row_bytes;
+    }
+    DS_INLINE void fetch(const char* from) const {
+        for (int64_t i = 0; i < row_bytes; i += 64) __builtin_prefetch(from + i);
+    }
+    DS_INLINE void enter() {  // pages are looked up once each
+        at = row(position);
+        left = w.pass.page_size - position % w.pass.page_size;
+        ahead = position + left < w.end ? row(position + left) : nullptr;
+    }
+
+    const Work& w;
+    const char *pool, *at = nullptr, *ahead = nullptr;
+    int64_t position, row_bytes, stride, left = 0;
+};
+
+DS_INLINE void load(const char* row, Kind kind, float* out, int64_t count) {
+    if (kind == FP32) std::memcpy(out, row, static_cast<size_t>(4 * count));
+    else widen(reinterpret_cast<const uint16_t*>(row), kind, out, count);
+}
+
+// -- softmax ----------------------------------------------------------------------------------------------------------
+
+// Scores become weights; returns what their weighted sum is to be divided by.
+DS_INLINE float weigh(const Work& w, int64_t q) {
+    float* scores = w.scores + q * w.padded;
+    const int64_t first = w.heads.window ? std::max<int64_t>(0, w.position[q] + 1 - w.heads.window) - w.start : 0;
+    const int64_t end = w.position[q] + 1 - w.start, whole = (end + KEYS - 1) / KEYS * KEYS;
+    std::fill(scores, scores + first, -INFINITY);
+    std::fill(scores + end, scores + whole, -INFINITY);
+    alignas(64) float lanes[KEYS], largest = -INFINITY;
+    std::fill(lanes, lanes + KEYS, -INFINITY);
+    for (int64_t t = 0; t < whole; t += KEYS)
+        for (int64_t i = 0; i < KEYS; i++) {
+            scores[t + i] *= w.heads.scale;
+            lanes[i] = scores[t + i] > lanes[i] ? scores[t + i] : lanes[i];
+        }
+    for (float lane : lanes) largest = std::max(largest, lane);
+    std::fill(lanes, lanes + KEYS, 0.0f);
+    for (int64_t t = 0; t < whole; t += KEYS)
+        for (int64_t i = 0; i < KEYS; i++) {
+            const float weight = exponential(scores[t + i] - largest);
+            scores[t + i] = weight;
+            lanes[i] += weight;
+        }
+    std::fill(scores + whole, scores + w.padded, 0.0f);
+    for (int64_t half = KEYS / 2; half; half /= 2)
+        for (int64_t i = 0; i < half; i++) lanes[i] += lanes[i + half];
+    return lanes[0];
+}
+
+#if defined(__x86_64__)
+// The form in matrix tiles, of bf16 and heads of a multiple of 32 elements.
+void attend_in_tiles(const Work& w);
+#endif
+
+}  // namespace ds
