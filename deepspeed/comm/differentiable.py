@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from deepspeed.comm.api import all_gather_into_tensor, all_reduce, all_to_all_single
 from deepspeed.comm.axis import Axis
+from deepspeed.foundation.simulation import message
 
 _Way = Callable[[torch.Tensor], torch.Tensor]
 
@@ -54,6 +55,8 @@ def summed(tensor: torch.Tensor, axis: Axis, label: str = "") -> torch.Tensor:
     out = tensor.detach().clone(memory_format=torch.contiguous_format)
     if axis.group is not None and out.numel():
         all_reduce(out, group=axis.group, log_name=label or f"sum over {axis.name}")
+    elif axis.size > 1:
+        message("all_reduce", out.nbytes, axis.ranks)
     return out
 
 
@@ -69,14 +72,19 @@ def gathered(
         sizes: of each rank's slice along it; None: all alike.
         label: for reports.
     """
-    if axis.group is None:
+    if axis.size == 1:
         return tensor.detach().clone()
     sizes = [tensor.shape[dim]] * axis.size if sizes is None else list(sizes)
     longest, mine = max(sizes), tensor.detach().movedim(dim, 0).contiguous()
     if mine.shape[0] < longest:
         mine = torch.cat([mine, mine.new_zeros(longest - mine.shape[0], *mine.shape[1:])])
     every = mine.new_empty(axis.size * longest, *mine.shape[1:])
-    all_gather_into_tensor(every, mine, group=axis.group, log_name=label or f"gather over {axis.name}")
+    if axis.group is not None:
+        all_gather_into_tensor(every, mine, group=axis.group, log_name=label or f"gather over {axis.name}")
+    else:
+        message("all_gather", every.nbytes, axis.ranks)
+        if not mine.is_floating_point():  # the other ranks would say the same
+            every.view(axis.size, *mine.shape).copy_(mine)
     if min(sizes) < longest:
         every = torch.cat([every[at * longest : at * longest + size] for at, size in enumerate(sizes)])
     return every.movedim(0, dim).contiguous()
@@ -92,13 +100,16 @@ def exchanged(tensor: torch.Tensor, axis: Axis, cut: int, join: int, label: str 
         join: dim along which the ranks' slices come together.
         label: for reports.
     """
-    if axis.group is None:
+    if axis.size == 1:
         return tensor.detach().clone()
     cut, join = cut % tensor.dim(), join % tensor.dim()
     parts = tensor.detach().unflatten(cut, (axis.size, -1)).movedim(cut, 0)
     packed = axis.empty(tensor.numel(), tensor.dtype, tensor.device).view(parts.shape).copy_(parts)
     every = torch.empty_like(packed)
-    all_to_all_single(every, packed, group=axis.group, log_name=label or f"all-to-all over {axis.name}")
+    if axis.group is not None:
+        all_to_all_single(every, packed, group=axis.group, log_name=label or f"all-to-all over {axis.name}")
+    else:
+        message("all_to_all", every.nbytes, axis.ranks)
     return every.movedim(0, join).flatten(join, join + 1)
 
 
