@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
+from torch.utils.weak import TensorWeakRef
 
 from deepspeed.comm.api import all_gather_into_tensor, all_reduce, all_to_all_single
 from deepspeed.comm.axis import Axis
@@ -177,18 +178,31 @@ def all_to_all(tensor: torch.Tensor, axis: Axis, cut: int, join: int, label: str
     return _call(tensor, axis, there, back)
 
 
+_entered: list[torch.Tensor] = []
+"""The copy that was made last: layers whose weights are frozen do not hold what they read."""
+
+
 def enter(tensor: torch.Tensor, axis: Axis, label: str = "") -> torch.Tensor:
     """`copy_to`, once for all layers that read one tensor: their gradients are added here and travel as one sum.
 
-    A second layer that gets the same tensor object, unchanged, gets the same copy of it.
+    A second layer that gets the same tensor object, unchanged, gets the same copy of it, while a graph needs it or
+    nothing else was entered since.
     """
     if axis.size == 1 or not tensor.requires_grad or not torch.is_grad_enabled():
         return tensor
     key = (axis.ranks, tensor._version)
     known = getattr(tensor, "_ds_entered", None)
-    if known is not None and known[0] == key:
-        return known[1]
-    entered = copy_to(tensor, axis, label)
+    copy = known[1]() if known is not None and known[0] == key else None
+    if copy is not None:
+        return copy
+
+    def back(gradient: torch.Tensor) -> torch.Tensor:
+        _entered.clear()
+        return summed(gradient, axis, label)
+
+    entered = _call(tensor, axis, _same, back)
     if not tensor.is_leaf:  # a leaf is held by its graph, which the copy holds: they would keep each other for ever
-        tensor._ds_entered = (key, entered)  # type: ignore[attr-defined]
+        # So would these two, by the copy's base, where no collector looks: the tensor knows its copy weakly.
+        tensor._ds_entered = (key, TensorWeakRef(entered))  # type: ignore[attr-defined]
+        _entered[:] = [entered]
     return entered

@@ -9,6 +9,8 @@ import pytest
 
 from deepspeed import comm
 from deepspeed.planner import measure_memory, predict_memory
+from deepspeed.planner.memory import simulate
+from deepspeed.planner.program import Program
 from tests.harness.pool import WorkerPool
 from tests.parallel.memory_models import MODELS
 from tests.parallel.test_predicted_memory import config_of
@@ -52,3 +54,13 @@ def test_what_is_predicted_of_a_mesh_is_what_lives(workers: Workers, cell: tuple
             for category, count in theirs.items():
                 if count > sum(theirs.values()) / 10:
                     assert mine.get(category, 0) == pytest.approx(count, rel=0.05), category
+
+
+def test_nothing_stays_of_an_update_where_ranks_share_matrices() -> None:
+    make, batch = MODELS["gpt2"]
+    config = config_of(1, "bf16", {"recompute": True}, "") | {"tensor_parallel": {"autotp_size": 2}}
+    if comm.is_initialized():
+        comm.destroy_process_group()
+    counts = [simulate(Program(make, config, batch(ROWS), updates=updates), 0, 2) for updates in (2, 4)]
+    assert counts[0].at_rest == counts[1].at_rest
+    assert counts[0].peak == counts[1].peak
