@@ -33,9 +33,9 @@ _WITH_PARAMETERS = (ALL, HOST_ALL)
 DATA_PARALLEL = Shape()
 NARROW = 4_000_000
 """Elements of the buckets of plans whose usual ones do not fit: fewer gradients are under way."""
-_WHOLE = "nothing travels between ranks that share samples: each would compute the whole model"
+WHOLE = "nothing travels between ranks that share samples: each would compute the whole model"
 _UNCUT = (
-    _WHOLE,
+    WHOLE,
     "TensorParallelError",
     "NotAvailableError",
     "MeshError",
@@ -72,6 +72,11 @@ class Plan:
         tier = _NAMES[self.tier]
         rest = f"{'_recompute' if self.recompute else ''}{f'_bucket{self.bucket}' if self.bucket else ''}"
         return f"z{self.stage}_gas{self.steps}_tmbspg{self.micro}{tier}{rest}{self.shape.name}"
+
+    @property
+    def samples(self) -> float:
+        """Of an update, a rank's share: ranks may take the same ones together."""
+        return self.micro * self.steps / self.shape.width
 
     def config(self, base: Any, folder: str) -> dict[str, Any]:
         """The JSON of this plan.
@@ -206,7 +211,7 @@ def judge(task: Task, plan: Plan, machine: Machine) -> Judged:
         return Judged(plan, reason=f"{type(error).__name__}: {first}"[:300])
     recording.blocks.clear()
     if plan.shape.width > 1 and not any(entry.kind == MESSAGE for entry in recording.entries):
-        return Judged(plan, memory, reason=_WHOLE)
+        return Judged(plan, memory, reason=WHOLE)
     share = plan.steps / steps / _UPDATES
     flops = sum(entry.flops for entry in recording.entries) * share
     found = Judged(plan, memory, _step_time(plan, memory, machine, recording, share, config), True, flops=flops)
@@ -290,7 +295,8 @@ def search(
             continue
         tries = [plan]
         for each in tries:
-            smaller, why = _does_not_fit_either(each, found), _cannot_be_cut(each, found)
+            smaller = _does_not_fit_either(each, found)
+            why = _cannot_be_cut(each, found) or _is_slower(each, found)
             if why:
                 found[each] = Judged(each, reason=why)
             elif smaller is None:
@@ -316,6 +322,17 @@ def _cannot_be_cut(plan: Plan, found: dict[Plan, Judged]) -> str:
     return next((judged.reason for judged in others if judged.reason.startswith(_UNCUT)), "")
 
 
+def _is_slower(plan: Plan, found: dict[Plan, Judged]) -> str:
+    """Why a plan with an axis is not run: one that differs by a larger micro-batch, or by no recompute, fits."""
+    if plan.shape == DATA_PARALLEL:
+        return ""
+    for other, judged in found.items():
+        alike = replace(other, micro=plan.micro, steps=plan.steps, recompute=plan.recompute) == plan
+        if judged.fits and alike and other.micro >= plan.micro and other.recompute <= plan.recompute:
+            return f"not looked at: {other.name} fits"
+    return ""
+
+
 def _narrows(task: Task, narrow: Plan, usual: Judged, machine: Machine) -> bool:
     """Whether a plan may fit with narrow buckets: gradients travel as they arrive, and what rests there fits."""
     if usual.fits or usual.memory is None or not policy_for(narrow.stage).reduces_as_gradients_arrive:
@@ -329,9 +346,10 @@ def _narrows(task: Task, narrow: Plan, usual: Judged, machine: Machine) -> bool:
 
 
 def _in_turn(plans: list[Plan]) -> Iterator[Plan]:
-    """One of each kind after the other, small micro-batches first: every kind is looked at before time is over."""
+    """One of each kind after the other: every kind is looked at before time is over. Small micro-batches first; with an
+    axis beside data parallelism the large ones, since the first that fits is the last that is looked at."""
     kinds: dict[tuple[Any, ...], list[Plan]] = {}
-    for plan in sorted(plans, key=lambda plan: plan.micro):
+    for plan in sorted(plans, key=lambda plan: plan.micro if plan.shape == DATA_PARALLEL else -plan.micro):
         kinds.setdefault((plan.stage, plan.tier, plan.recompute, plan.shape), []).append(plan)
     for row in itertools.zip_longest(*kinds.values()):
         yield from (plan for plan in row if plan is not None)
@@ -365,7 +383,7 @@ def table(judged: list[Judged], most: int = 40, machine: Machine | None = None) 
         took = None if each.trial is None else each.trial.seconds
         measured = f" {_ms(took):>10s}" if tried else ""
         seconds = None if each.time is None else each.seconds
-        rate = "–" if seconds is None else f"{each.plan.micro * each.plan.steps / (took or seconds):.2f}"
+        rate = "–" if seconds is None else f"{each.plan.samples / (took or seconds):.2f}"
         limit = "" if each.time is None else each.time.limit
         lines.append(
             f"{each.plan.name:34s} {_ms(seconds):>10s}{measured} {rate:>10s} {size:>14s} {limit:>9s}  {each.reason}"

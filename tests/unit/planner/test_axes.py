@@ -15,7 +15,8 @@ from torch import nn
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.planner import cli
 from deepspeed.planner.axes import Shape, unjudged
-from deepspeed.planner.plans import Plan, Task, judge, legal_plans, mesh_plans, search
+from deepspeed.planner.calibrate import calibrate
+from deepspeed.planner.plans import WHOLE, Judged, Plan, Task, judge, legal_plans, mesh_plans, search, table
 from deepspeed.simulator.machine import Machine
 
 RATES = [[64, 1e10], [1024, 5e10]]
@@ -119,9 +120,27 @@ def test_what_cannot_be_cut_says_why_and_is_tried_once() -> None:
     assert not any(each.fits for each in cut)
     assert all("example_input_array" in each.reason for each in cut)
     assert sum(plan.shape.tensor > 1 for plan in told) == 2
+    # This model takes no slices of sequences either: each rank would do all the work.
+    assert {each.reason for each in found if each.plan.shape.sequence > 1} == {WHOLE}
     assert any(each.fits for each in found)
     own = replace(task, config={**ADAMW, "tensor_parallel": {"autotp_size": 2}})
     assert {each.plan.shape for each in search(own, MACHINE, seconds=0, axes=True)} == {Shape()}
+
+
+def test_of_an_axis_the_first_that_fits_is_the_last_that_is_run() -> None:
+    task, told = Task(Net, rows, 16, ADAMW), list[Judged]()
+    tensor = {"axes": True, "allowed": lambda plan: plan.shape.tensor == 2 and plan.stage == 0}
+    found = search(task, MACHINE, told=told.append, **tensor)
+    assert [each.plan.name for each in told] == ["z0_gas1_tmbspg8_tp2"]
+    assert {each.reason for each in found[1:]} == {"not looked at: z0_gas1_tmbspg8_tp2 fits"}
+    assert told[0].memory is not None
+    needs = max(told[0].memory.peak, told[0].memory.birth)
+    less = list[Judged]()
+    tight = search(task, replace(MACHINE, memory=needs - 1), told=less.append, **tensor)
+    assert [each.plan.micro for each in less if not each.fits][0] == 8
+    assert tight[0].fits and tight[0].plan.micro * (1 + tight[0].plan.recompute) <= 8
+    # Every rank's share of the samples, however many take them together.
+    assert table([tight[0]]).splitlines()[1].split()[3] == f"{4 / tight[0].seconds:.2f}"
 
 
 def test_what_is_not_judged_is_named() -> None:
@@ -153,3 +172,12 @@ def test_the_answer_carries_the_key(tmp_path: Path, capsys: pytest.CaptureFixtur
     wide = best.get("tensor_parallel", {}).get("autotp_size", 1)
     assert best["train_micro_batch_size_per_gpu"] * best["gradient_accumulation_steps"] * 2 // wide == 2
     assert ("_tp2" in next(line for line in said.splitlines() if line.startswith("best: "))) == (wide == 2)
+
+
+@pytest.mark.slow
+def test_small_messages_are_measured() -> None:
+    """An axis in the middle of a forward sends many: what one takes is more than its bytes."""
+    found = calibrate(2)
+    assert not found.notes
+    assert 0 < found.latency < 0.1
+    assert found.message("all_reduce", 1024, (0, 1))[0] < found.latency
