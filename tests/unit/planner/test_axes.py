@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.planner import plan_of
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.planner import cli
 from deepspeed.planner.axes import Shape, unjudged
@@ -141,6 +143,14 @@ def test_of_an_axis_the_first_that_fits_is_the_last_that_is_run() -> None:
     assert tight[0].fits and tight[0].plan.micro * (1 + tight[0].plan.recompute) <= 8
     # Every rank's share of the samples, however many take them together.
     assert table([tight[0]]).splitlines()[1].split()[3] == f"{4 / tight[0].seconds:.2f}"
+
+
+def test_a_plan_that_the_benchmark_has_kept_comes_back() -> None:
+    for plan in (*legal_plans(8, MACHINE), *mesh_plans(8, MACHINE)):
+        kept = json.loads(json.dumps({"plan": dataclasses.asdict(plan)}))
+        assert plan_of(kept) == plan
+        del kept["plan"]["shape"]  # of an earlier run
+        assert plan_of(kept) == replace(plan, shape=Shape())
 
 
 def test_what_is_not_judged_is_named() -> None:
