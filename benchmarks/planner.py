@@ -26,6 +26,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from deepspeed.planner.axes import Shape
 from deepspeed.planner.calibrate import calibrate
 from deepspeed.planner.confirm import MOST, confirm
 from deepspeed.planner.plans import ON_DEVICE, Judged, Plan, Task, legal_plans, search
@@ -97,6 +98,11 @@ def sample(plans: list[Plan], count: int, seed: str) -> set[Plan]:
     return set(random.Random(seed).sample(plans, min(count, len(plans))))
 
 
+def plan_of(row: dict[str, Any]) -> Plan:
+    """The plan of a row that was kept."""
+    return Plan(**{**row["plan"], "shape": Shape(**row["plan"].get("shape", {}))})
+
+
 def held(judged: Judged) -> int:
     """Bytes of a rank, as predicted."""
     return max(judged.memory.peak, judged.memory.birth) if judged.memory is not None else 0
@@ -136,7 +142,7 @@ def measure(found: dict[str, Any], machine: Machine, path: Path, seconds: float,
     random.Random(found["case"]).shuffle(left)  # a machine that grows slower favours nobody
     for row in left:
         with tempfile.TemporaryDirectory(prefix="planner-") as folder:
-            plan = Plan(**row["plan"])
+            plan = plan_of(row)
             told = trial_config(plan.config(config, machine.folder), Path(folder))
             outcome = run_trial(command, told, Path(folder), limits)
         found["trials"][row["name"]] = dataclasses.asdict(outcome)
@@ -157,7 +163,7 @@ def score(found: dict[str, Any]) -> dict[str, Any]:
     """How near the planner's choices are to the best, and how near five drawn at random would be."""
     trials = {name: Outcome(**told) for name, told in found["trials"].items()}
     judged = [
-        Judged(Plan(**row["plan"]), fits=row["fits"], reason=row["reason"])
+        Judged(plan_of(row), fits=row["fits"], reason=row["reason"])
         for row in found["plans"] if row["name"] in trials
     ]  # fmt: skip
     times = {name: told.seconds for name, told in trials.items() if told.seconds is not None}

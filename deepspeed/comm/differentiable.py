@@ -20,9 +20,11 @@ from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
+from torch.utils.weak import TensorWeakRef
 
 from deepspeed.comm.api import all_gather_into_tensor, all_reduce, all_to_all_single
 from deepspeed.comm.axis import Axis
+from deepspeed.foundation.simulation import message
 
 _Way = Callable[[torch.Tensor], torch.Tensor]
 
@@ -54,6 +56,8 @@ def summed(tensor: torch.Tensor, axis: Axis, label: str = "") -> torch.Tensor:
     out = tensor.detach().clone(memory_format=torch.contiguous_format)
     if axis.group is not None and out.numel():
         all_reduce(out, group=axis.group, log_name=label or f"sum over {axis.name}")
+    elif axis.size > 1:
+        message("all_reduce", out.nbytes, axis.ranks)
     return out
 
 
@@ -69,14 +73,19 @@ def gathered(
         sizes: of each rank's slice along it; None: all alike.
         label: for reports.
     """
-    if axis.group is None:
+    if axis.size == 1:
         return tensor.detach().clone()
     sizes = [tensor.shape[dim]] * axis.size if sizes is None else list(sizes)
     longest, mine = max(sizes), tensor.detach().movedim(dim, 0).contiguous()
     if mine.shape[0] < longest:
         mine = torch.cat([mine, mine.new_zeros(longest - mine.shape[0], *mine.shape[1:])])
     every = mine.new_empty(axis.size * longest, *mine.shape[1:])
-    all_gather_into_tensor(every, mine, group=axis.group, log_name=label or f"gather over {axis.name}")
+    if axis.group is not None:
+        all_gather_into_tensor(every, mine, group=axis.group, log_name=label or f"gather over {axis.name}")
+    else:
+        message("all_gather", every.nbytes, axis.ranks)
+        if not mine.is_floating_point():  # the other ranks would say the same
+            every.view(axis.size, *mine.shape).copy_(mine)
     if min(sizes) < longest:
         every = torch.cat([every[at * longest : at * longest + size] for at, size in enumerate(sizes)])
     return every.movedim(0, dim).contiguous()
@@ -92,13 +101,16 @@ def exchanged(tensor: torch.Tensor, axis: Axis, cut: int, join: int, label: str 
         join: dim along which the ranks' slices come together.
         label: for reports.
     """
-    if axis.group is None:
+    if axis.size == 1:
         return tensor.detach().clone()
     cut, join = cut % tensor.dim(), join % tensor.dim()
     parts = tensor.detach().unflatten(cut, (axis.size, -1)).movedim(cut, 0)
     packed = axis.empty(tensor.numel(), tensor.dtype, tensor.device).view(parts.shape).copy_(parts)
     every = torch.empty_like(packed)
-    all_to_all_single(every, packed, group=axis.group, log_name=label or f"all-to-all over {axis.name}")
+    if axis.group is not None:
+        all_to_all_single(every, packed, group=axis.group, log_name=label or f"all-to-all over {axis.name}")
+    else:
+        message("all_to_all", every.nbytes, axis.ranks)
     return every.movedim(0, join).flatten(join, join + 1)
 
 
@@ -166,18 +178,31 @@ def all_to_all(tensor: torch.Tensor, axis: Axis, cut: int, join: int, label: str
     return _call(tensor, axis, there, back)
 
 
+_entered: list[torch.Tensor] = []
+"""The copy that was made last: layers whose weights are frozen do not hold what they read."""
+
+
 def enter(tensor: torch.Tensor, axis: Axis, label: str = "") -> torch.Tensor:
     """`copy_to`, once for all layers that read one tensor: their gradients are added here and travel as one sum.
 
-    A second layer that gets the same tensor object, unchanged, gets the same copy of it.
+    A second layer that gets the same tensor object, unchanged, gets the same copy of it, while a graph needs it or
+    nothing else was entered since.
     """
     if axis.size == 1 or not tensor.requires_grad or not torch.is_grad_enabled():
         return tensor
     key = (axis.ranks, tensor._version)
     known = getattr(tensor, "_ds_entered", None)
-    if known is not None and known[0] == key:
-        return known[1]
-    entered = copy_to(tensor, axis, label)
+    copy = known[1]() if known is not None and known[0] == key else None
+    if copy is not None:
+        return copy
+
+    def back(gradient: torch.Tensor) -> torch.Tensor:
+        _entered.clear()
+        return summed(gradient, axis, label)
+
+    entered = _call(tensor, axis, _same, back)
     if not tensor.is_leaf:  # a leaf is held by its graph, which the copy holds: they would keep each other for ever
-        tensor._ds_entered = (key, entered)  # type: ignore[attr-defined]
+        # So would these two, by the copy's base, where no collector looks: the tensor knows its copy weakly.
+        tensor._ds_entered = (key, TensorWeakRef(entered))  # type: ignore[attr-defined]
+        _entered[:] = [entered]
     return entered

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +17,10 @@ PLAN = "plan"
 VARIABLE = "DS_PLAN"
 """Names the answer's file, before the places where it is looked for."""
 _ZERO, _RECOMPUTE, _TUNING = "zero_optimization", "activation_checkpointing", "autotuning"
-_OF_ZERO = ("stage", "offload_optimizer", "offload_param", "reduce_bucket_size", "allgather_bucket_size")
+_OF_ZERO = (
+    "stage", "offload_optimizer", "offload_param", "reduce_bucket_size", "allgather_bucket_size", "mics_shard_size",
+)  # fmt: skip
+_TENSOR, _SLICES, _SEQUENCE = "tensor_parallel", "autotp_size", "sequence_parallel_size"
 
 
 def with_plan(raw: dict[str, Any]) -> dict[str, Any]:
@@ -41,6 +45,10 @@ def with_plan(raw: dict[str, Any]) -> dict[str, Any]:
     made |= {TRAIN: found[TRAIN]} if TRAIN in found else {}
     own = {key: value for key, value in zero.items() if key not in ("offload_optimizer", "offload_param")}
     made[_ZERO] = own | {key: planned[key] for key in _OF_ZERO if key in planned}
+    if _SLICES in _block(found, _TENSOR):
+        made[_TENSOR] = {**_block(raw, _TENSOR), _SLICES: _block(found, _TENSOR)[_SLICES]}
+    if _SEQUENCE in found:
+        made[_SEQUENCE] = found[_SEQUENCE]
     if _RECOMPUTE in raw or _RECOMPUTE in found:
         made[_RECOMPUTE] = {**_block(raw, _RECOMPUTE), "enabled": bool(_block(found, _RECOMPUTE).get("enabled", False))}
     say_once(f'"stage": "plan" takes {path}: stage {planned["stage"]}, micro-batch {found[MICRO]} x {found[STEPS]}')
@@ -65,11 +73,18 @@ def _answer(raw: Mapping[str, Any]) -> Path:
     )
 
 
+def _same_samples(raw: Mapping[str, Any]) -> int:
+    """Ranks that are given the same samples, as far as these keys say."""
+    sizes = _block(raw, _TENSOR).get(_SLICES), raw.get(_SEQUENCE)
+    return math.prod(size for size in sizes if isinstance(size, int) and size > 1)
+
+
 def _check_batch(raw: Mapping[str, Any], found: Mapping[str, Any], path: Path) -> None:
     """The global batch stays: what the user says of it is what was planned for."""
     pairs = [("train_batch_size", raw.get(TRAIN), found.get(TRAIN))]
     if isinstance(raw.get(MICRO), int) and isinstance(raw.get(STEPS), int):
-        pairs.append((f"{MICRO} x {STEPS}", raw[MICRO] * raw[STEPS], found[MICRO] * found[STEPS]))
+        share = _same_samples(found) / _same_samples(raw)  # ranks that share samples take more of them together
+        pairs.append((f"{MICRO} x {STEPS}", raw[MICRO] * raw[STEPS], int(found[MICRO] * found[STEPS] / share)))
     for name, own, planned in pairs:
         if isinstance(own, int) and isinstance(planned, int) and own != planned:
             raise DeepSpeedConfigError(

@@ -6,9 +6,14 @@ What would act on the outside asks it: native code computes nothing, messages ha
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator
+from collections.abc import Callable, Generator
+
+Listener = Callable[[str, int, tuple[int, ...]], None]
+"""Told of a message: the collective, bytes of the whole tensor, the ranks that take part."""
 
 _running: list[bool] = []  # whether messages are late
+_computing: list[bool] = []  # one entry for each `with_values` around
+_listeners: list[Listener] = []
 
 
 def simulating() -> bool:
@@ -19,6 +24,37 @@ def simulating() -> bool:
 def late() -> bool:
     """Whether the ranks that are not there answer only when they are waited for."""
     return bool(_running) and _running[-1]
+
+
+def computing() -> bool:
+    """Whether operators compute here, in the middle of a simulation."""
+    return bool(_computing)
+
+
+@contextlib.contextmanager
+def with_values() -> Generator[None]:
+    """Inside, operators compute as they do outside of a simulation: for what is learned from values drawn for it."""
+    _computing.append(True)
+    try:
+        yield
+    finally:
+        _computing.pop()
+
+
+def message(name: str, nbytes: int, ranks: tuple[int, ...]) -> None:
+    """A message that would travel now in the middle of a forward or backward; see `Listener`."""
+    for listener in _listeners:
+        listener(name, nbytes, ranks)
+
+
+@contextlib.contextmanager
+def listening(listener: Listener) -> Generator[None]:
+    """Inside, `listener` is told of messages."""
+    _listeners.append(listener)
+    try:
+        yield
+    finally:
+        _listeners.pop()
 
 
 @contextlib.contextmanager

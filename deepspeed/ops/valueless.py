@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from deepspeed.foundation.simulation import computing
 from deepspeed.foundation.tree import map_tensors, tensors_in
 from deepspeed.ops.dispatch import DispatchMode
 
@@ -46,6 +47,8 @@ class Valueless(DispatchMode):
         kwargs = kwargs or {}
         if dispatches(types):
             return NotImplemented if not is_fake(types) else func(*args, **kwargs)
+        if computing():
+            return func(*args, **kwargs)
         kind, name = _kind(func), func._overloadpacket.__name__
         if kind == "view" or name in _RESIZES or name in _EMPTY:
             return func(*args, **kwargs)

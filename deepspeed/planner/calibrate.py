@@ -44,14 +44,15 @@ def calibrate(ranks: int, folder: str = "", memory: int = 0) -> Machine:
         bandwidth, overhead = _bandwidth() / ranks, _overhead()
     finally:
         torch.set_num_threads(before)
-    collective = _collectives(ranks) if ranks > 1 else bandwidth
-    if collective is None:
+    collective, latency = _collectives(ranks) if ranks > 1 else (bandwidth, 0.0)
+    if not collective:
         collective = bandwidth / 4
         notes.append("messages could not be measured: a quarter of the memory's bandwidth stands in their place")
     disk = _disk(folder, notes) / ranks if folder else 0.0
     free = memory or int(psutil.virtual_memory().available * _SHARE / ranks) - INTERPRETER
     where = folder if disk else ""
-    return Machine(ranks, max(free, 1), matrix, bandwidth, overhead, collective, disk, where, notes, shared=True)
+    return Machine(ranks, max(free, 1), matrix, bandwidth, overhead, collective, disk, where, notes, shared=True,
+                   latency=latency)  # fmt: skip
 
 
 def _seconds(call: Callable[[], Any]) -> float:
@@ -91,8 +92,9 @@ def _overhead() -> float:
     return _seconds(some) / 60
 
 
-def _collectives(ranks: int) -> float | None:
-    """Bytes per second of gathers and reductions among ranks started for it; None where that failed."""
+def _collectives(ranks: int) -> tuple[float, float]:
+    """Bytes per second of gathers and reductions among ranks started for it, and seconds of one of a few bytes; zeros
+    where that failed."""
     with tempfile.TemporaryDirectory(prefix="ds_plan-") as folder:
         found = Path(folder, "curve.json")
         options = ["--all-reduce", "--all-gather", "--maxsize", "22", "--trials", "10", "--no-plot"]
@@ -100,14 +102,11 @@ def _collectives(ranks: int) -> float | None:
         try:
             quiet: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
             subprocess.run([*command, "--output", str(found)], timeout=_COLLECTIVES_S, check=True, **quiet)
-            return _slowest(json.loads(found.read_text()))
+            curves = list(json.loads(found.read_text())["curve"].values())
+            slowest = min(float(rows[-1]["busbw"]) for rows in curves) * 1e9
+            return slowest, max(float(rows[0]["seconds"]) for rows in curves)
         except (OSError, ValueError, KeyError, subprocess.SubprocessError):
-            return None
-
-
-def _slowest(curve: Any) -> float:
-    """The lowest bandwidth of the curve's operations, in bytes per second."""
-    return min(rows[-1]["busbw"] for rows in curve["curve"].values()) * 1e9
+            return 0.0, 0.0
 
 
 def _disk(folder: str, notes: list[str]) -> float:

@@ -11,9 +11,10 @@ from typing import Any
 
 from deepspeed.config.source import load_raw
 from deepspeed.errors import DeepSpeedError
+from deepspeed.planner.axes import unjudged
 from deepspeed.planner.calibrate import INTERPRETER, calibrate
 from deepspeed.planner.confirm import MOST, Answer, confirm
-from deepspeed.planner.plans import Judged, Plan, Task, search, table, unjudged_axes
+from deepspeed.planner.plans import Judged, Plan, Task, search, table
 from deepspeed.planner.source import model_named
 from deepspeed.planner.trials import Command, Limits, Outcome, run_trial, trial_config
 from deepspeed.simulator.machine import Machine
@@ -63,13 +64,13 @@ def main(args: Sequence[str] | None = None) -> int:
         config = load_raw(options.config) if options.config else {**_DEFAULT, "bf16": {"enabled": True}}
         make, batch = model_named(options.model, options.length)
         machine = _machine(options)
-        judged = search(Task(make, batch, options.batch, config), machine, options.seconds)
+        judged = search(Task(make, batch, options.batch, config), machine, options.seconds, axes=True)
     except DeepSpeedError as error:
         print(f"ds_plan: {error}", file=sys.stderr)
         return 2
     found = _confirmed(options, judged, config, machine)
     print(table(found.judged, machine=machine))
-    for line in unjudged_axes(machine):
+    for line in unjudged(machine):
         print(line)
     return _answer(found, {**config, "train_batch_size": options.batch}, machine, options.output)
 

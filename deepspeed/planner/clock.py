@@ -6,9 +6,13 @@ host, work beside the update, and what is longest counts.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
+from deepspeed.foundation.simulation import listening
 from deepspeed.simulator.machine import Machine
+from deepspeed.simulator.recorder import Recorder
 from deepspeed.simulator.recording import COPY, DISK, HOST, MESSAGE, WAIT, Entry, Recording
 from deepspeed.simulator.replay import replay
 from deepspeed.zero.policy import Policy
@@ -44,8 +48,30 @@ class StepTime:
         return max(parts, key=lambda name: parts[name])
 
 
+@contextmanager
+def recorded(recording: Recording) -> Iterator[None]:
+    """Inside a simulation, a step is written down: its operators, and the messages in the middle of them."""
+    lanes: dict[tuple[int, ...], int] = {}
+    with Recorder(recording) as recorder:
+
+        def hear(name: str, nbytes: int, ranks: tuple[int, ...]) -> None:
+            lane = lanes.setdefault(ranks, len(lanes) + 1)
+            recorder.add(Entry(MESSAGE, name, recorder.current(), nbytes=nbytes, group=ranks, lane=lane))
+            recorder.order(len(recording.entries) - 1)  # what follows reads it
+
+        with listening(hear):
+            yield
+
+
 def step_time(
-    recording: Recording, share: float, machine: Machine, messages: float, update: float, disk: float, link: float = 0.0
+    recording: Recording,
+    share: float,
+    machine: Machine,
+    messages: float,
+    update: float,
+    disk: float,
+    link: float = 0.0,
+    group: tuple[int, ...] = (),
 ) -> StepTime:
     """Replay a step.
 
@@ -57,10 +83,12 @@ def step_time(
         update: bytes of host memory that the optimizer reads and writes.
         disk: bytes that are read and written on it.
         link: bytes that go from the device to its host, or back; the way with more of them counts.
+        group: ranks that those messages travel between; (): all of the machine.
     """
-    compute = replay(recording, machine).seconds * share
-    group = tuple(range(machine.ranks))
-    whole = messages * machine.ranks / max(1, machine.ranks - 1)
+    replayed = replay(recording, machine)
+    inside = replayed.exposed(MESSAGE)  # what travels in the middle of forward and backward
+    group = group or tuple(range(machine.ranks))
+    whole = messages * len(group) / max(1, len(group) - 1)
     rest = [
         Entry(MESSAGE, "all_gather", nbytes=whole, group=group),
         Entry(DISK, "state", nbytes=disk),
@@ -71,20 +99,17 @@ def step_time(
     parts = replay(Recording("update", 0, machine.ranks, rest), machine)
     took = {piece.name: piece.end - piece.begin for piece in parts.pieces}
     copied = took["to_host"] if link else 0.0
-    return StepTime(compute, took["all_gather"], took["update"], took["state"], copied)
+    return StepTime((replayed.seconds - inside) * share, took["all_gather"] + inside * share, took["update"],
+                    took["state"], copied)  # fmt: skip
 
 
-def message_bytes(policy: Policy, parameters: float, ranks: int, micro_batches: int, itemsize: int) -> float:
-    """Bytes that one rank receives in an update.
+def moves(policy: Policy, micro_batches: int) -> tuple[int, int]:
+    """How often all parameters are reduced in an update, and how often gathered.
 
     Args:
         policy: what is split.
-        parameters: of the model.
-        ranks: that share the state.
         micro_batches: of a window.
-        itemsize: bytes of an element on the wire.
     """
-    others = parameters * itemsize * (ranks - 1) / ranks
     reductions = micro_batches if policy.reduces_as_gradients_arrive else 1
     gathers = 2 * micro_batches if policy.gathers_before_use else 1  # else sums are shared, or values published, once
-    return others * (reductions + gathers)
+    return reductions, gathers

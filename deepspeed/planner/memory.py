@@ -39,6 +39,7 @@ class MemoryCount:
         birth: most that lived at once until the engine was made.
         disk: what rests on disks.
         parameters: of the model, over all ranks.
+        held: those of them that this rank's slice of the model has, before ZeRO splits them.
         most: the peak where ranks are as far apart as limits allow: then more gradients are under way.
         host: of `at_peak`, what rests with the host where there is a device: state that is offloaded, and buffers.
     """
@@ -51,6 +52,7 @@ class MemoryCount:
     parameters: int
     most: int
     host: dict[str, int] = field(default_factory=dict)
+    held: int = 0
 
     @property
     def on_host(self) -> int:
@@ -153,8 +155,9 @@ def _counted(program: Program, beside: Beside = contextlib.nullcontext) -> Memor
                 program.run(engine, lambda: live.mark(holdings(engine)))
             gc.collect()
             at_peak, disk = live.at_peak(), _on_disk(engine)
-            held = _with_host(engine, at_peak)
-            return MemoryCount(live.peak, at_peak, live.now(), birth, disk, count, live.peak, held)
+            host, groups = _with_host(engine, at_peak), engine._components.groups
+            held = sum(member.numel for group in groups for member in group.members)
+            return MemoryCount(live.peak, at_peak, live.now(), birth, disk, count, live.peak, host, held)
         finally:
             engine.destroy()
 

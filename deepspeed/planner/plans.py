@@ -14,13 +14,13 @@ from torch import nn
 
 from deepspeed.config.source import load_raw
 from deepspeed.errors import ArgumentError
-from deepspeed.planner.clock import StepTime, message_bytes, step_time
+from deepspeed.planner.axes import Shape, asks_for_axes, shapes
+from deepspeed.planner.clock import StepTime, moves, recorded, step_time
 from deepspeed.planner.memory import MemoryCount, simulate
 from deepspeed.planner.program import Loss, Program
 from deepspeed.planner.trials import Outcome
 from deepspeed.simulator.machine import Machine
-from deepspeed.simulator.recorder import Recorder
-from deepspeed.simulator.recording import Recording
+from deepspeed.simulator.recording import MESSAGE, Recording
 from deepspeed.zero.policy import policy_for
 
 STAGES = (0, 1, 2, 3)
@@ -30,8 +30,17 @@ _NAMES = {
     ON_DEVICE: "", OPTIMIZER: "_opt-nvme", ALL: "_all-nvme", HOST_OPTIMIZER: "_opt-cpu", HOST_ALL: "_all-cpu",
 }  # fmt: skip
 _WITH_PARAMETERS = (ALL, HOST_ALL)
+DATA_PARALLEL = Shape()
 NARROW = 4_000_000
 """Elements of the buckets of plans whose usual ones do not fit: fewer gradients are under way."""
+WHOLE = "nothing travels between ranks that share samples: each would compute the whole model"
+_UNCUT = (
+    WHOLE,
+    "TensorParallelError",
+    "NotAvailableError",
+    "MeshError",
+    "DataError",
+)  # of whichever stage and micro-batch
 _UPDATES = 2  # simulated; the second allocates as all that follow
 
 
@@ -46,6 +55,7 @@ class Plan:
         steps: micro-batches of a window.
         recompute: blocks are computed again in backward.
         bucket: elements of `reduce_bucket_size`; 0: the JSON's own.
+        shape: of the mesh.
     """
 
     stage: int
@@ -54,13 +64,19 @@ class Plan:
     steps: int
     recompute: bool
     bucket: int = 0
+    shape: Shape = DATA_PARALLEL
 
     @property
     def name(self) -> str:
         """As results name it."""
         tier = _NAMES[self.tier]
         rest = f"{'_recompute' if self.recompute else ''}{f'_bucket{self.bucket}' if self.bucket else ''}"
-        return f"z{self.stage}_gas{self.steps}_tmbspg{self.micro}{tier}{rest}"
+        return f"z{self.stage}_gas{self.steps}_tmbspg{self.micro}{tier}{rest}{self.shape.name}"
+
+    @property
+    def samples(self) -> float:
+        """Of an update, a rank's share: ranks may take the same ones together."""
+        return self.micro * self.steps / self.shape.width
 
     def config(self, base: Any, folder: str) -> dict[str, Any]:
         """The JSON of this plan.
@@ -88,6 +104,7 @@ class Plan:
             made["activation_checkpointing"] = {**made.get("activation_checkpointing", {}), "enabled": True}
         elif "activation_checkpointing" in made:
             made["activation_checkpointing"]["enabled"] = False
+        self.shape.ask(made)
         return made
 
 
@@ -167,6 +184,20 @@ def legal_plans(train_batch: int, machine: Machine, most_micro: int = 1024) -> l
     return plans
 
 
+def mesh_plans(train_batch: int, machine: Machine, most_micro: int = 1024) -> list[Plan]:
+    """Plans with an axis beside data parallelism, which keep the global batch too: samples differ over fewer ranks.
+
+    One axis at a time, of few sizes, with all state on the device: each plan is a run without values.
+    """
+    plans = []
+    for shape, stages in shapes(machine):
+        share = train_batch * shape.width // machine.ranks
+        micros = [size for size in range(min(share, most_micro), 0, -1) if share % size == 0]
+        for recompute, stage, micro in itertools.product((False, True), stages, micros):
+            plans.append(Plan(stage, ON_DEVICE, micro, share // micro, recompute, 0, shape))
+    return plans
+
+
 def judge(task: Task, plan: Plan, machine: Machine) -> Judged:
     """Predict one plan. What goes wrong becomes the reason to drop it."""
     steps = min(plan.steps, 2)
@@ -174,11 +205,13 @@ def judge(task: Task, plan: Plan, machine: Machine) -> Judged:
     recording = Recording("plan", 0, machine.ranks)
     try:
         program = Program(task.model, config, task.batch(plan.micro), task.loss, task.optimizer, _UPDATES)
-        memory = simulate(program, 0, machine.ranks, lambda: Recorder(recording), late=True)
+        memory = simulate(program, 0, machine.ranks, lambda: recorded(recording), late=True)
     except Exception as error:  # any model, any key: a plan that cannot be made is no plan
         first = str(error).strip().splitlines()[0] if str(error).strip() else ""
         return Judged(plan, reason=f"{type(error).__name__}: {first}"[:300])
     recording.blocks.clear()
+    if plan.shape.width > 1 and not any(entry.kind == MESSAGE for entry in recording.entries):
+        return Judged(plan, memory, reason=WHOLE)
     share = plan.steps / steps / _UPDATES
     flops = sum(entry.flops for entry in recording.entries) * share
     found = Judged(plan, memory, _step_time(plan, memory, machine, recording, share, config), True, flops=flops)
@@ -214,19 +247,20 @@ def _step_time(
     rest, policy = memory.at_rest, policy_for(plan.stage)
     low = any(config.get(name, {}).get("enabled") for name in ("bf16", "fp16"))
     itemsize = 2 if low else 4
-    messages = message_bytes(policy, memory.parameters, machine.ranks, plan.steps, itemsize)
+    parameters, ranks = memory.held if plan.shape.tensor > 1 else memory.parameters, plan.shape.holders(machine.ranks)
+    messages = plan.shape.message_bytes(parameters * itemsize, machine.ranks, *moves(policy, plan.steps))
     state = memory.disk or rest.get("masters", rest.get("parameters", 0)) + rest.get("optimizer", 0)
     traffic = 2 * state + 2 * rest.get("gradients", 0)
     moved = 2 * memory.disk  # once each way in the update; what is gathered is read in every forward and backward
-    gathered = 2 * plan.steps * memory.parameters * itemsize / machine.ranks
+    gathered = 2 * plan.steps * parameters * itemsize / len(ranks)
     moved += gathered if plan.tier == ALL else 0
     link = 0.0
     if machine.link and plan.tier != ON_DEVICE:  # sums go down as often as they are reduced, values come up once
         turns = plan.steps if policy.reduces_as_gradients_arrive else 1
-        down = turns * 4 * memory.parameters / machine.ranks
-        up = gathered if plan.tier in _WITH_PARAMETERS else memory.parameters * itemsize / machine.ranks
+        down = turns * 4 * parameters / len(ranks)
+        up = gathered if plan.tier in _WITH_PARAMETERS else parameters * itemsize / len(ranks)
         link = max(down, up)
-    return step_time(recording, share, machine, messages, traffic, moved if memory.disk else 0.0, link)
+    return step_time(recording, share, machine, messages, traffic, moved if memory.disk else 0.0, link, tuple(ranks))
 
 
 def search(
@@ -235,6 +269,7 @@ def search(
     seconds: float = 300.0,
     told: Callable[[Judged], None] = lambda _judged: None,
     allowed: Callable[[Plan], bool] = lambda _plan: True,
+    axes: bool = False,
 ) -> list[Judged]:
     """Judge the legal plans, the likeliest first, until all are known or the time is over.
 
@@ -244,12 +279,15 @@ def search(
         seconds: to search for; at least one plan is judged.
         told: called with each, as soon as it is known.
         allowed: whether a legal plan is wanted.
+        axes: plans with an axis beside data parallelism too, unless the JSON asks for one itself.
 
     Returns:
         All plans, the best first; those that do not fit behind those that do, then those that were not looked at.
     """
     end = time.monotonic() + seconds
-    plans = [plan for plan in legal_plans(task.train_batch, machine) if allowed(plan)]
+    plans = legal_plans(task.train_batch, machine)
+    plans += mesh_plans(task.train_batch, machine) if axes and not asks_for_axes(task.config) else []
+    plans = [plan for plan in plans if allowed(plan)]
     found: dict[Plan, Judged] = {}
     for plan in _in_turn(plans):
         if found and time.monotonic() > end:
@@ -258,7 +296,10 @@ def search(
         tries = [plan]
         for each in tries:
             smaller = _does_not_fit_either(each, found)
-            if smaller is None:
+            why = _cannot_be_cut(each, found) or _is_slower(each, found)
+            if why:
+                found[each] = Judged(each, reason=why)
+            elif smaller is None:
                 found[each] = judge(task, each, machine)
                 told(found[each])
             else:
@@ -275,6 +316,23 @@ def _does_not_fit_either(plan: Plan, found: dict[Plan, Judged]) -> Judged | None
     return next((judged for judged in smaller if judged.memory is not None and not judged.fits), None)
 
 
+def _cannot_be_cut(plan: Plan, found: dict[Plan, Judged]) -> str:
+    """Why the engine could not lay the model out so in another plan; "" where it could, or nobody has tried."""
+    others = (judged for other, judged in found.items() if other.shape == plan.shape != DATA_PARALLEL)
+    return next((judged.reason for judged in others if judged.reason.startswith(_UNCUT)), "")
+
+
+def _is_slower(plan: Plan, found: dict[Plan, Judged]) -> str:
+    """Why a plan with an axis is not run: one that differs by a larger micro-batch, or by no recompute, fits."""
+    if plan.shape == DATA_PARALLEL:
+        return ""
+    for other, judged in found.items():
+        alike = replace(other, micro=plan.micro, steps=plan.steps, recompute=plan.recompute) == plan
+        if judged.fits and alike and other.micro >= plan.micro and other.recompute <= plan.recompute:
+            return f"not looked at: {other.name} fits"
+    return ""
+
+
 def _narrows(task: Task, narrow: Plan, usual: Judged, machine: Machine) -> bool:
     """Whether a plan may fit with narrow buckets: gradients travel as they arrive, and what rests there fits."""
     if usual.fits or usual.memory is None or not policy_for(narrow.stage).reduces_as_gradients_arrive:
@@ -288,10 +346,11 @@ def _narrows(task: Task, narrow: Plan, usual: Judged, machine: Machine) -> bool:
 
 
 def _in_turn(plans: list[Plan]) -> Iterator[Plan]:
-    """One of each kind after the other, small micro-batches first: every kind is looked at before time is over."""
+    """One of each kind after the other: every kind is looked at before time is over. Small micro-batches first; with an
+    axis beside data parallelism the large ones, since the first that fits is the last that is looked at."""
     kinds: dict[tuple[Any, ...], list[Plan]] = {}
-    for plan in sorted(plans, key=lambda plan: plan.micro):
-        kinds.setdefault((plan.stage, plan.tier, plan.recompute), []).append(plan)
+    for plan in sorted(plans, key=lambda plan: plan.micro if plan.shape == DATA_PARALLEL else -plan.micro):
+        kinds.setdefault((plan.stage, plan.tier, plan.recompute, plan.shape), []).append(plan)
     for row in itertools.zip_longest(*kinds.values()):
         yield from (plan for plan in row if plan is not None)
 
@@ -299,28 +358,6 @@ def _in_turn(plans: list[Plan]) -> Iterator[Plan]:
 def holds_less(one: Plan, other: Plan) -> bool:
     """Whether a plan differs from another by a smaller micro-batch alone."""
     return one.micro < other.micro and replace(one, micro=other.micro, steps=other.steps) == other
-
-
-_AXES = {
-    "tensor_parallel.autotp_size": "cuts matrices",
-    "sequence_parallel_size": "cuts sequences",
-    "pipeline.stages": "cuts the list of blocks",
-}  # key: what it does
-
-
-def unjudged_axes(machine: Machine) -> list[str]:
-    """A line for each size of an axis of the mesh that no plan has, with the reason.
-
-    The run without values is of ranks that hold the whole model: what cuts it traces and compares values, and a step
-    that crosses ranks in the middle of a forward, or of a window, has messages that the step's time leaves out.
-    """
-    sizes = [size for size in range(2, machine.ranks + 1) if machine.ranks % size == 0]
-    return [
-        f"{key} = {size}: {what} over {size} of {machine.ranks} ranks; legal where the model can be cut; not judged: "
-        f"the run without values has no values to trace and compare, and its step no messages of that axis"
-        for key, what in _AXES.items()
-        for size in sizes
-    ]
 
 
 def _sizes(memory: MemoryCount, machine: Machine | None) -> str:
@@ -346,7 +383,7 @@ def table(judged: list[Judged], most: int = 40, machine: Machine | None = None) 
         took = None if each.trial is None else each.trial.seconds
         measured = f" {_ms(took):>10s}" if tried else ""
         seconds = None if each.time is None else each.seconds
-        rate = "–" if seconds is None else f"{each.plan.micro * each.plan.steps / (took or seconds):.2f}"
+        rate = "–" if seconds is None else f"{each.plan.samples / (took or seconds):.2f}"
         limit = "" if each.time is None else each.time.limit
         lines.append(
             f"{each.plan.name:34s} {_ms(seconds):>10s}{measured} {rate:>10s} {size:>14s} {limit:>9s}  {each.reason}"

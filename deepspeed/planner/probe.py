@@ -149,7 +149,7 @@ def main() -> int:
     parameters = list(heard.model.parameters())
     count, trained = sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
     task = Task(heard.model, batches(heard, job["micro"]), job["train_batch"], heard.config, None, heard.optimizer)
-    judged = search(task, machine, job["seconds"], allowed=lambda plan: is_allowed(plan, job["limits"]))
+    judged = search(task, machine, job["seconds"], allowed=lambda plan: is_allowed(plan, job["limits"]), axes=True)
     (folder / PLANS).write_bytes(pickle.dumps(judged))
     facts = {"num_params": count, "trainable_num_params": trained, "rank": 0}
     facts["activation_mem_per_gpu"] = _activations(judged)

@@ -9,6 +9,7 @@ import torch
 
 from deepspeed.comm.api import told_by_all
 from deepspeed.errors import SequenceParallelError
+from deepspeed.foundation.simulation import simulating
 from deepspeed.foundation.tree import tensors_in
 from deepspeed.sequence.batches import slice_batch
 from deepspeed.sequence.ulysses import SequenceModel
@@ -73,6 +74,8 @@ def _differences(made: SequenceModel, kind: str, batch: dict[str, Any]) -> Itera
         whole = _output(made.model(**batch))
         made.disable_in_eval = False
         ours = _output(made.model(**slice_batch(batch, axis)))
+    if simulating():  # nothing has values that could differ: a real run compares them
+        return
     part = tokens // axis.size
     if whole.dim() < 3 or whole.shape[1] != tokens or ours.shape[1] != part:
         yield f"its output {tuple(whole.shape)} has no entry for each of {tokens} tokens, and {tuple(ours.shape)} cut"

@@ -24,6 +24,7 @@ from deepspeed.comm.axis import Axis
 from deepspeed.comm.differentiable import gather_to, gathered, summed
 from deepspeed.comm.same_batches import digest
 from deepspeed.errors import DataError, NotAvailableError
+from deepspeed.foundation.simulation import simulating
 from deepspeed.sequence.batches import IGNORED, INPUTS, continues, length_of, shifted
 from deepspeed.sequence.layer import attend
 from deepspeed.zero.lifecycle import Hook
@@ -134,6 +135,7 @@ class SequenceModel:
         rows = next(given[name] for name in INPUTS if given.get(name) is not None)
         given["position_ids"] = own = own.expand(rows.shape[0], -1).contiguous()
         whole = gathered(own, self.axis, 1, label="positions of a sequence")
+        whole = _continued(own, self.axis) if simulating() else whole
         slices = whole.chunk(self.axis.size, 1)
         if not all(continues(before, after) for before, after in zip(slices, slices[1:], strict=False)):
             return None
@@ -159,6 +161,14 @@ class SequenceModel:
             _current.reset(token)
             if around is not None:
                 get_accelerator().set_rng_state(around)
+
+
+def _continued(own: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """Positions of a whole sequence, as ranks that are not there would have them around this rank's."""
+    tokens = own.shape[1]
+    before = torch.arange(-axis.rank * tokens, 0, device=own.device) + own[:, :1]
+    after = torch.arange(1, 1 + (axis.size - 1 - axis.rank) * tokens, device=own.device) + own[:, -1:]
+    return torch.cat([before, own, after], 1)
 
 
 def sequence_models(model: nn.Module) -> list[SequenceModel]:

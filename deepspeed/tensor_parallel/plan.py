@@ -13,12 +13,13 @@ import torch
 from torch import nn
 
 from deepspeed.errors import TensorParallelError
+from deepspeed.foundation.simulation import simulating, with_values
 from deepspeed.tensor_parallel.dropout import Draws
 from deepspeed.tensor_parallel.fit import Numbers, fit
 from deepspeed.tensor_parallel.inputs import calls_of, inputs_of, quiet
 from deepspeed.tensor_parallel.packed import fit_packed, share_packed
 from deepspeed.tensor_parallel.regions import Region, find_regions, join, lies_in, owner
-from deepspeed.tensor_parallel.shares import Call, Segments, Shares, heads_in, in_words, share_out
+from deepspeed.tensor_parallel.shares import Call, Segments, Shares, drawn, heads_in, in_words, share_out
 from deepspeed.tensor_parallel.specs import Specs
 from deepspeed.tensor_parallel.trace import Trace
 
@@ -29,6 +30,10 @@ class Fitted:
 
     shares: Shares
     numbers: Numbers
+
+
+_known_of_shapes: dict[Any, Fitted | str] = {}
+"""Of simulations, which draw the same values: a search over plans asks once for each kind of region."""
 
 
 @dataclass
@@ -181,10 +186,12 @@ def make_plan(model: nn.Module, ranks: int, rank: int, example: Any = None, spec
     regions = [region for region in regions if not skipped.get(id(region))]
     homes = _homes(regions)
     calls, output = calls_of(model, homes, inputs)
+    if simulating():
+        calls = {home: drawn(call) for home, call in calls.items()}
     shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in model.named_parameters()}
     modules = dict(model.named_modules())
     heads = sorted(set(heads_in(getattr(model, "config", None))))
-    known: dict[Any, Fitted | str] = {}
+    known: dict[Any, Fitted | str] = _known_of_shapes if simulating() else {}
     units = []
     for home in homes:
         packed = any(region.packed and region.home == home for region in regions)
@@ -192,9 +199,10 @@ def make_plan(model: nn.Module, ranks: int, rank: int, example: Any = None, spec
         fitted = []
         for region in mine:
             inside = _inside(region, home)
-            key = (_kind(modules[home], home, region, shapes), _given(calls[home]))
+            key = (_kind(modules[home], home, region, shapes), _given(calls[home]), (*heads, ranks, rank))
             if key not in known:
-                known[key] = _fitted(modules[home], inside, region, calls[home], heads, (ranks, rank))
+                with with_values():
+                    known[key] = _fitted(modules[home], inside, region, calls[home], heads, (ranks, rank))
             found = known[key]
             if isinstance(found, str):
                 whole.update(dict.fromkeys([*region.columns, *region.rows], found))

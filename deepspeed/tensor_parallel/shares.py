@@ -19,6 +19,7 @@ from torch import nn
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.foundation.partition import partition_uniform
+from deepspeed.foundation.simulation import with_values
 from deepspeed.tensor_parallel.layers import is_transposed
 from deepspeed.tensor_parallel.regions import Region, owner
 
@@ -135,6 +136,19 @@ def floating(call: Call, grad: bool = False) -> tuple[Call, dict[str, torch.Tens
         return found[path].view_as(found[path]) if grad else found[path]
 
     return call.mapped(change), found
+
+
+def drawn(call: Call) -> Call:
+    """The call with random values, for one that was noted where tensors have none."""
+    generator = torch.Generator().manual_seed(13)
+
+    def change(_path: str, tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_floating_point():
+            return tensor
+        with with_values():
+            return torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
+
+    return call.mapped(change)
 
 
 @contextlib.contextmanager

@@ -51,6 +51,24 @@ def test_the_answer_is_taken_and_the_rest_stays(tmp_path: Path, monkeypatch: pyt
     assert DeepSpeedConfig(OWN, world=2).zero.stage == 3
 
 
+def test_axes_of_the_mesh_are_taken_too() -> None:
+    """Two of four ranks share matrices: two see other samples, each twice as many."""
+    axes = {"tensor_parallel": {"autotp_size": 2}, "train_micro_batch_size_per_gpu": 4}
+    Path("ds_plan.json").write_text(json.dumps({**PLAN, **axes}))
+    mine = {**OWN, "tensor_parallel": {"verify": "model"}}
+    found = DeepSpeedConfig({**mine, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}, world=2)
+    assert found.mesh_sizes() == [("tp", 2, "tensor_parallel.autotp_size")]
+    assert found.top.tensor_parallel.verify == "model"
+    assert (found.train_batch_size, found.train_micro_batch_size_per_gpu) == (16, 4)
+    with pytest.raises(DeepSpeedConfigError, match="is 16, and the plan in ds_plan.json is for 4"):
+        DeepSpeedConfig({**mine, "train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 2}, world=2)
+    Path("ds_plan.json").write_text(json.dumps({**PLAN, "sequence_parallel_size": 2}))
+    assert DeepSpeedConfig(OWN, world=2, holders=4).mesh_sizes() == [("sp", 2, "sequence_parallel_size")]
+    zero = {"zero_optimization": {"stage": 3, "mics_shard_size": 2}}
+    Path("ds_plan.json").write_text(json.dumps({**PLAN, **zero, "train_batch_size": 32}))
+    assert DeepSpeedConfig(OWN, world=4).mesh_sizes() == [("shard", 2, "zero_optimization.mics_shard_size")]
+
+
 def test_another_batch_another_world_and_no_plan_are_refused() -> None:
     with pytest.raises(DeepSpeedConfigError, match="there is no plan: autotuning_results"):
         DeepSpeedConfig(OWN, world=2)

@@ -24,7 +24,6 @@ from deepspeed.planner.plans import (
     legal_plans,
     search,
     table,
-    unjudged_axes,
 )
 from deepspeed.simulator.machine import Machine
 
@@ -134,15 +133,6 @@ def test_the_host_is_a_tier_where_a_device_has_memory_of_its_own() -> None:
     far = judge(task, moved, replace(with_device, host_memory=there.memory.on_host - 1))
     assert not far.fits and "of the host" in far.reason and "most of it optimizer" in far.reason
     assert "+" in table([there], machine=with_device).splitlines()[1]
-
-
-def test_axes_that_cannot_be_judged_are_named_with_the_reason() -> None:
-    lines = unjudged_axes(replace(MACHINE, ranks=4))
-    assert [line.split(":")[0] for line in lines] == [
-        f"{key} = {size}" for key in ("tensor_parallel.autotp_size", "sequence_parallel_size", "pipeline.stages")
-        for size in (2, 4)
-    ]  # fmt: skip
-    assert all("not judged" in line for line in lines) and not unjudged_axes(replace(MACHINE, ranks=1))
 
 
 def test_time_follows_the_machine() -> None:

@@ -1,0 +1,193 @@
+"""Plans over axes of the mesh: which are legal, what they ask of the engine; each is judged or has a reason."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.planner import plan_of
+from deepspeed.config import DeepSpeedConfig
+from deepspeed.planner import cli
+from deepspeed.planner.axes import Shape, unjudged
+from deepspeed.planner.calibrate import calibrate
+from deepspeed.planner.plans import WHOLE, Judged, Plan, Task, judge, legal_plans, mesh_plans, search, table
+from deepspeed.simulator.machine import Machine
+
+RATES = [[64, 1e10], [1024, 5e10]]
+MACHINE = Machine(4, 1 << 30, {"fp32": RATES, "bf16": RATES}, 1e10, 1e-6, 1e9, shared=True)
+ADAMW: dict[str, Any] = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+WIDTH, TOKENS, LAYERS = 64, 32, 2
+
+
+class Feed(nn.Module):
+    """The block of a decoder that is cut by its channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Net(nn.Module):
+    """Some of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Feed() for _ in range(LAYERS))
+        self.example_input_array = torch.zeros(1, 3, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Uncut(Net):
+    """One that does not say what it takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.example_input_array
+
+
+def rows(count: int) -> torch.Tensor:
+    return torch.zeros(count, TOKENS, WIDTH)
+
+
+def factory() -> tuple[nn.Module, Callable[[int], torch.Tensor]]:
+    return Net(), rows
+
+
+def test_axes_are_plans_of_their_own_and_the_usual_ones_stay() -> None:
+    plans = mesh_plans(24, MACHINE)
+    usual = legal_plans(24, MACHINE)
+    assert {plan.shape for plan in usual} == {Shape()}
+    assert not set(plans) & set(usual)
+    for plan in plans:
+        assert plan.micro * plan.steps * MACHINE.ranks // plan.shape.width == 24
+    assert {plan.shape for plan in plans} == {
+        Shape(tensor=2), Shape(tensor=4), Shape(sequence=2), Shape(sequence=4), Shape(shard=2)
+    }  # fmt: skip
+    assert {plan.stage for plan in plans if plan.shape.tensor == 4} == {0}  # nobody is left to share the state with
+    assert {plan.stage for plan in plans if plan.shape.shard} == {3}
+    assert not mesh_plans(24, replace(MACHINE, ranks=1))
+    assert len({plan.name for plan in [*plans, *usual]}) == len(plans) + len(usual)
+
+
+@pytest.mark.parametrize("shape", [Shape(tensor=2), Shape(sequence=4), Shape(shard=2)])
+def test_the_engine_reads_the_keys_as_the_plan_means_them(shape: Shape) -> None:
+    plan = next(plan for plan in mesh_plans(8, MACHINE) if plan.shape == shape and plan.stage == 3)
+    config = plan.config({**ADAMW, "train_batch_size": 8}, "") | {"train_batch_size": 8}
+    data = MACHINE.ranks // shape.width
+    found = DeepSpeedConfig(config, world=data, holders=data * shape.sequence)
+    wanted = {"tp": shape.tensor, "sp": shape.sequence, "shard": shape.shard}
+    assert {axis: size for axis, size, _ in found.mesh_sizes()} == {a: size for a, size in wanted.items() if size > 1}
+
+
+def test_the_time_of_a_plan_has_the_messages_of_its_axis() -> None:
+    """Two sums of activations for each block: one forward, one of the gradient of what it reads."""
+    task, micro = Task(Net, rows, 4, ADAMW), 2
+    plan = Plan(0, "none", micro, 2, False, 0, Shape(tensor=4))
+    alone, slow = judge(task, plan, MACHINE), judge(task, plan, replace(MACHINE, collective=1e6))
+    assert alone.time is not None and slow.time is not None and alone.memory is not None
+    assert slow.time.limit == "messages"
+    # The first block's input has no gradient. A ring moves a sum twice, but for the own part.
+    sums = 2 * LAYERS - 1
+    expected = plan.steps * sums * 2 * micro * TOKENS * WIDTH * 4 * 3 / 4
+    assert slow.time.messages == pytest.approx(expected / 1e6)
+    assert slow.time.compute == pytest.approx(alone.time.compute)
+    # A quarter of the matrices, and no gradient of theirs travels.
+    whole = judge(task, replace(plan, micro=1, steps=1, shape=Shape()), MACHINE)
+    assert whole.memory is not None
+    assert alone.memory.held < 0.3 * alone.memory.parameters == 0.3 * whole.memory.held
+    assert alone.memory.at_rest["optimizer"] < 0.3 * whole.memory.at_rest["optimizer"]
+
+
+def test_what_cannot_be_cut_says_why_and_is_tried_once() -> None:
+    told: list[Plan] = []
+    task = Task(Uncut, rows, 8, ADAMW)
+    found = search(task, MACHINE, told=lambda each: told.append(each.plan), axes=True)
+    cut = [each for each in found if each.plan.shape.tensor > 1]
+    assert {each.plan.shape.tensor for each in cut} == {2, 4}
+    assert not any(each.fits for each in cut)
+    assert all("example_input_array" in each.reason for each in cut)
+    assert sum(plan.shape.tensor > 1 for plan in told) == 2
+    # This model takes no slices of sequences either: each rank would do all the work.
+    assert {each.reason for each in found if each.plan.shape.sequence > 1} == {WHOLE}
+    assert any(each.fits for each in found)
+    own = replace(task, config={**ADAMW, "tensor_parallel": {"autotp_size": 2}})
+    assert {each.plan.shape for each in search(own, MACHINE, seconds=0, axes=True)} == {Shape()}
+
+
+def test_of_an_axis_the_first_that_fits_is_the_last_that_is_run() -> None:
+    task, told = Task(Net, rows, 16, ADAMW), list[Judged]()
+    tensor = {"axes": True, "allowed": lambda plan: plan.shape.tensor == 2 and plan.stage == 0}
+    found = search(task, MACHINE, told=told.append, **tensor)
+    assert [each.plan.name for each in told] == ["z0_gas1_tmbspg8_tp2"]
+    assert {each.reason for each in found[1:]} == {"not looked at: z0_gas1_tmbspg8_tp2 fits"}
+    assert told[0].memory is not None
+    needs = max(told[0].memory.peak, told[0].memory.birth)
+    less = list[Judged]()
+    tight = search(task, replace(MACHINE, memory=needs - 1), told=less.append, **tensor)
+    assert [each.plan.micro for each in less if not each.fits][0] == 8
+    assert tight[0].fits and tight[0].plan.micro * (1 + tight[0].plan.recompute) <= 8
+    # Every rank's share of the samples, however many take them together.
+    assert table([tight[0]]).splitlines()[1].split()[3] == f"{4 / tight[0].seconds:.2f}"
+
+
+def test_a_plan_that_the_benchmark_has_kept_comes_back() -> None:
+    for plan in (*legal_plans(8, MACHINE), *mesh_plans(8, MACHINE)):
+        kept = json.loads(json.dumps({"plan": dataclasses.asdict(plan)}))
+        assert plan_of(kept) == plan
+        del kept["plan"]["shape"]  # of an earlier run
+        assert plan_of(kept) == replace(plan, shape=Shape())
+
+
+def test_what_is_not_judged_is_named() -> None:
+    lines = unjudged(MACHINE)
+    assert [line for line in lines if line.startswith("pipeline.stages = ")] != []
+    assert all("not judged" in line for line in lines)
+    assert not unjudged(replace(MACHINE, ranks=1))
+    assert any("= 5, 6, 10" in line or "10" in line for line in unjudged(replace(MACHINE, ranks=60)))
+
+
+def test_the_answer_carries_the_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A machine with too little memory for the whole model and its state on one rank, and costly messages of state."""
+    machine, output, config = tmp_path / "machine.json", tmp_path / "plan.json", tmp_path / "ds.json"
+    config.write_text(json.dumps({**ADAMW, "zero_optimization": {"overlap_comm": False}}))
+    task = Task(Net, rows, 2, json.loads(config.read_text()))
+    two = replace(MACHINE, ranks=2)
+    whole, cut = (judge(task, Plan(0, "none", 1 + (shape.tensor == 2), 1, False, 0, shape), two)
+                  for shape in (Shape(), Shape(tensor=2)))  # fmt: skip
+    assert whole.memory is not None and cut.memory is not None
+    held = [max(each.memory.peak, each.memory.birth) for each in (whole, cut) if each.memory is not None]
+    assert held[1] < held[0]
+    replace(two, memory=sum(held) // 2, collective=1e8).save(machine)
+    told = [f"{__name__}:factory", "--batch", "2", "--machine", str(machine), "--output", str(output)]
+    assert cli.main([*told, "--config", str(config)]) == 0
+    said = capsys.readouterr().out
+    assert "_tp2" in said
+    assert "pipeline.stages = 2: not judged" in said
+    best = json.loads(output.read_text())
+    wide = best.get("tensor_parallel", {}).get("autotp_size", 1)
+    assert best["train_micro_batch_size_per_gpu"] * best["gradient_accumulation_steps"] * 2 // wide == 2
+    assert ("_tp2" in next(line for line in said.splitlines() if line.startswith("best: "))) == (wide == 2)
+
+
+@pytest.mark.slow
+def test_small_messages_are_measured() -> None:
+    """An axis in the middle of a forward sends many: what one takes is more than its bytes."""
+    found = calibrate(2)
+    assert not found.notes
+    assert 0 < found.latency < 0.1
+    assert found.message("all_reduce", 1024, (0, 1))[0] < found.latency
