@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Generator
 
-_running: list[bool] = []  # whether messages are late
+_running: list[tuple[bool, bool]] = []  # whether messages are late, and whether tensors stand for a device's
 
 
 def simulating() -> bool:
@@ -18,17 +18,23 @@ def simulating() -> bool:
 
 def late() -> bool:
     """Whether the ranks that are not there answer only when they are waited for."""
-    return bool(_running) and _running[-1]
+    return bool(_running) and _running[-1][0]
+
+
+def of_device() -> bool:
+    """Whether the CPU's tensors stand for those of a device: messages go the ways of its backend."""
+    return bool(_running) and _running[-1][1]
 
 
 @contextlib.contextmanager
-def simulation(*, late: bool = False) -> Generator[None]:
+def simulation(*, late: bool = False, device: bool = False) -> Generator[None]:
     """Inside, this process simulates.
 
     Args:
         late: other ranks answer only when they are waited for; else at once.
+        device: the CPU's tensors stand for those of a device.
     """
-    _running.append(late)
+    _running.append((late, device))
     try:
         yield
     finally:
