@@ -113,18 +113,10 @@ Step = Callable[[DeviceRecorder], None]
 
 
 def _config(case: Case) -> dict[str, Any]:
-    config = package_config(case.stage, case.micro)
+    config = package_config(case.stage, case.micro, case.offload)
     config |= {"gradient_accumulation_steps": case.accumulation, "gradient_clipping": case.clip}
-    zero = config["zero_optimization"]
     if case.hybrid:
-        zero["mics_shard_size"] = case.hybrid
-    where, _, tier = case.offload.partition("-")
-    on = {"device": tier, "pin_memory": True} | ({"nvme_path": "/tmp"} if tier == "nvme" else {})
-    if where:
-        zero["offload_optimizer"] = on
-        config["optimizer"]["params"] = {"lr": 1e-4}
-    if where == "all":
-        zero["offload_param"] = on
+        config["zero_optimization"]["mics_shard_size"] = case.hybrid
     return config
 
 

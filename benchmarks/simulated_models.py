@@ -62,6 +62,8 @@ SHAPES = {
     "mpt-13b": mpt(40, 5120, 40),
     "mpt-30b": mpt(48, 7168, 56),
     "mpt-70b": mpt(80, 8192, 64),
+    "gpt2": mpt(12, 768, 12),
+    "llama-220m": llama(12, 1024, 16, 2816),
     "llama-1.3b": llama(24, 2048, 16, 5504),
     "llama-7b": llama(32, 4096, 32, 11008),
     "llama-13b": llama(40, 5120, 40, 13824),
@@ -70,14 +72,23 @@ SHAPES = {
 }
 
 
-def package_config(stage: int, micro: int) -> dict[str, Any]:
-    """This package's JSON: bf16 on the wire, fp32 master and sums, torch's fused AdamW."""
-    return {
+def package_config(stage: int, micro: int, offload: str = "") -> dict[str, Any]:
+    """This package's JSON: bf16 on the wire, fp32 master and sums, torch's fused AdamW, or the host's with `offload`
+    (`optimizer-cpu`, `all-nvme`, …)."""
+    made: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": micro,
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True, "fused": True}},
         "zero_optimization": {"stage": stage} | ({"stage3_fixed_graph": True} if stage == 3 else {}),
     }
+    where, _, tier = offload.partition("-")
+    on = {"device": tier, "pin_memory": True} | ({"nvme_path": "/tmp"} if tier == "nvme" else {})
+    if where:
+        made["zero_optimization"]["offload_optimizer"] = on
+        made["optimizer"]["params"] = {"lr": 1e-4}
+    if where == "all":
+        made["zero_optimization"]["offload_param"] = on
+    return made
 
 
 class Norm(nn.Module):

@@ -25,7 +25,7 @@ from deepspeed.comm.shared_memory import SharedMemory, forget_shared_memory, sha
 from deepspeed.comm.simulated import SimulatedMemory
 from deepspeed.comm.trail import trail
 from deepspeed.errors import ArgumentError, UsageError
-from deepspeed.foundation.simulation import simulating
+from deepspeed.foundation.simulation import of_device, simulating
 from deepspeed.native import library
 
 PUBLIC = 1  # the channel of the public collectives of each axis
@@ -135,7 +135,7 @@ def make_axes(rows: Sequence[Sequence[int]], name: str, device: torch.device | N
     if sorted(rank for row in cut for rank in row) != list(range(registry.size)):
         raise ArgumentError(f"axis {name!r}: {list(rows)} does not hold each of the {registry.size} ranks once")
     where = "cpu" if device is None else device.type
-    if where != "meta" and not (simulating() and where == "cpu"):
+    if where != "meta" and not _of_nobody(where):
         registry.make_groups(cut)
     return registry.axis(next(row for row in cut if registry.rank in row), name, device)
 
@@ -293,7 +293,7 @@ class _Registry:
             return Axis(name, ranks, 0, None, True)
         if where == "meta":  # a simulation: nothing has bytes that could travel
             return Axis(name, ranks, me, None, False)
-        if simulating() and where == "cpu":
+        if _of_nobody(where):
             shared = SimulatedMemory(me, len(ranks)) if library() is not None else None
             return Axis(name, ranks, me, None, True, shared)
         group = self._group(ranks, name, where, group)
@@ -310,6 +310,11 @@ class _Registry:
         if not found:
             raise UsageError(f"axis {name!r}: ranks {list(ranks)} have no process group; make_axes() makes it")
         return next((one for one in found if _moves(one, where)), found[0])
+
+
+def _of_nobody(where: str) -> bool:
+    """Whether the ranks that are not there would share memory: a device's have a backend, which moves nothing here."""
+    return simulating() and where == "cpu" and not of_device()
 
 
 def _alive(group: dist.ProcessGroup | None) -> bool:

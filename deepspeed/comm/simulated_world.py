@@ -21,13 +21,14 @@ class _Supplied(scalars.Simulated):
 
 
 @contextlib.contextmanager
-def simulated_world(rank: int, size: int, *, late: bool = False) -> Generator[None]:
+def simulated_world(rank: int, size: int, *, late: bool = False, device: bool = False) -> Generator[None]:
     """Inside, this process simulates one rank.
 
     Args:
         rank: which.
         size: ranks of the world.
         late: the others answer only when they are waited for; else at once.
+        device: the CPU's tensors stand for those of a device.
 
     Raises:
         UsageError: this process has a process group.
@@ -43,7 +44,7 @@ def simulated_world(rank: int, size: int, *, late: bool = False) -> Generator[No
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     scalars.current = _Supplied()
     try:
-        with simulation(late=late):
+        with simulation(late=late, device=device):
             yield
     finally:
         scalars.current = before

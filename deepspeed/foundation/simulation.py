@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator
 Listener = Callable[[str, int, tuple[int, ...]], None]
 """Told of a message: the collective, bytes of the whole tensor, the ranks that take part."""
 
-_running: list[bool] = []  # whether messages are late
+_running: list[tuple[bool, bool]] = []  # whether messages are late, and whether tensors stand for a device's
 _computing: list[bool] = []  # one entry for each `with_values` around
 _listeners: list[Listener] = []
 
@@ -23,7 +23,12 @@ def simulating() -> bool:
 
 def late() -> bool:
     """Whether the ranks that are not there answer only when they are waited for."""
-    return bool(_running) and _running[-1]
+    return bool(_running) and _running[-1][0]
+
+
+def of_device() -> bool:
+    """Whether the CPU's tensors stand for those of a device: messages go the ways of its backend."""
+    return bool(_running) and _running[-1][1]
 
 
 def computing() -> bool:
@@ -58,13 +63,14 @@ def listening(listener: Listener) -> Generator[None]:
 
 
 @contextlib.contextmanager
-def simulation(*, late: bool = False) -> Generator[None]:
+def simulation(*, late: bool = False, device: bool = False) -> Generator[None]:
     """Inside, this process simulates.
 
     Args:
         late: other ranks answer only when they are waited for; else at once.
+        device: the CPU's tensors stand for those of a device.
     """
-    _running.append(late)
+    _running.append((late, device))
     try:
         yield
     finally:

@@ -20,6 +20,7 @@ from deepspeed.engine.memory import holdings
 from deepspeed.engine.report import bytes_of
 from deepspeed.errors import ArgumentError
 from deepspeed.foundation.log import logger
+from deepspeed.ops.device_kernels import device_kernels
 from deepspeed.ops.valueless import Valueless
 from deepspeed.planner.program import Loss, Program
 from deepspeed.profiling.live_memory import LiveMemory
@@ -111,7 +112,13 @@ def predict_memory(
 
 
 def simulate(
-    program: Program, rank: int, size: int, beside: Beside = contextlib.nullcontext, *, late: bool = False
+    program: Program,
+    rank: int,
+    size: int,
+    beside: Beside = contextlib.nullcontext,
+    *,
+    late: bool = False,
+    device: bool = False,
 ) -> MemoryCount:
     """A prediction.
 
@@ -121,8 +128,11 @@ def simulate(
         size: of how many.
         beside: makes a context that is inside the updates, as a clock is.
         late: other ranks are as late as limits allow.
+        device: it has a device with memory of its own: that one's kernels, and messages of a backend, which take
+            buffers where a CPU's ranks read each other's memory.
     """
-    with _quiet(), simulated_world(rank, size, late=late), Valueless() as valueless:
+    kernels = device_kernels() if device else contextlib.nullcontext()
+    with _quiet(), kernels, simulated_world(rank, size, late=late, device=device), Valueless() as valueless:
         return _counted(replace(program, batch=valueless.stand_ins(program.batch)), beside)
 
 

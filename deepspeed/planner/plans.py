@@ -205,7 +205,8 @@ def judge(task: Task, plan: Plan, machine: Machine) -> Judged:
     recording = Recording("plan", 0, machine.ranks)
     try:
         program = Program(task.model, config, task.batch(plan.micro), task.loss, task.optimizer, _UPDATES)
-        memory = simulate(program, 0, machine.ranks, lambda: recorded(recording), late=True)
+        on_device = bool(machine.link)
+        memory = simulate(program, 0, machine.ranks, lambda: recorded(recording), late=True, device=on_device)
     except Exception as error:  # any model, any key: a plan that cannot be made is no plan
         first = str(error).strip().splitlines()[0] if str(error).strip() else ""
         return Judged(plan, reason=f"{type(error).__name__}: {first}"[:300])

@@ -13,7 +13,10 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.errors import MemoryExhaustedError
 
 _MUCH = 0.1  # of what torch holds of a device, in pieces
-_WORDS = ("can't allocate memory", "out of memory", "not enough memory", "Cannot allocate memory")
+_WORDS = (
+    "can't allocate memory", "out of memory", "not enough memory", "Cannot allocate memory",
+    "can't start new thread",  # there is no room for its stack
+)  # fmt: skip
 
 
 def is_exhaustion(error: BaseException | None) -> bool:

@@ -185,6 +185,7 @@ class Plant(NamedTuple):
         config: the JSON.
         dtype: of the model as it is given.
         alone: the one rank that has a limit; None: all have.
+        resumes: memory runs out while a checkpoint is loaded, of a run without a limit (`save_first`).
     """
 
     category: str
@@ -194,6 +195,16 @@ class Plant(NamedTuple):
     config: dict[str, Any]
     dtype: torch.dtype = torch.float32
     alone: int | None = None
+    resumes: bool = False
+
+
+def save_first(plant: Plant, folder: str) -> None:
+    """One update without a limit, and a checkpoint."""
+    torch.manual_seed(0)
+    made = MODELS[plant.model[0]](**plant.model[1]).to(plant.dtype)
+    with engine_of(made, plant.config) as engine:
+        train(engine, made, plant.config["train_micro_batch_size_per_gpu"], 1)
+        engine.save_checkpoint(str(Path(folder, "saved")))
 
 
 def run_limited(plant: Plant, change: dict[str, Any], folder: str) -> int:
@@ -202,25 +213,29 @@ def run_limited(plant: Plant, change: dict[str, Any], folder: str) -> int:
     Args:
         plant: the run.
         change: laid over its JSON.
-        folder: takes a report by rank: category, message, suggestion.
+        folder: takes a report by rank: category, message, suggestion, whether a checkpoint was loaded.
 
     Returns:
         MiB of the limit that were never used.
     """
     torch.manual_seed(0)
     config = laid_over(plant.config, change)
-    base, before = _settle(), resource.getrlimit(resource.RLIMIT_AS)
+    base, before, resumed = _settle(), resource.getrlimit(resource.RLIMIT_AS), False
     made = MODELS[plant.model[0]](**plant.model[1]).to(plant.dtype)
     if plant.alone in (None, int(os.environ["RANK"])):
         resource.setrlimit(resource.RLIMIT_AS, (base + plant.room * MB, before[1]))
     try:
         with engine_of(made, config) as engine:
+            if plant.resumes:
+                resumed = engine.load_checkpoint(str(Path(folder, "saved")))[0] is not None
+                assert resumed
             train(engine, made, config["train_micro_batch_size_per_gpu"], 2)
             resource.setrlimit(resource.RLIMIT_AS, before)
     except MemoryExhaustedError as error:
         resource.setrlimit(resource.RLIMIT_AS, before)
         rank = int(os.environ["RANK"])
         report = {"rank": rank, "category": error.category, "message": str(error), "suggestion": error.suggestion}
+        report["resumed"] = resumed
         Path(folder, f"{rank}.json").write_text(json.dumps(report))
         raise
     finally:
@@ -295,6 +310,9 @@ PLANTS = {
     "gradients of a window at stage 1": Plant("gradients", 2, SQUARES, 540, _json(1, 2, gradient_accumulation_steps=2)),
     "gathered at stage 3": Plant("gathered", 2, SQUARES, 700, _json(3, 2, **SGD)),
     "messages of a window at stage 1": Plant("transit", 2, SQUARE, 420, _json(1, 2, gradient_accumulation_steps=2)),
+    "a resumed run at stage 2": Plant("optimizer", 1, SQUARE, 450, _json(2, 2), resumes=True),
+    "a resumed run with little room": Plant("optimizer", 1, SQUARE, 330, _json(2, 2), resumes=True),
+    "a resumed run at stage 1": Plant("optimizer", 2, SQUARE, 360, _json(1, 2), resumes=True),
     "buffers of a disk at stage 2": Plant(
         "pools", 1, SQUARE, 600, _json(2, 2, {"offload_optimizer": DISK | {"buffer_count": 64}})
     ),

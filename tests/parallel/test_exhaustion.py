@@ -17,6 +17,7 @@ from tests.parallel.exhaustion_plants import (
     predicted_and_mapped,
     reports,
     run_limited,
+    save_first,
     suggestion,
 )
 
@@ -27,6 +28,9 @@ _FAST = "one picture a rank"
 def said_by(workers: Workers, plant: Plant, folder: str) -> list[dict[str, Any]]:
     """What ranks say that run out of memory."""
     workers(plant.ranks).kill()  # new ones, without what other tests have mapped
+    if plant.resumes:
+        workers(plant.ranks).run(save_first, plant, folder, timeout=60)
+        workers(plant.ranks).kill()
     with pytest.raises(WorkerError):
         workers(plant.ranks).run(run_limited, plant, {}, folder, timeout=60)
     said = reports(folder)
@@ -42,6 +46,7 @@ def test_the_category_is_named_and_the_suggestion_fits(workers: Workers, tmp_pat
         assert report["category"] == plant.category, said
         assert report["message"].startswith(f"memory ran out for {plant.category}"), said
         assert suggestion(report["message"]) == report["suggestion"] != {}, said
+        assert not report["resumed"], said
     if plant.alone is not None:
         assert [report["rank"] for report in said] == [plant.alone], said
     # In processes without the holes of the first run, as a user would.

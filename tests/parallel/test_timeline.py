@@ -220,8 +220,9 @@ def nests(trace: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.slow
-def test_thirty_random_plants(workers: Workers, tmp_path: Path) -> None:
-    draw, wrong = random.Random(0), []
+@pytest.mark.parametrize("seed", range(3))
+def test_thirty_random_plants(workers: Workers, tmp_path: Path, seed: int) -> None:
+    draw, wrong = random.Random(seed), []
     for number in range(30):
         kind, whose = draw.choice(PLANTS), draw.choice([0, 1, None])
         stage = stage_of(kind, draw.choice(STAGES))

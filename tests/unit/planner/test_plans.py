@@ -126,6 +126,9 @@ def test_the_host_is_a_tier_where_a_device_has_memory_of_its_own() -> None:
     assert sizes[2] < sizes[1] < sizes[0]
     assert sizes[0] - sizes[1] == pytest.approx(8 * count, rel=0.25)
     assert there.time.link == pytest.approx(4 * count / 2 / 1e9, rel=0.02)
+    # Messages of a device have buffers to receive into; a CPU's ranks read each other's memory.
+    of_cpu = judge(task, plain, MACHINE)
+    assert of_cpu.memory and here.memory.at_rest["transit"] > of_cpu.memory.at_rest["transit"]
     # Each limit drops plans by its own name.
     near = judge(task, plain, replace(with_device, memory=sizes[1]))
     assert not near.fits and "of the device" in near.reason
