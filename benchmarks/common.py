@@ -268,12 +268,19 @@ def compare_sides(
 
 
 def machine_name() -> str:
-    """The CPU model and core count as a file name; never a host name."""
+    """The CPU model and core count as a file name; never a host name.
+
+    Machines of a cloud may give unlike processors one name without a number: of those the ones without matrix tiles say
+    so.
+    """
     model = platform.processor() or platform.machine()
     information = Path("/proc/cpuinfo")
     if information.exists():
-        found = re.search(r"model name\s*:\s*(.+)", information.read_text())
+        text = information.read_text()
+        found = re.search(r"model name\s*:\s*(.+)", text)
         model = found.group(1) if found else model
+        if "Intel" in model and not re.search(r"\d", model) and "amx_bf16" not in text:
+            model += " without tiles"
     return re.sub(r"[^a-z0-9]+", "-", f"{model} {os.cpu_count()} cores".lower()).strip("-")
 
 

@@ -20,7 +20,7 @@ __all__ = ["INSTRUCTION_SETS", "KINDS", "library", "state", "threads"]
 
 # In the order of numbers.h.
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-INSTRUCTION_SETS = ("portable", "AVX2", "AVX-512", "AVX-512 BF16", "AMX")
+INSTRUCTION_SETS = ("portable", "AVX2", "AVX-512", "AVX-512 VNNI", "AVX-512 BF16", "AMX")
 
 _FILE = Path(__file__).with_name("library.so")
 _BUILD = "`python setup.py build_ext --inplace` in the source tree (or `pip install -v`) builds it or shows why not"

@@ -18,7 +18,7 @@ namespace ds {
 
 // In the order of KINDS and INSTRUCTION_SETS in __init__.py.
 enum Kind : int32_t { FP32, BF16, FP16 };
-enum InstructionSet : int32_t { PORTABLE, AVX2, AVX512, AVX512_BF16, AMX };
+enum InstructionSet : int32_t { PORTABLE, AVX2, AVX512, AVX512_VNNI, AVX512_BF16, AMX };
 
 InstructionSet instruction_set();
 

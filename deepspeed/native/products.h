@@ -39,6 +39,7 @@ DS_INLINE int32_t integer(const Matrix& m, int64_t output, int64_t k) {
 struct Input {
     int64_t rows = 0, columns = 0, padded = 0;  // padded: to whole vectors, with zeros
     bool tiled = false;                         // in blocks of 16 rows, pairs of columns outside, rows inside
+    bool wide = false;                          // halves as fp32, as `round_to_wide` orders them
     std::vector<char> values;
     std::vector<float> steps, sums;  // of integers: value of one by row; sums of a row's values by group of 32
     const float* plain = nullptr;

@@ -1,0 +1,379 @@
+// The product in vectors of AVX-512. Sums run over the columns in sixteen lanes; where several are added, a tree of
+// additions works on all of them at once.
+#include <algorithm>
+
+#include "products_parts.h"
+#include "tiles.h"
+
+#if defined(__x86_64__)
+namespace ds {
+
+constexpr int64_t FEW = 4;  // rows that take a matrix as it comes from memory
+constexpr int64_t FAR = 4096;  // bytes that are asked for ahead there
+constexpr int64_t SPAN = 768;  // columns of eight outputs that stay in the first cache as fp32
+
+// -- the lanes of a sum -----------------------------------------------------------------------------------------------
+
+// The sum of the lanes of each of sixteen vectors, by halves as `added` in products.cpp does it.
+DS_AVX512 static DS_INLINE __m512 add_lanes(const __m512 (&sums)[16]) {
+    __m512 fours[4], twos[2];
+    for (int i = 0; i < 4; i++) {
+        const __m512 a = sums[i], b = sums[i + 4], c = sums[i + 8], d = sums[i + 12];
+        const __m512 one = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+        const __m512 two = _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0x44), _mm512_shuffle_f32x4(c, d, 0xee));
+        fours[i] = _mm512_add_ps(_mm512_shuffle_f32x4(one, two, 0x88), _mm512_shuffle_f32x4(one, two, 0xdd));
+    }
+    for (int i = 0; i < 2; i++) {
+        const __m512d one = _mm512_castps_pd(fours[2 * i]), two = _mm512_castps_pd(fours[2 * i + 1]);
+        twos[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(one, two)),
+                                _mm512_castpd_ps(_mm512_unpackhi_pd(one, two)));
+    }
+    return _mm512_add_ps(_mm512_shuffle_ps(twos[0], twos[1], 0x88), _mm512_shuffle_ps(twos[0], twos[1], 0xdd));
+}
+
+// Sums of N outputs and R rows into their places.
+template <int N, int R>
+DS_AVX512 static DS_INLINE void put(const Part& p, int64_t n, int64_t r, const __m512 (&sums)[N][R]) {
+    if constexpr (N == 1) {
+        for (int j = 0; j < R; j++) p.sums[r + j][n] = _mm512_reduce_add_ps(sums[0][j]);
+    } else {
+        constexpr int AT_ONCE = 16 / N;
+        for (int first = 0; first < R; first += AT_ONCE) {
+            __m512 all[16];  // sums that are not there are others again
+            for (int l = 0; l < 16; l++) all[l] = sums[l % N][std::min(first + l / N, R - 1)];
+            alignas(64) float added[16];
+            _mm512_store_ps(added, add_lanes(all));
+            for (int j = first; j < std::min(R, first + AT_ONCE); j++)
+                std::copy_n(added + N * (j - first), N, &p.sums[r + j][n]);
+        }
+    }
+}
+
+// -- memory -----------------------------------------------------------------------------------------------------------
+
+// The outputs of the next unit of work, asked for while this one is computed.
+struct Ahead {
+    const char *next, *end;
+    int64_t lines;  // a step
+    DS_INLINE void fetch() {
+        for (int64_t i = 0; i < lines && next < end; i++, next += 64) __builtin_prefetch(next, 0, 2);
+    }
+};
+
+// For so many steps of this block of rows.
+static Ahead ahead(const Part& p, int64_t steps) {
+    const int64_t bytes = row_bytes(p.matrix), lines = (p.outputs * bytes / p.blocks + 63) / 64;
+    const char* begin = static_cast<const char*>(p.matrix.weights) + (p.output + p.outputs) * bytes;
+    begin += p.block * 64 * lines;
+    return {begin, begin + 64 * lines, (lines + steps - 1) / steps};
+}
+
+static DS_INLINE const char* outputs_from(const Part& p, int64_t n) {
+    return static_cast<const char*>(p.matrix.weights) + (p.output + n) * row_bytes(p.matrix);
+}
+
+// -- numbers with a point ---------------------------------------------------------------------------------------------
+
+struct Whole {
+    static constexpr int64_t STEP = 16;
+    using X = float;
+    static DS_INLINE const X* rows(const Part& p) { return p.x.plain; }
+    static DS_INLINE int64_t stride(const Part& p) { return p.matrix.inputs; }
+    DS_AVX512 static DS_INLINE __m512i load(const char* w, int64_t k, int64_t left) {
+        const __mmask16 mask = left >= 16 ? 0xffff : static_cast<__mmask16>((1 << left) - 1);
+        return _mm512_maskz_loadu_epi32(mask, reinterpret_cast<const float*>(w) + k);
+    }
+    DS_AVX512 static DS_INLINE __m512 step(__m512 sum, __m512i w, const float* x, int64_t left) {
+        const __m512i other = load(reinterpret_cast<const char*>(x), 0, left);
+        return _mm512_fmadd_ps(_mm512_castsi512_ps(w), _mm512_castsi512_ps(other), sum);
+    }
+};
+
+struct Pairs {
+    static constexpr int64_t STEP = 32;
+    using X = uint16_t;
+    static DS_INLINE const X* rows(const Part& p) { return reinterpret_cast<const X*>(p.x.values.data()); }
+    static DS_INLINE int64_t stride(const Part& p) { return p.x.padded; }
+    DS_AVX512 static DS_INLINE __m512i load(const char* w, int64_t k, int64_t left) {
+        const __mmask32 mask = left >= 32 ? 0xffffffff : (1u << left) - 1;
+        return _mm512_maskz_loadu_epi16(mask, reinterpret_cast<const uint16_t*>(w) + k);
+    }
+    DS_BF16 static DS_INLINE __m512 step(__m512 sum, __m512i w, const uint16_t* x, int64_t) {
+        return _mm512_dpbf16_ps(sum, (__m512bh)w, (__m512bh)_mm512_loadu_si512(x));
+    }
+};
+
+// N outputs times R rows. With few rows a matrix comes from memory one output after the other: one stream (four side by
+// side came at half the rate). With more the next outputs are fetched meanwhile.
+#define DS_FLOATING(NAME, TARGET, DOT)                                                                                 \
+    template <int N, int R>                                                                                            \
+    TARGET static DS_INLINE void NAME##_tile(const Part& p, Ahead& next, int64_t n, int64_t r) {                       \
+        const int64_t bytes = row_bytes(p.matrix), columns = p.matrix.inputs, stride = DOT::stride(p);                 \
+        const char* w = outputs_from(p, n);                                                                            \
+        const auto* x = DOT::rows(p) + (p.row + r) * stride;                                                           \
+        __m512 sums[N][R];                                                                                             \
+        for (auto& row : sums)                                                                                         \
+            for (auto& sum : row) sum = _mm512_setzero_ps();                                                           \
+        int64_t k = 0;                                                                                                 \
+        for (; k + DOT::STEP <= columns; k += DOT::STEP) {                                                             \
+            if (N == 1) __builtin_prefetch(w + k * sizeof(DOT::X) + FAR, 0, 2);                                        \
+            else next.fetch();                                                                                         \
+            for (int i = 0; i < N; i++) {                                                                              \
+                const __m512i line = _mm512_loadu_si512(w + i * bytes + k * sizeof(DOT::X));                           \
+                for (int j = 0; j < R; j++)                                                                            \
+                    sums[i][j] = DOT::step(sums[i][j], line, x + j * stride + k, DOT::STEP);                           \
+            }                                                                                                          \
+        }                                                                                                              \
+        for (; k < columns; k += DOT::STEP)                                                                            \
+            for (int i = 0; i < N; i++) {                                                                              \
+                const __m512i line = DOT::load(w + i * bytes, k, columns - k);                                         \
+                for (int j = 0; j < R; j++)                                                                            \
+                    sums[i][j] = DOT::step(sums[i][j], line, x + j * stride + k, columns - k);                         \
+            }                                                                                                          \
+        put(p, n, r, sums);                                                                                            \
+    }                                                                                                                  \
+    template <int N> TARGET static DS_INLINE void NAME##_outputs(const Part& p, Ahead& next, int64_t n) {              \
+        int64_t r = 0;                                                                                                 \
+        for (; r + 4 <= p.rows; r += 4) NAME##_tile<N, 4>(p, next, n, r);                                              \
+        switch (p.rows - r) {                                                                                          \
+        case 3: NAME##_tile<N, 3>(p, next, n, r); break;                                                               \
+        case 2: NAME##_tile<N, 2>(p, next, n, r); break;                                                               \
+        case 1: NAME##_tile<N, 1>(p, next, n, r);                                                                      \
+        }                                                                                                              \
+    }                                                                                                                  \
+    TARGET static void NAME(const Part& p) {                                                                           \
+        const int64_t tiles = (p.outputs + 3) / 4 * ((p.rows + 3) / 4);                                                \
+        Ahead next = ahead(p, tiles * std::max<int64_t>(1, p.matrix.inputs / DOT::STEP));                              \
+        int64_t n = 0;                                                                                                 \
+        if (p.x.rows > FEW)                                                                                            \
+            for (; n + 4 <= p.outputs; n += 4) NAME##_outputs<4>(p, next, n);                                          \
+        for (; n < p.outputs; n++) NAME##_outputs<1>(p, next, n);                                                      \
+    }
+
+DS_FLOATING(whole, DS_AVX512, Whole)
+DS_FLOATING(pairs, DS_BF16, Pairs)
+
+// -- bf16 in products of fp32 -----------------------------------------------------------------------------------------
+
+// Of 32 columns the even ones and the odd ones.
+struct Two {
+    __m512 even, odd;
+    DS_AVX512 static DS_INLINE Two of(__m512i line) {
+        const __m512i high = _mm512_set1_epi32(static_cast<int>(0xffff0000));
+        return {_mm512_castsi512_ps(_mm512_slli_epi32(line, 16)), _mm512_castsi512_ps(_mm512_and_si512(line, high))};
+    }
+    DS_AVX512 static DS_INLINE Two of(const float* at) { return {_mm512_loadu_ps(at), _mm512_loadu_ps(at + 16)}; }
+    DS_AVX512 DS_INLINE __m512 add(__m512 sum, const Two& x) const {
+        return _mm512_fmadd_ps(odd, x.odd, _mm512_fmadd_ps(even, x.even, sum));
+    }
+};
+
+DS_AVX512 static DS_INLINE __m512i rounded(__m512 x) {
+    const __m512i bits = _mm512_castps_si512(x), last = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const __m512i up = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), last);
+    const __m512i kept = _mm512_mask_mov_epi32(up, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), _mm512_set1_epi32(0x7fc00000));
+    return _mm512_and_si512(kept, _mm512_set1_epi32(static_cast<int>(0xffff0000)));
+}
+
+DS_AVX512 void round_to_wide(const float* x, float* out, int64_t count) {
+    const __m512i even = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
+    const __m512i odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
+    for (int64_t k = 0; k < count; k += 32) {
+        const __m512i a = rounded(_mm512_castsi512_ps(Whole::load(reinterpret_cast<const char*>(x), k, count - k)));
+        const int64_t left = std::max<int64_t>(0, count - k - 16);
+        const __m512i b = rounded(_mm512_castsi512_ps(Whole::load(reinterpret_cast<const char*>(x), k + 16, left)));
+        _mm512_storeu_si512(out + k, _mm512_permutex2var_epi32(a, even, b));
+        _mm512_storeu_si512(out + k + 16, _mm512_permutex2var_epi32(a, odd, b));
+    }
+}
+
+static DS_INLINE const float* wide_row(const Part& p, int64_t r) {
+    return reinterpret_cast<const float*>(p.x.values.data()) + (p.row + r) * p.x.padded;
+}
+
+// An output as it comes from memory times R rows.
+template <int R> DS_AVX512 static DS_INLINE void wide_few(const Part& p, int64_t n) {
+    const int64_t columns = p.matrix.inputs, padded = p.x.padded;
+    const char* w = outputs_from(p, n);
+    const float* x = wide_row(p, 0);
+    __m512 sums[1][R];
+    for (auto& sum : sums[0]) sum = _mm512_setzero_ps();
+    int64_t k = 0;
+    for (; k + 32 <= columns; k += 32) {
+        __builtin_prefetch(w + 2 * k + FAR, 0, 2);
+        const Two line = Two::of(_mm512_loadu_si512(w + 2 * k));
+        for (int j = 0; j < R; j++) sums[0][j] = line.add(sums[0][j], Two::of(x + j * padded + k));
+    }
+    if (k < columns) {
+        const Two line = Two::of(Pairs::load(w, k, columns - k));
+        for (int j = 0; j < R; j++) sums[0][j] = line.add(sums[0][j], Two::of(x + j * padded + k));
+    }
+    put(p, n, 0, sums);
+}
+
+// Columns [k, end) of eight outputs as fp32, [step, output, 32]; zeros for outputs that are not there.
+DS_AVX512 static void widen_outputs(const Part& p, int64_t n, int64_t k, int64_t end, float* out) {
+    const int64_t bytes = row_bytes(p.matrix), columns = p.matrix.inputs, there = std::min<int64_t>(8, p.outputs - n);
+    const char* w = outputs_from(p, n);
+    for (; k < end; k += 32, out += 256)
+        for (int64_t i = 0; i < 8; i++) {
+            __m512i line = _mm512_setzero_si512();
+            if (i < there) line = k + 32 <= columns ? _mm512_loadu_si512(w + i * bytes + 2 * k)
+                                                    : Pairs::load(w + i * bytes, k, columns - k);
+            const Two two = Two::of(line);
+            _mm512_store_ps(out + 32 * i, two.even);
+            _mm512_store_ps(out + 32 * i + 16, two.odd);
+        }
+}
+
+// Eight outputs times R rows over some of the columns; `held` has the lanes of the columns before, and of these.
+template <int R>
+DS_AVX512 static DS_INLINE void wide_tile(const Part& p, Ahead& next, const float* w, int64_t n, int64_t r, int64_t k,
+                                          int64_t end, float* held) {
+    const float* x = wide_row(p, r);
+    __m512 sums[8][R];
+    for (int i = 0; i < 8; i++)
+        for (int j = 0; j < R; j++)
+            sums[i][j] = k ? _mm512_load_ps(held + 16 * (R * i + j)) : _mm512_setzero_ps();
+    for (; k < end; k += 32, w += 256) {
+        next.fetch();
+        Two rows[R];
+        for (int j = 0; j < R; j++) rows[j] = Two::of(x + j * p.x.padded + k);
+        for (int i = 0; i < 8; i++) {
+            Two line = Two::of(w + 32 * i);
+            asm("" : "+v"(line.even), "+v"(line.odd));  // loaded once, where GCC would read it for each row
+            for (int j = 0; j < R; j++) sums[i][j] = line.add(sums[i][j], rows[j]);
+        }
+    }
+    if (end == p.x.padded) return put(p, n, r, sums);
+    for (int i = 0; i < 8; i++)
+        for (int j = 0; j < R; j++) _mm512_store_ps(held + 16 * (R * i + j), sums[i][j]);
+}
+
+// Processors whose products of bf16 pairs take longer than those of fp32 widen a matrix on the way.
+DS_AVX512 static void wide(const Part& p) {
+    if (p.x.rows <= FEW) {
+        for (int64_t n = 0; n < p.outputs; n++) switch (p.rows) {
+            case 1: wide_few<1>(p, n); break;
+            case 2: wide_few<2>(p, n); break;
+            case 3: wide_few<3>(p, n); break;
+            default: wide_few<4>(p, n);
+            }
+        return;
+    }
+    alignas(64) float weights[8 * SPAN], held[MOST_ROWS * 8 * 16];
+    const int64_t padded = p.x.padded, spans = (padded + SPAN - 1) / SPAN;
+    const int64_t span = (padded / 32 + spans - 1) / spans * 32;
+    Ahead next = ahead(p, (p.outputs + 7) / 8 * ((p.rows + 1) / 2) * (padded / 32));
+    for (int64_t n = 0; n < p.outputs; n += 8)
+        for (int64_t k = 0; k < padded; k += span) {
+            const int64_t end = std::min(k + span, padded);
+            widen_outputs(p, n, k, end, weights);
+            int64_t r = 0;
+            for (; r + 3 <= p.rows; r += 3) wide_tile<3>(p, next, weights, n, r, k, end, held + 128 * r);
+            if (r + 2 == p.rows) wide_tile<2>(p, next, weights, n, r, k, end, held + 128 * r);
+            else if (r < p.rows) wide_tile<1>(p, next, weights, n, r, k, end, held + 128 * r);
+        }
+}
+
+// -- integers ---------------------------------------------------------------------------------------------------------
+
+// 32 integers as 16-bit ones, in the order of the columns.
+template <Form form> DS_AVX512 static DS_INLINE __m512i integers(const uint8_t* row, int64_t k) {
+    if constexpr (form == SIGNED8)
+        return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(row + k)));
+    if constexpr (form == UNSIGNED8)
+        return _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(row + k)));
+    const __m512i pairs = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(row + k / 2)));
+    const __m512i odd = _mm512_slli_epi32(_mm512_and_si512(pairs, _mm512_set1_epi32(0xf0)), 12);
+    return _mm512_or_si512(_mm512_and_si512(pairs, _mm512_set1_epi32(15)), odd);
+}
+
+// Adds products of neighbours: one instruction where AVX512_VNNI is.
+template <bool VNNI> DS_AVX512 static DS_INLINE __m512i add_products(__m512i sum, __m512i line, __m512i x) {
+    if constexpr (VNNI) asm("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(line), "v"(x));
+    else sum = _mm512_add_epi32(sum, _mm512_madd_epi16(line, x));
+    return sum;
+}
+
+template <Form form, bool VNNI, int N, int R>
+DS_AVX512 static DS_INLINE void integer_tile(const Part& p, Ahead& next, int64_t n, int64_t r) {
+    const Matrix& m = p.matrix;
+    const int64_t bytes = row_bytes(m), groups = m.inputs / m.group, span = std::min(FLUSH, m.group);
+    const auto* w = reinterpret_cast<const uint8_t*>(outputs_from(p, n));
+    const auto* x = reinterpret_cast<const int16_t*>(p.x.values.data()) + (p.row + r) * p.x.padded;
+    const float* scale = m.scale + (p.output + n) * groups;
+    constexpr int CHAINS = N * R == 1 ? 4 : 1;  // one alone would wait for itself
+    __m512 sums[N][R];
+    for (auto& row : sums)
+        for (auto& sum : row) sum = _mm512_setzero_ps();
+    for (int64_t k = 0; k < m.inputs;) {
+        __m512i whole[N][R][CHAINS];
+        for (auto& row : whole)
+            for (auto& chains : row)
+                for (auto& sum : chains) sum = _mm512_setzero_si512();
+        const int64_t group = k / m.group, end = std::min(k + span, (group + 1) * m.group);
+        while (k < end)
+#pragma GCC unroll 4
+            for (int chain = 0; chain < CHAINS && k < end; chain++, k += LANES) {
+                if (N == 1) __builtin_prefetch(w + (form == UNSIGNED4 ? k / 2 : k) + FAR, 0, 2);
+                else next.fetch();
+                for (int i = 0; i < N; i++) {
+                    const __m512i line = integers<form>(w + i * bytes, k);
+                    for (int j = 0; j < R; j++)
+                        whole[i][j][chain] = add_products<VNNI>(whole[i][j][chain], line,
+                                                                _mm512_loadu_si512(x + j * p.x.padded + k));
+                }
+            }
+        for (int i = 0; i < N; i++)
+            for (int j = 0; j < R; j++)
+                for (int chain = 1; chain < CHAINS; chain++)
+                    whole[i][j][0] = _mm512_add_epi32(whole[i][j][0], whole[i][j][chain]);
+        for (int i = 0; i < N; i++)
+            for (int j = 0; j < R; j++)
+                sums[i][j] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(whole[i][j][0]),
+                                             _mm512_set1_ps(scale[i * groups + group]), sums[i][j]);
+    }
+    put(p, n, r, sums);
+    for (int j = 0; j < R; j++)
+        for (int i = 0; i < N; i++)
+            p.sums[r + j][n + i] = finish(p, p.output + n + i, p.row + r + j, p.sums[r + j][n + i]);
+}
+
+template <Form form, bool VNNI, int N>
+DS_AVX512 static DS_INLINE void integer_outputs(const Part& p, Ahead& next, int64_t n) {
+    int64_t r = 0;
+    for (; r + 4 <= p.rows; r += 4) integer_tile<form, VNNI, N, 4>(p, next, n, r);
+    switch (p.rows - r) {
+    case 3: integer_tile<form, VNNI, N, 3>(p, next, n, r); break;
+    case 2: integer_tile<form, VNNI, N, 2>(p, next, n, r); break;
+    case 1: integer_tile<form, VNNI, N, 1>(p, next, n, r);
+    }
+}
+
+template <Form form, bool VNNI> DS_AVX512 static void integer_vectors(const Part& p) {
+    Ahead next = ahead(p, (p.outputs + 3) / 4 * ((p.rows + 3) / 4) * (p.matrix.inputs / LANES));
+    int64_t n = 0;
+    if (p.x.rows > FEW)
+        for (; n + 4 <= p.outputs; n += 4) integer_outputs<form, VNNI, 4>(p, next, n);
+    for (; n < p.outputs; n++) integer_outputs<form, VNNI, 1>(p, next, n);
+}
+
+// -- which ------------------------------------------------------------------------------------------------------------
+
+template <Form form> static Kernel integers_of() {
+    return {instruction_set() >= AVX512_VNNI ? integer_vectors<form, true> : integer_vectors<form, false>, 32};
+}
+
+Kernel vectors(const Matrix& matrix, const Input& x) {
+    switch (matrix.form) {
+    case WHOLE: return {whole, 32};
+    case HALF: return x.wide ? Kernel{wide, MOST_ROWS} : Kernel{pairs, 32};
+    case SIGNED8: return integers_of<SIGNED8>();
+    case UNSIGNED8: return integers_of<UNSIGNED8>();
+    default: return integers_of<UNSIGNED4>();
+    }
+}
+
+}  // namespace ds
+#endif
