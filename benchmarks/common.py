@@ -268,25 +268,28 @@ def compare_sides(
 
 
 def machine_name() -> str:
-    """The CPU model and core count as a file name; never a host name.
+    """The CPU model and core count as a file name; never a host name."""
+    return re.sub(r"[^a-z0-9]+", "-", f"{_model()} {os.cpu_count()} cores".lower()).strip("-")
 
-    Machines of a cloud may give unlike processors one name without a number: of those the ones without matrix tiles say
-    so.
-    """
-    model = platform.processor() or platform.machine()
-    information = Path("/proc/cpuinfo")
-    if information.exists():
-        text = information.read_text()
-        found = re.search(r"model name\s*:\s*(.+)", text)
-        model = found.group(1) if found else model
-        if "Intel" in model and not re.search(r"\d", model) and "amx_bf16" not in text:
-            model += " without tiles"
-    return re.sub(r"[^a-z0-9]+", "-", f"{model} {os.cpu_count()} cores".lower()).strip("-")
+
+def _model() -> str:
+    found = re.search(r"model name\s*:\s*(.+)", _information())
+    return found.group(1) if found else platform.processor() or platform.machine()
+
+
+def _information() -> str:
+    path = Path("/proc/cpuinfo")
+    return path.read_text() if path.exists() else ""
 
 
 def results_folder() -> Path:
-    """`benchmarks/results/<machine>-<date>/`, made if it is not there."""
-    folder = BENCHMARKS / "results" / f"{machine_name()}-{datetime.date.today().isoformat()}"
+    """`benchmarks/results/<machine>-<date>/`, made if it is not there.
+
+    Clouds give unlike processors one name without a number: of Intel's, those without matrix tiles say so.
+    """
+    unnamed = "Intel" in _model() and not re.search(r"\d", _model())
+    kind = "-without-tiles" if unnamed and "amx_bf16" not in _information() else ""
+    folder = BENCHMARKS / "results" / f"{machine_name()}{kind}-{datetime.date.today().isoformat()}"
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 

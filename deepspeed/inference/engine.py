@@ -21,6 +21,7 @@ from deepspeed.inference.config import DeepSpeedInferenceConfig, merged, moot_li
 from deepspeed.inference.lengths import check_length, new_tokens, prompt_length
 from deepspeed.inference.limits import length_limit
 from deepspeed.inference.loading import load_checkpoint, save_checkpoint
+from deepspeed.inference.quantization.packed import PackedWeight
 from deepspeed.inference.quantization.quantization import apply_section, quantize_linears
 from deepspeed.tensor_parallel.init import tp_model_init
 
@@ -291,6 +292,9 @@ def _cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
     if dtype == torch.float16:
         kept |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
     for owner_name, owner in model.named_modules():
+        if isinstance(owner, PackedWeight):  # its products have the dtype, its scales stay what they are
+            owner.to(dtype)
+            continue
         for name, param in owner._parameters.items():
             if param is not None and param.is_floating_point() and param.dtype != dtype:
                 whole = kept.intersection(f"{owner_name}.{name}".split("."))

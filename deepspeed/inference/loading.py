@@ -26,6 +26,7 @@ from deepspeed.errors import (
     NotAvailableError,
 )
 from deepspeed.foundation.log import say
+from deepspeed.inference.quantization.stored import unpacked_from
 
 SAVED = "ds_inference_config.json"
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
@@ -46,8 +47,9 @@ def load_checkpoint(
 
     Args:
         module: changed in place.
-        checkpoint: a folder of Transformers or of a training run, a file or a list of files, or what describes them:
-            a dict, or the path of its JSON, with `checkpoints`, a list of files or a folder.
+        checkpoint: a folder of Transformers, of a training run, or of packed integers that `compression` exported; a
+            file or a list of files, or what describes them: a dict, or the path of its JSON, with `checkpoints`, a list
+            of files or a folder.
         base_dir: of relative paths.
         dtype: of floating weights.
         device: where they go.
@@ -56,7 +58,7 @@ def load_checkpoint(
         CheckpointError: names or shapes differ, or a file holds more than tensors.
         NotAvailableError: files that hold one rank's slices.
     """
-    tensors = _tensors(checkpoint, Path(base_dir or "."))
+    tensors = unpacked_from(module, _tensors(checkpoint, Path(base_dir or ".")), dtype, device)
     left, strange = _fill(module, tensors, dtype, device)
     tie = getattr(module, "tie_weights", None)
     if callable(tie):

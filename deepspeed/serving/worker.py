@@ -27,8 +27,10 @@ def load(options: EngineOptions) -> tuple[Any, Any]:
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     tokenizer = AutoTokenizer.from_pretrained(options.model, trust_remote_code=False)
     wanted: Any = dtypes.get(options.dtype, "auto")
-    if options.checkpoint:
-        config = AutoConfig.from_pretrained(options.model, trust_remote_code=False)
+    config = AutoConfig.from_pretrained(options.model, trust_remote_code=False)
+    packed = getattr(config, "quantization_config", None) or {}
+    checkpoint = options.checkpoint or (options.model if packed.get("quant_method") == "compressed-tensors" else "")
+    if checkpoint:
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(config, dtype=wanted if wanted != "auto" else None)
         if (Path(options.model) / "generation_config.json").is_file():  # it may name more end tokens
@@ -36,7 +38,7 @@ def load(options: EngineOptions) -> tuple[Any, Any]:
     else:
         model = AutoModelForCausalLM.from_pretrained(options.model, dtype=wanted, trust_remote_code=False)
     kept = wanted if wanted != "auto" else next(p.dtype for p in model.parameters() if p.is_floating_point())
-    given: dict[str, Any] = {"checkpoint": options.checkpoint} if options.checkpoint else {}
+    given: dict[str, Any] = {"checkpoint": checkpoint} if checkpoint else {}
     if options.quantize:
         given |= {"quant": {"weight": {"num_bits": int(options.quantize.removeprefix("int"))}}}
         kept = torch.int8

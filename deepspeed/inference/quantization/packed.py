@@ -85,6 +85,32 @@ class PackedWeight(nn.Module):
         self._fast: Any = None
         self._laid: Any = None  # of what `_fast` was made
 
+    @classmethod
+    def of(
+        cls,
+        form: Form,
+        shape: torch.Size,
+        integers: torch.Tensor,
+        scale: torch.Tensor,
+        offset: torch.Tensor,
+        dtype: torch.dtype,
+    ) -> PackedWeight:
+        """A matrix that is packed already.
+
+        Args:
+            form: how.
+            shape: [rows, columns].
+            integers: uint8, of 4 bits two columns each, or int8 of symmetric 8 bits.
+            scale: fp32 as `form.groups` shares it; offset: the same.
+            dtype: of products.
+        """
+        made = cls.__new__(cls)
+        nn.Module.__init__(made)
+        made.form, made.shape, made.dtype, made._fast, made._laid = form, shape, dtype, None, None
+        for name, part in (("integers", integers), ("scale", scale), ("offset", offset)):
+            made.register_parameter(name, nn.Parameter(part.contiguous(), requires_grad=False))
+        return made
+
     def _apply(self, fn: Any, recurse: bool = True) -> PackedWeight:
         """Devices change, the dtype of scales does not: `.to(bfloat16)` is a wish about products."""
         wished = fn(torch.zeros((), dtype=self.dtype, device=self.scale.device))

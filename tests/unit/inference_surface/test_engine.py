@@ -243,14 +243,20 @@ def test_weights_written_for_the_next_start(tmp_path: Path, kind: str) -> None:
     assert torch.equal(_generated(empty, prompt()), _generated(plain, prompt()))
 
 
-def test_a_training_checkpoint_is_read(tmp_path: Path, alone: None) -> None:
+@pytest.mark.parametrize("upstream", [False, True])
+def test_a_training_checkpoint_is_read(tmp_path: Path, alone: None, upstream: bool) -> None:
+    """Ours, and upstream's files alone."""
     plain, empty = _on_meta("gpt2")
     trained = model("gpt2")
-    engine, *_ = deepspeed.initialize(
-        model=trained, config={"train_batch_size": 1}, model_parameters=trained.parameters()
-    )
+    config: dict[str, Any] = {"train_batch_size": 1}
+    if upstream:
+        config |= {"zero_optimization": {"stage": 1}, "checkpoint": {"format": "deepspeed"}}
+    engine, *_ = deepspeed.initialize(model=trained, config=config, model_parameters=trained.parameters())
     want = {name: value.clone() for name, value in plain.state_dict().items()}
     engine.save_checkpoint(str(tmp_path), tag="step1")
+    for path in (tmp_path / "step1").iterdir() if upstream else ():
+        if path.suffix != ".pt":
+            path.unlink()
     deepspeed.init_inference(empty, dtype="fp32", checkpoint=str(tmp_path))
     engine.destroy()
     assert all(torch.equal(value, want[name]) for name, value in empty.state_dict().items())

@@ -14,8 +14,10 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from deepspeed.compression.export import export, packable
 from deepspeed.errors import ArgumentError
 from deepspeed.inference import Generator, Sampling
+from deepspeed.inference.quantization.layers import PackedLinear
 from deepspeed.inference.stopping import StopStrings
 from deepspeed.serving.options import EngineOptions, parse
 from deepspeed.serving.text import TextStream
@@ -106,6 +108,26 @@ def test_weights_from_a_checkpoint_and_packed_ones_through_the_server(
     names = tokenizer.convert_ids_to_tokens(wanted)
     assert [tokenizer.decode([one]) if "\ufffd" not in tokenizer.decode([one]) else name
             for one, name in zip(wanted, names, strict=True)] == found  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_folder_that_compression_packed_is_served_in_its_integers(folder: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    pytest.importorskip("compressed_tensors")
+    whole = AutoModelForCausalLM.from_pretrained(folder)
+    AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path)
+    export(whole, whole.state_dict(), tmp_path, "int8")
+    model, _ = load(EngineOptions(str(tmp_path)))
+    packed = {name for name, module in model.named_modules() if isinstance(module, PackedLinear)}
+    assert packed == set(packable(whole))
+    (said,) = Generator(model).generate([[20, 30, 40]], Sampling(max_new_tokens=8, ignore_eos=True))
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path)
+    ids = torch.tensor([[20, 30, 40]])
+    want = theirs.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, min_new_tokens=8, do_sample=False
+    )
+    assert said == want[0, 3:].tolist()
 
 
 def test_end_tokens_of_the_folder_hold_for_weights_from_elsewhere(folder: Path, tmp_path: Path) -> None:
