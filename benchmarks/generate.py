@@ -8,6 +8,8 @@ has them, each on one thread of a process of its own, and has to write as many t
 llama=PYTHON` is llama.cpp (`benchmarks/llama_cpp.py`), `--env vllm=PYTHON` is vLLM (`benchmarks/vllm_cpu.py`, which
 tells how its environment is made).
 
+`--sides vLLM "ours again"` takes the throughput of these beside ours alone: those of HF's take most of a round's time.
+
 The table `agree` is of no times: on model B in fp32, prompts of four lengths together, what we and vLLM write has to be
 what HF finds likeliest there, so that a side that is fast because it is wrong is found before it is timed.
 
@@ -29,7 +31,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -265,7 +267,7 @@ def requests(model: LlamaForCausalLM, count: int = 32) -> list[tuple[list[int], 
     return [(tokens(model, prompt, 100 + i), new) for i, (prompt, new) in enumerate(sizes)]
 
 
-def throughput(rounds: int) -> list[dict[str, Any]]:
+def throughput(rounds: int, only: Sequence[str] = ()) -> list[dict[str, Any]]:
     model = make("A")
     asked = requests(model)
     useful = sum(new for _, new in asked)
@@ -287,7 +289,8 @@ def throughput(rounds: int) -> list[dict[str, Any]]:
     with peers_of(model, len(asked), 512) as peers:
         for peer in peers:
             sides[peer.name] = lambda p=peer: p([prompt for prompt, _ in asked], [new for _, new in asked])
-        found = rounds_of(sides, rounds)
+        kept = {name: side for name, side in sides.items() if not only or name in {"ours", *only}}
+        found = rounds_of(kept, rounds)
     rows = rows_of(found, f"A: {useful} useful tokens of 32 requests", "ours", useful)
     for row in rows:
         row["tokens per second"] = 1e3 / row["wall"]["ms"]
@@ -369,6 +372,9 @@ def main() -> None:
     parser.add_argument("--tables", nargs="*", default=["latency A", "latency B", "first", "throughput"])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--env", action="append", default=[], help="llama=PYTHON or vllm=PYTHON")
+    parser.add_argument(
+        "--sides", nargs="*", default=[], help="of the throughput, beside ours; all where none are named"
+    )
     given = parser.parse_args()
     PEERS.update(one.split("=", 1) for one in given.env)
     if unknown := PEERS.keys() - NAMES:
@@ -385,9 +391,10 @@ def main() -> None:
         elif table.startswith("command"):
             rows = command("B" if table.endswith("B") else "A", given.rounds)
         else:
-            rows = {"first": first, "throughput": throughput}[table](given.rounds)
+            rows = first(given.rounds) if table == "first" else throughput(given.rounds, given.sides)
         show(rows)
-        print(write_json(f"generate-{table.replace(' ', '-').lower()}.json", rows), flush=True)
+        name = "-".join([table, *given.sides]).replace(" ", "-").lower()
+        print(write_json(f"generate-{name}.json", rows), flush=True)
 
 
 def show(rows: list[dict[str, Any]]) -> None:

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -122,7 +123,7 @@ def test_a_folder_that_compression_packed_is_served_in_its_integers(folder: Path
     packed = {name for name, module in model.named_modules() if isinstance(module, PackedLinear)}
     assert packed == set(packable(whole))
     (said,) = Generator(model).generate([[20, 30, 40]], Sampling(max_new_tokens=8, ignore_eos=True))
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path)
+    theirs: Any = AutoModelForCausalLM.from_pretrained(tmp_path)
     ids = torch.tensor([[20, 30, 40]])
     want = theirs.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, min_new_tokens=8, do_sample=False
