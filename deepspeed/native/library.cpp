@@ -42,7 +42,7 @@ static InstructionSet able() {
     return PORTABLE;
 }
 
-// Intel's products of bf16 pairs take four times as long as its fused products of fp32, which do half as many.
+// Intel's instruction for pairs of bf16 takes four times as long as a fused product of fp32, which does half as many.
 static InstructionSet best() {
     const InstructionSet set = able();
 #if defined(__x86_64__)

@@ -81,8 +81,8 @@ void Input::prepare(const float* x, int64_t count, int64_t width, Form form) {
 #if defined(__x86_64__)
     if (tiled) {
         for (int64_t row = 0; row < whole; row += 16)
-            to_pairs(x + row * width, reinterpret_cast<uint32_t*>(halves + row * width), std::min<int64_t>(16, rows - row),
-                     std::min<int64_t>(16, whole - row), width);
+            to_pairs(x + row * width, reinterpret_cast<uint32_t*>(halves + row * width),
+                     std::min<int64_t>(16, rows - row), std::min<int64_t>(16, whole - row), width);
         return;
     }
     if (wide) {

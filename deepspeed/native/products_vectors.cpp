@@ -169,9 +169,11 @@ struct Two {
 };
 
 DS_AVX512 static DS_INLINE __m512i rounded(__m512 x) {
-    const __m512i bits = _mm512_castps_si512(x), last = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const __m512i bits = _mm512_castps_si512(x);
+    const __m512i last = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
     const __m512i up = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), last);
-    const __m512i kept = _mm512_mask_mov_epi32(up, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), _mm512_set1_epi32(0x7fc00000));
+    const __mmask16 none = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+    const __m512i kept = _mm512_mask_mov_epi32(up, none, _mm512_set1_epi32(0x7fc00000));
     return _mm512_and_si512(kept, _mm512_set1_epi32(static_cast<int>(0xffff0000)));
 }
 
