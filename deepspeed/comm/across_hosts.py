@@ -16,13 +16,14 @@ sums them in fp32. Then each owner receives one sum from each host. The slices o
 so the first step is an all-to-all for each host's stretch, in one group of calls, and nothing is packed. The order of
 all sums is the same in every run.
 
-Both are launched at once, from a stream on which the first sum waits for the first message: neither the host nor what
-is computed meanwhile waits for it.
+Both are launched at once, from a stream of their own on which the first sum waits for the first message (`aside`):
+neither the host nor what is computed meanwhile waits for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -33,6 +34,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.comm import collectives
 from deepspeed.comm.axis import Axis, Hosts
 from deepspeed.comm.collectives import Handle, Scratch, is_even, post
+from deepspeed.comm.sums import sum_in_rank_order
 
 _all_to_all: Any = dist.all_to_all_single
 _together: Any = dist.distributed_c10d._coalescing_manager  # what torch's own batches of messages use
@@ -70,9 +72,7 @@ def _in_two_steps(
     within, count = hosts.within, hosts.count
     sums = torch.empty(share * count, dtype=torch.float32, device=flat.device)
     received = scratch(sums)
-    accelerator, aside = get_accelerator(), _stream(flat.device)
-    aside.wait_stream(accelerator.current_stream(flat.device))
-    with accelerator.stream(aside):
+    with aside(flat.device):
         table = torch.empty_like(flat)  # by host, and what comes from each rank of this one
         collectives.wait_all(within, label, post(within, label, lambda: _each_hosts(within, table, flat, count)))
         torch.sum(table.view(count, within.size, share), 1, dtype=torch.float32, out=sums.view(count, share))
@@ -88,6 +88,38 @@ def _in_two_steps(
     return Handle(axis, label, works, arrived, flat, nbytes)
 
 
+def reduce_to_copies(
+    axis: Axis,
+    copies: Axis,
+    flat: torch.Tensor,
+    cuts: Sequence[int],
+    label: str,
+    scale: float,
+    finish: Callable[[list], Handle | None],
+) -> Handle:
+    """Sum slices at their owners, and then over the ranks that own a copy of the slice, where messages have no tags.
+
+    Args:
+        axis: ranks that share a copy.
+        copies: ranks that own this slice; the backend sums there in fp32, with equal bits on all of them.
+        flat: 1-D contribution of this rank, not to be touched until the handle is done.
+        cuts: slice boundaries.
+        label: for reports.
+        scale: factor on the first sum.
+        finish: called with the sum, fp32, as the only contribution.
+    """
+    total = torch.empty(cuts[axis.rank + 1] - cuts[axis.rank], dtype=torch.float32, device=flat.device)
+
+    def add(parts: list[torch.Tensor]) -> None:
+        sum_in_rank_order(parts, total, scale, add=False, any_order=True)
+
+    with aside(flat.device):  # `wait` orders this stream, and does not block the host
+        reduce_to_owners(axis, flat, cuts, 0, label, add).wait()
+        across = f"reduce across copies: {label}"
+        works = post(copies, across, lambda: [dist.all_reduce(total, group=copies.group, async_op=True)])
+    return Handle(copies, across, works, lambda: finish([total]), total, total.nbytes)
+
+
 def _each_hosts(within: Axis, table: torch.Tensor, flat: torch.Tensor, count: int) -> list[Any]:
     """The ranks of a host exchange the slices of each host's ranks."""
     with _together(within.group, flat.device, async_ops=True) as group:
@@ -96,7 +128,22 @@ def _each_hosts(within: Axis, table: torch.Tensor, flat: torch.Tensor, count: in
     return group.works
 
 
+@contextlib.contextmanager
+def aside(device: torch.device) -> Iterator[None]:
+    """Inside, the current stream of a device is one where sums are formed beside what is computed.
+
+    It begins behind what was current before. What is allocated inside is that stream's memory: it is used again there,
+    and may not outlive the block.
+    """
+    accelerator, stream = get_accelerator(), _stream(device)
+    before = accelerator.current_stream(device)
+    if before != stream:
+        stream.wait_stream(before)
+    with accelerator.stream(stream):
+        yield
+
+
 @cache
 def _stream(device: torch.device) -> Any:
-    """Where first sums are formed: behind each other, and beside what is computed."""
-    return get_accelerator().Stream(device=device)
+    accelerator = get_accelerator()  # a simulation's device may be the CPU, whose streams have no device
+    return accelerator.Stream() if device.type == "cpu" else accelerator.Stream(device=device)

@@ -166,6 +166,12 @@ class Wire:
         def share(parts: list[torch.Tensor]) -> Handle:
             return self._share(bucket, parts, current, seq)
 
+        copies = group.holders.copies
+        if copies is not None and not (bucket.whole or ordered or copies.tagged or copies.group is None):
+            copies, scale = copies.reductions, current.at_owner
+            return across_hosts.reduce_to_copies(
+                axis, copies, buffer, cuts, label, scale, lambda parts: bucket.add(parts, 1.0)
+            )
         if not bucket.whole:
             return across_hosts.reduce_to_owners(axis, buffer, cuts, tag, label, add, scratch, ordered)
         # In place where the buffer is the accumulator: while peers read a posted buffer, nobody else may write to it.

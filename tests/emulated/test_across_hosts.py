@@ -125,13 +125,3 @@ def test_losses_on_two_hosts_are_the_cpus(workers, emulated, cell):
     for ours, other in zip(emulated(cell.ranks).run(trained, cell, timeout=LIMIT), theirs, strict=True):
         assert ours.reports == [] and ours.counters["nccl.all_to_all_single"] > 0
         assert ours.losses == pytest.approx(other.losses, rel=bar_of(cell))
-
-
-def test_hosts_share_sums_where_that_saves_bytes():
-    def rows(*hosts: str) -> list[tuple[int, ...]]:
-        return axes._by_host(range(len(hosts)), dict(enumerate(hosts)))
-
-    assert rows(*"aaabbb") == [(0, 1, 2), (3, 4, 5)]
-    assert rows(*"aaaabbbbcccc") == [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11)]
-    for no_gain_or_unlike in ("aaaa", "aabb", "aaabb", "abcd", "ababab", "aaabbbaaa"):
-        assert rows(*no_gain_or_unlike) == []
