@@ -29,6 +29,7 @@ from deepspeed.ops.valueless import Valueless
 from deepspeed.simulator.recording import Recording
 
 PACKAGE, FSDP2, DDP = "package", "fsdp2", "ddp"
+_PER_HOST = 8  # ranks, as all cards' files have it
 WARM = {PACKAGE: 2, FSDP2: 1, DDP: 2}  # steps before the one that is recorded
 
 
@@ -90,7 +91,7 @@ def world(size: int) -> Iterator[Valueless]:
 
     for name, value in {"limit": 1 << 60, "poison": 0, "late": 0, "races": 0}.items():
         emulated.native.set(name, value)
-    os.environ.update(LOCAL_RANK="0", RANK="0", WORLD_SIZE=str(size))
+    os.environ.update(LOCAL_RANK="0", RANK="0", WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(min(size, _PER_HOST)))
     before, level = scalars.current, logger.level
     logger.setLevel(logging.WARNING)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)

@@ -5,15 +5,16 @@
 | operation          | one machine's CPU ranks   | tagged axis (gloo, CPU)       | other axes (NCCL)                |
 |--------------------|---------------------------|-------------------------------|----------------------------------|
 | reduce to owners   | post, owners sum in place | a message per owner, sum there| reduce-scatter in fp32, else     |
-|                    |                           |                               | all-to-all, fp32 sum there       |
+|                    |                           |                               | all-to-all, fp32 sum there; over |
+|                    |                           |                               | hosts, see `comm/across_hosts`   |
 | spread (all-gather)| stream through slots      | a message to each other rank  | all-gather, broadcasts if uneven |
 | share (spread in   | post, others copy         | as spread                     | as spread                        |
 | any order)         |                           |                               |                                  |
 | all-reduce, fp32   | reduce to owners, share   | –                             | two ranks: the backend's own     |
 | swap (two ranks)   | post, both read           | a message each way            | –                                |
 
-The left column is `comm/shared_memory`, taken where ranks share memory. All but the backend's own reduce-scatter give
-the same bits: the fp32 sum in rank order.
+The left column is `comm/shared_memory`, taken where ranks share memory. All but the backend's own reduce-scatter, and
+sums that are formed within hosts first, give the same bits: the fp32 sum in rank order.
 """
 
 from __future__ import annotations

@@ -26,10 +26,10 @@ from deepspeed.config import DeepSpeedConfig
 from deepspeed.errors import ArgumentError, NotAvailableError, UsageError
 from deepspeed.foundation.heap import own_pages
 from deepspeed.storage.buffer_pool import BufferPool
-from deepspeed.storage.disk import Disk
 from deepspeed.storage.host import HostTier
 from deepspeed.storage.nvme import NvmeTier
 from deepspeed.storage.resident import RESIDENT
+from deepspeed.storage.simulated import disk_in
 from deepspeed.storage.tier import Tier
 from deepspeed.zero.exhaustion import exhausted, is_exhaustion
 from deepspeed.zero.holders import alone
@@ -205,7 +205,7 @@ def _tier(remote_device: str | None, config: DeepSpeedConfig | None, pin: bool) 
             'zero.Init(remote_device="nvme") needs to know where: pass config_dict_or_path with '
             "zero_optimization.offload_param.nvme_path"
         )
-    disk = Disk(section.nvme_path, settings=config.top.aio)
+    disk = disk_in(section.nvme_path, config.top.aio)
     return NvmeTier(disk, BufferPool(pin=section.pin_memory), section.buffer_count)
 
 

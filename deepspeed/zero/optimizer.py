@@ -18,7 +18,7 @@ from deepspeed.zero.fragment import Fragment, count_update, cut_state
 from deepspeed.zero.lifecycle import Lifecycle
 from deepspeed.zero.member import Member
 from deepspeed.zero.norm import explain_overflow, global_norm
-from deepspeed.zero.optimizer_shard import OptimizerShard, whole_state
+from deepspeed.zero.optimizer_shard import OptimizerShard, make_room_for_state, whole_state
 from deepspeed.zero.optimizer_surface import OptimizerSurface, numbers_of
 from deepspeed.zero.param import is_managed
 from deepspeed.zero.reducer import Reducer
@@ -118,7 +118,7 @@ class ZeroOptimizer(OptimizerSurface):
         self.shards = [OptimizerShard(bucket, self.optimizer) for bucket in reducer.buckets]
         self._shard_of = {id(shard.group): shard for shard in self.shards}
         self.fragments: dict[int, list[Fragment]] = {}
-        self._leaves, self._stepping = 0, False
+        self._leaves, self._stepping, self._updated = 0, False, False
         self._guard = self.optimizer.register_step_pre_hook(self._refuse_strangers)
         seen: set[int] = set()
         for group in self.optimizer.param_groups:
@@ -276,10 +276,13 @@ class ZeroOptimizer(OptimizerSurface):
                 "parameters were added to, or taken from, the optimizer's groups after initialize, which shares out "
                 "gradients and state by them; pass all groups to initialize, and freeze with requires_grad"
             )
+        if not self._updated:
+            make_room_for_state(self.optimizer, self.shards)
+        self._updated = True
         self._stepping = True
         try:
             with suggests_offload("parameters were updated"):
-                waves = waves_of(self.shards, self.reducer)
+                waves = waves_of(self.shards, self.reducer, self.optimizer)
                 updated = None if self.masks is None else self.masks.on_update
                 handles = update(self.optimizer, waves, factor, updated)
         finally:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.nn import Parameter
 
+from deepspeed.accelerator import get_accelerator
 from deepspeed.errors import UsageError
 from deepspeed.storage.buffer_pool import BufferPool
 from deepspeed.storage.resident import RESIDENT, Evicted
@@ -261,3 +262,17 @@ def whole_state(optimizer: torch.optim.Optimizer, shards: list[OptimizerShard]) 
         state = optimizer.state_dict()
         # What is at hand is lent.
         return copy.deepcopy(state) if any(shard.moves for shard in shards) else state
+
+
+def make_room_for_state(optimizer: torch.optim.Optimizer, shards: Sequence[OptimizerShard]) -> None:
+    """Before the first update: state comes to stay, and would do so in holes of blocks that the next forward needs.
+
+    What the first backward has freed goes back to the device, so that state gets memory of its own.
+
+    Args:
+        optimizer: the inner one; has it state already, nothing is done.
+        shards: all groups.
+    """
+    rests = [s.group.device.type for s in shards if s.group.tiers.optimizer is RESIDENT]
+    if not optimizer.state and any(kind not in ("cpu", "meta") for kind in rests):
+        get_accelerator().empty_cache()

@@ -3,7 +3,8 @@
 [Note: waves] One step of the user is one or several steps of the inner optimizer, each of which sees gradients on some
 leaves only. Every parameter is in one wave, step hooks run once, and every wave starts from the hyperparameters that
 were there before the first. While a group is updated, the next one is read ahead, the last one is written behind, and
-its parameters are already on their way to the other ranks.
+its parameters are already on their way to the other ranks. Where these travel between devices, what rests there is
+updated in a few waves too.
 """
 
 from __future__ import annotations
@@ -25,6 +26,11 @@ from deepspeed.zero.member import Member
 from deepspeed.zero.optimizer_shard import OptimizerShard
 from deepspeed.zero.reducer import Reducer
 from deepspeed.zero.shard_group import ShardGroup
+
+# An update on a device is cut where there are at least so many elements of a rank for each piece: with fewer, launching
+# the pieces takes longer than what they hide.
+PIECE, PIECES = 1 << 23, 8
+_BY_PARAMETER = ("torch.optim.", "deepspeed.ops.adam", "deepspeed.ops.lion")
 
 
 class Wave:
@@ -118,27 +124,50 @@ class Wave:
         return len(rounded) == len(groups)
 
 
-def waves_of(shards: Sequence[OptimizerShard], reducer: Reducer) -> list[Wave]:
+def waves_of(shards: Sequence[OptimizerShard], reducer: Reducer, optimizer: torch.optim.Optimizer) -> list[Wave]:
     """The waves of a step: only groups with a gradient on some rank take part. Valid after `finish`.
 
     Args:
         shards: all groups.
         reducer: knows who had a gradient.
+        optimizer: the inner one.
     """
-    together, waves = Wave([], [], []), []
+    resting: list[Wave] = []
+    waves: list[Wave] = []
     for shard in shards:
         bucket = shard.bucket
         marks = reducer.marks(bucket) if bucket.filled else None
         if marks is None or not any(marks):
             continue
-        members, fragments = shard.touched(marks)
-        if shard.group.tiers.optimizer is RESIDENT:
-            together.shards.append(shard)
-            together.members += members
-            together.touched += fragments
-        else:
-            waves.append(Wave([shard], members, fragments))
-    return [together, *waves] if together.shards or not waves else waves
+        found = resting if shard.group.tiers.optimizer is RESIDENT else waves
+        found.append(Wave([shard], *shard.touched(marks)))
+    return _joined(resting, _pieces(resting, optimizer)) + waves or [Wave([], [], [])]
+
+
+def _pieces(resting: list[Wave], optimizer: torch.optim.Optimizer) -> int:
+    """Into how many waves an update of what rests on a device is cut, so that what is updated travels meanwhile.
+
+    Only optimizers that are known to treat each parameter by itself are run several times in a step unasked.
+    """
+    known = type(optimizer).__module__.startswith(_BY_PARAMETER)
+    if not known or not all(shard.group.publishes_beside for wave in resting for shard in wave.shards):
+        return 1
+    elements = sum(shard.group.high - shard.group.low for wave in resting for shard in wave.shards)
+    return min(PIECES, max(1, elements // PIECE))
+
+
+def _joined(waves: list[Wave], pieces: int) -> list[Wave]:
+    """The same groups in at most so many waves, of about as many elements each."""
+    sizes = [sum(shard.group.high - shard.group.low for shard in wave.shards) for wave in waves]
+    total, before, made = sum(sizes), 0, dict[int, Wave]()
+    for wave, size in zip(waves, sizes, strict=True):
+        place = (2 * before + size) * pieces // (2 * total or 1)
+        into = made.setdefault(min(place, pieces - 1), Wave([], [], []))
+        before += size
+        into.shards += wave.shards
+        into.members += wave.members
+        into.touched += wave.touched
+    return list(made.values())
 
 
 def update(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from deepspeed.comm import collectives, waiting
+from deepspeed.comm import across_hosts, collectives, waiting
 from deepspeed.comm.axis import Axis
 from deepspeed.comm.collectives import EXCHANGE, SPREAD, Handle, tag_of
 from deepspeed.comm.sums import sum_in_rank_order
@@ -166,8 +166,14 @@ class Wire:
         def share(parts: list[torch.Tensor]) -> Handle:
             return self._share(bucket, parts, current, seq)
 
+        copies = group.holders.copies
+        if copies is not None and not (bucket.whole or ordered or copies.tagged or copies.group is None):
+            copies, scale = copies.reductions, current.at_owner
+            return across_hosts.reduce_to_copies(
+                axis, copies, buffer, cuts, label, scale, lambda parts: bucket.add(parts, 1.0)
+            )
         if not bucket.whole:
-            return collectives.reduce_to_owners(axis, buffer, cuts, tag, label, add, scratch, ordered)
+            return across_hosts.reduce_to_owners(axis, buffer, cuts, tag, label, add, scratch, ordered)
         # In place where the buffer is the accumulator: while peers read a posted buffer, nobody else may write to it.
         exact = current.at_owner == 1.0 and (buffer.dtype == torch.float32 or not current.pooled)
         if exact and collectives.can_all_reduce(axis, buffer.dtype):
@@ -175,7 +181,7 @@ class Wire:
             return collectives.all_reduce_sum(axis, buffer, cuts, tags, label, lambda: self._take(bucket, buffer))
         if axis.size == 2 and axis.tagged:
             return collectives.swap(axis, buffer, tag, label, add, scratch)
-        return collectives.reduce_to_owners(axis, buffer, cuts, tag, label, share, scratch, ordered)
+        return across_hosts.reduce_to_owners(axis, buffer, cuts, tag, label, share, scratch, ordered)
 
     def _add(self, bucket: Bucket, parts: list[torch.Tensor], current: Round, seq: int) -> Handle | None:
         """The owner has all contributions: sum them into the accumulator."""

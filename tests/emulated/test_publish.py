@@ -1,0 +1,74 @@
+"""New values travel while the rest of the update runs, on the emulated device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from deepspeed.zero import waves
+from tests.emulated import runs
+from tests.emulated.cells import Cell
+from tests.emulated.needs import LIMIT, need_compiler
+from tests.emulated.runs import observed
+from tests.emulated.test_seen_wrong import one_step
+
+need_compiler()
+
+
+def cut(cell: Cell, piece: int, traced: bool) -> runs.Seen:
+    """A cell whose update is cut into pieces of so many elements."""
+    before, waves.PIECE = waves.PIECE, piece
+    try:
+        return one_step(cell, traced=True) if traced else runs.train(cell)
+    finally:
+        waves.PIECE = before
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        Cell(stage=2, ranks=2, dtype="bf16", small_buckets=True, own_stream=True),
+        pytest.param(Cell(stage=1, ranks=4, dtype="fp16", small_buckets=True, accumulation=2), marks=pytest.mark.slow),
+        pytest.param(Cell(stage=2, ranks=4, small_buckets=True), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_an_update_in_pieces_is_the_same_update(emulated, cell):
+    whole, pieces = (emulated(cell.ranks).run(cut, cell, piece, False, timeout=LIMIT) for piece in (1 << 30, 500))
+    for one, other in zip(whole, pieces, strict=True):
+        assert one.losses == other.losses and other.reports == []
+
+
+@pytest.mark.parametrize(("piece", "beside"), [(500, True), (1 << 30, False)])
+def test_what_is_updated_travels_beside_the_rest_of_the_update(emulated, piece, beside):
+    cell = Cell(stage=2, ranks=2, small_buckets=True)
+    for seen in emulated(2).run(cut, cell, piece, True, timeout=LIMIT):
+        names = [what for what, *_ in seen.trace]
+        last_update = max(at for at, name in enumerate(names) if "addcdiv" in name or "adam" in name)
+        first_message = min(at for at, name in enumerate(names) if name.startswith("nccl all_gather"))
+        assert (first_message < last_update) == beside and len(seen.waits) <= 1
+
+
+def emptied(optimizer: str, tier: str) -> int:
+    """How often three steps give free memory back to the device."""
+    import deepspeed
+    from tests.parallel.tiny import tiny
+
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": optimizer, "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": 2} | ({"offload_optimizer": {"device": tier}} if tier else {}),
+    }
+    model = tiny()
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    with observed() as seen:
+        for _ in range(3):
+            engine.backward(engine(torch.ones(2, 6, device=engine.device)).sum())
+            engine.step()
+    engine.destroy()
+    return seen.counters.get("empty_cache", 0)
+
+
+@pytest.mark.parametrize(("optimizer", "tier", "times"), [("AdamW", "", 1), ("SGD", "", 1), ("AdamW", "cpu", 0)])
+def test_optimizer_state_gets_memory_of_its_own_once(emulated, optimizer, tier, times):
+    assert emulated(1).run(emptied, optimizer, tier, timeout=LIMIT) == [times]

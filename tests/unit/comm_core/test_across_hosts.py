@@ -1,0 +1,36 @@
+"""Which ranks sum within hosts first, and both ways beside each other in a world that is not there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from deepspeed.comm import axis as axes
+from deepspeed.planner.memory import simulate
+from deepspeed.planner.program import Program
+
+
+def test_hosts_share_sums_where_that_saves_bytes():
+    def rows(*hosts: str) -> list[tuple[int, ...]]:
+        return axes._by_host(range(len(hosts)), dict(enumerate(hosts)))
+
+    assert rows(*"aaabbb") == [(0, 1, 2), (3, 4, 5)]
+    assert rows(*"aaaabbbbcccc") == [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11)]
+    for no_gain_or_unlike in ("aaaa", "aabb", "aaabb", "abcd", "ababab", "aaabbbaaa"):
+        assert rows(*no_gain_or_unlike) == []
+
+
+@pytest.mark.parametrize("more", [{}, {"mics_shard_size": 4}], ids=["one copy", "copies"])
+@pytest.mark.parametrize("per_host", [4, 8])
+def test_a_devices_memory_is_predicted_over_hosts(monkeypatch, per_host, more):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(per_host))
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0} | more,
+    }
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(3)))
+    count = simulate(Program(model, config, torch.zeros(2, 64)), 0, 8, device=True)
+    assert count.at_peak["transit"] > 0
