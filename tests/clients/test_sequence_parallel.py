@@ -29,7 +29,7 @@ def run_shared(stage: int | None, sp: int) -> Run:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_the_trainer_trains_shared_sequences(workers: Any, stage: int) -> None:
     alone = workers(1).run(run_shared, None, 1, timeout=120)[0]
     for run in workers(2).run(run_shared, stage, 2, timeout=300):
