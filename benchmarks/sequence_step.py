@@ -172,9 +172,7 @@ def make_rank(shape: str, sides: list[str]) -> Callable[..., Any]:
 def measure(shape: str, ranks: int, rounds: int, seed: int, python: str) -> list[dict[str, Any]]:
     """Rows of the table."""
     asked: list[tuple[str | None, list[str]]] = [(None, SIDES), *([(python, THEIR_SIDES)] if python else [])]
-    worlds = [
-        (World("sequence_step.py", ranks, {"shape": shape, "sides": sides}, env), sides) for env, sides in asked
-    ]
+    worlds = [(World("sequence_step.py", ranks, {"shape": shape, "sides": sides}, env), sides) for env, sides in asked]
     rows = compare_worlds(worlds, UPSTREAM if python else TORCH, rounds, seed, SAME_LOSS)
     return [{"shape": shape, "ranks": ranks, **row} for row in rows]
 
