@@ -135,6 +135,7 @@ def upstream(model: Any) -> Step:
     import deepspeed
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 
+    deepspeed.init_distributed(dist_backend="gloo")
     mpu = UlyssesSPAttentionHF.register_with_transformers(
         model_name_or_path=model, core_attn_implementation="sdpa", sequence_parallel_size=dist.get_world_size(),
         micro_batch_size=1, seq_length_is_variable=True,
