@@ -24,9 +24,11 @@ def made(family: str, changes: dict[str, Any]) -> Any:
     from transformers import GptOssConfig, GptOssForCausalLM
 
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 8,
-             "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2,
-             "sliding_window": 4, "max_position_embeddings": 64, "pad_token_id": 0}  # fmt: skip
+    sizes: dict[str, Any] = {
+        "vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 8,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2,
+        "sliding_window": 4, "max_position_embeddings": 64, "pad_token_id": 0,
+    }  # fmt: skip
     model: Any = GptOssForCausalLM(GptOssConfig(**sizes, **changes))
     for layer in model.model.layers:  # each head's sink another one
         torch.nn.init.normal_(layer.self_attn.sinks, std=2.0)
