@@ -90,11 +90,11 @@ def plain(model: nn.Module, loss_of: Callable[[Tensor], Tensor]) -> Step:
     return step
 
 
-def make_side(name: str, width: int, sequence: int) -> Step:
+def make_side(name: str, width: int, batch: int, sequence: int) -> Step:
     """The side of this name."""
     model = llama(width, sequence)
     if name == UPSTREAM:
-        return upstream(model)
+        return upstream(model, batch, sequence)
     if name.startswith(TORCH):
         from transformers import AttentionInterface
 
@@ -128,7 +128,7 @@ def make_side(name: str, width: int, sequence: int) -> Step:
     return step
 
 
-def upstream(model: Any) -> Step:
+def upstream(model: Any, batch: int, sequence: int) -> Step:
     """The engine of the package that this interpreter has, with its Ulysses; the loss as Transformers weighs it."""
     from torch.distributed.nn.functional import all_gather
 
@@ -138,10 +138,10 @@ def upstream(model: Any) -> Step:
     deepspeed.init_distributed(dist_backend="gloo")
     mpu = UlyssesSPAttentionHF.register_with_transformers(
         model_name_or_path=model, core_attn_implementation="sdpa", sequence_parallel_size=dist.get_world_size(),
-        micro_batch_size=1, seq_length_is_variable=True,
+        micro_batch_size=batch, max_length=sequence, seq_length_is_variable=True,
     )  # fmt: skip
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, foreach=False)
-    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 0}, "steps_per_print": 10**9}
+    config = {"train_micro_batch_size_per_gpu": batch, "zero_optimization": {"stage": 0}, "steps_per_print": 10**9}
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, mpu=mpu)
 
     def step(ids: Tensor) -> float:
@@ -161,7 +161,7 @@ def make_rank(shape: str, sides: list[str]) -> Callable[..., Any]:
     """A rank that holds all sides; a round answers with seconds and losses by side."""
     start_world()
     width, batch, sequence = SHAPES[shape].values()
-    built = {name: make_side(name, width, sequence) for name in sides}
+    built = {name: make_side(name, width, batch, sequence) for name in sides}
 
     def handle(what: str, order: list[str], number: int) -> dict[str, tuple[float, float]]:
         ids = torch.randint(0, VOCABULARY, (batch, sequence), generator=torch.Generator().manual_seed(number))
