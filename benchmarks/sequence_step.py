@@ -203,7 +203,8 @@ def main() -> None:
     ]  # fmt: skip
     print_table(["shape", "ranks", "side", "ms", f"of {UPSTREAM if args.upstream else TORCH}'s", "bar"], table)
     if not args.dry:
-        print(write_json(f"sequence_step-{args.ranks}.json", rows))
+        shapes = "" if set(args.shapes) == set(SHAPES) else f"-{args.shapes}"
+        print(write_json(f"sequence_step-{args.ranks}{shapes}.json", rows))
 
 
 if __name__ == "__main__":
