@@ -240,29 +240,47 @@ def time_sides(
 def compare_sides(
     world: World, sides: list[str], reference: str, rounds: int, seed: int, same: float
 ) -> list[dict[str, Any]]:
-    """Rounds of `time_sides` on all ranks; a row for each side: milliseconds, and the paired ratio to the reference.
+    """Rounds of `time_sides` on all ranks of one world; see `compare_worlds`."""
+    return compare_worlds([(world, sides)], reference, rounds, seed, same)
+
+
+def compare_worlds(
+    worlds: list[tuple[World, list[str]]], reference: str, rounds: int, seed: int, same: float
+) -> list[dict[str, Any]]:
+    """Rounds of `time_sides` of each world in turn; a row for each side: milliseconds, paired ratio to the reference.
 
     A rank without a loss answers None for it; what it answers beside is in the row as `facts`, of the last round.
 
+    Args:
+        worlds: each with its sides, whose names are unlike; one of them is the reference.
+        reference: the side that others are divided by, round by round.
+        rounds: of all worlds.
+        seed: of the orders.
+        same: by how much of their size losses of the first round may differ.
+
     Raises:
-        SystemExit: losses of the first round differ by more than `same` of their size.
+        SystemExit: they differ by more.
     """
-    times: dict[str, list[float]] = {name: [] for name in sides}
-    order, answers = random.Random(seed), []
+    times: dict[str, list[float]] = {name: [] for _, sides in worlds for name in sides}
+    order, answers = random.Random(seed), {}
     for number in range(rounds):
-        answers = world.ask(what="round", order=order.sample(sides, len(sides)), number=number)
-        for name in sides:
-            times[name].append(max(answer[name][0] for answer in answers))
-        losses = [answer[name][1] for answer in answers for name in sides if answer[name][1] is not None]
+        losses: list[float] = []
+        for world, sides in order.sample(worlds, len(worlds)):
+            told = world.ask(what="round", order=order.sample(sides, len(sides)), number=number)
+            for name in sides:
+                answers[name] = [answer[name] for answer in told]
+                times[name].append(max(seconds for seconds, *_ in answers[name]))
+                losses += [loss for _, loss, *_ in answers[name] if loss is not None]
         if number == 0 and max(losses) - min(losses) > same * min(losses):
             raise SystemExit(f"the sides do not compute the same: losses {losses}")
-    world.close()
+    for world, _ in worlds:
+        world.close()
     rows = []
-    for name in sides:
+    for name in times:
         ratio = median_interval([a / b for a, b in zip(times[name], times[reference], strict=True)])
         rows.append({"side": name, "ms": 1e3 * median_interval(times[name]).median, "ratio": ratio.median,
                      "low": ratio.low, "high": ratio.high})  # fmt: skip
-        facts = [fact for answer in answers for fact in answer[name][2:]]
+        facts = [fact for answer in answers[name] for fact in answer[2:]]
         rows[-1] |= {"facts": facts} if facts else {}
     return rows
 

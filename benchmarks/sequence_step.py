@@ -1,9 +1,11 @@
 """Time of one training step of Transformers' Llama over a sequence that ranks share.
 
-torch's context parallelism has no kernel for CPUs, so the reference is Ulysses with torch's own differentiable
-all-to-all (`all_to_all_single_autograd`) registered as attention, its gradients averaged in one bucket after backward.
-Sides, in random order in every round: that, the same again, the cut model in the same loop, and an engine at ZeRO 0.
-Losses are equal, which is checked at the first step. fp32, 8 layers, vocabulary 8,192, AdamW.
+torch's context parallelism has no kernel for CPUs, so the reference is upstream's Ulysses at ZeRO 0, as Transformers'
+Trainer uses it, in an environment of its own (`--upstream PYTHON`). Beside it, and in its place without that
+environment, stands Ulysses with torch's own differentiable all-to-all (`all_to_all_single_autograd`) registered as
+attention, its gradients averaged in one bucket after backward: in both environments, and twice in this one. Then the
+cut model in the same loop, and an engine at ZeRO 0. Environments take turns, and their sides are in random order in
+every round. Losses are equal, which is checked at the first step. fp32, 8 layers, vocabulary 8,192, AdamW.
 """
 
 from __future__ import annotations
@@ -15,14 +17,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import World, compare_sides, print_table, serve, start_world, time_sides, write_json
+from common import World, compare_worlds, print_table, serve, start_world, time_sides, write_json
 from torch import Tensor, nn
 
 SHAPES = {"A": {"width": 384, "batch": 8, "sequence": 128}, "B": {"width": 128, "batch": 1, "sequence": 2048}}
 BAR = 1.00
 LAYERS, VOCABULARY = 8, 8192
-REFERENCE, AGAIN = "torch", "torch-again"
-SIDES = [REFERENCE, AGAIN, "layers", "engine"]
+TORCH, UPSTREAM = "torch", "upstream"
+SIDES = [TORCH, "torch-again", "layers", "engine"]
+THEIR_SIDES = ["torch-there", UPSTREAM]
 SAME_LOSS = 1e-4
 LEARNING_RATE = 1e-3
 Step = Callable[[Tensor], float]
@@ -57,11 +60,12 @@ def torch_attention(module: Any, query: Tensor, key: Tensor, value: Tensor, mask
 
 
 def sliced(ids: Tensor) -> dict[str, Tensor]:
-    """This rank's slice."""
-    from deepspeed.comm.axis import world_axis
-    from deepspeed.sequence.batches import slice_batch
-
-    return slice_batch({"input_ids": ids, "labels": ids}, world_axis("sp"))
+    """This rank's slice, with the labels that follow its tokens."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    places = torch.arange(ids.shape[1]).expand_as(ids)
+    following = nn.functional.pad(ids[:, 1:], (0, 1), value=-100)
+    whole = {"input_ids": ids, "labels": ids, "position_ids": places, "shift_labels": following}
+    return {name: value.chunk(ranks, 1)[rank].contiguous() for name, value in whole.items()}
 
 
 def plain(model: nn.Module, loss_of: Callable[[Tensor], Tensor]) -> Step:
@@ -86,10 +90,12 @@ def plain(model: nn.Module, loss_of: Callable[[Tensor], Tensor]) -> Step:
     return step
 
 
-def make_side(name: str, width: int, sequence: int) -> Step:
+def make_side(name: str, width: int, batch: int, sequence: int) -> Step:
     """The side of this name."""
     model = llama(width, sequence)
-    if name in (REFERENCE, AGAIN):
+    if name == UPSTREAM:
+        return upstream(model, batch, sequence)
+    if name.startswith(TORCH):
         from transformers import AttentionInterface
 
         AttentionInterface.register("torch_ulysses", torch_attention)
@@ -122,11 +128,40 @@ def make_side(name: str, width: int, sequence: int) -> Step:
     return step
 
 
-def make_rank(shape: str) -> Callable[..., Any]:
+def upstream(model: Any, batch: int, sequence: int) -> Step:
+    """The engine of the package that this interpreter has, with its Ulysses; the loss as Transformers weighs it."""
+    from torch.distributed.nn.functional import all_gather
+
+    import deepspeed
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+
+    deepspeed.init_distributed(dist_backend="gloo")
+    mpu = UlyssesSPAttentionHF.register_with_transformers(
+        model_name_or_path=model, core_attn_implementation="sdpa", sequence_parallel_size=dist.get_world_size(),
+        micro_batch_size=batch, max_length=sequence, seq_length_is_variable=True,
+    )  # fmt: skip
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, foreach=False)
+    config = {"train_micro_batch_size_per_gpu": batch, "zero_optimization": {"stage": 0}, "steps_per_print": 10**9}
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, mpu=mpu)
+
+    def step(ids: Tensor) -> float:
+        part = sliced(ids)
+        own, group = engine(**part).loss, mpu.get_sequence_parallel_group()
+        losses = torch.stack(list(all_gather(own, group=group)))
+        counts = torch.stack(list(all_gather((part["shift_labels"] != -100).sum(), group=group)))
+        loss = (losses * counts).sum() / counts.sum()
+        engine.backward(loss)
+        engine.step()
+        return loss.item()
+
+    return step
+
+
+def make_rank(shape: str, sides: list[str]) -> Callable[..., Any]:
     """A rank that holds all sides; a round answers with seconds and losses by side."""
     start_world()
     width, batch, sequence = SHAPES[shape].values()
-    built = {name: make_side(name, width, sequence) for name in SIDES}
+    built = {name: make_side(name, width, batch, sequence) for name in sides}
 
     def handle(what: str, order: list[str], number: int) -> dict[str, tuple[float, float]]:
         ids = torch.randint(0, VOCABULARY, (batch, sequence), generator=torch.Generator().manual_seed(number))
@@ -135,10 +170,11 @@ def make_rank(shape: str) -> Callable[..., Any]:
     return handle
 
 
-def measure(shape: str, ranks: int, rounds: int, seed: int) -> list[dict[str, Any]]:
+def measure(shape: str, ranks: int, rounds: int, seed: int, python: str) -> list[dict[str, Any]]:
     """Rows of the table."""
-    world = World("sequence_step.py", ranks, {"shape": shape})
-    rows = compare_sides(world, SIDES, REFERENCE, rounds, seed, SAME_LOSS)
+    asked: list[tuple[str | None, list[str]]] = [(None, SIDES), *([(python, THEIR_SIDES)] if python else [])]
+    worlds = [(World("sequence_step.py", ranks, {"shape": shape, "sides": sides}, env), sides) for env, sides in asked]
+    rows = compare_worlds(worlds, UPSTREAM if python else TORCH, rounds, seed, SAME_LOSS)
     return [{"shape": shape, "ranks": ranks, **row} for row in rows]
 
 
@@ -152,19 +188,23 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--shapes", default="AB")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--upstream", default="", metavar="PYTHON", help="interpreter of an environment with upstream")
     parser.add_argument("--dry", action="store_true", help="two rounds, nothing written")
     args = parser.parse_args()
     rows = [
-        row for shape in args.shapes for row in measure(shape, args.ranks, 2 if args.dry else args.rounds, args.seed)
+        row
+        for shape in args.shapes
+        for row in measure(shape, args.ranks, 2 if args.dry else args.rounds, args.seed, args.upstream)
     ]
     table = [
         [row["shape"], str(row["ranks"]), row["side"], f"{row['ms']:.1f}",
          f"{row['ratio']:.3f} [{row['low']:.3f}, {row['high']:.3f}]", f"{BAR:.2f}"]
         for row in rows
     ]  # fmt: skip
-    print_table(["shape", "ranks", "side", "ms", "of torch's", "bar"], table)
+    print_table(["shape", "ranks", "side", "ms", f"of {UPSTREAM if args.upstream else TORCH}'s", "bar"], table)
     if not args.dry:
-        print(write_json(f"sequence_step-{args.ranks}.json", rows))
+        shapes = "" if set(args.shapes) == set(SHAPES) else f"-{args.shapes}"
+        print(write_json(f"sequence_step-{args.ranks}{shapes}.json", rows))
 
 
 if __name__ == "__main__":

@@ -105,8 +105,9 @@ def check_slices(slices: Sequence[torch.Tensor | None], ranks: Sequence[int]) ->
             raise DataError(
                 f"ranks {ranks[at]} and {ranks[at + 1]} share a sequence (sp) and were given different batches that "
                 f"are no slices of one: give all ranks of a sequence the same batch (deal samples to "
-                f"engine.get_data_parallel_rank() of engine.dp_world_size), or slices whose position_ids continue from "
-                f"rank to rank"
+                f"engine.get_data_parallel_rank() of engine.dp_world_size; with Accelerate's loaders by "
+                f"ParallelismConfig(sp_size={len(ranks)}, sp_backend='deepspeed')), or slices whose position_ids "
+                f"continue from rank to rank"
             )
 
 

@@ -21,10 +21,12 @@ def check_heads(heads: int, axis: Axis) -> None:
         MeshError: with the nearest sizes.
     """
     if heads % axis.size:
-        fits = sorted((n for n in range(1, heads + 1) if heads % n == 0), key=lambda n: (abs(n - axis.size), n))[:2]
+        fits = [n for n in range(1, heads + 1) if heads % n == 0]
+        below, above = [n for n in fits if n < axis.size][-1:], [n for n in fits if n > axis.size][:1]
+        near = " and ".join(map(str, below + above))
         raise MeshError(
             f"{heads} query head(s) cannot be shared out evenly to {axis.size} ranks of a sequence (sp "
-            f"{list(axis.ranks)}); the nearest sizes that fit are {' and '.join(map(str, sorted(fits)))}"
+            f"{list(axis.ranks)}); the nearest {f'sizes that fit are {near}' if above else f'size that fits is {near}'}"
         )
 
 
@@ -36,7 +38,9 @@ def repeats(heads: int, axis: Axis) -> int:
     return axis.size // gcd(heads, axis.size)
 
 
-def to_heads(tensor: torch.Tensor, axis: Axis, heads: int, sequence: int, copies: int = 1) -> torch.Tensor:
+def to_heads(
+    tensor: torch.Tensor, axis: Axis, heads: int, sequence: int, copies: int = 1, where: str = "attention"
+) -> torch.Tensor:
     """From this rank's slice of the sequence with all heads to the whole sequence with this rank's heads.
 
     Args:
@@ -45,10 +49,11 @@ def to_heads(tensor: torch.Tensor, axis: Axis, heads: int, sequence: int, copies
         heads: dim of the heads.
         sequence: dim of the sequence.
         copies: of each head; see `repeats`.
+        where: for reports.
     """
     if copies > 1:
         tensor = tensor.repeat_interleave(copies, dim=heads)
-    return all_to_all(tensor, axis, heads, sequence, "sequence to heads")
+    return all_to_all(tensor, axis, heads, sequence, f"sequence to heads in {where} over {axis.name}")
 
 
 def attend(
@@ -57,6 +62,7 @@ def attend(
     axis: Axis,
     heads: int,
     sequence: int,
+    where: str = "attention",
 ) -> torch.Tensor:
     """Attention over a sequence that is cut.
 
@@ -66,6 +72,7 @@ def attend(
         axis: ranks of a sequence.
         heads: dim of the heads.
         sequence: dim of the sequence.
+        where: for reports.
 
     Raises:
         MeshError: the query heads cannot be shared out evenly.
@@ -73,9 +80,10 @@ def attend(
     query, key, value = states
     check_heads(query.shape[heads], axis)
     copies = repeats(key.shape[heads], axis)
-    query = to_heads(query, axis, heads, sequence)
-    key, value = (to_heads(tensor, axis, heads, sequence, copies) for tensor in (key, value))
-    return all_to_all(local(query, key, value), axis, sequence, heads, "heads to sequence")
+    query = to_heads(query, axis, heads, sequence, where=where)
+    key, value = (to_heads(tensor, axis, heads, sequence, copies, where) for tensor in (key, value))
+    context = local(query, key, value)
+    return all_to_all(context, axis, sequence, heads, f"heads to sequence in {where} over {axis.name}")
 
 
 def single_all_to_all(

@@ -103,7 +103,7 @@ def _tiled(
         compute: see `_Tiling`.
         cut: `[batch, sequence, …]` each.
         params: what it reads besides and differentiates.
-        shards: number of tiles; no more than tokens.
+        shards: number of tiles; where there are fewer tokens, a tile each.
         join: see `_Tiling`.
         weigh: of a tile, by its first token and the one after its last.
     """
@@ -111,8 +111,9 @@ def _tiled(
     if len(lengths) != 1:
         raise ArgumentError(f"tiled tensors have {sorted(lengths)} tokens along dim {SEQUENCE}; they need as many each")
     tokens = lengths.pop()
-    if not 1 <= shards <= max(tokens, 1):
-        raise ArgumentError(f"{tokens} token(s) cannot be computed in {shards} tiles: give a number from 1 to {tokens}")
+    if shards < 1:
+        raise ArgumentError(f"{tokens} token(s) cannot be computed in {shards} tiles: give a number from 1 on")
+    shards = min(shards, max(tokens, 1))  # a model with its tiles also generates, token by token
     ends = [tokens * at // shards for at in range(shards + 1)]
     weights = [weigh(first, last) for first, last in zip(ends, ends[1:], strict=False)]
     sizes = [last - first for first, last in zip(ends, ends[1:], strict=False)]

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import ContextVar, Token
 from functools import partial
 from typing import Any
@@ -26,27 +27,40 @@ from deepspeed.comm.same_batches import digest
 from deepspeed.errors import DataError, NotAvailableError
 from deepspeed.foundation.simulation import simulating
 from deepspeed.sequence.batches import IGNORED, INPUTS, continues, length_of, shifted
-from deepspeed.sequence.layer import attend
+from deepspeed.sequence.layer import attend, check_heads
 from deepspeed.zero.lifecycle import Hook
 
 _KEYWORD = "ds_sequence"  # by which a forward hands what it knows to its attention, also when it is computed again
 _MARK = "_ds_sequence_model"
+_PREFIX = "ulysses_"  # of attention over a cut sequence, before the name of what each rank computes with
 _PRIME = 1_000_003
+MASKED_LM = "ForMaskedLM"
 
 
 class Sequence:
     """What one forward knows of its sequence.
 
     Args:
-        axis: ranks that share it.
+        made: the model that is cut over it.
         positions: of all tokens, `[batch, sequence]`.
         mask: of all tokens, `[batch, sequence]`, or None.
+        labels: of this rank's tokens, while no loss function has seen them.
     """
 
-    __slots__ = ("axis", "mask", "positions")
+    __slots__ = ("axis", "labels", "made", "mask", "positions")
 
-    def __init__(self, axis: Axis, positions: torch.Tensor, mask: torch.Tensor | None) -> None:
-        self.axis, self.positions, self.mask = axis, positions, mask
+    def __init__(
+        self, made: SequenceModel, positions: torch.Tensor, mask: torch.Tensor | None, labels: torch.Tensor | None
+    ) -> None:
+        self.made, self.axis, self.positions, self.mask, self.labels = made, made.axis, positions, mask, labels
+
+    @property
+    def documents(self) -> torch.Tensor | None:
+        """A number for the document of each token; None where there is one, or where they see each other."""
+        from transformers.masking_utils import find_packed_sequence_indices
+
+        looks = self.mask is None and self.made.separates
+        return find_packed_sequence_indices(self.positions) if looks else None
 
 
 _current: ContextVar[Sequence | None] = ContextVar("sequence", default=None)
@@ -64,7 +78,10 @@ class SequenceModel:
     def __init__(self, model: Any, axis: Axis, disable_in_eval: bool = False) -> None:
         self.model, self.axis, self.disable_in_eval = model, axis, disable_in_eval
         self.takes_slices = False  # the next forward has to be one of slices
+        self.separates = True  # packed documents, whole ones too: some models of Transformers do not
         self._before = (model.config._attn_implementation, model.loss_function)
+        self._core = ""
+        self._names: dict[int, str] = {}
         self._hooks: list[Any] = []
         self._entered: list[tuple[Token[Sequence | None], torch.Tensor | None]] = []
 
@@ -80,8 +97,10 @@ class SequenceModel:
         """Have the model compute with attention `core` over slices."""
         from transformers import PreTrainedModel
 
-        self.model.set_attn_implementation(_registered(core))
+        self._core = core.removeprefix(_PREFIX)
+        self.model.set_attn_implementation(_registered(self._core))
         self.model.loss_function = _whole_loss(self.model)
+        self._names = {id(module): name for name, module in self.model.named_modules()}
         # First of all hooks: what others see of a forward are slices.
         for module in self.model.modules():  # those inside may be called without the outermost
             if isinstance(module, PreTrainedModel):
@@ -90,6 +109,22 @@ class SequenceModel:
                     module.register_forward_hook(Hook(self.leave), always_call=True),
                 ]
         object.__setattr__(self.model, _MARK, self)
+
+    def name_of(self, module: nn.Module) -> str:
+        """Of a module inside, for reports."""
+        return self._names.get(id(module), type(module).__name__)
+
+    @contextmanager
+    def plainly(self) -> Iterator[None]:
+        """Inside, attention is Transformers' own, of whole sequences."""
+        disabled, cut = self.disable_in_eval, self.model.config._attn_implementation
+        self.disable_in_eval = True
+        self.model.set_attn_implementation(self._core)
+        try:
+            yield
+        finally:
+            self.model.set_attn_implementation(cut)
+            self.disable_in_eval = disabled
 
     def remove(self) -> None:
         """Make it the plain model again."""
@@ -105,8 +140,8 @@ class SequenceModel:
             self._entered.append((_current.set(_current.get()), None))
             return None
         given = {**dict(zip(inspect.signature(model.forward).parameters, args, strict=False)), **kwargs}
-        positions = None if self.disable_in_eval and not model.training else self._positions(given)
         expected, self.takes_slices = self.takes_slices, False
+        positions = None if self.disable_in_eval and not model.training else self._positions(given, expected)
         if positions is None:
             if expected:
                 raise DataError(
@@ -119,15 +154,20 @@ class SequenceModel:
         if mask is not None and mask.dim() != 2:
             raise DataError(f"attention_mask has shape {tuple(mask.shape)}: over a cut sequence give [batch, tokens]")
         whole = None if mask is None else gathered(mask.contiguous(), self.axis, 1, label="mask of a sequence")
-        sequence = Sequence(self.axis, positions, whole)
+        sequence = Sequence(self, positions, whole, given.get("labels"))
         # Given a mask, Transformers does not look for packed documents, of which a slice shows a part only.
         local = torch.ones_like(given["position_ids"], dtype=torch.bool) if mask is None else mask
         given |= {"attention_mask": local, _KEYWORD: sequence} | self.without_cache
         self._entered.append((_current.set(sequence), self._fork() if model.training else None))
         return (), given
 
-    def _positions(self, given: dict[str, Any]) -> torch.Tensor | None:
-        """Those of the whole sequence; None where the ranks have no slices of one, as in `generate`."""
+    def _positions(self, given: dict[str, Any], expected: bool) -> torch.Tensor | None:
+        """Those of the whole sequence; None where the ranks have no slices of one, as in `generate`.
+
+        Args:
+            given: arguments of forward.
+            expected: it is of slices: of documents that repeat themselves, they may look like whole sequences.
+        """
         own, tokens = given.get("position_ids"), length_of(given)
         generates = given.get("past_key_values") is not None
         if own is None or generates or tokens is None or own.dim() > 2 or own.shape[-1] != tokens:
@@ -139,7 +179,8 @@ class SequenceModel:
         slices = whole.chunk(self.axis.size, 1)
         if not all(continues(before, after) for before, after in zip(slices, slices[1:], strict=False)):
             return None
-        if all(torch.equal(one, slices[0]) for one in slices):  # a whole sequence each, or as many documents
+        # A whole sequence each, or as many documents.
+        if not expected and all(torch.equal(one, slices[0]) for one in slices):
             everyone = told_by_all(self.axis, digest(rows))
             if len(set(everyone)) == 1:
                 return None
@@ -154,13 +195,26 @@ class SequenceModel:
         accelerator.manual_seed((drawn * self.axis.size + self.axis.rank) * _PRIME % (1 << 62))
         return around
 
-    def leave(self, *_: Any) -> None:
-        """After forward, whatever became of it."""
-        if self._entered:
-            token, around = self._entered.pop()
-            _current.reset(token)
-            if around is not None:
-                get_accelerator().set_rng_state(around)
+    def leave(self, model: nn.Module, inputs: Any, output: Any) -> Any:
+        """After forward, whatever became of it: its output, with a loss of all tokens."""
+        if not self._entered:
+            return None
+        if len(self._entered) == 1:
+            output = self._with_whole_loss(_current.get(), output)
+        token, around = self._entered.pop()
+        _current.reset(token)
+        if around is not None:
+            get_accelerator().set_rng_state(around)
+        return output
+
+    def _with_whole_loss(self, sequence: Sequence | None, output: Any) -> Any:
+        """The output; a masked LM may have lines of its own for its loss, the mean over its tokens."""
+        labels = sequence.labels if sequence is not None else None
+        if labels is not None and type(self.model).__name__.endswith(MASKED_LM) and isinstance(output, Mapping):
+            if output.get("loss") is not None:
+                logits: Any = output["logits"]
+                output["loss"] = self.model.loss_function(logits, labels, vocab_size=logits.shape[-1])  # type: ignore[index]
+        return output
 
 
 def _continued(own: torch.Tensor, axis: Axis) -> torch.Tensor:
@@ -189,6 +243,7 @@ def cut_sequence(
 
     Raises:
         NotAvailableError: a model's attention cannot be reached, with what stands in the way.
+        MeshError: query heads cannot be shared out evenly, with the nearest sizes.
     """
     if axis.size == 1 or "transformers" not in sys.modules:
         return []
@@ -204,13 +259,13 @@ def cut_sequence(
             known.remove()
             known = None
         if known is None:
-            _refuse(module)
+            _refuse(module, axis)
             SequenceModel(module, axis, disable_in_eval).install(core or str(module.config._attn_implementation))
     return sequence_models(model)
 
 
-def _refuse(model: Any) -> None:
-    """Raise NotAvailableError for a model that cannot be cut."""
+def _refuse(model: Any, axis: Axis) -> None:
+    """Raise NotAvailableError for a model that cannot be cut, MeshError for heads that cannot be shared out."""
     parameters, config = inspect.signature(model.forward).parameters, model.config
     why = ""
     if getattr(config, "is_encoder_decoder", False):
@@ -223,6 +278,9 @@ def _refuse(model: Any) -> None:
         why = "its attention does not go by AttentionInterface"
     if why:
         raise NotAvailableError(f"sequence parallelism is not available for {type(model).__name__}: {why}")
+    text = config.get_text_config()
+    if isinstance(heads := getattr(text, "num_attention_heads", None), int):
+        check_heads(heads, axis)
 
 
 def _registered(core: str) -> str:
@@ -231,29 +289,51 @@ def _registered(core: str) -> str:
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as MASKS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as CORES
 
-    core = "sdpa" if core == "eager" else core  # each model has an eager one of its own, without a name
-    if core not in CORES:
+    if core not in CORES and core != "eager":
         raise NotAvailableError(f"attention {core!r} is not known to Transformers: it knows {sorted(CORES)}")
-    name = f"ulysses_{core}"
-    if not core.startswith("ulysses_") and name not in CORES:
-        AttentionInterface.register(name, partial(_attention, CORES[core]))
+    name = f"{_PREFIX}{core}"
+    if name not in CORES:
+        AttentionInterface.register(name, partial(_attention, core))
         if core in MASKS:
             AttentionMaskInterface.register(name, partial(_mask, MASKS[core]))
-    return core if core.startswith("ulysses_") else name
+    return name
+
+
+def _core_of(module: nn.Module, core: str) -> Callable[..., Any]:
+    """What a module computes under the name of a core: its file may have its own table, and has its eager one."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as CORES
+
+    home = sys.modules.get(type(module).__module__)
+    own: Any = getattr(home, "eager_attention_forward", None)
+    found: Callable[..., Any] | None = getattr(home, "ALL_ATTENTION_FUNCTIONS", CORES).get_interface(core, own)
+    if found is None:
+        raise NotAvailableError(
+            f"sequence parallelism is not available here: {type(module).__name__} has no attention {core!r} of a name"
+        )
+    return found
 
 
 class _Local:
-    """An attention module as its core sees it: with as many query heads for each key-value head as this rank has."""
+    """An attention module as its core sees it: this rank's query heads, and what is one number for each of them."""
 
-    def __init__(self, module: nn.Module, groups: int) -> None:
-        self._module, self.num_key_value_groups = module, groups
+    def __init__(self, module: nn.Module, axis: Axis, heads: int, kv: int) -> None:
+        self._module, self._axis, self._heads = module, axis, heads
+        if hasattr(module, "num_key_value_groups"):
+            self.num_key_value_groups = heads // kv
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
+        return self.own(getattr(self._module, name))
+
+    def own(self, value: Any) -> Any:
+        """This rank's part of a number for each query head; anything else as it is."""
+        each = isinstance(value, torch.Tensor) and value.is_floating_point()
+        if each and value.shape == (self._heads * self._axis.size,):
+            return value.narrow(0, self._axis.rank * self._heads, self._heads)
+        return value
 
 
 def _attention(
-    core: Callable[..., Any],
+    core: str,
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -270,17 +350,17 @@ def _attention(
                 f"sequence parallelism is not available here: {type(module).__name__} is not handed the keyword "
                 f"arguments of the model's forward"
             )
-        return core(module, query, key, value, attention_mask, **kwargs)
+        return _core_of(module, core)(module, query, key, value, attention_mask, **kwargs)
     if kwargs.get("position_ids") is not None:
         kwargs["position_ids"] = ds_sequence.positions
 
     def local(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        shown: Any = module
-        if hasattr(module, "num_key_value_groups"):
-            shown = _Local(module, query.shape[1] // key.shape[1])
-        return core(shown, query, key, value, attention_mask, **kwargs)[0].transpose(1, 2)
+        shown: Any = _Local(module, ds_sequence.axis, query.shape[1], key.shape[1])
+        given = {name: shown.own(value) for name, value in kwargs.items()}
+        return _core_of(module, core)(shown, query, key, value, attention_mask, **given)[0].transpose(1, 2)
 
-    return attend(local, (query, key, value), ds_sequence.axis, 1, 2).transpose(1, 2), None
+    where = ds_sequence.made.name_of(module)
+    return attend(local, (query, key, value), ds_sequence.axis, 1, 2, where).transpose(1, 2), None
 
 
 def _mask(
@@ -293,15 +373,14 @@ def _mask(
     **kwargs: Any,
 ) -> Any:
     """As a mask of Transformers, for the whole sequence: padding and packed documents are those of all ranks."""
-    from transformers.masking_utils import find_packed_sequence_indices, packed_sequence_compatibility_function
+    from transformers.masking_utils import packed_sequence_compatibility_function
 
     sequence = _current.get()
     if sequence is None:
         given = {"q_length": q_length, "kv_length": kv_length, "mask_function": mask_function}
         return core(*args, **given, attention_mask=attention_mask, **kwargs)
     tokens = sequence.positions.shape[1]
-    documents = find_packed_sequence_indices(sequence.positions) if sequence.mask is None else None
-    if documents is not None:
+    if (documents := sequence.documents) is not None:
         mask_function = packed_sequence_compatibility_function(mask_function, sequence.positions, documents)
         kwargs["allow_is_causal_skip"] = False
     mask = None if sequence.mask is None else sequence.mask.to(torch.bool)
@@ -313,7 +392,7 @@ def _whole_loss(model: Any) -> Callable[..., torch.Tensor]:
     inner, kind = model.loss_function, str(getattr(model, "loss_type", None))
     inner = getattr(inner, "_ds_inner", inner)  # of a copy of a cut model
     causal = kind == "ForCausalLM" or getattr(inner, "__name__", "") == "ForCausalLMLoss"
-    if not causal and kind != "ForMaskedLM":
+    if not causal and kind != MASKED_LM:
         return inner
 
     def loss(
@@ -330,6 +409,7 @@ def _whole_loss(model: Any) -> Callable[..., torch.Tensor]:
         sequence = _current.get()
         if sequence is None:
             return inner(logits, labels, *args, num_items_in_batch=num_items_in_batch, **kwargs)
+        sequence.labels = None
         axis, counted = sequence.axis, labels
         if causal:
             if shift_labels is None:

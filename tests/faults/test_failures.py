@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.harness.pool import PATIENCE
 from tests.parallel.tiny import STAGES, WIDTH, adamw, expect_close, loss_of, masters, micro_step, said, start, tiny
 from tests.parity.reference import Reference
 from tests.unit.comm.ranks import run_ranks
@@ -211,3 +212,43 @@ def test_a_rank_that_dies_among_slices_ends_the_others_by_layer_and_axis() -> No
     assert ends[1].code == 9 and ends[0].code, ends
     assert "sum of model.layers.1.mlp.down_proj" in ends[0].err and "rank 1" in ends[0].err, ends[0].err
     assert ends[0].last_word - float(ends[0].out.split()[-1]) < TIMEOUT + MARGIN
+
+
+SEQUENCE = """
+import deepspeed
+from tests.parallel.sequence_runs import batch_of, config_of
+from tests.parallel.tensor_runs import model_of
+model = model_of("Llama")
+dist.init_distributed(verbose=False)
+rank = dist.get_rank()
+engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config={
+    **config_of({"sp": 2}, 1), "optimizer": {"type": "AdamW"}})[0]
+for step in range(11):
+    engine.backward(engine(**batch_of(step, 0)).loss)
+    engine.step()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sp_end", ["dies", "shape"])
+def test_a_rank_that_fails_in_a_sequence_ends_the_others_by_layer_and_axis(sp_end: str) -> None:
+    """One dies in a layer; or is given a longer sequence, after batches are compared."""
+    limit = TIMEOUT * PATIENCE
+    snippet = f"sp_end = {sp_end!r}\n{SEQUENCE}" + textwrap.dedent(f"""
+        def die(*_):
+            print(time.monotonic(), flush=True)
+            if rank == 1:
+                os._exit(9)
+        if sp_end == "dies":
+            model.model.layers[1].self_attn.k_proj.register_forward_pre_hook(die)
+        print(time.monotonic(), flush=True)
+        engine(**batch_of(11, 0, 12 if sp_end == "dies" or rank == 0 else 16))
+        time.sleep({limit + MARGIN})
+    """)
+    ends = run_ranks(snippet, 2, limit=90 * PATIENCE, DEEPSPEED_TIMEOUT=str(limit / 60))
+    assert all(end.code for end in ends), ends
+    said = [ends[0]] if sp_end == "dies" else ends
+    for end in said:
+        words = ["model.layers.1.self_attn", "sp"] if sp_end == "dies" else ["positions of a sequence", "sp"]
+        assert all(word in end.err for word in [*words, "rank 1"]), end.err
+        assert end.last_word - float(end.out.split()[-1]) < limit + MARGIN

@@ -178,6 +178,7 @@ def test_a_tiled_mlp_never_has_more_than_one_tile() -> None:
     assert largest.numel <= 2 * 8 * 64  # a tile has at most 8 of 50 tokens
     assert sorted(calls) == sorted(dict(model.named_parameters()))  # one gradient each
     torch.testing.assert_close(got, model(x))
+    torch.testing.assert_close(TiledMLP.apply(MLP.forward, model, x[:, :1], 7), model(x[:, :1]))
     torch.testing.assert_close(tiled.grad, whole.grad)
     for param, grad in zip(model.parameters(), wanted, strict=True):
         torch.testing.assert_close(param.grad, grad)
@@ -241,7 +242,8 @@ def test_any_function_in_tiles() -> None:
         fn, 7, 3, ["x", "y", "nothing"], ["bias"], "x", [scale], 1, "mean", x, y, None, 2.0
     )
     assert torch.equal(one, two)
-    with raises(ArgumentError, "9 tiles", "from 1 to 7"):
-        sequence_tiled_compute(fn, 7, 9, *given)
+    assert torch.equal(sequence_tiled_compute(fn, 7, 9, *given), sequence_tiled_compute(fn, 7, 7, *given))
+    with raises(ArgumentError, "0 tiles", "from 1 on"):
+        sequence_tiled_compute(fn, 7, 0, *given)
     with raises(ArgumentError, "output_reduction", "'max'"):
         sequence_tiled_compute(fn, 7, 3, *given, output_reduction="max")

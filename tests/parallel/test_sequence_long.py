@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from math import gcd
 from typing import Any
 
 import pytest
@@ -65,16 +66,35 @@ def ran(sp: int, kv: int, tiled: bool) -> tuple[list[float], float, int, int]:
     return losses, norm, kept, largest.numel
 
 
+_alone: dict[tuple[int, bool], Any] = {}
+
+
+def kept_twice(sp: int, kv: int) -> float:
+    """Bytes a rank keeps beside its share: each layer's context, before and after its exchange, and copies of heads."""
+    made = model_of("Llama").config
+    width, copies = made.hidden_size // made.num_attention_heads, sp // gcd(kv, sp)
+    heads = made.num_attention_heads / sp + 2 * kv * (copies - 1) / sp
+    return 0 if sp == 1 else 4 * LENGTH * width * heads * made.num_hidden_layers
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("tiled", [False, True])
 @pytest.mark.parametrize("kv", [1, 2, 4])
 def test_long_sequences(workers: Any, kv: int, tiled: bool) -> None:
-    whole = workers(1).run(ran, 1, kv, False, timeout=600)[0]
-    for sp in (1, 2, 4) if tiled else (2, 4):
-        alone = whole if not tiled else workers(1).run(ran, 1, kv, True, timeout=600)[0]
-        for losses, norm, kept, largest in workers(sp).run(ran, sp, kv, tiled, timeout=600):
+    def alone(tiled: bool) -> Any:
+        return _alone.get((kv, tiled)) or _alone.setdefault(
+            (kv, tiled), workers(1).run(ran, 1, kv, tiled, timeout=600)[0]
+        )
+
+    whole = alone(False)
+    for sp in (1, 2, 4):
+        for losses, norm, kept, largest in (
+            [alone(tiled)] if sp == 1 else workers(sp).run(ran, sp, kv, tiled, timeout=600)
+        ):
             assert max(abs(a - b) / b for a, b in zip(losses, whole[0], strict=True)) <= 2e-6
             assert abs(norm - whole[1]) <= 5e-6 * whole[1]
-            assert abs(kept * sp / alone[2] - 1) <= 0.05, (kept, alone[2])
+            wanted = alone(tiled)[2] / sp + kept_twice(sp, kv)
+            print(f"sp {sp} kv {kv} tiled {tiled}: {kept * sp / alone(tiled)[2]:.3f} ÷ sp, {kept / wanted:.4f}")
+            assert abs(kept / wanted - 1) <= 0.01, (kept, wanted)
             if tiled:
                 assert largest <= LENGTH // sp // TILES * WORDS
