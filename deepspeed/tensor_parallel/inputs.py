@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from deepspeed.errors import ArgumentError
+from deepspeed.foundation.simulation import simulating
+from deepspeed.foundation.tree import tensors_in
 from deepspeed.tensor_parallel.shares import Call
 
 TOKENS = 12
@@ -97,7 +99,8 @@ def calls_of(model: nn.Module, names: Iterable[str], inputs: dict[str, Any]) -> 
 
     def noting(name: str) -> Any:
         def note(module: nn.Module, args: Any, kwargs: Any) -> None:
-            found.setdefault(name, Call.of(module, args, kwargs))
+            if name not in found:
+                found[name] = Call.of(module, args, kwargs).apart()
 
         return note
 
@@ -108,3 +111,29 @@ def calls_of(model: nn.Module, names: Iterable[str], inputs: dict[str, Any]) -> 
     finally:
         for handle in handles:
             handle.remove()
+
+
+def handed_states(model: nn.Module, calls: dict[str, Call], inputs: dict[str, Any]) -> set[str]:
+    """The modules that a model hands states of its own when it generates, as recurrent ones do: tensors in a list, of
+    sizes that no module knows.
+
+    Args:
+        model: to be called.
+        calls: of its modules, without a cache.
+        inputs: of the model.
+    """
+    if simulating() or "use_cache" not in inspect.signature(model.forward).parameters:
+        return set()
+    try:
+        cached, _ = calls_of(model, calls, {**inputs, "use_cache": True})
+    except Exception:  # a model may do without a cache
+        return set()
+    absent = {name: {key for key, value in call.arguments.items() if value is not None} for name, call in calls.items()}
+    return {
+        name
+        for name, call in cached.items()
+        if any(
+            type(value) in (list, tuple) and key not in absent[name] and list(tensors_in(value))
+            for key, value in call.arguments.items()
+        )
+    }
