@@ -58,6 +58,7 @@ HINTS: dict[str, dict[str, Any]] = {
     "PerceiverForMaskedLM": {
         "d_latents": 96, "num_latents": 8, "num_blocks": 1, "num_self_attends_per_block": 2, "qk_channels": 96,
         "num_self_attention_heads": 12, "num_cross_attention_heads": 12, "v_channels": 96,
+        "max_position_embeddings": 10,
     },
     "Phi4MultimodalForCausalLM": {
         "audio_config": {"nemo_conv_channels": 16, "ext_pw_out_channel": 96, "num_blocks": 2},
@@ -72,6 +73,7 @@ HINTS: dict[str, dict[str, Any]] = {
     "ReformerModelWithLMHead": {
         "axial_pos_shape": [16, 16], "axial_pos_embds_dim": [32, 64], "attn_layers": ["local", "local"],
         "local_attn_chunk_length": 16, "attention_head_size": 8, "feed_forward_size": 72,
+        "max_position_embeddings": 256,
     },
     "ReformerForMaskedLM": {
         "axial_pos_embds": False, "attn_layers": ["local", "local"], "local_attn_chunk_length": 16,

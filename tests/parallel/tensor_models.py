@@ -111,10 +111,20 @@ def _compared(model: Any, ranks: int) -> dict[str, Any]:
         plan = cut_model(model, axis)
     except DeepSpeedError as error:
         return {"verdict": "refused", "why": f"{type(error).__name__}: {error}"[:400]}
-    row = {"plan": plan.part(), "part": part(model, dense), "whole": next(iter(plan.whole.items()), ("", ""))}
+    row = {"plan": plan.part(), "part": part(model, dense), "whole": largest_whole(plan)}
     cut_in = time.process_time() - started
     row |= compare(model, dense)
     return row | {"seconds": [round(cut_in, 2), round(time.process_time() - started - cut_in, 2)]}
+
+
+def largest_whole(plan: Any) -> tuple[str, str]:
+    """The largest matrix of a block that each rank has all of, and why."""
+    whole = dict(plan.whole)
+    for name, how, _ in plan.rows():
+        if how == "partial" and not name.partition(" ")[0].endswith(("norm.weight", "bias")):
+            whole.setdefault(name, "several ranks use parts of it, such as shared heads")
+    size = lambda name: math.prod(plan.shapes.get(name, (1,)))  # noqa: E731
+    return max(whole.items(), key=lambda one: size(one[0]), default=("", ""))
 
 
 def part(model: Any, dense: Any) -> float:
