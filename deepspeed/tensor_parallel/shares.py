@@ -117,7 +117,10 @@ def _apart(value: Any) -> Any:
         return type(value)(map(_apart, value))
     if value is None or isinstance(value, (torch.Tensor, nn.Module, bool, int, float, str)):
         return value
-    return copy.deepcopy(value)
+    try:
+        return copy.deepcopy(value)
+    except Exception:  # what has no copy is handed on
+        return value
 
 
 def _positional(module: nn.Module) -> list[str]:
