@@ -27,8 +27,7 @@ SIZES: dict[str, Any] = {
     "state_size": 8, "sliding_window": 16, "decoder_start_token_id": 1, "word_embed_proj_dim": 96,
     "vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 16, "num_kv_shared_layers": 0,
     "attention_chunk_size": 32, "window_size": 16, "max_target_positions": 64, "max_sequence_length": 64,
-    "seq_length": 64, "index_n_heads": 12, "index_head_dim": 8, "index_topk": 6,
-    "first_k_dense_replace": 1, "num_nextn_predict_layers": 0,
+    "seq_length": 64, "first_k_dense_replace": 1, "num_nextn_predict_layers": 0,
     "attention_types": [[["global", "local"], 1]],
 }  # fmt: skip
 DEPTHS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "num_decoder_layers", "encoder_layers",

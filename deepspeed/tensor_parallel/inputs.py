@@ -140,7 +140,7 @@ def handed_states(model: nn.Module, calls: dict[str, Call], inputs: dict[str, An
         calls: of its modules, in their order, without a cache.
         inputs: of the model.
     """
-    if simulating() or "use_cache" not in inspect.signature(model.forward).parameters:
+    if simulating() or not calls or "use_cache" not in inspect.signature(model.forward).parameters:
         return set()
     modules = dict(model.named_modules())
     first: dict[type, str] = {}

@@ -214,6 +214,22 @@ class Stateful(nn.Module):
         return self.down(hidden if state is None else hidden + state[0])
 
 
+class Lonely(Recurrent):
+    """A model without a pair of matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Identity()])
+
+    def forward(self, x: torch.Tensor, use_cache: bool = True) -> torch.Tensor:
+        return x
+
+
+def test_a_model_without_a_pair_is_refused_by_name() -> None:
+    with pytest.raises(TensorParallelError, match="Lonely cannot be cut over 2 ranks"):
+        make_plan(Lonely(), 2, 0)
+
+
 def test_a_block_that_is_handed_a_state_stays_whole() -> None:
     with pytest.raises(TensorParallelError, match="hands it a state"):
         make_plan(Recurrent(), 2, 0)
