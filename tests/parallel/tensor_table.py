@@ -29,10 +29,10 @@ HEAD = """# Models that were cut
 
 Every causal LM, masked encoder and encoder-decoder of Transformers {version}, at toy size with random weights, fp32,
 over 2 and 3 ranks (`python -m tests.parallel.tensor_table` writes this page). *equal*: loss within 1e-5, gradients
-within 1e-5 of their largest norm, and where the model generates, the same tokens from logits within 1e-4; where
-fp32 alone rounds by more, in fp64, and the row says so. The number is the largest rank's part of the matrices in the model's blocks; above 1.1 times an even share the model does not count
-as cut. *refused*: with the reason, on every rank, before anything is computed. *no toy*: the class cannot be built or
-run small, whole.
+within 1e-5 of their largest norm, and where the model generates, the same tokens from logits within 1e-4; where fp32
+alone rounds by more, in fp64, and the row says so. The number is the largest rank's part of the matrices in the model's
+blocks; above 1.1 times an even share the model does not count as cut. *refused*: with the reason, on every rank, before
+anything is computed. *no toy*: the class cannot be built or run small, whole.
 
 {summary}
 
