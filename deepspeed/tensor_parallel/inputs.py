@@ -11,7 +11,10 @@ import torch
 from torch import nn
 
 from deepspeed.errors import ArgumentError
+from deepspeed.foundation.simulation import simulating
+from deepspeed.foundation.tree import tensors_in
 from deepspeed.tensor_parallel.shares import Call
+from deepspeed.zero.param import is_managed
 
 TOKENS = 12
 
@@ -90,14 +93,30 @@ def quiet(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def calls_of(model: nn.Module, names: Iterable[str], inputs: dict[str, Any]) -> tuple[dict[str, Call], Any]:
-    """What modules are called with first in a forward, and what the model returns."""
+class _Seen(Exception):
+    """All that was asked for has been called."""
+
+
+def calls_of(
+    model: nn.Module, names: Iterable[str], inputs: dict[str, Any], last: str = ""
+) -> tuple[dict[str, Call], Any]:
+    """What modules are called with first in a forward, in their order, and what the model returns.
+
+    Args:
+        model: to be called.
+        names: of the modules.
+        inputs: of the model.
+        last: the forward ends where this module is called; it returns nothing then.
+    """
     found: dict[str, Call] = {}
     modules = dict(model.named_modules())
 
     def noting(name: str) -> Any:
         def note(module: nn.Module, args: Any, kwargs: Any) -> None:
-            found.setdefault(name, Call.of(module, args, kwargs))
+            if name not in found:
+                found[name] = Call.of(module, args, kwargs).apart()
+            if name == last:
+                raise _Seen
 
         return note
 
@@ -105,6 +124,42 @@ def calls_of(model: nn.Module, names: Iterable[str], inputs: dict[str, Any]) -> 
     try:
         with quiet(model):
             return found, model(**inputs)
+    except _Seen:
+        return found, None
     finally:
         for handle in handles:
             handle.remove()
+
+
+def handed_states(model: nn.Module, calls: dict[str, Call], inputs: dict[str, Any]) -> set[str]:
+    """The modules that a model hands states of its own when it generates, as recurrent ones do: tensors in a list, of
+    sizes that no module knows.
+
+    Args:
+        model: to be called, no further than to the first module of each class.
+        calls: of its modules, in their order, without a cache.
+        inputs: of the model.
+    """
+    if simulating() or not calls or "use_cache" not in inspect.signature(model.forward).parameters:
+        return set()
+    modules = dict(model.named_modules())
+    first: dict[type, str] = {}
+    for name in calls:
+        first.setdefault(type(modules[name]), name)
+    # What is sharded goes to the end of its forward, where all of it is let go.
+    last = "" if any(map(is_managed, model.parameters())) else list(first.values())[-1]
+    try:
+        cached, _ = calls_of(model, first.values(), {**inputs, "use_cache": True}, last)
+    except Exception:  # a model may do without a cache
+        return set()
+    kinds = {type(modules[name]) for name, call in cached.items() if _has_states(call, calls[name])}
+    return {name for name in calls if type(modules[name]) in kinds}
+
+
+def _has_states(call: Call, without: Call) -> bool:
+    """Whether a list of tensors is among the arguments that is not there without a cache."""
+    there = {key for key, value in without.arguments.items() if value is not None}
+    return any(
+        type(value) in (list, tuple) and key not in there and next(iter(tensors_in(value)), None) is not None
+        for key, value in call.arguments.items()
+    )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from deepspeed.comm.differentiable import enter, reduce_from
 from deepspeed.errors import DeepSpeedError
 from deepspeed.foundation.tree import tensors_in
 from deepspeed.tensor_parallel.fit import Numbers, combinations, set_numbers, settable, spied
-from deepspeed.tensor_parallel.layers import Slot, cut_tensor
+from deepspeed.tensor_parallel.layers import Slot, cut_tensor, mark_partial
 from deepspeed.tensor_parallel.regions import Region
 from deepspeed.tensor_parallel.shares import (
     DRAWS,
@@ -38,6 +39,7 @@ class PackedParallel(nn.Module):
     """Some of the channels of each expert."""
 
     slot: Slot
+    added: Sequence[str] = ()  # parameters that are added to the result: each rank adds its part of them
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """As the whole module, equal on all ranks."""
@@ -47,8 +49,21 @@ class PackedParallel(nn.Module):
             floats = isinstance(value, torch.Tensor) and value.is_floating_point()
             return enter(value, axis, f"gradient of what {name} reads") if floats else value
 
-        out = super().forward(*map(entered, args), **{key: entered(value) for key, value in kwargs.items()})
+        with parts_of_added(self, self.added, axis.size):
+            out = super().forward(*map(entered, args), **{key: entered(value) for key, value in kwargs.items()})
         return reduce_from(out, axis, f"sum of {name}")
+
+
+@contextlib.contextmanager
+def parts_of_added(module: nn.Module, names: Sequence[str], ranks: int) -> Iterator[None]:
+    """Inside, parameters that are added to a module's result are divided by the ranks that add it up."""
+    try:
+        for name in names:  # beside the module's own parameters, which keep their order
+            object.__setattr__(module, name, module.get_parameter(name) / ranks)
+        yield
+    finally:
+        for name in names:
+            vars(module).pop(name, None)
 
 
 _classes: dict[type, type] = {}
@@ -62,9 +77,12 @@ def become_packed(module: nn.Module, shares: Shares, rank: int, slot: Slot) -> N
         if kind not in _classes:
             _classes[kind] = type(f"Parallel{kind.__name__}", (PackedParallel, kind), {"__module__": __name__})
         made.__class__ = _classes[kind]
-    made.slot = slot
+    made.slot, made.added = slot, [share.name for share in shares.tensors.values() if share.copied]
     for share in shares.tensors.values():
-        cut_tensor(getattr(module, share.name), share.dim, share.segments[rank])
+        if share.copied:
+            mark_partial(getattr(module, share.name))
+        else:
+            cut_tensor(getattr(module, share.name), share.dim, share.segments[rank])
 
 
 def share_packed(module: nn.Module, region: Region, call: Call, ranks: int) -> Shares | str:
@@ -101,11 +119,18 @@ def share_packed(module: nn.Module, region: Region, call: Call, ranks: int) -> S
     made.tensors[row] = Share(row, dim, [(part,) for part in parts])
     for name, by_rank in masks.items():
         dims = [d for d, of_dim in enumerate(zip(*by_rank, strict=True)) if disjoint(of_dim)]
+        if not dims and all(_same(masks_of, by_rank[0]) for masks_of in by_rank):
+            made.tensors[name] = Share(name, -1, [() for _ in by_rank], copied=True)  # a bias of the last matrices
+            continue
         if not dims:
-            return f"every channel of {name} depends on every other, or it is added to the result"
+            return f"every channel of {name} depends on every other"
         made.tensors[name] = Share(name, dims[-1], [runs(mask[dims[-1]]) for mask in by_rank])
     made.bytes = max(length for _, length in parts) / size
     return made
+
+
+def _same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(map(torch.equal, one, other))
 
 
 def _inner_dim(module: nn.Module, shape: Sequence[int], width: int) -> int:
@@ -152,7 +177,7 @@ def fit_packed(module: nn.Module, shares: Shares, call: Call, rank: int) -> Numb
     row = shares.tensors[shares.region.rows[0]]
     whole, ranks = dense.get_parameter(row.name).shape[row.dim], len(shares.rows)
     keys = [k for k, v in numbers.items() if v % whole == 0 and settable(copy.deepcopy(dense), k, v)]
-    reason = ""
+    reason, added = "", [share.name for share in shares.tensors.values() if share.copied]
     for chosen in itertools.islice(combinations([(key, [-1]) for key in keys]), 64):
         total = torch.zeros_like(wanted)
         try:
@@ -160,9 +185,10 @@ def fit_packed(module: nn.Module, shares: Shares, call: Call, rank: int) -> Numb
                 for at in range(ranks):
                     local = randomised(module, 0)
                     for share in shares.tensors.values():
-                        cut_tensor(getattr(local, share.name), share.dim, share.segments[at])
+                        if not share.copied:
+                            cut_tensor(getattr(local, share.name), share.dim, share.segments[at])
                     set_numbers(local, {k: numbers[k] // whole * shares.rows[at][0][1] for k in chosen})
-                    with same_draws():
+                    with same_draws(), parts_of_added(local, added, ranks):
                         total += floating(call)[0].run(local)
         except (RuntimeError, ValueError, IndexError, TypeError, AttributeError, DeepSpeedError) as why:
             reason = reason or in_words(why)

@@ -16,9 +16,9 @@ from deepspeed.errors import TensorParallelError
 from deepspeed.foundation.simulation import simulating, with_values
 from deepspeed.tensor_parallel.dropout import Draws
 from deepspeed.tensor_parallel.fit import Numbers, fit
-from deepspeed.tensor_parallel.inputs import calls_of, inputs_of, quiet
+from deepspeed.tensor_parallel.inputs import calls_of, handed_states, inputs_of, quiet
 from deepspeed.tensor_parallel.packed import fit_packed, share_packed
-from deepspeed.tensor_parallel.regions import Region, find_regions, join, lies_in, owner
+from deepspeed.tensor_parallel.regions import Region, block, find_regions, join, lies_in, owner
 from deepspeed.tensor_parallel.shares import Call, Segments, Shares, drawn, heads_in, in_words, share_out
 from deepspeed.tensor_parallel.specs import Specs
 from deepspeed.tensor_parallel.trace import Trace
@@ -186,6 +186,7 @@ def make_plan(model: nn.Module, ranks: int, rank: int, example: Any = None, spec
     regions = [region for region in regions if not skipped.get(id(region))]
     homes = _homes(regions)
     calls, output = calls_of(model, homes, inputs)
+    recurrent = handed_states(model, calls, inputs)
     if simulating():
         calls = {home: drawn(call) for home, call in calls.items()}
     shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in model.named_parameters()}
@@ -200,6 +201,8 @@ def make_plan(model: nn.Module, ranks: int, rank: int, example: Any = None, spec
         for region in mine:
             inside = _inside(region, home)
             key = (_kind(modules[home], home, region, shapes), _given(calls[home]), (*heads, ranks, rank))
+            if home in recurrent:
+                known[key] = "in generation the model hands it a state of all channels"
             if key not in known:
                 with with_values():
                     known[key] = _fitted(modules[home], inside, region, calls[home], heads, (ranks, rank))
@@ -215,7 +218,23 @@ def make_plan(model: nn.Module, ranks: int, rank: int, example: Any = None, spec
         raise TensorParallelError(
             f"{type(model).__name__} cannot be cut over {ranks} ranks: {reasons or 'no block has a pair'}"
         )
-    return Plan(ranks, units, whole, inputs, output, _drops(model, inputs), shapes)
+    plan = Plan(ranks, units, whole, inputs, output, _drops(model, inputs), shapes)
+    _name_others(plan, trace)
+    return plan
+
+
+def _name_others(plan: Plan, trace: Trace) -> None:
+    """Why those matrices of blocks stay whole that no region had, so that no figure leaves them out."""
+    cut = {join(unit.name, name) for unit in plan.units for one in unit.regions for name in one.shares.tensors}
+    cut |= {join(unit.name, name) for unit in plan.units for one in unit.regions for name in one.shares.region.rows}
+    for name, shape in plan.shapes.items():
+        if len(shape) < 2 or not block(name) or name in cut or name in plan.whole:
+            continue
+        node = trace.nodes.get(name)
+        if node is None:
+            plan.whole[name] = "no matrix product of the small input reads it"
+        else:
+            plan.whole[name] = "indices choose from it" if node.lookup else "it has no pair in its block"
 
 
 def _drops(model: nn.Module, inputs: dict[str, Any]) -> dict[str, list[frozenset[str]]]:

@@ -78,7 +78,7 @@ def find_regions(model: nn.Module, nodes: Mapping[str, Node]) -> tuple[list[Regi
     for members in _spaces(nodes):
         region, reason = _region(model, modules, nodes, members)
         for name in members[1] if region is None else ():
-            if _block(name) and (reason != _STREAM or name not in why):
+            if block(name) and (reason != _STREAM or name not in why):
                 why[name] = reason
         if region is not None:
             found.append(region)
@@ -120,7 +120,7 @@ def _spaces(nodes: Mapping[str, Node]) -> list[tuple[set[str], set[str]]]:
     return list(spaces.values())
 
 
-def _block(name: str) -> str:
+def block(name: str) -> str:
     """The first numbered module around a parameter; empty outside of all."""
     match = re.match(r"(?:.*?\.)?\d+(?=\.)", name)
     return match.group(0) if match else ""
@@ -133,6 +133,13 @@ def _spans(names: Iterable[str]) -> bool:
         for match in re.finditer(r"(?<=\.)\d+(?=\.)", name):
             seen.setdefault(name[: match.start()], set()).add(match.group(0))
     return any(len(entries) > 1 for entries in seen.values())
+
+
+def _is_stream(modules: Mapping[str, nn.Module], table: str, rows: list[str]) -> bool:
+    """Whether a table outside of all blocks begins the stream: as wide as what rows give, unlike one by heads."""
+    width = modules[owner(table)].get_parameter(table.rpartition(".")[2]).shape[-1]
+    written = {size for row in rows for size in modules[owner(row)].get_parameter(row.rpartition(".")[2]).shape}
+    return width in written
 
 
 def _region(
@@ -148,7 +155,9 @@ def _region(
     rows = [name for name in reads if name not in space[0]]
     inner = {name for name in reads if name in space[0]}
     everything = [*columns, *rows]
-    if STREAM in sources or any(not _block(name) for name in [*everything, *tables]) or _spans(everything):
+    if STREAM in sources or any(not block(name) for name in everything) or _spans(everything):
+        return None, _STREAM
+    if any(not block(name) and _is_stream(modules, name, rows) for name in tables):
         return None, _STREAM
     if not rows:
         return None, "its results go back into itself"

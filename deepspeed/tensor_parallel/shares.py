@@ -24,6 +24,7 @@ from deepspeed.tensor_parallel.layers import is_transposed
 from deepspeed.tensor_parallel.regions import Region, owner
 
 DRAWS = 6  # of random values: a channel that an activation shuts in one is open in another
+MOST_DRAWS = 30  # while a column's output was shut in all: of many thousands of a ReLU, some are shut in six
 Segments = tuple[tuple[int, int], ...]
 
 
@@ -101,10 +102,25 @@ class Call:
         args = [self.arguments[name] for name in self.positional]
         return args, {name: value for name, value in self.arguments.items() if name not in self.positional}
 
+    def apart(self) -> Call:
+        """With objects of its own where a module may change one, such as a cache."""
+        return Call({name: _apart(value) for name, value in self.arguments.items()}, self.positional)
+
     def run(self, module: nn.Module) -> Any:
         """Call the module."""
-        args, kwargs = self.split()
+        args, kwargs = self.apart().split()
         return module(*args, **kwargs)
+
+
+def _apart(value: Any) -> Any:
+    if type(value) in (tuple, list):
+        return type(value)(map(_apart, value))
+    if value is None or isinstance(value, (torch.Tensor, nn.Module, bool, int, float, str)):
+        return value
+    try:
+        return copy.deepcopy(value)
+    except Exception:  # what has no copy is handed on
+        return value
 
 
 def _positional(module: nn.Module) -> list[str]:
@@ -232,16 +248,17 @@ def share_out(module: nn.Module, region: Region, call: Call, units: Sequence[int
 
 def _dependence(module: nn.Module, region: Region, call: Call, parts: list[tuple[int, int]]) -> Shares | None:
     masks: dict[tuple[str, bool], list[list[torch.Tensor]]] = {}
-    for draw in range(DRAWS):
+    columns = set(region.columns)
+    for draw in range(MOST_DRAWS):
         for key, by_rank in _masks(module, region, call, parts, draw).items():
             known = masks.setdefault(key, by_rank)
             for ours, theirs in zip(known, by_rank, strict=True):
                 for a, b in zip(ours, theirs, strict=True):
                     a |= b
-        if all(covered(by_rank) for (_, is_input), by_rank in masks.items() if not is_input):
+        asked = columns if draw >= DRAWS - 1 else {name for name, _ in masks}
+        if all(covered(by_rank) for (name, is_input), by_rank in masks.items() if not is_input and name in asked):
             break
     made = Shares(region, [(part,) for part in parts])
-    columns = set(region.columns)
     for (name, is_input), by_rank in masks.items():
         share = _share(name, by_rank)
         if is_input and share.dim >= 0:

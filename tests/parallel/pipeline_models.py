@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from tests.parallel import tensor_models
-from tests.parallel.tensor_models import batch, build, names
+from tests import zoo
+from tests.parallel.tensor_models import batch, build
 
 ENCODERS = [f"{name}ForMaskedLM" for name in ("Bert", "Roberta", "Electra", "DistilBert", "DebertaV2")]
 MICROS = 2
@@ -18,7 +18,7 @@ MICROS = 2
 
 def chosen() -> list[str]:
     """Every causal LM, and some encoders."""
-    return sorted([name for name, kind in names().items() if kind == "causal LM"] + ENCODERS)
+    return sorted([name for name, kind in zoo.names().items() if kind == "causal LM"] + ENCODERS)
 
 
 class Plain:
@@ -52,10 +52,7 @@ def stage_and_compare(name: str, stages: int) -> dict[str, Any]:
     from deepspeed.tensor_parallel.inputs import inputs_of
 
     warnings.simplefilter("ignore")
-    for key in ("num_hidden_layers", "n_layer", "num_layers", "n_layers"):
-        tensor_models.SIZES[key] = max(2, stages)
-    tensor_models.SIZES["attention_types"] = [[["global", "local"], max(2, stages) // 2]]
-    model, why = build(name)
+    model, why = build(name, layers=max(2, stages), mixed=False)
     if model is None:
         return {"name": name, "verdict": "no toy", "why": why}
     for module in model.modules():  # Phimoe's routers draw; a stage and the whole model draw at other times

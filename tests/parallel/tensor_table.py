@@ -1,22 +1,38 @@
-"""`python -m tests.parallel.tensor_table` cuts every toy over 2 and 3 ranks, and writes a page of docs."""
+"""`python -m tests.parallel.tensor_table`: every toy cut over 2 and 3 ranks; writes a page of docs.
+
+What is known already is not done again: remove FOLDER/NAME.json to repeat one. Names as arguments: these only.
+"""
 
 from __future__ import annotations
 
-import sys
+import argparse
+import json
+import logging
+import os
+import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from tests.harness import WorkerError, WorkerPool, WorkerTimeout
-from tests.parallel.tensor_models import cut_and_compare, names
+import torch
 
+from tests import zoo
+from tests.harness.forks import Work, in_a_fork, in_forks
+from tests.harness.pool import free_port
+from tests.parallel.tensor_models import build, compare_cut
+
+FOLDER = Path("build/tensor-table")
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "tensor-parallel-models.md"
+RANKS = (2, 3)
+SECONDS = 60.0  # a class may take on each number of ranks
 HEAD = """# Models that were cut
 
 Every causal LM, masked encoder and encoder-decoder of Transformers {version}, at toy size with random weights, fp32,
 over 2 and 3 ranks (`python -m tests.parallel.tensor_table` writes this page). *equal*: loss within 1e-5, gradients
-within 1e-5 of their largest norm, and where the model generates, the same tokens. The number is the largest rank's
-part of the blocks' matrices; above 1.1 times an even share the model does not count as cut. *refused*: nothing could
-be cut, with the reason. *no toy*: the class cannot be built or run small, whole.
+within 1e-5 of their largest norm, and where the model generates, the same tokens from logits within 1e-4; where fp32
+alone rounds by more, in fp64, and the row says so. The number is the largest rank's part of the matrices in the model's
+blocks; above 1.1 times an even share the model does not count as cut. *refused*: with the reason, on every rank, before
+anything is computed. *no toy*: the class cannot be built or run small, whole.
 
 {summary}
 
@@ -25,59 +41,112 @@ be cut, with the reason. *no toy*: the class cannot be built or run small, whole
 """
 
 
-def rows_of(ranks: int, chosen: list[str], say: Any = None) -> dict[str, dict[str, Any]]:
-    """A row for each name."""
-    pool, found = WorkerPool(ranks), {}
-    for name in chosen:
-        try:
-            found[name] = pool.run(cut_and_compare, name, ranks, timeout=40)[0]
-        except (WorkerError, WorkerTimeout) as error:
-            text = next((line for line in reversed(str(error).splitlines()) if "Error" in line), str(error)[:200])
-            found[name] = {"name": name, "verdict": "WRONG", "why": f"it ended: {text.removeprefix('E ')[:160]}"}
-        if say is not None:
-            say(ranks, found[name])
-    pool.close()
-    return found
-
-
 def counts(row: dict[str, Any], ranks: int) -> bool:
     """Whether a row is equal and its matrices are shared out."""
     return row["verdict"] == "equal" and row["part"] <= 1.10 / ranks
+
+
+def rows_of(name: str, ranks: Iterable[int] = RANKS) -> dict[str, dict[str, Any]]:
+    """A row for each number of ranks; in a process of its own, since a toy may do what it likes."""
+    ranks = list(ranks)
+    found = in_a_fork(lambda: _rows(name, ranks), (len(ranks) + 1) * SECONDS)
+    if "failed" in found:
+        found = {str(count): {"verdict": "FAILED", "why": found["failed"]} for count in ranks}
+    return found
+
+
+def _rows(name: str, ranks: list[int]) -> dict[str, dict[str, Any]]:
+    model, why = build(name)
+    if model is None:
+        return {str(count): {"verdict": "no toy", "why": why} for count in ranks}
+    return {str(count): _of_all(in_forks(_ranks(model, count), SECONDS)) for count in ranks}
+
+
+def _ranks(model: Any, count: int) -> list[Work]:
+    port = free_port()
+    return [lambda rank=rank: _rank(model, rank, count, port) for rank in range(count)]
+
+
+def _rank(model: Any, rank: int, ranks: int, port: int) -> dict[str, Any]:
+    import deepspeed
+    from deepspeed.foundation.log import logger
+
+    logger.setLevel(logging.WARNING)  # plans are in the rows
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    deepspeed.init_distributed("gloo")
+    return compare_cut(model, ranks)
+
+
+def _of_all(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """One row of those of all ranks: the worst verdict, the largest part."""
+    for row in rows:
+        if "failed" in row:
+            return {"verdict": "FAILED", "why": row["failed"]}
+    worst = max(rows, key=lambda row: ("equal", "refused", "WRONG").index(row["verdict"]))
+    return worst | {"part": max(row["part"] for row in rows)} if "part" in worst else worst
 
 
 def cell(row: dict[str, Any]) -> str:
     return f"equal {row['part']:.2f}" if row["verdict"] == "equal" else row["verdict"]
 
 
-def page(two: dict[str, Any], three: dict[str, Any]) -> str:
+def page(rows: dict[str, dict[str, Any]]) -> str:
     """The page of docs."""
     import transformers
 
-    kinds, lines = names(), []
-    for name in sorted(two):
-        one, other = two[name], three[name]
-        why = one["why"] or other["why"] or one.get("whole", "") or other.get("whole", "")
-        why = " ".join(why.replace("|", "/").split())[:150]
-        lines.append(f"| {name} | {kinds[name]} | {cell(one)} | {cell(other)} | {why or '–'} |")
-    full = {ranks: sum(counts(row, ranks) for row in rows.values()) for ranks, rows in ((2, two), (3, three))}
-    equal = {ranks: sum(r["verdict"] == "equal" for r in rows.values()) for ranks, rows in ((2, two), (3, three))}
-    toys = sum(row["verdict"] != "no toy" for row in two.values())
-    summary = (
-        f"Of {toys} toys {equal[2]} are equal over 2 ranks ({full[2]} of them with all matrices of their blocks shared "
-        f"out) and {equal[3]} over 3 ({full[3]})."
-    )
+    kinds, lines = zoo.names(), []
+    for name, by_ranks in sorted(rows.items()):
+        found = [by_ranks[str(ranks)] for ranks in RANKS]
+        said = [row["why"] for row in found] + [": ".join(row.get("whole", ())) for row in found]
+        why = " ".join(next((one for one in said if one.strip(": ")), "").replace("|", "/").split())[:150]
+        lines.append(f"| {name} | {kinds[name]} | {' | '.join(map(cell, found))} | {why or '–'} |")
+    toys = sum(row["2"]["verdict"] != "no toy" for row in rows.values())
+    parts = []
+    for ranks in RANKS:
+        mine = [row[str(ranks)] for row in rows.values()]
+        equal, refused = (sum(row["verdict"] == verdict for row in mine) for verdict in ("equal", "refused"))
+        parts.append(
+            f"over {ranks} ranks {equal} are equal, {sum(counts(row, ranks) for row in mine)} of them with the "
+            f"matrices of their blocks shared out, and {refused} are refused"
+        )
+    summary = f"Of {len(rows)} classes {toys} have a toy: {'; '.join(parts)}."
     return HEAD.format(version=transformers.__version__, summary=summary) + "\n".join(lines) + "\n"
 
 
+def _ahead() -> None:
+    """Import before the forks what all of them need."""
+    import transformers
+    from transformers.generation import GenerationMixin, utils  # noqa: F401
+    from transformers.models.llama import modeling_llama  # noqa: F401
+
+    import deepspeed.tensor_parallel.cut  # noqa: F401
+
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+
+
 def main() -> None:
-    chosen = sys.argv[1:] or sorted(names())
-
-    def say(ranks: int, row: dict[str, Any]) -> None:
-        print(ranks, row["name"], {key: value for key, value in row.items() if key != "name"}, flush=True)
-
-    two, three = (rows_of(ranks, chosen, say) for ranks in (2, 3))
-    if not sys.argv[1:]:
-        PAGE.write_text(page(two, three))
+    """`--page` only writes the page of what is known; `--seconds N` begins no class after N seconds."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--page", action="store_true")
+    parser.add_argument("--seconds", type=float, default=float("inf"))
+    said = parser.parse_args()
+    _ahead()
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    chosen, until = said.names or sorted(zoo.names()), time.monotonic() + said.seconds
+    for name in () if said.page else chosen:
+        known, started = FOLDER / f"{name}.json", time.monotonic()
+        if not known.exists() and started < until:
+            known.write_text(json.dumps(rows_of(name)))
+            print(f"{time.monotonic() - started:.1f} s {name} {known.read_text()}", flush=True)
+    rows = {name: json.loads(file.read_text()) for name in chosen if (file := FOLDER / f"{name}.json").exists()}
+    if not said.names:
+        PAGE.write_text(page(rows))
+    for ranks in RANKS:
+        verdicts = [row[str(ranks)]["verdict"] for row in rows.values()]
+        print(ranks, {one: verdicts.count(one) for one in sorted(set(verdicts))})
 
 
 if __name__ == "__main__":

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from tests.unit.inference.classes import NEW, in_a_fork, names
+from tests.harness.forks import in_a_fork
+from tests.unit.inference.classes import NEW, names
 
 FOLDER = Path("build/inference-table")
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "inference-models.md"
