@@ -39,6 +39,7 @@ from deepspeed.zero.param import is_managed
 from deepspeed.zero.policy import policy_for
 from deepspeed.zero.prefetch import Keeper, Limits
 from deepspeed.zero.reducer import Reducer
+from deepspeed.zero.resettle import refuse_served
 from deepspeed.zero.shard_group import ShardGroup, State
 
 
@@ -283,6 +284,7 @@ def _window(config: DeepSpeedConfig, axes: Axes) -> AccumulationWindow:
 
 def _check_parameters(model: nn.Module, low: torch.dtype) -> None:
     check_policies(model, low)
+    refuse_served(model)
     for name, param in model.named_parameters():
         if isinstance(param, nn.UninitializedParameter):
             raise ArgumentError(f"parameter '{name}' of a lazy module has no shape yet; run a forward first")
@@ -296,11 +298,6 @@ def _check_parameters(model: nn.Module, low: torch.dtype) -> None:
             raise UsageError(
                 f"parameter '{name}' cannot be trained: the model was made, or initialize was called, under "
                 f"torch.inference_mode(); do both outside of it"
-            )
-        member: Any = param._ds_member if is_managed(param) else None  # type: ignore[attr-defined]
-        if member is not None and (member.reducer is not None or member.group.lifecycle is not None):
-            raise UsageError(
-                f"parameter '{name}' belongs to another engine; call its destroy() before the model gets a new one"
             )
 
 

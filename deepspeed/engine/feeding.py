@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -10,10 +11,31 @@ from deepspeed.comm import scalars
 from deepspeed.comm.collectives import SMALL, tag_of
 from deepspeed.engine.dataloader import DeepSpeedDataLoader
 from deepspeed.engine.instruments import Instruments
-from deepspeed.engine.loop import equal_steps
+from deepspeed.engine.loop import ALONG, equal_steps
 from deepspeed.engine.state import EngineState
 from deepspeed.monitor import progress as live
 from deepspeed.sequence.batches import slice_batch
+
+
+class Window:
+    """Micro-batches between two updates, as an iterator; what is left of them counts.
+
+    Args:
+        batches: of this rank; None where it needs no data.
+        samples: that each of them counts for, 0 for one that fills up.
+    """
+
+    def __init__(self, batches: list[Any], samples: list[float]) -> None:
+        self._batches, self.samples = iter(batches), samples
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __iter__(self) -> Window:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self._batches)
 
 
 class Feeding:
@@ -78,26 +100,53 @@ class Feeding:
             progress: rank 0 shows one live line: step, loss of this rank, samples per second over all ranks, time left
                 where the loader has a length, memory; None: where the launcher was asked for it (`--progress`).
         """
+        with self._shown(loader, progress):
+            try:
+                yield from equal_steps(loader, agree=self.agree, policy=policy, weigh=self._weigh)
+                if self._training() and self._state.components.optimizer is not None:
+                    self._flush()
+            finally:
+                self._state.window.weigh(None)
+
+    def windows(self, loader: Iterable[Any] | None, policy: str, progress: bool | None) -> Iterator[Window]:
+        """The same as windows of a pipeline, each as many micro-batches as are accumulated; the last may have fewer.
+
+        Args:
+            loader: this rank's loader; None where its stage needs no data.
+            policy: see `loop`.
+            progress: see `loop`.
+        """
+        batches, samples = list[Any](), list[float]()
+        with self._shown(loader, progress):
+            for batch in equal_steps(loader, agree=self.agree, policy=policy, weigh=samples.append):
+                batches.append(batch)
+                if len(batches) == self._state.window.steps:
+                    yield Window(batches, list(samples))
+                    batches = []
+                    samples.clear()
+            if batches:
+                yield Window(batches, samples)
+
+    @contextlib.contextmanager
+    def _shown(self, loader: Iterable[Any] | None, progress: bool | None) -> Iterator[None]:
+        """A live line inside, where one is asked for."""
         shown = (live.asked() if progress is None else progress) and self._training()
         if shown:
             self._instruments.start_progress(_length(loader))
         try:
-            yield from equal_steps(loader, agree=self.agree, policy=policy, weigh=self._weigh)
-            if self._training() and self._state.components.optimizer is not None:
-                self._flush()
+            yield
         finally:
-            self._state.window.weigh(None)
             if shown:
                 self._instruments.stop_progress()
                 if live.asked():  # what follows the loop is shown too
                     self._instruments.start_progress(None)
 
     def agree(self, flag: int, label: str = "agreement on the next batch") -> tuple[int, int]:
-        """(least, greatest) of all ranks' flags."""
+        """(least, greatest) of all ranks' flags, without those that only go along."""
         self._agreements += 1
         tag = tag_of(self._loop_channel, SMALL, self._agreements)
         table = scalars.current.table(self._state.axes.everyone, [float(flag)], tag, label, self._state.device)
-        flags = [int(row[0]) for row in table]
+        flags = [int(row[0]) for row in table if row[0] != ALONG]
         return min(flags), max(flags)
 
     def _weigh(self, samples: float) -> None:
@@ -106,7 +155,7 @@ class Feeding:
             self._state.window.weigh(samples)
 
 
-def _length(loader: Iterable[Any]) -> int | None:
+def _length(loader: Iterable[Any] | None) -> int | None:
     """Batches of a loader; None where it does not know."""
     try:
         return len(loader)  # type: ignore[arg-type]

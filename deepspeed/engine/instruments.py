@@ -6,8 +6,9 @@ import contextlib
 import math
 import socket
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ from deepspeed.zero.norm import squares_by_name
 from deepspeed.zero.reducer import Reducer
 
 _NOTHING = contextlib.nullcontext()
+_NONE: Mapping[str, float] = MappingProxyType({})
 _SAMPLES, _MEMORY, _MS = "Train/Samples/", "Train/Memory/", "elapsed_time_ms_"
 
 
@@ -83,6 +85,7 @@ class Instruments:
         unwaited = state.ds_config.timers.throughput.model_copy(update={"synchronized": False})
         self.throughput = ThroughputTimer(unwaited, self._facts.train_batch_size())
         self._loss: torch.Tensor | None = None
+        self._metrics = _NONE
         self._weight, self._tokens = 0.0, 0
         self._since: float | None = None  # when the window began
         self._elapsed: dict[str, float] = {}
@@ -192,11 +195,14 @@ class Instruments:
             self._loss = found if self._loss is None else self._loss + found
             self._weight += num_items if num_items is not None else samples * share
 
-    def on_window(self, loss: torch.Tensor, batches: Sequence[Any], stages: int) -> None:
+    def on_window(
+        self, loss: torch.Tensor, batches: Sequence[Any], stages: int, metrics: Mapping[str, float] = _NONE
+    ) -> None:
         """A pipeline has run a window.
 
         Args:
             loss: its mean, the same on every rank.
+            metrics: what its last stage reports besides.
             batches: micro-batches, where this rank counts them.
             stages: how many ranks see the same ones.
         """
@@ -204,7 +210,7 @@ class Instruments:
             self.progress.on_loss(loss.detach())
         if self._monitor.enabled:
             self._since = self._since or time.perf_counter()
-            self._loss, self._weight = loss.double(), 1.0
+            self._loss, self._weight, self._metrics = loss.double(), 1.0, metrics
             nests = [batch if isinstance(batch, (list, tuple)) else [batch] for batch in batches]
             self._tokens += stages * sum(tokens_in(nest) for nest in nests)
 
@@ -264,6 +270,7 @@ class Instruments:
         loss, weight, tokens = (sum(column) for column in zip(*rows, strict=True))
         if weight:
             yield f"{_SAMPLES}train_loss", loss / weight
+        yield from ((f"{_SAMPLES}{name}", value) for name, value in self._metrics.items())
         if seconds > 0:
             yield f"{_SAMPLES}samples_per_second", samples / seconds
             if tokens:  # ranks that share matrices have seen the same ones

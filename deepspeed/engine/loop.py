@@ -14,8 +14,10 @@ from deepspeed.foundation.tree import leaves_in
 from deepspeed.optim.construct import nearest
 
 POLICIES = ("drop", "pad", "cycle")
-# What a rank tells the others of its next batch: its loader failed, has just ended, had ended before, has a batch.
+# What a rank tells the others of its next batch: its loader failed, has just ended, had ended before, has a batch; or
+# that it needs none, and goes along with the others.
 FAILED, ENDING, ENDED, READY = range(4)
+ALONG = -1
 Agree = Callable[[int], tuple[int, int]]
 
 
@@ -89,15 +91,32 @@ class _Reader:
         return low, high
 
 
-def equal_steps(loader: Iterable[Any], *, agree: Agree, policy: str, weigh: Callable[[float], None]) -> Iterator[Any]:
+class _Companion(_Reader):
+    """A rank that needs no data: a stage in the middle of layers in a row."""
+
+    def __init__(self, agree: Agree) -> None:
+        super().__init__((), agree)
+
+    def advance(self, *, cycle: bool) -> int:
+        """Nothing to read."""
+        return ALONG
+
+    def cycle(self) -> int:
+        """Nothing to read."""
+        return ALONG
+
+
+def equal_steps(
+    loader: Iterable[Any] | None, *, agree: Agree, policy: str, weigh: Callable[[float], None]
+) -> Iterator[Any]:
     """Yield batches so that every rank makes as many steps.
 
     Each step costs one exchange of a small number, so that a loader that ends or fails on one rank ends the loop on
     all of them instead of leaving them in a collective.
 
     Args:
-        loader: this rank's loader.
-        agree: gives the least and the greatest of all ranks' flags; a collective.
+        loader: this rank's loader; None: it needs no data, and gets None as often as the others get a batch.
+        agree: gives the least and the greatest of all ranks' flags but `ALONG`; a collective.
         policy: "drop" ends with the shortest loader; "pad" ends with the longest, the others repeat their last
             batch with weight 0; "cycle" ends with the longest, the others start again.
         weigh: told the number of samples of the batch that follows, 0 for a padded one.
@@ -110,7 +129,7 @@ def equal_steps(loader: Iterable[Any], *, agree: Agree, policy: str, weigh: Call
     """
     if policy not in POLICIES:
         raise DataError(f"policy {policy!r} is unknown{nearest(policy, POLICIES)}; use one of {', '.join(POLICIES)}")
-    reader = _Reader(loader, agree)
+    reader = _Companion(agree) if loader is None else _Reader(loader, agree)
     while True:
         low, high = reader.tell(reader.advance(cycle=policy == "cycle"))
         if reader.steps == 0 and low == ENDING:

@@ -6,8 +6,9 @@ then what any engine does at the end of a window.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -15,22 +16,25 @@ import torch
 from deepspeed.comm import scalars
 from deepspeed.comm.api import told_by_all
 from deepspeed.comm.collectives import SMALL, tag_of
+from deepspeed.comm.mesh import DATA, REPLICATED, Mesh
 from deepspeed.comm.same_batches import SameBatches
 from deepspeed.engine.build import without_optimizer
 from deepspeed.engine.clients import loss_is_divided
 from deepspeed.engine.engine import DeepSpeedEngine
+from deepspeed.engine.feeding import Window
 from deepspeed.engine.generating import generate
 from deepspeed.engine.staging import stage_model, staying
 from deepspeed.engine.step_timers import FORWARD
-from deepspeed.errors import ArgumentError, DataError, NotAvailableError, PipelineError
+from deepspeed.engine.window_driver import WindowDriver
+from deepspeed.errors import ArgumentError, DataError, NotAvailableError, PipelineError, UsageError
 from deepspeed.foundation.tree import map_tensors
 from deepspeed.pipe.count import Count, check, check_shared, mean_loss
 from deepspeed.pipe.executor import Executor, Part
 from deepspeed.pipe.module import PipelineModule
 from deepspeed.pipe.schedule import Schedule, make_schedule
 from deepspeed.pipe.simulate import Simulated, simulate
-from deepspeed.zero.accumulation import AccumulationWindow, Way
 from deepspeed.zero.gathered import GatheredParameters
+from deepspeed.zero.materialize import is_without_values, materialize
 from deepspeed.zero.placement import Relation, placement_of
 
 _REDUCTIONS = ("avg", "sum", None)
@@ -42,51 +46,6 @@ def validated(name: str, stages: int, micros: int, chunks: int) -> Schedule:
     schedule = make_schedule(name, stages, micros, chunks)
     simulate(schedule)
     return schedule
-
-
-class _Driver:
-    """What the executor asks of a training engine.
-
-    Args:
-        parts: of this stage, by chunk.
-        window: the micro-batches between two updates.
-        divided: the model divides its loss by the micro-batches itself.
-    """
-
-    def __init__(self, parts: list[Part], window: AccumulationWindow, divided: bool) -> None:
-        self._parts, self._window, self._divided = parts, window, divided
-        self.ran = {"forward": 0, "backward": 0}  # chunks times micro-batches of the window so far
-        self.batches: list[Any] = []
-        self.items: list[float] | None = None  # of each micro-batch, where losses are sums over items
-        self.training = True
-
-    def words(self, chunk: int) -> str:
-        """Which layers a chunk is."""
-        return self._parts[chunk].words
-
-    def forward(self, chunk: int, micro: int, received: Any) -> Any:
-        """Run a chunk; the last part gives its loss in training."""
-        part, batch = self._parts[chunk], self.batches[micro]
-        self.ran["forward"] += 1
-        made = part.run(received, batch)
-        return part.loss(made, batch) if part.last and self.training else made
-
-    def backward(self, micro: int, roots: list[Any], gradients: list[torch.Tensor | None] | None) -> None:
-        """Run backward; gradients travel in the window's last micro-batch, as a chunk sees it."""
-        window = self._window
-        self.ran["backward"] += 1
-        window.force(micro == len(self.batches) - 1)
-        way = Way.MEAN if self.items is None else Way.ITEMS
-        window.count(way, None if self.items is None else self.items[micro])
-        with window.backward_pass(way, by_window=way is Way.MEAN and not self._divided):
-            if gradients is None:
-                loss, scale = roots[0], window.loss_scale
-                if loss.requires_grad:
-                    (loss.float() * scale if scale != 1.0 else loss).backward()
-                return
-            pairs = [(root, given) for root, given in zip(roots, gradients, strict=True) if given is not None]
-            if pairs:
-                torch.autograd.backward([root for root, _ in pairs], [given for _, given in pairs])
 
 
 class PipelineEngine(DeepSpeedEngine):
@@ -109,25 +68,30 @@ class PipelineEngine(DeepSpeedEngine):
         for part in self._parts:
             part.cast(self._components.dtype)
         self.schedule(self.gradient_accumulation_steps())
-        self._driver = _Driver(self._parts, self._window, loss_is_divided(self.module))
+        self._driver = WindowDriver(self._parts, self._window, loss_is_divided(self.module))
         self._executor = Executor(axis, self._driver, ring=self._chunks > 1, device=self.device)
         self._channel, self._sums = self._axes.everyone.channel(), 0
         self._same = [SameBatches(axis, "are stages of one pipeline (pp)"), self._same_batches]
         self._compares_shared = axis.size > 1
+        self.metrics: dict[str, float] = {}  # of the last window: means over micro-batches and replicas, on every rank
         self._iterator: Iterator[Any] | None = None
         self._batch_fn: Callable[[Any], Any] | None = None
 
     def _cut(self, model: Any, config: Any, mesh: Any, mpu: Any, optimizer: Any, parameters: Any) -> Any:
         if mesh.size("sp") > 1:
             raise NotAvailableError(
-                "pipeline stages together with ranks that share a sequence (sp) are not available yet"
+                f"pipeline stages together with ranks that share a sequence (sp) are not available yet: of "
+                f"{mesh.describe()} the nearest that can be had are {_without(mesh, 'sp')} and {_without(mesh, 'pp')}"
             )
         if not isinstance(model, PipelineModule):
+            if is_without_values(model):
+                materialize(model, mesh.axis(*REPLICATED, "pp"), mesh.device or torch.device("cpu"))
             parameters = super()._cut(model, config, mesh, mpu, optimizer, parameters)
         elif mpu is None and mesh.size("tp") > 1:
             raise NotAvailableError(
-                "layers of a PipelineModule are not cut over ranks (tp) yet: hand over an unedited model, or layers "
-                "that hold slices, with an mpu"
+                f"layers of a PipelineModule are not cut over ranks (tp): each rank has its own stage's only, and what "
+                f"can be cut is seen in a forward of the whole model. Of {mesh.describe()} the nearest that can be had "
+                f"is {_without(mesh, 'tp')}; or hand over an unedited model, or layers that hold slices, with an mpu"
             )
         self._parts = stage_model(model, config, mesh, optimizer)
         return staying(model, parameters)
@@ -162,7 +126,8 @@ class PipelineEngine(DeepSpeedEngine):
 
         Args:
             data_iter: gives this rank's micro-batches: the same ones on all stages; a PipelineModule needs them on its
-                first and last stage only. None: `training_data`, or what `set_dataiterator` was given.
+                first and last stage only. None: `training_data`, or what `set_dataiterator` was given. A window of
+                `loop` is taken as it is.
             num_items: says of a micro-batch how many items (tokens) its loss is the sum over; the gradient becomes that
                 of the total loss divided by their global count. None: losses are means, and micro-batches count alike.
 
@@ -173,6 +138,7 @@ class PipelineEngine(DeepSpeedEngine):
         Raises:
             DataError: a rank's data ended before the window was full; nothing was computed.
             PipelineError: a stage failed; says which, with its layers and micro-batch.
+            UsageError: `num_items` with a window of `loop`, which counts samples.
         """
         if self._components.optimizer is None:
             raise without_optimizer("train_batch", self._components)
@@ -182,9 +148,13 @@ class PipelineEngine(DeepSpeedEngine):
             raise PipelineError(
                 "train_batch() inside no_sync(): a window ends with the gradients of all its micro-batches"
             )
-        window, steps = self._window, self._window.steps
+        window, samples = self._window, data_iter.samples if isinstance(data_iter, Window) else None
+        if samples is not None and num_items is not None:
+            raise UsageError("engine.loop already counts samples; do not pass num_items with a window of it")
+        steps = window.steps if samples is None else len(samples)
         batches = self._fetch(data_iter, steps)
-        self._driver.items = self._items(batches, num_items)
+        self._driver.samples = _of_last_stage(self.mesh, samples)
+        self._driver.items = self._driver.samples if num_items is None else self._items(batches, num_items)
         self._before_micro_batch()
         self._instruments.throughput.start()
         with self._timed(FORWARD):
@@ -195,8 +165,9 @@ class PipelineEngine(DeepSpeedEngine):
             window.end_micro_batch()
         self._applied = False
         mean = self._count(losses, steps)
-        self._instruments.on_window(mean, batches if self.is_first_stage() else (), self.num_stages)
-        self._update(None)
+        self._instruments.on_window(mean, batches if self.is_first_stage() else (), self.num_stages, self.metrics)
+        with contextlib.nullcontext() if steps == window.steps else window.flush():
+            self._update(None)
         if self._compares_shared and self._applied:
             self._compares_shared = False
             self._compare_shared()
@@ -228,7 +199,8 @@ class PipelineEngine(DeepSpeedEngine):
         """
         if reduce_output not in _REDUCTIONS:
             raise ArgumentError(f"reduce_output is {reduce_output!r}; it is one of {_REDUCTIONS}")
-        count = num_micro_batches or self._window.steps
+        samples = data_iter.samples if isinstance(data_iter, Window) else None
+        count = num_micro_batches or (self._window.steps if samples is None else len(samples))
         batches, training = self._fetch(data_iter, count), self.training
         self.eval()
         try:
@@ -238,23 +210,42 @@ class PipelineEngine(DeepSpeedEngine):
         outputs = made if self.is_last_stage() else None
         if not compute_loss:
             return outputs
-        last = self._parts[-1]
-        with torch.no_grad():
-            losses = [last.loss(one, batch).detach() for one, batch in zip(made, batches, strict=False)]
-        label = "loss of an evaluation"
-        found: Any = [torch.tensor(mean_loss(self._told(losses[at : at + 1], label))) for at in range(count)]
-        if reduce_output is not None:
-            found = torch.stack(found).sum() / (count if reduce_output == "avg" else 1)
+        found: Any = self._evaluated(made, batches, _of_last_stage(self.mesh, samples), reduce_output)
         if not bcast_loss and not self.is_last_stage():
             found = None
         return (found, outputs) if return_logits else found
 
+    def _evaluated(
+        self, made: list[Any], batches: list[Any], samples: list[float] | None, reduce_output: str | None
+    ) -> Any:
+        """Losses of what the last stage made, over all ranks. All ranks call together."""
+        last, weights, found = self._parts[-1], samples or [1.0] * len(batches), list[torch.Tensor]()
+        counted = 0.0
+        for at, (batch, weight) in enumerate(zip(batches, weights, strict=True)):
+            losses = []
+            if made:
+                with torch.no_grad():
+                    losses.append(last.loss(made[at], batch).detach() * weight)
+                self._driver.means.add(last.metrics, weight)
+            counts = self._told(losses, "loss of an evaluation", weight if samples else 0.0)
+            share = sum(one.items for one in counts if one.losses) if samples else 1.0
+            found.append(torch.tensor(mean_loss(counts) * (1.0 if reduce_output is None else share)))
+            counted += share
+        self._note_metrics(counts)
+        if reduce_output is None:
+            return found
+        return torch.stack(found).sum() / (counted if reduce_output == "avg" else counted / len(batches))
+
     def _run(self, batches: list[Any], training: bool) -> list[Any]:
-        self._driver.batches, self._driver.training = batches, training
-        self._driver.ran = dict.fromkeys(self._driver.ran, 0)
+        self._driver.begin(batches, training)
+        short = training and len(batches) < self._window.steps and self._name == "interleaved"
+        if short and len(batches) % self.num_stages:  # the end of a loop, which cannot be had in rounds
+            schedule = validated("gpipe", self.num_stages, len(batches), self._chunks)
+        else:
+            schedule = self.schedule(len(batches), training)
         try:
             with self._autocast():
-                return self._executor.run(self.schedule(len(batches), training), training)
+                return self._executor.run(schedule, training)
         finally:
             self._driver.batches = []
 
@@ -263,15 +254,24 @@ class PipelineEngine(DeepSpeedEngine):
         self._sums += 1
         mean = float(torch.stack([one.float() for one in losses]).mean()) if losses else 0.0
         ran = self._driver.ran
-        mine = Count(mean, len(losses), items, self.stage_id, self.global_steps, ran["forward"], ran["backward"])
+        mine = Count(
+            mean, len(losses), items, self.stage_id, self.global_steps, ran["forward"], ran["backward"],
+            len(self._driver.means),
+        )  # fmt: skip
         tag = tag_of(self._channel, SMALL, self._sums)
         table = scalars.current.table(self._axes.everyone, list(mine), tag, label, self.device)
         return [Count(*row) for row in table]
+
+    def _note_metrics(self, counts: list[Count]) -> None:
+        """What the last stage reports is known everywhere. All ranks call together, after `_told`."""
+        told = any(count.metrics for count in counts)
+        self.metrics = self._driver.means.over(self._axes.everyone) if told else {}
 
     def _count(self, losses: list[torch.Tensor], micros: int) -> torch.Tensor:
         """The mean loss of a window that was computed once on each stage, on all ranks."""
         counts = self._told(losses, "mean loss of a window", sum(self._driver.items or ()))
         check(counts, self.num_stages, micros, self._chunks)
+        self._note_metrics(counts)
         return torch.tensor(mean_loss(counts))
 
     def _items(self, batches: list[Any], num_items: Callable[[Any], float] | None) -> list[float] | None:
@@ -279,7 +279,7 @@ class PipelineEngine(DeepSpeedEngine):
         if num_items is None:
             return None
         mine = [float(num_items(batch)) for batch in batches] if self.is_last_stage() else []
-        return told_by_all(self.mesh.axis("pp"), mine)[-1]
+        return _of_last_stage(self.mesh, mine)
 
     def _compare_shared(self) -> None:
         """After a first update: what several stages hold is still the same on all of them."""
@@ -385,16 +385,29 @@ class PipelineEngine(DeepSpeedEngine):
         """
         raise PipelineError("backward() of a pipeline is a part of train_batch()")
 
-    def loop(self, *_: Any, **__: Any) -> Any:
-        """Not for pipelines.
+    def loop(  # type: ignore[override]
+        self, loader: Iterable[Any] | None = None, policy: str = "drop", progress: bool | None = None
+    ) -> Iterator[Window]:
+        """Windows of `loader`, the same number on every rank, for `train_batch` and `eval_batch`.
 
-        Raises:
-            PipelineError: always.
+        A window has as many micro-batches as are accumulated; the last may have fewer, and is trained on as it is.
+        Gradients, losses and metrics are weighted by real samples.
+
+        Args:
+            loader: this rank's loader, of any length, as long on all stages; None: `training_dataloader`, or nothing
+                where a stage of a PipelineModule needs no data.
+            policy: "drop" ends with the shortest, "pad" repeats the last batch with weight zero, "cycle" starts anew.
+            progress: rank 0 shows one live line.
+
+        Example:
+            >>> for window in engine.loop(loader):
+            ...     loss = engine.train_batch(window)
         """
-        raise PipelineError(
-            "loop() gives micro-batches for forward(), and a pipeline takes whole windows: hand the loader to "
-            "set_dataloader(), or an iterator to train_batch()"
-        )
+        if not any(part.reads_batch for part in self._parts):
+            loader = None
+        elif loader is None:
+            loader = self.training_dataloader if self.training_dataloader is not None else _Nothing()
+        return self._feeding.windows(loader, policy, progress)
 
     def step(self, *_: Any, **__: Any) -> None:
         """Not for pipelines.
@@ -403,6 +416,24 @@ class PipelineEngine(DeepSpeedEngine):
             PipelineError: always.
         """
         raise PipelineError("step() of a pipeline is a part of train_batch()")
+
+
+def _of_last_stage(mesh: Mesh, numbers: list[float] | None) -> list[float] | None:
+    """What the last stage has counted: others may have no data. All ranks call together."""
+    return None if numbers is None else told_by_all(mesh.axis("pp"), numbers)[-1]
+
+
+def _without(mesh: Mesh, dim: str) -> str:
+    """A mesh whose ranks along a dim are data-parallel ones instead."""
+    sizes = {"pp": mesh.size("pp"), "dp": mesh.size(*DATA, dim), "sp": mesh.size("sp"), "tp": mesh.size("tp")}
+    return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1 and name != dim)
+
+
+class _Nothing:
+    """A loader that is missing: every rank is told so."""
+
+    def __iter__(self) -> Iterator[Any]:
+        raise ArgumentError("loop() needs a loader: there is no training_data either")
 
 
 def _endless(loader: Any) -> Iterator[Any]:

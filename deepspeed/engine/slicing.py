@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from deepspeed.comm.mesh import Asked, Mesh
+from deepspeed.comm.mesh import REPLICATED, Asked, Mesh
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.sections.parallel import PartitionConfig
 from deepspeed.errors import ArgumentError, DeepSpeedConfigError, NotAvailableError, OptimizerError, TensorParallelError
@@ -16,7 +17,9 @@ from deepspeed.optim.build import needs_whole_tensors
 from deepspeed.pipe.module import PipelineModule
 from deepspeed.tensor_parallel.cut import cut_model, is_cut, plan_of
 from deepspeed.tensor_parallel.specs import Spec, Specs
+from deepspeed.zero.param import is_managed
 from deepspeed.zero.placement import placement_of
+from deepspeed.zero.resettle import is_born, lay
 
 
 def asked_by_model(model: nn.Module) -> list[Asked]:
@@ -58,6 +61,7 @@ def slice_model(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh, mpu: Any,
         check=section.verify,
         specs=_specs(section.partition_config, getattr(model, "config", None)),
         vocabulary=bool(section.vocab_parallel_lm_head),
+        settle=_settler(mesh) if mesh.size("pp") > 1 and is_born(model) else None,
     )
     if section.partition_config.strict_mode and plan.whole:
         name, why = next(iter(plan.whole.items()))
@@ -65,6 +69,18 @@ def slice_model(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh, mpu: Any,
             f"tensor_parallel.partition_config.strict_mode: {len(plan.whole)} matrices of blocks stay whole, such as "
             f"'{name}': {why}"
         )
+
+
+def _settler(mesh: Mesh) -> Callable[[nn.Module], None]:
+    """Shards slices over the stages that are still to be cut, so that no rank has those of all."""
+    axis = mesh.axis(*REPLICATED, "pp")
+
+    def settle(unit: nn.Module) -> None:
+        for name, param in unit.named_parameters():
+            if not is_managed(param):
+                lay(param, name, axis)
+
+    return settle
 
 
 def _specs(section: PartitionConfig, config: Any) -> Specs:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from deepspeed.comm.api import told_by_all
-from deepspeed.comm.mesh import DIMS, Mesh
+from deepspeed.comm.mesh import DIMS, REPLICATED, Mesh
 from deepspeed.comm.same_batches import first_difference
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.errors import ArgumentError, MeshError, NotAvailableError, PipelineError
@@ -23,9 +23,9 @@ from deepspeed.pipe.layout import Meter, find_layout
 from deepspeed.pipe.module import PipelineModule
 from deepspeed.pipe.stage import keep_stage
 from deepspeed.tensor_parallel.inputs import inputs_of
-from deepspeed.zero.param import is_managed
 from deepspeed.zero.placement import Relation, placement_of
 from deepspeed.zero.prefetch import Limits
+from deepspeed.zero.resettle import is_born, refuse_served, resettle
 
 _PROFILED_TOKENS = 512  # a row; two fewer than a model's positions, which RoBERTa begins to count at two
 
@@ -54,6 +54,7 @@ def stage_model(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh, optimizer
         NotAvailableError: what is asked for besides does not go together with stages yet.
     """
     section, stages, stage = config.top.pipeline, mesh.size("pp"), mesh.coordinates["pp"]
+    refuse_served(model)
     _refuse_unavailable(model, config, optimizer)
     _refuse_other_models(_description(model), mesh)
     if isinstance(model, PipelineModule):
@@ -62,11 +63,14 @@ def stage_model(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh, optimizer
                 f"the PipelineModule was built for stage {model.stage} of {model.num_pipeline_stages()}, and this rank "
                 f"is stage {stage} of {stages} of mesh {mesh.describe()}"
             )
+        _take_own(model.whole_parameters(), model, config, mesh)
         _refuse_untied(model, mesh)
         return list(model.parts())
     meter = _meter(config, mesh) if section.partition == "profile" else None
     layout = find_layout(model, stages, inputs_of(model), section.partition, section.chunks, meter)
+    everything = dict(model.named_parameters())
     parts: list[Part] = list(keep_stage(model, layout, stages, stage))
+    _take_own(everything, model, config, mesh)
     _refuse_untied(model, mesh)
     names = [", ".join(layout.words(part) for part in range(at, layout.parts, stages)) for at in range(stages)]
     shares = [sum(layout.costs[at::stages]) / sum(layout.costs) for at in range(stages)]
@@ -90,6 +94,12 @@ def _meter(config: DeepSpeedConfig, mesh: Mesh) -> Meter:
         return [statistics.median(column) for column in zip(*told_by_all(mesh.axis(*DIMS), found), strict=True)]
 
     return measured
+
+
+def _take_own(everything: dict[str, nn.Parameter], stage: nn.Module, config: DeepSpeedConfig, mesh: Mesh) -> None:
+    """Parameters that were born over all stages become their stage's. All ranks call together."""
+    shards = config.zero.stage == 3
+    resettle(everything, stage.parameters(), mesh.axis(*REPLICATED) if shards else None)
 
 
 def _description(model: nn.Module) -> list[str]:
@@ -139,10 +149,10 @@ def _refuse_unavailable(model: nn.Module, config: DeepSpeedConfig, optimizer: An
         return
     if isinstance(optimizer, torch.optim.Optimizer) and optimizer.state:
         raise ArgumentError("the optimizer has state of the whole model: pass it to initialize before its first step")
-    if any(is_managed(param) or param.device.type == "meta" for param in model.parameters()):
+    if is_born(model) and config.top.pipeline.partition == "profile":
         raise NotAvailableError(
-            "pipeline stages of a model built under zero.Init or on the meta device are not available yet: build it "
-            "whole, or describe it as a PipelineModule, of which each rank builds its own layers only"
+            'pipeline.partition "profile" times whole blocks, and of a model built under zero.Init or on the meta '
+            'device no rank has one: take "best", which counts operations'
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from deepspeed.pipe.grid import PipelineParallelGrid
 from deepspeed.pipe.module import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.pipe.topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
 
@@ -10,6 +11,7 @@ __all__ = [
     "PipeDataParallelTopology",
     "PipeModelDataParallelTopology",
     "PipelineModule",
+    "PipelineParallelGrid",
     "ProcessTopology",
     "TiedLayerSpec",
 ]

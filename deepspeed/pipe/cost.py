@@ -154,7 +154,17 @@ def deal(costs: Sequence[float], stages: int, chunks: int) -> list[int]:
         slowest = max(sum(own[stage::stages]) for stage in range(stages))
         return round(slowest / sums[-1], 9), round(sum((one / sums[-1]) ** 2 for one in own), 9)
 
-    best = partition_balanced(weights, parts)
+    return improve(partition_balanced(weights, parts), price)
+
+
+def improve(best: list[int], price: Callable[[Sequence[int]], tuple[float, ...]]) -> list[int]:
+    """Move single items between parts as long as that lowers a price.
+
+    Args:
+        best: bounds to begin with.
+        price: of bounds; lower is better.
+    """
+    parts = len(best) - 1
     moves = [(a, b) for a in range(parts) for b in range(max(0, a - _NEAR), min(parts, a + _NEAR + 1)) if a != b]
     better = True
     while better:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,6 +25,7 @@ class Count(NamedTuple):
         step: updates before this window.
         forward: chunks times micro-batches that it has computed.
         backward: those that it ran backward of.
+        metrics: numbers that it reports beside the loss.
     """
 
     loss: float
@@ -34,12 +35,45 @@ class Count(NamedTuple):
     step: float
     forward: float
     backward: float
+    metrics: float = 0.0
 
 
 def mean_loss(counts: Sequence[Count]) -> float:
     """The mean loss over the ranks that have one, or over the items that their losses are sums over."""
     total = sum(one.loss * one.losses for one in counts)
     return total / (sum(one.items for one in counts if one.losses) or sum(one.losses for one in counts) or 1.0)
+
+
+class Means:
+    """Numbers that the last stage reports beside the loss, as means over micro-batches and ranks."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, tuple[Any, float]] = {}  # of values times weights, and of weights
+
+    def __len__(self) -> int:
+        return len(self._sums)
+
+    def add(self, found: Mapping[str, torch.Tensor | float], weight: float = 1.0) -> None:
+        """One micro-batch's.
+
+        Args:
+            found: one number each.
+            weight: samples that it counts for.
+        """
+        for name, value in found.items():
+            total, weights = self._sums.get(name, (0.0, 0.0))
+            number = value.detach().double() if isinstance(value, torch.Tensor) else float(value)
+            self._sums[name] = total + number * weight, weights + weight  # on the device: nobody waits for it
+
+    def over(self, axis: Axis) -> dict[str, float]:
+        """The means over all ranks that have one. All ranks of the axis call together."""
+        sums: dict[str, tuple[float, float]] = {}
+        mine = {name: (float(total), weights) for name, (total, weights) in self._sums.items()}
+        for theirs in told_by_all(axis, mine):
+            for name, (total, weights) in theirs.items():
+                before = sums.get(name, (0.0, 0.0))
+                sums[name] = before[0] + total, before[1] + weights
+        return {name: total / weights for name, (total, weights) in sums.items() if weights}
 
 
 def check(counts: Sequence[Count], stages: int, micros: int, chunks: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -29,6 +30,7 @@ class Part(Protocol):
     words: str
     reads_batch: bool
     costs: list[float]  # of all parts of the model, by simulation's unit; empty: not known
+    metrics: Mapping[str, torch.Tensor | float]  # one number each, beside the last loss
 
     def run(self, received: Any, batch: Any) -> Any:
         """What the part makes of what the part before has made."""

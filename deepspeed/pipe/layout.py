@@ -79,6 +79,7 @@ class View:
         self._model, self.words, self.costs = model, layout.words(part), layout.costs
         self._skipped: list[Skipped] = []
         self.first, self.last, self.reads_batch = part == 0, part == layout.parts - 1, True
+        self.metrics: Mapping[str, torch.Tensor | float] = {}
         self._stand_ins = stand_ins
         runs, slots = layout.runs(part), dict[Slot, nn.Module]()
         for name in all_units(layout, stand_ins):
@@ -125,7 +126,7 @@ class View:
                 one.dtype_here = dtype
 
     def loss(self, made: Any, batch: Any) -> torch.Tensor:
-        """The loss that the model returns: alone, first in a tuple, or by name.
+        """The loss that the model returns: alone, first in a tuple, or by name; other single numbers become `metrics`.
 
         Raises:
             PipelineError: it returns none.
@@ -137,7 +138,13 @@ class View:
                 f"{type(self._model).__name__} returned no loss but a {type(made).__name__}: put labels into the "
                 f"batch, or describe the model as a PipelineModule with loss_fn"
             )
+        named = made if isinstance(made, Mapping) else vars(made) if hasattr(made, "__dict__") else {}
+        self.metrics = {name: value.detach() for name, value in named.items() if name != "loss" and _is_number(value)}
         return found
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.numel() == 1 and value.is_floating_point()
 
 
 def all_units(layout: Layout, stand_ins: dict[str, nn.Module]) -> list[str]:

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import itertools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.groups import get_rank, is_initialized
 from deepspeed.comm.mesh import Mesh, current_mesh, ranks_started
-from deepspeed.errors import ArgumentError, MeshError, NotAvailableError, PipelineError
+from deepspeed.errors import ArgumentError, MeshError, PipelineError
 from deepspeed.foundation.partition import partition_balanced, partition_uniform
+from deepspeed.pipe.measure import Layer, agreed, deal_layers, measure
 from deepspeed.pipe.topology import PipeDataParallelTopology, ProcessTopology
+from deepspeed.zero.init_context import suspended
 from deepspeed.zero.placement import Placement, Relation, place
 
 
@@ -75,17 +81,21 @@ class PipelineModule(nn.Module):
         layers: modules, functions, LayerSpecs and TiedLayerSpecs, or one nn.Sequential.
         num_stages: ranks along `pp`; this or `topology`.
         topology: a `ProcessTopology` with an axis "pipe", the outermost.
-        loss_fn: called with (outputs, labels) on the last stage; None: the last layer gives the loss.
+        loss_fn: called with (outputs, labels) on the last stage; gives the loss, or (loss, numbers by name for
+            `engine.metrics`). None: the last layer gives the loss.
         seed_layers: build each layer, and run it, from a seed of its own.
         seed_fn: sets the seed; None: torch.manual_seed.
         base_seed: of layer 0.
-        partition_method: "parameters", "uniform", "type:REGEX" (counts layers whose class matches), or a list of bounds
-            (stage s has the layers from bounds[s] up to bounds[s + 1]).
+        partition_method: "parameters", "uniform", "profile" (by measured time and memory), "type:REGEX" (counts layers
+            whose class matches), or a list of bounds (stage s has the layers from bounds[s] up to bounds[s + 1]).
         activation_checkpoint_interval: layers that are computed again together in backward; 0: none.
         activation_checkpoint_func: called with (function, inputs); None: torch's checkpoint.
         checkpointable_layers: names of the classes that are computed again; None: those with parameters.
         dynamic_shape: accepted for old scripts: shapes may always change.
         num_chunks: parts per stage, for the interleaved schedule.
+        example_input: what the first layer takes of a micro-batch, for partition_method "profile", which runs all
+            layers on every rank, one at a time.
+        stage_memory: bytes that a stage may hold, for "profile"; None: the device's, on the CPU any.
 
     Raises:
         ArgumentError: arguments that cannot work together.
@@ -107,11 +117,13 @@ class PipelineModule(nn.Module):
         checkpointable_layers: Sequence[str] | None = None,
         dynamic_shape: bool = False,
         num_chunks: int = 1,
+        example_input: Any = None,
+        stage_memory: int | None = None,
     ) -> None:
         super().__init__()
         self._specs = list(layers.children()) if isinstance(layers, nn.Sequential) else list(layers)
         self._stages, self._topology = _stages_of(num_stages, topology)
-        self._chunks = num_chunks
+        self._chunks, self._example, self._memory = num_chunks, example_input, stage_memory
         self.loss_fn = loss_fn
         self.seed_layers, self.base_seed, self._seed = seed_layers, base_seed, seed_fn or torch.manual_seed
         self.activation_checkpoint_interval = activation_checkpoint_interval
@@ -120,6 +132,7 @@ class PipelineModule(nn.Module):
         rank = get_rank() if is_initialized() else 0
         self.stage = rank // (ranks_started() // self._stages)
         self._bounds = self._partition(partition_method)
+        self._example = None
         self._runs = 0
         self.tied_modules = nn.ModuleDict()
         self._functions: dict[int, Callable[..., Any]] = {}
@@ -140,9 +153,11 @@ class PipelineModule(nn.Module):
             named = re.compile(method[5:], re.IGNORECASE)
             bounds = partition_balanced([float(bool(named.search(_name(spec)))) for spec in self._specs], parts)
         elif method == "profile":
-            raise NotAvailableError("partition_method 'profile' is not available yet; give a list of bounds")
+            bounds = self._measured(parts)
         else:
-            raise ArgumentError(f"partition_method {method!r} is none of parameters, uniform, type:REGEX or a list")
+            raise ArgumentError(
+                f"partition_method {method!r} is none of parameters, uniform, profile, type:REGEX or a list"
+            )
         ends = bounds[:1] + bounds[-1:]
         if (
             len(bounds) != parts + 1
@@ -155,8 +170,39 @@ class PipelineModule(nn.Module):
             )
         return bounds
 
+    def _measured(self, parts: int) -> list[int]:
+        """Bounds by what layers cost, each built and run alone. All ranks call together."""
+        if self._example is None:
+            raise ArgumentError(
+                'partition_method "profile" runs the layers: pass example_input, what the first layer takes'
+            )
+        accelerator, limit = get_accelerator(), self._memory
+        if limit is None and accelerator.device_name() != "cpu":
+            limit = accelerator.total_memory()
+        with torch.random.fork_rng(devices=[]), suspended():
+            costs = agreed(measure(self._alone(), self._example))
+        return deal_layers(costs, self._stages, parts // self._stages, limit)
+
+    def _alone(self) -> Iterator[Layer]:
+        """Layers as they are called, of which no more than one and the tied ones live at a time."""
+        tied: dict[str, nn.Module] = {}
+        for spec in self._specs:
+            if isinstance(spec, TiedLayerSpec):
+                module = tied[spec.key] if spec.key in tied else tied.setdefault(spec.key, spec.build())
+                yield (module if spec.forward_fn is None else partial(spec.forward_fn, module)), module
+            elif isinstance(spec, LayerSpec):
+                module = spec.build()
+                yield module, module
+            else:
+                module = copy.deepcopy(spec) if isinstance(spec, nn.Module) else None
+                yield module or spec, module
+
     def _build(self) -> None:
         """Build all layers one by one, so that random values are those of the whole row, and keep the own ones."""
+        with suspended() if self._stages > 1 else contextlib.nullcontext():  # a stage is what zero.Init would save
+            self._build_own()
+
+    def _build_own(self) -> None:
         mine = {at for part in self._own_parts() for at in range(self._bounds[part], self._bounds[part + 1])}
         needed = {spec.key for at, spec in enumerate(self._specs) if at in mine and isinstance(spec, TiedLayerSpec)}
         met: set[str] = set()
@@ -267,6 +313,11 @@ class PipelineModule(nn.Module):
         """The mesh of the newest engine, which answers the names of a model-parallel unit."""
         return current_mesh()
 
+    def whole_parameters(self) -> dict[str, nn.Parameter]:
+        """Parameters of layers that were handed over as modules, which every rank has, by layer and name."""
+        layers = [(at, spec) for at, spec in enumerate(self._specs) if isinstance(spec, nn.Module)]
+        return {f"{at}.{name}": param for at, layer in layers for name, param in layer.named_parameters()}
+
     def description(self) -> list[str]:
         """A line for each layer, with its part: what all ranks have to agree on."""
         parts = [part for part, (low, high) in enumerate(itertools.pairwise(self._bounds)) for _ in range(low, high)]
@@ -288,8 +339,11 @@ class PipelineModule(nn.Module):
             if len(self.stages_of(key)) > 1
         ]
 
-    def get_additional_losses(self) -> None:
-        """Losses beside that of `loss_fn`: none."""
+    def get_additional_losses(self) -> Mapping[str, torch.Tensor | float] | None:
+        """Numbers by name that are shown beside the loss of a micro-batch that has just run; for subclasses.
+
+        They are asked of the last stage; `engine.metrics` has their means on every rank.
+        """
         return None
 
 
@@ -306,6 +360,7 @@ class LayerRun:
         self._module, self._layers = module, layers
         self.first, self.last = part == 0, layers.stop == len(module._specs)
         self.reads_batch, self.costs = self.first or self.last, list[float]()
+        self.metrics: Mapping[str, torch.Tensor | float] = {}
         self.words = f"layers {layers[0]}" + (f"-{layers[-1]}" if len(layers) > 1 else "")
 
     def run(self, received: Any, batch: Any) -> Any:
@@ -316,10 +371,16 @@ class LayerRun:
         """Nothing stands for other stages' layers."""
 
     def loss(self, made: Any, batch: Any) -> torch.Tensor:
-        """What `loss_fn` makes of outputs and labels; of a dict of a batch it gets all."""
-        found = made
+        """What `loss_fn` makes of outputs and labels; of a dict of a batch it gets all.
+
+        It may give (loss, numbers by name) too; those, and additional losses, become `metrics`.
+        """
+        found, numbers = made, {}
         if self._module.loss_fn is not None:
             found = self._module.loss_fn(made, batch[1] if isinstance(batch, (tuple, list)) else batch)
+        if isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping):
+            found, numbers = found
+        self.metrics = {**numbers, **(self._module.get_additional_losses() or {})}
         if not isinstance(found, torch.Tensor) or found.numel() != 1:
             raise PipelineError(f"the loss is one number, and loss_fn gave a {type(found).__name__}")
         return found

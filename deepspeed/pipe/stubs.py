@@ -17,6 +17,7 @@ from torch import nn
 
 from deepspeed.errors import PipelineError
 from deepspeed.foundation.tree import map_tensors
+from deepspeed.zero.param import is_managed
 
 Slot = tuple[nn.Module, str]  # a module, and the name of the child that is replaced in it
 
@@ -119,7 +120,10 @@ def without_values(module: nn.Module) -> nn.Module:
     """A copy of a module whose tensors are on the meta device."""
     memo: dict[int, Any] = {}
     for tensor in [*module.parameters(), *module.buffers()]:
-        away = tensor.detach().to("meta")
+        if is_managed(tensor):  # whose move would gather its values
+            away = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        else:
+            away = tensor.detach().to("meta")
         memo[id(tensor)] = nn.Parameter(away, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else away
     return copy.deepcopy(module, memo)
 

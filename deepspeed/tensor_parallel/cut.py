@@ -53,6 +53,7 @@ def cut_model(
     check: str = "units",
     specs: Specs | None = None,
     vocabulary: bool = False,
+    settle: Callable[[nn.Module], None] | None = None,
 ) -> Plan:
     """Make a dense model this rank's slices of it, in place. All ranks of the axis call together.
 
@@ -64,6 +65,7 @@ def cut_model(
             output besides; "off" compares nothing.
         specs: what is said of single matrices.
         vocabulary: share out the embedding and the output projection of a causal LM too.
+        settle: called with each unit once it is cut; its parameters are plain then.
 
     Raises:
         MeshError: the ranks have different models.
@@ -79,6 +81,8 @@ def cut_model(
     for unit in plan.units:
         _cut_unit(model.get_submodule(unit.name), unit, axis, check != "off")
         unit.call = Call({}, [])  # its tensors are needed no more
+        if settle is not None:
+            settle(model.get_submodule(unit.name))
     columns = {join(unit.name, n) for unit in plan.units for one in unit.regions for n in one.shares.region.columns}
     install(model, plan.drops, columns, axis)
     if vocabulary:

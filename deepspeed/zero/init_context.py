@@ -21,7 +21,7 @@ from deepspeed.comm import init as comm_init
 from deepspeed.comm.axis import Axis, group_axis
 from deepspeed.comm.collectives import broadcast_tensors
 from deepspeed.comm.groups import is_initialized
-from deepspeed.comm.mesh import REPLICATED
+from deepspeed.comm.mesh import REPLICATED, Mesh
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.errors import ArgumentError, NotAvailableError, UsageError
 from deepspeed.foundation.heap import own_pages
@@ -32,13 +32,9 @@ from deepspeed.storage.resident import RESIDENT
 from deepspeed.storage.simulated import disk_in
 from deepspeed.storage.tier import Tier
 from deepspeed.zero.exhaustion import exhausted, is_exhaustion
-from deepspeed.zero.holders import alone
-from deepspeed.zero.layout import by_group
-from deepspeed.zero.member import Member
 from deepspeed.zero.mesh import find_mesh
-from deepspeed.zero.param import birth_writers, is_managed
-from deepspeed.zero.policy import policy_for
-from deepspeed.zero.shard_group import ShardGroup
+from deepspeed.zero.param import ReadView, birth_writers, is_managed, refuse_write
+from deepspeed.zero.resettle import lay
 from deepspeed.zero.tiers import Tiers
 
 
@@ -123,7 +119,7 @@ class Init:
         self.axis: Axis = (
             group_axis("dp", data_parallel_group, self.device)
             if data_parallel_group is not None
-            else find_mesh(parsed, mpu, None, self.device).axis(*REPLICATED)
+            else _axis_of(find_mesh(parsed, mpu, None, self.device), mpu)
         )
         self.dtype = dtype or _dtype_of(parsed)
         self.tiers = Tiers(parameters=_tier(remote_device, parsed, pin_memory))
@@ -134,12 +130,26 @@ class Init:
             for child in module.modules():
                 self.shard(child)
 
+    @classmethod
+    def over(cls, axis: Axis, device: torch.device) -> Init:
+        """One that shards over ranks that are known.
+
+        Args:
+            axis: the ranks, which make the same model.
+            device: where its parameters are.
+        """
+        made = cls(enabled=False)
+        made.enabled, made.axis, made.device, made.dtype, made.tiers = True, axis, device, None, Tiers()
+        made.wraps_apply = True
+        made._patches, made._pages, made._unshared = _Patches(), contextlib.ExitStack(), 0
+        return made
+
     def __enter__(self) -> Init:
         if self.enabled:
             if not _open:
                 _patch(self._patches, self.wraps_apply)
                 _patch_constructors(self._patches, self.dtype, self.device)
-                birth_writers.append(_write_whole)
+                birth_writers.append(write_whole)
             _open.append(self)
             if self.device.type == "cpu" and self.tiers.parameters is not RESIDENT:
                 self._pages.enter_context(own_pages())
@@ -150,7 +160,7 @@ class Init:
             _open.remove(self)
             self._pages.close()
             if not _open:
-                birth_writers.remove(_write_whole)
+                birth_writers.remove(write_whole)
                 _restore(self._patches)
         if error is not None and is_exhaustion(error):
             raise exhausted("a model was made under zero.Init", error) from error
@@ -170,15 +180,18 @@ class Init:
                 param.data = param.data.to(self.dtype)
             broadcast_tensors(self.axis, [param.data], f"birth of {type(module).__name__}.{name}")
             self._unshared += param.numel() * param.itemsize
-            member = Member(param, f"{type(module).__name__}.{name}")
-            layout = by_group([param.numel()], self.axis.size)
-            ShardGroup(alone(self.axis), policy_for(3), layout, [member], tiers=self.tiers)
+            lay(param, f"{type(module).__name__}.{name}", self.axis, self.tiers)
         for buffer in module._buffers.values():
             if buffer is not None and buffer.device.type != "meta":
                 broadcast_tensors(self.axis, [buffer], f"birth of a buffer of {type(module).__name__}")
         if self._unshared > _TRIM_AFTER and self.device.type == "cpu":  # a device's allocator lends them out again
             self._unshared = 0
             get_accelerator().empty_cache()
+
+
+def _axis_of(mesh: Mesh, mpu: Any) -> Axis:
+    """The ranks that make the same model: those of all stages too, unless a client's unit says that it cuts them."""
+    return mesh.axis(*REPLICATED) if mpu is not None else mesh.axis(*REPLICATED, "pp")
 
 
 def _written_by_its_layer(module: nn.Module, param: nn.Parameter) -> bool:
@@ -315,17 +328,27 @@ def _gathered_apply(self: nn.Module, fn: Callable[[nn.Module], None]) -> nn.Modu
     return self
 
 
-def _write_whole(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A module writes to a parameter that was born, and sharded, with a child of it: axis rank 0's result counts."""
+def write_whole(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A module writes to a parameter that was born, and sharded, with a child of it: axis rank 0's result counts.
+
+    Or to a part of one, as Transformers does to an embedding's row for padding.
+    """
     from deepspeed.zero.gathered import GatheredParameters
 
-    member = args[0]._ds_member
+    member, target = args[0]._ds_member, args[0]
     with GatheredParameters(member.param, modifier_rank=member.group.axis.ranks[0]), torch.no_grad():
         if name == "data=":
             member.param.copy_(args[1])
         else:
-            func(member.param, *args[1:], **kwargs)
-    return args[0]
+            whole = member.param
+            if isinstance(target, ReadView):  # of a dense copy, whose elements lie as in the parameter
+                if target.dtype != whole.dtype or target.untyped_storage().nbytes() != whole.numel() * whole.itemsize:
+                    refuse_write(name, member)
+                at = whole.storage_offset() + target.storage_offset()
+                func(whole.as_strided(target.shape, target.stride(), at), *args[1:], **kwargs)
+            else:
+                func(whole, *args[1:], **kwargs)
+    return target
 
 
 @contextlib.contextmanager

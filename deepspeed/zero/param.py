@@ -261,7 +261,7 @@ def intercept(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _write(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Refused, but for modules being born that initialize what their children own."""
-    if birth_writers and _is_write(name) and not isinstance(args[0], ReadView):
+    if birth_writers and _is_write(name) and not (isinstance(args[0], ReadView) and name == "data="):
         return birth_writers[-1](name, func, args, kwargs)
     refuse_write(name, args[0]._ds_member)
 

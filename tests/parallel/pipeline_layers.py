@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepspeed.comm import get_rank
 from deepspeed.comm.mesh import current_mesh
-from deepspeed.errors import ArgumentError, DataError, DeepSpeedError, NotAvailableError, PipelineError
-from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.errors import ArgumentError, DataError, DeepSpeedError, PipelineError
+from deepspeed.pipe import LayerSpec, PipeDataParallelTopology, PipelineModule, ProcessTopology, TiedLayerSpec
 from tests.parallel.dense import Dense, momentum
 from tests.parallel.pipeline_runs import apart, config_of, replica
 from tests.parallel.tiny import raises
@@ -30,6 +31,8 @@ class Mixed(nn.Module):
         hidden, mask, count = inputs
         if self.fault == "forward":
             raise ValueError("planted in forward")
+        if self.fault == "slow":
+            time.sleep(0.03)
         hidden = hidden + torch.tanh(self.linear(hidden)) * mask
         if self.fault == "backward":
             hidden.register_hook(fail)
@@ -132,7 +135,7 @@ def failed(fault: str, stage: int) -> tuple[str, str, float]:
 def refused() -> None:
     """Calls that a pipeline does not serve, and data that ends."""
     with start(1, 2, 3) as engine:
-        for call in (engine, engine.forward, engine.backward, engine.step, engine.loop):
+        for call in (engine, engine.forward, engine.backward, engine.step):
             with raises(PipelineError, "train_batch"):
                 call(torch.zeros(()))
         with raises(ArgumentError, "iterator"):
@@ -150,9 +153,44 @@ def refused() -> None:
         engine.train_batch()
         assert len(drawn) == 3, "one micro-batch too many was taken"
         assert "1f1b: 2 stages, 3 micro-batches" in str(engine.schedule(3))
-    with raises(NotAvailableError, "zero.Init"):
-        import deepspeed
 
-        with deepspeed.zero.Init():
-            model = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
-        deepspeed.initialize(model=model, config=config_of(3, 2))
+
+def timed() -> tuple[list[int], list[tuple[float, float]]]:
+    """Layers dealt by measured time, of which one rank of three finds others slow; bounds, and distances from dense."""
+    example = batch_of(0, 0)[0]
+    specs, blocks = rows(), ["", "slow", "slow", ""] if get_rank() else ["slow", "", "", "slow"]
+    specs[1:5] = [LayerSpec(Mixed, WIDTH, fault=fault) for fault in blocks]
+    model = PipelineModule(specs, num_stages=3, partition_method="profile", example_input=example, loss_fn=loss_fn)
+    return model.partitions(), described(1, 3, 3, 1, partition_method="profile", example_input=example)
+
+
+def gridded() -> tuple[Any, ...]:
+    """What scripts ask the grid of a topology, and of a unit made from it; on 4 ranks."""
+    import deepspeed
+    from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
+
+    grid = PipelineParallelGrid(topology=PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=1))
+    rank = get_rank()
+    assert grid.get_global_rank() == rank and grid.get_stage_id() == rank // 2 and grid.get_data_parallel_id() == 0
+    assert grid.stage_to_global(stage_id=1 - rank // 2) == (rank + 2) % 4
+    assert grid.stage_to_global(0, model=1) == 1
+    assert (grid.get_model_parallel_rank(), grid.get_model_parallel_world_size()) == (rank, 4)
+    assert torch.distributed.get_process_group_ranks(grid.get_slice_parallel_group())[0] == rank // 2 * 2
+    with raises(ArgumentError, "pipe, data, model", "other"):
+        PipelineParallelGrid(ProcessTopology(["pipe", "other"], [2, 2]))
+    with raises(AttributeError, "get_nothing"):
+        _ = grid.get_nothing
+    torch.manual_seed(0)
+    topology = PipeDataParallelTopology(num_pp=2, num_dp=2)
+    model = PipelineModule(rows(), topology=topology, loss_fn=loss_fn)
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=momentum(model.parameters()),
+        config=config_of(1, 2, 2),
+        mpu=PipelineParallelGrid(topology),
+    )
+    with engine:
+        loss = engine.train_batch(feed(0, 2, replica(current_mesh())))
+        newest = PipelineParallelGrid()
+        assert newest.topology().get_rank(pipe=1, data=1, model=0) == 3
+        return float(loss), newest.get_data_parallel_rank(), newest.get_pipe_parallel_rank()

@@ -181,19 +181,18 @@ def loaded(folder: str, mesh: dict[str, Any]) -> tuple[dict[str, Any], float]:
         return found, train(engine, 4)
 
 
-def counted(stage: int) -> list[float]:
+def counted(stage: int, settings: Any = None, accumulation: int = 3) -> list[float]:
     """Losses that are sums over items, of unequal micro-batches: distances of the mean, and of parameters."""
     import deepspeed
 
-    model = deep("GPTNeo", 2)
+    model = deep("GPTNeo", 4)
     dense = Dense(model, momentum, 1)
-    engine, *_ = deepspeed.initialize(
-        model=_Sums(model), optimizer=momentum(model.parameters()), config=config_of(stage, 2, 3)
-    )
+    config = config_of(stage, 2, accumulation, **(settings or {}))
+    engine, *_ = deepspeed.initialize(model=_Sums(model), optimizer=momentum(model.parameters()), config=config)
     with engine:
         found = []
         for window in range(2):
-            ours = list(batches(model, 3 * window, 3, 0, True))
+            ours = list(batches(model, accumulation * window, accumulation, 0, True))
             for at, one in enumerate(ours):
                 one["labels"] = one["labels"].clone()
                 one["labels"][:, : at + 1] = -100

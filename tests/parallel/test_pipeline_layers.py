@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.parallel.pipeline_layers import described, failed, refused
+from tests.parallel.pipeline_layers import described, failed, gridded, refused, timed
 from tests.parallel.pipeline_models import stage_and_compare
 
 FAST = [
@@ -65,3 +65,16 @@ def test_a_toy_of_transformers_is_equal(workers: Any, name: str) -> None:
 def test_an_encoder_decoder_is_refused_with_the_reason(workers: Any) -> None:
     for row in workers(2).run(stage_and_compare, "T5ForConditionalGeneration", 2):
         assert row["verdict"] == "refused" and "encoder" in row["why"], row
+
+
+def test_layers_are_dealt_by_the_times_that_most_ranks_find(workers: Any) -> None:
+    found = workers(3).run(timed, timeout=40)
+    assert all(bounds == found[0][0] for bounds, _ in found)
+    assert 3 in found[0][0], found[0][0]  # between the two that two of three find slow
+    assert all(gap <= 1e-6 for _, gaps in found for row in gaps for gap in row), found
+
+
+def test_a_grid_answers_by_the_names_of_old_scripts(workers: Any) -> None:
+    found = workers(4).run(gridded)
+    assert [row[1:] for row in found] == [(0, 0), (1, 0), (0, 1), (1, 1)]
+    assert len({row[0] for row in found}) == 1

@@ -16,6 +16,13 @@ def test_losses_that_are_sums_over_items_equal_the_dense_model(workers: Any, sta
 
 
 @pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_items_count_once_where_a_stage_has_several_parts(workers: Any, stage: int) -> None:
+    settings = {"pipeline": {"schedule": "interleaved", "chunks": 2}}
+    for found in workers(2).run(counted, stage, settings, 4):
+        assert max(found) <= 1e-6, found
+
+
+@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_what_stages_write_is_what_the_model_writes(workers: Any, stage: int) -> None:
     assert workers(2).run(written, stage) == [[True, True]] * 2
 

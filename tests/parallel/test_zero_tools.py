@@ -64,6 +64,11 @@ class Nested(Tiny):
         super().__init__()
         with deepspeed.zero.GatheredParameters(self.out.bias, modifier_rank=0), torch.no_grad():
             self.out.bias.fill_(1.0 + dist.get_rank())
+        layers: Any = self.layers
+        with torch.no_grad():  # parts of what is sharded by now; the first rank's draw counts
+            layers[0][0].weight[1].fill_(5.0 + dist.get_rank())
+            layers[0][0].weight.t()[2, 3:].zero_()
+            layers[1][0].weight[:, ::2] = 7.0 + dist.get_rank()
         self.own = nn.Parameter(torch.full((WIDTH,), 2.0))
         self.register_buffer("table", torch.full((3,), float(dist.get_rank())))
 
@@ -103,6 +108,11 @@ def further_births() -> None:
     found = dense(nested)
     assert found["out.bias"].eq(1.0).all() and found["own"].eq(2.0).all() and found["out.weight"].eq(0.5).all()
     assert nested.table.eq(0.0).all()
+    parts, every = found["layers.0.0.weight"], found["layers.1.0.weight"]
+    assert parts[1].eq(5.0).all() and parts[3:, 2].eq(0.0).all()
+    assert every[:, ::2].eq(7.0).all() and not every[:, 1::2].eq(7.0).any()
+    with raises(ShardedParameterError, "zero_"):  # after birth, such a write would be lost
+        nested.get_parameter("layers.0.0.weight").data[1].zero_()
     with raises(ArgumentError, "nvme", "nvme_path"):
         deepspeed.zero.Init(remote_device="nvme")
     with deepspeed.zero.Init():  # initialize itself is not under the context

@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from deepspeed.pipe import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
+from deepspeed.pipe.grid import PipelineParallelGrid
 
-__all__ = ["PipeDataParallelTopology", "PipeModelDataParallelTopology", "ProcessTopology"]
+__all__ = ["PipeDataParallelTopology", "PipeModelDataParallelTopology", "PipelineParallelGrid", "ProcessTopology"]
