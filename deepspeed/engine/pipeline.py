@@ -7,7 +7,7 @@ then what any engine does at the end of a window.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from deepspeed.pipe.simulate import Simulated, simulate
 from deepspeed.zero.accumulation import AccumulationWindow, Way
 from deepspeed.zero.gathered import GatheredParameters
 from deepspeed.zero.placement import Relation, placement_of
+from deepspeed.zero.rows import by_rows, tables
 
 _REDUCTIONS = ("avg", "sum", None)
 
@@ -51,10 +52,13 @@ class _Driver:
         parts: of this stage, by chunk.
         window: the micro-batches between two updates.
         divided: the model divides its loss by the micro-batches itself.
+        lookups: tables of this stage whose gradients can come by rows.
     """
 
-    def __init__(self, parts: list[Part], window: AccumulationWindow, divided: bool) -> None:
-        self._parts, self._window, self._divided = parts, window, divided
+    def __init__(
+        self, parts: list[Part], window: AccumulationWindow, divided: bool, lookups: Sequence[torch.nn.Embedding] = ()
+    ) -> None:
+        self._parts, self._window, self._divided, self._lookups = parts, window, divided, lookups
         self.ran = {"forward": 0, "backward": 0}  # chunks times micro-batches of the window so far
         self.batches: list[Any] = []
         self.items: list[float] | None = None  # of each micro-batch, where losses are sums over items
@@ -68,7 +72,8 @@ class _Driver:
         """Run a chunk; the last part gives its loss in training."""
         part, batch = self._parts[chunk], self.batches[micro]
         self.ran["forward"] += 1
-        made = part.run(received, batch)
+        with by_rows(self._lookups if self.training else (), batch):
+            made = part.run(received, batch)
         return part.loss(made, batch) if part.last and self.training else made
 
     def backward(self, micro: int, roots: list[Any], gradients: list[torch.Tensor | None] | None) -> None:
@@ -109,7 +114,7 @@ class PipelineEngine(DeepSpeedEngine):
         for part in self._parts:
             part.cast(self._components.dtype)
         self.schedule(self.gradient_accumulation_steps())
-        self._driver = _Driver(self._parts, self._window, loss_is_divided(self.module))
+        self._driver = _Driver(self._parts, self._window, loss_is_divided(self.module), tables(self.module))
         self._executor = Executor(axis, self._driver, ring=self._chunks > 1, device=self.device)
         self._channel, self._sums = self._axes.everyone.channel(), 0
         self._same = [SameBatches(axis, "are stages of one pipeline (pp)"), self._same_batches]

@@ -7,11 +7,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from pytest import MonkeyPatch
 from torch import nn
 
+import deepspeed
 from deepspeed.comm.mesh import current_mesh
 from deepspeed.errors import ArgumentError, DataError, DeepSpeedError, NotAvailableError, PipelineError
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.utils import safe_get_full_fp32_param
 from tests.parallel.dense import Dense, momentum
 from tests.parallel.pipeline_runs import apart, config_of, replica
 from tests.parallel.tiny import raises
@@ -93,8 +96,6 @@ def feed(first: int, count: int, rank: int) -> Iterator[Any]:
 def start(
     stage: int, pp: int, steps: int, fault: str = "", chunks: int = 1, settings: Any = None, **module: Any
 ) -> Any:
-    import deepspeed
-
     torch.manual_seed(0)
     model = PipelineModule(rows(fault), num_stages=pp, loss_fn=loss_fn, num_chunks=chunks, **module)
     config = config_of(stage, pp, steps, **(settings or {}))
@@ -156,3 +157,38 @@ def refused() -> None:
         with deepspeed.zero.Init():
             model = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
         deepspeed.initialize(model=model, config=config_of(3, 2))
+
+
+def looked_up(stage: int, precision: str, watched: bool) -> tuple[int, list[torch.Tensor], list[torch.Tensor]]:
+    """How often a large table's gradient came by rows; parameters with that, and with whole gradients."""
+    from deepspeed.zero import reducer
+
+    calls, add = [0], reducer.add_rows
+
+    def counted(*args: Any) -> None:
+        calls[0] += 1
+        add(*args)
+
+    made = []
+    for few in (4, 10**9):
+        with MonkeyPatch.context() as patch:
+            patch.setattr(reducer, "add_rows", counted)
+            patch.setattr(deepspeed.zero.rows, "_FEW", few)
+            made.append(_with_a_large_table(stage, precision, watched))
+    return calls[0], *made
+
+
+def _with_a_large_table(stage: int, precision: str, watched: bool) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    layers = [nn.Embedding(200, WIDTH, padding_idx=3), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WORDS)]
+    model, seen = PipelineModule(layers, num_stages=2, loss_fn=loss_fn), []
+    first = next((one for one in model.modules() if isinstance(one, nn.Embedding)), None)
+    if first is not None and watched:
+        first.weight.register_hook(lambda gradient: seen.append(gradient.layout))
+    config = config_of(stage, 2, 3, **({} if precision == "fp32" else {precision: {"enabled": True}}))
+    with deepspeed.initialize(model=model, optimizer=momentum(model.parameters()), config=config)[0] as engine:
+        for window in range(2):
+            engine.train_batch(feed(3 * window, 3, 0))
+        assert first is None or first.sparse is False
+        assert set(seen) <= {torch.strided}
+        return [safe_get_full_fp32_param(param).clone() for param in engine.module.parameters()]
