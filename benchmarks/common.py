@@ -242,29 +242,37 @@ def compare_sides(
 ) -> list[dict[str, Any]]:
     """Rounds of `time_sides` on all ranks; a row for each side: milliseconds, and the paired ratio to the reference.
 
-    A rank without a loss answers None for it; what it answers beside is in the row as `facts`, of the last round.
+    A rank without a loss answers None for it.
 
     Raises:
         SystemExit: losses of the first round differ by more than `same` of their size.
     """
     times: dict[str, list[float]] = {name: [] for name in sides}
-    order, answers = random.Random(seed), []
+    order = random.Random(seed)
     for number in range(rounds):
         answers = world.ask(what="round", order=order.sample(sides, len(sides)), number=number)
         for name in sides:
             times[name].append(max(answer[name][0] for answer in answers))
-        losses = [answer[name][1] for answer in answers for name in sides if answer[name][1] is not None]
-        if number == 0 and max(losses) - min(losses) > same * min(losses):
-            raise SystemExit(f"the sides do not compute the same: losses {losses}")
+        if number == 0:
+            check_losses([answer[name][1] for answer in answers for name in sides], same)
     world.close()
     rows = []
     for name in sides:
         ratio = median_interval([a / b for a, b in zip(times[name], times[reference], strict=True)])
         rows.append({"side": name, "ms": 1e3 * median_interval(times[name]).median, "ratio": ratio.median,
                      "low": ratio.low, "high": ratio.high})  # fmt: skip
-        facts = [fact for answer in answers for fact in answer[name][2:]]
-        rows[-1] |= {"facts": facts} if facts else {}
     return rows
+
+
+def check_losses(losses: list[float | None], same: float) -> None:
+    """See that all sides compute the same; None: a rank has no loss.
+
+    Raises:
+        SystemExit: they differ by more than `same` of their size.
+    """
+    told = [loss for loss in losses if loss is not None]
+    if max(told) - min(told) > same * min(told):
+        raise SystemExit(f"the sides do not compute the same: losses {told}")
 
 
 def machine_name() -> str:
