@@ -6,9 +6,9 @@ the unedited model with the same schedules, cut so ("even") and by operations ("
 which is checked at the first step; bytes sent are compared with the formula.
 
 Idle is the part of ranks times step in which a rank waits for another; it is compared with what simulation says of the
-schedule, where each part costs what its forward and backward took (the median over micro-batches and rounds), and each
-stage does beside its schedule what it was seen to do. Rounds are kept as they end, and `--seconds` and a second call
-add to them.
+schedule, where each part costs what its forward and backward took (the mean of a step's micro-batches), and each stage
+does beside its schedule what it was seen to do: medians over the rounds. Rounds are kept as they end; a second call on
+the same day adds to them, so delete the file when the tree has changed.
 """
 
 from __future__ import annotations
@@ -159,7 +159,9 @@ def spent_in(spans: Sequence[Any], begun: int, ended: int) -> dict[str, Any]:
         inside, outside = (inside + length, outside) if first <= span.begin < last else (inside, outside + length)
         at = max(at, span.end)
     beside = (ended - begun - (last - first) - outside) / 1e9
-    return {"step": (ended - begun) / 1e9, "waited": (inside + outside) / 1e9, "beside": beside, "took": took}
+    means = {what: round(statistics.mean(each), 6) for what, each in took.items()}
+    seconds = {"step": (ended - begun) / 1e9, "waited": (inside + outside) / 1e9, "beside": beside}
+    return {**{what: round(value, 6) for what, value in seconds.items()}, "took": means}
 
 
 def make_rank(ranks: int, micros: int, sides: list[str]) -> Callable[..., Any]:
@@ -250,7 +252,7 @@ def idle_of(name: str, ranks: int, micros: int, rounds: list[list[dict[str, Any]
     schedule = name.split()[1]
 
     def took(rank: int, what: str) -> float:
-        return statistics.median(value for facts in rounds for value in facts[rank]["took"][what])
+        return statistics.median(facts[rank]["took"][what] for facts in rounds)
 
     costs = [(took(rank, f"F{c}"), took(rank, f"B{c}")) for c in range(CHUNKS[schedule]) for rank in range(ranks)]
     beside = [statistics.median(facts[rank]["beside"] for facts in rounds) for rank in range(ranks)]
