@@ -145,7 +145,7 @@ def engines(partition: str, schedule: str, ranks: int, micros: int) -> Side:
 
 def spent_in(spans: Sequence[Any], begun: int, ended: int) -> dict[str, Any]:
     """Seconds of a step: its length, waits, forward and backward by chunk, and what was done beside the schedule."""
-    from deepspeed.foundation.recorder import WAIT
+    from deepspeed.foundation.recorder import CALL, WAIT
 
     own = [span for span in spans if span.thread == threading.get_ident()]
     actions = [(found, span) for span in own if (found := _ACTION.fullmatch(span.label))]
@@ -154,13 +154,14 @@ def spent_in(spans: Sequence[Any], begun: int, ended: int) -> dict[str, Any]:
     for found, span in actions:
         took[f"{found[1]}{found[2] or 0}"].append((span.end - span.begin) / 1e9)
     inside = outside = at = 0
-    for span in sorted(span for span in own if span.category == WAIT):  # a wait may lie within another
+    # Over shared memory a call that all must enter waits by itself; calls that send take microseconds.
+    for span in sorted(span for span in own if span.category in (WAIT, CALL)):  # one may lie within another
         length = max(0, span.end - max(at, span.begin))
         inside, outside = (inside + length, outside) if first <= span.begin < last else (inside, outside + length)
         at = max(at, span.end)
     beside = (ended - begun - (last - first) - outside) / 1e9
     means = {what: round(statistics.mean(each), 6) for what, each in took.items()}
-    seconds = {"step": (ended - begun) / 1e9, "waited": (inside + outside) / 1e9, "beside": beside}
+    seconds = {"step": (ended - begun) / 1e9, "idle": (inside + outside) / 1e9, "beside": beside}
     return {**{what: round(value, 6) for what, value in seconds.items()}, "took": means}
 
 
@@ -233,9 +234,8 @@ def rows_of(ranks: int, rounds: list[dict[str, Any]]) -> list[dict[str, Any]]:
             row = {"ranks": ranks, "micros": micros, "side": name, "rounds": len(here),
                    "ms": 1e3 * statistics.median(longest(one[name]) for one in here), **paired(REFERENCE),
                    "of the same": paired(f"torch {name.split()[1]}")}  # fmt: skip
-            if not name.startswith("torch"):
-                row |= idle_of(name, ranks, micros, [one[name] for one in here])
-            rows.append(row)
+            seen = [one[name] for one in here if "idle" in one[name][0]]
+            rows.append(row | (idle_of(name, ranks, micros, seen) if seen else {}))
     return rows
 
 
@@ -258,7 +258,7 @@ def idle_of(name: str, ranks: int, micros: int, rounds: list[list[dict[str, Any]
     beside = [statistics.median(facts[rank]["beside"] for facts in rounds) for rank in range(ranks)]
     found = simulate(make_schedule(schedule, ranks, micros, CHUNKS[schedule]), costs, beside)
     seen = [
-        1 - sum(fact["step"] - fact["waited"] for fact in facts) / ranks / max(fact["step"] for fact in facts)
+        1 - sum(fact["step"] - fact["idle"] for fact in facts) / ranks / max(fact["step"] for fact in facts)
         for facts in rounds
     ]
     return {"idle": statistics.median(seen), "simulated": found.idle, "by operations": rounds[0][0]["model"],
