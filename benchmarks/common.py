@@ -249,7 +249,7 @@ def compare_worlds(
 ) -> list[dict[str, Any]]:
     """Rounds of `time_sides` of each world in turn; a row for each side: milliseconds, paired ratio to the reference.
 
-    A rank without a loss answers None for it; what it answers beside is in the row as `facts`, of the last round.
+    A rank without a loss answers None for it.
 
     Args:
         worlds: each with its sides, whose names are unlike; one of them is the reference.
@@ -264,15 +264,13 @@ def compare_worlds(
     times: dict[str, list[float]] = {name: [] for _, sides in worlds for name in sides}
     order, answers = random.Random(seed), {}
     for number in range(rounds):
-        losses: list[float] = []
         for world, sides in order.sample(worlds, len(worlds)):
             told = world.ask(what="round", order=order.sample(sides, len(sides)), number=number)
             for name in sides:
                 answers[name] = [answer[name] for answer in told]
                 times[name].append(max(seconds for seconds, *_ in answers[name]))
-                losses += [loss for _, loss, *_ in answers[name] if loss is not None]
-        if number == 0 and max(losses) - min(losses) > same * min(losses):
-            raise SystemExit(f"the sides do not compute the same: losses {losses}")
+        if number == 0:
+            check_losses([loss for rows in answers.values() for _, loss, *_ in rows], same)
     for world, _ in worlds:
         world.close()
     rows = []
@@ -283,6 +281,17 @@ def compare_worlds(
         facts = [fact for answer in answers[name] for fact in answer[2:]]
         rows[-1] |= {"facts": facts} if facts else {}
     return rows
+
+
+def check_losses(losses: list[float | None], same: float) -> None:
+    """See that all sides compute the same; None: a rank has no loss.
+
+    Raises:
+        SystemExit: they differ by more than `same` of their size.
+    """
+    told = [loss for loss in losses if loss is not None]
+    if max(told) - min(told) > same * min(told):
+        raise SystemExit(f"the sides do not compute the same: losses {told}")
 
 
 def machine_name() -> str:

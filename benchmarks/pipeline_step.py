@@ -4,27 +4,49 @@ Width 384, 8 layers, vocabulary 8,192, sequence 128, fp32, batch 8 in 4 or 8 mic
 every round: torch's 1F1B and interleaved 1F1B over hand-made stages of equally many layers, and engines at ZeRO 0 over
 the unedited model with the same schedules, cut so ("even") and by operations ("best", the default). Losses are equal,
 which is checked at the first step; bytes sent are compared with the formula.
+
+Idle is the part of ranks times step in which a rank waits for another; it is compared with what simulation says of the
+schedule, where each part costs what its forward and backward took (the mean of a step's micro-batches), and each stage
+does beside its schedule what it was seen to do: medians over the rounds. Rounds are kept as they end; a second call on
+the same day adds to them, so delete the file when the tree has changed.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import random
+import re
+import statistics
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from common import World, compare_sides, print_table, serve, start_world, time_sides, write_json
+from common import (
+    World,
+    check_losses,
+    median_interval,
+    print_table,
+    results_folder,
+    serve,
+    start_world,
+    time_sides,
+    write_json,
+)
 from tensor_step import LEARNING_RATE, SAME_LOSS, SEQUENCE, VOCABULARY, llama
 from torch import Tensor, nn
 
 WIDTH, BATCH = 384, 8
 CHUNKS = {"1f1b": 1, "interleaved": 2}
-SIDES = [f"{who} {schedule}" for who in ("torch", "even", "best") for schedule in CHUNKS]
 PARTITIONS = {"even": "uniform", "best": "best"}
+SIDES = [f"{who} {schedule}" for who in ("torch", *PARTITIONS) for schedule in CHUNKS]
 REFERENCE = "torch 1f1b"
+_ACTION = re.compile(r"([FB])\d+(?:\.(\d+))?")  # what the recorder calls a forward or backward of a chunk
 
 
 class Part(nn.Module):
@@ -57,7 +79,7 @@ class Side:
     """One way to train: a whole step that returns the loss before it (None on other stages), and its facts."""
 
     step: Callable[[Tensor], float | None]
-    facts: dict[str, float] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
 
 
 def torchs(schedule: str, rank: int, ranks: int, micros: int) -> Side:
@@ -101,30 +123,53 @@ def engines(partition: str, schedule: str, ranks: int, micros: int) -> Side:
         },
         "steps_per_print": 10**9,
     }  # fmt: skip
+    from deepspeed.foundation.recorder import recorder
+
     engine: Any = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
     side = Side(lambda _: 0.0)
 
     def run(ids: Tensor) -> float | None:
-        executor, begun = engine._executor, time.perf_counter()
-        sent, waited = executor.bytes_sent, executor.waited
+        sent, begun = engine._executor.bytes_sent, time.monotonic_ns()
+        recorder.start()
         batches = iter([{"input_ids": part, "labels": part} for part in ids.chunk(micros)])
         loss = float(engine.train_batch(batches))
-        side.facts = {
-            "bytes": executor.bytes_sent - sent,
-            "idle": (executor.waited - waited) / (time.perf_counter() - begun),
-            "simulated": engine.simulated(micros).idle,
-        }
+        ended = time.monotonic_ns()
+        recorder.stop()
+        spent = spent_in(recorder.take()[0], begun, ended)
+        side.facts = {"bytes": engine._executor.bytes_sent - sent, **spent, "model": engine.simulated(micros).idle}
         return loss if engine.is_last_stage() else None
 
     side.step = run
     return side
 
 
-def make_rank(ranks: int, micros: int) -> Callable[..., Any]:
-    """A rank that holds all sides; a round answers with seconds, losses and facts by side."""
+def spent_in(spans: Sequence[Any], begun: int, ended: int) -> dict[str, Any]:
+    """Seconds of a step: its length, waits, forward and backward by chunk, and what was done beside the schedule."""
+    from deepspeed.foundation.recorder import CALL, WAIT
+
+    own = [span for span in spans if span.thread == threading.get_ident()]
+    actions = [(found, span) for span in own if (found := _ACTION.fullmatch(span.label))]
+    first, last = min(span.begin for _, span in actions), max(span.end for _, span in actions)
+    took: dict[str, list[float]] = defaultdict(list)
+    for found, span in actions:
+        took[f"{found[1]}{found[2] or 0}"].append((span.end - span.begin) / 1e9)
+    inside = outside = at = 0
+    # Over shared memory a call that all must enter waits by itself; calls that send take microseconds.
+    for span in sorted(span for span in own if span.category in (WAIT, CALL)):  # one may lie within another
+        length = max(0, span.end - max(at, span.begin))
+        inside, outside = (inside + length, outside) if first <= span.begin < last else (inside, outside + length)
+        at = max(at, span.end)
+    beside = (ended - begun - (last - first) - outside) / 1e9
+    means = {what: round(statistics.mean(each), 6) for what, each in took.items()}
+    seconds = {"step": (ended - begun) / 1e9, "idle": (inside + outside) / 1e9, "beside": beside}
+    return {**{what: round(value, 6) for what, value in seconds.items()}, "took": means}
+
+
+def make_rank(ranks: int, micros: int, sides: list[str]) -> Callable[..., Any]:
+    """A rank that holds these sides; a round answers with seconds, losses and facts by side."""
     rank, _ = start_world()
     built = {}
-    for name in SIDES:
+    for name in sides:
         who, schedule = name.split()
         side = torchs(schedule, rank, ranks, micros) if who == "torch" else engines(who, schedule, ranks, micros)
         built[name] = side
@@ -142,19 +187,82 @@ def formula(schedule: str, ranks: int) -> int:
     return 2 * (ranks * CHUNKS[schedule] - 1) * BATCH * SEQUENCE * WIDTH * 4
 
 
-def measure(ranks: int, micros: int, rounds: int, seed: int) -> list[dict[str, Any]]:
-    """Rows of the table."""
-    world = World("pipeline_step.py", ranks, {"ranks": ranks, "micros": micros})
-    rows = compare_sides(world, SIDES, REFERENCE, rounds, seed, SAME_LOSS)
-    for row in rows:
-        facts = row.pop("facts")
-        sent, wanted = sum(fact.get("bytes", 0) for fact in facts), formula(row["side"].split()[1], ranks)
-        if sent and sent != wanted:
-            raise SystemExit(f"{row['side']} sent {sent} bytes, not {wanted}")
-        idle = sum(fact.get("idle", 0.0) for fact in facts) / len(facts)
-        row |= {"ranks": ranks, "micros": micros, "bytes": sent, "idle": idle}
-        row["simulated"] = facts[0].get("simulated", 0.0)
+def measure(ranks: int, micros: int, sides: list[str], given: argparse.Namespace, rounds: list[dict[str, Any]]) -> None:
+    """Add rounds to those that were kept: seconds and facts of each rank by side."""
+    world = World("pipeline_step.py", ranks, {"ranks": ranks, "micros": micros, "sides": sides})
+    order, until = random.Random(given.seed + len(rounds)), time.monotonic() + given.seconds / len(given.micros)
+    for number in range(2 if given.dry else given.rounds):
+        answers = world.ask(what="round", order=order.sample(sides, len(sides)), number=len(rounds))
+        if number == 0:
+            check_losses([answer[name][1] for answer in answers for name in sides], SAME_LOSS)
+        row = {name: [{"seconds": answer[name][0], **answer[name][2]} for answer in answers] for name in sides}
+        for name in sides:
+            sent, wanted = sum(fact.get("bytes", 0) for fact in row[name]), formula(name.split()[1], ranks)
+            if not name.startswith("torch") and sent != wanted:
+                raise SystemExit(f"{name} sent {sent} bytes, not {wanted}")
+        rounds.append({"micros": micros, **row})
+        if not given.dry:
+            keep(ranks, rounds)
+        if time.monotonic() > until:
+            break
+    world.close()
+
+
+def kept(ranks: int) -> list[dict[str, Any]]:
+    """Rounds of today."""
+    path = results_folder() / f"pipeline_step-{ranks}.json"
+    return json.loads(path.read_text())["rounds"] if path.exists() else []
+
+
+def keep(ranks: int, rounds: list[dict[str, Any]]) -> None:
+    """Write them, with their table."""
+    write_json(f"pipeline_step-{ranks}.json", {"rows": rows_of(ranks, rounds), "rounds": rounds})
+
+
+def rows_of(ranks: int, rounds: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A row for each side: milliseconds, paired ratios to torch's 1F1B and to torch's same schedule, idle shares."""
+    rows = []
+    for micros in sorted({one["micros"] for one in rounds}):
+        own = [one for one in rounds if one["micros"] == micros]
+        for name in (side for side in SIDES if side in own[0]):
+            here = [one for one in own if name in one]
+
+            def paired(other: str, name: str = name, here: list[Any] = here) -> dict[str, float]:
+                found = median_interval([longest(one[name]) / longest(one[other]) for one in here])
+                return {"ratio": found.median, "low": found.low, "high": found.high}
+
+            row = {"ranks": ranks, "micros": micros, "side": name, "rounds": len(here),
+                   "ms": 1e3 * statistics.median(longest(one[name]) for one in here), **paired(REFERENCE),
+                   "of the same": paired(f"torch {name.split()[1]}")}  # fmt: skip
+            seen = [one[name] for one in here if "idle" in one[name][0]]
+            rows.append(row | (idle_of(name, ranks, micros, seen) if seen else {}))
     return rows
+
+
+def longest(facts: list[dict[str, Any]]) -> float:
+    """Seconds of a step: those of the slowest rank."""
+    return max(fact["seconds"] for fact in facts)
+
+
+def idle_of(name: str, ranks: int, micros: int, rounds: list[list[dict[str, Any]]]) -> dict[str, float]:
+    """Idle share as it was seen, as simulation has it with what was seen of each part, and as the engine said it."""
+    from deepspeed.pipe.schedule import make_schedule
+    from deepspeed.pipe.simulate import simulate
+
+    schedule = name.split()[1]
+
+    def took(rank: int, what: str) -> float:
+        return statistics.median(facts[rank]["took"][what] for facts in rounds)
+
+    costs = [(took(rank, f"F{c}"), took(rank, f"B{c}")) for c in range(CHUNKS[schedule]) for rank in range(ranks)]
+    beside = [statistics.median(facts[rank]["beside"] for facts in rounds) for rank in range(ranks)]
+    found = simulate(make_schedule(schedule, ranks, micros, CHUNKS[schedule]), costs, beside)
+    seen = [
+        1 - sum(fact["step"] - fact["idle"] for fact in facts) / ranks / max(fact["step"] for fact in facts)
+        for facts in rounds
+    ]
+    return {"idle": statistics.median(seen), "simulated": found.idle, "by operations": rounds[0][0]["model"],
+            "simulated ms": 1e3 * found.time}  # fmt: skip
 
 
 def main() -> None:
@@ -165,21 +273,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin no round after this long")
     parser.add_argument("--micros", type=int, nargs="+", default=[4, 8])
+    parser.add_argument("--sides", nargs="+", default=SIDES, choices=SIDES)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dry", action="store_true", help="two rounds, nothing written")
-    args = parser.parse_args()
-    rows = [
-        row for micros in args.micros for row in measure(args.ranks, micros, 2 if args.dry else args.rounds, args.seed)
-    ]
+    given = parser.parse_args()
+    sides = [side for side in SIDES if side in {REFERENCE, *given.sides}]
+    rounds = [] if given.dry else kept(given.ranks)
+    for micros in given.micros:
+        measure(given.ranks, micros, sides, given, rounds)
     table = [
-        [str(row["micros"]), row["side"], f"{row['ms']:.1f}",
-         f"{row['ratio']:.3f} [{row['low']:.3f}, {row['high']:.3f}]", f"{row['idle']:.1%} / {row['simulated']:.1%}"]
-        for row in rows
+        [str(row["micros"]), row["side"], str(row["rounds"]), f"{row['ms']:.1f}", ratio(row), ratio(row["of the same"]),
+         f"{row['idle']:.1%} / {row['simulated']:.1%} / {row['by operations']:.1%}" if "idle" in row else ""]
+        for row in rows_of(given.ranks, rounds)
     ]  # fmt: skip
-    print_table(["micro-batches", "side", "ms", "of torch's 1F1B", "idle / simulated"], table)
-    if not args.dry:
-        print(write_json(f"pipeline_step-{args.ranks}.json", rows))
+    head = ["micro-batches", "side", "rounds", "ms", "of torch's 1F1B", "of torch's same"]
+    print_table([*head, "idle / simulated / by operations"], table)
+
+
+def ratio(row: dict[str, float]) -> str:
+    """A ratio with its interval."""
+    return f"{row['ratio']:.3f} [{row['low']:.3f}, {row['high']:.3f}]"
 
 
 if __name__ == "__main__":

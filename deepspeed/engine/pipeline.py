@@ -36,6 +36,7 @@ from deepspeed.pipe.simulate import Simulated, simulate
 from deepspeed.zero.gathered import GatheredParameters
 from deepspeed.zero.materialize import is_without_values, materialize
 from deepspeed.zero.placement import Relation, placement_of
+from deepspeed.zero.rows import tables
 
 _REDUCTIONS = ("avg", "sum", None)
 
@@ -68,7 +69,8 @@ class PipelineEngine(DeepSpeedEngine):
         for part in self._parts:
             part.cast(self._components.dtype)
         self.schedule(self.gradient_accumulation_steps())
-        self._driver = WindowDriver(self._parts, self._window, loss_is_divided(self.module))
+        divided, lookups = loss_is_divided(self.module), tables(self.module)
+        self._driver = WindowDriver(self._parts, self._window, divided, lookups)
         self._executor = Executor(axis, self._driver, ring=self._chunks > 1, device=self.device)
         self._channel, self._sums = self._axes.everyone.channel(), 0
         self._same = [SameBatches(axis, "are stages of one pipeline (pp)"), self._same_batches]

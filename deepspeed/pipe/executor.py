@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -129,7 +128,6 @@ class Executor:
         }  # fmt: skip
         self._held: dict[tuple[int, int], _Held] = {}
         self._place = ""
-        self.waited = 0.0  # seconds in which this stage had nothing to compute
 
     @property
     def bytes_sent(self) -> int:
@@ -215,13 +213,9 @@ class Executor:
         if receiver is None:
             raise PipelineError(f"stage {self.stage} has nobody to take {action} from")
         source = self.axis.ranks[receiver.peer]
-        begun = time.perf_counter()
-        try:
-            return receiver.receive(
-                self._label(f"receive of the {_CARRIES[kind]} of micro-batch {action.micro} from rank {source}")
-            )
-        finally:
-            self.waited += time.perf_counter() - begun
+        return receiver.receive(
+            self._label(f"receive of the {_CARRIES[kind]} of micro-batch {action.micro} from rank {source}")
+        )
 
     def _send(self, action: Action, held: _Held) -> None:
         sender, kind = self._sends[action.op[-1]], action.op[-1]

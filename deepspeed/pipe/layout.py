@@ -103,8 +103,9 @@ class View:
         """
         kwargs = dict(batch) if isinstance(batch, Mapping) else {}
         args = () if kwargs else tuple(batch) if isinstance(batch, (list, tuple)) else (batch,)
+        poison = poisoned(received) if len(self._skipped) > 1 else None
         for one in self._skipped:
-            one.value = None if self.first else poisoned(received)
+            one.value = poison
         if self._skipped:
             self._skipped[-1].value = received
         try:

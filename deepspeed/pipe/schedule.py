@@ -75,10 +75,10 @@ class Schedule:
 
     def around(self, stage: int, at: int, beside: int = 3) -> str:
         """A stage's place in its schedule: "F1 >F1 [<B0] B0 F2"."""
-        row = [str(action) for action in self.rows[stage]]
-        row[at : at + 1] = [f"[{word}]" for word in row[at : at + 1]]
-        low, high = max(0, at - beside), at + beside + 1
-        return " ".join([*(["…"] if low else []), *row[low:high], *(["…"] if high < len(row) else [])])
+        row, low = self.rows[stage], max(0, at - beside)
+        near = row[low : at + beside + 1]  # a stage says its place before each action: its whole row would be quadratic
+        words = [f"[{action}]" if place == at else str(action) for place, action in enumerate(near, low)]
+        return " ".join([*(["…"] if low else []), *words, *(["…"] if low + len(near) < len(row) else [])])
 
 
 def parse(text: str) -> Schedule:

@@ -10,6 +10,7 @@ from deepspeed.errors import PipelineError
 from deepspeed.pipe.schedule import Action, Schedule, warmup
 
 FORWARD, BACKWARD = 1.0, 2.0  # what a part costs
+Cost = float | tuple[float, float]  # times those, or forward and backward apart
 
 
 @dataclass(frozen=True)
@@ -17,8 +18,8 @@ class Simulated:
     """What a schedule costs.
 
     Args:
-        time: until the last stage is done, where forward and backward of a part take `FORWARD` and `BACKWARD`, times
-            its cost, and messages nothing.
+        time: until the last stage is done, where forward and backward of a part take what they cost, and messages
+            nothing.
         peaks: micro-batches times chunks whose activations a stage holds at most, by stage.
         idle: the part of stages times time in which nothing is computed.
     """
@@ -40,8 +41,9 @@ class _Stage:
 
 
 class _Simulation:
-    def __init__(self, schedule: Schedule, costs: Sequence[float]) -> None:
-        self.schedule, self.costs = schedule, costs
+    def __init__(self, schedule: Schedule, costs: Sequence[Cost]) -> None:
+        pairs = [one if isinstance(one, tuple) else (FORWARD * one, BACKWARD * one) for one in costs]
+        self.schedule, self.costs = schedule, [dict(zip("FB", pair, strict=True)) for pair in pairs]
         self.stages = [_Stage() for _ in schedule.rows]
         self.wires: dict[tuple[int, int, str], deque[tuple[Action, float]]] = defaultdict(deque)
 
@@ -104,7 +106,7 @@ class _Simulation:
             raise PipelineError(f"stage {at}: {action} before its forward (order swapped)")
         (stage.held.add if action.op == "F" else stage.held.remove)(place)
         stage.peak = max(stage.peak, len(stage.held))
-        cost = (FORWARD if action.op == "F" else BACKWARD) * self.costs[part]
+        cost = self.costs[part][action.op]
         stage.clock, stage.busy = stage.clock + cost, stage.busy + cost
 
     def _waits(self, at: int) -> str:
@@ -133,12 +135,14 @@ class _Simulation:
                 raise PipelineError(f"stage {target} never takes {wire[0][0]}, which stage {source} sends")
 
 
-def simulate(schedule: Schedule, costs: Sequence[float] = ()) -> Simulated:
+def simulate(schedule: Schedule, costs: Sequence[Cost] = (), beside: Sequence[float] = ()) -> Simulated:
     """Run a schedule, and say what it costs.
 
     Args:
         schedule: any.
-        costs: of the parts; none: they cost 1 each.
+        costs: of the parts: multiples of `FORWARD` and `BACKWARD`, or pairs of forward and backward in any unit; none:
+            they cost 1 each.
+        beside: what each stage does in a step once all are through the schedule, in the same unit; none: nothing.
 
     Raises:
         PipelineError: a stage waits for ever, takes or sends something else than its peer expects, or a micro-batch is
@@ -147,8 +151,8 @@ def simulate(schedule: Schedule, costs: Sequence[float] = ()) -> Simulated:
     simulation = _Simulation(schedule, costs or [1.0] * schedule.parts)
     simulation.run()
     simulation.count()
-    time = max(stage.clock for stage in simulation.stages)
-    busy = sum(stage.busy for stage in simulation.stages)
+    time = max(stage.clock for stage in simulation.stages) + max(beside, default=0.0)
+    busy = sum(stage.busy for stage in simulation.stages) + sum(beside)
     return Simulated(time, tuple(stage.peak for stage in simulation.stages), 1 - busy / (time * schedule.stages))
 
 

@@ -24,6 +24,7 @@ from deepspeed.zero.holders import Axes
 from deepspeed.zero.member import Member
 from deepspeed.zero.param import clear_raw_grad, raw_grad
 from deepspeed.zero.roles import Group
+from deepspeed.zero.rows import add_rows, can_add
 from deepspeed.zero.shard_group import ShardGroup
 from deepspeed.zero.wire import Wire
 
@@ -100,9 +101,9 @@ class Reducer:
         bucket.touched[member.index] = 1
         if gradient.requires_grad:  # `create_graph=True`: what is summed over ranks has no graph
             gradient = gradient.detach()
-        if gradient.layout != torch.strided:
-            gradient = gradient.to_dense()
         entry = self._entries.of(bucket)
+        if gradient.layout != torch.strided and not can_add(gradient, entry.dtype, member.padded):
+            gradient = gradient.to_dense()
         current = self._enter(bucket, member, gradient, entry)
         if entry.sends_now:
             current.fresh.add(member.index)
@@ -124,6 +125,10 @@ class Reducer:
         if member.padded:
             gradient = member.without_padding(gradient)
         place = bucket.place(current.buffer, index)
+        if gradient.is_sparse:
+            add_rows(place, gradient, how.at_entry, index in current.arrived)
+            current.arrived.add(index)
+            return current
         if index in current.arrived:
             place.add_(gradient.to(how.dtype), alpha=how.at_entry)
             return current

@@ -7,12 +7,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from pytest import MonkeyPatch
 from torch import nn
 
+import deepspeed
 from deepspeed.comm import get_rank
 from deepspeed.comm.mesh import current_mesh
 from deepspeed.errors import ArgumentError, DataError, DeepSpeedError, PipelineError
 from deepspeed.pipe import LayerSpec, PipeDataParallelTopology, PipelineModule, ProcessTopology, TiedLayerSpec
+from deepspeed.utils import safe_get_full_fp32_param
 from tests.parallel.dense import Dense, momentum
 from tests.parallel.pipeline_runs import apart, config_of, replica
 from tests.parallel.tiny import raises
@@ -96,8 +99,6 @@ def feed(first: int, count: int, rank: int) -> Iterator[Any]:
 def start(
     stage: int, pp: int, steps: int, fault: str = "", chunks: int = 1, settings: Any = None, **module: Any
 ) -> Any:
-    import deepspeed
-
     torch.manual_seed(0)
     model = PipelineModule(rows(fault), num_stages=pp, loss_fn=loss_fn, num_chunks=chunks, **module)
     config = config_of(stage, pp, steps, **(settings or {}))
@@ -166,7 +167,6 @@ def timed() -> tuple[list[int], list[tuple[float, float]]]:
 
 def gridded() -> tuple[Any, ...]:
     """What scripts ask the grid of a topology, and of a unit made from it; on 4 ranks."""
-    import deepspeed
     from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
 
     grid = PipelineParallelGrid(topology=PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=1))
@@ -194,3 +194,38 @@ def gridded() -> tuple[Any, ...]:
         newest = PipelineParallelGrid()
         assert newest.topology().get_rank(pipe=1, data=1, model=0) == 3
         return float(loss), newest.get_data_parallel_rank(), newest.get_pipe_parallel_rank()
+
+
+def looked_up(stage: int, precision: str, watched: bool) -> tuple[int, list[torch.Tensor], list[torch.Tensor]]:
+    """How often a large table's gradient came by rows; parameters with that, and with whole gradients."""
+    from deepspeed.zero import reducer
+
+    calls, add = [0], reducer.add_rows
+
+    def counted(*args: Any) -> None:
+        calls[0] += 1
+        add(*args)
+
+    made = []
+    for few in (4, 10**9):
+        with MonkeyPatch.context() as patch:
+            patch.setattr(reducer, "add_rows", counted)
+            patch.setattr(deepspeed.zero.rows, "_FEW", few)
+            made.append(_with_a_large_table(stage, precision, watched))
+    return calls[0], *made
+
+
+def _with_a_large_table(stage: int, precision: str, watched: bool) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    layers = [nn.Embedding(200, WIDTH, padding_idx=3), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WORDS)]
+    model, seen = PipelineModule(layers, num_stages=2, loss_fn=loss_fn), []
+    first = next((one for one in model.modules() if isinstance(one, nn.Embedding)), None)
+    if first is not None and watched:
+        first.weight.register_hook(lambda gradient: seen.append(gradient.layout))
+    config = config_of(stage, 2, 3, **({} if precision == "fp32" else {precision: {"enabled": True}}))
+    with deepspeed.initialize(model=model, optimizer=momentum(model.parameters()), config=config)[0] as engine:
+        for window in range(2):
+            engine.train_batch(feed(3 * window, 3, 0))
+        assert first is None or first.sparse is False
+        assert set(seen) <= {torch.strided}
+        return [safe_get_full_fp32_param(param).clone() for param in engine.module.parameters()]

@@ -112,6 +112,69 @@ def skipped(precision: str) -> list[Any]:
         return [engine.skipped_steps, same, engine.loss_scale(), losses]
 
 
+def twice(precision: str, stage: int, schedule: dict[str, Any]) -> tuple[list[Any], list[Any], bool]:
+    """Trains in stages, and whole on both ranks with the same samples, which changes no bit; one fp16 window overflows.
+
+    Returns:
+        Losses and what the loss scale did, of each; whether the masters are the same bit by bit.
+    """
+    block = {"fp16": {"enabled": True, "initial_scale_power": 4, "hysteresis": 1, "loss_scale_window": 2}}
+    block = block if precision == "fp16" else {precision: {"enabled": True}} if precision == "bf16" else {}
+    stages = _followed(config_of(stage, 2, 4, pipeline=schedule, **block), precision)
+    whole = _followed({**config_of(stage, 1, 4, **block), "pipeline": {}}, precision)
+    same = all(torch.equal(value, whole[1][name]) for name, value in stages[1].items())
+    return stages[0], whole[0], same and bool(stages[1])
+
+
+def _followed(config: dict[str, Any], precision: str) -> tuple[list[Any], dict[str, torch.Tensor]]:
+    import deepspeed
+
+    model = deep("Llama", 4)
+    home: Any = model.model.norm
+    engine, *_ = deepspeed.initialize(model=model, optimizer=momentum(model.parameters()), config=config)
+    with engine:
+        found: list[Any] = []
+        for window in range(4):
+            planted = None
+            if precision == "fp16" and window == 1 and home in list(engine.module.modules()):
+                planted = home.register_forward_hook(lambda _m, _a, out: out * float("inf"))
+            given = batches(engine.module, 4 * window, 4, 0)
+            loss = float(engine.train_batch(given)) if hasattr(engine, "train_batch") else _loop(engine, given)
+            if planted is not None:
+                planted.remove()
+            found.append((loss if loss - loss == 0 else None, engine.skipped_steps))
+        found.append(engine.loss_scale())
+        masters = ((n, safe_get_full_fp32_param(p)) for n, p in engine.module.named_parameters())
+        return found, {name: value.clone() for name, value in masters if value is not None}
+
+
+def _loop(engine: Any, given: Iterator[Any]) -> float:
+    losses = []
+    for one in given:
+        loss = engine(**one).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+    return sum(losses) / len(losses)
+
+
+def uncounted() -> None:
+    """Interleaved runs in rounds of as many micro-batches as there are stages: 5 are refused, 6 run."""
+    import deepspeed
+    from deepspeed.errors import ArgumentError
+    from tests.parallel.tiny import raises
+
+    def start(steps: int) -> Any:
+        model = deep("Llama", 4)
+        config = config_of(1, 2, steps, pipeline={"schedule": "interleaved", "chunks": 2})
+        return deepspeed.initialize(model=model, optimizer=momentum(model.parameters()), config=config)[0]
+
+    with raises(ArgumentError, "rounds of 2", "5", "the next count is 6", "gradient_accumulation_steps"):
+        start(5)
+    with start(6) as engine:
+        engine.train_batch(batches(engine.module, 0, 6, 0))
+
+
 def reshaped(schedule: str, stage: int) -> list[Any]:
     """Lengths that change from micro-batch to micro-batch; messages, headers and losses of training and evaluation."""
     import deepspeed
@@ -157,13 +220,7 @@ def train(engine: Any, first: int) -> float:
     given = batches(engine.module, first, 2, replica(current_mesh()))
     if hasattr(engine, "train_batch"):
         return float(engine.train_batch(given))
-    losses = []
-    for one in given:
-        loss = engine(**one).loss
-        engine.backward(loss)
-        engine.step()
-        losses.append(float(loss.detach()))
-    mean = torch.tensor(sum(losses) / 2)
+    mean = torch.tensor(_loop(engine, given))
     torch.distributed.all_reduce(mean)
     return float(mean) / torch.distributed.get_world_size()
 

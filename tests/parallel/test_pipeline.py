@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.parallel.pipeline_runs import loaded, reshaped, saved, skipped, trained
+from tests.parallel.pipeline_runs import loaded, reshaped, saved, skipped, trained, twice, uncounted
 
 BAR = 1e-6
 SCHEDULES = {
@@ -51,11 +51,60 @@ def test_the_whole_table_equals_the_dense_model(
             expect(found)
 
 
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_stages_of_slices_equal_the_dense_model(workers: Any, stage: int) -> None:
-    settings = {"tensor_parallel": {"autotp_size": 2}}
-    for found in workers(4).run(trained, "GPTNeo", 2, 2, 1, stage, 4, settings, timeout=60):
+SLICES = {"tensor_parallel": {"autotp_size": 2}}
+
+
+@pytest.mark.parametrize(
+    ("stage", "schedule"),
+    [
+        (3, "1f1b"),
+        *(
+            pytest.param(*one, marks=pytest.mark.slow)
+            for one in itertools.product(range(4), SCHEDULES)
+            if one != (3, "1f1b")
+        ),
+    ],
+)
+def test_stages_of_slices_equal_the_dense_model(workers: Any, stage: int, schedule: str) -> None:
+    settings = {**SLICES, "pipeline": SCHEDULES[schedule]}
+    for found in workers(4).run(trained, "GPTNeo", 4, 2, 1, stage, 4, settings, timeout=60):
         expect(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize(("dp", "settings"), [(2, {}), (1, SLICES)], ids=["dp2", "tp2"])
+def test_eight_ranks_in_four_stages_equal_the_dense_model(
+    workers: Any, dp: int, settings: Any, stage: int, schedule: str
+) -> None:
+    given = {**settings, "pipeline": SCHEDULES[schedule]}
+    for found in workers(8).run(trained, "GPTNeo", 8, 4, dp, stage, 4, given, timeout=120):
+        expect(found)
+
+
+@pytest.mark.parametrize(
+    ("precision", "stage", "schedule"),
+    [
+        ("fp16", 1, "1f1b"),
+        *(
+            pytest.param(*one, marks=pytest.mark.slow)
+            for one in itertools.product(("fp32", "bf16", "fp16"), range(4), SCHEDULES)
+            if one != ("fp16", 1, "1f1b")
+        ),
+    ],
+)
+def test_stages_give_the_bits_of_the_whole_model(workers: Any, precision: str, stage: int, schedule: str) -> None:
+    for ours, theirs, same in workers(2).run(twice, precision, stage, SCHEDULES[schedule], timeout=60):
+        *windows, scale = ours
+        assert same and scale == theirs[-1] == (16.0 if precision == "fp16" else 1.0)  # halved, then doubled
+        for (loss, skips), (other, theirs_too) in zip(windows, theirs[:-1], strict=True):
+            assert skips == theirs_too and (loss is other is None or abs(loss - other) <= BAR * other), (ours, theirs)
+        assert [skips for _, skips in windows] == ([0, 1, 1, 1] if precision == "fp16" else [0] * 4)
+
+
+def test_a_count_that_interleaved_cannot_have_names_the_next(workers: Any) -> None:
+    workers(2).run(uncounted)
 
 
 @pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])

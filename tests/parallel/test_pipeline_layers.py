@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
-from tests.parallel.pipeline_layers import described, failed, gridded, refused, timed
+from tests.parallel.pipeline_layers import described, failed, gridded, looked_up, refused, timed
 from tests.parallel.pipeline_models import stage_and_compare
 
 FAST = [
@@ -50,6 +51,24 @@ def test_a_stage_that_raises_ends_all_ranks_with_its_name(workers: Any, fault: s
     assert kind == "PipelineError" and where in text and f"planted in {fault}" in text
     assert first == "CommError" and where in told and "[<B0]" in told, told
     assert max(one, other) < 20
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision", "watched", "calls"),
+    [
+        (1, "fp32", False, 6),  # windows times micro-batches
+        *(
+            pytest.param(*one, marks=pytest.mark.slow)
+            for one in [(0, "fp32", False, 6), (2, "fp32", True, 0), (2, "bf16", False, 6), (3, "fp32", False, 6)]
+        ),
+    ],
+)
+def test_a_large_table_has_the_same_sums_by_rows(
+    workers: Any, stage: int, precision: str, watched: bool, calls: int
+) -> None:
+    (ran, ours, whole), (other, *_) = workers(2).run(looked_up, stage, precision, watched)
+    assert (ran, other) == (calls, 0)
+    assert all(torch.equal(a, b) for a, b in zip(ours, whole, strict=True))
 
 
 def test_calls_that_a_pipeline_does_not_serve_say_so(workers: Any) -> None:

@@ -166,6 +166,15 @@ def test_costs_count_in_simulation() -> None:
     assert heavy.idle == pytest.approx(1 - (0.5 + 1.5) * 3 * 4 / (2 * heavy.time))
 
 
+def test_measured_costs_and_what_is_beside_the_schedule_count_in_simulation() -> None:
+    schedule = make_schedule("1f1b", 2, 4)
+    assert simulate(schedule, [(1.0, 2.0), (0.5, 1.0)]) == simulate(schedule, [1.0, 0.5])
+    forward, backward, updates = (0.5, 2.0), (1.0, 3.0), (0.25, 0.75)
+    found = simulate(schedule, list(zip(forward, backward, strict=True)), updates)
+    assert found.time == pytest.approx(0.5 + 4 * (2.0 + 3.0) + 1.0 + 0.75)  # the last stage never waits in between
+    assert found.idle == pytest.approx(1 - (4 * sum(forward + backward) + sum(updates)) / (2 * found.time))
+
+
 def test_counting_loads_no_compiler() -> None:
     code = (
         "import sys, torch; from torch import nn; from deepspeed.pipe.cost import operations; "

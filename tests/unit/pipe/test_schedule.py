@@ -45,6 +45,17 @@ def test_a_schedule_prints_and_parses() -> None:
     assert make_schedule("1f1b", 2, 2).around(0, 4, beside=2) == "… F1 >F1 [<B0] B0 <B1 …"
 
 
+def test_a_place_is_told_without_a_look_at_the_whole_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    schedule, told = make_schedule("1f1b", 2, 64), list[Action]()
+    word = Action.__str__
+    monkeypatch.setattr(Action, "__str__", lambda action: told.append(action) or word(action))
+    for at in range(len(schedule.rows[0])):
+        schedule.around(0, at)
+    assert len(told) <= 7 * len(schedule.rows[0])
+    assert schedule.around(0, 0) == "[F0] >F0 F1 >F1 …"
+    assert schedule.around(0, len(schedule.rows[0]) - 1).endswith(" B62 <B63 [B63]")
+
+
 @pytest.mark.parametrize(
     "text",
     [
