@@ -2,7 +2,9 @@
 
 (A) width 384, batch 8; (B) width 128, batch 1; fp32, 8 layers, vocabulary 8,192, sequence 128. Sides, in random order
 in every round: torch's DTensor styles by the model's own plan, the same again, the cut layers in the same loop, and an
-engine at ZeRO 0. All gradients are equal, which is checked at the first step.
+engine at ZeRO 0. All losses are equal, which is checked at the first step. Bytes that a rank gets from the others in a
+step are counted by the comms logger and compared with the formula: in each layer two sums forward and two backward, of
+batch x sequence x width each. What an engine sends besides (the norm, agreement) is said.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ SHAPES = {"A": {"width": 384, "batch": 8}, "B": {"width": 128, "batch": 1}}
 BARS = {"A": 1.00, "B": 0.90}
 LAYERS, VOCABULARY, SEQUENCE = 8, 8192, 128
 REFERENCE, AGAIN = "torch", "torch-again"
-SIDES = [REFERENCE, AGAIN, "layers", "engine"]
+OURS = ["layers", "engine"]
+SIDES = [REFERENCE, AGAIN, *OURS]
 SAME_LOSS = 1e-4
 LEARNING_RATE = 1e-3
 
@@ -91,6 +94,25 @@ def make_side(name: str, width: int, ranks: int) -> Side:
     return Side(step)
 
 
+def received_in_step(step: Callable[[Tensor], float], ids: Tensor) -> dict[int, int]:
+    """Bytes that came from other ranks in one step, by the bytes of the message."""
+    from deepspeed.comm import comms_logger
+    from deepspeed.comm.logging import received_in
+
+    comms_logger.reset()
+    comms_logger.enabled = True
+    step(ids)
+    comms_logger.enabled = False
+    (received,) = comms_logger.received.values() or [0]  # all travels over tp, which is all ranks here
+    found: dict[int, int] = {}
+    for operation, sizes in comms_logger.times.items():
+        for (size, ranks), calls in sizes.items():
+            bytes_each = received_in(operation, size, ranks) * calls.calls
+            found[size] = found.get(size, 0) + max(bytes_each, calls.received)
+    assert sum(found.values()) == received, (found, received)
+    return found
+
+
 def make_rank(shape: str, ranks: int) -> Callable[..., Any]:
     """A rank that holds all sides; a round answers with seconds and losses by side."""
     start_world()
@@ -99,6 +121,8 @@ def make_rank(shape: str, ranks: int) -> Callable[..., Any]:
 
     def handle(what: str, order: list[str], number: int) -> dict[str, tuple[float, float]]:
         ids = torch.randint(0, VOCABULARY, (batch, SEQUENCE), generator=torch.Generator().manual_seed(number))
+        if what == "count":
+            return {name: received_in_step(built[name].step, ids) for name in order}  # type: ignore[misc]
         return time_sides({name: side.step for name, side in built.items()}, order, ids)
 
     return handle
@@ -107,8 +131,23 @@ def make_rank(shape: str, ranks: int) -> Callable[..., Any]:
 def measure(shape: str, ranks: int, rounds: int, seed: int) -> list[dict[str, Any]]:
     """Rows of the table."""
     world = World("tensor_step.py", ranks, {"shape": shape, "ranks": ranks})
+    counts = world.ask(what="count", order=SIDES, number=0)[0]  # a step of all, so that losses stay the same
+    message = 4 * SHAPES[shape]["batch"] * SEQUENCE * SHAPES[shape]["width"]
+    formula = LAYERS * 4 * 2 * message * (ranks - 1) // ranks
     rows = compare_sides(world, SIDES, REFERENCE, rounds, seed, SAME_LOSS)
+    for row in rows:
+        counted = counts[row["side"]]
+        if row["side"] in OURS:
+            row["bytes"] = {"tp": counted.pop(message, 0), "formula": formula, "besides": sum(counted.values())}
+            if row["bytes"]["tp"] != formula:
+                raise SystemExit(f"{row['side']}: {row['bytes']}: the bytes are not those of the formula")
     return [{"shape": shape, "ranks": ranks, **row} for row in rows]
+
+
+def bytes_of(row: dict[str, Any]) -> str:
+    """What travels in a step, beside the formula."""
+    counted = row.get("bytes")
+    return f"{counted['tp']:,} = formula, and {counted['besides']:,}" if counted else ""
 
 
 def main() -> None:
@@ -128,10 +167,10 @@ def main() -> None:
     ]
     table = [
         [row["shape"], str(row["ranks"]), row["side"], f"{row['ms']:.1f}",
-         f"{row['ratio']:.3f} [{row['low']:.3f}, {row['high']:.3f}]", f"{BARS[row['shape']]:.2f}"]
+         f"{row['ratio']:.3f} [{row['low']:.3f}, {row['high']:.3f}]", f"{BARS[row['shape']]:.2f}", bytes_of(row)]
         for row in rows
     ]  # fmt: skip
-    print_table(["shape", "ranks", "side", "ms", "of torch's", "bar"], table)
+    print_table(["shape", "ranks", "side", "ms", "of torch's", "bar", "bytes a rank gets over tp in a step"], table)
     if not args.dry:
         print(write_json(f"tensor_step-{args.ranks}.json", rows))
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from deepspeed.comm import routes, watch
 from deepspeed.comm.axis import Axis
 from deepspeed.comm.groups import require_group
-from deepspeed.comm.logging import comms_logger
+from deepspeed.comm.logging import comms_logger, received_in
 from deepspeed.comm.trail import trail
 from deepspeed.foundation.recorder import CALL
 from deepspeed.foundation.simulation import simulating
@@ -111,10 +111,14 @@ def _begin(operation: str, label: str, message: Any, group: Any, debug: bool) ->
     if debug or comms_logger.debug:
         caller = sys._getframe(2)
         where = f" from {caller.f_code.co_filename}:{caller.f_lineno}"
-    begun, ranks = comms_logger.begin(message), dist.get_world_size(group)
+    begun, size = comms_logger.begin(message), _bytes(message)
+    count, group = dist.get_world_size(group), dist.group.WORLD if group is None else group
+    ranks = sorted(dist.get_process_group_ranks(group)) if count > 1 else []
 
     def finish() -> None:
-        comms_logger.end(begun, operation, _bytes(message), ranks, label + where)
+        comms_logger.end(begun, operation, size, count, label + where)
+        if ranks:
+            comms_logger.arrived(ranks, received_in(operation, size, count))
 
     return finish
 

@@ -162,6 +162,7 @@ class Handle:
         if comms_logger.enabled and comms_logger.wants(operation, False):
             begun = self._began if self._clock is None else self._clock
             comms_logger.end(begun, operation, self._size, self.axis.size, self.label, self._received)
+            comms_logger.arrived(self.axis.ranks, self._received)
         if recorder.on:
             recorder.add(self._began, FLIGHT, self.label, self.label.partition(" of ")[2], self._received)
 

@@ -24,6 +24,7 @@ from torch.utils.weak import TensorWeakRef
 
 from deepspeed.comm.api import all_gather_into_tensor, all_reduce, all_to_all_single
 from deepspeed.comm.axis import Axis
+from deepspeed.comm.together import meet_before
 from deepspeed.foundation.simulation import message
 
 _Way = Callable[[torch.Tensor], torch.Tensor]
@@ -55,7 +56,9 @@ def summed(tensor: torch.Tensor, axis: Axis, label: str = "") -> torch.Tensor:
     """A new tensor: the sum over the axis; autograd does not see it."""
     out = tensor.detach().clone(memory_format=torch.contiguous_format)
     if axis.group is not None and out.numel():
-        all_reduce(out, group=axis.group, log_name=label or f"sum over {axis.name}")
+        label = label or f"sum over {axis.name}"
+        meet_before(axis, label)
+        all_reduce(out, group=axis.group, log_name=label)
     elif axis.size > 1:
         message("all_reduce", out.nbytes, axis.ranks)
     return out
@@ -81,7 +84,9 @@ def gathered(
         mine = torch.cat([mine, mine.new_zeros(longest - mine.shape[0], *mine.shape[1:])])
     every = mine.new_empty(axis.size * longest, *mine.shape[1:])
     if axis.group is not None:
-        all_gather_into_tensor(every, mine, group=axis.group, log_name=label or f"gather over {axis.name}")
+        label = label or f"gather over {axis.name}"
+        meet_before(axis, label)
+        all_gather_into_tensor(every, mine, group=axis.group, log_name=label)
     else:
         message("all_gather", every.nbytes, axis.ranks)
         if not mine.is_floating_point():  # the other ranks would say the same
@@ -108,7 +113,9 @@ def exchanged(tensor: torch.Tensor, axis: Axis, cut: int, join: int, label: str 
     packed = axis.empty(tensor.numel(), tensor.dtype, tensor.device).view(parts.shape).copy_(parts)
     every = torch.empty_like(packed)
     if axis.group is not None:
-        all_to_all_single(every, packed, group=axis.group, log_name=label or f"all-to-all over {axis.name}")
+        label = label or f"all-to-all over {axis.name}"
+        meet_before(axis, label)
+        all_to_all_single(every, packed, group=axis.group, log_name=label)
     else:
         message("all_to_all", every.nbytes, axis.ranks)
     return every.movedim(0, join).flatten(join, join + 1)

@@ -82,6 +82,8 @@ class CommsLogger:
     curve: str | None = None
     # operation → (bytes of the message, ranks) → its calls
     times: dict[str, dict[tuple[int, int], Calls]] = field(default_factory=dict)
+    # global ranks that take part → bytes that came from the others
+    received: dict[tuple[int, ...], int] = field(default_factory=dict)
     _underway: deque[tuple[Any, ...]] = field(default_factory=deque)  # what a device has not finished
     _kinds: dict[str, str] = field(default_factory=dict)  # what was recorded under another name than the operation's
 
@@ -152,6 +154,10 @@ class CommsLogger:
         self.times.setdefault(operation, {}).setdefault((size, ranks), Calls()).note(seconds * 1e3, received)
         if self.verbose:
             logger.info("%s: %.3f ms, %.3f GB/s", note, seconds * 1e3, size / max(seconds, 1e-9) / 1e9)
+
+    def arrived(self, ranks: Sequence[int], nbytes: int) -> None:
+        """Count bytes that came from the other ranks of a set; the axes of a mesh are told apart by theirs."""
+        self.received[tuple(ranks)] = self.received.get(tuple(ranks), 0) + nbytes
 
     def append(self, raw_name: str, record_name: str, latency: float, msg_size: int) -> None:
         """Keep one call of the world's ranks.
@@ -277,8 +283,16 @@ class CommsLogger:
     def reset(self) -> None:
         """Forget every time."""
         self.times.clear()
+        self.received.clear()
         self._underway.clear()
         self._kinds.clear()
+
+
+def received_in(operation: str, size: int, ranks: int) -> int:
+    """Bytes that a rank gets from the others in a collective on a message of `size` bytes, however it is made."""
+    if operation in ("broadcast", "recv", "irecv"):
+        return size
+    return size * _BUS_FACTOR.get(operation, 0) * (ranks - 1) // ranks
 
 
 def _world_size() -> int:

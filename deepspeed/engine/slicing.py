@@ -15,7 +15,7 @@ from deepspeed.config.sections.parallel import PartitionConfig
 from deepspeed.errors import ArgumentError, DeepSpeedConfigError, NotAvailableError, OptimizerError, TensorParallelError
 from deepspeed.optim.build import needs_whole_tensors
 from deepspeed.pipe.module import PipelineModule
-from deepspeed.tensor_parallel.cut import cut_model, is_cut, plan_of
+from deepspeed.tensor_parallel.cut import cut_over, is_cut, plan_of
 from deepspeed.tensor_parallel.specs import Spec, Specs
 from deepspeed.zero.param import is_managed
 from deepspeed.zero.placement import placement_of
@@ -55,13 +55,14 @@ def slice_model(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh, mpu: Any,
         if block != type(block)():
             raise NotAvailableError(f"{name} together with tensor parallelism is not available yet; leave one out")
     section = config.top.tensor_parallel
-    plan = cut_model(
+    plan = cut_over(
+        mesh,
         model,
-        mesh.axis("tp"),
         check=section.verify,
         specs=_specs(section.partition_config, getattr(model, "config", None)),
         vocabulary=bool(section.vocab_parallel_lm_head),
         settle=_settler(mesh) if mesh.size("pp") > 1 and is_born(model) else None,
+        plan_file=section.plan_file,
     )
     if section.partition_config.strict_mode and plan.whole:
         name, why = next(iter(plan.whole.items()))

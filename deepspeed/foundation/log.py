@@ -52,6 +52,11 @@ def log_dist(message: str, ranks: Iterable[int] | None = None, level: int = logg
         logger.log(level, "[rank %d] %s", current_rank(), message)
 
 
+def in_words(error: Exception, most: int = 120) -> str:
+    """An error's class and the first line of what it says, which may be nothing."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:most]}"
+
+
 def say(message: str, level: int = logging.INFO) -> None:
     """Log `message` on rank 0 only."""
     if current_rank() == 0:

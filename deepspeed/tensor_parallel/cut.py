@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Callable, Sequence
+from types import MethodType
 from typing import Any
 
 import torch
@@ -13,19 +15,23 @@ from deepspeed.comm.api import told_by_all
 from deepspeed.comm.axis import Axis
 from deepspeed.comm.collectives import broadcast_tensors
 from deepspeed.comm.differentiable import enter
+from deepspeed.comm.mesh import DIMS, Mesh
 from deepspeed.comm.same_batches import first_difference
-from deepspeed.errors import ArgumentError, MeshError, TensorParallelError, UsageError
-from deepspeed.foundation.log import say
+from deepspeed.comm.together import run_together
+from deepspeed.errors import ArgumentError, CommError, DeepSpeedError, MeshError, TensorParallelError, UsageError
+from deepspeed.foundation.log import in_words, say
 from deepspeed.foundation.tree import tensors_in
 from deepspeed.tensor_parallel import verify
 from deepspeed.tensor_parallel.dropout import install
 from deepspeed.tensor_parallel.fit import cut_region, is_local, pick, set_numbers
+from deepspeed.tensor_parallel.generating import guard_generating
 from deepspeed.tensor_parallel.head import cut_vocabulary
 from deepspeed.tensor_parallel.layers import Slot
 from deepspeed.tensor_parallel.packed import become_packed
 from deepspeed.tensor_parallel.plan import Fitted, Plan, Unit, make_plan
+from deepspeed.tensor_parallel.plan_file import read_plan
 from deepspeed.tensor_parallel.regions import join
-from deepspeed.tensor_parallel.shares import Call, in_words
+from deepspeed.tensor_parallel.shares import Call
 from deepspeed.tensor_parallel.specs import Specs
 from deepspeed.zero.gathered import GatheredParameters
 from deepspeed.zero.grouping import release
@@ -45,6 +51,30 @@ def is_cut(model: nn.Module) -> bool:
     return plan_of(model) is not None or any(placement_of(param).cuts for param in model.parameters())
 
 
+def cut_over(mesh: Mesh, model: nn.Module, **options: Any) -> Plan:
+    """`cut_model` over the ranks of `tp`, where no row of them goes on alone. All ranks of the mesh call together.
+
+    Raises:
+        TensorParallelError: it raised in another row.
+        DeepSpeedError: as `cut_model`.
+    """
+    plan, error = None, None
+    try:
+        plan = cut_model(model, mesh.axis("tp"), **options)
+    except CommError:
+        raise
+    except DeepSpeedError as why:
+        error = why
+    texts = told_by_all(mesh.axis(*DIMS), "" if error is None else str(error))
+    if error is not None:
+        raise error
+    elsewhere = {text: rank for rank, text in zip(mesh.ranks, texts, strict=True) if text}
+    if plan is None or elsewhere:
+        text, rank = next(iter(elsewhere.items()))
+        raise TensorParallelError(f"rank {rank}, of another row of tp, could not cut the model: {text}")
+    return plan
+
+
 def cut_model(
     model: nn.Module,
     axis: Axis,
@@ -54,6 +84,7 @@ def cut_model(
     specs: Specs | None = None,
     vocabulary: bool = False,
     settle: Callable[[nn.Module], None] | None = None,
+    plan_file: str | None = None,
 ) -> Plan:
     """Make a dense model this rank's slices of it, in place. All ranks of the axis call together.
 
@@ -66,6 +97,7 @@ def cut_model(
         specs: what is said of single matrices.
         vocabulary: share out the embedding and the output projection of a causal LM too.
         settle: called with each unit once it is cut; its parameters are plain then.
+        plan_file: of `write_plan`, instead of finding a plan; each rank reads it.
 
     Raises:
         MeshError: the ranks have different models.
@@ -74,7 +106,8 @@ def cut_model(
     """
     _same_model(model, axis)
     _same_values(model, axis)
-    plan = _agreed(_planned(model, axis, example, specs), axis)
+    find = make_plan if plan_file is None else functools.partial(read_plan, plan_file)
+    plan = _agreed(_planned(lambda: find(model, axis.size, axis.rank, example, specs)), axis)
     if specs is not None:
         specs.check(plan.cuts(), plan.whole, [name for name, shape in plan.shapes.items() if len(shape) > 1])
     say(plan.table())
@@ -91,25 +124,25 @@ def cut_model(
         verify.compare_models(model, plan, axis)
     plan.output = None
     _guard_saving(model)
+    guard_generating(model, axis)
     object.__setattr__(model, _MARK, plan)
     return plan
 
 
 def _guard_saving(model: Any) -> None:
     """A client's `save_pretrained` of the slices of one rank would be half a model that nobody sees is one."""
-    save = getattr(model, "save_pretrained", None)
-    if save is None:
+    if not hasattr(model, "save_pretrained"):
         return
 
-    def save_pretrained(*args: Any, **kwargs: Any) -> Any:
+    def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("state_dict") is None:
             raise UsageError(
                 "save_pretrained of a model that is cut over ranks (tp) would save one rank's slices: pass "
                 "state_dict=engine._consolidated_16bit_state_dict(), or call engine.save_16bit_model(folder)"
             )
-        return save(*args, **kwargs)
+        return type(self).save_pretrained(self, *args, **kwargs)
 
-    object.__setattr__(model, "save_pretrained", save_pretrained)
+    object.__setattr__(model, "save_pretrained", MethodType(save_pretrained, model))
 
 
 def _same_values(model: nn.Module, axis: Axis) -> None:
@@ -133,9 +166,9 @@ def _same_model(model: nn.Module, axis: Axis) -> None:
         )
 
 
-def _planned(model: nn.Module, axis: Axis, example: Any, specs: Specs | None) -> Plan | str:
+def _planned(find: Callable[[], Plan]) -> Plan | str:
     try:
-        return make_plan(model, axis.size, axis.rank, example, specs)
+        return find()
     except (ArgumentError, TensorParallelError) as error:
         return str(error)
     except Exception as error:  # a model's forward may raise what it likes, on one rank alone
@@ -185,7 +218,18 @@ def _cut_unit(module: nn.Module, unit: Unit, axis: Axis, check: bool) -> None:
     constants = _hidden(module) if check else {}
     if check:  # what a model draws before the unit may differ over ranks
         broadcast_tensors(axis, list(tensors_in(unit.call.arguments)), f"inputs of {unit.name}")
-    seen = verify.run(module, unit) if check else None
+    seen = verify.finished(unit.name, axis, run_together(axis, lambda: _before_and_after(module, unit, axis, check)))
+    if seen is not None:
+        verify.compare(unit, *seen, module, axis)
+    params = dict(module.named_parameters())
+    with torch.no_grad():
+        for name, value in constants.items():
+            params[name].fill_(value)
+
+
+def _before_and_after(module: nn.Module, unit: Unit, axis: Axis, check: bool) -> tuple[verify.Seen, verify.Seen] | None:
+    """Cut a unit; what it computed whole and computes cut, where that is to be compared."""
+    dense = verify.run(module, unit) if check else None
     for one in unit.regions:
         if one.shares.region.packed:
             become_packed(module, one.shares, axis.rank, Slot(axis, unit.name))
@@ -195,12 +239,7 @@ def _cut_unit(module: nn.Module, unit: Unit, axis: Axis, check: bool) -> None:
         home = module.get_submodule(one.shares.region.home)
         if hook := _inputs_hook(one, axis):
             home.register_forward_pre_hook(hook, with_kwargs=True)
-    if seen is not None:
-        verify.compare(unit, seen, module, axis)
-    params = dict(module.named_parameters())
-    with torch.no_grad():
-        for name, value in constants.items():
-            params[name].fill_(value)
+    return None if dense is None else (dense, verify.run(module, unit))
 
 
 @torch.no_grad()
@@ -208,7 +247,9 @@ def _hidden(module: nn.Module) -> dict[str, float]:
     """Give values to parameters that are all zero or all one, which would hide mistakes; what they were, by name."""
     found = {}
     for at, (name, param) in enumerate(module.named_parameters()):
-        if param.is_floating_point() and param.numel() > 1 and param.min() == param.max():
+        if not param.is_floating_point() or param.numel() < 2 or param.flatten()[0] != param.flatten()[-1]:
+            continue
+        if param.min() == param.max():
             found[name] = float(param.flatten()[0])
             noise = torch.randn(param.shape, generator=torch.Generator().manual_seed(at))
             param.add_((noise * 0.2).to(param))

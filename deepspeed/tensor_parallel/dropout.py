@@ -148,10 +148,10 @@ def install(model: nn.Module, found: dict[str, list[frozenset[str]]], columns: s
             f"'{both}' drops activations that are cut and activations that are whole in one forward: set one of its "
             f"dropout probabilities to 0, or leave its matrices whole (partition_config, partition_type skip)"
         )
+    draw_alike(axis)  # modules may draw other things than what they drop, such as noise of a router
     if not kinds:
         return None
     forks = Forks(axis)
-    _start_alike(axis)
     if any(True in kind for kind in kinds.values()):
         _check_apart(forks, axis)
     for name, kind in kinds.items():
@@ -161,8 +161,8 @@ def install(model: nn.Module, found: dict[str, list[frozenset[str]]], columns: s
     return forks
 
 
-def _start_alike(axis: Axis) -> None:
-    """The first rank's random state for all: whole activations are dropped alike."""
+def draw_alike(axis: Axis) -> None:
+    """The first rank's random state for all: what is drawn for whole activations, or of tokens, is the same."""
     accelerator = get_accelerator()
     state = accelerator.get_rng_state()
     everyone = told_by_all(axis, zlib.crc32(state.numpy().tobytes()))

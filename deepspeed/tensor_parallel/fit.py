@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -18,9 +18,10 @@ from torch import nn
 
 from deepspeed.comm.axis import Axis
 from deepspeed.errors import DeepSpeedError, TensorParallelError
+from deepspeed.foundation.log import in_words
 from deepspeed.tensor_parallel.layers import Slot, become_column, become_row, cut_tensor, is_linear, mark_partial
 from deepspeed.tensor_parallel.regions import lies_in, owner
-from deepspeed.tensor_parallel.shares import Call, Share, Shares, floating, in_words, randomised, row_size, same_draws
+from deepspeed.tensor_parallel.shares import Call, Share, Shares, floating, randomised, row_size, same_draws
 
 TRIES = 600
 TOLERANCE = 1e-4
@@ -29,6 +30,8 @@ Numbers = dict[tuple[str, str], int]  # by (module, attribute), "config.…" for
 
 def is_local(tensor: torch.Tensor, share: Share, rank: int) -> bool:
     """Whether an argument has one rank's channels already, as what another cut unit gives has."""
+    if tensor.shape[share.dim] == 1:  # the same for all channels, as most masks are
+        return True
     size, here = tensor.shape[share.dim], sum(length for _, length in share.segments[rank])
     whole = 1 + max(start + length - 1 for segments in share.segments for start, length in segments)
     if size % whole and size % here:
@@ -38,6 +41,8 @@ def is_local(tensor: torch.Tensor, share: Share, rank: int) -> bool:
 
 def pick(tensor: torch.Tensor, share: Share, rank: int) -> torch.Tensor:
     """This rank's part of an argument that comes whole; a batch may be folded into the dim."""
+    if tensor.shape[share.dim] == 1:
+        return tensor
     index = torch.cat([torch.arange(start, start + length) for start, length in share.segments[rank]])
     whole = 1 + max(start + length - 1 for segments in share.segments for start, length in segments)
     times = tensor.shape[share.dim] // whole
@@ -86,32 +91,33 @@ def set_numbers(module: nn.Module, numbers: Numbers) -> None:
         setattr(target, attribute, value)
 
 
-def fit(module: nn.Module, shares: Shares, call: Call, rank: int) -> Numbers | str:
+def fit(module: nn.Module, shares: Shares, calls: Sequence[Call], rank: int) -> Numbers | str:
     """The numbers by which a rank's copy of the module computes its share of the dense one's channels, or why none do.
 
     Args:
         module: dense; it is copied.
         shares: of the region.
-        call: what it is called with.
+        calls: what it is called with, each way.
         rank: whose share.
     """
     dense = randomised(module, 0)
-    own, _ = floating(call)
+    every = [floating(call)[0] for call in calls]
     with spied(dense, shares.region.home) as numbers:
-        wanted = _read(dense, shares, own)
+        wanted = [_read(dense, shares, own) for own in every]
     alone = Axis("alone", (0,), 0, None, True)
     local = randomised(module, 0)
     cut_region(local, shares, rank, lambda name: Slot(alone, name))
-    given = own.mapped(lambda path, t: pick(t, shares.inputs[path], rank) if path in shares.inputs else t)
+    own_part = lambda path, t: pick(t, shares.inputs[path], rank) if path in shares.inputs else t  # noqa: E731
+    given = [own.mapped(own_part) for own in every]
     start, length = shares.rows[rank][0]
-    target = [read.narrow(-1, start, length) for read in wanted]
+    target = [read.narrow(-1, start, length) for reads in wanted for read in reads]
     reason = ""
     options = [one for one in _options(numbers, shares, module, rank) if settable(local, one[0], numbers[one[0]])]
     as_before = {key: numbers[key] for key, _ in options}
     for chosen in itertools.islice(combinations(options), TRIES):
         try:
             set_numbers(local, {**as_before, **chosen})
-            found = _read(local, shares, given)
+            found = [read for call in given for read in _read(local, shares, call)]
         except (RuntimeError, ValueError, IndexError, TypeError, AttributeError, AssertionError, DeepSpeedError) as why:
             reason = reason or in_words(why)
             continue

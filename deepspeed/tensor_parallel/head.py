@@ -12,6 +12,7 @@ from torch import nn
 
 from deepspeed.comm.api import told_by_all
 from deepspeed.comm.axis import Axis
+from deepspeed.comm.together import run_together
 from deepspeed.errors import NotAvailableError, TensorParallelError
 from deepspeed.foundation.simulation import simulating
 from deepspeed.tensor_parallel.layers import Slot, become_column, even_segments, even_sizes, is_linear
@@ -122,15 +123,19 @@ def _parts(model: Any) -> tuple[nn.Embedding, Any]:
 
 
 def _check(embedding: Any, head: Any, dense: Sequence[Any], axis: Axis, names: tuple[str, str]) -> None:
-    differs = [*_embedding_differs(embedding, dense[0], axis, names[0]), *_head_differs(head, dense, axis, names[1])]
-    if simulating():  # nothing has values that could differ: a real run compares them
+    def differs() -> str:
+        of_embedding = _embedding_differs(embedding, dense[0], axis, names[0])
+        return "; ".join([*of_embedding, *_head_differs(head, dense, axis, names[1])])
+
+    ended = run_together(axis, differs)
+    if simulating() and ended.well:  # nothing has values that could differ: a real run compares them
         return
-    everyone = told_by_all(axis, "; ".join(differs))
+    everyone = told_by_all(axis, ended.result) if ended.well else ended.texts
     wrong = [f"rank {axis.ranks[at]}: {text}" for at, text in enumerate(everyone) if text]
     if wrong:
         raise TensorParallelError(
             f"the vocabulary cut over {axis.size} ranks (tp) is not the dense one: {' | '.join(wrong)}"
-        )
+        ) from ended.error
 
 
 def _own(whole: torch.Tensor, axis: Axis) -> torch.Tensor:

@@ -14,7 +14,7 @@ from deepspeed.comm.groups import is_initialized
 from deepspeed.comm.mesh import mesh_for, ranks_started, resolve
 from deepspeed.errors import ArgumentError, MeshError
 from deepspeed.foundation.log import warn_once
-from deepspeed.tensor_parallel.cut import cut_model, is_cut
+from deepspeed.tensor_parallel.cut import cut_over, is_cut
 from deepspeed.tensor_parallel.layers import Slot, become_column, become_row, even_segments, is_linear, is_transposed
 
 
@@ -57,7 +57,7 @@ def tp_model_init(
     if tp_group is not None and group_axis("tp", tp_group, device) is not axis:
         raise MeshError(f"tp_model_init: tp_group is not the {tp_size} neighbouring ranks {list(axis.ranks)}")
     if axis.size > 1:
-        cut_model(model, axis, example=example, check=verify)
+        cut_over(mesh, model, example=example, check=verify)
     return model
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from deepspeed.errors import ArgumentError
+from deepspeed.foundation.log import in_words, say
 from deepspeed.foundation.simulation import simulating
 from deepspeed.foundation.tree import tensors_in
 from deepspeed.tensor_parallel.shares import Call
@@ -82,15 +83,64 @@ def _here(value: Any, model: nn.Module) -> Any:
 
 @contextlib.contextmanager
 def quiet(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, no gradients, and random states as they were."""
+    """Evaluation mode, no gradients, and random states as they were; nothing is cached.
+
+    A cache that a module was called with would be longer each time it is called so again. Wrappers such as PEFT's hide
+    the argument `use_cache`, so the configs say it.
+    """
     before = [module for module in model.modules() if module.training]
+    found = (getattr(module, "config", None) for module in model.modules())
+    configs: dict[int, Any] = {id(config): config for config in found if _caches(config)}
     model.eval()
     try:
+        for config in configs.values():
+            config.use_cache = False
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             yield
     finally:
+        for config in configs.values():
+            config.use_cache = True
         for module in before:
             module.training = True
+
+
+def _caches(config: Any) -> bool:
+    return hasattr(config, "to_dict") and getattr(config, "use_cache", None) is True
+
+
+PADDED = 3  # tokens at the end of the masked input
+
+
+def masked(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any] | None:
+    """The small input with padding at its end; None where a model takes no mask, or is given one already.
+
+    Attention takes another way then: what it reads of itself, such as how often heads are repeated, shows only there.
+    """
+    ids = inputs.get("input_ids")
+    takes = "attention_mask" in inspect.signature(model.forward).parameters
+    if not takes or "attention_mask" in inputs or not isinstance(ids, torch.Tensor) or ids.dim() != 2:
+        return None
+    mask = torch.ones_like(ids)
+    mask[:, -PADDED:] = 0
+    return {**inputs, "attention_mask": mask}
+
+
+def all_calls(model: nn.Module, names: Iterable[str], inputs: dict[str, Any]) -> tuple[dict[str, list[Call]], Any]:
+    """What modules are called with, in every way in which they are given other tensors; and what the model returns."""
+    names = list(names)
+    plain, output = calls_of(model, names, inputs)
+    found, padded = {name: [call] for name, call in plain.items()}, masked(model, inputs)
+    if padded is None:
+        return found, output
+    try:
+        others = calls_of(model, names, padded)[0]
+    except Exception as error:  # a model's forward may raise what it likes
+        say(f"attention beside padding is not looked at: {type(model).__name__} ended in {in_words(error)}")
+        return found, output
+    for name, call in others.items():
+        if name not in found or call.given() != found[name][0].given():
+            found.setdefault(name, []).append(call)
+    return found, output
 
 
 class _Seen(Exception):

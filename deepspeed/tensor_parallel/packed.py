@@ -13,6 +13,7 @@ from torch import nn
 
 from deepspeed.comm.differentiable import enter, reduce_from
 from deepspeed.errors import DeepSpeedError
+from deepspeed.foundation.log import in_words
 from deepspeed.foundation.tree import tensors_in
 from deepspeed.tensor_parallel.fit import Numbers, combinations, set_numbers, settable, spied
 from deepspeed.tensor_parallel.layers import Slot, cut_tensor, mark_partial
@@ -25,7 +26,6 @@ from deepspeed.tensor_parallel.shares import (
     covered,
     disjoint,
     floating,
-    in_words,
     parts_of,
     randomised,
     runs,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
@@ -13,13 +13,15 @@ import torch
 from torch import nn
 
 from deepspeed.errors import TensorParallelError
+from deepspeed.foundation.log import in_words
 from deepspeed.foundation.simulation import simulating, with_values
 from deepspeed.tensor_parallel.dropout import Draws
 from deepspeed.tensor_parallel.fit import Numbers, fit
-from deepspeed.tensor_parallel.inputs import calls_of, handed_states, inputs_of, quiet
+from deepspeed.tensor_parallel.inputs import all_calls, handed_states, inputs_of, quiet
+from deepspeed.tensor_parallel.own_plan import said_by
 from deepspeed.tensor_parallel.packed import fit_packed, share_packed
 from deepspeed.tensor_parallel.regions import Region, block, find_regions, join, lies_in, owner
-from deepspeed.tensor_parallel.shares import Call, Segments, Shares, drawn, heads_in, in_words, share_out
+from deepspeed.tensor_parallel.shares import Call, Segments, Shares, drawn, heads_in, share_out
 from deepspeed.tensor_parallel.specs import Specs
 from deepspeed.tensor_parallel.trace import Trace
 
@@ -43,7 +45,7 @@ class Unit:
     Args:
         name: of the module.
         regions: with names inside it.
-        call: what it is called with on the small input.
+        call: what it is called with on the small input, with padding where that makes a difference.
     """
 
     name: str
@@ -63,6 +65,7 @@ class Plan:
         output: what the dense model makes of it.
         drops: which matrices' results each module drops in training.
         shapes: of the parameters.
+        said: by which dim the model itself wants matrices cut, see `said_by`.
     """
 
     ranks: int
@@ -72,6 +75,7 @@ class Plan:
     output: Any
     drops: dict[str, list[frozenset[str]]] = field(default_factory=dict)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    said: dict[str, str] = field(default_factory=dict)
 
     def part(self) -> float:
         """Bytes of the blocks' matrices on the largest rank, over those of the dense model."""
@@ -116,8 +120,14 @@ class Plan:
             for one in unit.regions:
                 for key in _rows(unit.name, one.shares):
                     found[key] = found.get(key, 0) + 1
+        cuts = self.cuts()
+        for name, how in cuts.items():
+            if self.said.get(name, how) != how:
+                key = (starred(name), how, f"its model's own plan cuts it by {self.said[name]}")
+                found[key] = found.get(key, 0) + 1
         for name, why in self.whole.items():
-            key = (_starred(name), "whole", why)
+            own = f"; its model's own plan cuts it by {self.said[name]}" if name in self.said else ""
+            key = (starred(name), "whole", why + own)
             found[key] = found.get(key, 0) + 1
         return [(f"{name} ({count})" if count > 1 else name, how, what) for (name, how, what), count in found.items()]
 
@@ -139,8 +149,9 @@ def _left_out(segments: Segments, size: int) -> Fraction:
     return 1 - Fraction(sum(length for _, length in segments), size)
 
 
-def _starred(name: str) -> str:
-    return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
+def starred(name: str) -> str:
+    """A name with `*` in the place of each number."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
 def _rows(unit: str, shares: Shares) -> list[tuple[str, str, str]]:
@@ -155,9 +166,9 @@ def _rows(unit: str, shares: Shares) -> list[tuple[str, str, str]]:
         counts = "/".join(str(sum(length for _, length in one)) for one in share.segments)
         what = "copied" if share.dim < 0 else f"uses {counts}" if share.copied else counts
         runs = max(len(one) for one in share.segments)
-        made.append((_starred(join(unit, name)), how, what + (f" in {runs} runs" if runs > 1 else "")))
+        made.append((starred(join(unit, name)), how, what + (f" in {runs} runs" if runs > 1 else "")))
     counts = "/".join(str(one[0][1]) for one in shares.rows)
-    made += [(_starred(join(unit, name)), "row", counts) for name in region.rows]
+    made += [(starred(join(unit, name)), "row", counts) for name in region.rows]
     return made
 
 
@@ -185,11 +196,11 @@ def make_plan(model: nn.Module, ranks: int, rank: int, example: Any = None, spec
             whole.update(dict.fromkeys([*region.columns, *region.rows], why))
     regions = [region for region in regions if not skipped.get(id(region))]
     homes = _homes(regions)
-    calls, output = calls_of(model, homes, inputs)
-    recurrent = handed_states(model, calls, inputs)
+    calls, output = all_calls(model, homes, inputs)
+    recurrent = handed_states(model, {home: each[0] for home, each in calls.items()}, inputs)
     if simulating():
-        calls = {home: drawn(call) for home, call in calls.items()}
-    shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in model.named_parameters()}
+        calls = {home: list(map(drawn, each)) for home, each in calls.items()}
+    shapes = shapes_of(model)
     modules = dict(model.named_modules())
     heads = sorted(set(heads_in(getattr(model, "config", None))))
     known: dict[Any, Fitted | str] = _known_of_shapes if simulating() else {}
@@ -200,7 +211,11 @@ def make_plan(model: nn.Module, ranks: int, rank: int, example: Any = None, spec
         fitted = []
         for region in mine:
             inside = _inside(region, home)
-            key = (_kind(modules[home], home, region, shapes), _given(calls[home]), (*heads, ranks, rank))
+            key = (
+                _kind(modules[home], home, region, shapes),
+                tuple(call.given() for call in calls[home]),
+                (*heads, ranks, rank),
+            )
             if home in recurrent:
                 known[key] = "in generation the model hands it a state of all channels"
             if key not in known:
@@ -212,13 +227,13 @@ def make_plan(model: nn.Module, ranks: int, rank: int, example: Any = None, spec
             else:
                 fitted.append(Fitted(replace(found.shares, region=inside), found.numbers))
         if fitted:
-            units.append(Unit(home, fitted, calls[home]))
+            units.append(Unit(home, fitted, calls[home][-1]))
     if not units:
-        reasons = "; ".join(f"{_starred(n)}: {why}" for n, why in list(whole.items())[:4])
+        reasons = "; ".join(f"{starred(n)}: {why}" for n, why in list(whole.items())[:4])
         raise TensorParallelError(
             f"{type(model).__name__} cannot be cut over {ranks} ranks: {reasons or 'no block has a pair'}"
         )
-    plan = Plan(ranks, units, whole, inputs, output, _drops(model, inputs), shapes)
+    plan = Plan(ranks, units, whole, inputs, output, dropped_in(model, inputs), shapes, said_by(model, shapes))
     _name_others(plan, trace)
     return plan
 
@@ -237,7 +252,7 @@ def _name_others(plan: Plan, trace: Trace) -> None:
             plan.whole[name] = "indices choose from it" if node.lookup else "it has no pair in its block"
 
 
-def _drops(model: nn.Module, inputs: dict[str, Any]) -> dict[str, list[frozenset[str]]]:
+def dropped_in(model: nn.Module, inputs: dict[str, Any]) -> dict[str, list[frozenset[str]]]:
     """What the model's modules drop in training."""
     training = [module for module in model.modules() if module.training]
     if not training:
@@ -263,22 +278,19 @@ def _homes(regions: Sequence[Region]) -> list[str]:
 
 
 def _inside(region: Region, home: str) -> Region:
-    cut = lambda name: name.removeprefix(home).removeprefix(".")  # noqa: E731
-    tables = [cut(name) for name in region.tables if lies_in(name, home)]
-    columns, rows = list(map(cut, region.columns)), list(map(cut, region.rows))
-    return Region(cut(region.home), columns, rows, set(map(cut, region.inner)), tables, region.packed)
+    tables = [name for name in region.tables if lies_in(name, home)]
+    return renamed(replace(region, tables=tables), lambda name: name.removeprefix(home).removeprefix("."))
 
 
-def _given(call: Call) -> Any:
-    """Which tensors a module is called with: blocks after the first are often given more."""
-    found: list[tuple[str, tuple[int, ...]]] = []
+def renamed(region: Region, change: Callable[[str], str]) -> Region:
+    """A region under other names."""
+    columns, rows, tables = (list(map(change, names)) for names in (region.columns, region.rows, region.tables))
+    return Region(change(region.home), columns, rows, set(map(change, region.inner)), tables, region.packed)
 
-    def note(path: str, tensor: torch.Tensor) -> torch.Tensor:
-        found.append((path, tuple(tensor.shape)))
-        return tensor
 
-    call.mapped(note)
-    return tuple(found)
+def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Shapes of the parameters, also of a model that `zero.Init` has sharded."""
+    return {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in model.named_parameters()}
 
 
 def _kind(module: nn.Module, home: str, region: Region, shapes: dict[str, tuple[int, ...]]) -> Any:
@@ -294,17 +306,17 @@ def _kind(module: nn.Module, home: str, region: Region, shapes: dict[str, tuple[
 
 
 def _fitted(
-    module: nn.Module, inside: Region, region: Region, call: Call, heads: list[int], at: tuple[int, int]
+    module: nn.Module, inside: Region, region: Region, calls: list[Call], heads: list[int], at: tuple[int, int]
 ) -> Fitted | str:
     if inside.packed:
-        return _packed(module.get_submodule(inside.home), inside, call, at)
+        return _packed(module.get_submodule(inside.home), inside, calls[-1], at)
     try:
-        shares = share_out(module, inside, call, heads, at[0])
+        shares = share_out(module, inside, calls, heads, at[0])
     except (RuntimeError, ValueError, TypeError) as error:
         return f"it does not run alone: {in_words(error)}"
     if shares is None:
         return "every channel depends on every other"
-    numbers = fit(module, shares, call, at[1])
+    numbers = fit(module, shares, calls, at[1])
     return numbers if isinstance(numbers, str) else Fitted(shares, numbers)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,11 +27,6 @@ from deepspeed.tensor_parallel.regions import Region, owner
 DRAWS = 6  # of random values: a channel that an activation shuts in one is open in another
 MOST_DRAWS = 30  # while a column's output was shut in all: of many thousands of a ReLU, some are shut in six
 Segments = tuple[tuple[int, int], ...]
-
-
-def in_words(error: Exception, most: int = 120) -> str:
-    """An error's class and the first line of what it says, which may be nothing."""
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:most]}"
 
 
 @dataclass
@@ -96,6 +92,17 @@ class Call:
             return value
 
         return Call({name: walk(name, value) for name, value in self.arguments.items()}, self.positional)
+
+    def given(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """Which tensors there are, and their shapes."""
+        found: list[tuple[str, tuple[int, ...]]] = []
+
+        def note(path: str, tensor: torch.Tensor) -> torch.Tensor:
+            found.append((path, tuple(tensor.shape)))
+            return tensor
+
+        self.mapped(note)
+        return tuple(found)
 
     def split(self) -> tuple[list[Any], dict[str, Any]]:
         """Positional and keyword arguments."""
@@ -226,13 +233,15 @@ def row_size(module: nn.Module, row: str) -> int:
     return layer.weight.shape[0 if is_transposed(layer) else 1]
 
 
-def share_out(module: nn.Module, region: Region, call: Call, units: Sequence[int], ranks: int) -> Shares | None:
+def share_out(
+    module: nn.Module, region: Region, calls: Sequence[Call], units: Sequence[int], ranks: int
+) -> Shares | None:
     """The way to share a region out that leaves the largest rank the least; None where none cuts anything.
 
     Args:
         module: the block's, dense; it is copied.
         region: with names inside `module`.
-        call: what it is called with.
+        calls: what it is called with, each way.
         units: numbers of equal units the channels may consist of, such as heads.
         ranks: of the axis.
     """
@@ -240,21 +249,24 @@ def share_out(module: nn.Module, region: Region, call: Call, units: Sequence[int
     for count in dict.fromkeys([*units, size]):
         if count < ranks or size % count:
             continue
-        found = _dependence(module, region, call, parts_of(size, count, ranks))
+        found = _dependence(module, region, calls, parts_of(size, count, ranks))
         if found is not None and (best is None or found.bytes < best.bytes - 1e-9):
             best = found
     return best
 
 
-def _dependence(module: nn.Module, region: Region, call: Call, parts: list[tuple[int, int]]) -> Shares | None:
+def _dependence(
+    module: nn.Module, region: Region, calls: Sequence[Call], parts: list[tuple[int, int]]
+) -> Shares | None:
     masks: dict[tuple[str, bool], list[list[torch.Tensor]]] = {}
     columns = set(region.columns)
     for draw in range(MOST_DRAWS):
-        for key, by_rank in _masks(module, region, call, parts, draw).items():
-            known = masks.setdefault(key, by_rank)
-            for ours, theirs in zip(known, by_rank, strict=True):
-                for a, b in zip(ours, theirs, strict=True):
-                    a |= b
+        for call in calls:
+            for key, by_rank in _masks(module, region, call, parts, draw).items():
+                known = masks.setdefault(key, by_rank)
+                for ours, theirs in zip(known, by_rank, strict=True):
+                    for a, b in zip(ours, theirs, strict=True):
+                        a |= b
         asked = columns if draw >= DRAWS - 1 else {name for name, _ in masks}
         if all(covered(by_rank) for (name, is_input), by_rank in masks.items() if not is_input and name in asked):
             break
@@ -270,7 +282,7 @@ def _dependence(module: nn.Module, region: Region, call: Call, parts: list[tuple
     for name in columns:  # a column's outputs are rows of its matrix
         if name in made.tensors:
             made.tensors[name] = _column_share(module, name, masks[name, False])
-    made.bytes = _bytes(module, region, made)
+    made.bytes = largest_part(module, made)
     return made if any(_is_shared_out(made.tensors.get(name)) for name in columns) else None
 
 
@@ -317,8 +329,8 @@ def covered(by_rank: list[list[torch.Tensor]]) -> bool:
 
 
 def disjoint(masks: Sequence[torch.Tensor]) -> bool:
-    """Whether each rank depends on some indices, and no two on one."""
-    return bool((torch.stack(list(masks)).sum(0) <= 1).all()) and all(mask.any() for mask in masks)
+    """Whether each rank depends on some indices, no two on one, and none on no index: else it would be lost."""
+    return bool((torch.stack(list(masks)).sum(0) == 1).all()) and all(mask.any() for mask in masks)
 
 
 def _share(name: str, by_rank: list[list[torch.Tensor]]) -> Share:
@@ -335,18 +347,24 @@ def _column_share(module: nn.Module, name: str, by_rank: list[list[torch.Tensor]
     return Share(name, dim, [runs(mask) for mask in masks], copied=not disjoint(masks))
 
 
-def _bytes(module: nn.Module, region: Region, shares: Shares) -> float:
-    """The part of the region's matrices that the largest rank holds."""
-    sizes = {name: p.numel() for name, p in module.named_parameters()}
-    ranks, most = len(shares.rows), 0.0
-    for rank in range(ranks):
-        here = sum(sizes[row] * shares.rows[rank][0][1] / row_size(module, row) for row in region.rows)
+def largest_part(module: nn.Module, shares: Shares) -> float:
+    """The part of a region's matrices that the largest rank holds.
+
+    Args:
+        module: the block's, dense.
+        shares: of the region.
+    """
+    region, most = shares.region, 0.0
+    sizes = {name: math.prod(getattr(p, "ds_shape", p.shape)) for name, p in module.named_parameters()}
+    channels = sum(map(_length, shares.rows))
+    for rank, part in enumerate(shares.rows):
+        here = sum(sizes[row] * _length(part) / channels for row in region.rows)
         for name in region.columns:
             share = shares.tensors.get(name)
-            part = 1.0
+            held = 1.0
             if share is not None and not share.copied:
-                part = _length(share.segments[rank]) / sum(map(_length, share.segments))
-            here += sizes[name] * part
+                held = _length(share.segments[rank]) / sum(map(_length, share.segments))
+            here += sizes[name] * held
         most = max(most, here)
     return most / sum(sizes[name] for name in [*region.rows, *region.columns])
 

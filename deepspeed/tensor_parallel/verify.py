@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -13,18 +14,20 @@ from torch import nn
 from deepspeed.comm.api import told_by_all
 from deepspeed.comm.axis import Axis
 from deepspeed.comm.differentiable import summed
+from deepspeed.comm.together import Ended, run_together
 from deepspeed.errors import TensorParallelError
 from deepspeed.foundation.log import say
 from deepspeed.foundation.simulation import simulating
 from deepspeed.foundation.tree import tensors_in
 from deepspeed.tensor_parallel.layers import take
 from deepspeed.tensor_parallel.plan import Unit
-from deepspeed.tensor_parallel.shares import floating, in_words, same_draws
+from deepspeed.tensor_parallel.shares import floating, same_draws
 from deepspeed.zero.placement import Relation, placement_of
 
 # Of the largest value, by the precision of what is computed.
 TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 6e-2, torch.float16: 2e-2}
 TOLERANCE = TOLERANCES[torch.float32]  # of units
+T = TypeVar("T")
 
 
 @dataclass
@@ -89,8 +92,8 @@ def _drawn(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     return torch.randn(tensor.shape, generator=generator).to(tensor)
 
 
-def compare(unit: Unit, dense: Seen, module: nn.Module, axis: Axis) -> None:
-    """Run the cut unit and compare. All ranks of the axis call together.
+def compare(unit: Unit, dense: Seen, cut: Seen, module: nn.Module, axis: Axis) -> None:
+    """Compare what a unit computed whole with what it computes cut. All ranks of the axis call together.
 
     A unit that computes something else each time is named, and not compared.
 
@@ -98,37 +101,50 @@ def compare(unit: Unit, dense: Seen, module: nn.Module, axis: Axis) -> None:
         TensorParallelError: on every rank, with what differs on which.
     """
     if simulating():  # nothing has values that could differ: a real run compares them
-        run(module, unit)
         return
-    error, seen = "", None
-    try:
-        seen = run(module, unit)
-        differs = list(_differences(dense, seen, module, axis, TOLERANCE))
-        error = "; ".join(differs[:3])
-    except (RuntimeError, ValueError, IndexError, TypeError) as why:
-        error = in_words(why, 160)
-    everyone = told_by_all(axis, (error, seen is None))
-    wrong = [f"rank {axis.ranks[at]}: {text}" for at, (text, _) in enumerate(everyone) if text]
-    if wrong and seen is not None and not any(raised for _, raised in everyone):
-        again = run(module, unit)
-        moved = [
-            one for a, b in zip(seen.outputs, again.outputs, strict=True) for one in _apart("", a, b, 0.0, TOLERANCE)
-        ]
-        if any(told_by_all(axis, bool(moved))):
-            say(f"'{unit.name}' is not compared with its dense form: it computes something else each time")
-            return
-    if wrong:
-        raise TensorParallelError(
-            f"'{unit.name}' cut over {axis.size} ranks (tp) does not compute what it computed whole: "
-            f"{' | '.join(wrong)}. Leave it whole: partition_type skip in tensor_parallel.partition_config.layer_specs"
-        )
+    found = finished(
+        unit.name, axis, run_together(axis, lambda: list(_differences(dense, cut, module, axis, TOLERANCE)))
+    )
+    texts = told_by_all(axis, "; ".join(found[:3]))
+    if not any(texts):
+        return
+    again = run_together(axis, lambda: _moved(cut, run(module, unit)))
+    if again.well and any(told_by_all(axis, again.result)):
+        say(f"'{unit.name}' is not compared with its dense form: it computes something else each time")
+        return
+    raise _wrong(unit.name, axis, texts)
+
+
+def _moved(before: Seen, again: Seen) -> bool:
+    pairs = zip(before.outputs, again.outputs, strict=True)
+    return any(True for a, b in pairs for _ in _apart("", a, b, 0.0, TOLERANCE))
+
+
+def finished(name: str, axis: Axis, ended: Ended[T]) -> T:
+    """What a unit's computation gave this rank.
+
+    Raises:
+        TensorParallelError: it ended otherwise on some rank; on every rank, with what that one raised.
+    """
+    if ended.well:
+        return ended.result  # type: ignore[return-value]
+    raise _wrong(name, axis, ended.texts) from ended.error
+
+
+def _wrong(name: str, axis: Axis, texts: Sequence[str]) -> TensorParallelError:
+    by_rank = " | ".join(f"rank {axis.ranks[at]}: {text}" for at, text in enumerate(texts) if text)
+    return TensorParallelError(
+        f"'{name}' cut over {axis.size} ranks (tp) does not compute what it computed whole: {by_rank}. Leave it whole: "
+        f"partition_type skip in tensor_parallel.partition_config.layer_specs"
+    )
 
 
 def _differences(dense: Seen, cut: Seen, module: nn.Module, axis: Axis, tolerance: float) -> Iterator[str]:
     for at, (wanted, ours) in enumerate(zip(dense.outputs, cut.outputs, strict=False)):
         if at == 0 or wanted.shape == ours.shape:
             yield from _apart(f"output {at}", wanted, ours, 0.0, tolerance)
-    largest = max((float(g.abs().max()) for g in dense.params.values() if g is not None and g.numel()), default=0.0)
+    peaks = {name: _largest(gradient) for name, gradient in dense.params.items() if gradient is not None}
+    largest = max(peaks.values(), default=0.0)
     for name, wanted in dense.inputs.items():
         ours = cut.inputs.get(name)
         if wanted is not None and name in cut.inputs:
@@ -142,15 +158,29 @@ def _differences(dense: Seen, cut: Seen, module: nn.Module, axis: Axis, toleranc
         if wanted is None:
             continue
         for one in placed.cuts:
-            wanted = take(wanted, one.dim, one.segments)
-        yield from _apart(f"the gradient of {name}", wanted, ours, largest, tolerance)
+            whole = len(one.segments) > 1
+            wanted = take(wanted, one.dim, one.segments) if whole else wanted.narrow(one.dim, *one.segments[0])
+        yield from _apart(f"the gradient of {name}", wanted, ours, largest, tolerance, peaks[name])
+
+
+def _largest(tensor: torch.Tensor) -> float:
+    """The largest absolute value, in one pass; NaN where there is one."""
+    if not tensor.numel():
+        return 0.0
+    low, high = map(float, tensor.aminmax())
+    return high if math.isnan(high) else max(-low, high)
 
 
 def _apart(
-    what: str, wanted: torch.Tensor, ours: torch.Tensor | None, largest: float, tolerance: float
+    what: str,
+    wanted: torch.Tensor,
+    ours: torch.Tensor | None,
+    largest: float,
+    tolerance: float,
+    peak: float | None = None,
 ) -> Iterator[str]:
     if ours is None:
-        if float(wanted.abs().max()) > tolerance * largest:
+        if _largest(wanted) > tolerance * largest:
             yield f"{what} is missing"
         return
     if wanted.shape != ours.shape:
@@ -158,8 +188,8 @@ def _apart(
         return
     if not wanted.numel():
         return
-    scale = max(float(wanted.abs().max()), 1e-3 * largest, 1e-30)
-    gap = float((ours.float() - wanted.float().to(ours.device)).abs().max())
+    scale = max(_largest(wanted) if peak is None else peak, 1e-3 * largest, 1e-30)
+    gap = _largest(ours.float() - wanted.float().to(ours.device))
     if not gap <= tolerance * scale:
         yield f"{what} differs by {gap / scale:.2g} of its largest value"
 
@@ -172,22 +202,26 @@ def compare_models(model: nn.Module, plan: Any, axis: Axis) -> None:
     """
     from deepspeed.tensor_parallel.inputs import quiet
 
-    with quiet(model):
-        found = [t for t in tensors_in(_values(model(**plan.inputs))) if t.is_floating_point()]
-    if simulating():
-        return
-    wanted = [t for t in tensors_in(_values(plan.output)) if t.is_floating_point()]
-    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
-    differs = [
-        text for at, (a, b) in enumerate(zip(wanted, found, strict=False))
-        for text in _apart(f"output {at}", a, b, 0.0, TOLERANCES[dtype])
-    ]  # fmt: skip
-    everyone = told_by_all(axis, "; ".join(differs[:3]))
+    def differs() -> str:
+        with quiet(model):
+            found = [t for t in tensors_in(_values(model(**plan.inputs))) if t.is_floating_point()]
+        if simulating():
+            return ""
+        wanted = [t for t in tensors_in(_values(plan.output)) if t.is_floating_point()]
+        dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+        texts = [
+            text for at, (a, b) in enumerate(zip(wanted, found, strict=False))
+            for text in _apart(f"output {at}", a, b, 0.0, TOLERANCES[dtype])
+        ]  # fmt: skip
+        return "; ".join(texts[:3])
+
+    ended = run_together(axis, differs)
+    everyone = told_by_all(axis, ended.result) if ended.well else ended.texts
     wrong = [f"rank {axis.ranks[at]}: {text}" for at, text in enumerate(everyone) if text]
     if wrong:
         raise TensorParallelError(
             f"the model cut over {axis.size} ranks (tp) is not the dense one: {' | '.join(wrong)}"
-        )
+        ) from ended.error
 
 
 def _values(output: Any) -> Any:

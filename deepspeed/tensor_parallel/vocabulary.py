@@ -13,6 +13,7 @@ from deepspeed.comm import ReduceOp
 from deepspeed.comm.api import all_reduce
 from deepspeed.comm.axis import Axis
 from deepspeed.comm.differentiable import reduce_from, summed
+from deepspeed.comm.together import meet_before
 from deepspeed.errors import ArgumentError
 from deepspeed.foundation.partition import partition_uniform
 from deepspeed.tensor_parallel.layers import Slot, cut_tensor, even_segments
@@ -95,6 +96,7 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, logits: torch.Tensor, target: torch.Tensor, first: int, axis: Axis) -> Any:  # type: ignore[override]
         largest = logits.detach().amax(-1).float()
         if axis.group is not None:
+            meet_before(axis, "largest logits")
             all_reduce(largest, ReduceOp.MAX, group=axis.group, log_name="largest logits")
         weights = (logits.float() - largest[:, None]).exp_()
         local = target - first

@@ -42,13 +42,13 @@ def run(ranks: int, mesh: dict[str, int], more: list[str]) -> dict[str, Any]:
 
 
 def draw(rows: dict[str, dict[str, Any]], path: Path) -> None:
-    """Losses over each other, and bars of speed and memory."""
+    """Losses over each other, and bars of speed, memory and messages."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, (losses, speed, memory) = plt.subplots(1, 3, figsize=(13, 3.8), width_ratios=(1.4, 1, 1))
+    figure, (losses, speed, memory, messages) = plt.subplots(1, 4, figsize=(16, 3.8), width_ratios=(1.4, 1, 1, 1))
     for width, (name, row) in zip(range(2 * len(rows), 0, -2), rows.items(), strict=False):
         losses.plot(row["losses"], label=name, linewidth=width, alpha=0.7)
     losses.set(xlabel="step", ylabel="nats per byte", title="one curve: the meshes agree")
@@ -58,8 +58,14 @@ def draw(rows: dict[str, dict[str, Any]], path: Path) -> None:
     speed.set(title="tokens per second")
     memory.barh(names, [row["bytes"] / 1e6 for row in rows.values()], color="tab:green")
     memory.set(title="MB of state on the fullest rank")
+    received = {axis: [row["received"][axis] / 1e6 for row in rows.values()] for axis in ("dp", "tp")}
+    messages.barh(names, received["dp"], color="tab:orange", label="dp")
+    messages.barh(names, received["tp"], left=received["dp"], color="tab:purple", label="tp")
+    messages.set(title="MB from other ranks in a step")
+    messages.legend(fontsize=7)
     memory.set_yticks([])
-    for axes in (speed, memory):
+    messages.set_yticks([])
+    for axes in (speed, memory, messages):
         axes.invert_yaxis()
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -79,7 +85,8 @@ def main() -> int:
             rows[name_of(ranks, mesh)] = run(ranks, mesh, more)
     good = {name: row for name, row in rows.items() if "losses" in row}
     first = next(iter(good.values()), {"losses": [0.0]})["losses"]
-    print(f"{'mesh':16} {'loss':>8} {'largest difference':>19} {'tokens/s':>9} {'MB on the fullest rank':>23}")
+    print(f"{'mesh':16} {'loss':>8} {'largest difference':>19} {'tokens/s':>9} {'MB on the fullest rank':>23}"
+          f" {'MB a step over dp':>18} {'over tp':>8}")  # fmt: skip
     apart = 0.0
     for name, row in rows.items():
         if name not in good:
@@ -87,7 +94,9 @@ def main() -> int:
             continue
         gap = max(abs(a - b) / b for a, b in zip(row["losses"], first, strict=True))
         apart = max(apart, gap)
-        print(f"{name:16} {row['losses'][-1]:8.4f} {gap:19.1e} {row['tokens_per_s']:9.0f} {row['bytes'] / 1e6:23.2f}")
+        dp, tp = (row["received"][axis] / 1e6 for axis in ("dp", "tp"))
+        print(f"{name:16} {row['losses'][-1]:8.4f} {gap:19.1e} {row['tokens_per_s']:9.0f} {row['bytes'] / 1e6:23.2f}"
+              f" {dp:18.2f} {tp:8.2f}")  # fmt: skip
     if good:
         draw(good, arguments.picture)
         print(f"picture: {arguments.picture}")

@@ -19,6 +19,7 @@ from transformers import GPTNeoConfig, GPTNeoForCausalLM
 
 import deepspeed
 from deepspeed import comm
+from deepspeed.comm.mesh import current_mesh
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bytes_lm"))
 from corpus import VOCABULARY, Windows, library_files, split  # noqa: E402
@@ -35,8 +36,21 @@ def build_model(width: int, sequence: int) -> GPTNeoForCausalLM:
     return GPTNeoForCausalLM(config)
 
 
+def received_by_axis() -> dict[str, int]:
+    """Bytes that came from the other ranks of each axis of the mesh, as the comms logger has counted them."""
+    mesh = current_mesh()
+    axes = {"dp": mesh.axis("dp_replicate", "dp_shard").ranks, "tp": mesh.axis("tp").ranks}
+    found = {name: comm.comms_logger.received.pop(ranks, 0) for name, ranks in axes.items()}
+    return {**found, "other": sum(comm.comms_logger.received.values())}  # such as all ranks, for the norm
+
+
 def train(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Train, and say what came out: loss of every step, tokens per second, bytes of state on the fullest rank."""
+    """Train, and say what came out.
+
+    Returns:
+        On the first rank: loss of every step, tokens per second, bytes of state on the fullest rank, and bytes that a
+        rank is sent in one step, by axis.
+    """
     text, _ = split(library_files())
     windows = Windows(text, arguments.sequence, arguments.steps * arguments.batch * arguments.sequence, seed=0)
     model = build_model(arguments.width, arguments.sequence)
@@ -52,14 +66,19 @@ def train(arguments: argparse.Namespace) -> dict[str, Any]:
     # Ranks that share matrices see the same samples: samples are dealt to data-parallel coordinates.
     sampler = DistributedSampler(windows, engine.dp_world_size, engine.get_data_parallel_rank(), shuffle=False)
     loader = torch.utils.data.DataLoader(windows, arguments.batch // engine.dp_world_size, sampler=sampler)
-    losses, started = [], 0.0
+    losses, started, received = [], 0.0, {}
     for step, batch in enumerate(loader):
         if step == 1:
             started = time.perf_counter()
+        if step == arguments.steps - 1:
+            comm.comms_logger.reset()
+            comm.comms_logger.enabled = True
         logits = engine(input_ids=batch[:, :-1].to(engine.device)).logits
         loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten().to(engine.device))
         engine.backward(loss)
         engine.step()
+        if comm.comms_logger.enabled:
+            comm.comms_logger.enabled, received = False, received_by_axis()
         every = loss.detach().clone()
         comm.all_reduce(every)
         losses.append(float(every) / comm.get_world_size())
@@ -69,7 +88,8 @@ def train(arguments: argparse.Namespace) -> dict[str, Any]:
     first = engine.global_rank == 0
     engine.destroy()
     tokens = (len(losses) - 1) * arguments.batch * arguments.sequence
-    return {"losses": losses, "tokens_per_s": tokens / seconds, "bytes": held.item()} if first else {}
+    row = {"losses": losses, "tokens_per_s": tokens / seconds, "bytes": held.item(), "received": received}
+    return row if first else {}
 
 
 def main() -> None:

@@ -43,6 +43,15 @@ def with_lora(model: Any) -> Any:
     return made
 
 
+HALVES = {  # an adapter's half has its base's channels, the other one is whole
+    "self_attn.q_proj.base_layer.weight": (16, 32), "self_attn.q_proj.lora_B.default.weight": (16, 4),
+    "self_attn.q_proj.lora_A.default.weight": (4, 32), "self_attn.v_proj.lora_B.default.weight": (8, 4),
+    "self_attn.o_proj.base_layer.weight": (32, 16), "self_attn.o_proj.lora_A.default.weight": (4, 16),
+    "self_attn.o_proj.lora_B.default.weight": (32, 4), "mlp.gate_proj.lora_B.default.weight": (24, 4),
+    "mlp.down_proj.lora_A.default.weight": (4, 24),
+}  # fmt: skip
+
+
 def composed(what: str, stage: int, dp: int) -> None:
     model = model_of("Llama")
     config = config_of(stage, 2, accumulation=2)
@@ -65,6 +74,9 @@ def composed(what: str, stage: int, dp: int) -> None:
         if what == "lora":
             trained = [name for name, p in model.named_parameters() if p.requires_grad]
             assert trained and all("lora" in name for name in trained)
+            shapes = {name.split("layers.0.")[-1]: param.ds_shape for name, param in model.named_parameters()}
+            for place, shape in HALVES.items():
+                assert shapes[place] == shape, (place, shapes[place])
         if "vocabulary" in what:
             given = batch_of(model, 0, 0)
             assert engine(**given).logits is None  # nobody has them

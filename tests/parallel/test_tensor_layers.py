@@ -22,8 +22,8 @@ from deepspeed.comm.differentiable import (
     scatter_to,
 )
 from deepspeed.errors import ArgumentError
+from deepspeed.foundation.log import in_words
 from deepspeed.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, even_sizes
-from deepspeed.tensor_parallel.shares import in_words
 from deepspeed.tensor_parallel.vocabulary import VocabParallelEmbedding, vocab_parallel_cross_entropy
 from deepspeed.zero.placement import placement_of
 from tests.parallel.tiny import raises

@@ -11,7 +11,7 @@ import torch
 
 from deepspeed.utils import safe_get_full_grad
 from tests.parallel.dense import momentum
-from tests.parallel.tensor_runs import config_of, loss_of, model_of, trained
+from tests.parallel.tensor_runs import batch_of, config_of, loss_of, model_of, trained
 
 
 def close(windows: list[tuple[float, ...]]) -> None:
@@ -139,3 +139,35 @@ def held(stage: int, dp: int) -> tuple[float, float]:
 def test_states_are_what_the_plan_says(workers: Any, stage: int, dp: int) -> None:
     for found, said in workers(2 * dp).run(held, stage, dp, timeout=60):
         assert abs(found - said) <= 0.03 * said, (found, said)
+
+
+def moved() -> None:
+    """Bytes that a rank gets in one step, by axis, beside the formulas."""
+    import deepspeed
+    from deepspeed.comm import comms_logger
+    from deepspeed.comm.mesh import current_mesh
+
+    model = model_of("Llama")
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=momentum(model.parameters()), config=config_of(1, 2, comms_logger={"enabled": True})
+    )
+    with engine:
+        rank = engine.get_data_parallel_rank()
+        for step in range(2):
+            comms_logger.reset()
+            engine.backward(loss_of(engine, step, rank))
+            engine.step()
+        mesh, received = current_mesh(), comms_logger.received
+        tokens = batch_of(model, 0, 0)["input_ids"].numel()
+        sums = 4 * model.config.num_hidden_layers * tokens * model.config.hidden_size * 4
+        over_tp = received[mesh.axis("tp").ranks]
+        assert sums <= over_tp <= 1.02 * sums, (over_tp, sums)  # half of what is summed is taken in, twice
+        state = 4 * sum(param.numel() for param in model.parameters())
+        over_dp = received[mesh.axis("dp_shard").ranks]
+        assert state <= over_dp <= 1.02 * state, (over_dp, state)  # half of it reduced, half of it published
+        assert sum(received.values()) <= over_tp + over_dp + 4096, received
+    comms_logger.enabled = False
+
+
+def test_bytes_by_axis_are_the_formulas(workers: Any) -> None:
+    workers(4).run(moved, timeout=60)

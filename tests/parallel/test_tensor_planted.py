@@ -196,3 +196,35 @@ def unplanted() -> None:
 
 def test_what_is_right_passes(workers: Any) -> None:
     workers(2).run(unplanted, timeout=120)
+
+
+def spoiled(right: Any) -> Any:
+    """After all units have been compared."""
+
+    def install(model: Any, *args: Any) -> Any:
+        with torch.no_grad():
+            model.model.layers[1].mlp.down_proj.weight.mul_(1.01)
+        return right(model, *args)
+
+    return install
+
+
+def compared_as_told() -> None:
+    """`off` compares nothing, `units` each unit, `model` what is between them too."""
+    axis = mesh_for({"tp": 2}).axis("tp")
+    unit, between = (layers.RowParallel, "forward", unreduced), (cut, "install", spoiled)
+    found = {}
+    for check in ("off", "units", "model"):
+        for what, (owner, name, made) in {"unit": unit, "between": between}.items():
+            with patched(owner, name, made):
+                try:
+                    cut.cut_model(model_of("Llama"), axis, check=check)
+                except TensorParallelError as error:
+                    found[check, what] = str(error)
+    assert sorted(found) == [("model", "between"), ("model", "unit"), ("units", "unit")], found
+    assert "the model cut over 2 ranks (tp) is not the dense one" in found["model", "between"]
+    assert "rank 0" in found["model", "between"] and "'model.layers.0.self_attn'" in found["units", "unit"]
+
+
+def test_what_is_compared_is_what_was_told(workers: Any) -> None:
+    workers(2).run(compared_as_told, timeout=60)

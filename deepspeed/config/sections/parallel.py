@@ -89,6 +89,7 @@ class TensorParallel(Section):
     keep_module_on_host: bool = later(False, "cut on the host")
     replace_with_kernel_inject: bool = later(False, "replace layers by kernels", aliases=["kernel_inject"])
     partition_config: PartitionConfig = key(PartitionConfig, "how each weight is cut")
+    plan_file: str | None = key(None, "a written plan, used instead of finding one; checked against the model")
 
 
 class ExpertParallel(Section):

@@ -1,0 +1,113 @@
+"""A computation of several ranks with collectives inside, in which one rank alone may raise: all end with it, at once.
+
+Without this the others would wait in the next collective until the watch's limit. Inside, each collective of
+`deepspeed/comm/differentiable.py` begins with a meeting: every rank says which collective it has come to, or that it
+has ended. Where they do not all say the same, none begins. So ranks that take different ways are found too.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.api import all_gather_into_tensor, told_by_all
+from deepspeed.comm.axis import Axis
+from deepspeed.errors import CommError
+from deepspeed.foundation.log import in_words
+
+T = TypeVar("T")
+_END = "the end"
+_MOST = 200  # characters of an error
+
+
+class _Apart(Exception):
+    """Another rank is elsewhere; what each said is in the run."""
+
+
+@dataclass
+class Ended(Generic[T]):
+    """How a computation ended.
+
+    Args:
+        result: of the action; None where it raised, or was left because another rank did.
+        texts: by position on the axis, what a rank raised, or where it was while others were elsewhere; empty: nothing.
+        error: of this rank, if it raised.
+    """
+
+    result: T | None
+    texts: list[str]
+    error: Exception | None = None
+
+    @property
+    def well(self) -> bool:
+        """Whether all ranks have a result."""
+        return not any(self.texts)
+
+
+class _Run:
+    def __init__(self, axis: Axis) -> None:
+        self.axis, self.texts = axis, [""] * axis.size
+
+    def meet(self, label: str, error: str = "") -> None:
+        """Before a collective, and at the end.
+
+        Raises:
+            _Apart: not all ranks are here; nothing more may be sent in this run.
+        """
+        if any(self.texts):
+            raise _Apart
+        axis = self.axis
+        if axis.group is None:
+            self.texts[axis.rank] = error
+            return
+        device = "cpu" if axis.tagged else get_accelerator().current_device_name()
+        here = torch.tensor([int(bool(error)), zlib.crc32(label.encode())], device=device)
+        every = here.new_empty(axis.size * 2)
+        all_gather_into_tensor(every, here, group=axis.group, log_name=f"meeting before {label}")
+        if bool((every.view(-1, 2) == torch.tensor([0, int(here[1])], device=device)).all()):
+            return
+        said = told_by_all(axis, (error, label))
+        raised = any(text for text, _ in said)
+        self.texts = [text if raised else f"it has come to {place}" for text, place in said]
+        raise _Apart
+
+
+_underway: list[_Run] = []
+
+
+def meet_before(axis: Axis, label: str) -> None:
+    """A collective of `axis` is about to begin; nothing happens outside of `run_together`."""
+    if _underway and _underway[-1].axis.ranks == axis.ranks:
+        _underway[-1].meet(label)
+
+
+def run_together(axis: Axis, action: Callable[[], T]) -> Ended[T]:
+    """Call `action` on all ranks of an axis; what one rank raises ends it on all, at its next collective there.
+
+    Args:
+        axis: its ranks call together.
+        action: its collectives over `axis` are those of `differentiable`, in one order.
+
+    Raises:
+        CommError: a rank is gone.
+    """
+    run, result, error = _Run(axis), None, None
+    _underway.append(run)
+    try:
+        try:
+            result = action()
+        except (_Apart, CommError):
+            raise
+        except Exception as why:
+            error = why
+        run.meet(_END, "" if error is None else in_words(error, _MOST))
+    except _Apart:
+        result = None
+    finally:
+        _underway.pop()
+    return Ended(result, run.texts, error)

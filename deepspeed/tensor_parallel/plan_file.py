@@ -1,0 +1,333 @@
+"""A plan as data: written beside a model, edited by hand where that helps, used instead of finding it again.
+
+A file is never believed: names, shapes and shares are compared with the model it is used for, and cut units with their
+dense forms (`verify`). Equal units stand once; in their names `*` is any number.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from deepspeed.errors import TensorParallelError
+from deepspeed.tensor_parallel.fit import Numbers
+from deepspeed.tensor_parallel.inputs import all_calls, inputs_of
+from deepspeed.tensor_parallel.layers import is_linear, is_transposed
+from deepspeed.tensor_parallel.own_plan import said_by
+from deepspeed.tensor_parallel.plan import Fitted, Plan, Unit, dropped_in, make_plan, renamed, shapes_of, starred
+from deepspeed.tensor_parallel.regions import Region, join, lies_in, owner
+from deepspeed.tensor_parallel.shares import Call, Segments, Share, Shares, largest_part
+from deepspeed.tensor_parallel.specs import Specs
+
+FORMAT, VERSION = "deepspeed tensor plan", 1
+
+
+def write_plan(
+    path: str | Path, model: nn.Module, ranks: int, example: Any = None, specs: Specs | None = None
+) -> list[Plan]:
+    """Find the plan of a dense model for every rank, and write it. No other rank is needed.
+
+    Args:
+        path: of a JSON file, for the key `tensor_parallel.plan_file`.
+        model: dense; nothing of it is changed.
+        ranks: to share its matrices out to.
+        example, specs: as `make_plan`.
+
+    Returns:
+        The plans by rank; each prints the same `table()`.
+
+    Raises:
+        ArgumentError: nothing says what the model takes.
+        TensorParallelError: none of its matrices can be cut.
+        OSError: the file cannot be written.
+    """
+    plans = [make_plan(model, ranks, rank, example, specs) for rank in range(ranks)]
+    text = json.dumps(_described(plans, model), indent=1)
+    # What holds numbers alone stands on one line.
+    Path(path).write_text(re.sub(r"\[[\s\d,\[\]]*\]", lambda found: re.sub(r"\s+", " ", found[0]), text) + "\n")
+    return plans
+
+
+def _described(plans: Sequence[Plan], model: nn.Module) -> dict[str, Any]:
+    shapes = shapes_of(model)
+    units: dict[str, dict[str, Any]] = {}
+    by_rank = [{unit.name: {one.shares.region.rows[0]: one for one in unit.regions} for unit in p.units} for p in plans]
+    whole = {name: why for plan in plans for name, why in plan.whole.items()}
+    for name in by_rank[0]:
+        mine = [found.get(name, {}) for found in by_rank]
+        regions = [[found[row] for found in mine] for row in mine[0] if all(row in found for found in mine)]
+        if regions:
+            region_data = [_region_data(one) for one in regions]
+            own = {n.removeprefix(f"{name}."): list(shape) for n, shape in shapes.items() if lies_in(n, name)}
+            entry = {"modules": [name], "shapes": own, "regions": region_data}
+            known = units.setdefault(json.dumps([starred(name), own, region_data]), entry)
+            if known is not entry:
+                known["modules"].append(name)
+    for unit in units.values():
+        same, mine = {starred(name) for name in unit["modules"]}, set(unit["modules"])
+        if len(same) == 1 and all(name in mine for name, _ in model.named_modules() if starred(name) in same):
+            unit["modules"] = sorted(same)
+    return {
+        "format": FORMAT, "version": VERSION, "model": type(model).__name__, "ranks": plans[0].ranks,
+        "units": list(units.values()), "whole": {starred(name): why for name, why in whole.items()},
+    }  # fmt: skip
+
+
+def _region_data(by_rank: Sequence[Fitted]) -> dict[str, Any]:
+    shares = by_rank[0].shares
+    region, numbers = shares.region, []
+    for one in by_rank:
+        own: dict[str, dict[str, int]] = {}
+        for (module, attribute), value in one.numbers.items():
+            own.setdefault(module, {})[attribute] = value
+        numbers.append(own)
+    return {
+        "home": region.home, "columns": region.columns, "rows": region.rows, "inner": sorted(region.inner),
+        "tables": region.tables, "packed": region.packed, "channels": shares.rows,
+        "tensors": {name: _share_data(share) for name, share in shares.tensors.items()},
+        "inputs": {name: _share_data(share) for name, share in shares.inputs.items()},
+        "partial_inputs": shares.partial_inputs, "numbers": numbers,
+    }  # fmt: skip
+
+
+def _share_data(share: Share) -> dict[str, Any]:
+    return {"dim": share.dim, "segments": share.segments, "copied": share.copied}
+
+
+# -- reading ---------------------------------------------------------------------------------------------------------
+
+
+class _Entry:
+    """A part of the file, which knows where it is."""
+
+    def __init__(self, value: Any, where: str) -> None:
+        self.value, self.where = value, where
+
+    def wrong(self, what: str) -> TensorParallelError:
+        return TensorParallelError(f"{self.where}: {what}")
+
+    def fields(self, *names: str) -> list[_Entry]:
+        """The values of an object that has these names and no others."""
+        if not isinstance(self.value, dict):
+            raise self.wrong("an object belongs here")
+        for name in [*(n for n in names if n not in self.value), *(n for n in self.value if n not in names)]:
+            raise self.wrong(f"{name!r} is {'unknown' if name in self.value else 'missing'}; it has {', '.join(names)}")
+        return [_Entry(self.value[name], f"{self.where}.{name}") for name in names]
+
+    def items(self) -> list[tuple[str, _Entry]]:
+        if not isinstance(self.value, dict):
+            raise self.wrong("an object belongs here")
+        return [(name, _Entry(value, f"{self.where}.{name}")) for name, value in self.value.items()]
+
+    def entries(self, count: int | None = None) -> list[_Entry]:
+        if not isinstance(self.value, list) or (count is not None and len(self.value) != count):
+            raise self.wrong("a list belongs here" if count is None else f"a list of {count} belongs here")
+        return [_Entry(value, f"{self.where}[{at}]") for at, value in enumerate(self.value)]
+
+    def of(self, kind: type) -> Any:
+        right = isinstance(self.value, kind) and (kind is bool or not isinstance(self.value, bool))
+        if not right:
+            raise self.wrong(f"{self.value!r} is no {kind.__name__}")
+        return self.value
+
+    def names(self, known: Iterable[str], what: str) -> list[str]:
+        """A list of names, each of something that is there."""
+        found = [entry.of(str) for entry in self.entries()]
+        for name in found:
+            if name not in known:
+                raise self.wrong(f"{name!r} is no {what}")
+        return found
+
+
+def read_plan(
+    path: str | Path, model: nn.Module, ranks: int, rank: int, example: Any = None, specs: Specs | None = None
+) -> Plan:
+    """The plan that a file has for a model.
+
+    Args:
+        path: as `write_plan` was given.
+        model: dense, whole on this rank or sharded by `zero.Init`; nothing of it is changed.
+        ranks: to share its matrices out to.
+        rank: this one.
+        example, specs: as `make_plan`.
+
+    Raises:
+        ArgumentError: nothing says what the model takes.
+        TensorParallelError: it cannot be read, or is no plan for this model over these ranks; with the place.
+    """
+    at = _Entry(None, f"tensor_parallel.plan_file '{path}'")
+    try:
+        at.value = json.loads(Path(path).read_text())
+    except OSError as error:
+        raise at.wrong(f"it cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise at.wrong(f"it is no JSON: {error}") from None
+    form, version, kind, size, units, whole = at.fields("format", "version", "model", "ranks", "units", "whole")
+    if (form.value, version.value) != (FORMAT, VERSION):
+        raise at.wrong(f"it is no {FORMAT} of version {VERSION}, which deepspeed.tensor_parallel.plan_file writes")
+    if kind.value != type(model).__name__ or size.value != ranks:
+        raise at.wrong(
+            f"it is of a {kind.value} over {size.value} ranks, and this is a {type(model).__name__} over {ranks}"
+        )
+    reader = _Reader(model, ranks, rank)
+    found = [unit for entry in units.entries() for unit in reader.units(entry)]
+    reasons = {name: text.of(str) for name, text in whole.items()}
+    return _planned(model, reader, found, reasons, (inputs_of(model, example), specs), at)
+
+
+def _planned(
+    model: nn.Module,
+    reader: _Reader,
+    units: list[Unit],
+    reasons: dict[str, str],
+    given: tuple[dict[str, Any], Specs | None],
+    at: _Entry,
+) -> Plan:
+    """The units that are to be cut, with what they are called with."""
+    inputs, specs = given
+    left = [name for name in reader.shapes if name not in reader.taken]
+    whole = {name: reasons[starred(name)] for name in left if starred(name) in reasons}
+    if specs is not None:
+        for unit in units:
+            _leave_out(unit, specs, whole)
+    order = {name: place for place, name in enumerate(reader.modules)}
+    units = sorted((unit for unit in units if unit.regions), key=lambda unit: order[unit.name])
+    if not units:
+        raise at.wrong("it leaves every matrix whole")
+    calls, output = all_calls(model, [unit.name for unit in units], inputs)
+    for unit in units:
+        if unit.name not in calls:
+            raise at.wrong(f"the model never calls '{unit.name}'")
+        unit.call = calls[unit.name][-1]
+    drops, said = dropped_in(model, inputs), said_by(model, reader.shapes)
+    return Plan(reader.ranks, units, whole, inputs, output, drops, reader.shapes, said)
+
+
+def _leave_out(unit: Unit, specs: Specs, whole: dict[str, str]) -> None:
+    """Drop the regions that the JSON leaves whole."""
+    for one in list(unit.regions):
+        region = renamed(one.shares.region, lambda name: join(unit.name, name))
+        if why := specs.reason_to_skip(region):
+            whole.update(dict.fromkeys([*region.columns, *region.rows], why))
+            unit.regions.remove(one)
+
+
+class _Reader:
+    """Compares entries with a model."""
+
+    def __init__(self, model: nn.Module, ranks: int, rank: int) -> None:
+        self.ranks, self.rank = ranks, rank
+        self.modules, self.shapes = dict(model.named_modules()), shapes_of(model)
+        self.taken: dict[str, str] = {}  # parameters that are cut, and where the file says so
+
+    def units(self, entry: _Entry) -> list[Unit]:
+        """The units that one entry is of."""
+        modules, shapes, regions = entry.fields("modules", "shapes", "regions")
+        found: list[Unit] = []
+        for pattern in modules.entries():
+            names = [name for name in self.modules if starred(name) == pattern.of(str) or name == pattern.value]
+            if not names:
+                raise pattern.wrong(f"the model has no module {pattern.value!r}")
+            found += [self._unit(name, shapes, regions) for name in names]
+        return found
+
+    def _unit(self, name: str, shapes: _Entry, regions: _Entry) -> Unit:
+        here = {n.removeprefix(f"{name}."): shape for n, shape in self.shapes.items() if lies_in(n, name)}
+        said = {n: tuple(size.of(int) for size in shape.entries()) for n, shape in shapes.items()}
+        for one in [*(n for n in said if n not in here), *(n for n in here if n not in said)]:
+            raise shapes.wrong(f"{one!r} is {'not in' if one in said else 'in'} '{name}' of this model")
+        for one, shape in said.items():
+            if here[one] != shape:
+                raise shapes.wrong(f"{one!r} has shape {list(shape)}, and {list(here[one])} in '{name}' of this model")
+        return Unit(name, [self._region(name, here, entry) for entry in regions.entries()], Call({}, []))
+
+    def _region(self, unit: str, shapes: Mapping[str, tuple[int, ...]], entry: _Entry) -> Fitted:
+        home, columns, rows, inner, tables, packed, channels, tensors, inputs, partial, numbers = entry.fields(
+            "home", "columns", "rows", "inner", "tables", "packed", "channels", "tensors", "inputs", "partial_inputs",
+            "numbers",
+        )  # fmt: skip
+        inside_unit = {n.removeprefix(unit).removeprefix(".") for n in self.modules if lies_in(n, unit)}
+        if home.of(str) not in inside_unit:
+            raise home.wrong(f"'{unit}' has no module {home.value!r}")
+        region = Region(
+            home.value, columns.names(shapes, "parameter"), rows.names(shapes, "parameter"),
+            set(inner.names(columns.value, "column")), tables.names(shapes, "parameter"), packed.of(bool),
+        )  # fmt: skip
+        if not region.rows or not region.columns:
+            raise entry.wrong("it has no rows or no columns")
+        shares = Shares(region, self._segments(channels, None, copied=False))
+        for name, share in tensors.items():
+            if name not in shapes:
+                raise share.wrong(f"'{unit}' has no parameter {name!r}")
+            shares.tensors[name] = self._share(name, share, shapes[name])
+        shares.inputs = {n: self._share(n, share, None) for n, share in inputs.items()}
+        shares.partial_inputs = [name.of(str) for name in partial.entries()]
+        self._check_layers(unit, shares, shapes, entry, tensors)
+        shares.bytes = largest_part(self.modules[unit], shares)
+        return Fitted(shares, self._numbers(unit, numbers))
+
+    def _check_layers(
+        self, unit: str, shares: Shares, shapes: Mapping[str, tuple[int, ...]], entry: _Entry, tensors: _Entry
+    ) -> None:
+        region, channels = shares.region, sum(length for part in shares.rows for _, length in part)
+        for name in [*region.columns, *region.rows]:
+            layer: Any = self.modules[join(unit, owner(name))]
+            if not region.packed and not is_linear(layer):
+                raise entry.wrong(f"'{join(unit, owner(name))}' is no linear layer")
+            turned = not region.packed and is_transposed(layer)
+            share = shares.tensors.get(name)
+            if name in region.rows and not region.packed and shapes[name][0 if turned else 1] != channels:
+                raise entry.wrong(f"the ranks' channels are {channels}, and '{name}' has shape {list(shapes[name])}")
+            if name in region.columns and not region.packed and share is not None and share.dim != int(turned):
+                raise tensors.wrong(f"'{name}' is cut along dim {share.dim}, and its outputs are dim {int(turned)}")
+            if region.packed and (share is None or share.copied):
+                raise tensors.wrong(f"'{name}' is not shared out")
+        for name in {*shares.tensors, *region.rows}:
+            before = self.taken.setdefault(join(unit, name), entry.where)
+            if before != entry.where:
+                raise entry.wrong(f"'{join(unit, name)}' is in {before.rpartition(': ')[2]} already")
+
+    def _share(self, name: str, entry: _Entry, shape: tuple[int, ...] | None) -> Share:
+        dim, segments, copied = entry.fields("dim", "segments", "copied")
+        if dim.of(int) < 0 and shape is not None:
+            return Share(name, -1, [() for _ in segments.entries(self.ranks)], copied=True)
+        if shape is not None and dim.value >= len(shape):
+            raise dim.wrong(f"{name!r} has shape {list(shape)}")
+        size = None if shape is None else shape[dim.value]
+        return Share(name, dim.value, self._segments(segments, size, copied.of(bool)), copied.value)
+
+    def _segments(self, entry: _Entry, size: int | None, copied: bool) -> list[Segments]:
+        """By rank; together they are everything, and but for copies nothing is in two."""
+        found: list[Segments] = []
+        for of_rank in entry.entries(self.ranks):
+            pairs = [tuple(number.of(int) for number in pair.entries(2)) for pair in of_rank.entries()]
+            if not pairs or any(start < 0 or length < 1 for start, length in pairs):
+                raise of_rank.wrong("each rank needs [start, length] of at least one")
+            found.append(tuple((start, length) for start, length in pairs))
+        every = sorted(part for of_rank in found for part in of_rank)
+        end = 0
+        for start, length in every if not copied else ():
+            if start != end:
+                raise entry.wrong(f"{'nobody has' if start > end else 'two ranks have'} what is at {min(start, end)}")
+            end = max(end, start + length)
+        if size is not None and not copied and end != size:
+            raise entry.wrong(f"the ranks have {end} of {size}")
+        return found
+
+    def _numbers(self, unit: str, entry: _Entry) -> Numbers:
+        found: Numbers = {}
+        for name, numbers in entry.entries(self.ranks)[self.rank].items():
+            module: Any = self.modules.get(join(unit, name))
+            if module is None:
+                raise numbers.wrong(f"'{unit}' has no module {name!r}")
+            for attribute, value in numbers.items():
+                target = getattr(module, "config", None) if attribute.startswith("config.") else module
+                if type(getattr(target, attribute.removeprefix("config."), None)) is not int:
+                    raise value.wrong(f"'{join(unit, name)}' has no number {attribute!r}")
+                found[name, attribute] = value.of(int)
+        return found

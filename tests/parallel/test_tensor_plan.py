@@ -1,0 +1,214 @@
+"""The plan as a table and as data: written, read again, edited by hand, and refused where it is not the model's."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from deepspeed.comm.mesh import current_mesh
+from deepspeed.errors import DeepSpeedError, TensorParallelError
+from deepspeed.tensor_parallel.plan import make_plan
+from deepspeed.tensor_parallel.plan_file import read_plan, write_plan
+from deepspeed.tensor_parallel.specs import Spec, Specs
+from tests.parallel.dense import Dense, compared, momentum
+from tests.parallel.tensor_runs import config_of, loss_of, model_of
+from tests.parallel.tiny import raises, said
+
+# Three matrices with shared heads, one fused head by head, Conv1D, gate beside up, experts, alibi, relative positions.
+FAMILIES = ("Llama", "GPTNeoX", "GPT2", "Phi3", "Mixtral", "Bloom", "T5")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_written_plan_is_the_found_one(tmp_path: Path, family: str) -> None:
+    model, path = model_of(family), tmp_path / "plan.json"
+    written = write_plan(path, model, 2)
+    for rank in range(2):
+        found, read = make_plan(model, 2, rank), read_plan(path, model, 2, rank)
+        assert read.table() == found.table() == written[rank].table()
+        assert {u.name: [(r.shares, r.numbers) for r in u.regions] for u in read.units} == {
+            u.name: [(r.shares, r.numbers) for r in u.regions] for u in found.units
+        }
+        assert read.drops == found.drops and read.shapes == found.shapes and read.said == found.said
+    if family == "Llama":  # equal layers stand once
+        assert [unit["modules"] for unit in json.loads(path.read_text())["units"]] == [
+            ["model.layers.*.self_attn"], ["model.layers.*.mlp"],
+        ]  # fmt: skip
+
+
+def trained(path: str, stage: int, verify: str) -> None:
+    """By the key of the JSON alone, under data parallelism too."""
+    import deepspeed
+
+    model = model_of("Llama")
+    dense = Dense(model, momentum, 2)
+    config = config_of(stage, 2, tensor_parallel={"plan_file": path, "verify": verify})
+    with said() as lines:
+        engine, *_ = deepspeed.initialize(model=model, optimizer=momentum(model.parameters()), config=config)
+    rank = torch.distributed.get_rank()
+    assert any("model.layers.*.self_attn.o_proj.weight (2)" in line for line in lines) is (rank == 0)
+    with engine:
+        assert model.model.layers[0].mlp.up_proj.weight.ds_shape == (48, 32)  # by the file's edit it stays whole
+        assert model.model.layers[0].self_attn.q_proj.weight.ds_shape == (16, 32)
+        for window in compared(engine, dense, current_mesh(), loss_of, 2):
+            assert window[0] <= 2e-6 and max(window[1:]) <= 5e-6, window
+
+
+@pytest.mark.parametrize("verify", ["units", pytest.param("off", marks=pytest.mark.slow)])
+def test_a_plan_file_is_what_is_cut(workers: Any, tmp_path: Path, verify: str) -> None:
+    path = tmp_path / "plan.json"
+    write_plan(path, model_of("Llama"), 2)
+    plan = json.loads(path.read_text())
+    plan["units"] = [unit for unit in plan["units"] if "mlp" not in unit["modules"][0]]
+    plan["whole"]["model.layers.*.mlp.up_proj.weight"] = "its author wants it so"
+    path.write_text(json.dumps(plan))
+    workers(4).run(trained, str(path), 3, verify, timeout=60)
+
+
+def test_equal_names_with_other_shares_stand_apart(tmp_path: Path) -> None:
+    """One layer is of another width, one stays whole: a star would be of all."""
+    model, path = model_of("Llama", num_hidden_layers=4), tmp_path / "plan.json"
+    for name, size in (("gate_proj", (40, 32)), ("up_proj", (40, 32)), ("down_proj", (32, 40))):
+        linear = torch.nn.Linear(size[1], size[0], bias=False)
+        setattr(model.model.layers[1].mlp, name, linear)
+    skip = Specs([Spec((re.compile(r"layers\.2\.mlp"),), "skip")])
+    write_plan(path, model, 2, specs=skip)
+    units = [unit["modules"] for unit in json.loads(path.read_text())["units"]]
+    mlp = "model.layers.{}.mlp".format
+    assert units == [["model.layers.*.self_attn"], [mlp(0), mlp(3)], [mlp(1)]], units
+    assert read_plan(path, model, 2, 0).table() == make_plan(model, 2, 0, specs=skip).table()
+
+
+def edited(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
+    def edit(path: Path) -> None:
+        plan = json.loads(path.read_text())
+        change(plan)
+        path.write_text(json.dumps(plan))
+
+    return edit
+
+
+def at(plan: Any, *way: Any) -> Any:
+    for step in way:
+        plan = plan[step]
+    return plan
+
+
+def put(*way: Any) -> Callable[[Path], None]:
+    """The last of `way` is put where the others lead."""
+    *place, key, value = way
+    return edited(lambda plan: at(plan, *place).__setitem__(key, value))
+
+
+ATTENTION = ("units", 0, "regions", 0)
+Q = (*ATTENTION, "tensors", "q_proj.weight")
+MISTAKES: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
+    "no file": (lambda path: path.unlink(), ("cannot be read", "No such file")),
+    "no JSON": (lambda path: path.write_text("{"), ("no JSON",)),
+    "no object": (lambda path: path.write_text("[]"), ("an object belongs here",)),
+    "another version": (put("version", 2), ("version 1",)),
+    "other ranks": (put("ranks", 4), ("4 ranks", "over 2")),
+    "another class": (put("model", "GPT2LMHeadModel"), ("GPT2LMHeadModel", "LlamaForCausalLM")),
+    "a word too much": (put("unit", []), ("'unit' is unknown",)),
+    "a word too few": (edited(lambda plan: plan.pop("whole")), ("'whole' is missing",)),
+    "no module": (put("units", 0, "modules", ["model.layers.7.self_attn"]), ("units[0].modules[0]", "layers.7")),
+    "another shape": (put("units", 0, "shapes", "q_proj.weight", [32, 16]), ("[32, 16]", "[32, 32]", "layers.0")),
+    "another parameter": (put("units", 0, "shapes", "x", [2]), ("'x'", "not in", "layers.0")),
+    "no column": (put(*ATTENTION, "columns", ["r_proj.weight"]), ("'r_proj.weight' is no parameter",)),
+    "no rows": (put(*ATTENTION, "rows", []), ("no rows",)),
+    "a row that is none": (put(*ATTENTION, "channels", [[[0, 4]], [[4, 4]]]), ("channels are 8", "o_proj", "[32, 32]")),
+    "a share for nobody": (put(*Q, "segments", [[[0, 16]], [[20, 12]]]), ("segments", "nobody has", "16")),
+    "a share for two": (put(*Q, "segments", [[[0, 20]], [[16, 16]]]), ("two ranks have", "16")),
+    "a share too small": (put(*Q, "segments", [[[0, 8]], [[8, 8]]]), ("16 of 32",)),
+    "a rank without": (put(*Q, "segments", [[], [[0, 32]]]), ("each rank needs",)),
+    "one rank's share": (put(*Q, "segments", [[[0, 32]]]), ("a list of 2",)),
+    "the other dim": (put(*Q, "dim", 1), ("q_proj.weight", "dim 1")),
+    "words for numbers": (put(*Q, "dim", "0"), ("'0' is no int",)),
+    "no such number": (put(*ATTENTION, "numbers", [{"": {"heads": 1}}] * 2), ("has no number 'heads'",)),
+    "twice": (edited(lambda plan: plan["units"].append(copy.deepcopy(plan["units"][0]))), ("already", "units[0]")),
+    "nothing": (put("units", []), ("every matrix whole",)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", MISTAKES)
+def test_a_file_that_is_not_the_models_is_refused(tmp_path: Path, what: str) -> None:
+    path, (mistake, words) = tmp_path / "plan.json", MISTAKES[what]
+    write_plan(path, model_of("Llama"), 2)
+    mistake(path)
+    with raises(TensorParallelError, "tensor_parallel.plan_file", str(path), *words):
+        read_plan(path, model_of("Llama"), 2, 0)
+
+
+def differs(path: str) -> None:
+    """Wrong on one rank, and what only the comparison of units sees: all ranks end."""
+    import deepspeed
+
+    rank = torch.distributed.get_rank()
+    cases = [
+        ("", DeepSpeedError, ("rank 1", "cannot be read")),
+        ("-swapped", TensorParallelError, ("'model.layers.0.self_attn'", "does not compute")),
+        ("-numbers", TensorParallelError, ("'model.layers.0.self_attn'", "rank 0")),
+    ]
+    for name, kind, words in cases:
+        model = model_of("Llama")
+        own = path + (name if name or not rank else "-nowhere")
+        with raises(kind, *words):
+            config = config_of(0, 2, tensor_parallel={"plan_file": own})
+            deepspeed.initialize(model=model, optimizer=momentum(model.parameters()), config=config)
+
+
+def test_what_a_reader_cannot_see_the_comparison_does(workers: Any, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    write_plan(path, model_of("Llama"), 2)
+    plan = json.loads(path.read_text())
+    at(plan, *ATTENTION, "tensors")["k_proj.weight"]["segments"].reverse()
+    Path(f"{path}-swapped").write_text(json.dumps(plan))
+    plan = json.loads(path.read_text())
+    at(plan, *ATTENTION)["numbers"][0][""] = {"head_dim": 4}
+    Path(f"{path}-numbers").write_text(json.dumps(plan))
+    workers(2).run(differs, str(path), timeout=60)
+
+
+def test_the_models_own_plan_is_compared() -> None:
+    for family in ("Llama", "GPTNeoX", "Mixtral", "GPT2"):
+        plan = make_plan(model_of(family), 2, 0)
+        assert bool(plan.said) is (family != "GPT2") and "own plan" not in plan.table()
+        assert all(plan.cuts()[name] == how for name, how in plan.said.items() if "layers" in name)
+    model = model_of("Llama")
+    model.tp_plan = {**model.tp_plan, "model.layers.*.mlp.down_proj": "colwise", "model.norm": "rowwise"}
+    table = " ".join(make_plan(model, 2, 0).table().split())
+    assert "model.layers.*.mlp.down_proj.weight (2) row its model's own plan cuts it by column" in table, table
+    assert table.count("own plan") == 1
+
+
+class Spare(torch.nn.Module):
+    """Some outputs of a matrix that nobody reads: cut, they would be on no rank."""
+
+    example_input_array = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
+
+    def __init__(self) -> None:
+        super().__init__()
+        pair = {"up": torch.nn.Linear(8, 14), "down": torch.nn.Linear(12, 8)}
+        self.blocks = torch.nn.ModuleList([torch.nn.ModuleDict(copy.deepcopy(pair)) for _ in range(2)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block["down"](torch.tanh(block["up"](x)[..., :12]))  # type: ignore[index]
+        return x
+
+
+def test_what_nobody_reads_is_not_lost(tmp_path: Path) -> None:
+    plan = make_plan(Spare(), 2, 0)
+    for unit in plan.units:
+        for one in unit.regions:
+            for name, share in one.shares.tensors.items():
+                size = plan.shapes[f"{unit.name}.{name}" if unit.name else name][max(share.dim, 0)]
+                assert share.copied or sum(n for part in share.segments for _, n in part) == size, (name, share)
+    write_plan(tmp_path / "plan.json", Spare(), 2)
+    assert read_plan(tmp_path / "plan.json", Spare(), 2, 1).table() == plan.table()
