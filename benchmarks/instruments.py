@@ -75,12 +75,12 @@ def make_side(name: str, stage: int, shape: Shape, folder: str) -> Callable[[tor
     return step
 
 
-def make_rank(stage: int, **sizes: int) -> Callable[..., Any]:
+def make_rank(stage: int, sides: list[str], **sizes: int) -> Callable[..., Any]:
     """A rank that holds all sides; answers with (wall, CPU, CPU of children) seconds of a step by side."""
     rank, _ = start_world()
     shape = Shape(**sizes)
     folder = tempfile.mkdtemp(prefix="instruments-")
-    built = {name: make_side(name, stage, shape, folder) for name in SIDES}
+    built = {name: make_side(name, stage, shape, folder) for name in sides}
 
     def handle(order: list[str], index: int) -> dict[str, tuple[float, float, float]]:
         if index == WARM:  # eight engines are many objects: a collection would fall on a side by chance
@@ -94,9 +94,11 @@ def make_rank(stage: int, **sizes: int) -> Callable[..., Any]:
             built[name](windows)
             took = time.perf_counter() - began
             times[name] = (took, time.process_time() - cpu, 0.0)
-        took, cpu, _ = times["monitors"]  # the only side with processes of its own
-        beside = seconds_of_children() - aside
-        return {**times, "monitors": (took, cpu + beside, beside)}
+        if "monitors" in times:  # the only side with processes of its own
+            took, cpu, _ = times["monitors"]
+            beside = seconds_of_children() - aside
+            times["monitors"] = (took, cpu + beside, beside)
+        return times
 
     return handle
 
@@ -140,7 +142,7 @@ def rows_of(rounds: list[Round], few: list[Round], stage: int) -> list[dict[str,
     tail = percentile([seconds["off again"][0] for seconds in rounds], 0.99)
     cpu_of_step = statistics.median(seconds["off"][1] for seconds in rounds)
     step: Round = {"off": (0.0, cpu_of_step, 0.0), "off again": (tail, 0.0, 0.0)}
-    for name in SIDES[1:]:
+    for name in list(rounds[0])[1:]:
         wall, cpu = (median_interval([seconds[name][at] / seconds["off"][at] for seconds in rounds]) for at in (0, 1))
         rows.append(
             {"stage": stage, "side": name, "rounds": len(rounds), "few": len(few), "bar": BARS.get(name)}
@@ -185,13 +187,13 @@ def show(rows: list[dict[str, Any]]) -> None:
     print_table(head, body)
 
 
-def rounds_of(count: int, seconds: float, ranks: int, setup: dict[str, int]) -> list[Round]:
+def rounds_of(count: int, seconds: float, ranks: int, setup: dict[str, Any]) -> list[Round]:
     """Rounds of one size of step."""
     world, rounds, order = World("instruments.py", ranks, setup), list[Round](), random.Random(0)
-    end = time.monotonic() + seconds
+    end, sides = time.monotonic() + seconds, setup["sides"]
     for index in range(count + WARM):
-        answers = world.ask(order=order.sample(SIDES, len(SIDES)), index=index)
-        by_side = {name: [answer[name] for answer in answers] for name in SIDES}
+        answers = world.ask(order=order.sample(sides, len(sides)), index=index)
+        by_side = {name: [answer[name] for answer in answers] for name in sides}
         if time.monotonic() > end:
             break
         rounds.append(
@@ -211,11 +213,13 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1e9, help="of the rounds of a size; fewer are made then")
     parser.add_argument("--width", type=int, default=Shape.width)
     parser.add_argument("--layers", type=int, default=Shape.layers)
+    parser.add_argument("--sides", nargs="*", choices=SIDES[2:], default=SIDES[2:], help="beside the two plain ones")
     parser.add_argument("--dry", action="store_true", help="write no results")
     given = parser.parse_args()
     rows = list[dict[str, Any]]()
     for stage in given.stages:
-        setup = {"stage": stage, "width": given.width, "layers": given.layers}
+        sides = [*SIDES[:2], *given.sides]
+        setup = {"stage": stage, "sides": sides, "width": given.width, "layers": given.layers}
         whole = rounds_of(given.rounds, given.seconds, given.ranks, setup)
         rows += rows_of(whole, rounds_of(given.few, given.seconds, given.ranks, {**setup, **FEW}), stage)
     show(rows)
