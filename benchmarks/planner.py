@@ -1,14 +1,17 @@
 """The planner against the truth: all plans of a case are predicted, the choice is printed, then all are measured.
 
-    python -m benchmarks.planner run               # goes on where it was; results are kept
+    python -m benchmarks.planner calibrate         # on an idle machine, as `run`
+    python -m benchmarks.planner predict           # anywhere: from the machine's figures alone
+    python -m benchmarks.planner run --budget 400  # what is missing of both, and the trials; goes on where it was
     python -m benchmarks.planner run --toy --cases wide --plans 4
     python -m benchmarks.planner show
 
 A case is a model of `planner_models.py`, a global batch on two ranks, and a limit of memory that is set before any
-trial so that nearly half of its plans are predicted not to fit (what is under way counts at its most, so fewer do not);
-whether one does is what its trial under that limit says. Each plan is one trial of `deepspeed.planner.trials`. The
-planner's five confirming runs are looked up among them. Five plans drawn at random stand beside it: the probability
-that one of them is within a tenth of the best.
+trial: more than half of its plans are predicted not to fit (what is under way counts at its most, so fewer do not), and
+at most three of the others are predicted near the best, where that can be. Whether one fits is what its trial under
+that limit says. Each plan is one trial of `deepspeed.planner.trials`, its ranks forked from a process that has imported
+everything (`warm_trials.py`). The planner's five confirming runs are looked up among them. Five plans drawn at random
+stand beside it: the probability that one of them is within a tenth of the best.
 """
 
 from __future__ import annotations
@@ -29,34 +32,45 @@ from typing import Any
 from deepspeed.planner.axes import Shape
 from deepspeed.planner.calibrate import calibrate
 from deepspeed.planner.confirm import MOST, confirm
-from deepspeed.planner.plans import ON_DEVICE, Judged, Plan, Task, legal_plans, search
+from deepspeed.planner.plans import ALL, ON_DEVICE, OPTIMIZER, Judged, Plan, Task, legal_plans, search
 from deepspeed.planner.source import model_named
-from deepspeed.planner.trials import Command, Limits, Outcome, run_trial, trial_config
+from deepspeed.planner.trials import Limits, Outcome, run_trial, trial_config
 from deepspeed.simulator.machine import Machine
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))  # the other benchmarks are run as files
 from common import machine_name, print_table  # noqa: E402
+from warm_trials import WarmCommand, environment, warm  # noqa: E402
 
 ADAMW = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}
 BF16 = {**ADAMW, "bf16": {"enabled": True}}
 # name: the model, the global batch on two ranks, the JSON
 CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "wide": ("wide", 8, ADAMW),
-    "deep": ("deep", 12, ADAMW),
+    "deep": ("deep", 8, ADAMW),
     "vocabulary": ("vocabulary", 8, ADAMW),
     "llama": ("llama", 8, ADAMW),
-    "bert": ("bert", 12, ADAMW),
-    "t5": ("t5", 16, ADAMW),
-    "experts": ("experts", 12, ADAMW),
-    "heavy": ("heavy", 16, ADAMW),
-    "light": ("light", 16, ADAMW),
-    "convolutions": ("convolutions", 24, ADAMW),
-    "recurrent": ("recurrent", 24, ADAMW),
+    "bert": ("bert", 8, ADAMW),
+    "t5": ("t5", 8, ADAMW),
+    "experts": ("experts", 8, ADAMW),
+    "heavy": ("heavy", 8, ADAMW),
+    "light": ("light", 8, ADAMW),
+    "convolutions": ("convolutions", 8, ADAMW),
+    "recurrent": ("recurrent", 8, ADAMW),
     "wide, bf16": ("wide", 8, BF16),
 }
-RANKS, NEAR, DROPPED = 2, 1.10, 0.45
+RANKS, NEAR, MOST_NEAR = 2, 1.10, 3
+TIMED = 3, 4  # updates: the third is like all that follow
+DROPPED = (0.6, 0.55, 0.65, 0.5, 0.7, 0.45)  # of plans; the first that leaves few near the best, as predicted
 FIXED = {"MALLOC_MMAP_THRESHOLD_": "65536"}  # what a trial holds is then what it uses
+IMPORTED = [
+    "deepspeed.planner.training",
+    "deepspeed.planner.cli",
+    "deepspeed.engine.initialize",
+]  # and of each model its module
+IMPORTED += [
+    f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "llama", "bert", "t5", "mixtral", "resnet")
+]
 
 
 def folder_of(toy: bool) -> Path:
@@ -74,23 +88,24 @@ def machine_of(kept: Path, disk: str) -> Machine:
 
 
 def interpreter_of(kept: Path) -> int:
-    """Bytes of a rank besides what is predicted: what a trial of a tiny model holds, by share, less its prediction."""
+    """Bytes of a rank besides what is predicted: the most that trials of a tiny model hold, by share."""
     path = kept / "interpreter.json"
     if not path.exists():
-        toy = {"PLANNER_TOY": "1"}
-        with tempfile.TemporaryDirectory(prefix="planner-") as folder:
-            program = ["--module", "deepspeed.planner.training", f"{HERE / 'planner_models.py'}:deep"]
-            command = Command(["--num_gpus", str(RANKS), "--grace", "1"], [*program, "--deepspeed_config", "{config}"])
-            told = trial_config(Plan(0, ON_DEVICE, 1, 1, False).config(ADAMW, ""), Path(folder))
-            before = {name: os.environ.get(name) for name in toy}
-            os.environ.update(toy)
-            outcome = run_trial(command, told, Path(folder), Limits(120.0, 0, exact=True))
-            for name, value in before.items():
-                os.environ.pop(name) if value is None else os.environ.update({name: value})
-        if outcome.seconds is None:
-            raise SystemExit(f"the trial of a tiny model failed: {outcome.reason}")
-        path.write_text(json.dumps({"bytes": outcome.held}) + "\n")
+        most = 0
+        for stage, tier in ((0, ON_DEVICE), (3, ON_DEVICE), (2, OPTIMIZER), (3, ALL)):
+            with tempfile.TemporaryDirectory(prefix="planner-") as folder:
+                told = trial_config(Plan(stage, tier, 1, 1, False).config(ADAMW, folder), Path(folder))
+                outcome = run_trial(command_of("tiny"), told, Path(folder), Limits(120.0, 0, exact=True))
+            if outcome.seconds is None:
+                raise SystemExit(f"the trial of a tiny model failed: {outcome.reason}")
+            most = max(most, outcome.held)
+        path.write_text(json.dumps({"bytes": most}) + "\n")
     return int(json.loads(path.read_text())["bytes"])
+
+
+def command_of(factory: str) -> WarmCommand:
+    """A trial of a model."""
+    return WarmCommand(RANKS, (f"{HERE / 'planner_models.py'}:{factory}", "--deepspeed_config", "{config}"))
 
 
 def sample(plans: list[Plan], count: int, seed: str) -> set[Plan]:
@@ -108,10 +123,21 @@ def held(judged: Judged) -> int:
     return max(judged.memory.peak, judged.memory.birth) if judged.memory is not None else 0
 
 
-def limited(judged: list[Judged], memory: int) -> list[Judged]:
-    """The same on a machine with that much memory, the best first."""
-    found = [replace(each, fits=each.memory is not None and held(each) <= memory) for each in judged]
-    return sorted(found, key=lambda each: (not each.fits, each.seconds, each.plan.micro))
+def near(rows: list[dict[str, Any]]) -> int:
+    """How many of the plans that fit are predicted within a tenth of the best."""
+    fits = [row["seconds"] for row in rows if row["fits"]]
+    return sum(seconds <= NEAR * min(fits) for seconds in fits)
+
+
+def limited(rows: list[dict[str, Any]]) -> tuple[int, list[dict[str, Any]]]:
+    """A limit of memory under which a choice is one, and the plans with whether they fit, the best first."""
+    sizes, found = sorted(row["held"] for row in rows), list[tuple[int, list[dict[str, Any]]]]()
+    for share in DROPPED:
+        memory = sizes[max(0, math.ceil(len(sizes) * (1 - share)) - 1)]
+        those = [{**row, "fits": 0 < row["held"] <= memory} for row in rows]
+        those.sort(key=lambda row: (not row["fits"], row["seconds"] or math.inf, row["plan"]["micro"]))
+        found.append((memory, those))
+    return min(found, key=lambda each: max(MOST_NEAR, near(each[1])))
 
 
 def predict(name: str, machine: Machine, count: int) -> dict[str, Any]:
@@ -122,29 +148,27 @@ def predict(name: str, machine: Machine, count: int) -> dict[str, Any]:
     begun = time.perf_counter()
     endless = replace(machine, memory=1 << 50)
     judged = search(Task(make, rows, batch, config), endless, 3600.0, allowed=lambda plan: plan in plans)
-    sizes = sorted(held(each) for each in judged)
-    memory = sizes[max(0, math.ceil(len(sizes) * (1 - DROPPED)) - 1)]
     rows_ = [
-        {"plan": dataclasses.asdict(each.plan), "name": each.plan.name, "fits": each.fits, "held": held(each),
-         "seconds": each.seconds if each.time is not None else None, "reason": each.reason}
-        for each in limited(judged, memory)
+        {"plan": dataclasses.asdict(each.plan), "name": each.plan.name, "held": held(each), "reason": each.reason,
+         "seconds": each.seconds if each.time is not None else None}
+        for each in judged
     ]  # fmt: skip
+    memory, rows_ = limited(rows_)
     return {"case": name, "memory": memory, "took": time.perf_counter() - begun, "plans": rows_, "trials": {}}
 
 
-def measure(found: dict[str, Any], machine: Machine, path: Path, seconds: float, interpreter: int) -> None:
-    """Try the plans that were not tried yet; each outcome is kept at once."""
+def measure(found: dict[str, Any], machine: Machine, path: Path, limits: Limits, until: float) -> None:
+    """Try the plans that were not tried yet, until then; each outcome is kept at once."""
     factory, _, config = CASES[found["case"]]
-    program = ["--module", "deepspeed.planner.training", f"{HERE / 'planner_models.py'}:{factory}"]
-    command = Command(["--num_gpus", str(RANKS), "--grace", "1"], [*program, "--deepspeed_config", "{config}"])
-    limits = Limits(seconds, found["memory"] + interpreter)
     left = [row for row in found["plans"] if row["name"] not in found["trials"]]
     random.Random(found["case"]).shuffle(left)  # a machine that grows slower favours nobody
     for row in left:
+        if time.monotonic() > until:
+            return
         with tempfile.TemporaryDirectory(prefix="planner-") as folder:
             plan = plan_of(row)
-            told = trial_config(plan.config(config, machine.folder), Path(folder))
-            outcome = run_trial(command, told, Path(folder), limits)
+            told = trial_config(plan.config(config, machine.folder), Path(folder), *TIMED)
+            outcome = run_trial(command_of(factory), told, Path(folder), limits)
         found["trials"][row["name"]] = dataclasses.asdict(outcome)
         write(path, found)
         took = "–" if outcome.seconds is None else f"{1e3 * outcome.seconds:,.1f} ms"
@@ -168,17 +192,17 @@ def score(found: dict[str, Any]) -> dict[str, Any]:
     ]  # fmt: skip
     times = {name: told.seconds for name, told in trials.items() if told.seconds is not None}
     best = min(times.values())
-    near = [name for name, seconds in times.items() if seconds <= NEAR * best]
+    close = [name for name, seconds in times.items() if seconds <= NEAR * best]
     answer = confirm(judged, lambda plan: trials[plan.name]).best
     count, drawn = len(trials), min(MOST, len(trials))
     first = judged[0].plan.name
     return {
         "case": found["case"], "plans": count, "dropped": sum(told.seconds is None for told in trials.values()),
-        "near": len(near), "best": min(times, key=lambda name: times[name]), "first": first,
+        "near": len(close), "best": min(times, key=lambda name: times[name]), "first": first,
         "first_over_best": times[first] / best if first in times else math.inf,
         "chosen": answer.plan.name if answer else "–",
         "chosen_over_best": times.get(answer.plan.name, math.inf) / best if answer else math.inf,
-        "random": 1 - math.comb(count - len(near), drawn) / math.comb(count, drawn),
+        "random": 1 - math.comb(count - len(close), drawn) / math.comb(count, drawn),
         "agreed": sum(row["fits"] == (row["name"] in times) for row in found["plans"] if row["name"] in trials),
     }  # fmt: skip
 
@@ -201,7 +225,7 @@ def show(kept: Path) -> None:
     ])  # fmt: skip
     good, count = sum(row["chosen_over_best"] <= NEAR for row in rows), max(1, len(rows))
     alone = sum(row["first_over_best"] <= NEAR for row in rows)
-    few = sum(row["near"] <= 3 for row in rows)
+    few = sum(row["near"] <= MOST_NEAR for row in rows)
     quarter = sum(row["dropped"] >= row["plans"] / 4 for row in rows)
     drawn = sum(row["random"] for row in rows) / count
     print(f"within 10 % of the best: {good} of {len(rows)} after at most five trials, {alone} without any; five at "
@@ -210,34 +234,51 @@ def show(kept: Path) -> None:
     (kept / "summary.json").write_text(json.dumps(rows, indent=1) + "\n")
 
 
+def say(found: dict[str, Any]) -> None:
+    """Say what is known before any trial."""
+    fits = [row for row in found["plans"] if row["fits"]]
+    print(f"{found['case']}: {len(found['plans'])} plans predicted in {found['took']:.0f} s, {len(fits)} fit in "
+          f"{found['memory'] / 2**20:,.0f} MiB a rank, {near(found['plans'])} within a tenth of the best; "
+          f"choice before any trial: {fits[0]['name'] if fits else 'none fits'}", flush=True)  # fmt: skip
+
+
 def run(options: argparse.Namespace) -> None:
     """All cases, from where the last run ended."""
-    kept = folder_of(options.toy)
-    os.environ.update(FIXED | ({"PLANNER_TOY": "1"} if options.toy else {}))
+    kept, until = folder_of(options.toy), time.monotonic() + options.budget
+    os.environ.update(environment(RANKS) | ({"PLANNER_TOY": "1"} if options.toy else {}))
+    warm(IMPORTED)
     with tempfile.TemporaryDirectory(prefix="planner-disk-", dir=options.disk) as disk:
-        machine, interpreter = machine_of(kept, disk), interpreter_of(kept)
+        machine = machine_of(kept, disk)
+        if options.what == "calibrate":
+            interpreter_of(kept)
+            return
         for name in options.cases or CASES:
             path = kept / f"case-{name.replace(', ', '-')}.json"
             if not path.exists():
                 write(path, predict(name, machine, options.plans))
             found = json.loads(path.read_text())
-            choice = next((row for row in found["plans"] if row["fits"]), None)
-            print(f"{name}: {len(found['plans'])} plans predicted in {found['took']:.0f} s, "
-                  f"{found['memory'] / 2**20:,.0f} MiB a rank; choice before any trial: "
-                  f"{choice['name'] if choice else 'none fits'}", flush=True)  # fmt: skip
-            measure(found, machine, path, options.seconds, interpreter)
-    show(kept)
+            say(found)
+            if options.what == "run":
+                limits = Limits(options.seconds, found["memory"] + interpreter_of(kept))
+                measure(found, machine, path, limits, until)
+            if time.monotonic() > until:
+                break
+    if options.what == "run":
+        show(kept)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["run", "show"])
+    parser.add_argument("what", choices=["calibrate", "predict", "run", "show"])
     parser.add_argument("--cases", nargs="*", choices=list(CASES), default=None)
     parser.add_argument("--plans", type=int, default=24, help="of a case")
     parser.add_argument("--seconds", type=float, default=120.0, help="longest time of a trial")
+    parser.add_argument("--budget", type=float, default=math.inf, help="seconds, after which no trial begins")
     parser.add_argument("--disk", default="/var/tmp", help="folder on a disk that plans may use")
     parser.add_argument("--toy", action="store_true", help="small models: proves that it runs, says nothing else")
     options = parser.parse_args()
+    if not FIXED.items() <= os.environ.items():  # the machine is measured as trials are run
+        os.execve(sys.executable, [sys.executable, "-m", "benchmarks.planner", *sys.argv[1:]], os.environ | FIXED)
     if options.what == "show":
         show(folder_of(options.toy))
     else:

@@ -39,17 +39,22 @@ def _gpt2(layers: int, width: int, vocabulary: int, length: int) -> Made:
 
 def wide() -> Made:
     """Few wide blocks: products are large, states are too."""
-    return _gpt2(3, 768, 4096, 96)
+    return _gpt2(2, 768, 4096, 64)
+
+
+def tiny() -> Made:
+    """Next to nothing: what a rank holds beside a model."""
+    return _gpt2(1, 32, 64, 16)
 
 
 def deep() -> Made:
     """Many narrow blocks: operators are many, recompute saves much."""
-    return _gpt2(12, 256, 2048, 128)
+    return _gpt2(10, 192, 2048, 96)
 
 
 def vocabulary() -> Made:
     """Most parameters are the embedding's, most activations the logits'."""
-    return _gpt2(2, 320, 24576, 96)
+    return _gpt2(2, 256, 24576, 64)
 
 
 def llama() -> Made:
@@ -57,19 +62,19 @@ def llama() -> Made:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     width = _size(384, 32)
-    sizes = {"hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": _size(5, 2)}
+    sizes = {"hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": _size(4, 2)}
     heads = {"num_attention_heads": _size(6, 2), "num_key_value_heads": _size(2, 1)}
     many = _size(4096, 64)
-    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, vocab_size=many)), _text(many, _size(224, 16))
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, vocab_size=many)), _text(many, _size(160, 16))
 
 
 def bert() -> Made:
     """An encoder with a mask."""
     from transformers import BertConfig, BertForMaskedLM
 
-    width, many, length = _size(448, 32), _size(6000, 64), _size(128, 16)
+    width, many, length = _size(384, 32), _size(4000, 64), _size(96, 16)
     sizes = {"hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": _size(5, 2)}
-    model = BertForMaskedLM(BertConfig(**sizes, num_attention_heads=_size(7, 2), vocab_size=many))
+    model = BertForMaskedLM(BertConfig(**sizes, num_attention_heads=_size(6, 2), vocab_size=many))
     text = _text(many, length)
     return model, lambda rows: {**text(rows), "attention_mask": torch.ones(rows, length, dtype=torch.long)}
 
@@ -78,8 +83,8 @@ def t5() -> Made:
     """Encoder and decoder."""
     from transformers import T5Config, T5ForConditionalGeneration
 
-    width, many = _size(384, 32), _size(4000, 64)
-    sizes = {"d_model": width, "d_ff": 4 * width, "d_kv": _size(64, 16), "num_heads": _size(6, 2)}
+    width, many = _size(320, 32), _size(4000, 64)
+    sizes = {"d_model": width, "d_ff": 4 * width, "d_kv": _size(64, 16), "num_heads": _size(5, 2)}
     config = T5Config(**sizes, num_layers=_size(3, 1), vocab_size=many, decoder_start_token_id=0)
     return T5ForConditionalGeneration(config), _text(many, _size(96, 16))
 
@@ -89,7 +94,7 @@ def experts() -> Made:
     from transformers import MixtralConfig, MixtralForCausalLM
 
     width, many = _size(256, 32), _size(2000, 64)
-    sizes = {"hidden_size": width, "intermediate_size": 3 * width, "num_hidden_layers": _size(3, 1)}
+    sizes = {"hidden_size": width, "intermediate_size": 3 * width, "num_hidden_layers": _size(4, 1)}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": _size(6, 2)}
     config = MixtralConfig(**sizes, **heads, num_experts_per_tok=2, vocab_size=many)
     return MixtralForCausalLM(config), _text(many, _size(96, 16))
@@ -113,21 +118,21 @@ class Stack(nn.Module):
 
 def heavy() -> Made:
     """Many parameters, few samples: messages and the update are most of a step."""
-    width = _size(1024, 32)
+    width = _size(896, 32)
     return Stack(_size(5, 2), width, 4 * width), lambda rows: torch.ones(rows, 8, width)
 
 
 def light() -> Made:
     """Few parameters, many rows: activations are all."""
-    width = _size(192, 32)
-    return Stack(_size(10, 2), width, 4 * width), lambda rows: torch.ones(rows, 768, width)
+    width = _size(160, 32)
+    return Stack(_size(10, 2), width, 4 * width), lambda rows: torch.ones(rows, 384, width)
 
 
 def convolutions() -> Made:
     """Images: no matrix products of its own."""
     from transformers import ResNetConfig, ResNetForImageClassification
 
-    widths = [64, 128, 256] if not TOY else [8, 16]
+    widths = [96, 192, 384] if not TOY else [8, 16]
     sizes = {"embedding_size": 48 if not TOY else 8, "hidden_sizes": widths, "depths": [2] * len(widths)}
     model = ResNetForImageClassification(ResNetConfig(**sizes, num_labels=10, layer_type="basic"))
     side = _size(96, 32)
@@ -135,18 +140,32 @@ def convolutions() -> Made:
 
 
 class Recurrent(nn.Module):
-    """An LSTM over tokens."""
+    """Residual blocks of an LSTM each, over tokens."""
 
-    def __init__(self, many: int, width: int) -> None:
+    def __init__(self, layers: int, many: int, width: int) -> None:
         super().__init__()
-        self.embed, self.lstm = nn.Embedding(many, width), nn.LSTM(width, width, num_layers=3, batch_first=True)
-        self.head = nn.Linear(width, many)
+        self.embed, self.head = nn.Embedding(many, width), nn.Linear(width, many)
+        self.layers = nn.ModuleList(Remembering(width) for _ in range(layers))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return nn.functional.cross_entropy(self.head(self.lstm(self.embed(tokens))[0]).flatten(0, 1), tokens.flatten())
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = x + layer(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
+
+
+class Remembering(nn.Module):
+    """An LSTM of one layer; gives its outputs alone."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.lstm = nn.LayerNorm(width), nn.LSTM(width, width, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lstm(self.norm(x))[0]
 
 
 def recurrent() -> Made:
     """One step after the other."""
     many, text = _size(4000, 64), _text(_size(4000, 64), _size(64, 16))
-    return Recurrent(many, _size(448, 32)), lambda rows: text(rows)["input_ids"]
+    return Recurrent(_size(4, 2), many, _size(384, 32)), lambda rows: text(rows)["input_ids"]

@@ -22,6 +22,7 @@ from deepspeed.simulator.machine import DTYPES, Machine
 from deepspeed.storage.disk import Disk
 
 _SIDES = (64, 256, 1024)
+_BLOCKS = (1 << 18, 1 << 21, 1 << 24, 1 << 26)  # bytes
 _BRIEF_S = 0.15  # of each measurement
 _SHARE = 0.85  # of free memory that a plan may take; the rest is the interpreter's and the system's
 INTERPRETER = 400 << 20
@@ -41,7 +42,7 @@ def calibrate(ranks: int, folder: str = "", memory: int = 0) -> Machine:
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
     try:
         matrix = {name: [[side, _matrix(dtype, side)] for side in _SIDES] for name, dtype in DTYPES.items()}
-        bandwidth, overhead = _bandwidth() / ranks, _overhead()
+        bandwidth, overhead, fresh = _bandwidth() / ranks, _overhead(), [[float(n), _fresh(n)] for n in _BLOCKS]
     finally:
         torch.set_num_threads(before)
     collective, latency = _collectives(ranks) if ranks > 1 else (bandwidth, 0.0)
@@ -52,7 +53,7 @@ def calibrate(ranks: int, folder: str = "", memory: int = 0) -> Machine:
     free = memory or int(psutil.virtual_memory().available * _SHARE / ranks) - INTERPRETER
     where = folder if disk else ""
     return Machine(ranks, max(free, 1), matrix, bandwidth, overhead, collective, disk, where, notes, shared=True,
-                   latency=latency)  # fmt: skip
+                   latency=latency, fresh=fresh)  # fmt: skip
 
 
 def _seconds(call: Callable[[], Any]) -> float:
@@ -78,6 +79,14 @@ def _matrix(dtype: torch.dtype, side: int) -> float:
 def _bandwidth() -> float:
     x, y = torch.zeros(1 << 23), torch.ones(1 << 23)
     return 3 * x.nbytes / _seconds(lambda: x.add_(y))
+
+
+def _fresh(nbytes: int) -> float:
+    """Bytes per second that the first writing of a new block costs besides; 0 where it is hardly to be seen."""
+    kept = torch.zeros(nbytes, dtype=torch.uint8)
+    again = _seconds(kept.zero_)
+    new = _seconds(lambda: torch.empty(nbytes, dtype=torch.uint8).zero_())
+    return nbytes / (new - again) if new > 1.5 * again else 0.0
 
 
 def _overhead() -> float:

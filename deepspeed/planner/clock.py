@@ -86,6 +86,7 @@ def step_time(
         group: ranks that those messages travel between; (): all of the machine.
     """
     replayed = replay(recording, machine)
+    new = _first_touches(recording, machine)
     inside = replayed.exposed(MESSAGE)  # what travels in the middle of forward and backward
     group = group or tuple(range(machine.ranks))
     whole = messages * len(group) / max(1, len(group) - 1)
@@ -99,8 +100,17 @@ def step_time(
     parts = replay(Recording("update", 0, machine.ranks, rest), machine)
     took = {piece.name: piece.end - piece.begin for piece in parts.pieces}
     copied = took["to_host"] if link else 0.0
-    return StepTime((replayed.seconds - inside) * share, took["all_gather"] + inside * share, took["update"],
+    return StepTime((replayed.seconds - inside + new) * share, took["all_gather"] + inside * share, took["update"],
                     took["state"], copied)  # fmt: skip
+
+
+def _first_touches(recording: Recording, machine: Machine) -> float:
+    """Seconds that blocks of memory cost because they are new: the C library has the system provide the larger ones
+    each time, page by page."""
+    sizes: dict[int, int] = {}
+    for block in recording.blocks:
+        sizes[block.number] = max(block.nbytes, sizes.get(block.number, 0))
+    return sum(machine.first_touch(nbytes) for nbytes in sizes.values())
 
 
 def moves(policy: Policy, micro_batches: int) -> tuple[int, int]:

@@ -210,7 +210,6 @@ def judge(task: Task, plan: Plan, machine: Machine) -> Judged:
     except Exception as error:  # any model, any key: a plan that cannot be made is no plan
         first = str(error).strip().splitlines()[0] if str(error).strip() else ""
         return Judged(plan, reason=f"{type(error).__name__}: {first}"[:300])
-    recording.blocks.clear()
     if plan.shape.width > 1 and not any(entry.kind == MESSAGE for entry in recording.entries):
         return Judged(plan, memory, reason=WHOLE)
     share = plan.steps / steps / _UPDATES

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import psutil
 
@@ -63,6 +63,33 @@ class Outcome:
     out_of_memory: bool = False
 
 
+class Process(Protocol):
+    """A trial's first process, as `subprocess.Popen` has it; those of its ranks are below it."""
+
+    pid: int
+
+    @property
+    def returncode(self) -> Any:
+        """Of its end."""
+
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float | None = None) -> Any: ...
+    def terminate(self) -> None: ...
+    def kill(self) -> None: ...
+
+
+class Start(Protocol):
+    """Starts trials; `Command` is the package's own."""
+
+    def line(self, config: str) -> list[str]:
+        """What is run, to be read."""
+        ...
+
+    def start(self, config: str, out: Any, err: Any) -> Process:
+        """Start one."""
+        ...
+
+
 @dataclass(frozen=True)
 class Command:
     """What the launcher is given.
@@ -84,6 +111,16 @@ class Command:
         script = [word.replace("{config}", config) for word in self.program]
         return [sys.executable, "-m", "deepspeed.launcher.runner", *self.options, *script]
 
+    def start(self, config: str, out: Any, err: Any) -> subprocess.Popen[bytes]:
+        """Start the launcher, in a session of its own: Ctrl-C reaches it through us alone, once.
+
+        Args:
+            config: path of the JSON.
+            out, err: files that take what it and its ranks say.
+        """
+        line = self.line(config)
+        return subprocess.Popen(line, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True)
+
 
 def trial_config(config: dict[str, Any], folder: Path, first: int = 3, last: int = 5) -> dict[str, Any]:
     """The JSON of a plan with what makes a run a trial.
@@ -98,7 +135,7 @@ def trial_config(config: dict[str, Any], folder: Path, first: int = 3, last: int
     return {**config, "autotuning": {**block, "start_profile_step": first, "end_profile_step": max(first, last)}}
 
 
-def run_trial(command: Command, config: dict[str, Any], folder: Path, limits: Limits) -> Outcome:
+def run_trial(command: Start, config: dict[str, Any], folder: Path, limits: Limits) -> Outcome:
     """Run a trial, and wait for its end.
 
     Args:
@@ -110,11 +147,11 @@ def run_trial(command: Command, config: dict[str, Any], folder: Path, limits: Li
     folder.mkdir(parents=True, exist_ok=True)
     (folder / METRICS).unlink(missing_ok=True)
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-    line = command.line(str((folder / CONFIG).absolute()))
-    (folder / "cmd.txt").write_text(shlex.join(line) + "\n")
+    told = str((folder / CONFIG).absolute())
+    (folder / "cmd.txt").write_text(shlex.join(command.line(told)) + "\n")
     begun = time.monotonic()
     with open(folder / "stdout.log", "wb") as out, open(folder / "stderr.log", "wb") as err:
-        with _started(line, out, err) as watched:
+        with _watched(command.start(told, out, err)) as watched:
             reason = watched.until(begun + limits.seconds, limits, folder / METRICS)
     took, held = time.monotonic() - begun, max(watched.held.values(), default=0)
     metrics = _metrics(folder / METRICS)
@@ -154,14 +191,14 @@ class _Watched:
     """The processes of a trial.
 
     Args:
-        process: the launcher.
+        process: the first one.
 
     Attributes:
         held: most bytes that each rank was seen with.
         over_memory, timed_out: which limit ended it.
     """
 
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+    def __init__(self, process: Process) -> None:
         self.process = process
         self.held: dict[int, int] = {}
         self.over_memory = self.timed_out = False
@@ -215,11 +252,12 @@ class _Watched:
         return ""
 
     def _rank(self, session: int) -> int | None:
-        """The rank whose session that is: the launcher gives each one of its own."""
+        """The rank whose session that is: each has one of its own, and a variable, or a name, that says which."""
         if session not in self._ranks:
             found = None
             with suppress(OSError, ValueError):
                 words = Path(f"/proc/{session}/environ").read_bytes().split(b"\0")
+                words.append(Path(f"/proc/{session}/comm").read_bytes())
                 found = next((int(word[5:]) for word in words if word.startswith(b"RANK=")), None)
             if found is None:
                 return None  # it may not be a rank yet
@@ -265,10 +303,8 @@ def _held(pids: list[int], enough: int) -> int:
 
 
 @contextmanager
-def _started(line: list[str], out: Any, err: Any) -> Iterator[_Watched]:
+def _watched(process: Process) -> Iterator[_Watched]:
     """A trial that is over when the context is."""
-    # A session of its own: Ctrl-C reaches it through us alone, once.
-    process = subprocess.Popen(line, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True)
     watched = _Watched(process)
     try:
         yield watched

@@ -40,6 +40,8 @@ class Machine:
         matrix_efficiency: fitted: how much of `matrix` large products reach.
         memory_efficiency: fitted: how much of `bandwidth` operators reach.
         host_memory: bytes of host memory that one rank may take, beside a device; 0: as much as it asks for.
+        fresh: of memory that the system provides anew: pairs of a block's size and the bytes per second that being
+            written for the first time costs besides; 0: blocks of that size are used again and again.
     """
 
     ranks: int
@@ -62,6 +64,7 @@ class Machine:
     matrix_efficiency: float = 1.0
     memory_efficiency: float = 1.0
     host_memory: int = 0
+    fresh: list[list[float]] = field(default_factory=list[list[float]])
 
     def rate(self, dtype: torch.dtype | str, flops: float) -> float:
         """Operations per second of a product of so many operations."""
@@ -69,6 +72,11 @@ class Machine:
         table = self.matrix.get(name) or self.matrix["fp32"]
         side = (flops / 2) ** (1 / 3)
         return self.matrix_efficiency * next((rate for size, rate in reversed(table) if side >= size), table[0][1])
+
+    def first_touch(self, nbytes: float) -> float:
+        """Seconds that a new block costs besides what is written into it."""
+        rate = next((rate for size, rate in reversed(self.fresh) if nbytes >= size), 0.0)
+        return nbytes / rate if rate else 0.0
 
     def kernel(self, name: str, flops: float, nbytes: float, dtype: str) -> float:
         """Seconds of an operator: the longer of arithmetic and traffic."""

@@ -7,6 +7,7 @@ counts.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -22,6 +23,11 @@ _core: Any = torch._C
 
 def _in_backward() -> bool:
     return _core._current_graph_task_id() != -1
+
+
+def _tensors(value: Any) -> Iterable[torch.Tensor]:
+    """`tensors_in`, which is given one alone most often."""
+    return (value,) if isinstance(value, torch.Tensor) else tensors_in(value)
 
 
 class ModuleSpans:
@@ -56,8 +62,9 @@ class ModuleSpans:
             above = self._names[self._running[-1][0]] if self._running else ""
             self._running.append((module, now()))
             if torch.is_grad_enabled():
-                for tensor in tensors_in((args, kwargs)):
-                    if tensor.requires_grad and not tensor.is_leaf:
+                for tensor in _tensors(args[0] if len(args) == 1 and not kwargs else (args, kwargs)):
+                    # What another module gave begins that one's backward, so nothing is left to be ended then.
+                    if tensor.requires_grad and not tensor.is_leaf and not hasattr(tensor, _MARK):
                         tensor.register_hook(lambda _grad: self._end(name, above))
 
     def _leave(self, module: nn.Module, _args: Any, output: Any) -> None:
@@ -68,7 +75,7 @@ class ModuleSpans:
                 break
         if recorder.on and torch.is_grad_enabled():
             name = self._names[module]
-            for tensor in tensors_in(output):
+            for tensor in _tensors(output):
                 if tensor.grad_fn is not None and not hasattr(tensor, _MARK):
                     setattr(tensor, _MARK, True)
                     tensor.register_hook(lambda _grad: self._begin(name))

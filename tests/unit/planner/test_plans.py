@@ -151,6 +151,21 @@ def test_time_follows_the_machine() -> None:
     assert fast.time.limit == "compute"
 
 
+def test_new_blocks_cost_what_the_machine_takes_to_provide_them() -> None:
+    plan = Plan(1, "none", 4, 1, False)
+    largest = 4 * 128 * 64 * 4  # bytes of an activation of this micro-batch
+    free = judge(TASK, plan, MACHINE).seconds
+    found = [judge(TASK, plan, replace(MACHINE, fresh=table)).seconds - free
+             for table in ([[largest, 1e9]], [[largest, 5e8]], [[largest, 0.0]], [[4 * largest, 1e9]])]  # fmt: skip
+    assert found[0] > 12 * largest / 1e9  # three operators of each of four blocks make one, and so does backward
+    assert found[1] == pytest.approx(2 * found[0])
+    assert found[2:] == [0.0, 0.0]
+    # Twice as many micro-batches make twice as many blocks of half the size.
+    halves = judge(TASK, Plan(1, "none", 2, 2, False), replace(MACHINE, fresh=[[largest / 2, 1e9]]))
+    plain = judge(TASK, Plan(1, "none", 2, 2, False), MACHINE)
+    assert halves.seconds - plain.seconds == pytest.approx(found[0], rel=0.1)
+
+
 def test_a_plan_that_cannot_be_made_has_a_reason_and_the_search_ends() -> None:
     broken = replace(TASK, batch=lambda rows: torch.zeros(rows, 3), train_batch=2)
     found = search(broken, replace(MACHINE, disk=0.0), seconds=60)

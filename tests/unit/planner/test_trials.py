@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 from dataclasses import replace
@@ -164,3 +165,25 @@ def test_the_command_confirms_and_survives_what_is_planted(
     assert "best: z" in said
     best = json.loads((tmp_path / "plan.json").read_text())
     assert best["train_micro_batch_size_per_gpu"] * best["gradient_accumulation_steps"] == 4
+
+
+@pytest.mark.slow
+def test_trials_that_are_forked_end_as_launched_ones_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    warm_trials = importlib.import_module("benchmarks.warm_trials")
+    script, _ = _toy(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.getcwd())
+    monkeypatch.setenv("PLANT", json.dumps({"4": "memory", "2": "hang", "1": "crash"}))
+    warm_trials.warm(["deepspeed.planner.training", "deepspeed.engine.initialize"])
+    command = warm_trials.WarmCommand(2, (f"{script}:factory", "--deepspeed_config", "{config}"))
+    found = {}
+    for micro in (8, 4, 2, 1):
+        folder = tmp_path / str(micro)
+        config = trial_config({"train_micro_batch_size_per_gpu": micro}, folder)
+        found[micro] = run_trial(command, config, folder, Limits(15 * PATIENCE, 700 << 20))
+    server = max(psutil.Process().children(), key=lambda child: "forkserver" in " ".join(child.cmdline()))
+    assert not server.children(recursive=True)  # nothing of them runs any more
+    assert found[8].seconds is not None
+    assert found[4].out_of_memory
+    assert "rank 1 held" in found[4].reason
+    assert "no figures within" in found[2].reason
+    assert "exit code 1: ValueError: planted" in found[1].reason
