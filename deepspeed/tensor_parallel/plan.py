@@ -190,11 +190,7 @@ def make_plan(model: nn.Module, ranks: int, rank: int, example: Any = None, spec
     with Trace(model, inputs) as trace, quiet(model):
         model(**inputs)
     regions, whole = find_regions(model, trace.nodes)
-    skipped = {id(region): specs.reason_to_skip(region) for region in regions} if specs is not None else {}
-    for region in regions:
-        if why := skipped.get(id(region)):
-            whole.update(dict.fromkeys([*region.columns, *region.rows], why))
-    regions = [region for region in regions if not skipped.get(id(region))]
+    regions = _asked_for(regions, whole, specs)
     homes = _homes(regions)
     calls, output = all_calls(model, homes, inputs)
     recurrent = handed_states(model, {home: each[0] for home, each in calls.items()}, inputs)
@@ -236,6 +232,15 @@ def make_plan(model: nn.Module, ranks: int, rank: int, example: Any = None, spec
     plan = Plan(ranks, units, whole, inputs, output, dropped_in(model, inputs), shapes, said_by(model, shapes))
     _name_others(plan, trace)
     return plan
+
+
+def _asked_for(regions: list[Region], whole: dict[str, str], specs: Specs | None) -> list[Region]:
+    """Those that no entry wants whole; the others' matrices are noted."""
+    skipped = {id(region): specs.reason_to_skip(region) for region in regions} if specs is not None else {}
+    for region in regions:
+        if why := skipped.get(id(region)):
+            whole.update(dict.fromkeys([*region.columns, *region.rows], why))
+    return [region for region in regions if not skipped.get(id(region))]
 
 
 def _name_others(plan: Plan, trace: Trace) -> None:
