@@ -18,6 +18,7 @@ import sys
 import time
 import traceback
 from dataclasses import dataclass
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkServerProcess
 from typing import Any
 
@@ -32,6 +33,13 @@ def warm(modules: list[str]) -> None:
         modules: their names.
     """
     multiprocessing.set_forkserver_preload(modules)
+
+
+def cool() -> None:
+    """End the server, and the process beside it that the library starts with it."""
+    for keeper in (forkserver._forkserver, resource_tracker._resource_tracker):
+        stopping: Any = keeper
+        stopping._stop()
 
 
 class Forked:

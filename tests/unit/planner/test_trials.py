@@ -182,6 +182,7 @@ def test_trials_that_are_forked_end_as_launched_ones_do(tmp_path: Path, monkeypa
         found[micro] = run_trial(command, config, folder, Limits(15 * PATIENCE, 700 << 20))
     server = max(psutil.Process().children(), key=lambda child: "forkserver" in " ".join(child.cmdline()))
     assert not server.children(recursive=True)  # nothing of them runs any more
+    warm_trials.cool()
     assert found[8].seconds is not None
     assert found[4].out_of_memory
     assert "rank 1 held" in found[4].reason
