@@ -138,7 +138,7 @@ def upstream(model: Any, batch: int, sequence: int) -> Step:
     deepspeed.init_distributed(dist_backend="gloo")
     mpu = UlyssesSPAttentionHF.register_with_transformers(
         model_name_or_path=model, core_attn_implementation="sdpa", sequence_parallel_size=dist.get_world_size(),
-        micro_batch_size=batch, max_length=sequence, seq_length_is_variable=True,
+        micro_batch_size=batch, seq_length=sequence, seq_length_is_variable=True,
     )  # fmt: skip
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, foreach=False)
     config = {"train_micro_batch_size_per_gpu": batch, "zero_optimization": {"stage": 0}, "steps_per_print": 10**9}
