@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from deepspeed.pipe.count import Means
 from deepspeed.pipe.executor import Part
 from deepspeed.zero.accumulation import AccumulationWindow, Way
+from deepspeed.zero.rows import by_rows
 
 
 class WindowDriver:
@@ -18,10 +20,13 @@ class WindowDriver:
         parts: of this stage, by chunk.
         window: the micro-batches between two updates.
         divided: the model divides its loss by the micro-batches itself.
+        lookups: tables of this stage whose gradients can come by rows.
     """
 
-    def __init__(self, parts: list[Part], window: AccumulationWindow, divided: bool) -> None:
-        self._parts, self._window, self._divided = parts, window, divided
+    def __init__(
+        self, parts: list[Part], window: AccumulationWindow, divided: bool, lookups: Sequence[torch.nn.Embedding] = ()
+    ) -> None:
+        self._parts, self._window, self._divided, self._lookups = parts, window, divided, lookups
         self.ran = {"forward": 0, "backward": 0}  # chunks times micro-batches of the window so far
         self.batches: list[Any] = []
         self._counted: set[int] = set()  # micro-batches whose items are in the window's count
@@ -44,7 +49,8 @@ class WindowDriver:
         """Run a chunk; the last part gives its loss in training."""
         part, batch = self._parts[chunk], self.batches[micro]
         self.ran["forward"] += 1
-        made = part.run(received, batch)
+        with by_rows(self._lookups if self.training else (), batch):
+            made = part.run(received, batch)
         if not (part.last and self.training):
             return made
         loss, weight = part.loss(made, batch), 1.0 if self.samples is None else self.samples[micro]
