@@ -53,6 +53,12 @@ class LocalShard:
         self.values = self.tiers.parameters.store(label, values.numel(), self.dtype, self.device)
         self.values.replace(values)
 
+    @property
+    def publishes_beside(self) -> bool:
+        """Whether what is updated travels beside what is computed: between devices."""
+        axis = self.axis
+        return self.policy.publishes_after_step and axis.size > 1 and axis.group is not None and not axis.tagged
+
     # -- the own slice, to its place in the full buffer -----------------------------------------------------------
 
     def expect_own(self) -> None:

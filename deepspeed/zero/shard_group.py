@@ -390,12 +390,6 @@ class ShardGroup(LocalShard):
         if self.fetch is not None:
             self.fetch.advance(self.channel)
 
-    @property
-    def publishes_beside(self) -> bool:
-        """Whether what is updated travels beside what is computed: between devices."""
-        axis = self.axis
-        return self.policy.publishes_after_step and axis.size > 1 and axis.group is not None and not axis.tagged
-
     def start_publish(self) -> Handle | None:
         """Send the updated slice to the other ranks; None when nothing travels."""
         if not self.policy.publishes_after_step or self.axis.size == 1:
