@@ -13,7 +13,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.axis import Axis, group_axis
 from deepspeed.comm.collectives import broadcast_tensors
 from deepspeed.comm.mesh import mesh_for, ranks_started, resolve
-from deepspeed.errors import ArgumentError, UsageError
+from deepspeed.errors import ArgumentError, TensorParallelError, UsageError
 from deepspeed.foundation.log import say, say_once, warn_once
 from deepspeed.foundation.tree import map_tensors
 from deepspeed.foundation.wrapper import ModuleWrapper
@@ -326,7 +326,16 @@ def _quantize(model: nn.Module, config: DeepSpeedInferenceConfig, dtype: torch.d
 def _cut(model: nn.Module, config: DeepSpeedInferenceConfig) -> Any:
     """Cut the matrices over neighbouring ranks, whose random numbers are the first one's from then on."""
     tp = config.tensor_parallel
-    tp_model_init(model, tp.tp_size, tp_group=tp.tp_group)
+    try:
+        tp_model_init(model, tp.tp_size, tp_group=tp.tp_group)
+    except TensorParallelError as error:
+        packed = next((name for name, module in model.named_modules() if isinstance(module, PackedWeight)), None)
+        if packed is None:
+            raise
+        raise TensorParallelError(
+            f"tensor_parallel: '{packed.removesuffix('.packed')}' came as packed integers, and those are not cut over "
+            f"ranks: give a folder of whole weights, or tp_size 1 ({error})"
+        ) from error
     device = torch.device(get_accelerator().current_device_name())
     axis = _axis(tp.tp_size, tp.tp_group, device)
     state = torch.get_rng_state().to(device)

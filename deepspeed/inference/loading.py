@@ -139,7 +139,22 @@ def _described(said: Mapping[str, Any], base: Path) -> Named:
     return _of_files([base / one for one in files])
 
 
+def _refuse_transforms(folder: Path) -> None:
+    """Matrices that were turned, and whose inputs have to be turned too while the model runs."""
+    try:
+        said = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError):  # a folder of weights alone
+        return
+    section = said.get("quantization_config") if isinstance(said, Mapping) else None
+    if isinstance(section, Mapping) and section.get("transform_config"):
+        raise NotAvailableError(
+            f"checkpoint: {folder / 'config.json'} names a transform_config: its weights mean nothing without those "
+            "transforms, which are not made here; give a folder that was quantized without them"
+        )
+
+
 def _of_folder(folder: Path) -> Named:
+    _refuse_transforms(folder)
     for index in _INDEXES:
         if (folder / index).is_file():
             try:

@@ -117,6 +117,11 @@ def _integers(made: Matrix, packed: PackedWeight) -> Matrix | str:
     made.group = packed.shape[1] // groups
     if packed.form.axis != 2 or made.group % 32:
         return "a packed matrix has scales across its rows, or for groups that are no multiple of 32"
+    bytes_there, sizes = packed.integers.nbytes, packed.scale.shape
+    if 8 * bytes_there != packed.form.num_bits * packed.shape.numel() or packed.offset.shape != sizes:
+        return "a packed matrix has other integers or scales than its shape says"
+    if rows != packed.shape[0] or packed.shape[1] % groups or packed.scale.numel() != rows * groups:
+        return "a packed matrix has other scales than its shape says"
     if packed.scale.dtype != torch.float32:
         return f"scales are {packed.scale.dtype}"
     signed = packed.form.symmetric and packed.form.num_bits == 8

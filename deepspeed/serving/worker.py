@@ -21,6 +21,7 @@ def load(options: EngineOptions) -> tuple[Any, Any]:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
     from deepspeed.inference.engine import init_inference
+    from deepspeed.inference.quantization.stored import unread
 
     if options.threads:
         torch.set_num_threads(options.threads)
@@ -28,11 +29,13 @@ def load(options: EngineOptions) -> tuple[Any, Any]:
     tokenizer = AutoTokenizer.from_pretrained(options.model, trust_remote_code=False)
     wanted: Any = dtypes.get(options.dtype, "auto")
     config = AutoConfig.from_pretrained(options.model, trust_remote_code=False)
-    packed = getattr(config, "quantization_config", None) or {}
-    checkpoint = options.checkpoint or (options.model if packed.get("quant_method") == "compressed-tensors" else "")
+    packed = getattr(config, "quantization_config", None)
+    ours = packed and Path(options.model).is_dir() and not unread(packed)  # other forms are Transformers' work
+    checkpoint = options.checkpoint or (options.model if ours else "")
     if checkpoint:
+        asked = {} if wanted == "auto" else {"dtype": wanted}  # left out, it is the folder's
         with torch.device("meta"):
-            model: Any = AutoModelForCausalLM.from_config(config, dtype=wanted if wanted != "auto" else None)
+            model: Any = AutoModelForCausalLM.from_config(config, **asked)
         if (Path(options.model) / "generation_config.json").is_file():  # it may name more end tokens
             model.generation_config = GenerationConfig.from_pretrained(options.model)
     else:

@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import deepspeed
+from deepspeed.errors import TensorParallelError
 from deepspeed.inference import Generator, Sampling
 from deepspeed.inference.quantization.quantization import apply_section
 from tests.unit.inference_surface.models import model, prompt
+from tests.unit.inference_surface.test_stored import packed, stored
 
 
 def _generated(one: Any, ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
@@ -33,6 +36,21 @@ def test_two_ranks_share_the_matrices(workers: Any) -> None:
     (one, first, shape, group), (two, second, _, _) = workers(2).run(_sliced, 2)
     assert torch.equal(one, want) and torch.equal(two, want)
     assert torch.equal(first, second) and tuple(shape) == (32, 32) and group
+
+
+def _packed_sliced(folder: str) -> str:
+    one = model("llama")
+    try:
+        deepspeed.init_inference(one, mp_size=2, dtype="fp32", checkpoint=folder)
+    except TensorParallelError as error:
+        return str(error)
+    return ""
+
+
+def test_packed_integers_are_not_cut_and_the_error_says_so(workers: Any, tmp_path: Path) -> None:
+    save_file(stored(packed(model("llama"), 8), 8), tmp_path / "model.safetensors")
+    for text in workers(2).run(_packed_sliced, str(tmp_path)):
+        assert "packed integers" in text and "give a folder of whole weights, or tp_size 1" in text
 
 
 # -- engines of training -----------------------------------------------------------------------------------------------

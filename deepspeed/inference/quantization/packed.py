@@ -103,7 +103,12 @@ class PackedWeight(nn.Module):
             integers: uint8, of 4 bits two columns each, or int8 of symmetric 8 bits.
             scale: fp32 as `form.groups` shares it; offset: the same.
             dtype: of products.
+
+        Raises:
+            ArgumentError: there are more or fewer integers than the shape has; native products read as many as that.
         """
+        if integers.dtype.itemsize != 1 or 8 * integers.numel() != form.num_bits * shape.numel():
+            raise ArgumentError(f"{integers.numel()} bytes hold no matrix {tuple(shape)} of {form.num_bits} bits")
         made = cls.__new__(cls)
         nn.Module.__init__(made)
         made.form, made.shape, made.dtype, made._fast, made._laid = form, shape, dtype, None, None

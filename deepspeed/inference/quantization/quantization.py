@@ -11,7 +11,14 @@ from torch import nn
 from deepspeed.compression.export import packable
 from deepspeed.errors import ArgumentError, DeepSpeedConfigError, NotAvailableError
 from deepspeed.foundation.log import say
-from deepspeed.inference.quantization.layers import can_pack, is_transposed, matrix_of, packed_layer
+from deepspeed.inference.quantization.layers import (
+    PackedEmbedding,
+    PackedLinear,
+    can_pack,
+    is_transposed,
+    matrix_of,
+    packed_layer,
+)
 from deepspeed.inference.quantization.packed import Form, PackedWeight
 from deepspeed.zero.param import is_managed
 
@@ -93,6 +100,8 @@ def quantize_linears(model: nn.Module, num_bits: int, q_groups: int = 1, dtype: 
         q_groups: scales per output row, with 8 bits.
         dtype: of products.
     """
+    head_layer = getattr(model, "get_output_embeddings", lambda: None)()
+    _refuse_other_bits(model, lambda name, module: None if module is head_layer else num_bits)
     linears: set[int] = {id(module) for module in packable(model).values()}
     linears |= {id(module) for module in model.modules() if is_transposed(module)}
     head = _head(model)
@@ -109,6 +118,19 @@ def quantize_linears(model: nn.Module, num_bits: int, q_groups: int = 1, dtype: 
         return Form(4, size, 1) if size else None
 
     return quantize(model, form_of, dtype)
+
+
+def _refuse_other_bits(model: nn.Module, asked: Callable[[str, nn.Module], int | None]) -> None:
+    """Layers that came as integers keep them: other bits would be rounded twice."""
+    for name, module in model.named_modules():
+        if not isinstance(module, PackedLinear | PackedEmbedding):
+            continue
+        bits, held = asked(name, module), module.packed.form.num_bits
+        if bits not in (None, held):
+            raise ArgumentError(
+                f"'{name}' is packed in {held} bits already, as its folder or an earlier call made it, and {bits} are "
+                f"asked: leave that out to keep {held}, or give whole weights"
+            )
 
 
 def _head(model: nn.Module) -> set[int]:
@@ -164,6 +186,7 @@ def apply_section(model: nn.Module, section: Mapping[str, Any]) -> int:
         used.update(keys)
         return forms[keys[0]] if keys else None
 
+    _refuse_other_bits(model, lambda name, _: next((form.num_bits for key, form in forms.items() if key in name), None))
     packed = quantize(model, form_of) if forms else 0
     if forms.keys() - used:
         raise DeepSpeedConfigError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,11 @@ from torch import nn
 
 import deepspeed
 from deepspeed.compression.export import export, packable
-from deepspeed.errors import CheckpointError, NotAvailableError
+from deepspeed.errors import ArgumentError, CheckpointError, NotAvailableError
 from deepspeed.inference import Generator, Sampling
-from deepspeed.inference.native import functions
+from deepspeed.inference.native import functions, matrix_of
 from deepspeed.inference.quantization.layers import PackedLinear
-from deepspeed.inference.quantization.packed import Form
+from deepspeed.inference.quantization.packed import Form, PackedWeight
 from deepspeed.inference.quantization.quantization import quantize
 from tests.unit.inference.toys import llama, prompts
 
@@ -102,7 +103,18 @@ def test_parts_that_lack_or_do_not_fit_are_said(tmp_path: Path) -> None:
         ({}, [f"{name}_scale"], CheckpointError, "weight_packed.*scales"),
         ({f"{name}_scale": torch.ones(3, 1)}, [], NotAvailableError, "scales"),
         ({f"{name}_zero_point": torch.ones(1)}, [], NotAvailableError, "zero_point"),
+        ({f"{name}_scale": torch.tensor(0.1)}, [], NotAvailableError, "scales"),
+        ({f"{name}_scale": torch.ones(64, 0)}, [], NotAvailableError, "scales"),
         ({f"{name}_shape": torch.tensor([64, 100])}, [], NotAvailableError, "words"),
+        ({f"{name}_shape": torch.tensor([0, 64])}, [], NotAvailableError, "words"),
+        ({f"{name}_shape": torch.tensor([64, 0])}, [], NotAvailableError, "words"),
+        ({f"{name}_shape": torch.tensor(64)}, [], NotAvailableError, "words"),
+        ({f"{name}_packed": state[f"{name}_packed"][:32]}, [], NotAvailableError, "words"),
+        ({f"{name}_packed": state[f"{name}_packed"].long()}, [], NotAvailableError, "int64"),
+        ({f"{name}": torch.ones(0, 64, dtype=torch.int8)}, [f"{name}_packed", f"{name}_shape"],
+         NotAvailableError, "no matrix"),
+        ({f"{name.removesuffix('weight')}R4_input.weight": torch.eye(64)}, [], NotAvailableError, "transforms"),
+        ({f"{name.removesuffix('weight')}weird": torch.eye(64)}, [], NotAvailableError, "transforms"),
         ({f"model.embed_tokens.{kind}": state[f"{name}{kind[6:]}"] for kind in ("weight_packed", "weight_scale",
           "weight_shape")}, [], CheckpointError, "no linear layer"),
     ]  # fmt: skip
@@ -111,3 +123,53 @@ def test_parts_that_lack_or_do_not_fit_are_said(tmp_path: Path) -> None:
         save_file(given, tmp_path / "model.safetensors")
         with pytest.raises(error, match=text):
             read(model, tmp_path)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_packed_head_is_read_where_nothing_shares_it(tmp_path: Path, tied: bool) -> None:
+    model = llama(tie_word_embeddings=tied)
+    state = stored(packed(model, 8), 8)
+    head = PackedWeight(model.lm_head.weight.detach(), Form(8, 0, 1, True))
+    state.pop("lm_head.weight", None)
+    state["lm_head.weight_packed"] = (head.integers ^ -128).contiguous().view(torch.int32)
+    state |= {"lm_head.weight_scale": head.scale[:, :, 0].clone(), "lm_head.weight_shape": torch.tensor(head.shape)}
+    save_file(state, tmp_path / "model.safetensors")
+    if tied:
+        with pytest.raises(NotAvailableError, match="'lm_head' is packed.*tie_word_embeddings"):
+            read(model, tmp_path)
+    else:
+        assert torch.equal(read(model, tmp_path).lm_head.weight, head.dense())
+
+
+def test_transforms_that_the_model_would_need_are_refused(tmp_path: Path) -> None:
+    """What they turn may be stored nowhere: Hadamard matrices are made by rule."""
+    model = llama()
+    save_file(stored(packed(model, 8), 8), tmp_path / "model.safetensors")
+    section = {"quant_method": "compressed-tensors", "transform_config": {"config_groups": {"R4": {}}}}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": section}))
+    with pytest.raises(NotAvailableError, match="transform_config"):
+        read(model, tmp_path)
+    section["transform_config"] = {}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": section}))
+    read(model, tmp_path)
+
+
+def test_other_bits_than_the_folder_has_are_refused(tmp_path: Path) -> None:
+    model = llama()
+    save_file(stored(packed(model, 8), 8), tmp_path / "model.safetensors")
+    four = {"num_bits": 4, "group_size": 32}
+    for quant in ({"weight": {"num_bits": 4}}, {"weight": {"post_init_quant": {"mlp": four}}}):
+        with pytest.raises(ArgumentError, match="packed in 8 bits already.*4 are asked"):
+            deepspeed.init_inference(copy.deepcopy(model), dtype=torch.int8, checkpoint=str(tmp_path), quant=quant)
+    found = deepspeed.init_inference(copy.deepcopy(model), dtype=torch.int8, checkpoint=str(tmp_path)).module
+    assert {module.packed.form.num_bits for module in found.modules() if isinstance(module, PackedLinear)} == {8}
+
+
+def test_native_products_take_no_matrix_that_is_shorter_than_its_shape() -> None:
+    whole = PackedWeight(torch.ones(64, 64), Form(8, 0, 1, True))
+    with pytest.raises(ArgumentError, match="bytes"):
+        PackedWeight.of(whole.form, whole.shape, whole.integers[:32], whole.scale, whole.offset, torch.float32)
+    for name in ("integers", "scale"):
+        short = copy.deepcopy(whole)
+        setattr(short, name, nn.Parameter(getattr(short, name)[:32].clone(), False))
+        assert "than its shape says" in str(matrix_of(short)), name

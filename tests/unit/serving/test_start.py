@@ -13,17 +13,20 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoTokenizer
 
 from deepspeed.compression.export import export, packable
 from deepspeed.errors import ArgumentError
 from deepspeed.inference import Generator, Sampling
 from deepspeed.inference.quantization.layers import PackedLinear
+from deepspeed.inference.quantization.stored import unread
 from deepspeed.inference.stopping import StopStrings
 from deepspeed.serving.options import EngineOptions, parse
 from deepspeed.serving.text import TextStream
 from deepspeed.serving.worker import load
 from tests.harness.pool import PATIENCE
+from tests.unit.inference_surface.test_stored import packed, stored
 from tests.unit.serving.server import serving
 
 
@@ -129,6 +132,83 @@ def test_a_folder_that_compression_packed_is_served_in_its_integers(folder: Path
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, min_new_tokens=8, do_sample=False
     )
     assert said == want[0, 3:].tolist()
+
+
+def by_hand(folder: Path, made: Path) -> Any:
+    """The model, and around it a bf16 folder as compression packs it, whose weights are still to be put there."""
+    from transformers import AutoModelForCausalLM
+
+    whole: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    whole.save_pretrained(made)
+    AutoTokenizer.from_pretrained(folder).save_pretrained(made)
+    config = json.loads((made / "config.json").read_text())
+    (made / "config.json").write_text(json.dumps({**config, "quantization_config": section_of()}))
+    return whole
+
+
+def section_of(**changes: Any) -> dict[str, Any]:
+    """The `quantization_config` of such a folder, with changes."""
+    weights = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
+    group = {"targets": ["Linear"], "weights": {**weights, **changes.pop("weights", {})}}
+    given = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": group}}
+    return {**given, **changes}
+
+
+def test_a_packed_folder_is_served_in_its_dtype(folder: Path, tmp_path: Path) -> None:
+    whole = by_hand(folder, tmp_path)
+    save_file(stored(packed(whole, 8), 8), tmp_path / "model.safetensors")
+    for asked, dtype in (("auto", torch.bfloat16), ("fp32", torch.float32)):
+        model, _ = load(EngineOptions(str(tmp_path), dtype=asked))
+        assert {name for name, module in model.named_modules() if isinstance(module, PackedLinear)}
+        assert model.model.norm.weight.dtype == model.config.dtype == dtype
+        assert model.model.layers[0].mlp.up_proj.packed.dtype == dtype
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"weights": {"type": "float"}, "format": "float-quantized"},
+        {"weights": {"symmetric": False}},
+        {"weights": {"num_bits": 2}},
+        {"weights": {"strategy": "block"}},
+        {"format": "nvfp4-pack-quantized"},
+        {"transform_config": {"config_groups": {"R4": {}}}},
+        {"kv_cache_scheme": {"num_bits": 8}},
+        {"sparsity_config": {"format": "sparse-24-bitmask"}},
+        {"quant_method": "fp8"},
+        {"config_groups": {}},
+    ],
+)
+def test_packed_forms_that_are_not_read_here_are_known(section: dict[str, Any]) -> None:
+    assert unread(section_of(**section)) and not unread(section_of())
+
+
+@pytest.mark.slow
+def test_a_packed_form_that_is_not_read_here_is_transformers_work(folder: Path, tmp_path: Path) -> None:
+    """Floats of 8 bits, which Transformers unpacks."""
+    tensors = pytest.importorskip("compressed_tensors")
+    forms: Any = pytest.importorskip("compressed_tensors.quantization")
+    whole = by_hand(folder, tmp_path)
+    args = forms.QuantizationArgs(num_bits=8, type="float", symmetric=True, strategy="channel")
+    scheme = forms.QuantizationScheme(targets=["Linear"], weights=args)
+    settings = forms.QuantizationConfig(
+        config_groups={"group_0": scheme},
+        ignore=["lm_head"],
+        format="float-quantized",
+        quantization_status=forms.QuantizationStatus.COMPRESSED,
+    )
+    forms.apply_quantization_config(whole, settings)
+    for module in packable(whole).values():
+        module.weight_scale.data.copy_(module.weight.detach().abs().amax(1, keepdim=True) / 448)  # type: ignore[operator,union-attr]
+    wanted = {name: module.weight.detach().clone() for name, module in packable(whole).items()}
+    compressor = tensors.ModelCompressor.from_pretrained_model(whole, quantization_format="float-quantized")
+    compressor.compress_model(whole)
+    whole.save_pretrained(tmp_path)
+    compressor.update_config(tmp_path)
+    model, _ = load(EngineOptions(str(tmp_path)))
+    assert not any(isinstance(module, PackedLinear) for module in model.modules())
+    (said,) = Generator(model).generate([[20, 30, 40]], Sampling(max_new_tokens=4, ignore_eos=True))
+    assert len(said) == 4 and wanted.keys() == packable(model).keys()
 
 
 def test_end_tokens_of_the_folder_hold_for_weights_from_elsewhere(folder: Path, tmp_path: Path) -> None:
