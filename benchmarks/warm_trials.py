@@ -7,6 +7,7 @@ What a trial then does is what the launcher has a rank do, with the launcher's v
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import multiprocessing
@@ -109,7 +110,9 @@ class WarmCommand:
             out, err: files that take what its ranks say.
         """
         context = multiprocessing.get_context("forkserver")
-        told = (self.ranks, self.line(config)[1:], out.name, err.name)
+        forkserver.ensure_running()
+        server: Any = forkserver._forkserver
+        told = (self.ranks, self.line(config)[1:], out.name, err.name, server._forkserver_pid)
         process = context.Process(target=_first, args=told, daemon=False)
         process.start()
         return Forked(process)
@@ -119,10 +122,17 @@ def _prctl(option: int, value: Any) -> None:
     ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
-def _first(ranks: int, program: list[str], out: str, err: str) -> None:
+def _end_with(parent: int) -> None:
+    """From now on this process ends when its parent does: at once where it has, between the fork and here."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _first(ranks: int, program: list[str], out: str, err: str, server: int) -> None:
     """The trial's first process: starts its ranks, waits for them, ends all when one has failed."""
     os.setsid()
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    _end_with(server)
     for number, path in ((1, out), (2, err)):
         with open(path, "ab") as file:
             os.dup2(file.fileno(), number)
@@ -152,7 +162,8 @@ def _first(ranks: int, program: list[str], out: str, err: str) -> None:
 
 def _end(started: dict[int, int]) -> None:
     for pid in started:
-        os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # SIGTERM came between its end and its being taken out
+            os.kill(pid, signal.SIGKILL)
 
 
 def _rank(rank: int, ranks: int, port: int, program: list[str]) -> int:
@@ -160,13 +171,13 @@ def _rank(rank: int, ranks: int, port: int, program: list[str]) -> int:
     from deepspeed.launcher.place import Node
     from deepspeed.planner import training
 
-    pid = os.fork()
+    first, pid = os.getpid(), os.fork()
     if pid:
         return pid
     code = 1
     try:
         os.setsid()  # a rank has a session of its own, by which a trial's limits know it
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        _end_with(first)
         _prctl(_PR_SET_NAME, f"RANK={rank}".encode())
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.environ |= Node(0, 1, 0, ranks, list(range(ranks))).variables(rank)

@@ -63,9 +63,12 @@ class Recorder(DispatchMode):
         if func.namespace == "c10d":
             return self.message(name, func, args, kwargs)
         out = func(*args, **kwargs)
-        tensors = [*tensors_in((args, kwargs)), *tensors_in(out)]
-        for tensor in tensors:
+        given, made = [*tensors_in((args, kwargs))], [*tensors_in(out)]
+        for tensor in given:
             self._see(tensor)
+        for tensor in made:  # those that are views of what was given, or the same, are known by now
+            self._see(tensor, made=True)
+        tensors = given + made
         if name == "record_stream":
             self._used(args[0], args[1].stream_id)
         elif name == "_local_scalar_dense":
@@ -153,7 +156,7 @@ class Recorder(DispatchMode):
 
     # -- memory ------------------------------------------------------------------------------------------------------
 
-    def _see(self, tensor: torch.Tensor) -> None:
+    def _see(self, tensor: torch.Tensor, made: bool = False) -> None:
         if not self.here(tensor) or tensor.layout != torch.strided:
             return
         storage = tensor.untyped_storage()
@@ -168,11 +171,11 @@ class Recorder(DispatchMode):
             if before == storage.nbytes():
                 return
         self._alive[storage._cdata] = (reference, number, storage.nbytes())
-        self._block(number, storage.nbytes())
+        self._block(number, storage.nbytes(), new=made and known is None)
 
-    def _block(self, number: int, nbytes: int, stream: int = 0, used: bool = False) -> None:
+    def _block(self, number: int, nbytes: int, stream: int = 0, used: bool = False, new: bool = False) -> None:
         at = len(self.recording.entries)
-        self.recording.blocks.append(Block(at, number, nbytes, stream if used else self.current(), used))
+        self.recording.blocks.append(Block(at, number, nbytes, stream if used else self.current(), used, new))
 
     def _used(self, tensor: torch.Tensor, stream: int) -> None:
         known = self._alive.get(tensor.untyped_storage()._cdata)

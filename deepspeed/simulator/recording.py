@@ -61,6 +61,7 @@ class Block:
         nbytes: that it takes from now on; 0: it is freed.
         stream: that it was allocated on; or the other stream that uses it.
         used: the other stream was named by `record_stream`.
+        new: an operator of the recording made it; else it was there before, or its size has changed.
     """
 
     at: int
@@ -68,6 +69,7 @@ class Block:
     nbytes: int
     stream: int
     used: bool = False
+    new: bool = False
 
 
 @dataclass

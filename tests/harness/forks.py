@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
+import select
 import signal
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
@@ -24,13 +27,13 @@ def in_forks(works: Sequence[Work], seconds: float) -> list[dict[str, Any]]:
 
     Args:
         works: return what JSON can hold.
-        seconds: after which a child ends by itself.
+        seconds: after which a child ends, with the processes that it has started.
 
     Returns:
         In their order; {"failed": why} of one that raised, died or took too long.
     """
-    started = [_start(work, seconds) for work in works]
-    return [_ended(child, read, seconds) for child, read in started]
+    started = [(*_start(work, seconds), time.monotonic() + seconds) for work in works]
+    return [_ended(child, read, seconds, end) for child, read, end in started]
 
 
 def _start(work: Work, seconds: float) -> tuple[int, int]:
@@ -39,6 +42,7 @@ def _start(work: Work, seconds: float) -> tuple[int, int]:
     if child:
         os.close(write)
         return child, read
+    os.setsid()  # what it starts can be ended with it
     os.close(read)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, max(seconds, 0.01))  # ends a child of a parent that was killed, too
@@ -55,11 +59,25 @@ def _start(work: Work, seconds: float) -> tuple[int, int]:
         os._exit(0)
 
 
-def _ended(child: int, read: int, seconds: float) -> dict[str, Any]:
-    with os.fdopen(read, "rb") as pipe:
-        text = pipe.read()
+def _said(read: int, end: float) -> tuple[bytes, bool]:
+    """What a child writes until then, and whether it is over: a process that it has started may hold the pipe open."""
+    text, part = b"", b" "
+    while part:
+        if not select.select([read], [], [], max(0.0, end - time.monotonic()))[0]:
+            return text, False
+        part = os.read(read, 1 << 16)
+        text += part
+    return text, True
+
+
+def _ended(child: int, read: int, seconds: float, end: float) -> dict[str, Any]:
+    text, over = _said(read, end)
+    os.close(read)
+    for kill in (os.killpg, os.kill):  # it has no group of its own yet where it was not run at all
+        with contextlib.suppress(ProcessLookupError):
+            kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
-    if text:
+    with contextlib.suppress(ValueError):  # nothing, or a part
         return json.loads(text)
-    late = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGALRM
+    late = not over or (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGALRM)
     return {"failed": f"no answer within {math.ceil(seconds)} s" if late else "its process died"}

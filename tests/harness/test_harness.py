@@ -7,11 +7,13 @@ import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.harness import WorkerError, WorkerPool, WorkerTimeout
+from tests.harness.forks import in_a_fork, in_forks
 
 
 def rank_and_sum(tensor: torch.Tensor) -> tuple[int, torch.Tensor]:
@@ -77,3 +79,43 @@ def test_an_unpinned_skip_fails_the_session(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stdout
     assert "SKIPPED BUT NOT PINNED" in done.stdout
+
+
+def runs(pid):
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize("answers", [False, True])
+def test_a_process_that_a_child_has_started_does_not_outlast_its_limit(answers, tmp_path):
+    def work():
+        started = os.fork()
+        if not started:
+            time.sleep(30)  # with the child's end of the pipe
+            os._exit(0)
+        (tmp_path / "pid").write_text(str(started))
+        time.sleep(0 if answers else 30)
+        return {"is": 1}
+
+    began = time.monotonic()
+    assert in_a_fork(work, 1.0) == ({"is": 1} if answers else {"failed": "no answer within 1 s"})
+    assert time.monotonic() - began < 15
+    started = int((tmp_path / "pid").read_text())
+    while runs(started) and time.monotonic() - began < 15:
+        time.sleep(0.02)
+    assert not runs(started)
+
+
+def test_a_fork_that_dies_or_raises_says_so():
+    def dies() -> dict[str, object]:
+        os.kill(os.getpid(), 9)
+        return {}
+
+    def raises() -> dict[str, object]:
+        raise ValueError("planted")
+
+    large = {"is": "x" * (1 << 20)}
+    assert in_forks([dies, raises, lambda: large], 20.0) == [
+        {"failed": "its process died"},
+        {"failed": "ValueError: planted"},
+        large,
+    ]

@@ -17,7 +17,7 @@ from torch.autograd import Variable
 from deepspeed.foundation.recorder import BACKWARD, FORWARD, RECOMPUTE, now, recorder
 from deepspeed.foundation.tree import tensors_in
 
-_MARK = "_ds_span"  # on outputs: some module's span begins with their gradient
+_MARK = "_ds_span"  # on outputs: some module's span begins with the gradient that they had at this version
 _core: Any = torch._C
 
 
@@ -28,6 +28,11 @@ def _in_backward() -> bool:
 def _tensors(value: Any) -> Iterable[torch.Tensor]:
     """`tensors_in`, which is given one alone most often."""
     return (value,) if isinstance(value, torch.Tensor) else tensors_in(value)
+
+
+def _marked(tensor: torch.Tensor) -> bool:
+    """Whether a module's span begins with its gradient, and it was not changed in place since."""
+    return getattr(tensor, _MARK, None) == tensor._version
 
 
 class ModuleSpans:
@@ -64,7 +69,7 @@ class ModuleSpans:
             if torch.is_grad_enabled():
                 for tensor in _tensors(args[0] if len(args) == 1 and not kwargs else (args, kwargs)):
                     # What another module gave begins that one's backward, so nothing is left to be ended then.
-                    if tensor.requires_grad and not tensor.is_leaf and not hasattr(tensor, _MARK):
+                    if tensor.requires_grad and not tensor.is_leaf and not _marked(tensor):
                         tensor.register_hook(lambda _grad: self._end(name, above))
 
     def _leave(self, module: nn.Module, _args: Any, output: Any) -> None:
@@ -76,8 +81,8 @@ class ModuleSpans:
         if recorder.on and torch.is_grad_enabled():
             name = self._names[module]
             for tensor in _tensors(output):
-                if tensor.grad_fn is not None and not hasattr(tensor, _MARK):
-                    setattr(tensor, _MARK, True)
+                if tensor.grad_fn is not None and not _marked(tensor):
+                    setattr(tensor, _MARK, tensor._version)
                     tensor.register_hook(lambda _grad: self._begin(name))
 
     def _begin(self, name: str) -> None:

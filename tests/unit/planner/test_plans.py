@@ -52,6 +52,37 @@ def factory() -> tuple[nn.Module, object]:
 TASK = Task(Net, lambda rows: torch.zeros(rows, 128, 64), 8, ADAMW)
 
 
+class Frozen(nn.Module):
+    """Four large matrices between small ones."""
+
+    SIDE = 512
+
+    def __init__(self, frozen: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, self.SIDE)
+        self.rest = nn.ModuleList(nn.Linear(self.SIDE, self.SIDE, bias=False) for _ in range(4))
+        self.rest.requires_grad_(not frozen)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.rest:
+            x = layer(x)
+        return x.sum()
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])  # the latter's states are made in the first update, and stay
+@pytest.mark.parametrize("frozen", [False, True])
+def test_memory_is_new_where_an_update_makes_it(frozen: bool, optimizer: str) -> None:
+    """One gradient of each trained matrix in each micro-batch: not the weights, and nothing that stays."""
+    size = 4 * Frozen.SIDE**2
+    told = {"optimizer": {"type": optimizer, "params": {"lr": 0.1}}}
+    for stage, steps in ((0, 1), (0, 8), (1, 8)):
+        task = Task(lambda: Frozen(frozen), lambda rows: torch.zeros(rows, 4), 2 * steps, told)
+        plan = Plan(stage, "none", 1, steps, False)
+        fresh, plain = (judge(task, plan, replace(MACHINE, fresh=f)).seconds for f in ([[size, 1e9]], []))
+        assert (fresh - plain) * 1e9 / size == pytest.approx(0 if frozen else 4 * steps)
+
+
 def test_legal_plans_keep_the_batch_and_leave_out_what_changes_nothing() -> None:
     plans = legal_plans(24, MACHINE)
     assert {plan.micro * plan.steps * 2 for plan in plans} == {24}

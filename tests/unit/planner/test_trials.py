@@ -5,6 +5,9 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import signal
+import subprocess
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -51,10 +54,12 @@ def tried(tmp_path: Path, how: str, seconds: float = 30.0) -> Outcome:
     command = Command(["--num_gpus", "2", "--grace", "1"], [str(script), "--deepspeed_config", "{config}"])
     config = trial_config({"how": how}, tmp_path)
     found = run_trial(command, config, tmp_path, Limits(seconds * PATIENCE, 200 << 20))
-    for path in tmp_path.glob("pid*"):  # nothing of it runs any more
-        pid = int(path.read_text())
-        assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    assert not any(runs(int(path.read_text())) for path in tmp_path.glob("pid*"))
     return found
+
+
+def runs(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
 def test_a_trial_measures_and_its_folder_says_what_was_run(tmp_path: Path) -> None:
@@ -141,7 +146,9 @@ def _toy(tmp_path: Path) -> tuple[str, list[str]]:
         "            if how == 'crash': raise ValueError('planted')\n"
         "            if how == 'memory': self.kept = [torch.ones(1 << 22) for _ in range(500)]; time.sleep(1000)\n"
         "        return super().forward(x)\n"
-        "def factory():\n    return Planted(), lambda rows: torch.zeros(rows, 128, 64)\n"
+        "def factory():\n"
+        f"    open(f'{tmp_path}/pid{{os.getpid()}}', 'w').close()\n"
+        "    return Planted(), lambda rows: torch.zeros(rows, 128, 64)\n"
     )
     file = tmp_path / "machine.json"
     replace(MACHINE, disk=0.0).save(file)
@@ -182,9 +189,64 @@ def test_trials_that_are_forked_end_as_launched_ones_do(tmp_path: Path, monkeypa
         found[micro] = run_trial(command, config, folder, Limits(15 * PATIENCE, 700 << 20))
     server = max(psutil.Process().children(), key=lambda child: "forkserver" in " ".join(child.cmdline()))
     assert not server.children(recursive=True)  # nothing of them runs any more
+    ranks = [int(path.name[3:]) for path in tmp_path.glob("pid*")]  # these have sessions, and may lose their parents
+    assert len(ranks) == 8
+    assert not any(map(runs, ranks))
     warm_trials.cool()
     assert found[8].seconds is not None
     assert found[4].out_of_memory
     assert "rank 1 held" in found[4].reason
     assert "no figures within" in found[2].reason
     assert "exit code 1: ValueError: planted" in found[1].reason
+
+
+def test_a_rank_whose_first_process_died_before_it_asked_to_die_with_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    warm_trials = importlib.import_module("benchmarks.warm_trials")
+    plain = warm_trials._prctl
+
+    def late(option: int, value: object) -> None:
+        time.sleep(0.3 if option == warm_trials._PR_SET_PDEATHSIG else 0.0)
+        plain(option, value)
+
+    monkeypatch.setattr(warm_trials, "_prctl", late)
+    monkeypatch.setattr("deepspeed.planner.training.main", lambda _program: time.sleep(60))
+    read, write = os.pipe()
+    first = os.fork()
+    if not first:
+        os.write(write, str(warm_trials._rank(0, 1, 29999, [])).encode())
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(first, 0)
+    rank = int(os.read(read, 20))
+    os.close(read)
+    os.close(write)
+    end = time.monotonic() + 10 * PATIENCE
+    while runs(rank) and time.monotonic() < end:
+        time.sleep(0.05)
+    left = runs(rank)
+    if left:
+        os.kill(rank, signal.SIGKILL)
+    assert not left
+
+
+def test_ending_ranks_passes_over_one_that_is_gone() -> None:
+    warm_trials = importlib.import_module("benchmarks.warm_trials")
+    gone, stays = (subprocess.Popen(["sleep", str(seconds)]) for seconds in (0, 60))
+    gone.wait()
+    warm_trials._end({gone.pid: 0, stays.pid: 1})
+    assert stays.wait(10 * PATIENCE) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("made", [10, 3, 1, 0])
+def test_a_limit_of_memory_leaves_a_plan_wherever_one_can_be_made(made: int) -> None:
+    """Plans that cannot be made hold nothing: most limits would leave none, which is no choice."""
+    benchmark = importlib.import_module("benchmarks.planner")
+    rows = [
+        {"held": (at + 1) << 20 if at < made else 0, "seconds": 10.0 - at if at < made else None, "plan": {"micro": 1}}
+        for at in range(10)
+    ]
+    memory, those = benchmark.limited(rows)
+    fits = [row for row in those if row["fits"]]
+    assert bool(fits) == bool(made)
+    assert those[: len(fits)] == fits
+    assert all(row["held"] <= memory for row in fits)
+    assert len(fits) < made or made in (0, 1, 3)

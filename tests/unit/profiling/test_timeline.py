@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -193,6 +194,53 @@ def test_forward_and_backward_of_modules_are_recorded(again: bool) -> None:
     assert order == ["2", "1.b", "1.a", "0"]
     assert [s.module for s in spans if s.category == RECOMPUTE][:1] == (["1"] if again else [])
     assert not any(_hooks(module) for module in model.modules())
+
+
+class Nap(torch.autograd.Function):
+    """In place; its backward takes its time."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.05)
+        return grads[0] * 2
+
+
+class InPlace(nn.Module):
+    """Changes in place what a module gave: as a module, or between two."""
+
+    def __init__(self, module: bool) -> None:
+        super().__init__()
+        self.a, self.b, self.module = nn.Linear(4, 4), nn.Linear(4, 4), module
+        self.nap = Napping() if module else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.a(x)
+        return self.b(Nap.apply(x) if self.nap is None else self.nap(x))
+
+
+class Napping(nn.Module):
+    def forward(self, x: torch.Tensor) -> Any:
+        return Nap.apply(x)
+
+
+@pytest.mark.parametrize("module", [False, True])
+def test_backward_of_what_is_done_in_place_is_its_module_s(module: bool) -> None:
+    model = nn.Sequential(InPlace(module), InPlace(module))
+    hooks = ModuleSpans(model)
+    recorder.start()
+    try:
+        model(torch.randn(2, 4)).sum().backward()
+    finally:
+        recorder.stop()
+        hooks.remove()
+    spans, _ = recorder.take()
+    long = [s.module for s in spans if s.category == BACKWARD and s.end - s.begin > 40 * MS]
+    assert long == [f"{at}.nap" if module else str(at) for at in (1, 0)]
 
 
 def _hooks(module: Any) -> int:
