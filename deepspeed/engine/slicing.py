@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.comm.mesh import REPLICATED, Asked, Mesh
+from deepspeed.comm.mesh import DIMS, REPLICATED, Asked, Mesh
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.sections.parallel import PartitionConfig
 from deepspeed.errors import ArgumentError, DeepSpeedConfigError, NotAvailableError, OptimizerError, TensorParallelError
 from deepspeed.optim.build import needs_whole_tensors
 from deepspeed.pipe.module import PipelineModule
 from deepspeed.tensor_parallel.cut import cut_over, is_cut, plan_of
+from deepspeed.tensor_parallel.plan_file import same_file
 from deepspeed.tensor_parallel.specs import Spec, Specs
 from deepspeed.zero.param import is_managed
 from deepspeed.zero.placement import placement_of
@@ -55,6 +56,7 @@ def slice_model(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh, mpu: Any,
         if block != type(block)():
             raise NotAvailableError(f"{name} together with tensor parallelism is not available yet; leave one out")
     section = config.top.tensor_parallel
+    same_file(mesh.axis(*DIMS), section.plan_file, mesh.coordinates["pp"])  # rows of tp have one plan too
     plan = cut_over(
         mesh,
         model,

@@ -29,7 +29,7 @@ from deepspeed.tensor_parallel.head import cut_vocabulary
 from deepspeed.tensor_parallel.layers import Slot
 from deepspeed.tensor_parallel.packed import become_packed
 from deepspeed.tensor_parallel.plan import Fitted, Plan, Unit, make_plan
-from deepspeed.tensor_parallel.plan_file import read_plan
+from deepspeed.tensor_parallel.plan_file import read_plan, same_file
 from deepspeed.tensor_parallel.regions import join
 from deepspeed.tensor_parallel.shares import Call
 from deepspeed.tensor_parallel.specs import Specs
@@ -101,9 +101,10 @@ def cut_model(
 
     Raises:
         MeshError: the ranks have different models.
-        TensorParallelError: nothing can be cut, not as it should be, or slices do not compute what the model computed
-            whole.
+        TensorParallelError: the ranks' plan files differ, nothing can be cut, not as it should be, or slices do not
+            compute what the model computed whole.
     """
+    same_file(axis, plan_file)
     _same_model(model, axis)
     _same_values(model, axis)
     find = make_plan if plan_file is None else functools.partial(read_plan, plan_file)
@@ -113,7 +114,7 @@ def cut_model(
     say(plan.table())
     for unit in plan.units:
         _cut_unit(model.get_submodule(unit.name), unit, axis, check != "off")
-        unit.call = Call({}, [])  # its tensors are needed no more
+        unit.calls = []  # their tensors are needed no more
         if settle is not None:
             settle(model.get_submodule(unit.name))
     columns = {join(unit.name, n) for unit in plan.units for one in unit.regions for n in one.shares.region.columns}
@@ -179,21 +180,48 @@ def _agreed(plan: Plan | str, axis: Axis) -> Plan:
     """The regions that fit on every rank; a region that does not on one stays whole on all."""
     mine: Any = plan
     if isinstance(plan, Plan):
-        mine = ({_key(unit, one): _digest(one) for unit in plan.units for one in unit.regions}, plan.whole)
+        regions = {_key(unit, one): _digest(one) for unit in plan.units for one in unit.regions}
+        mine = (regions, plan.whole, {unit.name: [call.given() for call in unit.calls] for unit in plan.units})
     everyone = told_by_all(axis, mine)
     refusals = {axis.ranks[at]: one for at, one in enumerate(everyone) if isinstance(one, str)}
     if refusals or not isinstance(plan, Plan):
         alike = len(set(refusals.values())) == 1 and len(refusals) == axis.size
         texts = [text if alike else f"rank {rank}: {text}" for rank, text in refusals.items()]
         raise TensorParallelError(texts[0] if alike else " | ".join(texts))
-    for _, whole in everyone:
+    for _, whole, _ in everyone:
         plan.whole = {**whole, **plan.whole}
     for unit in plan.units:
-        unit.regions = [one for one in unit.regions if _on_all(_key(unit, one), [found for found, _ in everyone])]
+        for one in list(unit.regions):
+            if not _on_all(_key(unit, one), [found for found, _, _ in everyone]):
+                unit.regions.remove(one)
+                for name in [*one.shares.region.columns, *one.shares.region.rows]:
+                    plan.whole.setdefault(join(unit.name, name), "another rank's plan leaves it whole")
     plan.units = [unit for unit in plan.units if unit.regions]
+    for unit in plan.units:
+        _same_calls(unit, [calls[unit.name] for _, _, calls in everyone], axis)
     if not plan.units:
         raise TensorParallelError(f"no matrix can be cut on every rank of tp {list(axis.ranks)}: {plan.whole}")
     return plan
+
+
+def _same_calls(unit: Unit, everyone: Sequence[list[Any]], axis: Axis) -> None:
+    """Leave the ways of calling a unit that every rank has seen, so that all send the same tensors.
+
+    Raises:
+        TensorParallelError: no rank's first way is that of all.
+    """
+    count = min(map(len, everyone))
+    while count and any(theirs[:count] != everyone[0][:count] for theirs in everyone):
+        count -= 1
+    if not count:
+        at = next((at for at, theirs in enumerate(everyone) if theirs[:1] != everyone[0][:1]), 0)
+        raise TensorParallelError(
+            f"ranks {axis.ranks[0]} and {axis.ranks[at]} (tp) call '{unit.name}' on the small input with different "
+            f"tensors: {everyone[0][0]} and {everyone[at][0]}; give all of them one example"
+        )
+    if any(len(theirs) > count for theirs in everyone):
+        say(f"'{unit.name}' is compared in {count} of its ways of being called: not every rank has seen the others")
+    unit.calls = unit.calls[:count]
 
 
 def _key(unit: Unit, one: Fitted) -> str:
@@ -208,16 +236,21 @@ def _on_all(key: str, everyone: Sequence[dict[str, int]]) -> bool:
 
 
 def _digest(one: Fitted) -> int:
-    shares = one.shares
-    tensors = sorted((t.name, t.dim, t.segments, t.copied) for t in shares.tensors.values())
-    return zlib.crc32(repr((shares.rows, tensors, sorted(shares.inputs))).encode())
+    """Of all that ranks do alike; the numbers are each rank's own."""
+    shares, region = one.shares, one.shares.region
+    tensors, inputs = (
+        sorted((t.name, t.dim, t.segments, t.copied) for t in of.values()) for of in (shares.tensors, shares.inputs)
+    )
+    layers = (region.home, region.columns, region.rows, sorted(region.inner), region.tables, region.packed)
+    return zlib.crc32(repr((layers, shares.rows, tensors, inputs, sorted(shares.partial_inputs))).encode())
 
 
 def _cut_unit(module: nn.Module, unit: Unit, axis: Axis, check: bool) -> None:
     release(module.parameters())
     constants = _hidden(module) if check else {}
     if check:  # what a model draws before the unit may differ over ranks
-        broadcast_tensors(axis, list(tensors_in(unit.call.arguments)), f"inputs of {unit.name}")
+        given = [tensor for call in unit.calls for tensor in tensors_in(call.arguments)]
+        broadcast_tensors(axis, given, f"inputs of {unit.name}")
     seen = verify.finished(unit.name, axis, run_together(axis, lambda: _before_and_after(module, unit, axis, check)))
     if seen is not None:
         verify.compare(unit, *seen, module, axis)
@@ -227,7 +260,9 @@ def _cut_unit(module: nn.Module, unit: Unit, axis: Axis, check: bool) -> None:
             params[name].fill_(value)
 
 
-def _before_and_after(module: nn.Module, unit: Unit, axis: Axis, check: bool) -> tuple[verify.Seen, verify.Seen] | None:
+def _before_and_after(
+    module: nn.Module, unit: Unit, axis: Axis, check: bool
+) -> tuple[list[verify.Seen], list[verify.Seen]] | None:
     """Cut a unit; what it computed whole and computes cut, where that is to be compared."""
     dense = verify.run(module, unit) if check else None
     for one in unit.regions:

@@ -45,12 +45,12 @@ class Unit:
     Args:
         name: of the module.
         regions: with names inside it.
-        call: what it is called with on the small input, with padding where that makes a difference.
+        calls: what it is called with on the small input: plain, and beside padding where it is given other tensors.
     """
 
     name: str
     regions: list[Fitted]
-    call: Call
+    calls: list[Call]
 
 
 @dataclass
@@ -100,7 +100,7 @@ class Plan:
                     if share.dim >= 0 and not share.copied:
                         total -= math.prod(shape) * _left_out(share.segments[rank], shape[share.dim])
                 for row in one.shares.region.rows:
-                    size = sum(part[0][1] for part in one.shares.rows)
+                    size = sum(length for part in one.shares.rows for _, length in part)
                     total -= math.prod(self.shapes[join(unit.name, row)]) * _left_out(one.shares.rows[rank], size)
         return int(total)
 
@@ -154,6 +154,12 @@ def starred(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
+def _counts(by_rank: Sequence[Segments]) -> str:
+    runs = max(map(len, by_rank))
+    counts = "/".join(str(sum(length for _, length in one)) for one in by_rank)
+    return counts + (f" in {runs} runs" if runs > 1 else "")
+
+
 def _rows(unit: str, shares: Shares) -> list[tuple[str, str, str]]:
     made = []
     region = shares.region
@@ -163,11 +169,10 @@ def _rows(unit: str, shares: Shares) -> list[tuple[str, str, str]]:
         layers = {owner(column) for column in region.columns if not region.packed}
         how = "column" if name in region.columns or owner(name) in layers else f"dim {share.dim}"
         how = "partial" if share.dim < 0 or share.copied else how
-        counts = "/".join(str(sum(length for _, length in one)) for one in share.segments)
+        counts = _counts(share.segments)
         what = "copied" if share.dim < 0 else f"uses {counts}" if share.copied else counts
-        runs = max(len(one) for one in share.segments)
-        made.append((starred(join(unit, name)), how, what + (f" in {runs} runs" if runs > 1 else "")))
-    counts = "/".join(str(one[0][1]) for one in shares.rows)
+        made.append((starred(join(unit, name)), how, what))
+    counts = _counts(shares.rows)
     made += [(starred(join(unit, name)), "row", counts) for name in region.rows]
     return made
 
@@ -223,7 +228,7 @@ def make_plan(model: nn.Module, ranks: int, rank: int, example: Any = None, spec
             else:
                 fitted.append(Fitted(replace(found.shares, region=inside), found.numbers))
         if fitted:
-            units.append(Unit(home, fitted, calls[home][-1]))
+            units.append(Unit(home, fitted, calls[home]))
     if not units:
         reasons = "; ".join(f"{starred(n)}: {why}" for n, why in list(whole.items())[:4])
         raise TensorParallelError(
@@ -245,16 +250,20 @@ def _asked_for(regions: list[Region], whole: dict[str, str], specs: Specs | None
 
 def _name_others(plan: Plan, trace: Trace) -> None:
     """Why those matrices of blocks stay whole that no region had, so that no figure leaves them out."""
-    cut = {join(unit.name, name) for unit in plan.units for one in unit.regions for name in one.shares.tensors}
-    cut |= {join(unit.name, name) for unit in plan.units for one in unit.regions for name in one.shares.region.rows}
-    for name, shape in plan.shapes.items():
-        if len(shape) < 2 or not block(name) or name in cut or name in plan.whole:
-            continue
+    for name in unnamed(plan):
         node = trace.nodes.get(name)
         if node is None:
             plan.whole[name] = "no matrix product of the small input reads it"
         else:
             plan.whole[name] = "indices choose from it" if node.lookup else "it has no pair in its block"
+
+
+def unnamed(plan: Plan) -> list[str]:
+    """The matrices of blocks that a plan neither cuts nor says why not."""
+    cut = {join(unit.name, name) for unit in plan.units for one in unit.regions for name in one.shares.tensors}
+    cut |= {join(unit.name, name) for unit in plan.units for one in unit.regions for name in one.shares.region.rows}
+    known = cut | set(plan.whole)
+    return [name for name, shape in plan.shapes.items() if len(shape) > 1 and block(name) and name not in known]
 
 
 def dropped_in(model: nn.Module, inputs: dict[str, Any]) -> dict[str, list[frozenset[str]]]:

@@ -6,6 +6,7 @@ dense forms (`verify`). Equal units stand once; in their names `*` is any number
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,14 +15,26 @@ from typing import Any
 
 from torch import nn
 
+from deepspeed.comm.api import told_by_all
+from deepspeed.comm.axis import Axis
 from deepspeed.errors import TensorParallelError
 from deepspeed.tensor_parallel.fit import Numbers
 from deepspeed.tensor_parallel.inputs import all_calls, inputs_of
 from deepspeed.tensor_parallel.layers import is_linear, is_transposed
 from deepspeed.tensor_parallel.own_plan import said_by
-from deepspeed.tensor_parallel.plan import Fitted, Plan, Unit, dropped_in, make_plan, renamed, shapes_of, starred
+from deepspeed.tensor_parallel.plan import (
+    Fitted,
+    Plan,
+    Unit,
+    dropped_in,
+    make_plan,
+    renamed,
+    shapes_of,
+    starred,
+    unnamed,
+)
 from deepspeed.tensor_parallel.regions import Region, join, lies_in, owner
-from deepspeed.tensor_parallel.shares import Call, Segments, Share, Shares, largest_part
+from deepspeed.tensor_parallel.shares import Segments, Share, Shares, largest_part
 from deepspeed.tensor_parallel.specs import Specs
 
 FORMAT, VERSION = "deepspeed tensor plan", 1
@@ -81,13 +94,14 @@ def _described(plans: Sequence[Plan], model: nn.Module) -> dict[str, Any]:
 def _region_data(by_rank: Sequence[Fitted]) -> dict[str, Any]:
     shares = by_rank[0].shares
     region, numbers = shares.region, []
+    columns = [name for name in region.columns if name in shares.tensors]  # what no gradient reaches stays whole
     for one in by_rank:
         own: dict[str, dict[str, int]] = {}
         for (module, attribute), value in one.numbers.items():
             own.setdefault(module, {})[attribute] = value
         numbers.append(own)
     return {
-        "home": region.home, "columns": region.columns, "rows": region.rows, "inner": sorted(region.inner),
+        "home": region.home, "columns": columns, "rows": region.rows, "inner": sorted(region.inner & {*columns}),
         "tables": region.tables, "packed": region.packed, "channels": shares.rows,
         "tensors": {name: _share_data(share) for name, share in shares.tensors.items()},
         "inputs": {name: _share_data(share) for name, share in shares.inputs.items()},
@@ -136,12 +150,38 @@ class _Entry:
         return self.value
 
     def names(self, known: Iterable[str], what: str) -> list[str]:
-        """A list of names, each of something that is there."""
+        """A list of names, each of something that is there, and no two the same."""
         found = [entry.of(str) for entry in self.entries()]
-        for name in found:
+        for at, name in enumerate(found):
             if name not in known:
                 raise self.wrong(f"{name!r} is no {what}")
+            if name in found[:at]:
+                raise self.wrong(f"{name!r} is in it twice")
         return found
+
+
+def same_file(axis: Axis, path: str | None, stage: int = 0) -> None:
+    """Compare the file of every rank. All ranks of the axis call together.
+
+    Args:
+        axis: of ranks that cut one model, or copies of it.
+        path: of this rank's file; None: it finds its plan.
+        stage: of the model, that this rank has; each stage may have a file.
+
+    Raises:
+        TensorParallelError: ranks have files with other content, on every rank. Which cannot be read, its reader says.
+    """
+    try:
+        mine = "" if path is None else hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    except OSError:
+        mine = None
+    known: dict[int, tuple[int, str]] = {}
+    for rank, (of_stage, text) in zip(axis.ranks, told_by_all(axis, (stage, mine)), strict=True):
+        first, wanted = (rank, text) if text is None else known.setdefault(of_stage, (rank, text))
+        if text != wanted:
+            raise TensorParallelError(
+                f"tensor_parallel.plan_file: ranks {first} and {rank} have different plans; give all ranks one file"
+            )
 
 
 def read_plan(
@@ -168,15 +208,15 @@ def read_plan(
     except ValueError as error:
         raise at.wrong(f"it is no JSON: {error}") from None
     form, version, kind, size, units, whole = at.fields("format", "version", "model", "ranks", "units", "whole")
-    if (form.value, version.value) != (FORMAT, VERSION):
+    if (form.value, version.of(int)) != (FORMAT, VERSION):
         raise at.wrong(f"it is no {FORMAT} of version {VERSION}, which deepspeed.tensor_parallel.plan_file writes")
-    if kind.value != type(model).__name__ or size.value != ranks:
+    if kind.value != type(model).__name__ or size.of(int) != ranks:
         raise at.wrong(
             f"it is of a {kind.value} over {size.value} ranks, and this is a {type(model).__name__} over {ranks}"
         )
     reader = _Reader(model, ranks, rank)
     found = [unit for entry in units.entries() for unit in reader.units(entry)]
-    reasons = {name: text.of(str) for name, text in whole.items()}
+    reasons = reader.reasons(whole)
     return _planned(model, reader, found, reasons, (inputs_of(model, example), specs), at)
 
 
@@ -191,7 +231,7 @@ def _planned(
     """The units that are to be cut, with what they are called with."""
     inputs, specs = given
     left = [name for name in reader.shapes if name not in reader.taken]
-    whole = {name: reasons[starred(name)] for name in left if starred(name) in reasons}
+    whole = {name: reasons[key] for name in left for key in (starred(name), name) if key in reasons}
     if specs is not None:
         for unit in units:
             _leave_out(unit, specs, whole)
@@ -203,9 +243,25 @@ def _planned(
     for unit in units:
         if unit.name not in calls:
             raise at.wrong(f"the model never calls '{unit.name}'")
-        unit.call = calls[unit.name][-1]
+        unit.calls = calls[unit.name]
+        for share, entry in reader.given.get(unit.name, ()):
+            _check_argument(unit, share, entry)
     drops, said = dropped_in(model, inputs), said_by(model, reader.shapes)
-    return Plan(reader.ranks, units, whole, inputs, output, drops, reader.shapes, said)
+    plan = Plan(reader.ranks, units, whole, inputs, output, drops, reader.shapes, said)
+    plan.whole.update(dict.fromkeys(unnamed(plan), "the plan file leaves it whole"))
+    return plan
+
+
+def _check_argument(unit: Unit, share: Share, entry: _Entry) -> None:
+    """Whether a unit is given the tensor, of as many channels as are shared out."""
+    shapes = [shape for call in unit.calls for path, shape in call.given() if path == share.name]
+    if not shapes:
+        known = dict.fromkeys(path for call in unit.calls for path, _ in call.given())
+        raise entry.wrong(f"'{unit.name}' is given no tensor {share.name!r}; it is given {', '.join(known)}")
+    for shape in shapes if share.dim >= 0 else ():
+        end = max(start + length for of_rank in share.segments for start, length in of_rank)
+        if share.dim >= len(shape) or shape[share.dim] != end:
+            raise entry.wrong(f"{share.name!r} has shape {list(shape)}, and {end} of dim {share.dim} are shared out")
 
 
 def _leave_out(unit: Unit, specs: Specs, whole: dict[str, str]) -> None:
@@ -224,6 +280,8 @@ class _Reader:
         self.ranks, self.rank = ranks, rank
         self.modules, self.shapes = dict(model.named_modules()), shapes_of(model)
         self.taken: dict[str, str] = {}  # parameters that are cut, and where the file says so
+        self.given: dict[str, list[tuple[Share, _Entry]]] = {}  # arguments of units, to be looked at in their calls
+        self._units: dict[str, str] = {}  # where each is
 
     def units(self, entry: _Entry) -> list[Unit]:
         """The units that one entry is of."""
@@ -233,7 +291,22 @@ class _Reader:
             names = [name for name in self.modules if starred(name) == pattern.of(str) or name == pattern.value]
             if not names:
                 raise pattern.wrong(f"the model has no module {pattern.value!r}")
+            for name in names:
+                if name in self._units:
+                    raise pattern.wrong(f"'{name}' is in {self._units[name].rpartition(': ')[2]} already")
+                self._units[name] = pattern.where
             found += [self._unit(name, shapes, regions) for name in names]
+        return found
+
+    def reasons(self, entry: _Entry) -> dict[str, str]:
+        """Why parameters stay whole, by name, which may be starred."""
+        found = {name: text.of(str) for name, text in entry.items()}
+        for name in found:
+            meant = [one for one in self.shapes if name in (one, starred(one))]
+            if not meant:
+                raise entry.wrong(f"the model has no parameter {name!r}")
+            if all(one in self.taken for one in meant):
+                raise entry.wrong(f"{name!r} is cut, in {self.taken[meant[0]].rpartition(': ')[2]}")
         return found
 
     def _unit(self, name: str, shapes: _Entry, regions: _Entry) -> Unit:
@@ -244,7 +317,7 @@ class _Reader:
         for one, shape in said.items():
             if here[one] != shape:
                 raise shapes.wrong(f"{one!r} has shape {list(shape)}, and {list(here[one])} in '{name}' of this model")
-        return Unit(name, [self._region(name, here, entry) for entry in regions.entries()], Call({}, []))
+        return Unit(name, [self._region(name, here, entry) for entry in regions.entries()], [])
 
     def _region(self, unit: str, shapes: Mapping[str, tuple[int, ...]], entry: _Entry) -> Fitted:
         home, columns, rows, inner, tables, packed, channels, tensors, inputs, partial, numbers = entry.fields(
@@ -266,7 +339,10 @@ class _Reader:
                 raise share.wrong(f"'{unit}' has no parameter {name!r}")
             shares.tensors[name] = self._share(name, share, shapes[name])
         shares.inputs = {n: self._share(n, share, None) for n, share in inputs.items()}
-        shares.partial_inputs = [name.of(str) for name in partial.entries()]
+        shares.partial_inputs = partial.names({name.of(str) for name in partial.entries()}, "argument")
+        given = self.given.setdefault(unit, [])
+        given += [(shares.inputs[name], share) for name, share in inputs.items()]
+        given += [(Share(name, -1, []), partial) for name in shares.partial_inputs]
         self._check_layers(unit, shares, shapes, entry, tensors)
         shares.bytes = largest_part(self.modules[unit], shares)
         return Fitted(shares, self._numbers(unit, numbers))
@@ -277,6 +353,10 @@ class _Reader:
         region, channels = shares.region, sum(length for part in shares.rows for _, length in part)
         for name in [*region.columns, *region.rows]:
             layer: Any = self.modules[join(unit, owner(name))]
+            if not lies_in(name, region.home):
+                raise entry.wrong(f"'{name}' is not in the region's home '{region.home}'")
+            if (name in shares.tensors) is not (name in region.columns or region.packed):
+                raise tensors.wrong(f"{name!r} is {'a row, cut by the channels' if name in region.rows else 'missing'}")
             if not region.packed and not is_linear(layer):
                 raise entry.wrong(f"'{join(unit, owner(name))}' is no linear layer")
             turned = not region.packed and is_transposed(layer)
@@ -294,7 +374,9 @@ class _Reader:
 
     def _share(self, name: str, entry: _Entry, shape: tuple[int, ...] | None) -> Share:
         dim, segments, copied = entry.fields("dim", "segments", "copied")
-        if dim.of(int) < 0 and shape is not None:
+        if dim.of(int) < (0 if shape is None else -1):
+            raise dim.wrong(f"{dim.value} is no dim that is cut")
+        if dim.value < 0 and shape is not None:
             return Share(name, -1, [() for _ in segments.entries(self.ranks)], copied=True)
         if shape is not None and dim.value >= len(shape):
             raise dim.wrong(f"{name!r} has shape {list(shape)}")
@@ -317,17 +399,26 @@ class _Reader:
             end = max(end, start + length)
         if size is not None and not copied and end != size:
             raise entry.wrong(f"the ranks have {end} of {size}")
+        last = max(start + length for start, length in every)
+        if size is not None and last > size:
+            raise entry.wrong(f"a rank uses what is at {last - 1}, of {size}")
         return found
 
     def _numbers(self, unit: str, entry: _Entry) -> Numbers:
-        found: Numbers = {}
-        for name, numbers in entry.entries(self.ranks)[self.rank].items():
-            module: Any = self.modules.get(join(unit, name))
-            if module is None:
-                raise numbers.wrong(f"'{unit}' has no module {name!r}")
-            for attribute, value in numbers.items():
-                target = getattr(module, "config", None) if attribute.startswith("config.") else module
-                if type(getattr(target, attribute.removeprefix("config."), None)) is not int:
-                    raise value.wrong(f"'{join(unit, name)}' has no number {attribute!r}")
-                found[name, attribute] = value.of(int)
-        return found
+        """Those of this rank; the others' are looked at too, so that all ranks refuse."""
+        by_rank: list[Numbers] = []
+        for of_rank in entry.entries(self.ranks):
+            by_rank.append({})
+            for name, numbers in of_rank.items():
+                module: Any = self.modules.get(join(unit, name))
+                if module is None:
+                    raise numbers.wrong(f"'{unit}' has no module {name!r}")
+                for attribute, value in numbers.items():
+                    target = getattr(module, "config", None) if attribute.startswith("config.") else module
+                    dense = getattr(target, attribute.removeprefix("config."), None)
+                    if type(dense) is not int:
+                        raise value.wrong(f"'{join(unit, name)}' has no number {attribute!r}")
+                    if value.of(int) != dense and not 1 <= value.value <= dense:
+                        raise value.wrong(f"{value.value} is no part of {dense}, which it is in the dense model")
+                    by_rank[-1][name, attribute] = value.value
+        return by_rank[self.rank]

@@ -21,7 +21,7 @@ from deepspeed.foundation.simulation import simulating
 from deepspeed.foundation.tree import tensors_in
 from deepspeed.tensor_parallel.layers import take
 from deepspeed.tensor_parallel.plan import Unit
-from deepspeed.tensor_parallel.shares import floating, same_draws
+from deepspeed.tensor_parallel.shares import Call, floating, same_draws
 from deepspeed.zero.placement import Relation, placement_of
 
 # Of the largest value, by the precision of what is computed.
@@ -45,16 +45,20 @@ def _exact(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module).float() if low else module
 
 
-def run(module: nn.Module, unit: Unit) -> Seen:
-    """Forward and backward in fp32 with fixed cotangents, without dropout.
+def run(module: nn.Module, unit: Unit) -> list[Seen]:
+    """Forward and backward in fp32 with fixed cotangents, without dropout, in each way in which the unit is called.
 
     Args:
         module: dense or cut; nothing of it is changed.
         unit: says what it is called with.
     """
-    module = _exact(module)
+    exact = _exact(module)
+    return [_seen(exact, call) for call in unit.calls]
+
+
+def _seen(module: nn.Module, call: Call) -> Seen:
     dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
-    call, _ = floating(unit.call)
+    call, _ = floating(call)
     call = call.mapped(lambda _, t: t.to(dtype) if t.is_floating_point() and dtype != torch.float32 else t)
     given: dict[str, torch.Tensor] = {}
 
@@ -92,8 +96,8 @@ def _drawn(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     return torch.randn(tensor.shape, generator=generator).to(tensor)
 
 
-def compare(unit: Unit, dense: Seen, cut: Seen, module: nn.Module, axis: Axis) -> None:
-    """Compare what a unit computed whole with what it computes cut. All ranks of the axis call together.
+def compare(unit: Unit, dense: list[Seen], cut: list[Seen], module: nn.Module, axis: Axis) -> None:
+    """Compare what a unit computed whole with what it computes cut, way by way. All ranks of the axis call together.
 
     A unit that computes something else each time is named, and not compared.
 
@@ -102,9 +106,15 @@ def compare(unit: Unit, dense: Seen, cut: Seen, module: nn.Module, axis: Axis) -
     """
     if simulating():  # nothing has values that could differ: a real run compares them
         return
-    found = finished(
-        unit.name, axis, run_together(axis, lambda: list(_differences(dense, cut, module, axis, TOLERANCE)))
-    )
+
+    def differences() -> list[str]:
+        found = []
+        for at, (wanted, ours) in enumerate(zip(dense, cut, strict=True), 1):
+            way = f"in way {at} of {len(dense)} of calling it, " if len(dense) > 1 else ""
+            found += [way + text for text in _differences(wanted, ours, module, axis, TOLERANCE)]
+        return found
+
+    found = finished(unit.name, axis, run_together(axis, differences))
     texts = told_by_all(axis, "; ".join(found[:3]))
     if not any(texts):
         return
@@ -115,8 +125,9 @@ def compare(unit: Unit, dense: Seen, cut: Seen, module: nn.Module, axis: Axis) -
     raise _wrong(unit.name, axis, texts)
 
 
-def _moved(before: Seen, again: Seen) -> bool:
-    pairs = zip(before.outputs, again.outputs, strict=True)
+def _moved(before: list[Seen], again: list[Seen]) -> bool:
+    ways = zip(before, again, strict=True)
+    pairs = [pair for one, other in ways for pair in zip(one.outputs, other.outputs, strict=True)]
     return any(True for a, b in pairs for _ in _apart("", a, b, 0.0, TOLERANCE))
 
 

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed.comm.mesh import current_mesh
+from deepspeed.comm.mesh import current_mesh, mesh_for
 from deepspeed.errors import DeepSpeedError, TensorParallelError
+from deepspeed.tensor_parallel.cut import cut_model
 from deepspeed.tensor_parallel.plan import make_plan
 from deepspeed.tensor_parallel.plan_file import read_plan, write_plan
 from deepspeed.tensor_parallel.specs import Spec, Specs
@@ -52,6 +53,9 @@ def trained(path: str, stage: int, verify: str) -> None:
     with said() as lines:
         engine, *_ = deepspeed.initialize(model=model, optimizer=momentum(model.parameters()), config=config)
     rank = torch.distributed.get_rank()
+    with raises(TensorParallelError, "strict_mode", "6 matrices", "mlp"):
+        strict = {"plan_file": path, "verify": "off", "partition_config": {"strict_mode": True}}
+        deepspeed.initialize(model=model_of("Llama"), config=config_of(stage, 2, tensor_parallel=strict))
     assert any("model.layers.*.self_attn.o_proj.weight (2)" in line for line in lines) is (rank == 0)
     with engine:
         assert model.model.layers[0].mlp.up_proj.weight.ds_shape == (48, 32)  # by the file's edit it stays whole
@@ -68,6 +72,9 @@ def test_a_plan_file_is_what_is_cut(workers: Any, tmp_path: Path, verify: str) -
     plan["units"] = [unit for unit in plan["units"] if "mlp" not in unit["modules"][0]]
     plan["whole"]["model.layers.*.mlp.up_proj.weight"] = "its author wants it so"
     path.write_text(json.dumps(plan))
+    read = read_plan(path, model_of("Llama"), 2, 0)
+    assert sorted(set(read.whole.values())) == ["its author wants it so", "the plan file leaves it whole"]
+    assert len(read.whole) == 6 and 0.5 < read.part() < 1
     workers(4).run(trained, str(path), 3, verify, timeout=60)
 
 
@@ -108,6 +115,8 @@ def put(*way: Any) -> Callable[[Path], None]:
 
 ATTENTION = ("units", 0, "regions", 0)
 Q = (*ATTENTION, "tensors", "q_proj.weight")
+HALVES = {"dim": 0, "segments": [[[0, 1]], [[1, 1]]], "copied": False}
+EQUAL = [[[0, 16]], [[16, 16]]]
 MISTAKES: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
     "no file": (lambda path: path.unlink(), ("cannot be read", "No such file")),
     "no JSON": (lambda path: path.write_text("{"), ("no JSON",)),
@@ -132,6 +141,29 @@ MISTAKES: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
     "words for numbers": (put(*Q, "dim", "0"), ("'0' is no int",)),
     "no such number": (put(*ATTENTION, "numbers", [{"": {"heads": 1}}] * 2), ("has no number 'heads'",)),
     "twice": (edited(lambda plan: plan["units"].append(copy.deepcopy(plan["units"][0]))), ("already", "units[0]")),
+    "a module twice": (
+        put("units", 0, "modules", ["model.layers.*.self_attn", "model.layers.0.self_attn"]), ("already", "modules[0]"),
+    ),
+    "a row twice": (put(*ATTENTION, "rows", ["o_proj.weight"] * 2), ("o_proj.weight", "twice")),
+    "a column without": (edited(lambda plan: at(plan, *Q[:-1]).pop(Q[-1])), ("'q_proj.weight' is missing",)),
+    "a row's own share": (put(*Q[:-1], "o_proj.weight", {**HALVES, "segments": EQUAL}), ("is a row",)),
+    "a home around nothing": (put(*ATTENTION, "home", "q_proj"), ("k_proj.weight", "home 'q_proj'")),
+    "a copy beyond": (
+        put(*Q, {"dim": 0, "segments": [[[0, 16]], [[100, 16]]], "copied": True}),
+        ("115", "of 32"),
+    ),
+    "no dim": (put(*Q, "dim", -7), ("-7",)),
+    "no dim of an argument": (put(*ATTENTION, "inputs", {"hidden_states": {**HALVES, "dim": -7}}), ("-7",)),
+    "a dim no argument has": (put(*ATTENTION, "inputs", {"hidden_states": {**HALVES, "dim": 9}}), ("dim 9",)),
+    "half an argument": (put(*ATTENTION, "inputs", {"hidden_states": HALVES}), ("2 of dim 0", "[1, 12, 32]")),
+    "no such argument": (put(*ATTENTION, "inputs", {"nonsense.7": HALVES}), ("'nonsense.7'", "hidden_states")),
+    "no such whole argument": (put(*ATTENTION, "partial_inputs", ["x.0"]), ("partial_inputs", "'x.0'")),
+    "no heads": (put(*ATTENTION, "numbers", [{"": {"head_dim": 0}}, {}]), ("0 is no part of 8",)),
+    "fewer than no heads": (put(*ATTENTION, "numbers", [{}, {"": {"head_dim": -4}}]), ("numbers[1]", "-4 is no part")),
+    "all heads there are": (put(*ATTENTION, "numbers", [{"": {"head_dim": 10**30}}, {}]), ("no part of 8",)),
+    "ranks and a half": (put("ranks", 2.0), ("2.0 is no int",)),
+    "a reason for nothing": (put("whole", {"nonsense": "mine"}), ("whole", "'nonsense'")),
+    "a reason for what is cut": (put("whole", {"model.layers.*.mlp.up_proj.weight": "mine"}), ("is cut", "units[1]")),
     "nothing": (put("units", []), ("every matrix whole",)),
 }  # fmt: skip
 
@@ -154,10 +186,12 @@ def differs(path: str) -> None:
         ("", DeepSpeedError, ("rank 1", "cannot be read")),
         ("-swapped", TensorParallelError, ("'model.layers.0.self_attn'", "does not compute")),
         ("-numbers", TensorParallelError, ("'model.layers.0.self_attn'", "rank 0")),
+        ("-apart", TensorParallelError, ("ranks 0 and 1 have different plans",)),
     ]
     for name, kind, words in cases:
         model = model_of("Llama")
-        own = path + (name if name or not rank else "-nowhere")
+        first, second = {"": ("", "-nowhere"), "-apart": ("", "-numbers")}.get(name) or (name, name)
+        own = path + (second if rank else first)
         with raises(kind, *words):
             config = config_of(0, 2, tensor_parallel={"plan_file": own})
             deepspeed.initialize(model=model, optimizer=momentum(model.parameters()), config=config)
@@ -212,3 +246,74 @@ def test_what_nobody_reads_is_not_lost(tmp_path: Path) -> None:
                 assert share.copied or sum(n for part in share.segments for _, n in part) == size, (name, share)
     write_plan(tmp_path / "plan.json", Spare(), 2)
     assert read_plan(tmp_path / "plan.json", Spare(), 2, 1).table() == plan.table()
+
+
+def test_channels_in_several_runs_are_counted_whole(tmp_path: Path) -> None:
+    """Ranks take quarters of the channels in turns, by hand."""
+    model, path = model_of("Llama"), tmp_path / "plan.json"
+    write_plan(path, model, 2)
+    plan = json.loads(path.read_text())
+    region = at(plan, "units", 1, "regions", 0)
+    quarter = model.config.intermediate_size // 4
+    region["channels"] = [[[at * quarter, quarter], [(at + 2) * quarter, quarter]] for at in range(2)]
+    for share in region["tensors"].values():
+        share["segments"] = region["channels"]
+    path.write_text(json.dumps(plan))
+    read, found = read_plan(path, model, 2, 0), make_plan(model, 2, 0)
+    assert read.held(0) == found.held(0) and read.part() == found.part()
+    halves = f"{2 * quarter}/{2 * quarter} in 2 runs"
+    assert [what for name, _, what in read.rows() if "mlp" in name] == [halves] * 3
+
+
+class Block(torch.nn.Module):
+    """Reads how many heads it has only where nothing is padded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.heads = torch.nn.Linear(8, 16), torch.nn.Linear(16, 8), 4
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        each = torch.tanh(self.up(x)).unflatten(-1, (self.heads, -1) if mask is None else (-1, 4))
+        return self.down((each / each.norm(dim=-1, keepdim=True)).flatten(-2))
+
+
+class Blocks(torch.nn.Module):
+    """Calls its blocks in two ways; a rank may refuse the second."""
+
+    example_input_array = {"input_ids": torch.arange(10)[None]}
+
+    def __init__(self, refuses: bool = False) -> None:
+        super().__init__()
+        self.tokens, self.refuses = torch.nn.Embedding(20, 8), refuses
+        self.blocks = torch.nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+        if self.refuses and attention_mask is not None:
+            raise ValueError("no padding here")
+        x = self.tokens(input_ids)
+        for block in self.blocks:
+            x = x + block(x, None if attention_mask is None else attention_mask.float())
+        return x
+
+
+def two_ways(path: str) -> None:
+    axis = mesh_for({"tp": 2}).axis("tp")
+    with raises(TensorParallelError, "'blocks.0'", "way 1 of 2"):
+        cut_model(Blocks(), axis, plan_file=path)
+    for refusing in (0, 1):
+        model = Blocks(refuses=axis.rank == refusing)
+        with said() as lines:
+            plan = cut_model(model, axis)
+        assert not any(unit.calls for unit in plan.units)
+        assert axis.rank or any("in 1 of its ways" in line for line in lines), lines
+
+
+def test_both_ways_of_calling_a_unit_are_compared(workers: Any, tmp_path: Path) -> None:
+    """One of them alone would not show that a number is wrong; and ranks that have seen other ways end together."""
+    path = tmp_path / "plan.json"
+    write_plan(path, Blocks(), 2)
+    plan = json.loads(path.read_text())
+    assert at(plan, *ATTENTION)["numbers"] == [{"": {"heads": 2}}] * 2
+    at(plan, *ATTENTION)["numbers"] = [{}, {}]
+    path.write_text(json.dumps(plan))
+    workers(2).run(two_ways, str(path), timeout=30)
