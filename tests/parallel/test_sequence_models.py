@@ -93,8 +93,8 @@ class Renamed(BertForMaskedLM):
 class Weighted(BertForMaskedLM):
     """A loss of its own that no one else knows."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        output: Any = super().forward(*args, **kwargs)
+    def forward(self, input_ids: Any = None, position_ids: Any = None, **more: Any) -> Any:
+        output: Any = super().forward(input_ids=input_ids, position_ids=position_ids, **more)
         output.loss = 3 * output.loss
         return output
 
