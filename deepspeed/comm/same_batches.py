@@ -109,10 +109,10 @@ def _said(value: Any) -> dict[str, Any] | None:
     """What an object says is in it; None where it says nothing."""
     if isinstance(value, type):
         return None
-    if dataclasses.is_dataclass(value):
-        return {one.name: getattr(value, one.name, None) for one in dataclasses.fields(value)}
     try:
         found = value.to_dict()
     except Exception:  # it has none, or one of another kind
-        return None
+        found = None
+    if not isinstance(found, dict) and dataclasses.is_dataclass(value):
+        return {one.name: getattr(value, one.name, None) for one in dataclasses.fields(value)}
     return found if isinstance(found, dict) else None
