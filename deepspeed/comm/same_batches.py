@@ -3,11 +3,13 @@ Ranks of one model list the same parameters."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from deepspeed.comm.api import told_by_all
@@ -82,13 +84,35 @@ def _digests(inputs: Any) -> dict[str, int]:
 
 
 def digest(value: Any) -> int:
-    """A number that tells values apart: tensors by their bytes, containers by what is in them."""
+    """A number that tells values apart: tensors and arrays by their bytes, containers by what is in them, objects by
+    what they say of themselves (`to_dict`, the fields of a dataclass), any other by the name of its type."""
     if isinstance(value, torch.Tensor):
         data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         return zlib.crc32(data, zlib.crc32(f"{tuple(value.shape)} {value.dtype}".encode()))
-    if isinstance(value, dict):
+    if isinstance(value, (np.ndarray, np.generic)):
+        data = repr(digest(value.tolist())).encode() if value.dtype.hasobject else value.tobytes()
+        return zlib.crc32(data, zlib.crc32(f"{value.shape} {value.dtype}".encode()))
+    if isinstance(value, Mapping):
         return digest([[str(key), value[key]] for key in sorted(value, key=str)])
     if isinstance(value, (list, tuple)):
         return zlib.crc32(repr([digest(one) for one in value]).encode())
-    plain = isinstance(value, (int, float, str, bytes, bool, type(None)))
+    if isinstance(value, (set, frozenset)):
+        return zlib.crc32(repr(sorted(map(digest, value))).encode())
+    inside = _said(value)
+    if inside is not None:
+        return digest([type(value).__name__, inside])
+    plain = isinstance(value, (int, float, str, bytes, bool, type(None), torch.dtype, torch.device))
     return zlib.crc32((repr(value) if plain else type(value).__name__).encode())
+
+
+def _said(value: Any) -> dict[str, Any] | None:
+    """What an object says is in it; None where it says nothing."""
+    if isinstance(value, type):
+        return None
+    try:
+        found = value.to_dict()
+    except Exception:  # it has none, or one of another kind
+        found = None
+    if not isinstance(found, dict) and dataclasses.is_dataclass(value):
+        return {one.name: getattr(value, one.name, None) for one in dataclasses.fields(value)}
+    return found if isinstance(found, dict) else None

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from contextvars import ContextVar, Token
 from functools import partial
@@ -83,6 +83,7 @@ class SequenceModel:
         self._core = ""
         self._names: dict[int, str] = {}
         self._hooks: list[Any] = []
+        self._masked_loss: Callable[..., torch.Tensor]
         self._entered: list[tuple[Token[Sequence | None], torch.Tensor | None]] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
@@ -96,10 +97,13 @@ class SequenceModel:
     def install(self, core: str) -> None:
         """Have the model compute with attention `core` over slices."""
         from transformers import PreTrainedModel
+        from transformers.loss.loss_utils import ForMaskedLMLoss
 
         self._core = core.removeprefix(_PREFIX)
         self.model.set_attn_implementation(_registered(self._core))
-        self.model.loss_function = _whole_loss(self.model)
+        inner, kind = self.model.loss_function, str(getattr(self.model, "loss_type", None))
+        self.model.loss_function = _whole_loss(inner, kind)
+        self._masked_loss = _whole_loss(ForMaskedLMLoss, MASKED_LM)
         self._names = {id(module): name for name, module in self.model.named_modules()}
         # First of all hooks: what others see of a forward are slices.
         for module in self.model.modules():  # those inside may be called without the outermost
@@ -199,22 +203,38 @@ class SequenceModel:
         """After forward, whatever became of it: its output, with a loss of all tokens."""
         if not self._entered:
             return None
-        if len(self._entered) == 1:
-            output = self._with_whole_loss(_current.get(), output)
-        token, around = self._entered.pop()
-        _current.reset(token)
-        if around is not None:
-            get_accelerator().set_rng_state(around)
-        return output
+        try:
+            return self._with_whole_loss(_current.get(), output) if len(self._entered) == 1 else output
+        finally:
+            token, around = self._entered.pop()
+            _current.reset(token)
+            if around is not None:
+                get_accelerator().set_rng_state(around)
 
     def _with_whole_loss(self, sequence: Sequence | None, output: Any) -> Any:
         """The output; a masked LM may have lines of its own for its loss, the mean over its tokens."""
         labels = sequence.labels if sequence is not None else None
-        if labels is not None and type(self.model).__name__.endswith(MASKED_LM) and isinstance(output, Mapping):
-            if output.get("loss") is not None:
-                logits: Any = output["logits"]
-                output["loss"] = self.model.loss_function(logits, labels, vocab_size=logits.shape[-1])  # type: ignore[index]
-        return output
+        if labels is None or output is None or not _is_masked_lm(self.model):
+            return output
+        names = isinstance(output, MutableMapping)
+        pair: Any = (output.get("loss"), output.get("logits")) if names else [*output, None, None][:2]
+        loss, logits = pair
+        if names and loss is None:
+            return output
+        # What a forward of a client's own computes is not known to be the mean over the tokens.
+        known = type(self.model).forward.__module__.startswith("transformers.")
+        alike = isinstance(loss, torch.Tensor) and not loss.dim() and isinstance(logits, torch.Tensor)
+        if not known or not alike or logits.shape[:-1] != labels.shape:
+            raise NotAvailableError(
+                f"sequence parallelism is not available here: given labels, {type(self.model).__name__} computes a "
+                f"loss of one rank's slice, and its forward is not one of Transformers that returns a loss and logits "
+                f"[batch, tokens, vocabulary]: call model.loss_function in it, or compute the loss outside of it"
+            )
+        whole = self._masked_loss(logits, labels, vocab_size=logits.shape[-1])
+        if names:
+            output["loss"] = whole
+            return output
+        return whole, *output[1:]
 
 
 def _continued(own: torch.Tensor, axis: Axis) -> torch.Tensor:
@@ -387,9 +407,18 @@ def _mask(
     return core(*args, q_length=tokens, kv_length=tokens, mask_function=mask_function, attention_mask=mask, **kwargs)
 
 
-def _whole_loss(model: Any) -> Callable[..., torch.Tensor]:
-    """The model's loss over all tokens of a sequence, equal on all of its ranks, whose gradients are summed."""
-    inner, kind = model.loss_function, str(getattr(model, "loss_type", None))
+def _is_masked_lm(model: nn.Module) -> bool:
+    """Whether its class, or one that it inherits from, is a masked LM of Transformers: a client's has any name."""
+    return any(kind.__name__.endswith(MASKED_LM) for kind in type(model).__mro__)
+
+
+def _whole_loss(inner: Any, kind: str) -> Callable[..., torch.Tensor]:
+    """A model's loss over all tokens of a sequence, equal on all of its ranks, whose gradients are summed.
+
+    Args:
+        inner: the loss of one rank's tokens.
+        kind: as Transformers calls it, such as "ForCausalLM".
+    """
     inner = getattr(inner, "_ds_inner", inner)  # of a copy of a cut model
     causal = kind == "ForCausalLM" or getattr(inner, "__name__", "") == "ForCausalLMLoss"
     if not causal and kind != MASKED_LM:

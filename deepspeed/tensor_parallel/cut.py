@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 import zlib
 from collections.abc import Callable, Sequence
-from types import MethodType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -25,6 +24,7 @@ from deepspeed.tensor_parallel import verify
 from deepspeed.tensor_parallel.dropout import install
 from deepspeed.tensor_parallel.fit import cut_region, is_local, pick, set_numbers
 from deepspeed.tensor_parallel.generating import guard_generating
+from deepspeed.tensor_parallel.guard import guard
 from deepspeed.tensor_parallel.head import cut_vocabulary
 from deepspeed.tensor_parallel.layers import Slot
 from deepspeed.tensor_parallel.packed import become_packed
@@ -39,6 +39,7 @@ from deepspeed.zero.param import is_managed
 from deepspeed.zero.placement import placement_of
 
 _MARK = "_ds_tensor_plan"
+T = TypeVar("T")
 
 
 def plan_of(model: nn.Module) -> Plan | None:
@@ -58,21 +59,39 @@ def cut_over(mesh: Mesh, model: nn.Module, **options: Any) -> Plan:
         TensorParallelError: it raised in another row.
         DeepSpeedError: as `cut_model`.
     """
-    plan, error = None, None
+    everyone = mesh.axis(*DIMS)
+    # Rows meet in each unit's gather and `settle`: one that has ended would be waited for.
+    born = any(map(is_managed, model.parameters()))
+    in_step = everyone if born or options.get("settle") is not None else None
+    return _in_step(everyone, lambda: cut_model(model, mesh.axis("tp"), in_step=in_step, **options))
+
+
+def _in_step(everyone: Axis | None, action: Callable[[], T]) -> T:
+    """What an action returns, where it raises on no rank of `everyone`; all call together. None: this rank alone.
+
+    Raises:
+        TensorParallelError: it raised on another rank.
+        Exception: what it raised here.
+    """
+    if everyone is None:
+        return action()
+    result: Any = None
+    error: Exception | None = None
     try:
-        plan = cut_model(model, mesh.axis("tp"), **options)
+        result = action()
     except CommError:
         raise
-    except DeepSpeedError as why:
+    except Exception as why:
         error = why
-    texts = told_by_all(mesh.axis(*DIMS), "" if error is None else str(error))
+    mine = "" if error is None else str(error) if isinstance(error, DeepSpeedError) else in_words(error, 300)
+    texts = told_by_all(everyone, mine)
     if error is not None:
         raise error
-    elsewhere = {text: rank for rank, text in zip(mesh.ranks, texts, strict=True) if text}
-    if plan is None or elsewhere:
-        text, rank = next(iter(elsewhere.items()))
+    elsewhere = next((pair for pair in zip(everyone.ranks, texts, strict=True) if pair[1]), None)
+    if elsewhere is not None:
+        rank, text = elsewhere
         raise TensorParallelError(f"rank {rank}, of another row of tp, could not cut the model: {text}")
-    return plan
+    return result
 
 
 def cut_model(
@@ -85,6 +104,7 @@ def cut_model(
     vocabulary: bool = False,
     settle: Callable[[nn.Module], None] | None = None,
     plan_file: str | None = None,
+    in_step: Axis | None = None,
 ) -> Plan:
     """Make a dense model this rank's slices of it, in place. All ranks of the axis call together.
 
@@ -98,6 +118,7 @@ def cut_model(
         vocabulary: share out the embedding and the output projection of a causal LM too.
         settle: called with each unit once it is cut; its parameters are plain then.
         plan_file: of `write_plan`, instead of finding a plan; each rank reads it.
+        in_step: ranks of all rows, none of which goes on where one has ended; None: rows do not meet before the end.
 
     Raises:
         MeshError: the ranks have different models.
@@ -108,19 +129,19 @@ def cut_model(
     _same_model(model, axis)
     _same_values(model, axis)
     find = make_plan if plan_file is None else functools.partial(read_plan, plan_file)
-    plan = _agreed(_planned(lambda: find(model, axis.size, axis.rank, example, specs)), axis)
-    if specs is not None:
-        specs.check(plan.cuts(), plan.whole, [name for name, shape in plan.shapes.items() if len(shape) > 1])
+    looked = _planned(lambda: find(model, axis.size, axis.rank, example, specs))
+    plan = _in_step(in_step, lambda: _checked(_agreed(looked, axis), specs))
     say(plan.table())
     for unit in plan.units:
-        _cut_unit(model.get_submodule(unit.name), unit, axis, check != "off")
+        module = model.get_submodule(unit.name)
+        _in_step(in_step, functools.partial(_cut_unit, module, unit, axis, check != "off"))
         unit.calls = []  # their tensors are needed no more
         if settle is not None:
-            settle(model.get_submodule(unit.name))
+            settle(module)
     columns = {join(unit.name, n) for unit in plan.units for one in unit.regions for n in one.shares.region.columns}
     install(model, plan.drops, columns, axis)
     if vocabulary:
-        cut_vocabulary(model, axis, check != "off")
+        _in_step(in_step, lambda: cut_vocabulary(model, axis, check != "off"))
     if check == "model":
         verify.compare_models(model, plan, axis)
     plan.output = None
@@ -130,20 +151,24 @@ def cut_model(
     return plan
 
 
-def _guard_saving(model: Any) -> None:
-    """A client's `save_pretrained` of the slices of one rank would be half a model that nobody sees is one."""
-    if not hasattr(model, "save_pretrained"):
-        return
+def _checked(plan: Plan, specs: Specs | None) -> Plan:
+    """The plan, compared with what is said of single matrices."""
+    if specs is not None:
+        specs.check(plan.cuts(), plan.whole, [name for name, shape in plan.shapes.items() if len(shape) > 1])
+    return plan
 
-    def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
+
+def _guard_saving(model: nn.Module) -> None:
+    """A client's `save_pretrained` of the slices of one rank would be half a model that nobody sees is one."""
+
+    def look(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if kwargs.get("state_dict") is None:
             raise UsageError(
                 "save_pretrained of a model that is cut over ranks (tp) would save one rank's slices: pass "
                 "state_dict=engine._consolidated_16bit_state_dict(), or call engine.save_16bit_model(folder)"
             )
-        return type(self).save_pretrained(self, *args, **kwargs)
 
-    object.__setattr__(model, "save_pretrained", MethodType(save_pretrained, model))
+    guard(model, "save_pretrained", look)
 
 
 def _same_values(model: nn.Module, axis: Axis) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import MethodType
 from typing import Any
 
 from torch import nn
@@ -10,8 +9,9 @@ from torch import nn
 from deepspeed.comm.api import told_by_all
 from deepspeed.comm.axis import Axis
 from deepspeed.comm.same_batches import digest
-from deepspeed.errors import DataError
+from deepspeed.errors import DataError, NotAvailableError
 from deepspeed.tensor_parallel.dropout import draw_alike
+from deepspeed.tensor_parallel.guard import guard
 
 
 def guard_generating(model: nn.Module, axis: Axis) -> None:
@@ -21,19 +21,29 @@ def guard_generating(model: nn.Module, axis: Axis) -> None:
         model: cut; one without `generate` stays as it is.
         axis: the ranks that share it.
     """
-    if not hasattr(model, "generate"):
-        return
 
-    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        everyone = told_by_all(axis, digest([args, kwargs]))
+    def look(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        own = getattr(self, "generation_config", None)
+        everyone = told_by_all(axis, digest([args, kwargs, own]))
         other = next((at for at, found in enumerate(everyone) if found != everyone[0]), None)
         if other is not None:
             raise DataError(
                 f"ranks {axis.ranks[0]} and {axis.ranks[other]} share the model's matrices (tp), and generate() was "
-                f"given other arguments on each: give both the same prompts"
+                f"given other arguments on each, or has another generation_config: give both the same prompts"
+            )
+        if _ends_by_a_clock([*args, *kwargs.values(), own], kwargs):
+            raise NotAvailableError(
+                "generate() with max_time is not available for a model that is cut over ranks (tp): each would stop by "
+                "a clock of its own, and the others wait for it; give max_new_tokens instead"
             )
         draw_alike(axis)
-        return type(self).generate(self, *args, **kwargs)
 
-    # A method, so that copies of the model call theirs.
-    object.__setattr__(model, "generate", MethodType(generate, model))
+    guard(model, "generate", look)
+
+
+def _ends_by_a_clock(given: list[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether an argument, a config or a criterion says after how many seconds to stop."""
+    if "max_time" in kwargs:
+        return kwargs["max_time"] is not None
+    inside = [one for value in given for one in (value if isinstance(value, (list, tuple)) else [value])]
+    return any(getattr(one, "max_time", None) is not None for one in inside)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -15,7 +15,6 @@ from deepspeed.foundation.log import in_words, say
 from deepspeed.foundation.simulation import simulating
 from deepspeed.foundation.tree import tensors_in
 from deepspeed.tensor_parallel.shares import Call
-from deepspeed.zero.param import is_managed
 
 TOKENS = 12
 
@@ -82,30 +81,36 @@ def _here(value: Any, model: nn.Module) -> Any:
 
 
 @contextlib.contextmanager
-def quiet(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, no gradients, and random states as they were; nothing is cached.
+def quiet(model: nn.Module, caches: bool = False) -> Iterator[None]:
+    """Evaluation mode, no gradients, and random states as they were; nothing is cached, or everything.
 
     A cache that a module was called with would be longer each time it is called so again. Wrappers such as PEFT's hide
     the argument `use_cache`, so the configs say it.
     """
     before = [module for module in model.modules() if module.training]
-    found = (getattr(module, "config", None) for module in model.modules())
-    configs: dict[int, Any] = {id(config): config for config in found if _caches(config)}
+    configs = _configs(model)
+    said = [config.use_cache for config in configs]
     model.eval()
     try:
-        for config in configs.values():
-            config.use_cache = False
+        for config in configs:
+            config.use_cache = caches
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             yield
     finally:
-        for config in configs.values():
-            config.use_cache = True
+        for config, value in zip(configs, said, strict=True):
+            config.use_cache = value
         for module in before:
             module.training = True
 
 
-def _caches(config: Any) -> bool:
-    return hasattr(config, "to_dict") and getattr(config, "use_cache", None) is True
+def _configs(model: nn.Module) -> list[Any]:
+    """Those that say whether to cache."""
+    found: dict[int, Any] = {}
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if hasattr(config, "to_dict") and isinstance(getattr(config, "use_cache", None), bool):
+            found[id(config)] = config
+    return list(found.values())
 
 
 PADDED = 3  # tokens at the end of the masked input
@@ -143,39 +148,34 @@ def all_calls(model: nn.Module, names: Iterable[str], inputs: dict[str, Any]) ->
     return found, output
 
 
-class _Seen(Exception):
-    """All that was asked for has been called."""
-
-
-def calls_of(
-    model: nn.Module, names: Iterable[str], inputs: dict[str, Any], last: str = ""
-) -> tuple[dict[str, Call], Any]:
+def calls_of(model: nn.Module, names: Iterable[str], inputs: dict[str, Any]) -> tuple[dict[str, Call], Any]:
     """What modules are called with first in a forward, in their order, and what the model returns.
 
     Args:
         model: to be called.
         names: of the modules.
         inputs: of the model.
-        last: the forward ends where this module is called; it returns nothing then.
     """
     found: dict[str, Call] = {}
+
+    def note(name: str, call: Call) -> None:
+        if name not in found:
+            found[name] = call.apart()
+
+    with quiet(model):
+        return found, _noted(model, names, inputs, note)
+
+
+def _noted(model: nn.Module, names: Iterable[str], inputs: dict[str, Any], note: Callable[[str, Call], None]) -> Any:
+    """What the model returns; `note` is told of each call of the modules."""
     modules = dict(model.named_modules())
 
-    def noting(name: str) -> Any:
-        def note(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if name not in found:
-                found[name] = Call.of(module, args, kwargs).apart()
-            if name == last:
-                raise _Seen
-
-        return note
+    def noting(name: str) -> Callable[..., None]:
+        return lambda module, args, kwargs: note(name, Call.of(module, args, kwargs))
 
     handles = [modules[name].register_forward_pre_hook(noting(name), with_kwargs=True) for name in dict.fromkeys(names)]
     try:
-        with quiet(model):
-            return found, model(**inputs)
-    except _Seen:
-        return found, None
+        return model(**inputs)
     finally:
         for handle in handles:
             handle.remove()
@@ -183,26 +183,26 @@ def calls_of(
 
 def handed_states(model: nn.Module, calls: dict[str, Call], inputs: dict[str, Any]) -> set[str]:
     """The modules that a model hands states of its own when it generates, as recurrent ones do: tensors in a list, of
-    sizes that no module knows.
+    sizes that no module knows. What one module of a class is handed, all may be.
 
     Args:
-        model: to be called, no further than to the first module of each class.
+        model: to be called once.
         calls: of its modules, in their order, without a cache.
         inputs: of the model.
     """
-    if simulating() or not calls or "use_cache" not in inspect.signature(model.forward).parameters:
+    takes = "use_cache" in inputs or "use_cache" in inspect.signature(model.forward).parameters
+    if simulating() or not calls or not (takes or _configs(model)):
         return set()
     modules = dict(model.named_modules())
-    first: dict[type, str] = {}
-    for name in calls:
-        first.setdefault(type(modules[name]), name)
-    # What is sharded goes to the end of its forward, where all of it is let go.
-    last = "" if any(map(is_managed, model.parameters())) else list(first.values())[-1]
-    try:
-        cached, _ = calls_of(model, first.values(), {**inputs, "use_cache": True}, last)
-    except Exception:  # a model may do without a cache
-        return set()
-    kinds = {type(modules[name]) for name, call in cached.items() if _has_states(call, calls[name])}
+    kinds: set[type] = set()
+
+    def note(name: str, call: Call) -> None:
+        if _has_states(call, calls[name]):
+            kinds.add(type(modules[name]))
+
+    # A model may do without a cache, and raise what it likes.
+    with quiet(model, caches=True), contextlib.suppress(Exception):
+        _noted(model, calls, {**inputs, "use_cache": True} if takes else inputs, note)
     return {name for name in calls if type(modules[name]) in kinds}
 
 

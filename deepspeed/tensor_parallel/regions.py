@@ -75,8 +75,9 @@ def find_regions(model: nn.Module, nodes: Mapping[str, Node]) -> tuple[list[Regi
     modules = dict(model.named_modules())
     why: dict[str, str] = {}
     found = []
+    order = {name: at for at, name in enumerate(nodes)}
     for members in _spaces(nodes):
-        region, reason = _region(model, modules, nodes, members)
+        region, reason = _region(modules, nodes, order, members)
         for name in members[1] if region is None else ():
             if block(name) and (reason != _STREAM or name not in why):
                 why[name] = reason
@@ -96,7 +97,6 @@ def find_regions(model: nn.Module, nodes: Mapping[str, Node]) -> tuple[list[Regi
             continue
         taken |= mine
         chosen.append(region)
-    order = {name: at for at, name in enumerate(nodes)}
     return sorted(chosen, key=lambda one: order[one.rows[0]]), {n: why[n] for n in why if n not in taken}
 
 
@@ -106,7 +106,7 @@ def _spaces(nodes: Mapping[str, Node]) -> list[tuple[set[str], set[str]]]:
 
     def find(key: tuple[str, str]) -> tuple[str, str]:
         while parent.setdefault(key, key) != key:
-            key = parent[key]
+            parent[key] = key = parent[parent[key]]  # halves the path: chains of sources are long
         return key
 
     for node in nodes.values():
@@ -143,12 +143,11 @@ def _is_stream(modules: Mapping[str, nn.Module], table: str, rows: list[str]) ->
 
 
 def _region(
-    model: nn.Module,
     modules: Mapping[str, nn.Module],
     nodes: Mapping[str, Node],
+    order: Mapping[str, int],
     space: tuple[set[str], set[str]],
 ) -> tuple[Region | None, str]:
-    order = {name: at for at, name in enumerate(nodes)}
     columns, reads = (sorted(one, key=order.__getitem__) for one in space)
     sources = set().union(*(nodes[name].sources for name in reads))
     tables = sorted(name for name in sources if name in nodes and nodes[name].lookup)

@@ -260,15 +260,13 @@ def _dependence(
 ) -> Shares | None:
     masks: dict[tuple[str, bool], list[list[torch.Tensor]]] = {}
     columns = set(region.columns)
+    barren = 0  # draws in a row that showed nothing new: what is not covered then is what nobody reads
     for draw in range(MOST_DRAWS):
-        for call in calls:
-            for key, by_rank in _masks(module, region, call, parts, draw).items():
-                known = masks.setdefault(key, by_rank)
-                for ours, theirs in zip(known, by_rank, strict=True):
-                    for a, b in zip(ours, theirs, strict=True):
-                        a |= b
+        new = [_add(masks, _masks(module, region, call, parts, draw), columns) for call in calls]
+        barren = 0 if any(new) else barren + 1
         asked = columns if draw >= DRAWS - 1 else {name for name, _ in masks}
-        if all(covered(by_rank) for (name, is_input), by_rank in masks.items() if not is_input and name in asked):
+        own = [by_rank for (name, is_input), by_rank in masks.items() if not is_input and name in asked]
+        if barren == DRAWS or all(map(covered, own)):
             break
     made = Shares(region, [(part,) for part in parts])
     for (name, is_input), by_rank in masks.items():
@@ -284,6 +282,21 @@ def _dependence(
             made.tensors[name] = _column_share(module, name, masks[name, False])
     made.bytes = largest_part(module, made)
     return made if any(_is_shared_out(made.tensors.get(name)) for name in columns) else None
+
+
+def _add(masks: dict[tuple[str, bool], Any], found: Mapping[tuple[str, bool], Any], columns: set[str]) -> bool:
+    """Note the indices of one draw; whether a column is among those that were not known."""
+    new = False
+    for key, by_rank in found.items():
+        if key not in masks:
+            masks[key] = by_rank
+            new = new or key[0] in columns
+            continue
+        for ours, theirs in zip(masks[key], by_rank, strict=True):
+            for a, b in zip(ours, theirs, strict=True):
+                new = new or (key[0] in columns and bool((b & ~a).any()))
+                a |= b
+    return new
 
 
 def _is_shared_out(share: Share | None) -> bool:

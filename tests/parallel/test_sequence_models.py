@@ -7,12 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import BertConfig, BertForMaskedLM
 
-from deepspeed.comm.mesh import current_mesh
-from deepspeed.errors import DeepSpeedError
+from deepspeed.comm.mesh import current_mesh, mesh_for
+from deepspeed.errors import DeepSpeedError, NotAvailableError
+from deepspeed.sequence import ulysses
+from deepspeed.sequence.batches import slice_batch
+from deepspeed.sequence.ulysses import cut_sequence
 from tests.parallel.dense import Dense, compared, momentum
 from tests.parallel.sequence_runs import batch_of, close, config_of, start
 from tests.parallel.tensor_runs import model_of
+from tests.parallel.tiny import raises
 from tests.unit.compression.architectures import FAMILIES
 
 KINDS = ("plain", "padded", "packed")
@@ -79,3 +84,48 @@ FAST = ("GptOss", "Bert")
 def test_a_family_is_equal_or_refused(workers: Any, family: str, changes: dict[str, Any]) -> None:
     for found in workers(2).run(shared, family, changes, timeout=90):
         assert (REFUSED[family] in found and f"{family}" in found) if family in REFUSED else not found, found
+
+
+class Renamed(BertForMaskedLM):
+    pass
+
+
+class Weighted(BertForMaskedLM):
+    """A loss of its own that no one else knows."""
+
+    def forward(self, input_ids: Any = None, position_ids: Any = None, **more: Any) -> Any:
+        output: Any = super().forward(input_ids=input_ids, position_ids=position_ids, **more)
+        output.loss = 3 * output.loss
+        return output
+
+
+def masked_losses() -> None:
+    axis, length = mesh_for({"sp": 2}).axis("sp"), 10
+    ids = torch.randint(3, 64, (2, length), generator=torch.Generator().manual_seed(1))
+    labels = ids.clone()
+    labels[:, :4] = -100  # the ranks count other numbers of tokens
+    batch = {"input_ids": ids, "position_ids": torch.arange(length).expand(2, -1), "labels": labels}
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    for kind in (BertForMaskedLM, Renamed, Weighted):
+        torch.manual_seed(0)
+        model: Any = kind(BertConfig(vocab_size=64, num_attention_heads=4, **sizes)).eval()
+        with torch.no_grad():
+            wanted = float(model(**batch).loss)
+        [made] = cut_sequence(model, axis)
+        for more in ({}, {"return_dict": False}):
+            if kind is not Weighted:
+                with torch.no_grad():
+                    found = model(**slice_batch(batch, axis), **more)
+                assert abs(float(found[0]) - wanted) < 1e-5 and len(found) == 2, (kind, more, found[0], wanted)
+                continue
+            if not more:
+                with raises(NotAvailableError, "Weighted", "loss of one rank's slice"):
+                    model(**slice_batch(batch, axis))
+                assert (
+                    not made._entered and ulysses._current.get() is None
+                )  # the next forward is not taken for one inside
+        made.remove()
+
+
+def test_a_masked_lm_is_told_by_its_bases_and_in_tuples(workers: Any) -> None:
+    workers(2).run(masked_losses, timeout=60)

@@ -107,10 +107,10 @@ class Planted(LlamaMLP):
         return out
 
 
-def planted(place: str) -> Any:
+def planted(place: str, layer: int = 1) -> Any:
     model = model_of("Llama")
     Planted.place = place
-    model.model.layers[1].mlp.__class__ = Planted
+    model.model.layers[layer].mlp.__class__ = Planted
     return model
 
 
@@ -140,6 +140,21 @@ def initialised(place: str) -> None:
 
 def test_all_rows_end_where_one_rank_raises(workers: Any) -> None:
     workers(4).run(initialised, "between", timeout=60)
+
+
+def born() -> None:
+    """Rows meet in the gathers of each unit: one that ended in the first is not waited for in the second."""
+    import deepspeed
+
+    with deepspeed.zero.Init(config_dict_or_path=config_of(3, 2)):
+        model = planted("between", layer=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with raises(TensorParallelError, "'model.layers.0.mlp'", "rank 3: Alone: planted"):
+        deepspeed.initialize(model=model, optimizer=optimizer, config=config_of(3, 2))
+
+
+def test_all_rows_of_a_model_born_sharded_end(workers: Any) -> None:
+    workers(4).run(born, timeout=60)
 
 
 def vocabulary() -> None:

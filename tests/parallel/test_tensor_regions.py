@@ -10,9 +10,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from transformers import LlamaConfig
 
 from deepspeed.comm.mesh import mesh_for
 from deepspeed.errors import TensorParallelError
+from deepspeed.tensor_parallel import shares
 from deepspeed.tensor_parallel.cut import cut_model
 from deepspeed.tensor_parallel.plan import make_plan
 from deepspeed.zero.placement import Relation, placement_of
@@ -233,3 +235,77 @@ def test_a_model_without_a_pair_is_refused_by_name() -> None:
 def test_a_block_that_is_handed_a_state_stays_whole() -> None:
     with pytest.raises(TensorParallelError, match="hands it a state"):
         make_plan(Recurrent(), 2, 0)
+
+
+class LaterOnly(Recurrent):
+    """Hands a state to all blocks but the first."""
+
+    def forward(self, x: torch.Tensor, use_cache: bool = True) -> torch.Tensor:
+        for at, block in enumerate(self.blocks):
+            x = x + block(x, [torch.zeros(len(x), 1, 12)] if use_cache and at else None)
+        return x
+
+
+class Around(nn.Module):
+    """Takes `use_cache` among others, as PEFT's wrappers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Recurrent()
+
+    @property
+    def example_input_array(self) -> Any:
+        return self.inner.example_input_array
+
+    def forward(self, x: torch.Tensor, **more: Any) -> torch.Tensor:
+        return self.inner(x, **more)
+
+
+class ByConfig(nn.Module):
+    """Caches as its config says, which a client has turned off to train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.config = Recurrent(), LlamaConfig(use_cache=False)
+
+    @property
+    def example_input_array(self) -> Any:
+        return torch.ones(2, 7, WIDTH)
+
+    def forward(self, x: torch.Tensor, **more: Any) -> torch.Tensor:
+        return self.inner(x, use_cache=self.config.use_cache)
+
+
+@pytest.mark.parametrize("kind", [LaterOnly, Around, ByConfig])
+def test_states_of_any_module_behind_any_wrapper_are_seen(kind: Any) -> None:
+    model = kind()
+    with pytest.raises(TensorParallelError, match="hands it a state of all channels"):
+        make_plan(model, 2, 0)
+    assert kind is not ByConfig or model.config.use_cache is False
+
+
+class Unread(nn.Module):
+    """Some outputs that nobody reads, which no draw ever shows."""
+
+    example_input_array = torch.ones(3, WIDTH)
+
+    def __init__(self) -> None:
+        super().__init__()
+        pair = {"up": nn.Linear(WIDTH, 14), "down": nn.Linear(12, WIDTH)}
+        self.blocks = nn.ModuleList([nn.ModuleDict(pair)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        block: Any = self.blocks[0]
+        return x + block["down"](torch.relu(block["up"](x)[..., :12]))
+
+
+def test_what_nobody_reads_is_not_drawn_for_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    inner, draws = shares._masks, []
+
+    def counted(*args: Any) -> Any:
+        draws.append(args[-1])
+        return inner(*args)
+
+    monkeypatch.setattr(shares, "_masks", counted)
+    make_plan(Unread(), 2, 0)
+    assert shares.DRAWS <= max(draws) + 1 < shares.MOST_DRAWS / 2
