@@ -152,7 +152,7 @@ def refused() -> None:
     with raises(UsageError, "rank 1 was given a model without values", "rank 0 one that has them"):
         deepspeed.initialize(model=model, config=config)
     with torch.device("meta"):
-        model = made("GPTNeo", LAYERS + get_rank())
+        model = made("GPTNeo", LAYERS - 2 * get_rank())
     with raises(PipelineError, "different models"):
         deepspeed.initialize(model=model, config=config)
     timed = config_of(3, 2, 2, pipeline={"partition": "profile"})
