@@ -23,18 +23,18 @@ from deepspeed.engine.clients import loss_is_divided
 from deepspeed.engine.engine import DeepSpeedEngine
 from deepspeed.engine.feeding import Window
 from deepspeed.engine.generating import generate
-from deepspeed.engine.staging import stage_model, staying
+from deepspeed.engine.staging import check_model, stage_model, staying
 from deepspeed.engine.step_timers import FORWARD
 from deepspeed.engine.window_driver import WindowDriver
-from deepspeed.errors import ArgumentError, DataError, NotAvailableError, PipelineError, UsageError
-from deepspeed.foundation.tree import map_tensors
+from deepspeed.engine.window_feed import Fed, Said, agree, take
+from deepspeed.errors import ArgumentError, NotAvailableError, PipelineError
 from deepspeed.pipe.count import Count, check, check_shared, mean_loss
 from deepspeed.pipe.executor import Executor, Part
 from deepspeed.pipe.module import PipelineModule
 from deepspeed.pipe.schedule import Schedule, make_schedule
 from deepspeed.pipe.simulate import Simulated, simulate
 from deepspeed.zero.gathered import GatheredParameters
-from deepspeed.zero.materialize import is_without_values, materialize
+from deepspeed.zero.materialize import materialize
 from deepspeed.zero.placement import Relation, placement_of
 from deepspeed.zero.rows import tables
 
@@ -85,8 +85,9 @@ class PipelineEngine(DeepSpeedEngine):
                 f"pipeline stages together with ranks that share a sequence (sp) are not available yet: of "
                 f"{mesh.describe()} the nearest that can be had are {_without(mesh, 'sp')} and {_without(mesh, 'pp')}"
             )
+        without_values = check_model(model, config, mesh, optimizer)
         if not isinstance(model, PipelineModule):
-            if is_without_values(model):
+            if without_values:
                 materialize(model, mesh.axis(*REPLICATED, "pp"), mesh.device or torch.device("cpu"))
             parameters = super()._cut(model, config, mesh, mpu, optimizer, parameters)
         elif mpu is None and mesh.size("tp") > 1:
@@ -138,9 +139,9 @@ class PipelineEngine(DeepSpeedEngine):
             same on every rank.
 
         Raises:
-            DataError: a rank's data ended before the window was full; nothing was computed.
+            DataError: a rank's data ended before the window was full, or failed; nothing was computed.
             PipelineError: a stage failed; says which, with its layers and micro-batch.
-            UsageError: `num_items` with a window of `loop`, which counts samples.
+            UsageError: `num_items` with a window of `loop`, which counts samples; ranks ask for different windows.
         """
         if self._components.optimizer is None:
             raise without_optimizer("train_batch", self._components)
@@ -150,13 +151,11 @@ class PipelineEngine(DeepSpeedEngine):
             raise PipelineError(
                 "train_batch() inside no_sync(): a window ends with the gradients of all its micro-batches"
             )
-        window, samples = self._window, data_iter.samples if isinstance(data_iter, Window) else None
-        if samples is not None and num_items is not None:
-            raise UsageError("engine.loop already counts samples; do not pass num_items with a window of it")
-        steps = window.steps if samples is None else len(samples)
-        batches = self._fetch(data_iter, steps)
-        self._driver.samples = _of_last_stage(self.mesh, samples)
-        self._driver.items = self._driver.samples if num_items is None else self._items(batches, num_items)
+        window = self._window
+        fed = self._fetch(data_iter, None, num_items is not None)
+        batches, steps = fed.batches, len(fed.batches)
+        self._driver.samples = _of_last_stage(self.mesh, fed.samples)
+        self._driver.items = self._items(batches, num_items) if fed.items else self._driver.samples
         self._before_micro_batch()
         self._instruments.throughput.start()
         with self._timed(FORWARD):
@@ -201,9 +200,8 @@ class PipelineEngine(DeepSpeedEngine):
         """
         if reduce_output not in _REDUCTIONS:
             raise ArgumentError(f"reduce_output is {reduce_output!r}; it is one of {_REDUCTIONS}")
-        samples = data_iter.samples if isinstance(data_iter, Window) else None
-        count = num_micro_batches or (self._window.steps if samples is None else len(samples))
-        batches, training = self._fetch(data_iter, count), self.training
+        fed, training = self._fetch(data_iter, num_micro_batches), self.training
+        batches = fed.batches
         self.eval()
         try:
             made = self._run(batches, training=False)
@@ -212,7 +210,7 @@ class PipelineEngine(DeepSpeedEngine):
         outputs = made if self.is_last_stage() else None
         if not compute_loss:
             return outputs
-        found: Any = self._evaluated(made, batches, _of_last_stage(self.mesh, samples), reduce_output)
+        found: Any = self._evaluated(made, batches, _of_last_stage(self.mesh, fed.samples), reduce_output)
         if not bcast_loss and not self.is_last_stage():
             found = None
         return (found, outputs) if return_logits else found
@@ -278,9 +276,7 @@ class PipelineEngine(DeepSpeedEngine):
 
     def _items(self, batches: list[Any], num_items: Callable[[Any], float] | None) -> list[float] | None:
         """Items of each micro-batch as the last stage counts them. All ranks call together."""
-        if num_items is None:
-            return None
-        mine = [float(num_items(batch)) for batch in batches] if self.is_last_stage() else []
+        mine = [float(num_items(batch)) for batch in batches] if num_items and self.is_last_stage() else []
         return _of_last_stage(self.mesh, mine)
 
     def _compare_shared(self) -> None:
@@ -328,31 +324,27 @@ class PipelineEngine(DeepSpeedEngine):
         """A function that each micro-batch goes through first."""
         self._batch_fn = fn
 
-    def _fetch(self, data_iter: Iterator[Any] | None, count: int) -> list[Any]:
-        """The micro-batches of a window. All ranks call together."""
-        if data_iter is None:
+    def _fetch(self, data_iter: Iterator[Any] | None, count: int | None, items: bool = False) -> Fed:
+        """The micro-batches of a window. All ranks call together; those without a use for data do as the others say."""
+        reads = any(part.reads_batch for part in self._parts)
+        if data_iter is None and reads:
             if self._iterator is None and self.training_dataloader is not None:
                 self._iterator = _endless(self.training_dataloader)
             data_iter = self._iterator
-        if data_iter is None and not any(part.reads_batch for part in self._parts):
-            batches: list[Any] = [None] * count
-        elif not hasattr(data_iter, "__next__"):
-            raise ArgumentError(
-                f"train_batch and eval_batch take an iterator over micro-batches, such as iter(loader), and got a "
-                f"{type(data_iter).__name__}"
-            )
-        else:
-            found = (self._batch_fn(batch) if self._batch_fn else batch for batch in data_iter)  # type: ignore[union-attr]
-            batches = [batch for _, batch in zip(range(count), found, strict=False)]  # takes none too many
-            batches = [map_tensors(lambda tensor: tensor.to(self.device), batch) for batch in batches]
-        least, _ = self._feeding.agree(len(batches), "agreement on the micro-batches of a window")
-        if least < count:
-            here = f"this rank (stage {self.stage_id}) had {len(batches)}"
-            raise DataError(f"a window takes {count} micro-batches, and the data of a rank ended after {least}; {here}")
+        wanted = count or (len(data_iter) if isinstance(data_iter, Window) else self._window.steps)
+        read = functools.partial(take, data_iter, wanted, self._batch_fn, self.device) if reads else None
+        fed = agree(data_iter, wanted, items, read, self._said)
         for same in self._same:
-            for batch in batches[: same.left]:
+            for batch in fed.batches[: same.left]:
                 same.compare(batch, in_parts=isinstance(self.module, PipelineModule))
-        return batches
+        return fed
+
+    def _said(self, mine: Said) -> list[Said]:
+        """What all ranks say of a window before it starts. All ranks call together."""
+        self._sums += 1
+        tag, label = tag_of(self._channel, SMALL, self._sums), "agreement on the micro-batches of a window"
+        table = scalars.current.table(self._axes.everyone, [float(number) for number in mine], tag, label, self.device)
+        return [Said(*row) for row in table]
 
     # -- what scripts ask -----------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from deepspeed.comm.api import told_by_all
 from deepspeed.comm.mesh import DIMS, REPLICATED, Mesh
 from deepspeed.comm.same_batches import first_difference
 from deepspeed.config import DeepSpeedConfig
-from deepspeed.errors import ArgumentError, MeshError, NotAvailableError, PipelineError
+from deepspeed.errors import ArgumentError, MeshError, NotAvailableError, PipelineError, UsageError
 from deepspeed.foundation.log import say
 from deepspeed.pipe.cost import seconds
 from deepspeed.pipe.executor import Part
@@ -23,6 +23,7 @@ from deepspeed.pipe.layout import Meter, find_layout
 from deepspeed.pipe.module import PipelineModule
 from deepspeed.pipe.stage import keep_stage
 from deepspeed.tensor_parallel.inputs import inputs_of
+from deepspeed.zero.materialize import is_without_values
 from deepspeed.zero.placement import Relation, placement_of
 from deepspeed.zero.prefetch import Limits
 from deepspeed.zero.resettle import is_born, refuse_served, resettle
@@ -35,6 +36,37 @@ def is_pipelined(model: Any, config: Any, mpu: Any) -> bool:
     if isinstance(model, PipelineModule):
         return True
     return mpu is None and any(axis == "pp" for axis, *_ in DeepSpeedConfig.for_init(config).mesh_sizes())
+
+
+def check_model(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh, optimizer: Any) -> bool:
+    """See that a model can be staged, before any of its values is made or moved. All ranks call together.
+
+    Args:
+        model: as it was handed over.
+        config: resolved.
+        mesh: of the engine.
+        optimizer: the client's, or None.
+
+    Returns:
+        Whether it has no values yet, on all ranks.
+
+    Raises:
+        PipelineError: ranks have different models.
+        UsageError: it has values on some ranks alone.
+        NotAvailableError: what is asked for besides does not go together with stages yet.
+    """
+    refuse_served(model)
+    axis = mesh.axis(*DIMS)
+    empty = dict(zip(axis.ranks, told_by_all(axis, is_without_values(model)), strict=True))
+    if len(set(empty.values())) > 1:
+        without, having = (next(rank for rank, is_so in empty.items() if is_so is wanted) for wanted in (True, False))
+        raise UsageError(
+            f"rank {without} was given a model without values (on the meta device), and rank {having} one that has "
+            f"them: make it on the meta device on every rank or on none; to hold it once only, make it under zero.Init"
+        )
+    _refuse_unavailable(model, config, optimizer)
+    _refuse_other_models(_description(model), mesh)
+    return empty[axis.ranks[axis.rank]]
 
 
 def stage_model(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh, optimizer: Any) -> list[Part]:
@@ -51,12 +83,9 @@ def stage_model(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh, optimizer
 
     Raises:
         PipelineError: the model cannot be cut so.
-        NotAvailableError: what is asked for besides does not go together with stages yet.
+        MeshError: a PipelineModule was built for other stages.
     """
     section, stages, stage = config.top.pipeline, mesh.size("pp"), mesh.coordinates["pp"]
-    refuse_served(model)
-    _refuse_unavailable(model, config, optimizer)
-    _refuse_other_models(_description(model), mesh)
     if isinstance(model, PipelineModule):
         if (model.num_pipeline_stages(), model.stage) != (stages, stage):
             raise MeshError(
@@ -149,7 +178,7 @@ def _refuse_unavailable(model: nn.Module, config: DeepSpeedConfig, optimizer: An
         return
     if isinstance(optimizer, torch.optim.Optimizer) and optimizer.state:
         raise ArgumentError("the optimizer has state of the whole model: pass it to initialize before its first step")
-    if is_born(model) and config.top.pipeline.partition == "profile":
+    if (is_born(model) or is_without_values(model)) and config.top.pipeline.partition == "profile":
         raise NotAvailableError(
             'pipeline.partition "profile" times whole blocks, and of a model built under zero.Init or on the meta '
             'device no rank has one: take "best", which counts operations'

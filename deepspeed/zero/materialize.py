@@ -2,19 +2,22 @@
 
 Each module is initialized as its class says: by the `_init_weights(module)` of the nearest model around it (as those of
 Transformers have), or by its own `reset_parameters()`. Modules come in the order of `Module.apply`, so random values
-are those of the same model made whole by `to_empty`, tied again, and the same calls.
+are those of the same model made whole by `to_empty`, tied again, and the same calls. What a rule leaves blank is reset
+without changing what it wrote; values that were there before, such as loaded ones, stay.
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import swap_tensors
 
+from deepspeed.comm.api import told_by_all
 from deepspeed.comm.axis import Axis
 from deepspeed.errors import UsageError
 from deepspeed.zero.gathered import GatheredParameters
@@ -22,10 +25,14 @@ from deepspeed.zero.init_context import Init, write_whole
 from deepspeed.zero.param import birth_writers, is_managed
 
 Rule = Callable[[nn.Module], Any]
+# A module's mark: its tensors that were made and that nobody has written, with their versions. It stays after an error.
+_UNWRITTEN = "_ds_unwritten"
 
 
 def is_without_values(model: nn.Module) -> bool:
-    """Whether some of a model's parameters are on the meta device."""
+    """Whether some of a model's parameters are on the meta device, or were and have been given no values since."""
+    if any(_UNWRITTEN in vars(module) for module in model.modules()):
+        return True
     return any(not is_managed(param) and param.device.type == "meta" for param in model.parameters())
 
 
@@ -40,15 +47,16 @@ def materialize(model: nn.Module, axis: Axis, device: torch.device) -> None:
         device: where it is to be.
 
     Raises:
-        UsageError: nothing says which values a tensor has; names it.
+        UsageError: nothing says which values a tensor has; names it, on all ranks. The model remains without values,
+            and a further call tries again.
     """
     birth = _Birth(Init.over(axis, device), device)
-    birth_writers.append(write_whole)  # a model initializes what its children have been given, and is sharded already
+    birth_writers.append(birth.write)  # a model initializes what its children have been given, and is sharded already
     try:
         with torch.no_grad():
             birth.visit("", model, None)
     finally:
-        birth_writers.remove(write_whole)
+        birth_writers.remove(birth.write)
     birth.check()
 
 
@@ -57,8 +65,11 @@ class _Birth:
         self._context, self._device = context, device
         self._met: set[nn.Module] = set()
         self._given: set[nn.Parameter] = set()
+        self._ruled: set[nn.Parameter] = set()  # of the given, those that a rule wrote
+        self._doing = ""  # "rule" or "reset", while one is called
         self._count = 0  # of tensors that have been given values
-        self._owed: list[tuple[str, nn.Module, str, int]] = []  # where, module, name, version: not written as yet
+        self._places: dict[str, tuple[nn.Module, str]] = {}
+        self._owed: dict[str, int] = {}  # where, version: not written as yet
 
     def visit(self, path: str, module: nn.Module, rule: Rule | None) -> None:
         """Children first, as `Module.apply` has them."""
@@ -71,31 +82,83 @@ class _Birth:
         self._give(path, module, rule, before)
         self._context.shard(module)
 
+    def write(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A module writes to another one's parameter: not where it had values, nor a reset where a rule wrote."""
+        param = args[0]._ds_member.param
+        if param not in self._given or (self._doing == "reset" and param in self._ruled):
+            return args[0]
+        if self._doing == "rule":
+            self._ruled.add(param)
+        return write_whole(name, func, args, kwargs)
+
     def _give(self, path: str, module: nn.Module, rule: Rule | None, before: int) -> None:
         """Values for a module's own tensors; it may change those of modules in it, of which some have been given."""
-        given = [*self._new_parameters(module), *self._new_buffers(module)]
+        earlier: dict[str, int] = vars(module).get(_UNWRITTEN, {})  # of a birth that failed
+        given, own = [*self._new_parameters(module), *self._new_buffers(module)], _own(module)
         # Those of another module, which has been sharded by now: tied weights are initialized by both.
-        tied = [param for param in module._parameters.values() if param in self._given and is_managed(param)]
-        self._given.update(param for name, param in module._parameters.items() if param is not None and name in given)
-        self._count += len(given) + len(tied)
+        shared = [param for param in module._parameters.values() if param is not None and is_managed(param)]
+        self._count += len(given) + len(earlier) + sum(param in self._given for param in shared)
         if self._count == before:
             return
-        with GatheredParameters(tied, modifier_rank=self._context.axis.ranks[0], enabled=bool(tied)):
-            self._initialize(path, module, rule, given)
+        versions = {**earlier, **{name: own[name]._version for name in given}}
+        if versions:
+            vars(module)[_UNWRITTEN] = versions
+        with GatheredParameters(shared, modifier_rank=self._context.axis.ranks[0], enabled=bool(shared)):
+            given += [name for name, version in earlier.items() if name not in given and _is_blank(own[name], version)]
+            self._given.update(module._parameters[name] for name in given if name in module._parameters)  # type: ignore[misc]
+            with self._keeping(module, given):
+                self._initialize(module, rule, given, versions)
+            owed = {name: version for name, version in versions.items() if _is_blank(_own(module)[name], version)}
+        vars(module).pop(_UNWRITTEN, None)
+        if owed:
+            vars(module)[_UNWRITTEN] = owed
+        for name in versions:
+            self._places[f"{path}.{name}".lstrip(".")] = module, name
+        self._owed.update({f"{path}.{name}".lstrip("."): version for name, version in owed.items()})
 
-    def _initialize(self, path: str, module: nn.Module, rule: Rule | None, given: list[str]) -> None:
-        versions = {name: _own(module)[name]._version for name in given}
+    @contextlib.contextmanager
+    def _keeping(self, module: nn.Module, given: list[str]) -> Iterator[None]:
+        """What had values before keeps them."""
+        kept = {
+            name: tensor.detach().clone()
+            for name, tensor in _own(module).items()
+            if name not in given and tensor not in self._given and not tensor.is_meta
+        }
+        yield
+        for name, value in kept.items():
+            _own(module)[name].detach().copy_(value)
 
-        def unwritten() -> list[str]:
-            now = _own(module)
-            return [name for name in given if now[name]._version == versions[name]]
-
+    def _initialize(self, module: nn.Module, rule: Rule | None, given: list[str], versions: dict[str, int]) -> None:
+        names = [name for name, tensor in _own(module).items() if name in given or tensor in self._given]
+        tied = [name for name in names if name not in given and _own(module)[name] not in self._ruled]
         if rule is not None:
-            rule(module)
+            with self._during("rule"):
+                rule(module)
+        blank = [name for name in names if _is_blank(_own(module)[name], versions.get(name, 0))]
+        if rule is not None:
+            self._ruled.update(module._parameters[n] for n in names if n in module._parameters and n not in blank)  # type: ignore[misc]
         reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
-        if callable(reset) and (unwritten() or rule is None):
+        if not callable(reset) or not (blank or rule is None):
+            return
+        free = {*blank, *tied} if rule is None else {*blank}
+        kept = {name: _own(module)[name].detach().clone() for name in names if name not in free}
+        parts = {name: _written_part(_own(module)[name]) for name in blank} if rule is not None else {}
+        with self._during("reset"):
             reset()
-        self._owed += [(f"{path}.{name}".lstrip("."), module, name, versions[name]) for name in unwritten()]
+        for name, value in kept.items():
+            _own(module)[name].detach().copy_(value)
+        for name, part in parts.items():
+            if part is not None:
+                written, values = part
+                _own(module)[name].detach()[written] = values
+
+    @contextlib.contextmanager
+    def _during(self, what: str) -> Iterator[None]:
+        self._doing = what
+        try:
+            yield
+        finally:
+            self._doing = ""
 
     def _new_parameters(self, module: nn.Module) -> list[str]:
         found = []
@@ -120,41 +183,78 @@ class _Birth:
         return found
 
     def check(self) -> None:
-        """See that what a module has not initialized itself was initialized by one around it.
+        """See that what a module has not initialized itself was initialized by one around it. All ranks call together.
 
         Raises:
             UsageError: it was not.
         """
-        lost = [(where, module) for where, module, name, version in self._owed if _is_blank(module, name, version)]
+        lost = [where for where in self._of_any(self._owed) if self._is_lost(where)]
+        lost = self._of_any(lost)  # a buffer is each rank's own
+        for module in self._met:
+            marks: dict[str, int] = vars(module).pop(_UNWRITTEN, {})
+            left = {name: marks.get(name, 0) for owner, name in map(self._places.get, lost) if owner is module}  # type: ignore[misc]
+            if left:
+                vars(module)[_UNWRITTEN] = left
         if lost:
-            names = ", ".join(f"'{where}' of {type(module).__name__}" for where, module in lost[:3])
+            names = ", ".join(f"'{where}' of {type(self._places[where][0]).__name__}" for where in lost[:3])
             raise UsageError(
                 f"{len(lost)} tensor(s) on the meta device have no values, and nothing says which: {names}. Give the "
                 f"class a reset_parameters(), or the model an _init_weights(module), or make it under zero.Init"
             )
 
+    def _of_any(self, places: Iterable[str]) -> list[str]:
+        """What some rank says, in one order: a rule may write on one rank only."""
+        told = {where for theirs in told_by_all(self._context.axis, list(places)) for where in theirs}
+        return [where for where in self._places if where in told]
+
+    def _is_lost(self, where: str) -> bool:
+        module, name = self._places[where]
+        tensor = _own(module)[name]
+        with GatheredParameters([tensor], enabled=is_managed(tensor)):
+            return _is_blank(tensor, self._owed.get(where, 0))
+
 
 def _own(module: nn.Module) -> dict[str, Any]:
-    return {**module._buffers, **module._parameters}
+    return {name: value for name, value in {**module._buffers, **module._parameters}.items() if value is not None}
 
 
 def _rule_of(module: nn.Module) -> Rule | None:
+    """Its `_init_weights`, where that can be called with a module alone."""
     rule = getattr(module, "_init_weights", None)
     if not callable(rule) or isinstance(rule, nn.Module):
         return None
-    return rule if len(inspect.signature(rule).parameters) == 1 else None
+    try:
+        inspect.signature(rule).bind(module)
+    except TypeError:
+        return None
+    return rule
 
 
 def _blank(like: torch.Tensor, device: torch.device) -> torch.Tensor:
     """NaN where there can be, so that what nobody writes is seen."""
-    value: Any = float("nan") if like.is_floating_point() or like.is_complex() else 0
+    value: Any = float("nan") if _has_nan(like) else 0
     return torch.full(like.shape, value, dtype=like.dtype, device=device)
 
 
-def _is_blank(module: nn.Module, name: str, version: int) -> bool:
-    tensor = _own(module)[name]
-    if not is_managed(tensor):
-        floating = tensor.is_floating_point() or tensor.is_complex()
-        return bool(tensor.isnan().any()) if floating else tensor._version == version
-    with GatheredParameters([tensor]):
-        return bool(tensor.isnan().any()) if tensor.is_floating_point() or tensor.is_complex() else True
+def _has_nan(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _nans(tensor: torch.Tensor) -> torch.Tensor:
+    small = tensor.is_floating_point() and tensor.itemsize == 1  # which torch does not compare
+    return (tensor.float() if small else tensor).isnan()
+
+
+def _is_blank(tensor: torch.Tensor, version: int) -> bool:
+    """Whether some of it is not written: not by its version where there is NaN, since `.data` does not count."""
+    if _has_nan(tensor):
+        return bool(_nans(tensor).any())
+    return (is_managed(tensor) or tensor._version == version) and not bool(tensor.any())
+
+
+def _written_part(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Where a tensor is not blank, and the values there."""
+    if not _has_nan(tensor):
+        return None
+    written = ~_nans(tensor)
+    return (written, tensor.detach()[written]) if bool(written.any()) else None

@@ -11,7 +11,7 @@ import deepspeed
 from deepspeed.comm import get_rank
 from deepspeed.comm.mesh import current_mesh
 from deepspeed.engine import engine as engine_module
-from deepspeed.errors import NotAvailableError, UsageError
+from deepspeed.errors import NotAvailableError, PipelineError, UsageError
 from deepspeed.pipe import PipelineModule
 from deepspeed.profiling.live_memory import LiveMemory
 from deepspeed.utils import safe_get_full_fp32_param
@@ -144,7 +144,16 @@ def refused() -> None:
     config = config_of(3, 2, 2)
     with torch.device("meta"):
         model = Unsaid()
-    with raises(UsageError, "'scale' of Unsaid", "reset_parameters"):
+    for _ in range(2):  # what was refused remains so
+        with raises(UsageError, "'scale' of Unsaid", "reset_parameters"):
+            deepspeed.initialize(model=model, config=config)
+    with torch.device("meta" if get_rank() else "cpu"):
+        model = made("GPTNeo")
+    with raises(UsageError, "rank 1 was given a model without values", "rank 0 one that has them"):
+        deepspeed.initialize(model=model, config=config)
+    with torch.device("meta"):
+        model = made("GPTNeo", LAYERS - 2 * get_rank())
+    with raises(PipelineError, "different models"):
         deepspeed.initialize(model=model, config=config)
     timed = config_of(3, 2, 2, pipeline={"partition": "profile"})
     with raises(NotAvailableError, '"best"'):

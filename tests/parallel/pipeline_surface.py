@@ -184,3 +184,53 @@ def asked() -> None:
         with raises(kind, words):
             next(engine.loop(None if engine.is_first_stage() else [layers.batch_of(0, 0)]))
         assert torch.isfinite(engine.train_batch(layers.feed(0, STEPS, 0))) and engine.metrics == {}
+
+
+def along() -> None:
+    """A stage in the middle reads no data: whatever it hands over, it runs the window of the others, or none."""
+    with layers.start(1, 3, STEPS) as engine:
+        ends = engine.is_first_stage() or engine.is_last_stage()
+        rows = [layers.batch_of(step, 0) for step in range(STEPS + 1)]
+        engine.set_batch_fn(lambda batch: (batch[0], batch[1]))
+        seen = []
+        for window in engine.loop(rows):
+            seen.append(len(window))
+            assert torch.isfinite(engine.train_batch(window if ends else None))
+        assert seen == [STEPS, 1] and engine.global_steps == 2
+        assert torch.isfinite(engine.train_batch(iter(rows)))
+        counted = engine.train_batch(iter(rows), num_items=lambda batch: 2) if ends else engine.train_batch()
+        assert torch.isfinite(counted) and torch.isfinite(engine.eval_batch(iter(rows) if ends else None))
+
+
+def apart_from_others() -> None:
+    """What fails on one rank, or is asked for otherwise, before a window starts ends it on all, and no more."""
+
+    def broken() -> Any:
+        yield layers.batch_of(0, 0)
+        raise OSError("no such file")
+
+    def refuse(batch: Any) -> Any:
+        raise KeyError("labels")
+
+    with layers.start(1, 2, STEPS) as engine:
+        first, rows = engine.is_first_stage(), [layers.batch_of(step, 0) for step in range(STEPS + 1)]
+        kind, words = (OSError, "no such file") if first else (DataError, "data of rank 0 failed")
+        with raises(kind, words):
+            engine.train_batch(broken() if first else iter(rows))
+        if not first:
+            engine.set_batch_fn(refuse)
+        kind, words = (DataError, "data of rank 1 failed") if first else (KeyError, "labels")
+        with raises(kind, words):
+            engine.eval_batch(iter(rows))
+        engine.set_batch_fn(lambda batch: batch)
+        kind, words = (ArgumentError, "got a list") if first else (DataError, "data of rank 0 failed")
+        with raises(kind, words):
+            engine.train_batch(rows if first else iter(rows))
+        windows = list(engine.loop(rows))
+        with raises(UsageError, "ranks 0 and 1 ask for different windows", "a window of engine.loop for 1"):
+            engine.train_batch(windows[1] if first else iter(rows))
+        with raises(UsageError, "different windows", "with num_items"):
+            engine.train_batch(iter(rows), num_items=(lambda _: 1) if first else None)
+        with raises(UsageError, "different windows", "for 2"):
+            engine.eval_batch(iter(rows), num_micro_batches=2 if first else 3)
+        assert torch.isfinite(engine.train_batch(windows[0])) and engine.global_steps == 1

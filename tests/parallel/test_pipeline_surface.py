@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.parallel.pipeline_surface import asked, evaluated, in_a_row, looped, named, told
+from tests.parallel.pipeline_surface import along, apart_from_others, asked, evaluated, in_a_row, looped, named, told
 
 BAR = 1e-6
 INTERLEAVED = {"pipeline": {"schedule": "interleaved", "chunks": 2}}
@@ -56,3 +56,11 @@ def test_a_number_in_the_model_s_output_is_one_of_them(workers: Any) -> None:
 
 def test_calls_around_a_window(workers: Any) -> None:
     workers(2).run(asked)
+
+
+def test_a_stage_without_data_does_as_the_others_do(workers: Any) -> None:
+    workers(3).run(along, timeout=60)
+
+
+def test_a_window_that_one_rank_cannot_start_starts_on_none(workers: Any) -> None:
+    workers(2).run(apart_from_others, timeout=60)

@@ -95,3 +95,80 @@ def test_a_parent_may_say_what_its_child_does_not_and_nobody_may_not() -> None:
         assert torch.equal(said.inner.scale, torch.full((3,), 2.0)) and said.inner.mask.all()
     with pytest.raises(UsageError, match=r"2 tensor\(s\) on the meta device.*'inner.scale' of Module"):
         give(unsaid)
+
+
+class Ruled(nn.Module):
+    """A rule that writes in one of the ways that clients' models do."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.table = nn.Embedding(4, 2, padding_idx=0)
+
+    def _init_weights(self, module: nn.Module, name: str = "") -> None:
+        assert not name
+        if isinstance(module, nn.Embedding):
+            if self.way == "row":
+                nn.init.constant_(module.weight.data[2], 7.0)
+        elif isinstance(module, nn.Linear):
+            weight: Any = module.weight.data if self.way == "data" else module.weight
+            with torch.no_grad():
+                weight.fill_(7.0)
+                if self.way == "data":
+                    module.bias.data.zero_()
+
+
+@pytest.mark.parametrize("way", ["data", "weight alone", "row"])
+def test_what_a_rule_writes_is_kept_and_the_rest_is_reset(way: str) -> None:
+    with torch.device("meta"):
+        model = Ruled(way)
+    give(model)
+    with GatheredParameters(list(model.parameters())):
+        assert (model.one.weight == 7.0).all() and (model.two.weight == 7.0).all()
+        assert all(param.isfinite().all() for param in model.parameters())
+        assert (model.table.weight[0] == 0.0).all() and model.table.weight[1].any(), "those of its reset"
+        assert (model.table.weight[2] == 7.0).all() == (way == "row")
+
+
+class Over(nn.MultiheadAttention):
+    """Its reset writes to a child, whose values a rule has given."""
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.constant_(module.bias, 7.0)
+
+
+def test_a_reset_does_not_write_over_what_a_rule_gave_a_child() -> None:
+    with torch.device("meta"):
+        model: Any = Over(4, 2)
+    give(model)
+    with GatheredParameters(list(model.parameters())):
+        assert (model.out_proj.bias == 7.0).all() and (model.in_proj_bias == 0.0).all()
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, nn.MultiheadAttention])
+def test_values_that_are_there_stay(kind: Any) -> None:
+    with torch.device("meta"):
+        model: Any = nn.Sequential(kind(8, 8))
+    name = "bias" if kind is nn.Linear else "out_proj.bias"
+    real = torch.full((8,), 3.0)
+    model.load_state_dict({f"0.{name}": real.clone()}, strict=False, assign=True)
+    give(model)
+    with GatheredParameters(list(model.parameters())):
+        assert torch.equal(model[0].get_parameter(name), real)
+        assert all(param.isfinite().all() for param in model.parameters())
+
+
+def test_a_model_that_was_refused_remains_without_values_until_it_has_them() -> None:
+    with torch.device("meta"):
+        model = Parent(False)
+    for _ in range(2):
+        with pytest.raises(UsageError, match="'inner.scale' of Module"):
+            give(model)
+        assert is_without_values(model)
+    model.says = True
+    give(model)
+    assert not is_without_values(model)
+    with GatheredParameters(list(model.parameters())):
+        assert torch.equal(model.inner.scale, torch.full((3,), 2.0)) and model.inner.mask.all()

@@ -1,0 +1,133 @@
+"""The micro-batches of a pipeline's window: each rank reads its own, and all start the window or none does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from deepspeed.engine.feeding import Window
+from deepspeed.errors import ArgumentError, DataError, UsageError
+from deepspeed.foundation.tree import map_tensors
+
+FAILED = -1  # instead of a number of micro-batches
+
+
+class Said(NamedTuple):
+    """What a rank tells the others of its window; all are numbers.
+
+    Args:
+        found: micro-batches that it read, or `FAILED`.
+        wanted: that it was asked to run.
+        samples: whether they are of `loop`, which counts samples.
+        items: whether a function counts their items.
+        along: whether no part of its stage reads a batch, so that it does as the others do.
+    """
+
+    found: float
+    wanted: float
+    samples: float
+    items: float
+    along: float
+
+
+@dataclass
+class Fed:
+    """A window that all ranks have agreed on.
+
+    Args:
+        batches: of this rank; None for each where its stage reads none.
+        samples: of each, empty where this rank has no data; None without a loop.
+        items: whether a function counts items.
+    """
+
+    batches: list[Any]
+    samples: list[float] | None
+    items: bool
+
+
+def agree(
+    source: Any,
+    wanted: int,
+    items: bool,
+    read: Callable[[], list[Any]] | None,
+    tell: Callable[[Said], list[Said]],
+) -> Fed:
+    """Read a window, unless a rank cannot. All ranks call together.
+
+    Args:
+        source: what the caller handed over.
+        wanted: micro-batches that the window takes, as this rank has it.
+        items: whether it was given a function that counts items.
+        read: gives at most `wanted`; None where no part of this stage reads a batch.
+        tell: gives what every rank says, in rank order; a collective.
+
+    Raises:
+        DataError: a rank's data ended or failed; a rank whose own data failed raises what it met.
+        UsageError: ranks ask for different windows, or `num_items` comes with a window of a loop.
+    """
+    problem: Exception | None = None
+    batches: list[Any] = []
+    samples = source.samples if isinstance(source, Window) else None
+    try:
+        if read is not None and not (samples is not None and items):  # which is refused, and leaves the window whole
+            batches = read()
+    except Exception as error:  # raised once every rank knows
+        problem = error
+    found = FAILED if problem is not None else len(batches)
+    rows = tell(Said(found, wanted, samples is not None, items, read is None))
+    if problem is not None:
+        raise problem
+    leading = {rank: row for rank, row in enumerate(rows) if not row.along} or dict(enumerate(rows))
+    _refuse(leading)
+    first = next(iter(leading.values()))
+    count = int(first.wanted)
+    if read is None:
+        return Fed([None] * count, [] if first.samples else None, bool(first.items))
+    least = int(min(row.found for row in leading.values()))
+    if least < count:
+        here = f"this rank had {len(batches)}"
+        raise DataError(f"a window takes {count} micro-batches, and the data of a rank ended after {least}; {here}")
+    return Fed(batches, samples, bool(first.items))
+
+
+def _refuse(leading: dict[int, Said]) -> None:
+    """Windows that cannot start; the same on all ranks."""
+    failed = [rank for rank, row in leading.items() if row.found == FAILED]
+    if failed:
+        raise DataError(f"the data of rank {failed[0]} failed; its traceback says why. No micro-batch was run")
+    rank, first = next(iter(leading.items()))
+    for other, row in leading.items():
+        if row[1:4] != first[1:4]:
+            raise UsageError(
+                f"ranks {rank} and {other} ask for different windows: {_words(first)} there, {_words(row)} here; "
+                f"hand over the same kind on all ranks that have data"
+            )
+    if first.samples and first.items:
+        raise UsageError("engine.loop already counts samples; do not pass num_items with a window of it")
+
+
+def _words(row: Said) -> str:
+    kind = "a window of engine.loop" if row.samples else "an iterator"
+    return f"{kind} for {int(row.wanted)} micro-batches{' with num_items' if row.items else ''}"
+
+
+def take(source: Any, count: int, through: Callable[[Any], Any] | None, device: torch.device) -> list[Any]:
+    """At most `count` micro-batches of an iterator, and none too many.
+
+    Args:
+        source: an iterator.
+        count: micro-batches.
+        through: what each goes through first.
+        device: where its tensors are to be.
+    """
+    if not hasattr(source, "__next__"):
+        raise ArgumentError(
+            f"train_batch and eval_batch take an iterator over micro-batches, such as iter(loader), and got a "
+            f"{type(source).__name__}"
+        )
+    found: Iterator[Any] = (through(batch) if through else batch for batch in source)
+    batches = [batch for _, batch in zip(range(count), found, strict=False)]
+    return [map_tensors(lambda tensor: tensor.to(device), batch) for batch in batches]
