@@ -32,6 +32,7 @@ from deepspeed.zero.shard_group import ShardGroup
 # An update on a device is cut where there are at least so many elements of a rank for each piece: with fewer, launching
 # the pieces takes longer than what they hide.
 PIECE, PIECES = 1 << 23, 8
+_GUARD = "deepspeed.zero.optimizer"  # whose own hook refuses parameters that nobody manages
 _GLOBAL = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")  # of torch.optim.optimizer
 _BY_PARAMETER = ("torch.optim.", "deepspeed.ops.adam", "deepspeed.ops.lion")
 
@@ -162,7 +163,8 @@ def _pieces(resting: list[Wave], optimizer: torch.optim.Optimizer) -> int:
 def _is_watched(optimizer: torch.optim.Optimizer) -> bool:
     """Whether somebody sees its steps, and expects one with all gradients: hooks, or a `step` put around its own."""
     own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
-    if any(own) or any(getattr(torch_optimizer, name) for name in _GLOBAL):
+    hooks = [hook for table in (*own, *(getattr(torch_optimizer, name) for name in _GLOBAL)) for hook in table.values()]
+    if not all(getattr(hook, "__module__", "") == _GUARD for hook in hooks):
         return True
     step = vars(optimizer).get("step")
     if step is None:
