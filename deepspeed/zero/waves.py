@@ -16,7 +16,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch.optim import optimizer as torch_optimizer
+import torch.optim.optimizer as torch_optimizer
 
 from deepspeed.comm.collectives import Handle
 from deepspeed.foundation.heap import own_pages
