@@ -236,17 +236,26 @@ def separate_reductions(axes: Iterable[Axis], everyone: Axis) -> None:
     lacking = [axis for axis in lacking if _device_backend(axis.group) == backend]
     asked: list[Any] = [None] * world
     with _watched("all_gather_object of the axes that reduce"):
-        dist.all_gather_object(asked, (_own_host(), [axis.ranks for axis in lacking]))
-    hosts = {rank: host for rank, (host, _) in enumerate(asked)}
+        dist.all_gather_object(asked, (_own_place(), [axis.ranks for axis in lacking]))
+    hosts = _hosts([place for place, _ in asked])
     wanted = {one for _, told in asked for ranks in told for one in _sets(ranks, _by_host(ranks, hosts))}
     groups = {one: make_group(list(one[1]), watch.timeout(), backend) for one in sorted(wanted)}
     for axis in lacking:
         axis._reductions = _reducing(axis, _by_host(axis.ranks, hosts), groups)
 
 
-def _own_host() -> str:
-    """What the ranks of one host say alike: the machine, and the first of them (containers may share its name)."""
-    return f"{socket.gethostname()} from {_registry().rank - int(os.environ.get('LOCAL_RANK') or 0)}"
+def _own_place() -> tuple[str, int]:
+    """The machine's name, and which of its ranks this is by its launcher: 0 too where that says nothing."""
+    return socket.gethostname(), int(os.environ.get("LOCAL_RANK") or 0)
+
+
+def _hosts(places: Sequence[tuple[str, int]]) -> dict[int, Hashable]:
+    """What the ranks of one host have in common, by rank: its name, and the first of them (containers share names).
+
+    A name of which all are the first says nothing by that: each sees one device, or no launcher numbers them.
+    """
+    numbered = {name for name, local in places if local}
+    return {rank: (name, rank - local if name in numbered else 0) for rank, (name, local) in enumerate(places)}
 
 
 def _by_host(ranks: Sequence[int], hosts: Mapping[int, Hashable]) -> list[tuple[int, ...]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -26,7 +27,7 @@ class Window:
     """
 
     def __init__(self, batches: list[Any], samples: list[float]) -> None:
-        self._batches, self.samples = iter(batches), samples
+        self._batches, self.samples = deque(batches), samples
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -35,7 +36,9 @@ class Window:
         return self
 
     def __next__(self) -> Any:
-        return next(self._batches)
+        if not self._batches:
+            raise StopIteration
+        return self._batches.popleft()  # who runs it has it alone
 
 
 class Feeding:
@@ -120,12 +123,16 @@ class Feeding:
         with self._shown(loader, progress):
             for batch in equal_steps(loader, agree=self.agree, policy=policy, weigh=samples.append):
                 batches.append(batch)
+                del batch
                 if len(batches) == self._state.window.steps:
-                    yield Window(batches, list(samples))
-                    batches = []
+                    window = Window(batches, list(samples))  # which alone holds them while it is run
+                    batches.clear()
                     samples.clear()
+                    yield window
             if batches:
-                yield Window(batches, samples)
+                window = Window(batches, samples)
+                batches.clear()
+                yield window
 
     @contextlib.contextmanager
     def _shown(self, loader: Iterable[Any] | None, progress: bool | None) -> Iterator[None]:

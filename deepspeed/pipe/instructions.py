@@ -6,6 +6,7 @@ backward pass with the messages around it; the last one ends with the update.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -146,6 +147,18 @@ class PipeSchedule:
         return self.stage_id == self.stages - 1
 
 
+@functools.lru_cache(maxsize=4)
+def _schedule(name: str, stages: int, micro_batches: int) -> Schedule:
+    """Of all stages, each of which asks for the same."""
+    return make_schedule(name, stages, micro_batches)
+
+
+@functools.lru_cache(maxsize=4)
+def _peaks(name: str, stages: int, micro_batches: int) -> tuple[int, ...]:
+    """Micro-batches that each stage holds, at most."""
+    return tuple(simulate(_schedule(name, stages, micro_batches)).peaks)
+
+
 class _OfRows(PipeSchedule):
     """Reads the row of its stage."""
 
@@ -153,23 +166,25 @@ class _OfRows(PipeSchedule):
 
     def data(self) -> Schedule:
         """The schedule of all stages, as an engine runs it."""
-        return make_schedule(self.schedule_name, self.stages, self.micro_batches)
+        return _schedule(self.schedule_name, self.stages, self.micro_batches)
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
         """Lists of instructions, one for each forward or backward pass."""
-        row, step, computed = self.data().rows[self.stage_id], list[PipeInstruction](), False
+        row, buffers = self.data().rows[self.stage_id], self.num_pipe_buffers()
+
+        def made(kind: type[BufferOpInstruction], action: Action) -> BufferOpInstruction:
+            return kind(action.micro % buffers, micro_batch=action.micro)
+
+        step, computed = list[PipeInstruction](), False
         for action in row:
             if computed and action.op[0] != ">":
                 yield step
                 step, computed = [], False
             if action.op == "F" and (self.is_first_stage or self.is_last_stage):
-                step.append(self._made(LoadMicroBatch, action))
-            step.append(self._made(_KINDS[action.op], action))
+                step.append(made(LoadMicroBatch, action))
+            step.append(made(_KINDS[action.op], action))
             computed |= action.op in "FB"
         yield [*step, *(kind() for kind in self._ends())]
-
-    def _made(self, kind: type[BufferOpInstruction], action: Action) -> BufferOpInstruction:
-        return kind(action.micro % self.num_pipe_buffers(), micro_batch=action.micro)
 
     def _ends(self) -> tuple[type[PipeInstruction], ...]:
         return ()
@@ -182,7 +197,7 @@ class TrainSchedule(_OfRows):
 
     def num_pipe_buffers(self) -> int:
         """Micro-batches whose activations the stage holds at a time, at most."""
-        return simulate(self.data()).peaks[self.stage_id]
+        return _peaks(self.schedule_name, self.stages, self.micro_batches)[self.stage_id]
 
     def _ends(self) -> tuple[type[PipeInstruction], ...]:
         return _UPDATE

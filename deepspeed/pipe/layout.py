@@ -145,7 +145,7 @@ class View:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.numel() == 1 and value.is_floating_point()
+    return isinstance(value, torch.Tensor) and value.dim() == 0 and value.is_floating_point()
 
 
 def all_units(layout: Layout, stand_ins: dict[str, nn.Module]) -> list[str]:

@@ -16,6 +16,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.api import all_gather_object
 from deepspeed.comm.mesh import ranks_started
 from deepspeed.errors import ArgumentError
+from deepspeed.foundation.log import in_words
 from deepspeed.foundation.partition import partition_balanced
 from deepspeed.foundation.tree import map_tensors, tensors_in
 from deepspeed.pipe.cost import improve
@@ -55,7 +56,8 @@ def measure(layers: Iterable[Layer], inputs: Any, repeats: int = 3) -> list[Laye
     """
     device, found = torch.device(get_accelerator().current_device_name()), list[LayerCost]()
     given = map_tensors(lambda tensor: tensor.detach().to(device), inputs)
-    for at, (call, module) in enumerate(layers):
+    for call, module in layers:
+        at = len(found)
         if module is not None:
             module.to(device)
         params = [] if module is None else list(module.parameters())
@@ -73,6 +75,7 @@ def measure(layers: Iterable[Layer], inputs: Any, repeats: int = 3) -> list[Laye
         state = sum(p.numel() * p.element_size() * (_STATE if p.requires_grad else 1) for p in params)
         found.append(LayerCost(min(times[1:]), state, kept))
         given = map_tensors(torch.Tensor.detach, made)
+        del call, module, params, made  # before the next one is built; `enumerate` would keep it too
     return found
 
 
@@ -100,16 +103,38 @@ def _now() -> float:
     return time.perf_counter()
 
 
-def agreed(mine: list[LayerCost]) -> list[LayerCost]:
-    """What all ranks take for true: the middle of the times, the most of the bytes. All ranks call together."""
-    everyone: list[Any] = [mine]
+def agreed(measured: Callable[[], list[LayerCost]], limit: float | None = None) -> tuple[list[LayerCost], float | None]:
+    """What all ranks take for true: the middle of the times, the most of the bytes. All ranks call together.
+
+    Args:
+        measured: measures on this rank.
+        limit: bytes that this rank may hold; None: any.
+
+    Returns:
+        Costs of the layers, and the least of the limits.
+
+    Raises:
+        ArgumentError: another rank could not measure; that one raises what it met.
+    """
+    mine, error = list[LayerCost](), None
+    try:
+        mine = measured()
+    except Exception as met:  # layers' own code; the others wait for this rank's answer
+        error = met
+    everyone: list[Any] = [(mine, limit, in_words(error) if error is not None else None)]
     if ranks_started() > 1:
-        everyone = [None] * ranks_started()
-        all_gather_object(everyone, mine)
-    return [
+        told, everyone = everyone[0], [None] * ranks_started()
+        all_gather_object(everyone, told)
+    if error is not None:
+        raise error
+    failed = [f"rank {rank}: {words}" for rank, (_, _, words) in enumerate(everyone) if words is not None]
+    if failed:
+        raise ArgumentError(f"layers could not be measured on {len(failed)} other rank(s); {failed[0]}")
+    costs = [
         LayerCost(statistics.median(c.seconds for c in column), *_most(column))
-        for column in zip(*everyone, strict=True)
+        for column in zip(*(one for one, _, _ in everyone), strict=True)
     ]
+    return costs, min((one for _, one, _ in everyone if one is not None), default=None)
 
 
 def _most(column: Sequence[LayerCost]) -> tuple[int, int]:

@@ -19,7 +19,7 @@ from deepspeed.comm.groups import get_rank, is_initialized
 from deepspeed.comm.mesh import Mesh, current_mesh, ranks_started
 from deepspeed.errors import ArgumentError, MeshError, PipelineError
 from deepspeed.foundation.partition import partition_balanced, partition_uniform
-from deepspeed.pipe.measure import Layer, agreed, deal_layers, measure
+from deepspeed.pipe.measure import Layer, LayerCost, agreed, deal_layers, measure
 from deepspeed.pipe.topology import PipeDataParallelTopology, ProcessTopology
 from deepspeed.zero.init_context import suspended
 from deepspeed.zero.placement import Placement, Relation, place
@@ -172,30 +172,24 @@ class PipelineModule(nn.Module):
 
     def _measured(self, parts: int) -> list[int]:
         """Bounds by what layers cost, each built and run alone. All ranks call together."""
+        accelerator, limit = get_accelerator(), self._memory
+        if limit is None and accelerator.device_name() != "cpu":
+            limit = accelerator.total_memory()
+        costs, limit = agreed(self._measure, limit)
+        return deal_layers(costs, self._stages, parts // self._stages, limit)
+
+    def _measure(self) -> list[LayerCost]:
         if self._example is None:
             raise ArgumentError(
                 'partition_method "profile" runs the layers: pass example_input, what the first layer takes'
             )
-        accelerator, limit = get_accelerator(), self._memory
-        if limit is None and accelerator.device_name() != "cpu":
-            limit = accelerator.total_memory()
         with torch.random.fork_rng(devices=[]), suspended():
-            costs = agreed(measure(self._alone(), self._example))
-        return deal_layers(costs, self._stages, parts // self._stages, limit)
+            return measure(self._alone(), self._example)
 
     def _alone(self) -> Iterator[Layer]:
         """Layers as they are called, of which no more than one and the tied ones live at a time."""
         tied: dict[str, nn.Module] = {}
-        for spec in self._specs:
-            if isinstance(spec, TiedLayerSpec):
-                module = tied[spec.key] if spec.key in tied else tied.setdefault(spec.key, spec.build())
-                yield (module if spec.forward_fn is None else partial(spec.forward_fn, module)), module
-            elif isinstance(spec, LayerSpec):
-                module = spec.build()
-                yield module, module
-            else:
-                module = copy.deepcopy(spec) if isinstance(spec, nn.Module) else None
-                yield module or spec, module
+        return (_made_alone(spec, tied) for spec in self._specs)  # which itself keeps none
 
     def _build(self) -> None:
         """Build all layers one by one, so that random values are those of the whole row, and keep the own ones."""
@@ -380,7 +374,8 @@ class LayerRun:
             found = self._module.loss_fn(made, batch[1] if isinstance(batch, (tuple, list)) else batch)
         if isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping):
             found, numbers = found
-        self.metrics = {**numbers, **(self._module.get_additional_losses() or {})}
+        numbers = {**numbers, **(self._module.get_additional_losses() or {})}
+        self.metrics = {n: one.detach() if isinstance(one, torch.Tensor) else one for n, one in numbers.items()}
         if not isinstance(found, torch.Tensor) or found.numel() != 1:
             raise PipelineError(f"the loss is one number, and loss_fn gave a {type(found).__name__}")
         return found
@@ -418,6 +413,18 @@ def _words(spec: Any) -> str:
         return _name(spec)
     given = [*spec.module_args, *(f"{name}={value!r}" for name, value in spec.module_kwargs.items() if _plain(value))]
     return f"{_name(spec)}({', '.join(str(one) for one in given if _plain(one))}){key}"
+
+
+def _made_alone(spec: Any, tied: dict[str, nn.Module]) -> Layer:
+    """A layer that is built to be measured."""
+    if isinstance(spec, TiedLayerSpec):
+        module = tied[spec.key] if spec.key in tied else tied.setdefault(spec.key, spec.build())
+        return module if spec.forward_fn is None else partial(spec.forward_fn, module), module
+    if isinstance(spec, LayerSpec):
+        module = spec.build()
+        return module, module
+    module = copy.deepcopy(spec) if isinstance(spec, nn.Module) else None
+    return module or spec, module
 
 
 def _plain(value: Any) -> bool:

@@ -2,7 +2,9 @@
 
 A table of a large vocabulary has a gradient as large as itself in every micro-batch: zeros that are written, read again
 and added. Where a driver knows what is looked up (a pipeline's does), autograd gives the rows alone, and they are added
-to the accumulator where they belong. Each row is summed first and then added once, so the sums have the same bits.
+to the accumulator where they belong. What is summed in the gradient's own precision is summed by row first and then
+added once: in fp32, with one lookup of the table in a micro-batch, sums have the bits of whole gradients. Where the
+accumulator is wider every hit is added to it, unrounded.
 """
 
 from __future__ import annotations
@@ -83,5 +85,5 @@ def add_rows(place: torch.Tensor, gradient: torch.Tensor, factor: float, again: 
     """
     if not again:
         place.zero_()
-    rows = gradient.coalesce()
-    place.index_add_(0, rows.indices()[0], rows.values().to(place.dtype), alpha=factor)
+    rows = gradient if place.dtype.itemsize > gradient.dtype.itemsize else gradient.coalesce()
+    place.index_add_(0, rows._indices()[0], rows._values().to(place.dtype), alpha=factor)

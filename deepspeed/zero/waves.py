@@ -2,9 +2,9 @@
 
 [Note: waves] One step of the user is one or several steps of the inner optimizer, each of which sees gradients on some
 leaves only. Every parameter is in one wave, step hooks run once, and every wave starts from the hyperparameters that
-were there before the first. While a group is updated, the next one is read ahead, the last one is written behind, and
-its parameters are already on their way to the other ranks. Where these travel between devices, what rests there is
-updated in a few waves too.
+the first one started from, once hooks had set theirs. While a group is updated, the next one is read ahead, the last
+one is written behind, and its parameters are already on their way to the other ranks. Where these travel between
+devices, what rests there is updated in a few waves too.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ import contextlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.optim.optimizer as torch_optimizer
 
 from deepspeed.comm.collectives import Handle
 from deepspeed.foundation.heap import own_pages
@@ -30,6 +32,8 @@ from deepspeed.zero.shard_group import ShardGroup
 # An update on a device is cut where there are at least so many elements of a rank for each piece: with fewer, launching
 # the pieces takes longer than what they hide.
 PIECE, PIECES = 1 << 23, 8
+_GUARD = "deepspeed.zero.optimizer"  # whose own hook refuses parameters that nobody manages
+_GLOBAL = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")  # of torch.optim.optimizer
 _BY_PARAMETER = ("torch.optim.", "deepspeed.ops.adam", "deepspeed.ops.lion")
 
 
@@ -149,11 +153,24 @@ def _pieces(resting: list[Wave], optimizer: torch.optim.Optimizer) -> int:
 
     Only optimizers that are known to treat each parameter by itself are run several times in a step unasked.
     """
-    known = type(optimizer).__module__.startswith(_BY_PARAMETER)
+    known = type(optimizer).__module__.startswith(_BY_PARAMETER) and not _is_watched(optimizer)
     if not known or not all(shard.group.publishes_beside for wave in resting for shard in wave.shards):
         return 1
     elements = sum(shard.group.high - shard.group.low for wave in resting for shard in wave.shards)
     return min(PIECES, max(1, elements // PIECE))
+
+
+def _is_watched(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether somebody sees its steps, and expects one with all gradients: hooks, or a `step` put around its own."""
+    own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    hooks = [hook for table in (*own, *(getattr(torch_optimizer, name) for name in _GLOBAL)) for hook in table.values()]
+    if not all(getattr(hook, "__module__", "") == _GUARD for hook in hooks):
+        return True
+    step = vars(optimizer).get("step")
+    if step is None:
+        return False
+    counts = hasattr(step, "_wrapped_by_lr_sched")  # one of torch's schedulers notes that there was a step
+    return not (counts and getattr(step, "__wrapped__", None) is type(optimizer).step)
 
 
 def _joined(waves: list[Wave], pieces: int) -> list[Wave]:
@@ -189,6 +206,10 @@ def update(
     """
     handles: list[Handle] = []
     before = _hyperparameters(optimizer) if len(waves) > 1 else []
+
+    def note(*_: Any) -> None:
+        before[:] = _hyperparameters(optimizer)
+
     for index, wave in enumerate(waves):
         if index + 1 < len(waves):
             waves[index + 1].ahead()
@@ -197,7 +218,7 @@ def update(
         with own_pages() if wave.moves else contextlib.nullcontext(), wave.prepared(optimizer, factor) as rounds:
             if index:
                 _restore(optimizer, before)
-            with _hooks(optimizer, first=index == 0, last=index == len(waves) - 1), _recorded(wave):
+            with _hooks(optimizer, index == 0, index == len(waves) - 1, note), _recorded(wave):
                 optimizer.step()
             groups = [shard.group for shard in wave.shards]
             if updated is not None:
@@ -236,18 +257,33 @@ def _restore(optimizer: torch.optim.Optimizer, before: list[dict[str, Any]]) -> 
 
 
 @contextlib.contextmanager
-def _hooks(optimizer: torch.optim.Optimizer, first: bool, last: bool) -> Iterator[None]:
-    """The user's step hooks run before the first wave and after the last."""
-    hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
-    nothing: Any = OrderedDict()
-    if not first:
-        optimizer._optimizer_step_pre_hooks = nothing
-    if not last:
-        optimizer._optimizer_step_post_hooks = nothing
-    try:
+def _hooks(optimizer: torch.optim.Optimizer, first: bool, last: bool, then: Callable[..., None]) -> Iterator[None]:
+    """Step hooks, of this optimizer and of all, run before the first wave and after the last.
+
+    Args:
+        optimizer: the inner one.
+        first: it is the first wave.
+        last: it is the last.
+        then: called after the hooks that run before the first of several waves.
+    """
+    if first and last:
         yield
-    finally:
-        optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = hooks
+        return
+    with contextlib.ExitStack() as stack:
+        if first:
+            handle = optimizer.register_step_pre_hook(then)  # the last of them: what hooks have set is there
+            stack.callback(handle.remove)
+        else:
+            _silence(optimizer, "pre", stack)
+        if not last:
+            _silence(optimizer, "post", stack)
+        yield
+
+
+def _silence(optimizer: torch.optim.Optimizer, when: str, stack: contextlib.ExitStack) -> None:
+    """Until the stack ends no hooks of that kind run."""
+    stack.enter_context(mock.patch.object(optimizer, f"_optimizer_step_{when}_hooks", OrderedDict()))
+    stack.enter_context(mock.patch.object(torch_optimizer, f"_global_optimizer_{when}_hooks", OrderedDict()))
 
 
 def start_publish(groups: Sequence[ShardGroup], rounded: bool = False) -> list[Handle]:

@@ -49,6 +49,43 @@ def test_what_is_updated_travels_beside_the_rest_of_the_update(emulated, piece, 
         assert (first_message < last_update) == beside and len(seen.waits) <= 1
 
 
+def watched_steps(piece: int) -> tuple[int, int, list[float]]:
+    """Steps that a wrapper of `optimizer.step` sees of one update, hooks' calls in it, and learning rates after it."""
+    import deepspeed
+    from tests.parallel.tiny import tiny
+
+    model, calls, before = tiny(), [0, 0], waves.PIECE
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    zero = {"stage": 2, "reduce_bucket_size": 40}
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
+    engine, inner, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    step = optimizer.step
+
+    def counted(*args: object) -> object:
+        calls[0] += 1
+        return step(*args)
+
+    def slower(one: torch.optim.Optimizer, *_: object) -> None:
+        calls[1] += 1
+        one.param_groups[0]["lr"] = 0.25
+
+    optimizer.step = counted
+    handle = torch.optim.optimizer.register_optimizer_step_pre_hook(slower)
+    waves.PIECE = piece
+    try:
+        engine.backward(engine(torch.ones(2, 6, device=engine.device)).sum())
+        engine.step()
+    finally:
+        waves.PIECE = before
+        handle.remove()
+    engine.destroy()
+    return calls[0], calls[1], [group["lr"] for group in optimizer.param_groups]
+
+
+def test_who_looks_at_steps_sees_one(emulated):
+    assert emulated(2).run(watched_steps, 10, timeout=LIMIT) == [(1, 1, [0.25])] * 2
+
+
 def emptied(optimizer: str, tier: str) -> int:
     """How often three steps give free memory back to the device."""
     import deepspeed

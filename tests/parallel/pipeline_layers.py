@@ -165,6 +165,31 @@ def timed() -> tuple[list[int], list[tuple[float, float]]]:
     return model.partitions(), described(1, 3, 3, 1, partition_method="profile", example_input=example)
 
 
+def unmeasured() -> str:
+    """What ranks raise of which one has a layer that cannot run when it is measured."""
+    specs = rows()
+    if get_rank() == 1:
+        specs[1] = LayerSpec(Mixed, WIDTH + 1)
+    given = batch_of(0, 0)[0]
+    try:
+        PipelineModule(specs, num_stages=2, partition_method="profile", example_input=given, loss_fn=loss_fn)
+    except ArgumentError as error:
+        return str(error)
+    return "nothing"
+
+
+def limited() -> list[int]:
+    """Bounds of layers on ranks of which one may hold less than the other."""
+    from deepspeed.pipe.measure import LayerCost, agreed, deal_layers
+
+    costs = [LayerCost(1.0, 0, 100)] * 4
+    return deal_layers(*_split(agreed(lambda: costs, 300.0 if get_rank() else 400.0)))
+
+
+def _split(found: tuple[Any, float | None]) -> tuple[Any, int, int, float | None]:
+    return found[0], 2, 1, found[1]
+
+
 def gridded() -> tuple[Any, ...]:
     """What scripts ask the grid of a topology, and of a unit made from it; on 4 ranks."""
     from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology

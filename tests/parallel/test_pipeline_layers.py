@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.parallel.pipeline_layers import described, failed, gridded, looked_up, refused, timed
+from tests.parallel.pipeline_layers import described, failed, gridded, limited, looked_up, refused, timed, unmeasured
 from tests.parallel.pipeline_models import stage_and_compare
 
 FAST = [
@@ -68,7 +68,8 @@ def test_a_large_table_has_the_same_sums_by_rows(
 ) -> None:
     (ran, ours, whole), (other, *_) = workers(2).run(looked_up, stage, precision, watched)
     assert (ran, other) == (calls, 0)
-    assert all(torch.equal(a, b) for a, b in zip(ours, whole, strict=True))
+    for one, other in zip(ours, whole, strict=True):  # narrow gradients of a whole table round where hits meet
+        assert torch.equal(one, other) or (precision != "fp32" and torch.allclose(one, other, rtol=0, atol=1e-3))
 
 
 def test_calls_that_a_pipeline_does_not_serve_say_so(workers: Any) -> None:
@@ -91,6 +92,15 @@ def test_layers_are_dealt_by_the_times_that_most_ranks_find(workers: Any) -> Non
     assert all(bounds == found[0][0] for bounds, _ in found)
     assert 3 in found[0][0], found[0][0]  # between the two that two of three find slow
     assert all(gap <= 1e-6 for _, gaps in found for row in gaps for gap in row), found
+
+
+def test_a_layer_that_one_rank_cannot_measure_is_told_to_all(workers: Any) -> None:
+    told, met = workers(2).run(unmeasured, timeout=30)
+    assert "layer 1 cannot take" in met and "rank 1: ArgumentError" in told and "layer 1" in told, (told, met)
+
+
+def test_the_least_limit_of_any_rank_holds_for_all(workers: Any) -> None:
+    assert workers(2).run(limited, timeout=30) == [[0, 1, 4]] * 2
 
 
 def test_a_grid_answers_by_the_names_of_old_scripts(workers: Any) -> None:

@@ -21,6 +21,17 @@ def test_hosts_share_sums_where_that_saves_bytes():
         assert rows(*no_gain_or_unlike) == []
 
 
+def test_ranks_that_nobody_numbers_are_of_one_host_by_its_name():
+    def hosts(*places: tuple[str, int]) -> list[tuple[int, ...]]:
+        return axes._by_host(range(len(places)), axes._hosts(places))
+
+    numbered = [(name, local) for name in "ab" for local in range(3)]
+    unnumbered = [(name, 0) for name, _ in numbered]  # no launcher's variable, or each rank sees one device
+    alike = [("container", local) for _ in range(2) for local in range(3)]
+    assert hosts(*numbered) == hosts(*unnumbered) == hosts(*alike) == [(0, 1, 2), (3, 4, 5)]
+    assert hosts(*[("alone", 0)] * 6) == []
+
+
 @pytest.mark.parametrize("more", [{}, {"mics_shard_size": 4}], ids=["one copy", "copies"])
 @pytest.mark.parametrize("per_host", [4, 8])
 def test_a_devices_memory_is_predicted_over_hosts(monkeypatch, per_host, more):

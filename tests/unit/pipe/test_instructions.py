@@ -63,3 +63,19 @@ def test_what_scripts_ask_of_a_schedule() -> None:
     ]
     with pytest.raises(ArgumentError, match="stage_id is 2"):
         old.TrainSchedule(4, 2, 2)
+
+
+def test_a_schedule_is_simulated_once_however_long_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepspeed.pipe import instructions
+
+    calls = list[str]()
+
+    def counted(name: str, function: Any) -> Any:
+        return lambda *args: (calls.append(name), function(*args))[1]
+
+    for name in ("simulate", "make_schedule"):
+        monkeypatch.setattr(instructions, name, counted(name, getattr(instructions, name)))
+    stages, micros = 3, 29  # asked for by no other test
+    for stage in range(stages):
+        assert sum(map(len, old.TrainSchedule(micros, stages, stage))) > 2 * micros
+    assert sorted(calls) == ["make_schedule", "simulate"]

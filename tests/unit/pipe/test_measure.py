@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import time
+import weakref
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ import torch
 from torch import nn
 
 from deepspeed.errors import ArgumentError
-from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec, layout
 from deepspeed.pipe.measure import LayerCost, deal_layers, measure
 
 WIDTH = 16
@@ -97,3 +99,37 @@ def test_measuring_changes_nothing_of_what_is_built() -> None:
     assert all(torch.equal(one, other) for one, other in pairs)
     with pytest.raises(ArgumentError, match="example_input"):
         build(partition_method="profile")
+
+
+def test_one_measured_layer_lives_at_a_time() -> None:
+    built, others = list[weakref.ref[nn.Module]](), list[int]()
+
+    class Counted(nn.Linear):
+        def __init__(self) -> None:
+            others.append(sum(one() is not None for one in built))
+            super().__init__(WIDTH, WIDTH)
+            built.append(weakref.ref(self))
+
+    rows, given = [LayerSpec(Counted) for _ in range(4)], torch.randn(2, WIDTH)
+    gc.disable()  # nobody waits for it
+    try:
+        PipelineModule(rows, num_stages=1, partition_method="profile", example_input=given)
+    finally:
+        gc.enable()
+    assert others[:4] == [0] * 4
+
+
+def test_metrics_of_a_loss_keep_no_graph() -> None:
+    def loss_fn(made: torch.Tensor, wanted: torch.Tensor) -> Any:
+        return (made - wanted).square().mean(), {"spread": made.exp().std(), "count": 3}
+
+    model = PipelineModule([LayerSpec(nn.Linear, WIDTH, WIDTH)], num_stages=1, loss_fn=loss_fn)
+    part, given = next(model.parts()), torch.randn(2, WIDTH)
+    assert part.loss(model(given), (given, given)).requires_grad
+    spread = part.metrics["spread"]
+    assert isinstance(spread, torch.Tensor) and not spread.requires_grad and part.metrics["count"] == 3
+
+
+def test_metrics_of_a_model_are_numbers_and_no_small_tensors() -> None:
+    assert layout._is_number(torch.tensor(1.0))
+    assert not any(map(layout._is_number, (torch.zeros(1, 1), torch.zeros(1), torch.tensor(1), 1.0)))

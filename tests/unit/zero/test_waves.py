@@ -1,0 +1,63 @@
+"""A step of the user in several waves: who looks at steps sees one."""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from deepspeed.zero import waves
+
+
+def optimizer_of(leaf: nn.Parameter) -> torch.optim.SGD:
+    leaf.grad = torch.ones_like(leaf)
+    return torch.optim.SGD([leaf], lr=1.0)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_hooks_run_once_and_what_they_set_holds_for_all_waves(count: int) -> None:
+    leaf, calls = nn.Parameter(torch.zeros(2)), list[str]()
+    optimizer = optimizer_of(leaf)
+
+    def slower(one: Any, *_: Any) -> None:
+        calls.append("own pre")
+        one.param_groups[0]["lr"] = 0.25
+
+    optimizer.register_step_pre_hook(slower)
+    optimizer.register_step_post_hook(lambda *_: calls.append("own post"))
+    handles = [
+        register_optimizer_step_pre_hook(lambda *_: calls.append("pre")),
+        register_optimizer_step_post_hook(lambda *_: calls.append("post")),
+    ]
+    try:
+        waves.update(optimizer, [waves.Wave([], [], []) for _ in range(count)], 1.0)
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert calls == ["pre", "own pre", "own post", "post"]
+    assert leaf.tolist() == [-0.25 * count] * 2  # each of these waves has all leaves
+    assert optimizer.param_groups[0]["lr"] == 0.25 and len(optimizer._optimizer_step_pre_hooks) == 1
+
+
+def test_what_looks_at_steps_is_seen_and_a_scheduler_is_none_of_it() -> None:
+    def plain() -> torch.optim.SGD:
+        return optimizer_of(nn.Parameter(torch.zeros(2)))
+
+    scheduled, hooked, after, wrapped, both = (plain() for _ in range(5))
+    LambdaLR(scheduled, lambda _: 1.0)
+    hooked.register_step_pre_hook(lambda *_: None)
+    after.register_step_post_hook(lambda *_: None)
+    step = wrapped.step
+    wrapped.step = lambda closure=None: step(closure)
+    both.step = MethodType(lambda self, closure=None: type(self).step(self, closure), both)
+    LambdaLR(both, lambda _: 1.0)
+    assert [waves._is_watched(one) for one in (plain(), scheduled)] == [False, False]
+    assert all(waves._is_watched(one) for one in (hooked, after, wrapped, both))
+    handle = register_optimizer_step_post_hook(lambda *_: None)
+    assert waves._is_watched(plain())
+    handle.remove()
