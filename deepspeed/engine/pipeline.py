@@ -49,6 +49,17 @@ def validated(name: str, stages: int, micros: int, chunks: int) -> Schedule:
     return schedule
 
 
+def _compare_shared(module: torch.nn.Module, mesh: Mesh) -> None:
+    """After a first update: what several stages hold is still the same on all of them. All ranks call together."""
+    shared: dict[str, torch.Tensor] = {
+        name: param
+        for name, param in module.named_parameters()
+        if placement_of(param).relations.get("pp") is Relation.PARTIAL
+    }
+    with GatheredParameters(list(shared.values())):
+        check_shared(shared, mesh.axis("pp"))
+
+
 class PipelineEngine(DeepSpeedEngine):
     """Trains a model whose layers are dealt to stages; arguments as those of `DeepSpeedEngine`.
 
@@ -171,7 +182,7 @@ class PipelineEngine(DeepSpeedEngine):
             self._update(None)
         if self._compares_shared and self._applied:
             self._compares_shared = False
-            self._compare_shared()
+            _compare_shared(self.module, self.mesh)
         self._offload.let_pinned_go()
         self._preemption.stop_if_asked()
         return mean
@@ -278,16 +289,6 @@ class PipelineEngine(DeepSpeedEngine):
         """Items of each micro-batch as the last stage counts them. All ranks call together."""
         mine = [float(num_items(batch)) for batch in batches] if num_items and self.is_last_stage() else []
         return _of_last_stage(self.mesh, mine)
-
-    def _compare_shared(self) -> None:
-        """After a first update: what several stages hold is still the same on all of them."""
-        shared: dict[str, torch.Tensor] = {
-            name: param
-            for name, param in self.module.named_parameters()
-            if placement_of(param).relations.get("pp") is Relation.PARTIAL
-        }
-        with GatheredParameters(list(shared.values())):
-            check_shared(shared, self.mesh.axis("pp"))
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own `generate`, its forward passes through all stages. All ranks call together.
