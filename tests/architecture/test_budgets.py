@@ -25,7 +25,7 @@ EXCEPTIONS = {
     "pipe/module.py:PipelineModule.__init__ parameters": _INTERFACE,
     "sequence/tiled.py:SequenceTiledCompute.apply parameters": _INTERFACE,
     "sequence/tiled.py:sequence_tiled_compute parameters": _INTERFACE,
-    "tensor_parallel/cut.py:cut_model parameters": "what a plan is found by and how it is cut: keys of the JSON, handed on",
+    "tensor_parallel/cut.py:cut_model parameters": "how a plan is found and cut: keys of the JSON, handed on",
     "profiling/flops_profiler/profiler.py:get_model_profile parameters": _INTERFACE,
     "zero/estimate.py:estimate_zero3_model_states_mem_needs parameters": _INTERFACE,
     "zero/init_context.py:Init.__init__ parameters": _INTERFACE,
