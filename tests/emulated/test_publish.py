@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from deepspeed.zero import waves
 from tests.emulated import runs
@@ -70,7 +71,7 @@ def watched_steps(piece: int) -> tuple[int, int, list[float]]:
         one.param_groups[0]["lr"] = 0.25
 
     optimizer.step = counted
-    handle = torch.optim.optimizer.register_optimizer_step_pre_hook(slower)
+    handle = register_optimizer_step_pre_hook(slower)
     waves.PIECE = piece
     try:
         engine.backward(engine(torch.ones(2, 6, device=engine.device)).sum())

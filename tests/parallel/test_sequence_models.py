@@ -71,7 +71,7 @@ REFUSED = {
 NO_TOY = {"Ernie4_5", "PhiMoE", "HunYuanDenseV1", "Helium"}  # these sizes make none
 # Sinks that are numbers of each head, caps of scores, windows: what each rank computes must have them.
 OWN = [("GptOss", {}), ("Mistral", {"sliding_window": 4}), ("Gemma2", {"_attn_implementation": "eager"})]
-FAST = ("GptOss", "Bert")
+FAST = ("Bert",)
 
 
 @pytest.mark.parametrize(
