@@ -1,0 +1,269 @@
+"""A backward pass in two: what the stage before waits for now, gradients of weights in matrix products later.
+
+[Note: what is put off] autograd's graph of a micro-batch is read before its backward. A product `x @ w` whose right
+side leads to parameters that nothing else in the graph leads to is an edge that this backward leaves out: autograd does
+not multiply for it. The product's gradient and `x` are kept, and `weights` multiplies them as autograd would have, and
+sends the result down the same edge: casts, transpositions, hooks of parameters and whoever listens to them see what
+they always see, once. So nothing is asked of the model. All else stays where it was: biases, norms, embeddings, a
+weight that is used in another way besides or very often, products of three dims, blocks that are computed again in
+backward (what they save can be read once), compiled pieces, and a part whose input needs no gradient: nobody waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch.autograd.graph import GradientEdge, Node
+
+from deepspeed.errors import PipelineError
+
+Roots = Sequence[GradientEdge | torch.Tensor]
+Gradients = Sequence[torch.Tensor] | None
+# By the name of autograd's node: which of its edges is that of the right factor, and what it calls the left one.
+_PRODUCTS = {"MmBackward0": (1, "self"), "AddmmBackward0": (2, "mat1")}
+_MOST = 4  # gradients that meet are formed together: a weight that more products use gets them at once, one by one
+
+
+@dataclass
+class _Product:
+    """A product whose right factor gets its gradient later.
+
+    Args:
+        edge: that this gradient goes down.
+        left: the other factor; what led to it is not held.
+        transposed: the right factor is stored by columns: autograd multiplies the other way round.
+        gradient: of the product, once backward has come to it.
+        versions: of both then.
+    """
+
+    edge: GradientEdge
+    left: torch.Tensor
+    transposed: bool
+    gradient: torch.Tensor | None = None
+    versions: tuple[int, int] = (0, 0)
+
+    def multiplied(self) -> torch.Tensor:
+        """The gradient of the right factor, as autograd forms it."""
+        left, gradient = self.left, self.gradient
+        if gradient is None or (left._version, gradient._version) != self.versions:
+            raise PipelineError(
+                f"the input {list(left.shape)} of a product with a weight, or its gradient, was changed in place "
+                f'before the gradient of the weight was formed: take the schedule "1f1b", which forms it at once'
+            )
+        return gradient.t().mm(left).t() if self.transposed else left.t().mm(gradient)
+
+
+@dataclass
+class _Group:
+    """Products whose gradients meet further down: they go there together, as in one backward.
+
+    Args:
+        nodes: of the graph, from their edges down.
+        products: all of them, by the node that multiplies.
+        came: those that backward has come to, in its order.
+    """
+
+    nodes: set[Node]
+    products: dict[Node, _Product]
+    came: list[_Product] = field(default_factory=list)
+
+    def listen(self) -> None:
+        """Be told when backward comes to the products."""
+        for node, product in self.products.items():
+            node.register_prehook(lambda gradients, product=product: self._arrive(product, gradients[0]))
+        self.products = {}  # a node holds its hooks: they must not hold it
+
+    def _arrive(self, product: _Product, gradient: torch.Tensor | None) -> None:
+        if gradient is not None:  # None: nothing led there
+            product.gradient, product.versions = gradient, (product.left._version, gradient._version)
+            self.came.append(product)
+
+    def leaves(self) -> list[torch.Tensor]:
+        """The parameters."""
+        return [leaf for leaf in map(_leaf, self.nodes) if leaf is not None]
+
+    def send(self) -> None:
+        """Multiply, and go down."""
+        if self.came:
+            torch.autograd.backward([one.edge for one in self.came], [one.multiplied() for one in self.came])
+
+
+class SplitBackward:
+    """The backward of a micro-batch through a part of the model, in two.
+
+    Args:
+        anchor: the leaf that what the part received hangs on; None: nobody waits for a gradient, nothing is put off.
+    """
+
+    def __init__(self, anchor: torch.Tensor | None) -> None:
+        self._anchor = anchor
+        self._groups: list[_Group] = []
+        self._leaves: list[torch.Tensor] = []
+
+    @property
+    def kept(self) -> int:
+        """Bytes that are kept for weights."""
+        pairs = [(one.left, one.gradient) for group in self._groups for one in group.came]
+        return sum(t.nbytes for pair in pairs for t in pair if t is not None)
+
+    @property
+    def later(self) -> set[int]:
+        """Ids of the parameters whose gradients are put off."""
+        return {id(leaf) for group in self._groups for leaf in group.leaves()}
+
+    def read(self, roots: Roots) -> set[int]:
+        """See what can be put off.
+
+        Args:
+            roots: where backward will begin.
+
+        Returns:
+            Ids of the leaves whose gradients are not.
+        """
+        if self._anchor is None:
+            return set()
+        nodes = [root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots]
+        graph = _Graph([node for node in nodes if node is not None], self._anchor)
+        self._groups = graph.groups()
+        self._leaves = [leaf for leaf in map(_leaf, graph.now) if leaf is not None]
+        return {id(leaf) for leaf in self._leaves}
+
+    def backward(self, roots: Roots, gradients: Gradients = None) -> None:
+        """Backward without what is put off, after `read`.
+
+        Args:
+            roots: where it begins.
+            gradients: what it begins with; None: a loss.
+        """
+        leaves, self._leaves = self._leaves, []
+        torch.autograd.backward(roots, gradients, inputs=leaves if self._groups else None)
+
+    def weights(self) -> None:
+        """The rest of it, weight by weight; a second call finds nothing left."""
+        groups, self._groups = self._groups[::-1], []
+        while groups:
+            groups.pop().send()  # and let go of it
+
+
+class _Graph:
+    """The graph of a micro-batch, as it is read from its roots.
+
+    Args:
+        roots: nodes.
+        anchor: the leaf that is not to be put off.
+    """
+
+    def __init__(self, roots: list[Node], anchor: torch.Tensor) -> None:
+        self._below: dict[Node, list[Node]] = {}  # children; each node comes after those below it
+        self._leads: dict[Node, bool] = {}  # whether the anchor is below
+        self._edges: dict[Node, GradientEdge] = {}  # of products: what may be put off
+        self._reached: dict[Node, bool] = {}  # whether a leaf is below, by another way than those
+        for root in roots:
+            self._read(root, anchor)
+        self.now: set[Node] = set()
+        self._keep(roots)
+        while met := [node for node, edge in self._edges.items() if node in self.now and self._meets(edge.node)]:
+            self._keep([self._edges.pop(node).node for node in met])
+
+    def _read(self, root: Node, anchor: torch.Tensor) -> None:
+        """All that is below a node, from below."""
+        open_ = [root]
+        while open_:
+            node = open_[-1]
+            children = self._below.get(node)
+            if children is None:
+                children = self._below[node] = [child for child, _ in node.next_functions if child is not None]
+                fresh = [child for child in children if child not in self._leads]
+                if fresh:
+                    open_ += fresh
+                    continue
+            open_.pop()
+            if node not in self._leads:
+                self._judge(node, children, anchor)
+
+    def _judge(self, node: Node, children: list[Node], anchor: torch.Tensor) -> None:
+        """A node all of whose children are known."""
+        leads, reached = self._leads, self._reached
+        if not children:
+            leaf = _leaf(node)
+            leads[node], reached[node] = leaf is anchor, leaf is not None
+            return
+        leads[node] = any(leads[child] for child in children)
+        edge = _right_factor(node)
+        if edge is not None and not leads[edge.node] and children.count(edge.node) == 1:
+            if any(reached[child] for child in children if child is not edge.node):  # else autograd would not come here
+                self._edges[node] = edge
+        reached[node] = any(reached[child] for child in children)
+
+    def _keep(self, nodes: list[Node]) -> None:
+        """These and what is below them are for this backward."""
+        open_ = [node for node in nodes if node not in self.now]
+        self.now.update(open_)
+        while open_:
+            node = open_.pop()
+            edge = self._edges.get(node)
+            for child in self._below[node]:
+                if child not in self.now and (edge is None or child is not edge.node):
+                    self.now.add(child)
+                    open_.append(child)
+
+    def _meets(self, node: Node) -> bool:
+        """Whether this backward comes to something from here down by another way."""
+        return not self._under(node).isdisjoint(self.now)
+
+    def _under(self, node: Node) -> set[Node]:
+        found, open_ = {node}, [node]
+        while open_:
+            fresh = [child for child in self._below[open_.pop()] if child not in found]
+            found.update(fresh)
+            open_ += fresh
+        return found
+
+    def groups(self) -> list[_Group]:
+        """What is put off, from below; products whose gradients meet are together."""
+        owner = dict[Node, _Group]()
+        for node, edge in self._edges.items():
+            if node in self.now:
+                nodes = self._under(edge.node)
+                met = list({id(owner[one]): owner[one] for one in nodes if one in owner}.values())
+                group = max(met, key=lambda one: len(one.nodes)) if met else _Group(set(), {})
+                for other in met:
+                    if other is not group:
+                        group.products |= other.products
+                        nodes |= other.nodes
+                group.nodes |= nodes
+                group.products[node] = _product(node, edge)
+                owner |= dict.fromkeys(nodes, group)
+        made = []
+        for group in {id(one): one for one in owner.values()}.values():
+            if len(group.products) > _MOST:
+                self._keep([product.edge.node for product in group.products.values()])
+            else:
+                group.listen()
+                made.append(group)
+        return made
+
+
+def _leaf(node: Node) -> torch.Tensor | None:
+    """The leaf whose gradient a node accumulates."""
+    return node.variable if type(node).__name__ == "AccumulateGrad" else None  # type: ignore[attr-defined]
+
+
+def _right_factor(node: Node) -> GradientEdge | None:
+    """The edge to the right factor of a product of two matrices whose left one can be kept."""
+    place, left = _PRODUCTS.get(type(node).__name__, (0, ""))
+    if not left or getattr(node, "_saved_alpha", 1) != 1:
+        return None
+    edge = GradientEdge(*node.next_functions[place])
+    if edge.node is None or getattr(node, f"_raw_saved_{left}").unpack_hook is not None:
+        return None  # a hook may be there for one reading, as that of a block which is computed again
+    kept = getattr(node, f"_saved_{left}")
+    return edge if kept.layout is torch.strided and kept.is_floating_point() else None
+
+
+def _product(node: Node, edge: GradientEdge) -> _Product:
+    left = getattr(node, f"_saved_{_PRODUCTS[type(node).__name__][1]}").detach()
+    rows, strides = node._saved_mat2_sym_sizes[0], node._saved_mat2_sym_strides  # type: ignore[attr-defined]
+    return _Product(edge, left, strides[0] == 1 and strides[1] == rows)
