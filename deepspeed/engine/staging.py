@@ -25,6 +25,7 @@ from deepspeed.pipe.stage import keep_stage
 from deepspeed.tensor_parallel.inputs import inputs_of
 from deepspeed.zero.materialize import is_without_values
 from deepspeed.zero.placement import Relation, placement_of
+from deepspeed.zero.policy import policy_for
 from deepspeed.zero.prefetch import Limits
 from deepspeed.zero.resettle import is_born, refuse_served, resettle
 
@@ -64,7 +65,7 @@ def check_model(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh, optimizer
             f"rank {without} was given a model without values (on the meta device), and rank {having} one that has "
             f"them: make it on the meta device on every rank or on none; to hold it once only, make it under zero.Init"
         )
-    _refuse_unavailable(model, config, optimizer)
+    _refuse_unavailable(model, config, mesh, optimizer)
     _refuse_other_models(_description(model), mesh)
     return empty[axis.ranks[axis.rank]]
 
@@ -169,7 +170,14 @@ def _refuse_untied(model: nn.Module, mesh: Mesh) -> None:
                 raise PipelineError(f"'{name}' is held by stages {other} and {stage}, and nothing ties it there")
 
 
-def _refuse_unavailable(model: nn.Module, config: DeepSpeedConfig, optimizer: Any) -> None:
+def _refuse_unavailable(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh, optimizer: Any) -> None:
+    stage, section = config.zero.stage, config.top.pipeline
+    if section.schedule == "zero_bubble" and policy_for(stage, mesh.size("pp")).reduces_as_gradients_arrive:
+        raise NotAvailableError(
+            f'pipeline.schedule "zero_bubble" is not available with ZeRO stage {stage}: that sends gradients as soon '
+            f"as those of a block are complete, and here those of its weights come after the next micro-batch has "
+            f'begun. The nearest are stage 1, or the schedule "1f1b"'
+        )
     for name in ("compression_training", "quantize_training"):
         block = getattr(config.top, name)
         if block != type(block)():

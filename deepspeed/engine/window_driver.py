@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -57,21 +58,37 @@ class WindowDriver:
         self.means.add(part.metrics, weight)
         return loss if self.samples is None else loss * weight
 
-    def backward(self, micro: int, roots: list[Any], gradients: list[torch.Tensor | None] | None) -> None:
+    def backward(
+        self, micro: int, roots: list[Any], gradients: list[torch.Tensor | None] | None, run: Callable[..., None]
+    ) -> None:
         """Run backward; gradients travel in the window's last micro-batch, as a chunk sees it."""
         window = self._window
         self.ran["backward"] += 1
-        window.force(micro == len(self.batches) - 1)
-        way = Way.MEAN if self.items is None else Way.ITEMS
         items = None if self.items is None else 0.0 if micro in self._counted else self.items[micro]
         self._counted.add(micro)  # by its first chunk alone
-        window.count(way, items)
-        with window.backward_pass(way, by_window=way is Way.MEAN and not self._divided):
+        window.count(self._way, items)
+        with self._pass(micro):
             if gradients is None:
                 loss, scale = roots[0], window.loss_scale
                 if loss.requires_grad:
-                    (loss.float() * scale if scale != 1.0 else loss).backward()
+                    run([loss.float() * scale if scale != 1.0 else loss])
                 return
             pairs = [(root, given) for root, given in zip(roots, gradients, strict=True) if given is not None]
             if pairs:
-                torch.autograd.backward([root for root, _ in pairs], [given for _, given in pairs])
+                run([root for root, _ in pairs], [given for _, given in pairs])
+
+    def weights(self, micro: int, run: Callable[[], None]) -> None:
+        """Run what a backward has put off; its gradients enter as those that did not wait."""
+        with self._pass(micro):
+            run()
+
+    @property
+    def _way(self) -> Way:
+        return Way.MEAN if self.items is None else Way.ITEMS
+
+    @contextmanager
+    def _pass(self, micro: int) -> Iterator[None]:
+        """Around what gives gradients of a micro-batch."""
+        self._window.force(micro == len(self.batches) - 1)
+        with self._window.backward_pass(self._way, by_window=self._way is Way.MEAN and not self._divided):
+            yield

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -15,9 +15,10 @@ from deepspeed.comm.p2p import Header, Receiver, Sender, Wire, put_together, tak
 from deepspeed.errors import CommError, PipelineError
 from deepspeed.foundation.recorder import BACKWARD, FORWARD, recorder
 from deepspeed.pipe.schedule import Action, Schedule
+from deepspeed.pipe.split_backward import SplitBackward
 
 CPU = torch.device("cpu")
-_COMPUTES = {"F": "forward", "B": "backward"}
+_COMPUTES = {"F": "forward", "B": "backward", "W": "backward of weights"}
 _CARRIES = {"F": "activation", "B": "gradient"}
 
 
@@ -51,8 +52,20 @@ class Driver(Protocol):
         """Run a chunk; the last part gives what `run` returns, in training the loss."""
         ...
 
-    def backward(self, micro: int, roots: list[Any], gradients: list[torch.Tensor | None] | None) -> None:
-        """Run backward from what a chunk has sent, or with None for gradients from the loss."""
+    def backward(
+        self, micro: int, roots: list[Any], gradients: list[torch.Tensor | None] | None, run: Callable[..., None]
+    ) -> None:
+        """Run backward from what a chunk has sent, or with None for gradients from the loss.
+
+        Args:
+            micro: micro-batch.
+            roots: where it begins.
+            gradients: what it begins with.
+            run: called as `torch.autograd.backward`.
+        """
+
+    def weights(self, micro: int, run: Callable[[], None]) -> None:
+        """Run what a backward has put off."""
 
     def words(self, chunk: int) -> str:
         """Which part of the model a chunk is, for reports."""
@@ -84,6 +97,7 @@ class _Held:
         gradients: of those, once backward has run.
         roots: where backward begins.
         given: what it begins with; None: the loss.
+        anchor: the leaf that received tensors hang on; None: they can have no gradient.
         outgoing: header and tensors to be sent.
     """
 
@@ -92,6 +106,7 @@ class _Held:
     gradients: list[torch.Tensor | None] | None = None
     roots: list[GradientEdge | torch.Tensor] = field(default_factory=list)
     given: list[torch.Tensor | None] | None = None
+    anchor: torch.Tensor | None = None
     outgoing: tuple[Header, list[torch.Tensor]] | None = None
 
 
@@ -127,6 +142,8 @@ class Executor:
             "F": end(Sender, (axis.rank, after), onward, True), "B": end(Sender, (axis.rank, before), back, False)
         }  # fmt: skip
         self._held: dict[tuple[int, int], _Held] = {}
+        self._split: dict[tuple[int, int], SplitBackward] = {}  # through backward, but for weights
+        self._splits = False
         self._place = ""
 
     @property
@@ -154,6 +171,8 @@ class Executor:
             CommError: another rank failed or is late; shows where each stage stood in its schedule.
         """
         self._held.clear()
+        self._split.clear()
+        self._splits = schedule.splits
         results: dict[int, Any] = {}
         with torch.set_grad_enabled(training):
             for at, action in enumerate(schedule.rows[self.stage]):
@@ -198,14 +217,27 @@ class Executor:
             header, tensors = self._receive(action)
             self._held[place].given = put_together(header, tensors)
         elif op == "B":
-            held = self._held[place]
+            self._backward(action)
+        elif op == "W":
             with recorder.span(BACKWARD, str(action)):
-                self._driver.backward(action.micro, held.roots, held.given)
-            held.roots, held.given = [], None
-            held.outgoing = take_apart(held.gradients if held.gradients is not None else [None] * held.arrived)
-            held.gradients = None
+                self._driver.weights(action.micro, self._split.pop(place).weights)
         else:
             self._send(action, self._held.pop(place))
+
+    def _backward(self, action: Action) -> None:
+        held, run = self._held[action.micro, action.chunk], torch.autograd.backward
+        with recorder.span(BACKWARD, str(action)):
+            if self._splits:
+                split = SplitBackward(held.anchor)
+                split.read(held.roots)
+                for (micro, _), earlier in self._split.items():  # gradients come in the order of micro-batches
+                    if split.overtakes(earlier):
+                        self._driver.weights(micro, earlier.weights)
+                self._split[action.micro, action.chunk], run = split, split.backward
+            self._driver.backward(action.micro, held.roots, held.given, run)
+        held.roots, held.given = [], None
+        held.outgoing = take_apart(held.gradients if held.gradients is not None else [None] * held.arrived)
+        held.gradients = None
 
     def _receive(self, action: Action) -> tuple[Header, list[torch.Tensor]]:
         kind = action.op[-1]
@@ -231,8 +263,8 @@ class Executor:
         held = _Held()
         enter = [at for at, leaf in enumerate(header.leaves) if leaf.differentiable]
         if training and enter:
-            anchor = torch.empty((), requires_grad=True)
-            entered: Any = _Arrival.apply(anchor, held, [tensors[at] for at in enter])
+            held.anchor = torch.empty((), requires_grad=True)
+            entered: Any = _Arrival.apply(held.anchor, held, [tensors[at] for at in enter])
             for at, tensor in zip(enter, entered, strict=True):
                 tensors[at] = tensor
             held.arrived = len(enter)

@@ -1,9 +1,10 @@
 """Schedules as data: what each stage does in which order, as text that prints and parses.
 
 A line per stage, a word per action: `F3` and `B3` compute forward and backward of micro-batch 3, `<F3` and `>F3` take
-and send an activation, `<B3` and `>B3` its gradient. `F3.1` is chunk 1 of a stage that holds several. Chunk c of stage
-s is the (c * stages + s)-th part of the model. Sends do not wait; what is sent from one stage to another arrives in
-order. `deepspeed/pipe/simulate.py` validates a schedule, `deepspeed/pipe/executor.py` runs any.
+and send an activation, `<B3` and `>B3` its gradient. Where a row has `W3`, `B3` leaves the gradients of weights to it
+(`deepspeed/pipe/split_backward.py`). `F3.1` is chunk 1 of a stage that holds several. Chunk c of stage s is the
+(c * stages + s)-th part of the model. Sends do not wait; what is sent from one stage to another arrives in order.
+`deepspeed/pipe/simulate.py` validates a schedule, `deepspeed/pipe/executor.py` runs any.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from dataclasses import dataclass
 
 from deepspeed.errors import ArgumentError, PipelineError
 
-_WORD = re.compile(r"([<>]?[FB])(\d+)(?:\.(\d+))?")
-NAMES = ("gpipe", "1f1b", "interleaved", "inference")
+_WORD = re.compile(r"([<>]?[FB]|W)(\d+)(?:\.(\d+))?")
+NAMES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "inference")
+_ONE_CHUNK = ("1f1b", "zero_bubble")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +25,8 @@ class Action:
     """One thing a stage does.
 
     Args:
-        op: F or B computes forward or backward; with < it takes what that needs, with > it sends what came of it.
+        op: F or B computes forward or backward; with < it takes what that needs, with > it sends what came of it. W
+            computes what backward has put off.
         micro: micro-batch, from 0.
         chunk: part of the stage, from 0.
     """
@@ -59,6 +62,11 @@ class Schedule:
     def stages(self) -> int:
         """How many stages there are."""
         return len(self.rows)
+
+    @property
+    def splits(self) -> bool:
+        """Whether backward is in two."""
+        return any(action.op == "W" for row in self.rows for action in row)
 
     @property
     def parts(self) -> int:
@@ -100,7 +108,7 @@ def parse(text: str) -> Schedule:
 def _action(word: str) -> Action:
     found = _WORD.fullmatch(word)
     if found is None:
-        raise PipelineError(f"{word!r} is no action of a schedule, such as F3, <F3, >F3, B3 or F3.1")
+        raise PipelineError(f"{word!r} is no action of a schedule, such as F3, <F3, >F3, B3, W3 or F3.1")
     return Action(found[1], int(found[2]), int(found[3] or 0))
 
 
@@ -109,11 +117,12 @@ def make_schedule(name: str, stages: int, micros: int, chunks: int = 1) -> Sched
 
     Args:
         name: "gpipe" all forward, then all backward; "1f1b" a backward as soon as there is one; "interleaved" 1f1b
-            over several chunks per stage, in rounds of as many micro-batches as there are stages; "inference" no
-            backward.
+            over several chunks per stage, in rounds of as many micro-batches as there are stages; "zero_bubble" 1f1b
+            whose gradients of weights come later, in time that would be spent waiting (ZB-H1 of Qi et al., "Zero Bubble
+            Pipeline Parallelism", 2023); "inference" no backward.
         stages: ranks along `pp`.
         micros: micro-batches of a window.
-        chunks: parts of each stage; 1f1b has one.
+        chunks: parts of each stage; 1f1b and zero_bubble have one.
 
     Raises:
         ArgumentError: no such schedule, or one that cannot be had with these numbers.
@@ -122,8 +131,8 @@ def make_schedule(name: str, stages: int, micros: int, chunks: int = 1) -> Sched
         raise ArgumentError(f"there is no schedule {name!r}; there are {', '.join(NAMES)}")
     if min(stages, micros, chunks) < 1:
         raise ArgumentError(f"a schedule needs stages, micro-batches and chunks, not {(stages, micros, chunks)}")
-    if name == "1f1b" and chunks > 1:
-        raise ArgumentError(f'1f1b has one chunk per stage; with {chunks} the schedule is called "interleaved"')
+    if name in _ONE_CHUNK and chunks > 1:
+        raise ArgumentError(f'{name} has one chunk per stage; with {chunks} there is the schedule "interleaved"')
     if name == "interleaved" and micros % stages:
         more = -(-micros // stages) * stages
         raise ArgumentError(
@@ -149,7 +158,8 @@ def _computing(name: str, stage: int, stages: int, micros: int, chunks: int) -> 
     forward, backward = [Action("F", *one) for one in order], [Action("B", *one) for one in back]
     if name == "inference":
         return forward
-    return _alternating(forward, backward, warmup(name, stage, stages, micros, chunks))
+    row = _alternating(forward, backward, warmup(name, stage, stages, micros, chunks))
+    return _later(row, stage) if name == "zero_bubble" else row
 
 
 def warmup(name: str, stage: int, stages: int, micros: int, chunks: int) -> int:
@@ -157,7 +167,7 @@ def warmup(name: str, stage: int, stages: int, micros: int, chunks: int) -> int:
     total = micros * chunks
     if name == "gpipe":
         return total
-    if name == "1f1b":
+    if name in _ONE_CHUNK:
         return min(total, stages - stage - 1)
     return min(total, 2 * (stages - stage - 1) + (chunks - 1) * stages)
 
@@ -169,9 +179,24 @@ def _alternating(forward: Sequence[Action], backward: Sequence[Action], first: i
     return row + list(backward[len(forward) - first :])
 
 
+def _later(row: Sequence[Action], behind: int) -> list[Action]:
+    """Weights so many micro-batches behind their backward, so that every stage holds as many as the first one does."""
+    found, waiting = list[Action](), list[Action]()
+    for action in row:
+        found.append(action)
+        if action.op == "B":
+            waiting.append(Action("W", action.micro, action.chunk))
+            if len(waiting) > behind:
+                found.append(waiting.pop(0))
+    return found + waiting
+
+
 def _with_messages(row: Iterable[Action], stage: int, stages: int, last: int) -> Iterable[Action]:
     """Receives as late and sends as early as can be: a send does not wait."""
     for action in row:
+        if action.op == "W":
+            yield action
+            continue
         part = action.chunk * stages + stage
         takes, gives = (0, last) if action.op == "F" else (last, 0)
         if part != takes:

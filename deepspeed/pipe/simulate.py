@@ -10,7 +10,8 @@ from deepspeed.errors import PipelineError
 from deepspeed.pipe.schedule import Action, Schedule, warmup
 
 FORWARD, BACKWARD = 1.0, 2.0  # what a part costs
-Cost = float | tuple[float, float]  # times those, or forward and backward apart
+WEIGHTS = 1.0  # of the latter, where it is in two
+Cost = float | tuple[float, ...]  # times those, or forward, backward and weights apart
 
 
 @dataclass(frozen=True)
@@ -22,11 +23,13 @@ class Simulated:
             nothing.
         peaks: micro-batches times chunks whose activations a stage holds at most, by stage.
         idle: the part of stages times time in which nothing is computed.
+        put_off: of those peaks, how many are through backward, and only what their weights need is held.
     """
 
     time: float
     peaks: tuple[int, ...]
     idle: float
+    put_off: tuple[int, ...]
 
 
 class _Stage:
@@ -35,15 +38,18 @@ class _Stage:
     def __init__(self) -> None:
         self.at, self.clock, self.busy = 0, 0.0, 0.0
         self.held: set[tuple[int, int]] = set()
-        self.peak = 0
+        self.put_off: set[tuple[int, int]] = set()
+        self.peak = (0, 0)  # of both together, and of the former
         self.done: Counter[tuple[str, int, int]] = Counter()
         self.taken: set[tuple[str, int, int]] = set()
 
 
 class _Simulation:
     def __init__(self, schedule: Schedule, costs: Sequence[Cost]) -> None:
-        pairs = [one if isinstance(one, tuple) else (FORWARD * one, BACKWARD * one) for one in costs]
-        self.schedule, self.costs = schedule, [dict(zip("FB", pair, strict=True)) for pair in pairs]
+        self.schedule, later = schedule, WEIGHTS if schedule.splits else 0.0
+        unit = (FORWARD, BACKWARD - later, later)
+        each = [one if isinstance(one, tuple) else [one * part for part in unit] for one in costs]
+        self.costs = [dict(zip("FBW", one, strict=False)) for one in each]
         self.stages = [_Stage() for _ in schedule.rows]
         self.wires: dict[tuple[int, int, str], deque[tuple[Action, float]]] = defaultdict(deque)
 
@@ -92,7 +98,7 @@ class _Simulation:
         return True
 
     def _compute(self, at: int, stage: _Stage, action: Action) -> None:
-        place, part = (action.micro, action.chunk), self.schedule.part(at, action.chunk)
+        part = self.schedule.part(at, action.chunk)
         if not (0 <= action.micro < self.schedule.micros and 0 <= action.chunk < self.schedule.chunks):
             raise PipelineError(f"stage {at}: {action} is none of the schedule's micro-batches and chunks")
         key = (action.op, action.micro, action.chunk)
@@ -100,14 +106,28 @@ class _Simulation:
         if stage.done[key] > 1:
             raise PipelineError(f"stage {at}: {action} is computed twice")
         end = 0 if action.op == "F" else self.schedule.parts - 1
-        if part != end and key not in stage.taken:
+        if action.op != "W" and part != end and key not in stage.taken:
             raise PipelineError(f"stage {at}: {action} without <{action}: what it needs was not taken")
+        self._hold(at, stage, action)
+        cost = self.costs[part].get(action.op, 0.0)
+        stage.clock, stage.busy = stage.clock + cost, stage.busy + cost
+
+    def _hold(self, at: int, stage: _Stage, action: Action) -> None:
+        """What is held after it."""
+        place = (action.micro, action.chunk)
         if action.op == "B" and place not in stage.held:
             raise PipelineError(f"stage {at}: {action} before its forward (order swapped)")
-        (stage.held.add if action.op == "F" else stage.held.remove)(place)
-        stage.peak = max(stage.peak, len(stage.held))
-        cost = self.costs[part][action.op]
-        stage.clock, stage.busy = stage.clock + cost, stage.busy + cost
+        if action.op == "W" and place not in stage.put_off:
+            raise PipelineError(f"stage {at}: {action} before its backward (order swapped)")
+        if action.op == "F":
+            stage.held.add(place)
+        elif action.op == "B":
+            stage.held.remove(place)
+            if self.schedule.splits:
+                stage.put_off.add(place)
+        else:
+            stage.put_off.remove(place)
+        stage.peak = max(stage.peak, (len(stage.held) + len(stage.put_off), len(stage.held)))
 
     def _waits(self, at: int) -> str:
         action = self.schedule.rows[at][self.stages[at].at]
@@ -119,7 +139,7 @@ class _Simulation:
 
     def count(self) -> None:
         """Everything was computed, and nothing was sent in vain."""
-        ops = ("F",) if self.schedule.name == "inference" else ("F", "B")
+        ops = "F" if self.schedule.name == "inference" else "FBW" if self.schedule.splits else "FB"
         wanted = [
             (op, micro, chunk)
             for op in ops
@@ -140,8 +160,8 @@ def simulate(schedule: Schedule, costs: Sequence[Cost] = (), beside: Sequence[fl
 
     Args:
         schedule: any.
-        costs: of the parts: multiples of `FORWARD` and `BACKWARD`, or pairs of forward and backward in any unit; none:
-            they cost 1 each.
+        costs: of the parts: multiples of `FORWARD` and `BACKWARD`, or those of forward, backward and weights in any
+            unit (weights cost nothing where there are two); none: they cost 1 each.
         beside: what each stage does in a step once all are through the schedule, in the same unit; none: nothing.
 
     Raises:
@@ -153,7 +173,9 @@ def simulate(schedule: Schedule, costs: Sequence[Cost] = (), beside: Sequence[fl
     simulation.count()
     time = max(stage.clock for stage in simulation.stages) + max(beside, default=0.0)
     busy = sum(stage.busy for stage in simulation.stages) + sum(beside)
-    return Simulated(time, tuple(stage.peak for stage in simulation.stages), 1 - busy / (time * schedule.stages))
+    peaks = tuple(stage.peak[0] for stage in simulation.stages)
+    put_off = tuple(together - held for together, held in (stage.peak for stage in simulation.stages))
+    return Simulated(time, peaks, 1 - busy / (time * schedule.stages), put_off)
 
 
 # -- by formula -------------------------------------------------------------------------------------------------------
@@ -164,14 +186,26 @@ def peak_by_formula(schedule: Schedule, stage: int) -> int:
     total = schedule.micros * schedule.chunks
     if schedule.name == "inference":
         return total  # nothing is kept for a backward that never comes; the executor keeps none
+    if schedule.name == "zero_bubble":
+        return min(total, schedule.stages)  # the first stage's of 1f1b
     return min(total, warmup(schedule.name, stage, schedule.stages, schedule.micros, schedule.chunks) + 1)
+
+
+def put_off_by_formula(schedule: Schedule, stage: int) -> int:
+    """How many of those are through backward."""
+    whole = min(schedule.micros, schedule.stages - stage)
+    return peak_by_formula(schedule, stage) - whole if schedule.name == "zero_bubble" else 0
 
 
 def time_by_formula(schedule: Schedule) -> float:
     """Time of a schedule: what one stage computes, and the way through the others.
 
-    Where all micro-batches go through a chunk before the next one begins, fewer of them than stages leave gaps.
+    Where all micro-batches go through a chunk before the next one begins, fewer of them than stages leave gaps. Where
+    weights come later, they fill what would be waited for; with fewer micro-batches than stages there are too few.
     """
     cost = FORWARD if schedule.name == "inference" else FORWARD + BACKWARD
     per_chunk = max(schedule.micros, schedule.stages)
+    if schedule.name == "zero_bubble":
+        rest = cost - WEIGHTS
+        return schedule.micros * rest + per_chunk * WEIGHTS + (schedule.stages - 1) * (rest - WEIGHTS)
     return ((schedule.chunks - 1) * per_chunk + schedule.micros + schedule.stages - 1) * cost

@@ -6,7 +6,8 @@ not multiply for it. The product's gradient and `x` are kept, and `weights` mult
 sends the result down the same edge: casts, transpositions, hooks of parameters and whoever listens to them see what
 they always see, once. So nothing is asked of the model. All else stays where it was: biases, norms, embeddings, a
 weight that is used in another way besides or very often, products of three dims, blocks that are computed again in
-backward (what they save can be read once), compiled pieces, and a part whose input needs no gradient: nobody waits.
+backward (what they save can be read once; where torch's older way is used, the whole part), compiled pieces, and a part
+whose input needs no gradient: nobody waits for it.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ Roots = Sequence[GradientEdge | torch.Tensor]
 Gradients = Sequence[torch.Tensor] | None
 # By the name of autograd's node: which of its edges is that of the right factor, and what it calls the left one.
 _PRODUCTS = {"MmBackward0": (1, "self"), "AddmmBackward0": (2, "mat1")}
+_REENTRANT = "CheckpointFunctionBackward"  # it refuses a backward that leaves something out
 _MOST = 4  # gradients that meet are formed together: a weight that more products use gets them at once, one by one
 
 
@@ -100,7 +102,8 @@ class SplitBackward:
     def __init__(self, anchor: torch.Tensor | None) -> None:
         self._anchor = anchor
         self._groups: list[_Group] = []
-        self._leaves: list[torch.Tensor] = []
+        self._now: dict[int, torch.Tensor] = {}  # leaves of this backward, by id
+        self._later: set[int] = set()
 
     @property
     def kept(self) -> int:
@@ -108,27 +111,23 @@ class SplitBackward:
         pairs = [(one.left, one.gradient) for group in self._groups for one in group.came]
         return sum(t.nbytes for pair in pairs for t in pair if t is not None)
 
-    @property
-    def later(self) -> set[int]:
-        """Ids of the parameters whose gradients are put off."""
-        return {id(leaf) for group in self._groups for leaf in group.leaves()}
-
-    def read(self, roots: Roots) -> set[int]:
+    def read(self, roots: Roots) -> None:
         """See what can be put off.
 
         Args:
             roots: where backward will begin.
-
-        Returns:
-            Ids of the leaves whose gradients are not.
         """
         if self._anchor is None:
-            return set()
+            return
         nodes = [root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots]
         graph = _Graph([node for node in nodes if node is not None], self._anchor)
         self._groups = graph.groups()
-        self._leaves = [leaf for leaf in map(_leaf, graph.now) if leaf is not None]
-        return {id(leaf) for leaf in self._leaves}
+        self._now = {id(leaf): leaf for leaf in map(_leaf, graph.now) if leaf is not None}
+        self._later = {id(leaf) for group in self._groups for leaf in group.leaves()}
+
+    def overtakes(self, earlier: SplitBackward) -> bool:
+        """Whether this backward gives a gradient now that another one has put off; after `read`."""
+        return self._anchor is None or not earlier._later.isdisjoint(self._now)
 
     def backward(self, roots: Roots, gradients: Gradients = None) -> None:
         """Backward without what is put off, after `read`.
@@ -137,14 +136,14 @@ class SplitBackward:
             roots: where it begins.
             gradients: what it begins with; None: a loss.
         """
-        leaves, self._leaves = self._leaves, []
-        torch.autograd.backward(roots, gradients, inputs=leaves if self._groups else None)
+        now, self._now = list(self._now.values()), {}
+        torch.autograd.backward(roots, gradients, inputs=now if self._groups else None)
 
     def weights(self) -> None:
         """The rest of it, weight by weight; a second call finds nothing left."""
-        groups, self._groups = self._groups[::-1], []
-        while groups:
-            groups.pop().send()  # and let go of it
+        self._later.clear()
+        while self._groups:
+            self._groups.pop().send()  # the last layers first, and each is let go
 
 
 class _Graph:
@@ -224,6 +223,8 @@ class _Graph:
     def groups(self) -> list[_Group]:
         """What is put off, from below; products whose gradients meet are together."""
         owner = dict[Node, _Group]()
+        if any(type(node).__name__ == _REENTRANT for node in self._below):
+            return []
         for node, edge in self._edges.items():
             if node in self.now:
                 nodes = self._under(edge.node)

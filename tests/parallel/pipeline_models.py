@@ -35,13 +35,16 @@ class Plain:
         made = part.run(received, self.batches[micro])
         return part.loss(made, self.batches[micro]) if part.last else made
 
-    def backward(self, micro: int, roots: list[Any], gradients: list[Any] | None) -> None:
+    def backward(self, micro: int, roots: list[Any], gradients: list[Any] | None, run: Any) -> None:
         if gradients is None:
-            roots[0].backward()
+            run(roots)
             return
         pairs = [pair for pair in zip(roots, gradients, strict=True) if pair[1] is not None]
         if pairs:
-            torch.autograd.backward([root for root, _ in pairs], [given for _, given in pairs])
+            run([root for root, _ in pairs], [given for _, given in pairs])
+
+    def weights(self, micro: int, run: Any) -> None:
+        run()
 
 
 def stage_and_compare(name: str, stages: int) -> dict[str, Any]:

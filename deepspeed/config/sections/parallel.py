@@ -27,7 +27,9 @@ class Pipeline(Section):
         "how the blocks of a model are dealt to stages: by operations, with what runs around them (best), by time "
         "measured at start (profile), by parameters, or by number",
     )
-    schedule: Literal["gpipe", "1f1b", "interleaved"] = key("1f1b", "what each stage does in which order")
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = key(
+        "1f1b", "what each stage does in which order"
+    )
     chunks: Int = key(1, "parts of the model that each stage holds (interleaved)", ge=1)
     stage3_gather: Literal["auto", "micro_batch", "window"] = key(
         "auto", "at ZeRO stage 3, how long a unit stays gathered; auto: as stage3_max_live_parameters has room"

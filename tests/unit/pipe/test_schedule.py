@@ -9,7 +9,7 @@ import pytest
 
 from deepspeed.errors import ArgumentError, PipelineError
 from deepspeed.pipe.schedule import NAMES, Action, Row, Schedule, make_schedule, parse
-from deepspeed.pipe.simulate import peak_by_formula, simulate, time_by_formula
+from deepspeed.pipe.simulate import peak_by_formula, put_off_by_formula, simulate, time_by_formula
 
 FAST = [(1, 1), (1, 5), (2, 1), (2, 2), (2, 5), (3, 3), (4, 2), (4, 8), (5, 10), (8, 16), (16, 4)]
 ALL = [(stages, micros) for stages in range(1, 17) for micros in range(1, 65)]
@@ -17,7 +17,7 @@ SOME = [*(pytest.param(*one) for one in FAST), *(pytest.param(*one, marks=pytest
 
 
 def possible(name: str, stages: int, micros: int, chunks: int) -> bool:
-    return not (name == "1f1b" and chunks > 1) and not (name == "interleaved" and micros % stages)
+    return not (name in ("1f1b", "zero_bubble") and chunks > 1) and not (name == "interleaved" and micros % stages)
 
 
 @pytest.mark.parametrize(("stages", "micros"), SOME)
@@ -29,6 +29,7 @@ def test_every_schedule_ends_and_costs_what_the_formula_says(stages: int, micros
             schedule = make_schedule(name, stages, micros, chunks)
             found = simulate(schedule)
             assert found.peaks == tuple(peak_by_formula(schedule, stage) for stage in range(stages)), schedule
+            assert found.put_off == tuple(put_off_by_formula(schedule, stage) for stage in range(stages)), schedule
             assert found.time == time_by_formula(schedule), schedule
             cost = 1 if name == "inference" else 3
             assert found.idle == pytest.approx(1 - micros * chunks * cost / found.time)
@@ -36,11 +37,15 @@ def test_every_schedule_ends_and_costs_what_the_formula_says(stages: int, micros
 
 def test_a_schedule_prints_and_parses() -> None:
     for name in NAMES:
-        schedule = make_schedule(name, 2, 4, 1 if name == "1f1b" else 2)
+        schedule = make_schedule(name, 2, 4, 2 if possible(name, 2, 4, 2) else 1)
         assert parse(str(schedule)) == schedule
     assert str(make_schedule("1f1b", 2, 2)).splitlines()[1:] == [
         "F0 >F0 F1 >F1 <B0 B0 <B1 B1",
         "<F0 F0 B0 >B0 <F1 F1 B1 >B1",
+    ]
+    assert str(make_schedule("zero_bubble", 2, 3)).splitlines()[1:] == [
+        "F0 >F0 F1 >F1 <B0 B0 W0 F2 >F2 <B1 B1 W1 <B2 B2 W2",
+        "<F0 F0 B0 >B0 <F1 F1 B1 >B1 W0 <F2 F2 B2 >B2 W1 W2",
     ]
     assert make_schedule("1f1b", 2, 2).around(0, 4, beside=2) == "… F1 >F1 [<B0] B0 <B1 …"
 
@@ -108,7 +113,27 @@ def repeated(word: str) -> Callable[[Row], Row]:
     ],
 )
 def test_planted_errors_are_named(stage: int, change: Callable[[Row], Row], words: list[str]) -> None:
-    schedule = make_schedule("1f1b", 2, 4)
+    expect_named("1f1b", stage, change, words)
+
+
+@pytest.mark.parametrize(
+    ("stage", "change", "words"),
+    [
+        (0, without("W2"), ["stage 0 never computes W2"]),
+        (1, swapped("B1", "W1"), ["stage 1: W1 before its backward (order swapped)"]),
+        (1, swapped("F0", "W0"), ["stage 1: W0 before its backward (order swapped)"]),
+        (1, repeated("W3"), ["stage 1: W3 is computed twice"]),
+        (0, lambda row: (*row, Action("W", 4)), ["stage 0: W4 is none of the schedule's micro-batches"]),
+        (1, lambda row: tuple(one for one in row if one.op != "W"), ["stage 1 never computes W0"]),
+        (0, without("B2"), ["stage 0: W2 before its backward"]),
+    ],
+)
+def test_planted_errors_of_weights_are_named(stage: int, change: Callable[[Row], Row], words: list[str]) -> None:
+    expect_named("zero_bubble", stage, change, words)
+
+
+def expect_named(name: str, stage: int, change: Callable[[Row], Row], words: list[str]) -> None:
+    schedule = make_schedule(name, 2, 4)
     rows = list(schedule.rows)
     rows[stage] = change(rows[stage])
     with pytest.raises(PipelineError) as found:
@@ -121,6 +146,8 @@ def test_a_count_that_cannot_be_had_names_the_next() -> None:
         make_schedule("interleaved", 4, 5, 2)
     with pytest.raises(ArgumentError, match="interleaved"):
         make_schedule("1f1b", 2, 4, 2)
+    with pytest.raises(ArgumentError, match="zero_bubble has one chunk"):
+        make_schedule("zero_bubble", 2, 4, 2)
     with pytest.raises(ArgumentError, match="no schedule 'zero'"):
         make_schedule("zero", 2, 4)
     with pytest.raises(ArgumentError):
@@ -130,3 +157,21 @@ def test_a_count_that_cannot_be_had_names_the_next() -> None:
 def test_stages_have_parts_in_turns() -> None:
     schedule = Schedule("x", 1, 2, ((), (), ()))
     assert schedule.parts == 6 and [schedule.part(stage, 1) for stage in range(3)] == [3, 4, 5]
+
+
+@pytest.mark.parametrize(("stages", "micros"), [(2, 4), (4, 8), (8, 8)])
+def test_weights_that_come_later_leave_a_third_of_the_bubble_and_hold_no_more_than_the_first_stage_did(
+    stages: int, micros: int
+) -> None:
+    plain, later = (simulate(make_schedule(name, stages, micros)) for name in ("1f1b", "zero_bubble"))
+    least = micros * 3
+    assert later.time - least == pytest.approx((plain.time - least) / 3)
+    assert max(later.peaks) == max(plain.peaks)
+    assert [held - off for held, off in zip(later.peaks, later.put_off, strict=True)] == list(plain.peaks)
+
+
+@pytest.mark.parametrize("weights", [0.0, 0.1, 3.0])
+def test_a_schedule_is_valid_whatever_weights_cost(weights: float) -> None:
+    costs = [(1.0, 1.0, weights)] * 4
+    found = simulate(make_schedule("zero_bubble", 4, 8), costs)
+    assert found.time <= simulate(make_schedule("1f1b", 4, 8), [(1.0, 1.0 + weights)] * 4).time + 1e-9
