@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge, Node
@@ -25,6 +26,9 @@ Gradients = Sequence[torch.Tensor] | None
 # By the name of autograd's node: which of its edges is that of the right factor, and what it calls the left one.
 _PRODUCTS = {"MmBackward0": (1, "self"), "AddmmBackward0": (2, "mat1")}
 _REENTRANT = "CheckpointFunctionBackward"  # it refuses a backward that leaves something out
+_ACCUMULATES = "AccumulateGrad"
+_KINDS = {*_PRODUCTS, _REENTRANT, _ACCUMULATES}
+_ANCHOR, _LEAF = 1, 2  # what is below a node: the anchor, any leaf
 _MOST = 4  # gradients that meet are formed together: a weight that more products use gets them at once, one by one
 
 
@@ -122,7 +126,7 @@ class SplitBackward:
         nodes = [root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots]
         graph = _Graph([node for node in nodes if node is not None], self._anchor)
         self._groups = graph.groups()
-        self._now = {id(leaf): leaf for leaf in map(_leaf, graph.now) if leaf is not None}
+        self._now = {id(leaf): leaf for leaf in graph.leaves()}
         self._later = {id(leaf) for group in self._groups for leaf in group.leaves()}
 
     def overtakes(self, earlier: SplitBackward) -> bool:
@@ -155,10 +159,11 @@ class _Graph:
     """
 
     def __init__(self, roots: list[Node], anchor: torch.Tensor) -> None:
-        self._below: dict[Node, list[Node]] = {}  # children; each node comes after those below it
-        self._leads: dict[Node, bool] = {}  # whether the anchor is below
+        self._nexts: dict[Node, Any] = {}  # what is below: nodes or None, and numbers
+        self._found: dict[Node, int] = {}  # what is known to be below
         self._edges: dict[Node, GradientEdge] = {}  # of products: what may be put off
-        self._reached: dict[Node, bool] = {}  # whether a leaf is below, by another way than those
+        self._leaves: list[Node] = []
+        self._refuses = False
         for root in roots:
             self._read(root, anchor)
         self.now: set[Node] = set()
@@ -167,46 +172,64 @@ class _Graph:
             self._keep([self._edges.pop(node).node for node in met])
 
     def _read(self, root: Node, anchor: torch.Tensor) -> None:
-        """All that is below a node, from below."""
-        open_ = [root]
+        """All that is below a node, from below: every micro-batch waits for it."""
+        nexts, found, open_ = self._nexts, self._found, [root]
         while open_:
             node = open_[-1]
-            children = self._below.get(node)
-            if children is None:
-                children = self._below[node] = [child for child, _ in node.next_functions if child is not None]
-                fresh = [child for child in children if child not in self._leads]
-                if fresh:
-                    open_ += fresh
+            if node in found:
+                open_.pop()
+                continue
+            below = nexts.get(node)
+            if below is None:
+                below = nexts[node] = node.next_functions
+                waits = False
+                for child, _ in below:
+                    if child is not None and child not in found:
+                        open_.append(child)
+                        waits = True
+                if waits:
                     continue
             open_.pop()
-            if node not in self._leads:
-                self._judge(node, children, anchor)
+            here = 0
+            for child, _ in below:
+                if child is not None:
+                    here |= found[child]
+            found[node] = here
+            kind = type(node).__name__
+            if kind in _KINDS:
+                self._judge(node, kind, anchor)
 
-    def _judge(self, node: Node, children: list[Node], anchor: torch.Tensor) -> None:
-        """A node all of whose children are known."""
-        leads, reached = self._leads, self._reached
-        if not children:
-            leaf = _leaf(node)
-            leads[node], reached[node] = leaf is anchor, leaf is not None
-            return
-        leads[node] = any(leads[child] for child in children)
-        edge = _right_factor(node)
-        if edge is not None and not leads[edge.node] and children.count(edge.node) == 1:
-            if any(reached[child] for child in children if child is not edge.node):  # else autograd would not come here
+    def _judge(self, node: Node, kind: str, anchor: torch.Tensor) -> None:
+        """A leaf, or a product all of whose factors are known."""
+        if kind == _ACCUMULATES:
+            self._leaves.append(node)
+            self._found[node] = _ANCHOR | _LEAF if _leaf(node) is anchor else _LEAF
+        elif kind == _REENTRANT:
+            self._refuses = True
+        elif (edge := _right_factor(node)) is not None and not self._found[edge.node] & _ANCHOR:
+            others = [child for child, _ in self._nexts[node] if child is not None]
+            others.remove(edge.node)
+            # It must be no other factor too, and autograd would not come here at all for nothing else.
+            if edge.node not in others and any(self._found[child] & _LEAF for child in others):
                 self._edges[node] = edge
-        reached[node] = any(reached[child] for child in children)
 
     def _keep(self, nodes: list[Node]) -> None:
         """These and what is below them are for this backward."""
-        open_ = [node for node in nodes if node not in self.now]
-        self.now.update(open_)
+        now, nexts, edges = self.now, self._nexts, self._edges
+        open_ = [node for node in nodes if node not in now]
+        now.update(open_)
         while open_:
             node = open_.pop()
-            edge = self._edges.get(node)
-            for child in self._below[node]:
-                if child not in self.now and (edge is None or child is not edge.node):
-                    self.now.add(child)
+            edge = edges.get(node)
+            apart = None if edge is None else edge.node
+            for child, _ in nexts[node]:
+                if child is not None and child not in now and child is not apart:
+                    now.add(child)
                     open_.append(child)
+
+    def leaves(self) -> list[torch.Tensor]:
+        """Those of this backward; after `groups`."""
+        return [node.variable for node in self._leaves if node in self.now]  # type: ignore[attr-defined]
 
     def _meets(self, node: Node) -> bool:
         """Whether this backward comes to something from here down by another way."""
@@ -215,7 +238,7 @@ class _Graph:
     def _under(self, node: Node) -> set[Node]:
         found, open_ = {node}, [node]
         while open_:
-            fresh = [child for child in self._below[open_.pop()] if child not in found]
+            fresh = [child for child, _ in self._nexts[open_.pop()] if child is not None and child not in found]
             found.update(fresh)
             open_ += fresh
         return found
@@ -223,7 +246,7 @@ class _Graph:
     def groups(self) -> list[_Group]:
         """What is put off, from below; products whose gradients meet are together."""
         owner = dict[Node, _Group]()
-        if any(type(node).__name__ == _REENTRANT for node in self._below):
+        if self._refuses:
             return []
         for node, edge in self._edges.items():
             if node in self.now:
@@ -249,7 +272,7 @@ class _Graph:
 
 def _leaf(node: Node) -> torch.Tensor | None:
     """The leaf whose gradient a node accumulates."""
-    return node.variable if type(node).__name__ == "AccumulateGrad" else None  # type: ignore[attr-defined]
+    return node.variable if type(node).__name__ == _ACCUMULATES else None  # type: ignore[attr-defined]
 
 
 def _right_factor(node: Node) -> GradientEdge | None:

@@ -1,0 +1,71 @@
+"""The zero-bubble schedule has the bits of 1F1B, and puts weights off wherever somebody waits."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from tests.parallel.zero_bubble_runs import beside, refused
+
+FAST = ("GPTNeo", 2, 1, 1, 4, "fp32")
+# family (GPTNeo's embedding is tied over stages), pp, dp, ZeRO stage, accumulation, precision
+TABLE = [
+    (family, pp, dp, stage, accumulation, precision)
+    for family, (pp, dp), stage, accumulation, precision in itertools.product(
+        ("GPTNeo", "Llama"), ((2, 1), (2, 2), (4, 1)), (0, 1), (4, 5), ("fp32", "bf16", "fp16")
+    )
+] + [("GPTNeo", 2, 2, 2, 5, precision) for precision in ("fp32", "bf16", "fp16")]  # under stages ZeRO 2 reduces as 1
+SOME = [FAST, *(pytest.param(*one, marks=pytest.mark.slow) for one in TABLE if one != FAST)]
+
+
+def expect(found: list[tuple[int, int]], pp: int, put_off: bool = True) -> None:
+    """Ranks of the first stage put nothing off; all others do."""
+    for rank, (kept, compared) in enumerate(found):
+        assert compared > 5
+        assert bool(kept) == (put_off and rank >= len(found) // pp), found
+
+
+@pytest.mark.parametrize(("family", "pp", "dp", "stage", "accumulation", "precision"), SOME)
+def test_the_bits_are_those_of_1f1b(
+    workers: Any, family: str, pp: int, dp: int, stage: int, accumulation: int, precision: str
+) -> None:
+    expect(workers(pp * dp).run(beside, family, pp, stage, accumulation, precision, timeout=100), pp)
+
+
+TP = {"tensor_parallel": {"autotp_size": 2}}
+CELLS = [
+    # ranks, accumulation, precision, settings, how, whether something is put off
+    (2, 4, "autocast", {}, "", True),
+    (2, 4, "fp32", {}, "adapters", True),
+    (2, 4, "fp32", {}, "frozen", True),
+    (2, 4, "fp32", {}, "lengths", True),
+    (2, 4, "fp32", {}, "items", True),
+    (2, 4, "bf16", {}, "hooks", True),
+    (2, 1, "bf16", {}, "", True),
+    (2, 1, "fp16", {}, "", True),
+    (2, 4, "fp32", {"zero": {"offload_optimizer": {"device": "cpu"}}}, "", True),
+    (2, 4, "fp32", {"activation_checkpointing": {"enabled": True}}, "", True),  # the head's alone
+    (2, 4, "fp32", {}, "checkpointed", True),
+    (2, 4, "fp32", {}, "checkpointed older", False),
+    (4, 4, "fp32", TP, "", True),
+    (4, 4, "bf16", {**TP, "zero": {"stage": 0}}, "hooks", True),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "accumulation", "precision", "settings", "how", "put_off"), CELLS, ids=str)
+@pytest.mark.parametrize("stage", [0, 1])
+def test_the_bits_are_those_of_1f1b_with_one_thing_besides(
+    workers: Any, ranks: int, accumulation: int, precision: str, settings: Any, how: str, put_off: bool, stage: int
+) -> None:
+    if stage == 0 and "offload_optimizer" in settings.get("zero", {}):
+        pytest.skip("nothing to offload is split")
+    expect(
+        workers(ranks).run(beside, "Llama", 2, stage, accumulation, precision, settings, how, timeout=60), 2, put_off
+    )
+
+
+def test_what_it_cannot_do_is_refused_by_name(workers: Any) -> None:
+    workers(2).run(refused, timeout=30)
