@@ -1,14 +1,14 @@
 """Time of one training step of Transformers' Llama in stages, beside torch's own pipelining.
 
 Width 384, 8 layers, vocabulary 8,192, sequence 128, fp32, batch 8 in 4 or 8 micro-batches. Sides, in random order in
-every round: torch's 1F1B and interleaved 1F1B over hand-made stages of equally many layers, and engines at ZeRO 0 over
-the unedited model with the same schedules, cut so ("even") and by operations ("best", the default). Losses are equal,
-which is checked at the first step; bytes sent are compared with the formula.
+every round: torch's 1F1B, interleaved 1F1B and zero-bubble over hand-made stages of equally many layers, and engines at
+ZeRO 0 over the unedited model with the same schedules, cut so ("even") and by operations ("best", the default). Losses
+are equal, which is checked at the first step; bytes sent are compared with the formula.
 
 Idle is the part of ranks times step in which a rank waits for another; it is compared with what simulation says of the
-schedule, where each part costs what its forward and backward took (the mean of a step's micro-batches), and each stage
-does beside its schedule what it was seen to do: medians over the rounds. Rounds are kept as they end; a second call on
-the same day adds to them, so delete the file when the tree has changed.
+schedule, where each part costs what its forward, backward and weights took (the mean of a step's micro-batches), and
+each stage does beside its schedule what it was seen to do: medians over the rounds. Rounds are kept as they end; a
+second call on the same day adds to them, so delete the file when the tree has changed.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from tensor_step import LEARNING_RATE, SAME_LOSS, SEQUENCE, VOCABULARY, llama
 from torch import Tensor, nn
 
 WIDTH, BATCH = 384, 8
-CHUNKS = {"1f1b": 1, "interleaved": 2}
+CHUNKS = {"1f1b": 1, "interleaved": 2, "zero_bubble": 1}
 PARTITIONS = {"even": "uniform", "best": "best"}
 SIDES = [f"{who} {schedule}" for who in ("torch", *PARTITIONS) for schedule in CHUNKS]
 REFERENCE = "torch 1f1b"
-_ACTION = re.compile(r"([FB])\d+(?:\.(\d+))?")  # what the recorder calls a forward or backward of a chunk
+_ACTION = re.compile(r"([FBW])\d+(?:\.(\d+))?")  # what the recorder calls a forward or backward of a chunk
 
 
 class Part(nn.Module):
@@ -91,11 +91,13 @@ def torchs(schedule: str, rank: int, ranks: int, micros: int) -> Side:
     own = [Part(model, at * step, (at + 1) * step) for at in range(rank, parts, ranks)]
     device, places = torch.device("cpu"), zip(own, range(rank, parts, ranks), strict=True)
     stages = [pipelining.PipelineStage(part, at, parts, device) for part, at in places]
-    made = (
-        pipelining.Schedule1F1B(stages[0], micros, loss_fn=loss_of)
-        if schedule == "1f1b"
-        else pipelining.ScheduleInterleaved1F1B(stages, micros, loss_fn=loss_of)
-    )
+    made: Any
+    if schedule == "1f1b":
+        made = pipelining.Schedule1F1B(stages[0], micros, loss_fn=loss_of)
+    elif schedule == "interleaved":
+        made = pipelining.ScheduleInterleaved1F1B(stages, micros, loss_fn=loss_of)
+    else:
+        made = pipelining.ScheduleInterleavedZeroBubble(stages, micros, loss_fn=loss_of)
     parameters = [param for part in own for param in part.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, foreach=False)
 
@@ -226,6 +228,7 @@ def rows_of(ranks: int, rounds: list[dict[str, Any]]) -> list[dict[str, Any]]:
         own = [one for one in rounds if one["micros"] == micros]
         for name in (side for side in SIDES if side in own[0]):
             here = [one for one in own if name in one]
+            same = f"torch {name.split()[1]}"
 
             def paired(other: str, name: str = name, here: list[Any] = here) -> dict[str, float]:
                 found = median_interval([longest(one[name]) / longest(one[other]) for one in here])
@@ -233,7 +236,7 @@ def rows_of(ranks: int, rounds: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
             row = {"ranks": ranks, "micros": micros, "side": name, "rounds": len(here),
                    "ms": 1e3 * statistics.median(longest(one[name]) for one in here), **paired(REFERENCE),
-                   "of the same": paired(f"torch {name.split()[1]}")}  # fmt: skip
+                   "of the same": paired(same) if all(same in one for one in here) else {}}  # fmt: skip
             seen = [one[name] for one in here if "idle" in one[name][0]]
             rows.append(row | (idle_of(name, ranks, micros, seen) if seen else {}))
     return rows
@@ -252,9 +255,9 @@ def idle_of(name: str, ranks: int, micros: int, rounds: list[list[dict[str, Any]
     schedule = name.split()[1]
 
     def took(rank: int, what: str) -> float:
-        return statistics.median(facts[rank]["took"][what] for facts in rounds)
+        return statistics.median(facts[rank]["took"].get(what, 0.0) for facts in rounds)
 
-    costs = [(took(rank, f"F{c}"), took(rank, f"B{c}")) for c in range(CHUNKS[schedule]) for rank in range(ranks)]
+    costs = [tuple(took(rank, f"{op}{c}") for op in "FBW") for c in range(CHUNKS[schedule]) for rank in range(ranks)]
     beside = [statistics.median(facts[rank]["beside"] for facts in rounds) for rank in range(ranks)]
     found = simulate(make_schedule(schedule, ranks, micros, CHUNKS[schedule]), costs, beside)
     seen = [
@@ -293,8 +296,8 @@ def main() -> None:
 
 
 def ratio(row: dict[str, float]) -> str:
-    """A ratio with its interval."""
-    return f"{row['ratio']:.3f} [{row['low']:.3f}, {row['high']:.3f}]"
+    """A ratio with its interval; nothing where there is none."""
+    return f"{row['ratio']:.3f} [{row['low']:.3f}, {row['high']:.3f}]" if row else ""
 
 
 if __name__ == "__main__":

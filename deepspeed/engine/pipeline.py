@@ -28,6 +28,7 @@ from deepspeed.engine.step_timers import FORWARD
 from deepspeed.engine.window_driver import WindowDriver
 from deepspeed.engine.window_feed import Fed, Said, agree, take
 from deepspeed.errors import ArgumentError, NotAvailableError, PipelineError
+from deepspeed.foundation.log import say
 from deepspeed.pipe.count import Count, check, check_shared, mean_loss
 from deepspeed.pipe.executor import Executor, Part
 from deepspeed.pipe.module import PipelineModule
@@ -47,6 +48,22 @@ def validated(name: str, stages: int, micros: int, chunks: int) -> Schedule:
     schedule = make_schedule(name, stages, micros, chunks)
     simulate(schedule)
     return schedule
+
+
+def _say_held(schedule: Schedule) -> None:
+    """Where weights come later, stages hold more than their own place in the pipeline asks for."""
+    if schedule.splits:
+        found = simulate(schedule)
+        together, later = (", ".join(map(str, numbers)) for numbers in (found.peaks, found.put_off))
+        say(
+            f"{schedule.name}: stages hold at most {together} micro-batches (1f1b: {_peaks_of_1f1b(schedule)}). Of "
+            f"{later} of those backward is through, and what the gradients of weights need is held: inputs and "
+            f"gradients of matrix products"
+        )
+
+
+def _peaks_of_1f1b(schedule: Schedule) -> str:
+    return ", ".join(map(str, simulate(make_schedule("1f1b", schedule.stages, schedule.micros)).peaks))
 
 
 def _compare_shared(module: torch.nn.Module, mesh: Mesh) -> None:
@@ -79,7 +96,7 @@ class PipelineEngine(DeepSpeedEngine):
         self._name = "interleaved" if self._chunks > 1 and section.schedule == "1f1b" else section.schedule
         for part in self._parts:
             part.cast(self._components.dtype)
-        self.schedule(self.gradient_accumulation_steps())
+        _say_held(self.schedule(self.gradient_accumulation_steps()))
         divided, lookups = loss_is_divided(self.module), tables(self.module)
         self._driver = WindowDriver(self._parts, self._window, divided, lookups)
         self._executor = Executor(axis, self._driver, ring=self._chunks > 1, device=self.device)

@@ -37,6 +37,7 @@ def staged(pp: int, stage: int, settings: Any, own_stream: bool, lengths: bool, 
     return seen
 
 
+LATER = {"pipeline": {"schedule": "zero_bubble"}}
 TWO = {"pipeline": {"schedule": "interleaved", "chunks": 2}}
 CELLS = [
     (2, 2, 1, {}, True, True, True),
@@ -49,6 +50,12 @@ CELLS = [
     ),
     pytest.param(4, 2, 1, {"tensor_parallel": {"autotp_size": 2}}, False, False, False, marks=pytest.mark.slow),
     pytest.param(2, 2, 3, TWO, False, True, True, marks=pytest.mark.slow),
+    *(
+        pytest.param(ranks, pp, stage, LATER, own, True, late, marks=pytest.mark.slow)
+        for ranks, pp in ((2, 2), (4, 4), (4, 2))
+        for stage in (0, 1)
+        for own, late in ((False, False), (True, True))
+    ),
 ]
 
 

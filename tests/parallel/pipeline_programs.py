@@ -39,7 +39,7 @@ class Block(nn.Module):
     def __init__(self, kind: str, form: str, draw: random.Random) -> None:
         super().__init__()
         self.kind, self.form, self.factor = kind, form, draw.choice([1, -1, 2])
-        if kind in ("linear", "frozen", "narrow"):
+        if kind in ("linear", "frozen", "narrow", "fickle"):
             self.linear = nn.Linear(WIDTH, WIDTH, bias=draw.random() < 0.5)
             if kind == "frozen":
                 self.linear.requires_grad_(False)
@@ -53,6 +53,9 @@ class Block(nn.Module):
         elif self.kind == "narrow":  # shapes change: the last place goes to the others
             # what has travelled is contiguous, and kernels add in another order for what is not
             hidden = self.linear(hidden)[:, : max(1, hidden.shape[1] - 1)].clone(memory_format=torch.contiguous_format)
+        elif self.kind == "fickle":  # a weight that is not always a factor of a product
+            weight, odd = self.linear.weight, len(hidden) % 2
+            hidden = hidden + (hidden * weight[0] if odd else torch.tanh(hidden @ weight) @ weight.t())
         elif self.kind == "norm":
             hidden = self.norm(hidden)
         elif self.kind == "inplace":
@@ -82,7 +85,7 @@ class Program(nn.Module):
     def __init__(self, draw: random.Random, blocks: int) -> None:
         super().__init__()
         self.table = nn.Embedding(WORDS, WIDTH)
-        kinds = ["linear", "linear", "frozen", "norm", "inplace", "early", "narrow", "nothing"]
+        kinds = ["linear", "linear", "frozen", "norm", "inplace", "early", "narrow", "fickle", "nothing"]
         forms = ["tensor", "tuple", "dict", "state"]
         chosen = ["linear", *(draw.choice(kinds) for _ in range(blocks - 1))]  # a list without parameters is no model
         draw.shuffle(chosen)
@@ -134,8 +137,8 @@ def run_programs(first: int, count: int) -> list[tuple[int, str]]:
 def run_program(seed: int, axis: Any) -> str:
     draw = random.Random(seed)
     torch.manual_seed(seed)
-    name = draw.choice(["gpipe", "1f1b", "interleaved"])
-    chunks = 1 if name == "1f1b" else draw.choice([1, 2, 3])
+    name = draw.choice(["gpipe", "1f1b", "interleaved", "zero_bubble", "zero_bubble"])
+    chunks = 1 if name in ("1f1b", "zero_bubble") else draw.choice([1, 2, 3])
     micros = draw.randint(1, 3) * axis.size if name == "interleaved" else draw.randint(1, 7)
     parts = axis.size * chunks
     model = Program(draw, parts + draw.randint(0, 4))

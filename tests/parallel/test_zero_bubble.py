@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.parallel.zero_bubble_runs import beside, refused
+from tests.parallel.zero_bubble_runs import beside, held, refused
 
 FAST = ("GPTNeo", 2, 1, 1, 4, "fp32")
 # family (GPTNeo's embedding is tied over stages), pp, dp, ZeRO stage, accumulation, precision
@@ -69,3 +69,19 @@ def test_the_bits_are_those_of_1f1b_with_one_thing_besides(
 
 def test_what_it_cannot_do_is_refused_by_name(workers: Any) -> None:
     workers(2).run(refused, timeout=30)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("pp", "micros"), [(2, 5), (4, 8)])
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_stages_hold_what_the_schedule_says(workers: Any, schedule: str, pp: int, micros: int) -> None:
+    for (peak, put_off), seen, left, stage in workers(pp).run(held, schedule, pp, micros, timeout=60):
+        base = seen[0][1]
+        assert abs(left - base) <= 0.05 * seen[1][1], "something is left after the window"
+        activation = seen[1][1] - base  # after one forward
+        first = next(at for at, (op, _) in enumerate(seen) if op == "B")  # the next begins after its backward
+        later = seen[first + 1][1] - base - (first - 1) * activation if schedule == "zero_bubble" and stage else 0
+        assert 0 <= later < activation and bool(later) == bool(schedule == "zero_bubble" and stage), seen
+        wanted = (peak - put_off) * activation + put_off * later
+        most = max(now for _, now in seen) - base
+        assert abs(most - wanted) <= 0.05 * wanted, (seen, wanted, peak, put_off)

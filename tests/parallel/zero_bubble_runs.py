@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import deepspeed
 from deepspeed.comm.mesh import current_mesh
 from deepspeed.errors import NotAvailableError
+from deepspeed.foundation.tree import tensors_in
 from deepspeed.pipe.split_backward import SplitBackward
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from tests.parallel.dense import adamw
@@ -140,6 +144,50 @@ def _watched() -> Iterator[list[int]]:
         yield kept
     finally:
         SplitBackward.weights = plain  # type: ignore[method-assign]
+
+
+class Live(TorchDispatchMode):
+    """Bytes of what is computed and still held, at the begin of everything that a stage computes."""
+
+    def __init__(self, driver: Any) -> None:
+        super().__init__()
+        self.now, self.seen = 0, list[tuple[str, int]]()
+        self._known: set[int] = set()
+        for name in ("forward", "backward", "weights"):
+            setattr(driver, name, functools.partial(self._noted, name[0].upper(), getattr(driver, name)))
+
+    def _noted(self, op: str, run: Any, *args: Any) -> Any:
+        self.seen.append((op, self.now))
+        with self:
+            return run(*args)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in tensors_in(made):
+            storage = tensor.untyped_storage()
+            held = {t.untyped_storage().data_ptr() for t in tensors_in((args, kwargs))}
+            if storage.data_ptr() not in held | self._known:
+                self._known.add(storage.data_ptr())
+                self.now += storage.nbytes()
+                weakref.finalize(storage, self._freed, storage.data_ptr(), storage.nbytes())
+        return made
+
+    def _freed(self, place: int, size: int) -> None:
+        self._known.discard(place)
+        self.now -= size
+
+
+def held(schedule: str, pp: int, micros: int) -> tuple[list[int], list[tuple[str, int]], int, int]:
+    """Most that each stage holds by simulation and how many of it are put off; bytes seen here, and this stage."""
+    model = deep("Llama", 4)
+    config = config_of(1, pp, micros, pipeline={"schedule": schedule})
+    engine, *_ = deepspeed.initialize(model=model, optimizer=adamw(model.parameters()), config=config)
+    with engine:
+        engine.train_batch(batches(engine.module, 0, micros, 0))
+        live = Live(engine._driver)
+        engine.train_batch(batches(engine.module, micros, micros, 0))
+        found = engine.simulated(micros)
+        return [found.peaks[engine.stage_id], found.put_off[engine.stage_id]], live.seen, live.now, engine.stage_id
 
 
 def refused() -> None:
