@@ -39,7 +39,7 @@ class _Stage:
         self.at, self.clock, self.busy = 0, 0.0, 0.0
         self.held: set[tuple[int, int]] = set()
         self.put_off: set[tuple[int, int]] = set()
-        self.peak = (0, 0)  # of both together, and of the former
+        self.peak: tuple[int, int] = (0, 0)  # of both together, and of the former
         self.done: Counter[tuple[str, int, int]] = Counter()
         self.taken: set[tuple[str, int, int]] = set()
 

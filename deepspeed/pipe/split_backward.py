@@ -21,7 +21,7 @@ from torch.autograd.graph import GradientEdge, Node
 
 from deepspeed.errors import PipelineError
 
-Roots = Sequence[GradientEdge | torch.Tensor]
+Roots = Sequence[Any]  # edges or tensors
 Gradients = Sequence[torch.Tensor] | None
 # By the name of autograd's node: which of its edges is that of the right factor, and what it calls the left one.
 _PRODUCTS = {"MmBackward0": (1, "self"), "AddmmBackward0": (2, "mat1")}
@@ -280,11 +280,11 @@ def _right_factor(node: Node) -> GradientEdge | None:
     place, left = _PRODUCTS.get(type(node).__name__, (0, ""))
     if not left or getattr(node, "_saved_alpha", 1) != 1:
         return None
-    edge = GradientEdge(*node.next_functions[place])
-    if edge.node is None or getattr(node, f"_raw_saved_{left}").unpack_hook is not None:
+    child, number = node.next_functions[place]
+    if child is None or getattr(node, f"_raw_saved_{left}").unpack_hook is not None:
         return None  # a hook may be there for one reading, as that of a block which is computed again
     kept = getattr(node, f"_saved_{left}")
-    return edge if kept.layout is torch.strided and kept.is_floating_point() else None
+    return GradientEdge(child, number) if kept.layout is torch.strided and kept.is_floating_point() else None
 
 
 def _product(node: Node, edge: GradientEdge) -> _Product:

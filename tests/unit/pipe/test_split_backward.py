@@ -172,11 +172,10 @@ def both(model: nn.Module, micros: int = 2, autocast: bool = False) -> tuple[Any
             split = SplitBackward(anchor)
             split.read(roots)
             assert not any(split.overtakes(one) for one in waiting)
-            before = {name: None if p.grad is None else p.grad.clone() for name, p in params.items()}
+            before = {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in params.items()}
             split.backward(roots, [given])
             for name, param in params.items():
-                changed = before[name] is None if param.grad is not None else False
-                changed = changed or (param.grad is not None and not torch.equal(param.grad, before[name]))
+                changed = param.grad is not None and not torch.equal(param.grad, before[name])
                 assert not (id(param) in split._later and changed), name
                 names.update({name} if id(param) in split._later else ())
             waiting.append(split)
@@ -227,7 +226,7 @@ def test_hooks_of_parameters_and_tensors_see_what_they_always_see() -> None:
         for param in model.parameters():
             param.register_hook(lambda gradient: gradient * 2)
             param.register_post_accumulate_grad_hook(lambda p, seen=seen: seen.append(p.grad.clone()))
-        model.one.register_full_backward_hook(lambda *_: seen.append(torch.zeros(1)))
+        model.get_submodule("one").register_full_backward_hook(lambda *_: seen.append(torch.zeros(1)))
         return model
 
     gradients = []
