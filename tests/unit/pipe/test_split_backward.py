@@ -317,3 +317,26 @@ def test_a_graph_is_read_in_time_that_grows_with_it() -> None:
 
     few = min(seconds(250) for _ in range(3))
     assert min(seconds(2000) for _ in range(3)) < 8 * 4 * few
+
+
+@pytest.mark.slow
+def test_compiled_pieces_stay_in_one() -> None:
+    torch.manual_seed(3)
+
+    def build() -> Model:
+        return Model(lambda m, x: m.two(m.fast(x)), one=linear(), two=linear())
+
+    model, other = build(), build()
+    other.load_state_dict(model.state_dict())
+    found: list[Any] = []
+    for each, in_two in ((model, False), (other, True)):
+        object.__setattr__(each, "fast", torch.compile(each.get_submodule("one"), backend="aot_eager"))
+        anchor, seen = torch.empty((), requires_grad=True), list[Any]()
+        root = each(Enters.apply(anchor, seen, torch.ones(ROWS, WIDTH))).square().sum()
+        split = SplitBackward(anchor if in_two else None)
+        split.read([root])
+        split.backward([root])
+        assert split.kept == (2 * ROWS * WIDTH * 4 if in_two else 0)  # of what is not compiled
+        split.weights()
+        found.append([*(param.grad for param in each.parameters()), *seen])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
