@@ -230,9 +230,11 @@ class Executor:
             if self._splits:
                 split = SplitBackward(held.anchor)
                 split.read(held.roots)
-                for (micro, _), earlier in self._split.items():  # gradients come in the order of micro-batches
-                    if split.overtakes(earlier):
-                        self._driver.weights(micro, earlier.weights)
+                waiting = list(self._split.items())
+                while waiting and not split.overtakes(waiting[-1][1]):
+                    waiting.pop()
+                for (micro, _), earlier in waiting:  # every gradient comes in the order of micro-batches
+                    self._driver.weights(micro, earlier.weights)
                 self._split[action.micro, action.chunk], run = split, split.backward
             self._driver.backward(action.micro, held.roots, held.given, run)
         held.roots, held.given = [], None

@@ -41,6 +41,7 @@ CELLS = [
     (2, 4, "fp32", {}, "adapters", True),
     (2, 4, "fp32", {}, "frozen", True),
     (2, 4, "fp32", {}, "lengths", True),
+    (2, 5, "fp32", {}, "fickle", True),
     (2, 4, "fp32", {}, "items", True),
     (2, 4, "bf16", {}, "hooks", True),
     (2, 1, "bf16", {}, "", True),

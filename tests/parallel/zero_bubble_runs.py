@@ -73,7 +73,9 @@ def _followed(
             if precision == "fp16" and window == 1 and engine.is_last_stage():
                 planted = home.register_forward_hook(lambda _m, _a, out: out * float("inf"))
             here = replica(current_mesh())
-            given = batches(_inner(engine.module), window * accumulation, accumulation, here, how == "lengths")
+            given = batches(
+                _inner(engine.module), window * accumulation, accumulation, here, how in ("lengths", "fickle")
+            )
             items = {"num_items": _items} if how == "items" else {}
             found[f"loss {window}"] = engine.train_batch(given, **items).nan_to_num(-1.0)
             found[f"norm {window}"] = torch.tensor(float(engine.get_global_grad_norm())).nan_to_num(-1.0)
@@ -103,6 +105,10 @@ def _changed(model: Any, how: str) -> Any:
     if how == "frozen":
         for name, param in model.named_parameters():
             param.requires_grad = not (name.endswith("bias") or ".2." in name)
+    if how == "fickle":  # a weight that is a factor of a product, and with every second length something besides
+        layer = model.model.layers[-1].mlp.down_proj
+        plain, weight = layer.forward, layer.weight
+        layer.forward = lambda x: plain(x) * (1 + weight.mean() if x.shape[1] % 2 else 1)
     if how.startswith("checkpointed"):
         older = how.endswith("older")
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": older})
