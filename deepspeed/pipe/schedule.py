@@ -9,6 +9,7 @@ and send an activation, `<B3` and `>B3` its gradient. Where a row has `W3`, `B3`
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -63,7 +64,7 @@ class Schedule:
         """How many stages there are."""
         return len(self.rows)
 
-    @property
+    @functools.cached_property
     def splits(self) -> bool:
         """Whether backward is in two."""
         return any(action.op == "W" for row in self.rows for action in row)

@@ -21,6 +21,7 @@ INTERLEAVED = {"pipeline": {"schedule": "interleaved", "chunks": 2}}
         pytest.param(2, [5, 9], "pad", None, marks=pytest.mark.slow),
         pytest.param(3, [5, 9], "cycle", None, marks=pytest.mark.slow),
         pytest.param(0, [5, 9], "drop", INTERLEAVED, marks=pytest.mark.slow),
+        pytest.param(1, [5, 9], "drop", {"pipeline": {"schedule": "zero_bubble"}}, marks=pytest.mark.slow),
     ],
 )
 def test_a_loop_over_windows_trains_as_the_dense_model_does(

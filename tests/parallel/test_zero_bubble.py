@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.parallel.zero_bubble_runs import beside, held, refused
+from tests.parallel.zero_bubble_runs import beside, held, overwritten, refused
 
 FAST = ("GPTNeo", 2, 1, 1, 4, "fp32")
 # family (GPTNeo's embedding is tied over stages), pp, dp, ZeRO stage, accumulation, precision
@@ -70,6 +70,15 @@ def test_the_bits_are_those_of_1f1b_with_one_thing_besides(
     expect(
         workers(ranks).run(beside, "Llama", 2, stage, accumulation, precision, settings, how, timeout=60), 2, put_off
     )
+
+
+@pytest.mark.slow
+def test_an_input_that_is_overwritten_too_early_is_named_on_all_ranks(workers: Any) -> None:
+    assert workers(2).run(overwritten, "1f1b", timeout=30) == [("", "")] * 2
+    (first, told), (kind, text) = workers(2).run(overwritten, "zero_bubble", timeout=30)
+    workers(2).kill()  # the group was told to end
+    assert kind == "PipelineError" and "micro-batch 0, backward of weights" in text and "in place" in text, text
+    assert first == "CommError" and "stage 1" in told and "backward of weights" in told, told
 
 
 def test_what_it_cannot_do_is_refused_by_name(workers: Any) -> None:

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import deepspeed
 from deepspeed.comm.mesh import current_mesh
-from deepspeed.errors import NotAvailableError
+from deepspeed.errors import DeepSpeedError, NotAvailableError
 from deepspeed.foundation.tree import tensors_in
 from deepspeed.pipe.split_backward import SplitBackward
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
@@ -194,6 +194,38 @@ def held(schedule: str, pp: int, micros: int) -> tuple[list[int], list[tuple[str
         engine.train_batch(batches(engine.module, micros, micros, 0))
         found = engine.simulated(micros)
         return [found.peaks[engine.stage_id], found.put_off[engine.stage_id]], live.seen, live.now, engine.stage_id
+
+
+class _Static(torch.autograd.Function):
+    """A buffer that every micro-batch overwrites, as captured graphs have."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return buffer.copy_(x).detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return gradient, None
+
+
+def overwritten(schedule: str) -> tuple[str, str]:
+    """The error of each rank, where the last stage overwrites what a weight needs once the next micro-batch comes."""
+    model, buffers = deep("Llama", 4), list[torch.Tensor]()
+    layer = model.model.layers[-1].mlp.down_proj
+    plain = layer.forward
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        buffers.append(buffers[0] if buffers else torch.empty_like(x.detach()))
+        return plain(_Static.apply(x, buffers[0]))
+
+    config = config_of(1, 2, 3, pipeline={"schedule": schedule})
+    engine, *_ = deepspeed.initialize(model=model, optimizer=adamw(model.parameters()), config=config)
+    layer.forward = forward
+    try:
+        engine.train_batch(batches(engine.module, 0, 3, 0))
+    except DeepSpeedError as error:
+        return type(error).__name__, str(error)
+    return "", ""
 
 
 def refused() -> None:

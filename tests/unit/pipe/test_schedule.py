@@ -175,3 +175,20 @@ def test_a_schedule_is_valid_whatever_weights_cost(weights: float) -> None:
     costs = [(1.0, 1.0, weights)] * 4
     found = simulate(make_schedule("zero_bubble", 4, 8), costs)
     assert found.time <= simulate(make_schedule("1f1b", 4, 8), [(1.0, 1.0 + weights)] * 4).time + 1e-9
+
+
+def test_a_schedule_is_searched_for_weights_once() -> None:
+    schedule = make_schedule("1f1b", 2, 8)
+    rows = [Counted(row) for row in schedule.rows]
+    simulate(counted := replace(schedule, rows=tuple(rows)))
+    assert not counted.splits and [row.walks for row in rows] == [1, 1]
+
+
+class Counted(tuple[Action, ...]):
+    """A row that counts how often all of it is looked at."""
+
+    walks = 0
+
+    def __iter__(self):  # type: ignore[no-untyped-def]
+        self.walks += 1
+        return super().__iter__()
