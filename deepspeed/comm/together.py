@@ -7,14 +7,16 @@ has ended. Where they do not all say the same, none begins. So ranks that take d
 
 from __future__ import annotations
 
+import contextlib
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import torch
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.comm import watch
 from deepspeed.comm.api import all_gather_into_tensor, told_by_all
 from deepspeed.comm.axis import Axis
 from deepspeed.errors import CommError
@@ -111,3 +113,21 @@ def run_together(axis: Axis, action: Callable[[], T]) -> Ended[T]:
     finally:
         _underway.pop()
     return Ended(result, run.texts, error)
+
+
+@contextlib.contextmanager
+def alarmed(label: Callable[[], str]) -> Iterator[None]:
+    """What a rank raises inside ends the others too, wherever they wait: for computations whose ranks do not meet.
+
+    Nothing can be sent between the ranks afterwards.
+
+    Args:
+        label: what was being done, in the others' reports.
+    """
+    try:
+        yield
+    except CommError:
+        raise
+    except Exception as error:
+        watch.failed(label(), error)
+        raise

@@ -151,19 +151,14 @@ class PipelineEngine(DeepSpeedEngine):
 
         Raises:
             DataError: a rank's data ended before the window was full, or failed; nothing was computed.
-            PipelineError: a stage failed; says which, with its layers and micro-batch.
+            PipelineError: a stage failed; says which, with its layers and micro-batch. Or a rank is in evaluation mode
+                or inside `no_sync`.
             UsageError: `num_items` with a window of `loop`, which counts samples; ranks ask for different windows.
         """
-        if self._components.optimizer is None:
+        if self._components.destroyed:
             raise without_optimizer("train_batch", self._components)
-        if not self.training:
-            raise PipelineError("train_batch() of an engine in evaluation mode; call engine.train() first")
-        if self._window.holding:
-            raise PipelineError(
-                "train_batch() inside no_sync(): a window ends with the gradients of all its micro-batches"
-            )
         window = self._window
-        fed = self._fetch(data_iter, None, num_items is not None)
+        fed = self._fetch(data_iter, None, num_items is not None, refused=self._refusal())
         batches, steps = fed.batches, len(fed.batches)
         self._driver.samples = _of_last_stage(self.mesh, fed.samples)
         self._driver.items = self._items(batches, num_items) if fed.items else self._driver.samples
@@ -187,6 +182,18 @@ class PipelineEngine(DeepSpeedEngine):
         self._preemption.stop_if_asked()
         return mean
 
+    def _refusal(self) -> Exception | None:
+        """Why this rank cannot train as it stands."""
+        if self._components.optimizer is None:
+            return without_optimizer("train_batch", self._components)
+        if not self.training:
+            return PipelineError("train_batch() of an engine in evaluation mode; call engine.train() first")
+        if self._window.holding:
+            return PipelineError(
+                "train_batch() inside no_sync(): a window ends with the gradients of all its micro-batches"
+            )
+        return None
+
     def eval_batch(
         self,
         data_iter: Iterator[Any] | None,
@@ -209,9 +216,11 @@ class PipelineEngine(DeepSpeedEngine):
         Returns:
             The loss, 0-d fp32 (a list of them without reduction).
         """
+        refused = None
         if reduce_output not in _REDUCTIONS:
-            raise ArgumentError(f"reduce_output is {reduce_output!r}; it is one of {_REDUCTIONS}")
-        fed, training = self._fetch(data_iter, num_micro_batches), self.training
+            refused = ArgumentError(f"reduce_output is {reduce_output!r}; it is one of {_REDUCTIONS}")
+        fed = self._fetch(data_iter, num_micro_batches, trains=False, refused=refused)
+        training = self.training
         batches = fed.batches
         self.eval()
         try:
@@ -325,7 +334,14 @@ class PipelineEngine(DeepSpeedEngine):
         """A function that each micro-batch goes through first."""
         self._batch_fn = fn
 
-    def _fetch(self, data_iter: Iterator[Any] | None, count: int | None, items: bool = False) -> Fed:
+    def _fetch(
+        self,
+        data_iter: Iterator[Any] | None,
+        count: int | None,
+        items: bool = False,
+        trains: bool = True,
+        refused: Exception | None = None,
+    ) -> Fed:
         """The micro-batches of a window. All ranks call together; those without a use for data do as the others say."""
         reads = any(part.reads_batch for part in self._parts)
         if data_iter is None and reads:
@@ -334,7 +350,7 @@ class PipelineEngine(DeepSpeedEngine):
             data_iter = self._iterator
         wanted = count or (len(data_iter) if isinstance(data_iter, Window) else self._window.steps)
         read = functools.partial(take, data_iter, wanted, self._batch_fn, self.device) if reads else None
-        fed = agree(data_iter, wanted, items, read, self._said)
+        fed = agree(data_iter, wanted, items, read, self._said, trains, refused)
         for same in self._same:
             for batch in fed.batches[: same.left]:
                 same.compare(batch, in_parts=isinstance(self.module, PipelineModule))

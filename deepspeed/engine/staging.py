@@ -14,9 +14,10 @@ from torch import nn
 from deepspeed.comm.api import told_by_all
 from deepspeed.comm.mesh import DIMS, REPLICATED, Mesh
 from deepspeed.comm.same_batches import first_difference
+from deepspeed.comm.together import alarmed
 from deepspeed.config import DeepSpeedConfig
-from deepspeed.errors import ArgumentError, MeshError, NotAvailableError, PipelineError, UsageError
-from deepspeed.foundation.log import say
+from deepspeed.errors import ArgumentError, DeepSpeedError, MeshError, NotAvailableError, PipelineError, UsageError
+from deepspeed.foundation.log import in_words, say
 from deepspeed.pipe.cost import seconds
 from deepspeed.pipe.executor import Part
 from deepspeed.pipe.layout import Meter, find_layout
@@ -28,6 +29,7 @@ from deepspeed.zero.placement import Relation, placement_of
 from deepspeed.zero.prefetch import Limits
 from deepspeed.zero.resettle import is_born, refuse_served, resettle
 
+_MOST = 300  # characters of another rank's error
 _PROFILED_TOKENS = 512  # a row; two fewer than a model's positions, which RoBERTa begins to count at two
 
 
@@ -51,20 +53,29 @@ def check_model(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh, optimizer
         Whether it has no values yet, on all ranks.
 
     Raises:
-        PipelineError: ranks have different models.
+        PipelineError: ranks have different models, or another rank's was refused.
         UsageError: it has values on some ranks alone.
         NotAvailableError: what is asked for besides does not go together with stages yet.
     """
-    refuse_served(model)
-    axis = mesh.axis(*DIMS)
-    empty = dict(zip(axis.ranks, told_by_all(axis, is_without_values(model)), strict=True))
+    axis, problem = mesh.axis(*DIMS), None
+    try:
+        refuse_served(model)
+        _refuse_unavailable(model, config, optimizer)
+    except DeepSpeedError as error:  # raised once every rank knows
+        problem = error
+    told = told_by_all(axis, (is_without_values(model), "" if problem is None else in_words(problem, _MOST)))
+    if problem is not None:
+        raise problem
+    for rank, (_, words) in zip(axis.ranks, told, strict=True):
+        if words:
+            raise PipelineError(f"rank {rank} cannot be made a stage: {words}")
+    empty = {rank: without for rank, (without, _) in zip(axis.ranks, told, strict=True)}
     if len(set(empty.values())) > 1:
         without, having = (next(rank for rank, is_so in empty.items() if is_so is wanted) for wanted in (True, False))
         raise UsageError(
             f"rank {without} was given a model without values (on the meta device), and rank {having} one that has "
             f"them: make it on the meta device on every rank or on none; to hold it once only, make it under zero.Init"
         )
-    _refuse_unavailable(model, config, optimizer)
     _refuse_other_models(_description(model), mesh)
     return empty[axis.ranks[axis.rank]]
 
@@ -128,7 +139,8 @@ def _meter(config: DeepSpeedConfig, mesh: Mesh) -> Meter:
 def _take_own(everything: dict[str, nn.Parameter], stage: nn.Module, config: DeepSpeedConfig, mesh: Mesh) -> None:
     """Parameters that were born over all stages become their stage's. All ranks call together."""
     shards = config.zero.stage == 3
-    resettle(everything, stage.parameters(), mesh.axis(*REPLICATED) if shards else None)
+    with alarmed(lambda: "laying parameters over the ranks of their stage"):
+        resettle(everything, stage.parameters(), mesh.axis(*REPLICATED) if shards else None)
 
 
 def _description(model: nn.Module) -> list[str]:

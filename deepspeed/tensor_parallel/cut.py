@@ -60,7 +60,7 @@ def cut_over(mesh: Mesh, model: nn.Module, **options: Any) -> Plan:
         DeepSpeedError: as `cut_model`.
     """
     everyone = mesh.axis(*DIMS)
-    # Rows meet in each unit's gather and `settle`: one that has ended would be waited for.
+    # Rows meet in each unit's gather: one that has ended would be waited for.
     born = any(map(is_managed, model.parameters()))
     in_step = everyone if born or options.get("settle") is not None else None
     return _in_step(everyone, lambda: cut_model(model, mesh.axis("tp"), in_step=in_step, **options))
@@ -134,10 +134,8 @@ def cut_model(
     say(plan.table())
     for unit in plan.units:
         module = model.get_submodule(unit.name)
-        _in_step(in_step, functools.partial(_cut_unit, module, unit, axis, check != "off"))
+        _in_step(in_step, functools.partial(_cut_unit, module, unit, axis, check != "off", settle))
         unit.calls = []  # their tensors are needed no more
-        if settle is not None:
-            settle(module)
     columns = {join(unit.name, n) for unit in plan.units for one in unit.regions for n in one.shares.region.columns}
     install(model, plan.drops, columns, axis)
     if vocabulary:
@@ -270,7 +268,9 @@ def _digest(one: Fitted) -> int:
     return zlib.crc32(repr((layers, shares.rows, tensors, inputs, sorted(shares.partial_inputs))).encode())
 
 
-def _cut_unit(module: nn.Module, unit: Unit, axis: Axis, check: bool) -> None:
+def _cut_unit(
+    module: nn.Module, unit: Unit, axis: Axis, check: bool, settle: Callable[[nn.Module], None] | None
+) -> None:
     release(module.parameters())
     constants = _hidden(module) if check else {}
     if check:  # what a model draws before the unit may differ over ranks
@@ -283,6 +283,8 @@ def _cut_unit(module: nn.Module, unit: Unit, axis: Axis, check: bool) -> None:
     with torch.no_grad():
         for name, value in constants.items():
             params[name].fill_(value)
+    if settle is not None:
+        settle(module)
 
 
 def _before_and_after(
