@@ -188,7 +188,7 @@ def alone(place: str) -> tuple[float, float]:
             if hasattr(one, "_init_weights"):
                 patch.setattr(one, "_init_weights", fails)
         if place != "rule" and last:
-            patch.setattr(slicing if place == "slices" else resettle, "lay", fails)
-        with raises(MemoryError if last else (CommError, TensorParallelError), "planted"):  # type: ignore[arg-type]
+            patch.setattr(*((slicing, "lay") if place == "slices" else (resettle, "release")), fails)
+        with raises(MemoryError if last else TensorParallelError if place == "slices" else CommError, "planted"):
             deepspeed.initialize(model=model, optimizer=momentum(model.parameters()), config=config)
     return begun[0], time.monotonic()
