@@ -255,6 +255,12 @@ def _refused_on_one(engine: Any, first: bool, rows: list[Any]) -> None:
     with raises(*(ArgumentError, "reduce_output") if first else told):
         engine.eval_batch(iter(rows), reduce_output="max" if first else "avg")
     assert engine.training
+    with raises(*(DataError, "data of rank 1 failed") if first else (ZeroDivisionError, "division")):
+        engine.train_batch(iter(rows), num_items=lambda _: 1 / 0)
+    short = [(ids, labels[:1]) for ids, labels in rows]
+    with raises(*(PipelineError, "loss on rank 1 failed") if first else (ValueError, "batch_size")):
+        engine.eval_batch(iter(short))
+    assert torch.isfinite(engine.eval_batch(iter(rows)))
 
 
 def handed_over() -> None:
