@@ -14,13 +14,13 @@ from torch import nn
 from deepspeed.comm.api import told_by_all
 from deepspeed.comm.mesh import DIMS, REPLICATED, Mesh
 from deepspeed.comm.same_batches import first_difference
-from deepspeed.comm.together import alarmed
+from deepspeed.comm.together import alarmed, in_step
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.errors import ArgumentError, DeepSpeedError, MeshError, NotAvailableError, PipelineError, UsageError
-from deepspeed.foundation.log import in_words, say
+from deepspeed.foundation.log import say
 from deepspeed.pipe.cost import seconds
 from deepspeed.pipe.executor import Part
-from deepspeed.pipe.layout import Meter, find_layout
+from deepspeed.pipe.layout import Layout, Meter, find_layout
 from deepspeed.pipe.module import PipelineModule
 from deepspeed.pipe.stage import keep_stage
 from deepspeed.tensor_parallel.inputs import inputs_of
@@ -29,7 +29,6 @@ from deepspeed.zero.placement import Relation, placement_of
 from deepspeed.zero.prefetch import Limits
 from deepspeed.zero.resettle import is_born, refuse_served, resettle
 
-_MOST = 300  # characters of another rank's error
 _PROFILED_TOKENS = 512  # a row; two fewer than a model's positions, which RoBERTa begins to count at two
 
 
@@ -57,19 +56,14 @@ def check_model(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh, optimizer
         UsageError: it has values on some ranks alone.
         NotAvailableError: what is asked for besides does not go together with stages yet.
     """
-    axis, problem = mesh.axis(*DIMS), None
-    try:
-        refuse_served(model)
-        _refuse_unavailable(model, config, optimizer)
-    except DeepSpeedError as error:  # raised once every rank knows
-        problem = error
-    told = told_by_all(axis, (is_without_values(model), "" if problem is None else in_words(problem, _MOST)))
-    if problem is not None:
-        raise problem
-    for rank, (_, words) in zip(axis.ranks, told, strict=True):
-        if words:
-            raise PipelineError(f"rank {rank} cannot be made a stage: {words}")
-    empty = {rank: without for rank, (without, _) in zip(axis.ranks, told, strict=True)}
+    axis = mesh.axis(*DIMS)
+    in_step(
+        axis,
+        lambda: (refuse_served(model), _refuse_unavailable(model, config, optimizer)),
+        lambda rank, words: PipelineError(f"rank {rank} cannot be made a stage: {words}"),
+    )
+    told = told_by_all(axis, is_without_values(model))
+    empty = dict(zip(axis.ranks, told, strict=True))
     if len(set(empty.values())) > 1:
         without, having = (next(rank for rank, is_so in empty.items() if is_so is wanted) for wanted in (True, False))
         raise UsageError(
@@ -107,7 +101,7 @@ def stage_model(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh, optimizer
         _refuse_untied(model, mesh)
         return list(model.parts())
     meter = _meter(config, mesh) if section.partition == "profile" else None
-    layout = find_layout(model, stages, inputs_of(model), section.partition, section.chunks, meter)
+    layout = _find(model, stages, section, meter, mesh)
     everything = dict(model.named_parameters())
     parts: list[Part] = list(keep_stage(model, layout, stages, stage))
     _take_own(everything, model, config, mesh)
@@ -121,6 +115,19 @@ def stage_model(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh, optimizer
         for group in optimizer.param_groups:
             group["params"] = [param for param in group["params"] if param in left]
     return parts
+
+
+def _find(model: nn.Module, stages: int, section: Any, meter: Meter | None, mesh: Mesh) -> Layout:
+    """Where to cut. All ranks call together; what one of them alone raises ends all."""
+
+    def find() -> Layout:
+        return find_layout(model, stages, inputs_of(model), section.partition, section.chunks, meter)
+
+    if meter is None and not is_born(model):
+        told = lambda rank, words: PipelineError(f"rank {rank} could not cut the model into stages: {words}")  # noqa: E731
+        return in_step(mesh.axis(*DIMS), find, told)
+    with alarmed(lambda: "looking for where to cut", (DeepSpeedError,)):  # ranks meet inside, to gather or to compare
+        return find()
 
 
 def _meter(config: DeepSpeedConfig, mesh: Mesh) -> Meter:

@@ -16,8 +16,8 @@ from deepspeed.comm.collectives import broadcast_tensors
 from deepspeed.comm.differentiable import enter
 from deepspeed.comm.mesh import DIMS, Mesh
 from deepspeed.comm.same_batches import first_difference
-from deepspeed.comm.together import run_together
-from deepspeed.errors import ArgumentError, CommError, DeepSpeedError, MeshError, TensorParallelError, UsageError
+from deepspeed.comm.together import in_step, run_together
+from deepspeed.errors import ArgumentError, MeshError, TensorParallelError, UsageError
 from deepspeed.foundation.log import in_words, say
 from deepspeed.foundation.tree import tensors_in
 from deepspeed.tensor_parallel import verify
@@ -75,23 +75,11 @@ def _in_step(everyone: Axis | None, action: Callable[[], T]) -> T:
     """
     if everyone is None:
         return action()
-    result: Any = None
-    error: Exception | None = None
-    try:
-        result = action()
-    except CommError:
-        raise
-    except Exception as why:
-        error = why
-    mine = "" if error is None else str(error) if isinstance(error, DeepSpeedError) else in_words(error, 300)
-    texts = told_by_all(everyone, mine)
-    if error is not None:
-        raise error
-    elsewhere = next((pair for pair in zip(everyone.ranks, texts, strict=True) if pair[1]), None)
-    if elsewhere is not None:
-        rank, text = elsewhere
-        raise TensorParallelError(f"rank {rank}, of another row of tp, could not cut the model: {text}")
-    return result
+    return in_step(
+        everyone,
+        action,
+        lambda rank, text: TensorParallelError(f"rank {rank}, of another row of tp, could not cut the model: {text}"),
+    )
 
 
 def cut_model(

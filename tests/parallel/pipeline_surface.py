@@ -272,8 +272,13 @@ def handed_over() -> None:
         model(**batch_of(model, 0, 0)).loss.backward()
         used.step()
     begun = time.monotonic()
-    words = ("has state of the whole model",) if first else ("rank 0 cannot be made a stage: ArgumentError",)
+    words = ("has state of the whole model",) if first else ("rank 0 cannot be made a stage: the optimizer has state",)
     with raises(ArgumentError if first else PipelineError, *words):
         deepspeed.initialize(model=model, optimizer=used if first else fresh, config=config_of(1, 2, 2))
+    handle = model.register_forward_pre_hook(lambda *_: 1 // 0) if first else None
+    with raises(*(ZeroDivisionError, "") if first else (PipelineError, "rank 0 could not cut", "ZeroDivisionError")):
+        deepspeed.initialize(model=model, optimizer=fresh, config=config_of(1, 2, 2))
+    if handle is not None:
+        handle.remove()
     assert time.monotonic() - begun < 10
     deepspeed.initialize(model=model, optimizer=fresh, config=config_of(1, 2, 2))[0].destroy()
