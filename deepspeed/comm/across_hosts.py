@@ -96,28 +96,37 @@ def reduce_to_copies(
     label: str,
     scale: float,
     finish: Callable[[list], Handle | None],
+    in_rank_order: bool = False,
 ) -> Handle:
     """Sum slices at their owners, and then over the ranks that own a copy of the slice, where messages have no tags.
 
     Args:
         axis: ranks that share a copy.
-        copies: ranks that own this slice; the backend sums there in fp32, with equal bits on all of them.
+        copies: ranks that own this slice; the sum over them is in fp32, with equal bits on all of them.
         flat: 1-D contribution of this rank, not to be touched until the handle is done.
         cuts: slice boundaries.
         label: for reports.
         scale: factor on the first sum.
-        finish: called with the sum, fp32, as the only contribution.
+        finish: called with the sum, fp32, as the only contribution; in rank order with the first sum of each copy.
+        in_rank_order: both sums, for which the second is formed by this rank and not by the backend.
     """
     total = torch.empty(cuts[axis.rank + 1] - cuts[axis.rank], dtype=torch.float32, device=flat.device)
 
     def add(parts: list[torch.Tensor]) -> None:
-        sum_in_rank_order(parts, total, scale, add=False, any_order=True)
+        sum_in_rank_order(parts, total, scale, add=False, any_order=not in_rank_order)
 
+    def send() -> list[Any]:
+        if in_rank_order:
+            return [dist.all_gather_into_tensor(table, total, group=copies.group, async_op=True)]
+        return [dist.all_reduce(table, group=copies.group, async_op=True)]
+
+    table = total.new_empty(total.numel() * copies.size) if in_rank_order else total
     with aside(flat.device):  # `wait` orders this stream, and does not block the host
-        reduce_to_owners(axis, flat, cuts, 0, label, add).wait()
+        reduce_to_owners(axis, flat, cuts, 0, label, add, in_rank_order=in_rank_order).wait()
         across = f"reduce across copies: {label}"
-        works = post(copies, across, lambda: [dist.all_reduce(total, group=copies.group, async_op=True)])
-    return Handle(copies, across, works, lambda: finish([total]), total, total.nbytes)
+        works = post(copies, across, send)
+    nbytes = total.nbytes * (copies.size - 1 if in_rank_order else 1)
+    return Handle(copies, across, works, lambda: finish(list(table.split(total.numel()))), total, nbytes)
 
 
 def _each_hosts(within: Axis, table: torch.Tensor, flat: torch.Tensor, count: int) -> list[Any]:

@@ -7,17 +7,19 @@ has ended. Where they do not all say the same, none begins. So ranks that take d
 
 from __future__ import annotations
 
+import contextlib
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.comm import watch
 from deepspeed.comm.api import all_gather_into_tensor, told_by_all
 from deepspeed.comm.axis import Axis
-from deepspeed.errors import CommError
+from deepspeed.errors import CommError, DeepSpeedError
 from deepspeed.foundation.log import in_words
 
 T = TypeVar("T")
@@ -111,3 +113,52 @@ def run_together(axis: Axis, action: Callable[[], T]) -> Ended[T]:
     finally:
         _underway.pop()
     return Ended(result, run.texts, error)
+
+
+def in_step(axis: Axis, action: Callable[[], T], elsewhere: Callable[[int, str], Exception]) -> T:
+    """What an action returns, where it raises on no rank; all ranks of the axis call together.
+
+    Args:
+        axis: its ranks do not meet inside, or all raise before they do.
+        action: of this rank.
+        elsewhere: the error of this rank where another one raised; gets its global rank, and its words.
+
+    Raises:
+        Exception: what the action raised here, or `elsewhere`.
+        CommError: a rank is gone.
+    """
+    result: Any = None
+    error: Exception | None = None
+    try:
+        result = action()
+    except CommError:
+        raise
+    except Exception as why:
+        error = why
+    mine = "" if error is None else str(error) if isinstance(error, DeepSpeedError) else in_words(error, 300)
+    texts = told_by_all(axis, mine)
+    if error is not None:
+        raise error
+    other = next((pair for pair in zip(axis.ranks, texts, strict=True) if pair[1]), None)
+    if other is not None:
+        raise elsewhere(*other)
+    return result
+
+
+@contextlib.contextmanager
+def alarmed(label: Callable[[], str], alike: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+    """What a rank raises inside ends the others too, wherever they wait: for computations whose ranks do not meet.
+
+    Nothing can be sent between the ranks afterwards.
+
+    Args:
+        label: what was being done, in the others' reports.
+        alike: errors that all ranks raise, of which none has to be told.
+    """
+    try:
+        yield
+    except (CommError, *alike):
+        raise
+    except Exception as error:
+        watch.failed(label(), error)
+        raise

@@ -168,22 +168,23 @@ class PipelineEngine(DeepSpeedEngine):
 
         Raises:
             DataError: a rank's data ended before the window was full, or failed; nothing was computed.
-            PipelineError: a stage failed; says which, with its layers and micro-batch.
+            PipelineError: a stage failed; says which, with its layers and micro-batch. Or a rank is in evaluation mode
+                or inside `no_sync`.
             UsageError: `num_items` with a window of `loop`, which counts samples; ranks ask for different windows.
         """
-        if self._components.optimizer is None:
+        if self._components.destroyed:
             raise without_optimizer("train_batch", self._components)
-        if not self.training:
-            raise PipelineError("train_batch() of an engine in evaluation mode; call engine.train() first")
-        if self._window.holding:
-            raise PipelineError(
-                "train_batch() inside no_sync(): a window ends with the gradients of all its micro-batches"
-            )
         window = self._window
-        fed = self._fetch(data_iter, None, num_items is not None)
+        counted: list[float] = []
+
+        def count(batches: list[Any]) -> None:
+            if num_items is not None and self.is_last_stage():
+                counted.extend(float(num_items(batch)) for batch in batches)
+
+        fed = self._fetch(data_iter, None, count if num_items is not None else None, refused=self._refusal())
         batches, steps = fed.batches, len(fed.batches)
         self._driver.samples = _of_last_stage(self.mesh, fed.samples)
-        self._driver.items = self._items(batches, num_items) if fed.items else self._driver.samples
+        self._driver.items = _of_last_stage(self.mesh, counted) if fed.items else self._driver.samples
         self._before_micro_batch()
         self._instruments.throughput.start()
         with self._timed(FORWARD):
@@ -203,6 +204,18 @@ class PipelineEngine(DeepSpeedEngine):
         self._offload.let_pinned_go()
         self._preemption.stop_if_asked()
         return mean
+
+    def _refusal(self) -> Exception | None:
+        """Why this rank cannot train as it stands."""
+        if self._components.optimizer is None:
+            return without_optimizer("train_batch", self._components)
+        if not self.training:
+            return PipelineError("train_batch() of an engine in evaluation mode; call engine.train() first")
+        if self._window.holding:
+            return PipelineError(
+                "train_batch() inside no_sync(): a window ends with the gradients of all its micro-batches"
+            )
+        return None
 
     def eval_batch(
         self,
@@ -226,9 +239,11 @@ class PipelineEngine(DeepSpeedEngine):
         Returns:
             The loss, 0-d fp32 (a list of them without reduction).
         """
+        refused = None
         if reduce_output not in _REDUCTIONS:
-            raise ArgumentError(f"reduce_output is {reduce_output!r}; it is one of {_REDUCTIONS}")
-        fed, training = self._fetch(data_iter, num_micro_batches), self.training
+            refused = ArgumentError(f"reduce_output is {reduce_output!r}; it is one of {_REDUCTIONS}")
+        fed = self._fetch(data_iter, num_micro_batches, trains=False, refused=refused)
+        training = self.training
         batches = fed.batches
         self.eval()
         try:
@@ -250,12 +265,15 @@ class PipelineEngine(DeepSpeedEngine):
         last, weights, found = self._parts[-1], samples or [1.0] * len(batches), list[torch.Tensor]()
         counted = 0.0
         for at, (batch, weight) in enumerate(zip(batches, weights, strict=True)):
-            losses = []
-            if made:
-                with torch.no_grad():
-                    losses.append(last.loss(made[at], batch).detach() * weight)
-                self._driver.means.add(last.metrics, weight)
-            counts = self._told(losses, "loss of an evaluation", weight if samples else 0.0)
+            losses, problem = list[torch.Tensor](), None
+            try:
+                if made:
+                    with torch.no_grad():
+                        losses.append(last.loss(made[at], batch).detach() * weight)
+                    self._driver.means.add(last.metrics, weight)
+            except Exception as error:  # raised once every rank knows
+                problem = error
+            counts = self._told(losses, "loss of an evaluation", weight if samples else 0.0, problem)
             share = sum(one.items for one in counts if one.losses) if samples else 1.0
             found.append(torch.tensor(mean_loss(counts) * (1.0 if reduce_output is None else share)))
             counted += share
@@ -277,18 +295,26 @@ class PipelineEngine(DeepSpeedEngine):
         finally:
             self._driver.batches = []
 
-    def _told(self, losses: list[torch.Tensor], label: str, items: float = 0.0) -> list[Count]:
-        """What every rank says of what has just run. All ranks call together."""
+    def _told(
+        self, losses: list[torch.Tensor], label: str, items: float = 0.0, problem: Exception | None = None
+    ) -> list[Count]:
+        """What every rank says of what has just run. All ranks call together, and raise where one has a problem."""
         self._sums += 1
         mean = float(torch.stack([one.float() for one in losses]).mean()) if losses else 0.0
         ran = self._driver.ran
         mine = Count(
             mean, len(losses), items, self.stage_id, self.global_steps, ran["forward"], ran["backward"],
-            len(self._driver.means),
+            len(self._driver.means), float(problem is not None),
         )  # fmt: skip
         tag = tag_of(self._channel, SMALL, self._sums)
         table = scalars.current.table(self._axes.everyone, list(mine), tag, label, self.device)
-        return [Count(*row) for row in table]
+        if problem is not None:
+            raise problem
+        counts = [Count(*row) for row in table]
+        failed = [rank for rank, count in zip(self._axes.everyone.ranks, counts, strict=True) if count.failed]
+        if failed:
+            raise PipelineError(f"the loss on rank {failed[0]} failed; its traceback says why")
+        return counts
 
     def _note_metrics(self, counts: list[Count]) -> None:
         """What the last stage reports is known everywhere. All ranks call together, after `_told`."""
@@ -301,11 +327,6 @@ class PipelineEngine(DeepSpeedEngine):
         check(counts, self.num_stages, micros, self._chunks)
         self._note_metrics(counts)
         return torch.tensor(mean_loss(counts))
-
-    def _items(self, batches: list[Any], num_items: Callable[[Any], float] | None) -> list[float] | None:
-        """Items of each micro-batch as the last stage counts them. All ranks call together."""
-        mine = [float(num_items(batch)) for batch in batches] if num_items and self.is_last_stage() else []
-        return _of_last_stage(self.mesh, mine)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own `generate`, its forward passes through all stages. All ranks call together.
@@ -342,7 +363,14 @@ class PipelineEngine(DeepSpeedEngine):
         """A function that each micro-batch goes through first."""
         self._batch_fn = fn
 
-    def _fetch(self, data_iter: Iterator[Any] | None, count: int | None, items: bool = False) -> Fed:
+    def _fetch(
+        self,
+        data_iter: Iterator[Any] | None,
+        count: int | None,
+        items: Callable[[list[Any]], None] | None = None,
+        trains: bool = True,
+        refused: Exception | None = None,
+    ) -> Fed:
         """The micro-batches of a window. All ranks call together; those without a use for data do as the others say."""
         reads = any(part.reads_batch for part in self._parts)
         if data_iter is None and reads:
@@ -350,8 +378,15 @@ class PipelineEngine(DeepSpeedEngine):
                 self._iterator = _endless(self.training_dataloader)
             data_iter = self._iterator
         wanted = count or (len(data_iter) if isinstance(data_iter, Window) else self._window.steps)
-        read = functools.partial(take, data_iter, wanted, self._batch_fn, self.device) if reads else None
-        fed = agree(data_iter, wanted, items, read, self._said)
+
+        def read() -> list[Any]:
+            found = take(data_iter, wanted, self._batch_fn, self.device)
+            if items is not None:
+                items(found)
+            return found
+
+        counts = items is not None
+        fed = agree(data_iter, wanted, counts, read if reads else None, self._said, trains, refused)
         for same in self._same:
             for batch in fed.batches[: same.left]:
                 same.compare(batch, in_parts=isinstance(self.module, PipelineModule))

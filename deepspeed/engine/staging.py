@@ -14,12 +14,13 @@ from torch import nn
 from deepspeed.comm.api import told_by_all
 from deepspeed.comm.mesh import DIMS, REPLICATED, Mesh
 from deepspeed.comm.same_batches import first_difference
+from deepspeed.comm.together import alarmed, in_step
 from deepspeed.config import DeepSpeedConfig
-from deepspeed.errors import ArgumentError, MeshError, NotAvailableError, PipelineError, UsageError
+from deepspeed.errors import ArgumentError, DeepSpeedError, MeshError, NotAvailableError, PipelineError, UsageError
 from deepspeed.foundation.log import say
 from deepspeed.pipe.cost import seconds
 from deepspeed.pipe.executor import Part
-from deepspeed.pipe.layout import Meter, find_layout
+from deepspeed.pipe.layout import Layout, Meter, find_layout
 from deepspeed.pipe.module import PipelineModule
 from deepspeed.pipe.stage import keep_stage
 from deepspeed.tensor_parallel.inputs import inputs_of
@@ -52,20 +53,24 @@ def check_model(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh, optimizer
         Whether it has no values yet, on all ranks.
 
     Raises:
-        PipelineError: ranks have different models.
+        PipelineError: ranks have different models, or another rank's was refused.
         UsageError: it has values on some ranks alone.
         NotAvailableError: what is asked for besides does not go together with stages yet.
     """
-    refuse_served(model)
     axis = mesh.axis(*DIMS)
-    empty = dict(zip(axis.ranks, told_by_all(axis, is_without_values(model)), strict=True))
+    in_step(
+        axis,
+        lambda: (refuse_served(model), _refuse_unavailable(model, config, mesh, optimizer)),
+        lambda rank, words: PipelineError(f"rank {rank} cannot be made a stage: {words}"),
+    )
+    told = told_by_all(axis, is_without_values(model))
+    empty = dict(zip(axis.ranks, told, strict=True))
     if len(set(empty.values())) > 1:
         without, having = (next(rank for rank, is_so in empty.items() if is_so is wanted) for wanted in (True, False))
         raise UsageError(
             f"rank {without} was given a model without values (on the meta device), and rank {having} one that has "
             f"them: make it on the meta device on every rank or on none; to hold it once only, make it under zero.Init"
         )
-    _refuse_unavailable(model, config, mesh, optimizer)
     _refuse_other_models(_description(model), mesh)
     return empty[axis.ranks[axis.rank]]
 
@@ -97,7 +102,7 @@ def stage_model(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh, optimizer
         _refuse_untied(model, mesh)
         return list(model.parts())
     meter = _meter(config, mesh) if section.partition == "profile" else None
-    layout = find_layout(model, stages, inputs_of(model), section.partition, section.chunks, meter)
+    layout = _find(model, stages, section, meter, mesh)
     everything = dict(model.named_parameters())
     parts: list[Part] = list(keep_stage(model, layout, stages, stage))
     _take_own(everything, model, config, mesh)
@@ -111,6 +116,19 @@ def stage_model(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh, optimizer
         for group in optimizer.param_groups:
             group["params"] = [param for param in group["params"] if param in left]
     return parts
+
+
+def _find(model: nn.Module, stages: int, section: Any, meter: Meter | None, mesh: Mesh) -> Layout:
+    """Where to cut. All ranks call together; what one of them alone raises ends all."""
+
+    def find() -> Layout:
+        return find_layout(model, stages, inputs_of(model), section.partition, section.chunks, meter)
+
+    if meter is None and not is_born(model):
+        told = lambda rank, words: PipelineError(f"rank {rank} could not cut the model into stages: {words}")  # noqa: E731
+        return in_step(mesh.axis(*DIMS), find, told)
+    with alarmed(lambda: "looking for where to cut", (DeepSpeedError,)):  # ranks meet inside, to gather or to compare
+        return find()
 
 
 def _meter(config: DeepSpeedConfig, mesh: Mesh) -> Meter:
@@ -129,7 +147,8 @@ def _meter(config: DeepSpeedConfig, mesh: Mesh) -> Meter:
 def _take_own(everything: dict[str, nn.Parameter], stage: nn.Module, config: DeepSpeedConfig, mesh: Mesh) -> None:
     """Parameters that were born over all stages become their stage's. All ranks call together."""
     shards = config.zero.stage == 3
-    resettle(everything, stage.parameters(), mesh.axis(*REPLICATED) if shards else None)
+    with alarmed(lambda: "laying parameters over the ranks of their stage"):
+        resettle(everything, stage.parameters(), mesh.axis(*REPLICATED) if shards else None)
 
 
 def _description(model: nn.Module) -> list[str]:

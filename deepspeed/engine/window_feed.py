@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 import torch
 
 from deepspeed.engine.feeding import Window
-from deepspeed.errors import ArgumentError, DataError, UsageError
+from deepspeed.errors import ArgumentError, DataError, PipelineError, UsageError
 from deepspeed.foundation.tree import map_tensors
 
 FAILED = -1  # instead of a number of micro-batches
+EVALUATES, TRAINS, REFUSED = 0.0, 1.0, 2.0  # what a rank was called for; or it cannot, as it stands
 
 
 class Said(NamedTuple):
@@ -24,6 +25,7 @@ class Said(NamedTuple):
         samples: whether they are of `loop`, which counts samples.
         items: whether a function counts their items.
         along: whether no part of its stage reads a batch, so that it does as the others do.
+        does: `EVALUATES`, `TRAINS` or `REFUSED`.
     """
 
     found: float
@@ -31,6 +33,7 @@ class Said(NamedTuple):
     samples: float
     items: float
     along: float
+    does: float
 
 
 @dataclass
@@ -54,6 +57,8 @@ def agree(
     items: bool,
     read: Callable[[], list[Any]] | None,
     tell: Callable[[Said], list[Said]],
+    trains: bool = True,
+    refused: Exception | None = None,
 ) -> Fed:
     """Read a window, unless a rank cannot. All ranks call together.
 
@@ -63,23 +68,30 @@ def agree(
         items: whether it was given a function that counts items.
         read: gives at most `wanted`; None where no part of this stage reads a batch.
         tell: gives what every rank says, in rank order; a collective.
+        trains: and does not evaluate.
+        refused: why this rank cannot do so as it stands; raised here once every rank knows.
 
     Raises:
         DataError: a rank's data ended or failed; a rank whose own data failed raises what it met.
         UsageError: ranks ask for different windows, or `num_items` comes with a window of a loop.
+        PipelineError: another rank was refused.
     """
-    problem: Exception | None = None
+    problem = refused
     batches: list[Any] = []
     samples = source.samples if isinstance(source, Window) else None
     try:
-        if read is not None and not (samples is not None and items):  # which is refused, and leaves the window whole
+        if (
+            read is not None and refused is None and not (samples is not None and items)
+        ):  # which is refused, and leaves the window whole
             batches = read()
     except Exception as error:  # raised once every rank knows
         problem = error
     found = FAILED if problem is not None else len(batches)
-    rows = tell(Said(found, wanted, samples is not None, items, read is None))
+    does = REFUSED if refused is not None else TRAINS if trains else EVALUATES
+    rows = tell(Said(found, wanted, samples is not None, items, read is None, does))
     if problem is not None:
         raise problem
+    _refuse_apart(rows)
     leading = {rank: row for rank, row in enumerate(rows) if not row.along} or dict(enumerate(rows))
     _refuse(leading)
     first = next(iter(leading.values()))
@@ -91,6 +103,20 @@ def agree(
         here = f"this rank had {len(batches)}"
         raise DataError(f"a window takes {count} micro-batches, and the data of a rank ended after {least}; {here}")
     return Fed(batches, samples, bool(first.items))
+
+
+def _refuse_apart(rows: list[Said]) -> None:
+    """All train or all evaluate; the same on all ranks but those that have been refused."""
+    refused = [rank for rank, row in enumerate(rows) if row.does == REFUSED]
+    if refused:
+        raise PipelineError(f"rank {refused[0]} was refused this call; its traceback says why. No micro-batch was run")
+    other = next((rank for rank, row in enumerate(rows) if row.does != rows[0].does), None)
+    if other is not None:
+        calls = ("train_batch", "eval_batch") if rows[0].does == TRAINS else ("eval_batch", "train_batch")
+        raise UsageError(
+            f"rank 0 called {calls[0]}() and rank {other} {calls[1]}(); all ranks make the same calls. No micro-batch "
+            f"was run"
+        )
 
 
 def _refuse(leading: dict[int, Said]) -> None:

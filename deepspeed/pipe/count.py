@@ -26,6 +26,7 @@ class Count(NamedTuple):
         forward: chunks times micro-batches that it has computed.
         backward: those that it ran backward of.
         metrics: numbers that it reports beside the loss.
+        failed: whether it has no loss because computing it raised.
     """
 
     loss: float
@@ -36,6 +37,7 @@ class Count(NamedTuple):
     forward: float
     backward: float
     metrics: float = 0.0
+    failed: float = 0.0
 
 
 def mean_loss(counts: Sequence[Count]) -> float:

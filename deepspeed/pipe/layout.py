@@ -6,6 +6,7 @@ other, each with stand-ins for all that it does not hold, and have to give the o
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -247,24 +248,49 @@ def _around(model: nn.Module, container: str) -> Iterator[tuple[str, nn.Module]]
                 yield name, child
 
 
-def _order(model: nn.Module, layout: Layout, inputs: dict[str, Any]) -> Any:
-    """Run the whole model; note what runs before and after its blocks. Returns what the model returns."""
-    container = model.get_submodule(layout.container)
-    units, count, events = dict(_around(model, layout.container)), len(list(container.children())), []
-    watched = {**units, **{str(at): block for at, block in enumerate(container.children())}}
+@contextlib.contextmanager
+def _watched(watched: Mapping[str, nn.Module], events: list[tuple[str, bool]]) -> Iterator[None]:
+    """Inside, modules run without graphs; each notes its name, and whether it would have had one."""
+    modes: list[bool] = []
+
+    def begins(name: str) -> None:
+        events.append((name, torch.is_grad_enabled()))
+        modes.append(torch.is_grad_enabled())
+        torch.set_grad_enabled(False)
+
+    def ends() -> None:
+        torch.set_grad_enabled(modes.pop())
+
     handles = [
-        module.register_forward_pre_hook(lambda _m, _a, _k, name=name: events.append(name), with_kwargs=True)
+        module.register_forward_pre_hook(lambda _m, _a, _k, name=name: begins(name), with_kwargs=True)
         for name, module in watched.items()
     ]
+    handles += [module.register_forward_hook(lambda _m, _a, _o: ends()) for module in watched.values()]
     try:
-        with quiet(model):
-            wanted = model(**inputs)
+        with torch.enable_grad():  # and restores the mode that was, also where a module raised
+            yield
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _order(model: nn.Module, layout: Layout, inputs: dict[str, Any]) -> Any:
+    """Run the whole model; note what runs before and after its blocks. Returns what the model returns."""
+    container = model.get_submodule(layout.container)
+    units, count = dict(_around(model, layout.container)), len(list(container.children()))
+    noted: list[tuple[str, bool]] = []
+    with quiet(model), _watched({**units, **{str(at): one for at, one in enumerate(container.children())}}, noted):
+        wanted = model(**inputs)
+    events = [name for name, _ in noted]
     if [name for name in events if name.isdigit()] != [str(at) for at in range(count)]:
         raise PipelineError(
             f"the {count} blocks of '{layout.container}' do not each run once, in order: nothing else can be cut"
+        )
+    trained = any(param.requires_grad for param in container.parameters())
+    if trained and not all(recorded for name, recorded in noted if name.isdigit()):
+        raise PipelineError(
+            f"the blocks of '{layout.container}' run where autograd records nothing (inside an autograd.Function of "
+            f"the model's own, or torch.no_grad): no gradient could go from stage to stage"
         )
     begin, end = events.index("0"), events.index(str(count - 1))
     between = sorted({name for name in events[begin:end] if name in units})

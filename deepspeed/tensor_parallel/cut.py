@@ -16,8 +16,8 @@ from deepspeed.comm.collectives import broadcast_tensors
 from deepspeed.comm.differentiable import enter
 from deepspeed.comm.mesh import DIMS, Mesh
 from deepspeed.comm.same_batches import first_difference
-from deepspeed.comm.together import run_together
-from deepspeed.errors import ArgumentError, CommError, DeepSpeedError, MeshError, TensorParallelError, UsageError
+from deepspeed.comm.together import in_step, run_together
+from deepspeed.errors import ArgumentError, MeshError, TensorParallelError, UsageError
 from deepspeed.foundation.log import in_words, say
 from deepspeed.foundation.tree import tensors_in
 from deepspeed.tensor_parallel import verify
@@ -60,7 +60,7 @@ def cut_over(mesh: Mesh, model: nn.Module, **options: Any) -> Plan:
         DeepSpeedError: as `cut_model`.
     """
     everyone = mesh.axis(*DIMS)
-    # Rows meet in each unit's gather and `settle`: one that has ended would be waited for.
+    # Rows meet in each unit's gather: one that has ended would be waited for.
     born = any(map(is_managed, model.parameters()))
     in_step = everyone if born or options.get("settle") is not None else None
     return _in_step(everyone, lambda: cut_model(model, mesh.axis("tp"), in_step=in_step, **options))
@@ -75,23 +75,11 @@ def _in_step(everyone: Axis | None, action: Callable[[], T]) -> T:
     """
     if everyone is None:
         return action()
-    result: Any = None
-    error: Exception | None = None
-    try:
-        result = action()
-    except CommError:
-        raise
-    except Exception as why:
-        error = why
-    mine = "" if error is None else str(error) if isinstance(error, DeepSpeedError) else in_words(error, 300)
-    texts = told_by_all(everyone, mine)
-    if error is not None:
-        raise error
-    elsewhere = next((pair for pair in zip(everyone.ranks, texts, strict=True) if pair[1]), None)
-    if elsewhere is not None:
-        rank, text = elsewhere
-        raise TensorParallelError(f"rank {rank}, of another row of tp, could not cut the model: {text}")
-    return result
+    return in_step(
+        everyone,
+        action,
+        lambda rank, text: TensorParallelError(f"rank {rank}, of another row of tp, could not cut the model: {text}"),
+    )
 
 
 def cut_model(
@@ -134,10 +122,8 @@ def cut_model(
     say(plan.table())
     for unit in plan.units:
         module = model.get_submodule(unit.name)
-        _in_step(in_step, functools.partial(_cut_unit, module, unit, axis, check != "off"))
+        _in_step(in_step, functools.partial(_cut_unit, module, unit, axis, check != "off", settle))
         unit.calls = []  # their tensors are needed no more
-        if settle is not None:
-            settle(module)
     columns = {join(unit.name, n) for unit in plan.units for one in unit.regions for n in one.shares.region.columns}
     install(model, plan.drops, columns, axis)
     if vocabulary:
@@ -270,7 +256,9 @@ def _digest(one: Fitted) -> int:
     return zlib.crc32(repr((layers, shares.rows, tensors, inputs, sorted(shares.partial_inputs))).encode())
 
 
-def _cut_unit(module: nn.Module, unit: Unit, axis: Axis, check: bool) -> None:
+def _cut_unit(
+    module: nn.Module, unit: Unit, axis: Axis, check: bool, settle: Callable[[nn.Module], None] | None
+) -> None:
     release(module.parameters())
     constants = _hidden(module) if check else {}
     if check:  # what a model draws before the unit may differ over ranks
@@ -283,6 +271,8 @@ def _cut_unit(module: nn.Module, unit: Unit, axis: Axis, check: bool) -> None:
     with torch.no_grad():
         for name, value in constants.items():
             params[name].fill_(value)
+    if settle is not None:
+        settle(module)
 
 
 def _before_and_after(

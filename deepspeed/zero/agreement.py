@@ -24,6 +24,11 @@ from deepspeed.zero.member import Member
 from deepspeed.zero.shard_group import group_of
 
 
+def _by_order(axis: Axis) -> bool:
+    """Whether messages are paired by their order alone."""
+    return not axis.tagged and axis.group is not None
+
+
 @dataclass(eq=False)
 class Meeting:
     """Ranks that agree on the groups whose parameters they all have."""
@@ -39,7 +44,7 @@ class Meeting:
 
     def put_in_order(self, depart: Callable[[Bucket, Round, int], None]) -> None:
         """Launch rounds in one order where messages carry no tags."""
-        untagged = [b for b in self.buckets if not b.group.axis.tagged and b.group.axis.group is not None]
+        untagged = [bucket for bucket in self.buckets if any(map(_by_order, bucket.group.holders.summing))]
         # Backward goes through the model from its end, and a group is complete with the first of its parameters.
         untagged.sort(key=lambda bucket: min(member.place for member in bucket.group.members), reverse=True)
         if untagged:

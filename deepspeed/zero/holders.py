@@ -99,6 +99,11 @@ class Holders:
     peers: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     slices: Axis | None = None
 
+    @property
+    def summing(self) -> list[Axis]:
+        """The axes that a round of gradients travels along."""
+        return [self.shard] if self.copies is None else [self.shard, self.copies]
+
     def position(self, rank: int) -> int:
         """Where this rank's counterpart of a global rank stands among `everyone`.
 

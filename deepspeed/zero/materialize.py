@@ -3,7 +3,8 @@
 Each module is initialized as its class says: by the `_init_weights(module)` of the nearest model around it (as those of
 Transformers have), or by its own `reset_parameters()`. Modules come in the order of `Module.apply`, so random values
 are those of the same model made whole by `to_empty`, tied again, and the same calls. What a rule leaves blank is reset
-without changing what it wrote; values that were there before, such as loaded ones, stay.
+without changing what it wrote, and the rule is called again, since it may scale, say, what a class gives itself;
+values that were there before, such as loaded ones, stay.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch.utils import swap_tensors
 
 from deepspeed.comm.api import told_by_all
 from deepspeed.comm.axis import Axis
+from deepspeed.comm.together import alarmed
 from deepspeed.errors import UsageError
 from deepspeed.zero.gathered import GatheredParameters
 from deepspeed.zero.init_context import Init, write_whole
@@ -27,11 +29,13 @@ from deepspeed.zero.param import birth_writers, is_managed
 Rule = Callable[[nn.Module], Any]
 # A module's mark: its tensors that were made and that nobody has written, with their versions. It stays after an error.
 _UNWRITTEN = "_ds_unwritten"
+_NOBODYS = 0xA5  # bytes of integers and truth values that nobody has written
+_STOPPED = "_ds_stopped"  # a model's mark: where an error left it with values of which some may be written half
 
 
 def is_without_values(model: nn.Module) -> bool:
     """Whether some of a model's parameters are on the meta device, or were and have been given no values since."""
-    if any(_UNWRITTEN in vars(module) for module in model.modules()):
+    if any({_UNWRITTEN, _STOPPED} & vars(module).keys() for module in model.modules()):
         return True
     return any(not is_managed(param) and param.device.type == "meta" for param in model.parameters())
 
@@ -48,13 +52,23 @@ def materialize(model: nn.Module, axis: Axis, device: torch.device) -> None:
 
     Raises:
         UsageError: nothing says which values a tensor has; names it, on all ranks. The model remains without values,
-            and a further call tries again.
+            and a further call tries again. Or an earlier call ended within a rule: it cannot.
+        Exception: what a rule raised; the other ranks are told.
     """
+    where = next((vars(module)[_STOPPED] for module in model.modules() if _STOPPED in vars(module)), None)
+    if where is not None:
+        raise UsageError(
+            f"an earlier attempt to give this model values ended at {where}: nobody can tell what had been written by "
+            f"then. Make the model anew"
+        )
     birth = _Birth(Init.over(axis, device), device)
     birth_writers.append(birth.write)  # a model initializes what its children have been given, and is sharded already
     try:
-        with torch.no_grad():
+        with torch.no_grad(), alarmed(lambda: f"values of {birth.at}"):
             birth.visit("", model, None)
+    except BaseException:
+        vars(model)[_STOPPED] = birth.at
+        raise
     finally:
         birth_writers.remove(birth.write)
     birth.check()
@@ -66,7 +80,8 @@ class _Birth:
         self._met: set[nn.Module] = set()
         self._given: set[nn.Parameter] = set()
         self._ruled: set[nn.Parameter] = set()  # of the given, those that a rule wrote
-        self._doing = ""  # "rule" or "reset", while one is called
+        self._doing = ""  # "rule", "reset" or "again", while one is called
+        self.at = "the model"  # the module that is being given values
         self._count = 0  # of tensors that have been given values
         self._places: dict[str, tuple[nn.Module, str]] = {}
         self._owed: dict[str, int] = {}  # where, version: not written as yet
@@ -79,13 +94,14 @@ class _Birth:
         rule, before = _rule_of(module) or rule, self._count
         for name, child in module.named_children():
             self.visit(f"{path}.{name}".lstrip("."), child, rule)
+        self.at = f"'{path}' ({type(module).__name__})" if path else type(module).__name__
         self._give(path, module, rule, before)
         self._context.shard(module)
 
     def write(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A module writes to another one's parameter: not where it had values, nor a reset where a rule wrote."""
         param = args[0]._ds_member.param
-        if param not in self._given or (self._doing == "reset" and param in self._ruled):
+        if self._doing == "again" or param not in self._given or (self._doing == "reset" and param in self._ruled):
             return args[0]
         if self._doing == "rule":
             self._ruled.add(param)
@@ -145,12 +161,24 @@ class _Birth:
         parts = {name: _written_part(_own(module)[name]) for name in blank} if rule is not None else {}
         with self._during("reset"):
             reset()
+        if rule is not None:
+            self._rule_again(module, rule, blank)
         for name, value in kept.items():
             _own(module)[name].detach().copy_(value)
         for name, part in parts.items():
             if part is not None:
                 written, values = part
                 _own(module)[name].detach()[written] = values
+
+    def _rule_again(self, module: nn.Module, rule: Rule, blank: list[str]) -> None:
+        """A rule that reads what the class gives has met nothing: now there is something. It draws nothing anew."""
+        before = {name: _own(module)[name].detach().clone() for name in blank}
+        kind = self._device.type
+        with self._during("again"), torch.random.fork_rng([] if kind == "cpu" else [self._device], device_type=kind):
+            rule(module)
+        own = _own(module)
+        changed = [name for name, value in before.items() if not torch.equal(_bytes(value), _bytes(own[name]))]
+        self._ruled.update(module._parameters[name] for name in changed if name in module._parameters)  # type: ignore[misc]
 
     @contextlib.contextmanager
     def _during(self, what: str) -> Iterator[None]:
@@ -231,9 +259,17 @@ def _rule_of(module: nn.Module) -> Rule | None:
 
 
 def _blank(like: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """NaN where there can be, so that what nobody writes is seen."""
-    value: Any = float("nan") if _has_nan(like) else 0
-    return torch.full(like.shape, value, dtype=like.dtype, device=device)
+    """NaN where there can be, else what hardly anybody writes, so that what nobody writes is seen."""
+    if _has_nan(like):
+        return torch.full(like.shape, float("nan"), dtype=like.dtype, device=device)
+    made = torch.empty(like.shape, dtype=like.dtype, device=device)
+    _bytes(made).fill_(_NOBODYS)
+    return made
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Its elements as bytes: all of them, in memory of its own."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _has_nan(tensor: torch.Tensor) -> bool:
@@ -249,7 +285,8 @@ def _is_blank(tensor: torch.Tensor, version: int) -> bool:
     """Whether some of it is not written: not by its version where there is NaN, since `.data` does not count."""
     if _has_nan(tensor):
         return bool(_nans(tensor).any())
-    return (is_managed(tensor) or tensor._version == version) and not bool(tensor.any())
+    untouched = is_managed(tensor) or tensor._version == version
+    return untouched and tensor.numel() > 0 and bool((_bytes(tensor) == _NOBODYS).all())
 
 
 def _written_part(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:

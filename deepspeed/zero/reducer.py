@@ -54,8 +54,7 @@ class Reducer:
         self.on_complete: Callable[[ShardGroup], None] | None = None  # all gradients of a group are here
         largest = max((g.numel for g in groups), default=0)
         self.device = groups[0].device if groups else torch.device("cpu")
-        parts = (axis for g in groups for axis in (g.axis, g.holders.copies) if axis is not None)
-        separate_reductions(parts, axes.everyone)
+        separate_reductions((axis for group in groups for axis in group.holders.summing), axes.everyone)
         self.wire = Wire(settings, largest, self.device)
         self._agreement = Agreement(axes, self.buckets, window, self.device)
         for meeting in self._agreement.meetings():

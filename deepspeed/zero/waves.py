@@ -2,14 +2,16 @@
 
 [Note: waves] One step of the user is one or several steps of the inner optimizer, each of which sees gradients on some
 leaves only. Every parameter is in one wave, step hooks run once, and every wave starts from the hyperparameters that
-the first one started from, once hooks had set theirs. While a group is updated, the next one is read ahead, the last
-one is written behind, and its parameters are already on their way to the other ranks. Where these travel between
-devices, what rests there is updated in a few waves too.
+the first one started from, once hooks had set theirs. Where somebody has put a `step` around the optimizer's own, that
+runs once too, and all waves inside of it, when the own step begins. While a group is updated, the next one is read
+ahead, the last one is written behind, and its parameters are already on their way to the other ranks. Where these
+travel between devices, what rests there is updated in a few waves too.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -19,6 +21,7 @@ import torch
 import torch.optim.optimizer as torch_optimizer
 
 from deepspeed.comm.collectives import Handle
+from deepspeed.errors import OptimizerError
 from deepspeed.foundation.heap import own_pages
 from deepspeed.foundation.recorder import UPDATE, recorder
 from deepspeed.ops.host_step import Fold, HostOptimizer
@@ -166,6 +169,11 @@ def _is_watched(optimizer: torch.optim.Optimizer) -> bool:
     hooks = [hook for table in (*own, *(getattr(torch_optimizer, name) for name in _GLOBAL)) for hook in table.values()]
     if not all(getattr(hook, "__module__", "") == _GUARD for hook in hooks):
         return True
+    return _is_wrapped(optimizer)
+
+
+def _is_wrapped(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a `step` was put around its own; one that only notes that there was a step does not count."""
     step = vars(optimizer).get("step")
     if step is None:
         return False
@@ -210,7 +218,10 @@ def update(
     def note(*_: Any) -> None:
         before[:] = _hyperparameters(optimizer)
 
-    for index, wave in enumerate(waves):
+    @contextlib.contextmanager
+    def at_hand(index: int) -> Iterator[None]:
+        """Inside, the optimizer's step is that of one wave; what it has updated is sent."""
+        wave = waves[index]
         if index + 1 < len(waves):
             waves[index + 1].ahead()
         # What rests elsewhere is updated through blocks that live for one wave. Aligned blocks of the heap do not fit
@@ -218,13 +229,62 @@ def update(
         with own_pages() if wave.moves else contextlib.nullcontext(), wave.prepared(optimizer, factor) as rounds:
             if index:
                 _restore(optimizer, before)
-            with _hooks(optimizer, index == 0, index == len(waves) - 1, note), _recorded(wave):
-                optimizer.step()
+            with _recorded(wave):
+                yield
             groups = [shard.group for shard in wave.shards]
             if updated is not None:
                 updated(groups)
-            handles += start_publish(groups, rounds)
+            handles.extend(start_publish(groups, rounds))
+
+    if len(waves) > 1 and _is_wrapped(optimizer):
+        _inside(optimizer, [functools.partial(at_hand, index) for index in range(len(waves))], note)
+        return handles
+    for index in range(len(waves)):
+        with at_hand(index), _hooks(optimizer, index == 0, index == len(waves) - 1, note):
+            optimizer.step()
     return handles
+
+
+def _inside(
+    optimizer: torch.optim.Optimizer, waves: list[Callable[[], contextlib.AbstractContextManager[None]]], note: Any
+) -> None:
+    """Call a wrapped `step` once, and run all waves inside of it: the last by the own step that it calls.
+
+    Args:
+        optimizer: the inner one.
+        waves: contexts in which the optimizer's own step is that of a wave.
+        note: called before the first, once hooks have run.
+
+    Raises:
+        OptimizerError: what was put around the step calls it several times.
+    """
+    places = list[str]()  # of the own step: "begun", "ended"
+
+    def begins(*_: Any) -> None:  # the last hook of those before the step
+        if "ended" in places:
+            raise OptimizerError(
+                f"the step that was put around that of {type(optimizer).__name__} calls it several times: that cannot "
+                f"be had where the optimizer is offloaded, whose step is one of each group"
+            )
+        if places:  # a class whose step calls that of its base: torch runs hooks for both
+            return
+        places.append("begun")
+        note()
+        with contextlib.ExitStack() as silent:
+            for when in ("pre", "post"):
+                _silence(optimizer, when, silent)
+            for wave in waves[:-1]:
+                with wave():
+                    type(optimizer).step(optimizer)
+        last.enter_context(waves[-1]())
+
+    with contextlib.ExitStack() as last, contextlib.ExitStack() as handles:
+        handles.callback(optimizer.register_step_pre_hook(begins).remove)
+        handles.callback(optimizer.register_step_post_hook(lambda *_: places.append("ended")).remove)
+        optimizer.step()
+    for wave in waves if not places else ():  # it has left the step out: what stands is sent as it is
+        with wave():
+            pass
 
 
 def _recorded(wave: Wave) -> contextlib.AbstractContextManager[None]:

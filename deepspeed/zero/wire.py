@@ -167,10 +167,10 @@ class Wire:
             return self._share(bucket, parts, current, seq)
 
         copies = group.holders.copies
-        if copies is not None and not (bucket.whole or ordered or copies.tagged or copies.group is None):
-            copies, scale = copies.reductions, current.at_owner
+        if copies is not None and not (bucket.whole or copies.tagged or copies.group is None):
+            copies, scale = copies.reductions, current.at_owner  # both sums at once: who is late keeps their order too
             return across_hosts.reduce_to_copies(
-                axis, copies, buffer, cuts, label, scale, lambda parts: bucket.add(parts, 1.0)
+                axis, copies, buffer, cuts, label, scale, lambda parts: bucket.add(parts, 1.0), ordered
             )
         if not bucket.whole:
             return across_hosts.reduce_to_owners(axis, buffer, cuts, tag, label, add, scratch, ordered)

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from pytest import MonkeyPatch
 from torch import nn
 
 import deepspeed
 from deepspeed.comm import get_rank
 from deepspeed.comm.mesh import current_mesh
 from deepspeed.engine import engine as engine_module
-from deepspeed.errors import NotAvailableError, PipelineError, UsageError
+from deepspeed.engine import slicing
+from deepspeed.errors import CommError, NotAvailableError, PipelineError, TensorParallelError, UsageError
 from deepspeed.pipe import PipelineModule
 from deepspeed.profiling.live_memory import LiveMemory
 from deepspeed.utils import safe_get_full_fp32_param
+from deepspeed.zero import resettle
 from tests.parallel.dense import Dense, momentum
 from tests.parallel.pipeline_runs import apart, batches, config_of, deep, replica
 from tests.parallel.tensor_runs import loss_of
@@ -166,3 +171,24 @@ def refused() -> None:
         own = [full(param) for param in engine.module.parameters()]
         assert all(map(torch.equal, own, values[2 * get_rank() :])) and len(own) == 2
         assert torch.isfinite(engine.train_batch(iter([(torch.ones(2, 2), torch.ones(2, 2))] * 2)))
+
+
+def alone(place: str) -> tuple[float, float]:
+    """The last rank alone raises while a model is born, cut or laid over its stage; when, and when it was known."""
+    last, begun = get_rank() == dist.get_world_size() - 1, [0.0]
+    config = config_of(3, 2, 2, **({"tensor_parallel": {"autotp_size": 2}} if place == "slices" else {}))
+
+    def fails(*_: Any) -> None:
+        begun[0] = time.monotonic()
+        raise MemoryError("planted")
+
+    model: Any = born("meta" if place == "rule" else "init", "GPTNeo", LAYERS, config)
+    with MonkeyPatch.context() as patch:
+        for one in model.modules() if place == "rule" and last else ():
+            if hasattr(one, "_init_weights"):
+                patch.setattr(one, "_init_weights", fails)
+        if place != "rule" and last:
+            patch.setattr(*((slicing, "lay") if place == "slices" else (resettle, "release")), fails)
+        with raises(MemoryError if last else TensorParallelError if place == "slices" else CommError, "planted"):
+            deepspeed.initialize(model=model, optimizer=momentum(model.parameters()), config=config)
+    return begun[0], time.monotonic()

@@ -47,28 +47,37 @@ class Plain:
         run()
 
 
+def toy(name: str, stages: int) -> tuple[Any, str]:
+    """A toy with a block for each stage, or None and why."""
+    return build(name, layers=max(2, stages), mixed=False)
+
+
 def stage_and_compare(name: str, stages: int) -> dict[str, Any]:
-    """One row of the table."""
+    """One row of the table, by a rank of a group."""
+    model, why = toy(name, stages)
+    return {"verdict": "no toy", "why": why} if model is None else stage_toy(model, stages)
+
+
+def stage_toy(model: Any, stages: int) -> dict[str, Any]:
+    """Cut a toy into stages, by a rank of a group, and compare it with itself."""
     from deepspeed.comm.mesh import mesh_for
+    from deepspeed.errors import DeepSpeedError
     from deepspeed.pipe.layout import find_layout
     from deepspeed.pipe.stage import keep_stage
     from deepspeed.tensor_parallel.inputs import inputs_of
 
     warnings.simplefilter("ignore")
-    model, why = build(name, layers=max(2, stages), mixed=False)
-    if model is None:
-        return {"name": name, "verdict": "no toy", "why": why}
     for module in model.modules():  # Phimoe's routers draw; a stage and the whole model draw at other times
         for name_of in {"router_jitter_noise", "input_jitter_noise"} & set(vars(module)):
             setattr(module, name_of, 0.0)
     axis = mesh_for({"pp": stages}).axis("pp")
     try:
         layout = find_layout(model, stages, inputs_of(model))
-    except Exception as error:
-        return {"name": name, "verdict": "refused", "why": f"{type(error).__name__}: {error}"[:300]}
+    except DeepSpeedError as error:
+        return {"verdict": "refused", "why": f"{type(error).__name__}: {error}"[:300]}
     dense = copy.deepcopy(model).train()
     parts = keep_stage(model.train(), layout, stages, axis.rank)
-    return {"name": name, "where": layout.container, **compare(model, dense, parts, axis)}
+    return {"where": layout.container, **compare(model, dense, parts, axis)}
 
 
 def compare(model: Any, dense: Any, parts: list[Any], axis: Any) -> dict[str, Any]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import torch
 
 import deepspeed
+from deepspeed.comm import get_rank
 from deepspeed.comm.mesh import current_mesh
 from deepspeed.errors import ArgumentError, DataError, PipelineError, UsageError
 from deepspeed.pipe import PipelineModule
@@ -233,4 +236,49 @@ def apart_from_others() -> None:
             engine.train_batch(iter(rows), num_items=(lambda _: 1) if first else None)
         with raises(UsageError, "different windows", "for 2"):
             engine.eval_batch(iter(rows), num_micro_batches=2 if first else 3)
+        _refused_on_one(engine, first, rows)
         assert torch.isfinite(engine.train_batch(windows[0])) and engine.global_steps == 1
+
+
+def _refused_on_one(engine: Any, first: bool, rows: list[Any]) -> None:
+    """A rank in another mode than the others, or with an argument that cannot be, ends the call on all."""
+    told = (PipelineError, "was refused this call")
+    engine.train(first)
+    with raises(*told if first else (PipelineError, "evaluation mode")):
+        engine.train_batch(iter(rows))
+    with raises(UsageError, "rank 0 called train_batch() and rank 1 eval_batch()"):
+        engine.train_batch(iter(rows)) if first else engine.eval_batch(iter(rows))
+    engine.train()
+    with engine.no_sync() if first else contextlib.nullcontext():
+        with raises(*(PipelineError, "no_sync") if first else told):
+            engine.train_batch(iter(rows))
+    with raises(*(ArgumentError, "reduce_output") if first else told):
+        engine.eval_batch(iter(rows), reduce_output="max" if first else "avg")
+    assert engine.training
+    with raises(*(DataError, "data of rank 1 failed") if first else (ZeroDivisionError, "division")):
+        engine.train_batch(iter(rows), num_items=lambda _: 1 / 0)
+    short = [(ids, labels[:1]) for ids, labels in rows]
+    with raises(*(PipelineError, "loss on rank 1 failed") if first else (ValueError, "batch_size")):
+        engine.eval_batch(iter(short))
+    assert torch.isfinite(engine.eval_batch(iter(rows)))
+
+
+def handed_over() -> None:
+    """An optimizer that has state on one rank alone ends initialize on all, and the model can be handed over again."""
+    first = get_rank() == 0
+    model = deep("GPTNeo", 2)
+    used, fresh = (torch.optim.AdamW(model.parameters()) for _ in range(2))
+    if first:
+        model(**batch_of(model, 0, 0)).loss.backward()
+        used.step()
+    begun = time.monotonic()
+    words = ("has state of the whole model",) if first else ("rank 0 cannot be made a stage: the optimizer has state",)
+    with raises(ArgumentError if first else PipelineError, *words):
+        deepspeed.initialize(model=model, optimizer=used if first else fresh, config=config_of(1, 2, 2))
+    handle = model.register_forward_pre_hook(lambda *_: 1 // 0) if first else None
+    with raises(*(ZeroDivisionError, "") if first else (PipelineError, "rank 0 could not cut", "ZeroDivisionError")):
+        deepspeed.initialize(model=model, optimizer=fresh, config=config_of(1, 2, 2))
+    if handle is not None:
+        handle.remove()
+    assert time.monotonic() - begun < 10
+    deepspeed.initialize(model=model, optimizer=fresh, config=config_of(1, 2, 2))[0].destroy()

@@ -1,15 +1,25 @@
-"""`python -m tests.parallel.pipeline_table` cuts every toy into 2 and 4 stages, and writes a page of docs."""
+"""`python -m tests.parallel.pipeline_table` cuts every toy into 2 and 4 stages, and writes a page of docs.
+
+What is known already is not done again: remove FOLDER/NAME.json to repeat one. Names as arguments: these only.
+"""
 
 from __future__ import annotations
 
-import sys
+import argparse
+import json
+import time
 from pathlib import Path
 from typing import Any
 
-from tests.harness import WorkerError, WorkerPool, WorkerTimeout
-from tests.parallel.pipeline_models import chosen, stage_and_compare
+from tests.harness.forks import Work, in_a_fork, in_forks
+from tests.harness.pool import free_port
+from tests.parallel.pipeline_models import chosen, stage_toy, toy
+from tests.parallel.tensor_table import imported_ahead, joined
 
+FOLDER = Path("build/pipeline-table")
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "pipeline-models.md"
+STAGES = (2, 4)
+SECONDS = 120.0  # a class may take in each number of stages
 HEAD = """# Models in stages
 
 Every causal LM of Transformers {version} and five encoders, at toy size with random weights, fp32, two micro-batches
@@ -24,48 +34,75 @@ one stage holds). *refused*: with the reason. *no toy*: the class cannot be buil
 """
 
 
-def rows_of(stages: int, names: list[str], say: Any = None) -> dict[str, dict[str, Any]]:
-    """A row for each name."""
-    pool, found = WorkerPool(stages), {}
-    for name in names:
-        try:
-            found[name] = pool.run(stage_and_compare, name, stages, timeout=40)[0]
-        except (WorkerError, WorkerTimeout) as error:
-            text = next((line for line in reversed(str(error).splitlines()) if "Error" in line), str(error)[:200])
-            found[name] = {"name": name, "verdict": "WRONG", "why": f"it ended: {text.removeprefix('E ')[:160]}"}
-        if say is not None:
-            say(stages, found[name])
-    pool.close()
+def rows_of(name: str) -> dict[str, dict[str, Any]]:
+    """A row for each number of stages; in a process of its own, since a toy may do what it likes."""
+    found = in_a_fork(lambda: {str(stages): _row(name, stages) for stages in STAGES}, (len(STAGES) + 1) * SECONDS)
+    if "failed" in found:
+        return {str(stages): {"verdict": "FAILED", "why": found["failed"]} for stages in STAGES}
     return found
 
 
-def page(two: dict[str, Any], four: dict[str, Any]) -> str:
+def _row(name: str, stages: int) -> dict[str, Any]:
+    model, why = toy(name, stages)
+    if model is None:
+        return {"verdict": "no toy", "why": why}
+    rows = in_forks(_ranks(model, stages), SECONDS)
+    for row in rows:
+        if "failed" in row:
+            return {"verdict": "FAILED", "why": row["failed"]}
+    return max(rows, key=lambda row: ("equal", "refused", "WRONG").index(row["verdict"]))
+
+
+def _ranks(model: Any, count: int) -> list[Work]:
+    port = free_port()
+
+    def work(rank: int) -> dict[str, Any]:
+        joined(rank, count, port)
+        return stage_toy(model, count)
+
+    return [lambda rank=rank: work(rank) for rank in range(count)]
+
+
+def page(rows: dict[str, dict[str, Any]]) -> str:
     """The page of docs."""
     import transformers
 
     lines = []
-    for name in sorted(two):
-        one, other = two[name], four.get(name, {"verdict": "–", "why": ""})
-        why = " ".join((one["why"] or other["why"] or one.get("where", "")).replace("|", "/").split())[:150]
-        lines.append(f"| {name} | {one['verdict']} | {other['verdict']} | {why or '–'} |")
-    count = lambda rows, verdict: sum(row["verdict"] == verdict for row in rows.values())  # noqa: E731
-    toys = len(two) - count(two, "no toy")
-    summary = (
-        f"Of {toys} toys {count(two, 'equal')} are equal in 2 stages and {count(two, 'refused')} are refused; in 4 "
-        f"stages {count(four, 'equal')} are equal and {count(four, 'refused')} refused."
-    )
+    for name, by_stages in sorted(rows.items()):
+        found = [by_stages[str(stages)] for stages in STAGES]
+        said = [row["why"] for row in found] + [row.get("where", "") for row in found]
+        why = " ".join(next(filter(None, said), "–").replace("|", "/").split())[:150]
+        lines.append(f"| {name} | {' | '.join(row['verdict'] for row in found)} | {why} |")
+    toys = sum(row["2"]["verdict"] != "no toy" for row in rows.values())
+    parts = []
+    for stages in STAGES:
+        verdicts = [row[str(stages)]["verdict"] for row in rows.values()]
+        parts.append(f"in {stages} stages {verdicts.count('equal')} are equal and {verdicts.count('refused')} refused")
+    summary = f"Of {len(rows)} classes {toys} have a toy: {'; '.join(parts)}."
     return HEAD.format(version=transformers.__version__, summary=summary) + "\n".join(lines) + "\n"
 
 
 def main() -> None:
-    names = sys.argv[1:] or chosen()
-
-    def say(stages: int, row: dict[str, Any]) -> None:
-        print(stages, row["name"], {key: value for key, value in row.items() if key != "name"}, flush=True)
-
-    two, four = (rows_of(stages, names, say) for stages in (2, 4))
-    if not sys.argv[1:]:
-        PAGE.write_text(page(two, four))
+    """`--page` only writes the page of what is known; `--seconds N` begins no class after N seconds."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--page", action="store_true")
+    parser.add_argument("--seconds", type=float, default=float("inf"))
+    said = parser.parse_args()
+    imported_ahead()
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    names, until = said.names or chosen(), time.monotonic() + said.seconds
+    for name in () if said.page else names:
+        known, started = FOLDER / f"{name}.json", time.monotonic()
+        if not known.exists() and started < until:
+            known.write_text(json.dumps(rows_of(name)))
+            print(f"{time.monotonic() - started:.1f} s {name} {known.read_text()}", flush=True)
+    rows = {name: json.loads(file.read_text()) for name in names if (file := FOLDER / f"{name}.json").exists()}
+    if not said.names:
+        PAGE.write_text(page(rows))
+    for stages in STAGES:
+        verdicts = [row[str(stages)]["verdict"] for row in rows.values()]
+        print(stages, {one: verdicts.count(one) for one in sorted(set(verdicts))})
 
 
 if __name__ == "__main__":

@@ -68,6 +68,12 @@ def _ranks(model: Any, count: int) -> list[Work]:
 
 
 def _rank(model: Any, rank: int, ranks: int, port: int) -> dict[str, Any]:
+    joined(rank, ranks, port)
+    return compare_cut(model, ranks)
+
+
+def joined(rank: int, ranks: int, port: int) -> None:
+    """A fork becomes a rank of a group over gloo."""
     import deepspeed
     from deepspeed.foundation.log import logger
 
@@ -75,7 +81,6 @@ def _rank(model: Any, rank: int, ranks: int, port: int) -> dict[str, Any]:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     deepspeed.init_distributed("gloo")
-    return compare_cut(model, ranks)
 
 
 def _of_all(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -114,7 +119,7 @@ def page(rows: dict[str, dict[str, Any]]) -> str:
     return HEAD.format(version=transformers.__version__, summary=summary) + "\n".join(lines) + "\n"
 
 
-def _ahead() -> None:
+def imported_ahead() -> None:
     """Import before the forks what all of them need."""
     import transformers
     from transformers.generation import GenerationMixin, utils  # noqa: F401
@@ -133,7 +138,7 @@ def main() -> None:
     parser.add_argument("--page", action="store_true")
     parser.add_argument("--seconds", type=float, default=float("inf"))
     said = parser.parse_args()
-    _ahead()
+    imported_ahead()
     FOLDER.mkdir(parents=True, exist_ok=True)
     chosen, until = said.names or sorted(zoo.names()), time.monotonic() + said.seconds
     for name in () if said.page else chosen:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import tempfile
 from typing import Any
 
@@ -152,6 +153,14 @@ class Counting(torch.optim.SGD):
         return (step.__wrapped__ if getattr(step, "hooked", False) else step)(self, closure)
 
 
+def note(step: Any, seen: list[str], closure: Any = None) -> Any:
+    """What somebody puts around a step."""
+    seen.append("begin")
+    found = step(closure)
+    seen.append("end")
+    return found
+
+
 def waves() -> None:
     seen: list[str] = []
     outcomes = []
@@ -161,10 +170,12 @@ def waves() -> None:
         inner.register_step_pre_hook(lambda *_: seen.append("before"))
         inner.register_step_post_hook(lambda *_: seen.append("after"))
         assert len(engine.optimizer.groups) > 2
+        around = functools.partial(note, inner.step, seen)
+        inner.step = around
         outcomes.append(trained(engine, 3))
         assert inner.param_groups[0]["count"] == 3
         engine.destroy()
-    assert seen == ["before", "after"] * 9
+    assert seen == ["begin", "before", "after", "end"] * 9
     assert same(outcomes[1], outcomes[0]) and same(outcomes[2], outcomes[0])
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.parallel.pipeline_births import held, loaded, losses, refused, saved, trained
+from tests.parallel.pipeline_births import alone, held, loaded, losses, refused, saved, trained
 
 BAR = 1e-6
 FAST = [("init", "GPTNeo", {"pp": 2}, 3), ("meta", "Llama", {"pp": 2}, 1)]
@@ -92,3 +92,13 @@ def test_names_in_its_checkpoint_are_those_of_the_whole_model(workers: Any, tmp_
 
 def test_births_that_cannot_be_staged_say_why(workers: Any) -> None:
     workers(2).run(refused)
+
+
+@pytest.mark.parametrize(
+    ("place", "ranks"), [("rule", 2), ("stage", 2), pytest.param("slices", 4, marks=pytest.mark.slow)]
+)
+def test_what_one_rank_raises_while_a_model_is_born_ends_all(workers: Any, place: str, ranks: int) -> None:
+    times = workers(ranks).run(alone, place, timeout=60)
+    workers(ranks).kill()  # the group was told to end
+    begun = times[-1][0]
+    assert all(0 < end - begun < 10 for _, end in times), times  # the watch's limit is minutes

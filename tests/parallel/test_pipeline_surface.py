@@ -7,7 +7,17 @@ from typing import Any
 
 import pytest
 
-from tests.parallel.pipeline_surface import along, apart_from_others, asked, evaluated, in_a_row, looped, named, told
+from tests.parallel.pipeline_surface import (
+    along,
+    apart_from_others,
+    asked,
+    evaluated,
+    handed_over,
+    in_a_row,
+    looped,
+    named,
+    told,
+)
 
 BAR = 1e-6
 INTERLEAVED = {"pipeline": {"schedule": "interleaved", "chunks": 2}}
@@ -65,3 +75,7 @@ def test_a_stage_without_data_does_as_the_others_do(workers: Any) -> None:
 
 def test_a_window_that_one_rank_cannot_start_starts_on_none(workers: Any) -> None:
     workers(2).run(apart_from_others, timeout=60)
+
+
+def test_an_optimizer_with_state_on_one_rank_ends_all(workers: Any) -> None:
+    workers(2).run(handed_over, timeout=60)

@@ -172,3 +172,83 @@ def test_a_model_that_was_refused_remains_without_values_until_it_has_them() -> 
     assert not is_without_values(model)
     with GatheredParameters(list(model.parameters())):
         assert torch.equal(model.inner.scale, torch.full((3,), 2.0)) and model.inner.mask.all()
+
+
+class Scaling(nn.Module):
+    """A rule that changes what a class has given itself, and draws what it says alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            module.bias.data.normal_()
+            module.weight.data.mul_(0.5)
+            with torch.no_grad():
+                module.weight[0] += 1.0
+
+
+def test_a_rule_may_change_what_a_class_gives_itself() -> None:
+    with torch.device("meta"):
+        model = Scaling()
+    torch.manual_seed(0)
+    give(model)
+    torch.manual_seed(0)
+    with GatheredParameters(list(model.parameters())):
+        for linear in (model.one, model.two):
+            bias, whole = torch.empty(4).normal_(), nn.Linear(4, 4)
+            assert torch.equal(linear.bias, bias), "drawn once"
+            weight = whole.weight.detach() * 0.5
+            weight[0] += 1.0
+            assert torch.equal(linear.weight, weight)
+
+
+class Zeroing(nn.Module):
+    """Buffers that its rule writes through `.data`, to what memory may hold anyway."""
+
+    def __init__(self, value: int, count: int = 3) -> None:
+        super().__init__()
+        self.value = value
+        for dtype in (torch.bool, torch.uint8, torch.int32, torch.int64):
+            self.register_buffer(str(dtype)[6:], torch.zeros(count, dtype=dtype))
+
+    def _init_weights(self, module: nn.Module) -> None:
+        for buffer in self.buffers():
+            buffer.data.fill_(self.value)
+
+
+@pytest.mark.parametrize(("value", "count"), [(0, 3), (1, 3), (0, 0)])
+def test_integers_written_through_data_are_seen(value: int, count: int) -> None:
+    with torch.device("meta"):
+        model = Zeroing(value, count)
+    give(model)
+    assert all(torch.equal(buffer, torch.full_like(buffer, value)) for buffer in model.buffers())
+
+
+class Breaking(Parent):
+    """Its rule ends after it has written to one of two children."""
+
+    def __init__(self) -> None:
+        super().__init__(True)
+        self.other, self.breaks = nn.Linear(3, 3), True
+
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if module is self:
+            if self.breaks:
+                raise KeyError("halfway")
+            nn.init.constant_(self.other.weight, 5.0)
+
+
+def test_a_rule_that_ended_halfway_leaves_a_model_that_is_refused() -> None:
+    with torch.device("meta"):
+        model = Breaking()
+    with pytest.raises(KeyError, match="halfway"):
+        give(model)
+    assert is_without_values(model)
+    model.breaks = False
+    for root in (model, nn.Sequential(model)):  # whoever holds it
+        with pytest.raises(UsageError, match=r"ended at Breaking.*Make the model anew"):
+            give(root)
+        assert is_without_values(root)

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from deepspeed.errors import OptimizerError
 from deepspeed.zero import waves
 
 
@@ -61,3 +62,39 @@ def test_what_looks_at_steps_is_seen_and_a_scheduler_is_none_of_it() -> None:
     handle = register_optimizer_step_post_hook(lambda *_: None)
     assert waves._is_watched(plain())
     handle.remove()
+
+
+def wrapped(leaf: nn.Parameter, calls: list[str], times: int) -> torch.optim.SGD:
+    """An optimizer whose step somebody has put another one around, which calls it so often."""
+    optimizer = optimizer_of(leaf)
+    own = optimizer.step
+
+    def step(closure: Any = None) -> None:
+        calls.append("begin")
+        for _ in range(times):
+            own(closure)
+        calls.append("end")
+
+    optimizer.step = step  # type: ignore[method-assign]
+    optimizer.register_step_pre_hook(lambda one, *_: one.param_groups[0].update(lr=0.25))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    return optimizer
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_step_around_the_optimizers_own_runs_once(count: int) -> None:
+    leaf, calls, sent = nn.Parameter(torch.zeros(2)), list[str](), list[Any]()
+    optimizer = wrapped(leaf, calls, 1)
+    for _ in range(2):
+        waves.update(optimizer, [waves.Wave([], [], []) for _ in range(count)], 1.0, sent.append)
+    assert calls == ["begin", "after", "end"] * 2 and len(sent) == 2 * count
+    assert leaf.tolist() == [-0.5 * count] * 2  # each of these waves has all leaves
+    assert len(optimizer._optimizer_step_pre_hooks) == len(optimizer._optimizer_step_post_hooks) == 1
+
+
+def test_a_step_around_the_optimizers_own_may_leave_it_out_and_not_repeat_it() -> None:
+    leaf, calls, sent = nn.Parameter(torch.zeros(2)), list[str](), list[Any]()
+    waves.update(wrapped(leaf, calls, 0), [waves.Wave([], [], []) for _ in range(2)], 1.0, sent.append)
+    assert leaf.tolist() == [0.0, 0.0] and len(sent) == 2 and calls == ["begin", "end"]
+    with pytest.raises(OptimizerError, match="several times"):
+        waves.update(wrapped(leaf, calls, 2), [waves.Wave([], [], []) for _ in range(2)], 1.0)
