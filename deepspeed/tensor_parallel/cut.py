@@ -31,7 +31,7 @@ from deepspeed.tensor_parallel.packed import become_packed
 from deepspeed.tensor_parallel.plan import Fitted, Plan, Unit, make_plan
 from deepspeed.tensor_parallel.plan_file import read_plan, same_file
 from deepspeed.tensor_parallel.regions import join
-from deepspeed.tensor_parallel.shares import Call
+from deepspeed.tensor_parallel.shares import changing
 from deepspeed.tensor_parallel.specs import Specs
 from deepspeed.zero.gathered import GatheredParameters
 from deepspeed.zero.grouping import release
@@ -206,27 +206,43 @@ def _agreed(plan: Plan | str, axis: Axis) -> Plan:
     mine: Any = plan
     if isinstance(plan, Plan):
         regions = {_key(unit, one): _digest(one) for unit in plan.units for one in unit.regions}
-        mine = (regions, plan.whole, {unit.name: [call.given() for call in unit.calls] for unit in plan.units})
+        calls = {unit.name: [call.given() for call in unit.calls] for unit in plan.units}
+        mine = (regions, plan.whole, calls, plan.unpadded)
     everyone = told_by_all(axis, mine)
     refusals = {axis.ranks[at]: one for at, one in enumerate(everyone) if isinstance(one, str)}
     if refusals or not isinstance(plan, Plan):
         alike = len(set(refusals.values())) == 1 and len(refusals) == axis.size
         texts = [text if alike else f"rank {rank}: {text}" for rank, text in refusals.items()]
         raise TensorParallelError(texts[0] if alike else " | ".join(texts))
-    for _, whole, _ in everyone:
+    _same_padding([unpadded for *_, unpadded in everyone], axis)
+    for _, whole, *_ in everyone:
         plan.whole = {**whole, **plan.whole}
     for unit in plan.units:
         for one in list(unit.regions):
-            if not _on_all(_key(unit, one), [found for found, _, _ in everyone]):
+            if not _on_all(_key(unit, one), [found for found, *_ in everyone]):
                 unit.regions.remove(one)
                 for name in [*one.shares.region.columns, *one.shares.region.rows]:
                     plan.whole.setdefault(join(unit.name, name), "another rank's plan leaves it whole")
     plan.units = [unit for unit in plan.units if unit.regions]
     for unit in plan.units:
-        _same_calls(unit, [calls[unit.name] for _, _, calls in everyone], axis)
+        _same_calls(unit, [calls[unit.name] for _, _, calls, _ in everyone], axis)
     if not plan.units:
         raise TensorParallelError(f"no matrix can be cut on every rank of tp {list(axis.ranks)}: {plan.whole}")
     return plan
+
+
+def _same_padding(everyone: Sequence[str], axis: Axis) -> None:
+    """Whether the model takes padding on all ranks, or on none.
+
+    Raises:
+        TensorParallelError: on every rank, with what its forward ended in on some.
+    """
+    if any(everyone) and not all(everyone):
+        texts = [f"rank {rank}: {text}" for rank, text in zip(axis.ranks, everyone, strict=True) if text]
+        raise TensorParallelError(
+            f"the forward on a small input with padding ended on some ranks of tp {list(axis.ranks)} alone: "
+            f"{' | '.join(texts)}"
+        )
 
 
 def _same_calls(unit: Unit, everyone: Sequence[list[Any]], axis: Axis) -> None:
@@ -332,8 +348,4 @@ def _inputs_hook(one: Fitted, axis: Axis) -> Callable[..., Any] | None:
             return enter(tensor, axis, f"gradient of {path}")
         return tensor
 
-    def hook(module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        positional, named = Call.of(module, args, kwargs).mapped(change).split()
-        return tuple(positional), named
-
-    return hook
+    return changing(change)
