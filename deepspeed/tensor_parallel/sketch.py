@@ -7,6 +7,7 @@ read and what came back, a few tokens, say all of it.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepspeed.foundation.simulation import with_values
 from deepspeed.tensor_parallel.layers import ColumnParallel, RowParallel, is_linear, is_transposed, take
 from deepspeed.zero.placement import placement_of
 
@@ -63,9 +65,14 @@ def _of_product(left: torch.Tensor, right: torch.Tensor) -> Sketches:
 
 def _probes(tensor: torch.Tensor) -> torch.Tensor:
     """(length of the last dim, PROBES), the same for one length."""
-    size = tensor.shape[-1]
-    drawn = torch.randn(size, PROBES, generator=torch.Generator().manual_seed(size))
-    return (drawn / max(size, 1) ** 0.5).to(tensor)
+    return _drawn(tensor.shape[-1], tensor.dtype, tensor.device)
+
+
+@functools.lru_cache(maxsize=16)
+def _drawn(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    with with_values():  # they outlive a simulation
+        drawn = torch.randn(size, PROBES, generator=torch.Generator().manual_seed(size))
+        return (drawn / max(size, 1) ** 0.5).to(device, dtype)
 
 
 class Watch:
@@ -74,14 +81,15 @@ class Watch:
     Args:
         module: dense or cut; in evaluation mode.
         params: by name, all with `requires_grad`.
+        slices: whether slices make their gradients, which proves their own backward; else they are seen as any layer.
     """
 
-    def __init__(self, module: nn.Module, params: Mapping[str, nn.Parameter]) -> None:
+    def __init__(self, module: nn.Module, params: Mapping[str, nn.Parameter], slices: bool = True) -> None:
         self._params = params
         self._found: dict[str, Sketches] = {}
         self._calls: dict[int, list[tuple[torch.Tensor, torch.Tensor, bool]]] = {}  # by weight: read, given, transposed
-        # A slice's own gradient is what is to be proven.
-        layers = [m for m in module.modules() if is_linear(m) and not isinstance(m, (ColumnParallel, RowParallel))]
+        own = (ColumnParallel, RowParallel) if slices else ()
+        layers = [m for m in module.modules() if is_linear(m) and not isinstance(m, own)]
         self._handles = [layer.register_forward_hook(self._called, prepend=True) for layer in layers]
 
     def __enter__(self) -> Watch:
@@ -95,6 +103,8 @@ class Watch:
     def _called(self, layer: Any, args: tuple[Any, ...], output: Any) -> Any:
         if len(args) != 1 or not isinstance(output, torch.Tensor) or not output.requires_grad:
             return None
+        if output.shape[-1] != layer.weight.shape[1 if is_transposed(layer) else 0]:
+            return None  # of a slice: some rows of a weight that is whole, or outputs that were joined
         read = args[0].detach().flatten(0, -2).clone()  # both of them may be changed in place
         self._calls.setdefault(id(layer.weight), []).append((read, output, is_transposed(layer)))
         return output.clone()

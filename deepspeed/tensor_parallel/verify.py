@@ -60,10 +60,10 @@ def run(module: nn.Module, unit: Unit) -> list[Seen]:
         unit: says what it is called with.
     """
     exact = _exact(module)
-    return [_seen(exact, call) for call in unit.calls]
+    return [_seen(exact, call, first=at == 0) for at, call in enumerate(unit.calls)]
 
 
-def _seen(module: nn.Module, call: Call) -> Seen:
+def _seen(module: nn.Module, call: Call, first: bool) -> Seen:
     dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
     call, _ = floating(call)
     call = call.mapped(lambda _, t: t.to(dtype) if t.is_floating_point() and dtype != torch.float32 else t)
@@ -75,7 +75,7 @@ def _seen(module: nn.Module, call: Call) -> Seen:
         given[path] = tensor.detach().clone().requires_grad_()
         return given[path].view_as(given[path])
 
-    with _trainable(module) as params, Watch(module, params) as watch, torch.enable_grad(), same_draws():
+    with _trainable(module) as params, Watch(module, params, first) as watch, torch.enable_grad(), same_draws():
         outputs = [t for t in tensors_in(call.mapped(leaf).run(module)) if t.is_floating_point()]
         generator = torch.Generator().manual_seed(7)
         whole = [(t * _drawn(t, generator)).sum() for t in outputs[:1] if t.requires_grad]

@@ -13,10 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from deepspeed.comm.differentiable import reduce_from
 from deepspeed.comm.mesh import mesh_for
 from deepspeed.errors import TensorParallelError
 from deepspeed.profiling.live_memory import LiveMemory
 from deepspeed.tensor_parallel import cut
+from deepspeed.tensor_parallel.layers import RowParallel
 from deepspeed.tensor_parallel.plan import make_plan
 from deepspeed.tensor_parallel.plan_file import read_plan, write_plan
 from deepspeed.tensor_parallel.sketch import Watch, dims_of, part_of, sketches
@@ -157,6 +159,52 @@ def test_ways_that_differ_in_a_flag_are_two(workers: Any) -> None:
     workers(2).run(flagged)
 
 
+class Planted(Sorting):
+    """Wrong once it is cut, beside padding alone: in its result, or in its gradient."""
+
+    result, gradient = 1.0, 1.0
+
+    def forward(self, x: torch.Tensor, grouped: bool = False) -> torch.Tensor:
+        made = super().forward(x, grouped)
+        if isinstance(self.down, RowParallel) and grouped:
+            made = made * self.result
+            made = made * self.gradient + (made * (1 - self.gradient)).detach()
+        return made
+
+
+def planted() -> None:
+    for what, factor in (("result", 1.01), ("gradient", 0.99)):
+        model: Any = Masked()
+        model.blocks[1].__class__ = Planted
+        setattr(model.blocks[1], what, factor)
+        with raises(TensorParallelError, "'blocks.1'", "in way 2 of 2", "output 0" if what == "result" else "gradient"):
+            cut.cut_model(model, mesh_for({"tp": 2}).axis("tp"))
+
+
+def test_what_is_wrong_beside_padding_alone_is_found(workers: Any) -> None:
+    workers(2).run(planted)
+
+
+def doubled(self: Any, input: torch.Tensor, *args: Any) -> torch.Tensor:
+    """A row-parallel layer, right but for the gradient of its weight."""
+    weight = 2 * self.weight - self.weight.detach()
+    return reduce_from(F.linear(input, weight), self.slot.axis) + self.bias
+
+
+def own_gradient() -> None:
+    right = RowParallel.forward
+    RowParallel.forward = doubled  # type: ignore[method-assign]
+    try:
+        with raises(TensorParallelError, "'blocks.0'", "the gradient of down.weight differs by 1 of"):
+            cut.cut_model(Stack(), mesh_for({"tp": 2}).axis("tp"))
+    finally:
+        RowParallel.forward = right  # type: ignore[method-assign]
+
+
+def test_gradients_of_slices_are_their_own(workers: Any) -> None:
+    workers(2).run(own_gradient)
+
+
 class OddlyMasked(Masked):
     """Raises beside padding on some ranks."""
 
@@ -242,7 +290,7 @@ def test_a_part_of_a_sketch_is_that_of_the_part(shape: tuple[int, ...]) -> None:
 
 def growth() -> list[tuple[str, float]]:
     """By unit, what comparing it takes beside the dense unit, over it."""
-    model = model_of("Llama", hidden_size=512, intermediate_size=1408, num_hidden_layers=1, num_attention_heads=8)
+    model = model_of("Llama", hidden_size=512, intermediate_size=1408, num_hidden_layers=1, head_dim=128)
     found: list[tuple[str, float]] = []
     right = cut._cut_unit
 
