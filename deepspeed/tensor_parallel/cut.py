@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.api import told_by_all
 from deepspeed.comm.axis import Axis
 from deepspeed.comm.collectives import broadcast_tensors
@@ -138,6 +139,7 @@ def cut_model(
         unit.calls = []  # their tensors are needed no more
         if settle is not None:
             settle(module)
+    get_accelerator().empty_cache()  # what was whole lies in holes between slices, which nothing large fits in
     columns = {join(unit.name, n) for unit in plan.units for one in unit.regions for n in one.shares.region.columns}
     install(model, plan.drops, columns, axis)
     if vocabulary:
