@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -133,13 +133,16 @@ def cut_model(
     looked = _planned(lambda: find(model, axis.size, axis.rank, example, specs))
     plan = _in_step(in_step, lambda: _checked(_agreed(looked, axis), specs))
     say(plan.table())
-    for unit in plan.units:
-        module = model.get_submodule(unit.name)
-        _in_step(in_step, functools.partial(_cut_unit, module, unit, axis, check != "off"))
-        unit.calls = []  # their tensors are needed no more
-        if settle is not None:
-            settle(module)
-    get_accelerator().empty_cache()  # what was whole lies in holes between slices, which nothing large fits in
+    # A model born sharded is whole unit by unit.
+    together = 1 if check == "off" or any(map(is_managed, model.parameters())) else axis.size
+    for at in range(0, len(plan.units), together):
+        units = {model.get_submodule(unit.name): unit for unit in plan.units[at : at + together]}
+        _in_step(in_step, functools.partial(_cut_units, units, axis, check != "off"))
+        for module, unit in units.items():
+            unit.calls = []  # their tensors are needed no more
+            if settle is not None:
+                settle(module)
+    get_accelerator().empty_cache()  # what plans and comparisons took
     columns = {join(unit.name, n) for unit in plan.units for one in unit.regions for n in one.shares.region.columns}
     install(model, plan.drops, columns, axis)
     if vocabulary:
@@ -288,26 +291,48 @@ def _digest(one: Fitted) -> int:
     return zlib.crc32(repr((layers, shares.rows, tensors, inputs, sorted(shares.partial_inputs))).encode())
 
 
-def _cut_unit(module: nn.Module, unit: Unit, axis: Axis, check: bool) -> None:
-    release(module.parameters())
-    constants = _hidden(module) if check else {}
-    if check:  # what a model draws before the unit may differ over ranks
+def _cut_units(units: Mapping[nn.Module, Unit], axis: Axis, check: bool) -> None:
+    """Cut some units, and compare each with its dense form."""
+    release(param for module in units for param in module.parameters())
+    if not check:
+        for module, unit in units.items():
+            ended = run_together(axis, functools.partial(_become_slices, module, unit, axis))
+            verify.finished(unit.name, axis, ended)
+        return
+    constants = {module: _hidden(module) for module in units}
+    for unit in units.values():  # what a model draws before the unit may differ over ranks
         given = [tensor for call in unit.calls for tensor in tensors_in(call.arguments)]
         broadcast_tensors(axis, given, f"inputs of {unit.name}")
-    seen = verify.finished(unit.name, axis, run_together(axis, lambda: _before_and_after(module, unit, axis, check)))
-    if seen is not None:
-        verify.compare(unit, *seen, module, axis)
-    params = dict(module.named_parameters())
-    with torch.no_grad():
-        for name, value in constants.items():
-            params[name].fill_(value)
+    for (module, unit), dense in zip(units.items(), _dense_forms(units, axis), strict=True):
+        ended = run_together(axis, functools.partial(_cut_and_run, module, unit, axis))
+        verify.compare(unit, dense, verify.finished(unit.name, axis, ended), module, axis)
+        params = dict(module.named_parameters())
+        with torch.no_grad():
+            for name, value in constants[module].items():
+                params[name].fill_(value)
 
 
-def _before_and_after(
-    module: nn.Module, unit: Unit, axis: Axis, check: bool
-) -> tuple[list[verify.Seen], list[verify.Seen]] | None:
-    """Cut a unit; what it computed whole and computes cut, where that is to be compared."""
-    dense = verify.run(module, unit) if check else None
+def _dense_forms(units: Mapping[nn.Module, Unit], axis: Axis) -> list[list[verify.Seen]]:
+    """What units compute whole: each of several by one rank, which tells the others; one unit alone by all."""
+    dealt = list(units.items())
+    if len(dealt) == 1:
+        ((module, unit),) = dealt
+        return [verify.finished(unit.name, axis, run_together(axis, lambda: verify.run(module, unit)))]
+
+    def mine() -> list[verify.Seen]:
+        return [seen.on_host() for seen in verify.run(*dealt[axis.rank])] if axis.rank < len(dealt) else []
+
+    ended = run_together(axis, mine)
+    raised = next((unit.name for (_, unit), text in zip(dealt, ended.texts, strict=False) if text), "")
+    return told_by_all(axis, verify.finished(raised, axis, ended))[: len(dealt)]
+
+
+def _cut_and_run(module: nn.Module, unit: Unit, axis: Axis) -> list[verify.Seen]:
+    _become_slices(module, unit, axis)
+    return verify.run(module, unit)
+
+
+def _become_slices(module: nn.Module, unit: Unit, axis: Axis) -> None:
     for one in unit.regions:
         if one.shares.region.packed:
             become_packed(module, one.shares, axis.rank, Slot(axis, unit.name))
@@ -317,7 +342,6 @@ def _before_and_after(
         home = module.get_submodule(one.shares.region.home)
         if hook := _inputs_hook(one, axis):
             home.register_forward_pre_hook(hook, with_kwargs=True)
-    return None if dense is None else (dense, verify.run(module, unit))
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ from deepspeed.comm.together import Ended, run_together
 from deepspeed.errors import TensorParallelError
 from deepspeed.foundation.log import say
 from deepspeed.foundation.simulation import simulating
-from deepspeed.foundation.tree import tensors_in
+from deepspeed.foundation.tree import map_tensors, tensors_in
 from deepspeed.tensor_parallel.plan import Unit
 from deepspeed.tensor_parallel.shares import Call, floating, same_draws
 from deepspeed.tensor_parallel.sketch import Sketches, Watch, dims_of, part_of, sketches
@@ -44,6 +44,11 @@ class Seen:
     outputs: list[torch.Tensor]
     inputs: dict[str, torch.Tensor | None]
     params: dict[str, Sketches | None]
+
+    def on_host(self) -> Seen:
+        """For other ranks, which may have no device of this name."""
+        host = lambda value: map_tensors(lambda tensor: tensor.cpu(), value)  # noqa: E731
+        return Seen(host(self.outputs), host(self.inputs), host(self.params))
 
 
 def _exact(module: nn.Module) -> nn.Module:
