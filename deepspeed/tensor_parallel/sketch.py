@@ -105,7 +105,7 @@ class Watch:
             return None
         if output.shape[-1] != layer.weight.shape[1 if is_transposed(layer) else 0]:
             return None  # of a slice: some rows of a weight that is whole, or outputs that were joined
-        read = args[0].detach().flatten(0, -2).clone()  # both of them may be changed in place
+        read = args[0].detach().reshape(-1, args[0].shape[-1]).clone()  # both of them may be changed in place
         self._calls.setdefault(id(layer.weight), []).append((read, output, is_transposed(layer)))
         return output.clone()
 
@@ -130,7 +130,7 @@ class Watch:
         for key, calls in known.items():
             for (read, _, transposed), gradient in zip(calls, back, strict=False):
                 if gradient is not None:
-                    gradient = gradient.flatten(0, -2)
+                    gradient = gradient.reshape(-1, gradient.shape[-1])
                     self._add(names[key], _of_product(*((read, gradient) if transposed else (gradient, read))))
         return dict(zip(inputs, grads, strict=False))
 
