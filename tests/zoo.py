@@ -23,6 +23,7 @@ SIZES: dict[str, Any] = {
     "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
     "topk_group": 1, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 36, "n_shared_experts": 1,
     "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8,
+    "index_n_heads": 12, "index_head_dim": 8,
     "rotary_dim": 4, "embedding_size": 16, "dim": 96, "hidden_dim": 72, "n_layers": 2, "n_heads": 12,
     "state_size": 8, "sliding_window": 16, "decoder_start_token_id": 1, "word_embed_proj_dim": 96,
     "vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 16, "num_kv_shared_layers": 0,

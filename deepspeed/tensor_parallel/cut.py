@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.api import told_by_all
 from deepspeed.comm.axis import Axis
 from deepspeed.comm.collectives import broadcast_tensors
@@ -31,7 +32,7 @@ from deepspeed.tensor_parallel.packed import become_packed
 from deepspeed.tensor_parallel.plan import Fitted, Plan, Unit, make_plan
 from deepspeed.tensor_parallel.plan_file import read_plan, same_file
 from deepspeed.tensor_parallel.regions import join
-from deepspeed.tensor_parallel.shares import Call
+from deepspeed.tensor_parallel.shares import changing
 from deepspeed.tensor_parallel.specs import Specs
 from deepspeed.zero.gathered import GatheredParameters
 from deepspeed.zero.grouping import release
@@ -120,10 +121,14 @@ def cut_model(
     looked = _planned(lambda: find(model, axis.size, axis.rank, example, specs))
     plan = _in_step(in_step, lambda: _checked(_agreed(looked, axis), specs))
     say(plan.table())
-    for unit in plan.units:
-        module = model.get_submodule(unit.name)
-        _in_step(in_step, functools.partial(_cut_unit, module, unit, axis, check != "off", settle))
-        unit.calls = []  # their tensors are needed no more
+    # A model born sharded is whole unit by unit.
+    together = 1 if check == "off" or any(map(is_managed, model.parameters())) else axis.size
+    for at in range(0, len(plan.units), together):
+        units = {model.get_submodule(unit.name): unit for unit in plan.units[at : at + together]}
+        _in_step(in_step, functools.partial(_cut_units, units, axis, check != "off", settle or _stay))
+        for unit in units.values():
+            unit.calls = []  # their tensors are needed no more
+    get_accelerator().empty_cache()  # what plans and comparisons took
     columns = {join(unit.name, n) for unit in plan.units for one in unit.regions for n in one.shares.region.columns}
     install(model, plan.drops, columns, axis)
     if vocabulary:
@@ -192,27 +197,43 @@ def _agreed(plan: Plan | str, axis: Axis) -> Plan:
     mine: Any = plan
     if isinstance(plan, Plan):
         regions = {_key(unit, one): _digest(one) for unit in plan.units for one in unit.regions}
-        mine = (regions, plan.whole, {unit.name: [call.given() for call in unit.calls] for unit in plan.units})
+        calls = {unit.name: [call.given() for call in unit.calls] for unit in plan.units}
+        mine = (regions, plan.whole, calls, plan.unpadded)
     everyone = told_by_all(axis, mine)
     refusals = {axis.ranks[at]: one for at, one in enumerate(everyone) if isinstance(one, str)}
     if refusals or not isinstance(plan, Plan):
         alike = len(set(refusals.values())) == 1 and len(refusals) == axis.size
         texts = [text if alike else f"rank {rank}: {text}" for rank, text in refusals.items()]
         raise TensorParallelError(texts[0] if alike else " | ".join(texts))
-    for _, whole, _ in everyone:
+    _same_padding([unpadded for *_, unpadded in everyone], axis)
+    for _, whole, *_ in everyone:
         plan.whole = {**whole, **plan.whole}
     for unit in plan.units:
         for one in list(unit.regions):
-            if not _on_all(_key(unit, one), [found for found, _, _ in everyone]):
+            if not _on_all(_key(unit, one), [found for found, *_ in everyone]):
                 unit.regions.remove(one)
                 for name in [*one.shares.region.columns, *one.shares.region.rows]:
                     plan.whole.setdefault(join(unit.name, name), "another rank's plan leaves it whole")
     plan.units = [unit for unit in plan.units if unit.regions]
     for unit in plan.units:
-        _same_calls(unit, [calls[unit.name] for _, _, calls in everyone], axis)
+        _same_calls(unit, [calls[unit.name] for _, _, calls, _ in everyone], axis)
     if not plan.units:
         raise TensorParallelError(f"no matrix can be cut on every rank of tp {list(axis.ranks)}: {plan.whole}")
     return plan
+
+
+def _same_padding(everyone: Sequence[str], axis: Axis) -> None:
+    """Whether the model takes padding on all ranks, or on none.
+
+    Raises:
+        TensorParallelError: on every rank, with what its forward ended in on some.
+    """
+    if any(everyone) and not all(everyone):
+        texts = [f"rank {rank}: {text}" for rank, text in zip(axis.ranks, everyone, strict=True) if text]
+        raise TensorParallelError(
+            f"the forward on a small input with padding ended on some ranks of tp {list(axis.ranks)} alone: "
+            f"{' | '.join(texts)}"
+        )
 
 
 def _same_calls(unit: Unit, everyone: Sequence[list[Any]], axis: Axis) -> None:
@@ -256,30 +277,54 @@ def _digest(one: Fitted) -> int:
     return zlib.crc32(repr((layers, shares.rows, tensors, inputs, sorted(shares.partial_inputs))).encode())
 
 
-def _cut_unit(
-    module: nn.Module, unit: Unit, axis: Axis, check: bool, settle: Callable[[nn.Module], None] | None
-) -> None:
-    release(module.parameters())
-    constants = _hidden(module) if check else {}
-    if check:  # what a model draws before the unit may differ over ranks
+def _stay(_: nn.Module) -> None:
+    """A unit that is not laid elsewhere once it is cut."""
+
+
+def _cut_units(units: Mapping[nn.Module, Unit], axis: Axis, check: bool, settle: Callable[[nn.Module], None]) -> None:
+    """Cut some units, and compare each with its dense form."""
+    release(param for module in units for param in module.parameters())
+    if not check:
+        for module, unit in units.items():
+            ended = run_together(axis, functools.partial(_become_slices, module, unit, axis))
+            verify.finished(unit.name, axis, ended)
+            settle(module)
+        return
+    constants = {module: _hidden(module) for module in units}
+    for unit in units.values():  # what a model draws before the unit may differ over ranks
         given = [tensor for call in unit.calls for tensor in tensors_in(call.arguments)]
         broadcast_tensors(axis, given, f"inputs of {unit.name}")
-    seen = verify.finished(unit.name, axis, run_together(axis, lambda: _before_and_after(module, unit, axis, check)))
-    if seen is not None:
-        verify.compare(unit, *seen, module, axis)
-    params = dict(module.named_parameters())
-    with torch.no_grad():
-        for name, value in constants.items():
-            params[name].fill_(value)
-    if settle is not None:
+    for (module, unit), dense in zip(units.items(), _dense_forms(units, axis), strict=True):
+        ended = run_together(axis, functools.partial(_cut_and_run, module, unit, axis))
+        verify.compare(unit, dense, verify.finished(unit.name, axis, ended), module, axis)
+        params = dict(module.named_parameters())
+        with torch.no_grad():
+            for name, value in constants[module].items():
+                params[name].fill_(value)
         settle(module)
 
 
-def _before_and_after(
-    module: nn.Module, unit: Unit, axis: Axis, check: bool
-) -> tuple[list[verify.Seen], list[verify.Seen]] | None:
-    """Cut a unit; what it computed whole and computes cut, where that is to be compared."""
-    dense = verify.run(module, unit) if check else None
+def _dense_forms(units: Mapping[nn.Module, Unit], axis: Axis) -> list[list[verify.Seen]]:
+    """What units compute whole: each of several by one rank, which tells the others; one unit alone by all."""
+    dealt = list(units.items())
+    if len(dealt) == 1:
+        ((module, unit),) = dealt
+        return [verify.finished(unit.name, axis, run_together(axis, lambda: verify.run(module, unit)))]
+
+    def mine() -> list[verify.Seen]:
+        return [seen.on_host() for seen in verify.run(*dealt[axis.rank])] if axis.rank < len(dealt) else []
+
+    ended = run_together(axis, mine)
+    raised = next((unit.name for (_, unit), text in zip(dealt, ended.texts, strict=False) if text), "")
+    return told_by_all(axis, verify.finished(raised, axis, ended))[: len(dealt)]
+
+
+def _cut_and_run(module: nn.Module, unit: Unit, axis: Axis) -> list[verify.Seen]:
+    _become_slices(module, unit, axis)
+    return verify.run(module, unit)
+
+
+def _become_slices(module: nn.Module, unit: Unit, axis: Axis) -> None:
     for one in unit.regions:
         if one.shares.region.packed:
             become_packed(module, one.shares, axis.rank, Slot(axis, unit.name))
@@ -289,7 +334,6 @@ def _before_and_after(
         home = module.get_submodule(one.shares.region.home)
         if hook := _inputs_hook(one, axis):
             home.register_forward_pre_hook(hook, with_kwargs=True)
-    return None if dense is None else (dense, verify.run(module, unit))
 
 
 @torch.no_grad()
@@ -322,8 +366,4 @@ def _inputs_hook(one: Fitted, axis: Axis) -> Callable[..., Any] | None:
             return enter(tensor, axis, f"gradient of {path}")
         return tensor
 
-    def hook(module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        positional, named = Call.of(module, args, kwargs).mapped(change).split()
-        return tuple(positional), named
-
-    return hook
+    return changing(change)

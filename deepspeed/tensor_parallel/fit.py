@@ -21,7 +21,7 @@ from deepspeed.errors import DeepSpeedError, TensorParallelError
 from deepspeed.foundation.log import in_words
 from deepspeed.tensor_parallel.layers import Slot, become_column, become_row, cut_tensor, is_linear, mark_partial
 from deepspeed.tensor_parallel.regions import lies_in, owner
-from deepspeed.tensor_parallel.shares import Call, Share, Shares, floating, randomised, row_size, same_draws
+from deepspeed.tensor_parallel.shares import Call, Share, Shares, changing, floating, randomised, row_size, same_draws
 
 TRIES = 600
 TOLERANCE = 1e-4
@@ -108,7 +108,7 @@ def fit(module: nn.Module, shares: Shares, calls: Sequence[Call], rank: int) -> 
     local = randomised(module, 0)
     cut_region(local, shares, rank, lambda name: Slot(alone, name))
     own_part = lambda path, t: pick(t, shares.inputs[path], rank) if path in shares.inputs else t  # noqa: E731
-    given = [own.mapped(own_part) for own in every]
+    local.get_submodule(shares.region.home).register_forward_pre_hook(changing(own_part), with_kwargs=True)
     start, length = shares.rows[rank][0]
     target = [read.narrow(-1, start, length) for reads in wanted for read in reads]
     reason = ""
@@ -117,7 +117,7 @@ def fit(module: nn.Module, shares: Shares, calls: Sequence[Call], rank: int) -> 
     for chosen in itertools.islice(combinations(options), TRIES):
         try:
             set_numbers(local, {**as_before, **chosen})
-            found = [read for call in given for read in _read(local, shares, call)]
+            found = [read for call in every for read in _read(local, shares, call)]
         except (RuntimeError, ValueError, IndexError, TypeError, AttributeError, AssertionError, DeepSpeedError) as why:
             reason = reason or in_words(why)
             continue

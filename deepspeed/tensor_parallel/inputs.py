@@ -130,22 +130,28 @@ def masked(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any] | None:
     return {**inputs, "attention_mask": mask}
 
 
-def all_calls(model: nn.Module, names: Iterable[str], inputs: dict[str, Any]) -> tuple[dict[str, list[Call]], Any]:
-    """What modules are called with, in every way in which they are given other tensors; and what the model returns."""
+def all_calls(model: nn.Module, names: Iterable[str], inputs: dict[str, Any]) -> tuple[dict[str, list[Call]], Any, str]:
+    """What modules are called with, plain and beside padding where they are given something else there.
+
+    Returns:
+        Calls by name, what the model returns, and what it raised beside padding.
+    """
     names = list(names)
     plain, output = calls_of(model, names, inputs)
     found, padded = {name: [call] for name, call in plain.items()}, masked(model, inputs)
     if padded is None:
-        return found, output
+        return found, output, ""
     try:
         others = calls_of(model, names, padded)[0]
     except Exception as error:  # a model's forward may raise what it likes
-        say(f"attention beside padding is not looked at: {type(model).__name__} ended in {in_words(error)}")
-        return found, output
+        why = in_words(error)
+        say(f"attention beside padding is not looked at: {type(model).__name__} ended in {why}")
+        return found, output, why
     for name, call in others.items():
-        if name not in found or call.given() != found[name][0].given():
-            found.setdefault(name, []).append(call)
-    return found, output
+        plainly = found.setdefault(name, [])
+        if not plainly or (call.given(), call.told()) != (plainly[0].given(), plainly[0].told()):
+            plainly.append(call)
+    return found, output, ""
 
 
 def calls_of(model: nn.Module, names: Iterable[str], inputs: dict[str, Any]) -> tuple[dict[str, Call], Any]:

@@ -17,6 +17,7 @@ from torch import nn
 from deepspeed.comm.axis import Axis
 from deepspeed.comm.differentiable import enter, gather_from, reduce_from
 from deepspeed.errors import ArgumentError
+from deepspeed.foundation.heap import own_pages
 from deepspeed.foundation.partition import partition_uniform
 from deepspeed.zero.placement import Cut, Placement, Relation, place
 
@@ -44,7 +45,7 @@ def take(tensor: torch.Tensor, dim: int, segments: Sequence[tuple[int, int]]) ->
 def cut_tensor(tensor: torch.Tensor, dim: int, segments: Sequence[tuple[int, int]]) -> None:
     """Keep some segments of one dim of a parameter or buffer, and place it so; it stays the object it is."""
     size = tensor.shape[dim]
-    with torch.no_grad():
+    with torch.no_grad(), own_pages():  # an engine may soon move it elsewhere: the heap would keep what it leaves
         tensor.data = take(tensor.data, dim, segments)
     place(tensor, Placement((Cut(dim, size, tuple(segments)),), {"tp": Relation.CUT}))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
@@ -20,7 +20,7 @@ from deepspeed.tensor_parallel.fit import Numbers, fit
 from deepspeed.tensor_parallel.inputs import all_calls, handed_states, inputs_of, quiet
 from deepspeed.tensor_parallel.own_plan import said_by
 from deepspeed.tensor_parallel.packed import fit_packed, share_packed
-from deepspeed.tensor_parallel.regions import Region, block, find_regions, join, lies_in, owner
+from deepspeed.tensor_parallel.regions import Region, around, block, by_module, find_regions, join, lies_in, owner
 from deepspeed.tensor_parallel.shares import Call, Segments, Shares, drawn, heads_in, share_out
 from deepspeed.tensor_parallel.specs import Specs
 from deepspeed.tensor_parallel.trace import Trace
@@ -66,6 +66,7 @@ class Plan:
         drops: which matrices' results each module drops in training.
         shapes: of the parameters.
         said: by which dim the model itself wants matrices cut, see `said_by`.
+        unpadded: why the model was not looked at beside padding, where its forward raised there.
     """
 
     ranks: int
@@ -76,6 +77,7 @@ class Plan:
     drops: dict[str, list[frozenset[str]]] = field(default_factory=dict)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     said: dict[str, str] = field(default_factory=dict)
+    unpadded: str = ""
 
     def part(self) -> float:
         """Bytes of the blocks' matrices on the largest rank, over those of the dense model."""
@@ -154,6 +156,14 @@ def starred(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
+def by_pattern(names: Iterable[str]) -> dict[str, list[str]]:
+    """Names by what they are with stars."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        found.setdefault(starred(name), []).append(name)
+    return found
+
+
 def _counts(by_rank: Sequence[Segments]) -> str:
     runs = max(map(len, by_rank))
     counts = "/".join(str(sum(length for _, length in one)) for one in by_rank)
@@ -196,8 +206,9 @@ def make_plan(model: nn.Module, ranks: int, rank: int, example: Any = None, spec
         model(**inputs)
     regions, whole = find_regions(model, trace.nodes)
     regions = _asked_for(regions, whole, specs)
-    homes = _homes(regions)
-    calls, output = all_calls(model, homes, inputs)
+    of_units = _units_of(regions)
+    homes = list(of_units)
+    calls, output, unpadded = all_calls(model, homes, inputs)
     recurrent = handed_states(model, {home: each[0] for home, each in calls.items()}, inputs)
     if simulating():
         calls = {home: list(map(drawn, each)) for home, each in calls.items()}
@@ -205,16 +216,16 @@ def make_plan(model: nn.Module, ranks: int, rank: int, example: Any = None, spec
     modules = dict(model.named_modules())
     heads = sorted(set(heads_in(getattr(model, "config", None))))
     known: dict[Any, Fitted | str] = _known_of_shapes if simulating() else {}
+    inside_of = by_module(shapes)
     units = []
-    for home in homes:
-        packed = any(region.packed and region.home == home for region in regions)
-        mine = [one for one in regions if one.packed == packed and lies_in(one.home, home)]
+    for home, mine in of_units.items():
+        own = {name: shapes[name] for name in inside_of.get(home, ())}
         fitted = []
         for region in mine:
             inside = _inside(region, home)
             key = (
-                _kind(modules[home], home, region, shapes),
-                tuple(call.given() for call in calls[home]),
+                _kind(modules[home], home, region, own),
+                tuple((call.given(), _without_place(call.told())) for call in calls[home]),
                 (*heads, ranks, rank),
             )
             if home in recurrent:
@@ -234,7 +245,8 @@ def make_plan(model: nn.Module, ranks: int, rank: int, example: Any = None, spec
         raise TensorParallelError(
             f"{type(model).__name__} cannot be cut over {ranks} ranks: {reasons or 'no block has a pair'}"
         )
-    plan = Plan(ranks, units, whole, inputs, output, dropped_in(model, inputs), shapes, said_by(model, shapes))
+    drops, said = dropped_in(model, inputs), said_by(model, shapes)
+    plan = Plan(ranks, units, whole, inputs, output, drops, shapes, said, unpadded)
     _name_others(plan, trace)
     return plan
 
@@ -283,12 +295,17 @@ def dropped_in(model: nn.Module, inputs: dict[str, Any]) -> dict[str, list[froze
     return draws.found
 
 
-def _homes(regions: Sequence[Region]) -> list[str]:
-    """The modules that are cut at once: those that lie in no other, and packed experts."""
+def _units_of(regions: Sequence[Region]) -> dict[str, list[Region]]:
+    """Regions by the module that is cut at once: one that lies in no other of them; packed experts are their own."""
     packed = {region.home for region in regions if region.packed}
     others = {region.home for region in regions if not region.packed}
-    inside = {home for home in others if any(home != other and lies_in(home, other) for other in others)}
-    return [home for home in dict.fromkeys(region.home for region in regions) if home in packed or home not in inside]
+    outermost = {home: next(one for one in around(home) if one in others) for home in others}
+    found: dict[str, list[Region]] = {}
+    for region in regions:
+        home = region.home if region.packed else outermost[region.home]
+        if region.packed or home not in packed:
+            found.setdefault(home, []).append(region)
+    return found
 
 
 def _inside(region: Region, home: str) -> Region:
@@ -307,13 +324,17 @@ def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in model.named_parameters()}
 
 
+_PLACES = ("layer_idx", "layer_id", "layer_number", "layer_index")  # of a block among the others
+
+
+def _without_place(told: Sequence[tuple[str, Any]]) -> tuple[tuple[str, Any], ...]:
+    return tuple((path, value) for path, value in told if path not in _PLACES)
+
+
 def _kind(module: nn.Module, home: str, region: Region, shapes: dict[str, tuple[int, ...]]) -> Any:
-    """What regions with one way of being cut have in common."""
-    names = [name for name in shapes if lies_in(name, home)]
-    numbers = {
-        k: v for k, v in vars(module).items() if type(v) in (int, str, bool) and k not in ("layer_idx", "training")
-    }
-    inside = [(name.removeprefix(home), shapes[name]) for name in names]
+    """What regions with one way of being cut have in common; shapes are those inside `home`."""
+    numbers = {k: v for k, v in vars(module).items() if type(v) in (int, str, bool) and k not in (*_PLACES, "training")}
+    inside = [(name.removeprefix(home), shape) for name, shape in shapes.items()]
     foreign = [name for name in region.tables if not lies_in(name, home)]
     inner = [name.removeprefix(home) for name in [*region.columns, *region.rows]]
     return (type(module), tuple(inside), tuple(inner), tuple(sorted(numbers.items())), tuple(foreign))

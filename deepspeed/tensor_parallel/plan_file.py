@@ -26,6 +26,7 @@ from deepspeed.tensor_parallel.plan import (
     Fitted,
     Plan,
     Unit,
+    by_pattern,
     dropped_in,
     make_plan,
     renamed,
@@ -33,8 +34,8 @@ from deepspeed.tensor_parallel.plan import (
     starred,
     unnamed,
 )
-from deepspeed.tensor_parallel.regions import Region, join, lies_in, owner
-from deepspeed.tensor_parallel.shares import Segments, Share, Shares, largest_part
+from deepspeed.tensor_parallel.regions import Region, by_module, join, lies_in, owner
+from deepspeed.tensor_parallel.shares import Call, Segments, Share, Shares, largest_part
 from deepspeed.tensor_parallel.specs import Specs
 
 FORMAT, VERSION = "deepspeed tensor plan", 1
@@ -68,6 +69,7 @@ def write_plan(
 
 def _described(plans: Sequence[Plan], model: nn.Module) -> dict[str, Any]:
     shapes = shapes_of(model)
+    inside_of, modules = by_module(shapes), by_pattern(name for name, _ in model.named_modules())
     units: dict[str, dict[str, Any]] = {}
     by_rank = [{unit.name: {one.shares.region.rows[0]: one for one in unit.regions} for unit in p.units} for p in plans]
     whole = {name: why for plan in plans for name, why in plan.whole.items()}
@@ -76,14 +78,14 @@ def _described(plans: Sequence[Plan], model: nn.Module) -> dict[str, Any]:
         regions = [[found[row] for found in mine] for row in mine[0] if all(row in found for found in mine)]
         if regions:
             region_data = [_region_data(one) for one in regions]
-            own = {n.removeprefix(f"{name}."): list(shape) for n, shape in shapes.items() if lies_in(n, name)}
+            own = {n.removeprefix(f"{name}."): list(shapes[n]) for n in inside_of.get(name, ())}
             entry = {"modules": [name], "shapes": own, "regions": region_data}
             known = units.setdefault(json.dumps([starred(name), own, region_data]), entry)
             if known is not entry:
                 known["modules"].append(name)
     for unit in units.values():
         same, mine = {starred(name) for name in unit["modules"]}, set(unit["modules"])
-        if len(same) == 1 and all(name in mine for name, _ in model.named_modules() if starred(name) in same):
+        if len(same) == 1 and mine.issuperset(modules[next(iter(same))]):
             unit["modules"] = sorted(same)
     return {
         "format": FORMAT, "version": VERSION, "model": type(model).__name__, "ranks": plans[0].ranks,
@@ -239,25 +241,29 @@ def _planned(
     units = sorted((unit for unit in units if unit.regions), key=lambda unit: order[unit.name])
     if not units:
         raise at.wrong("it leaves every matrix whole")
-    calls, output = all_calls(model, [unit.name for unit in units], inputs)
+    homes = [join(unit.name, one.shares.region.home) for unit in units for one in unit.regions]
+    calls, output, unpadded = all_calls(model, [*(unit.name for unit in units), *homes], inputs)
     for unit in units:
         if unit.name not in calls:
             raise at.wrong(f"the model never calls '{unit.name}'")
         unit.calls = calls[unit.name]
-        for share, entry in reader.given.get(unit.name, ()):
-            _check_argument(unit, share, entry)
+    for home in homes:
+        for share, entry in reader.given.pop(home, ()):
+            if home not in calls:
+                raise entry.wrong(f"the model never calls '{home}'")
+            _check_argument(home, calls[home], share, entry)
     drops, said = dropped_in(model, inputs), said_by(model, reader.shapes)
-    plan = Plan(reader.ranks, units, whole, inputs, output, drops, reader.shapes, said)
+    plan = Plan(reader.ranks, units, whole, inputs, output, drops, reader.shapes, said, unpadded)
     plan.whole.update(dict.fromkeys(unnamed(plan), "the plan file leaves it whole"))
     return plan
 
 
-def _check_argument(unit: Unit, share: Share, entry: _Entry) -> None:
-    """Whether a unit is given the tensor, of as many channels as are shared out."""
-    shapes = [shape for call in unit.calls for path, shape in call.given() if path == share.name]
+def _check_argument(home: str, calls: Sequence[Call], share: Share, entry: _Entry) -> None:
+    """Whether a region's module is given the tensor, of as many channels as are shared out."""
+    shapes = [shape for call in calls for path, shape in call.given() if path == share.name]
     if not shapes:
-        known = dict.fromkeys(path for call in unit.calls for path, _ in call.given())
-        raise entry.wrong(f"'{unit.name}' is given no tensor {share.name!r}; it is given {', '.join(known)}")
+        known = dict.fromkeys(path for call in calls for path, _ in call.given())
+        raise entry.wrong(f"'{home}' is given no tensor {share.name!r}; it is given {', '.join(known)}")
     for shape in shapes if share.dim >= 0 else ():
         end = max(start + length for of_rank in share.segments for start, length in of_rank)
         if share.dim >= len(shape) or shape[share.dim] != end:
@@ -280,7 +286,8 @@ class _Reader:
         self.ranks, self.rank = ranks, rank
         self.modules, self.shapes = dict(model.named_modules()), shapes_of(model)
         self.taken: dict[str, str] = {}  # parameters that are cut, and where the file says so
-        self.given: dict[str, list[tuple[Share, _Entry]]] = {}  # arguments of units, to be looked at in their calls
+        self._inside, self._patterns = by_module(self.shapes), by_pattern(self.modules)
+        self.given: dict[str, list[tuple[Share, _Entry]]] = {}  # arguments by module, to be looked at in its calls
         self._units: dict[str, str] = {}  # where each is
 
     def units(self, entry: _Entry) -> list[Unit]:
@@ -288,7 +295,7 @@ class _Reader:
         modules, shapes, regions = entry.fields("modules", "shapes", "regions")
         found: list[Unit] = []
         for pattern in modules.entries():
-            names = [name for name in self.modules if starred(name) == pattern.of(str) or name == pattern.value]
+            names = self._patterns.get(pattern.of(str), [pattern.value] if pattern.value in self.modules else [])
             if not names:
                 raise pattern.wrong(f"the model has no module {pattern.value!r}")
             for name in names:
@@ -301,8 +308,9 @@ class _Reader:
     def reasons(self, entry: _Entry) -> dict[str, str]:
         """Why parameters stay whole, by name, which may be starred."""
         found = {name: text.of(str) for name, text in entry.items()}
+        patterns = by_pattern(self.shapes)
         for name in found:
-            meant = [one for one in self.shapes if name in (one, starred(one))]
+            meant = patterns.get(name, [name] if name in self.shapes else [])
             if not meant:
                 raise entry.wrong(f"the model has no parameter {name!r}")
             if all(one in self.taken for one in meant):
@@ -310,7 +318,7 @@ class _Reader:
         return found
 
     def _unit(self, name: str, shapes: _Entry, regions: _Entry) -> Unit:
-        here = {n.removeprefix(f"{name}."): shape for n, shape in self.shapes.items() if lies_in(n, name)}
+        here = {n.removeprefix(f"{name}."): self.shapes[n] for n in self._inside.get(name, ())}
         said = {n: tuple(size.of(int) for size in shape.entries()) for n, shape in shapes.items()}
         for one in [*(n for n in said if n not in here), *(n for n in here if n not in said)]:
             raise shapes.wrong(f"{one!r} is {'not in' if one in said else 'in'} '{name}' of this model")
@@ -324,8 +332,7 @@ class _Reader:
             "home", "columns", "rows", "inner", "tables", "packed", "channels", "tensors", "inputs", "partial_inputs",
             "numbers",
         )  # fmt: skip
-        inside_unit = {n.removeprefix(unit).removeprefix(".") for n in self.modules if lies_in(n, unit)}
-        if home.of(str) not in inside_unit:
+        if join(unit, home.of(str)) not in self.modules:
             raise home.wrong(f"'{unit}' has no module {home.value!r}")
         region = Region(
             home.value, columns.names(shapes, "parameter"), rows.names(shapes, "parameter"),
@@ -340,7 +347,7 @@ class _Reader:
             shares.tensors[name] = self._share(name, share, shapes[name])
         shares.inputs = {n: self._share(n, share, None) for n, share in inputs.items()}
         shares.partial_inputs = partial.names({name.of(str) for name in partial.entries()}, "argument")
-        given = self.given.setdefault(unit, [])
+        given = self.given.setdefault(join(unit, region.home), [])
         given += [(shares.inputs[name], share) for name, share in inputs.items()]
         given += [(Share(name, -1, []), partial) for name in shares.partial_inputs]
         self._check_layers(unit, shares, shapes, entry, tensors)

@@ -54,6 +54,21 @@ def lies_in(name: str, home: str) -> bool:
     return not home or f"{name}.".startswith(f"{home}.")
 
 
+def around(name: str) -> list[str]:
+    """The modules around a module and the module itself, the outermost first."""
+    parts = name.split(".") if name else []
+    return ["", *(".".join(parts[:count]) for count in range(1, len(parts) + 1))]
+
+
+def by_module(params: Iterable[str]) -> dict[str, list[str]]:
+    """The names of parameters in each module."""
+    found: dict[str, list[str]] = {}
+    for param in params:
+        for module in around(owner(param)):
+            found.setdefault(module, []).append(param)
+    return found
+
+
 def common(names: Iterable[str]) -> str:
     """The module around all modules."""
     paths = [name.split(".") for name in names]
@@ -109,10 +124,14 @@ def _spaces(nodes: Mapping[str, Node]) -> list[tuple[set[str], set[str]]]:
             parent[key] = key = parent[parent[key]]  # halves the path: chains of sources are long
         return key
 
+    writers = {node.name for node in nodes.values() if not node.lookup}
+    stream: set[str] = set()  # that were joined for one reader: each block reads all that were written before
     for node in nodes.values():
-        for source in node.sources:
-            if source in nodes and not nodes[source].lookup:
-                parent[find(("out", source))] = find(("in", node.name))
+        sources = node.sources & writers
+        known = bool(stream) and stream <= sources
+        for source in [*(sources - stream), next(iter(stream))] if known else sources:
+            parent[find(("out", source))] = find(("in", node.name))
+        stream = sources if len(sources) > len(stream) else stream
     spaces: dict[tuple[str, str], tuple[set[str], set[str]]] = {}
     for side, name in list(parent):
         writes, reads = spaces.setdefault(find((side, name)), (set(), set()))

@@ -104,6 +104,23 @@ class Call:
         self.mapped(note)
         return tuple(found)
 
+    def told(self) -> tuple[tuple[str, Any], ...]:
+        """Which numbers, flags and words there are; of what else is no tensor, its class."""
+        found: list[tuple[str, Any]] = []
+
+        def walk(path: str, value: Any) -> None:
+            if type(value) in (tuple, list):
+                for at, one in enumerate(value):
+                    walk(f"{path}.{at}", one)
+            elif value is None or isinstance(value, (bool, int, float, str, torch.dtype)):
+                found.append((path, value))
+            elif not isinstance(value, torch.Tensor):
+                found.append((path, type(value)))
+
+        for name, value in self.arguments.items():
+            walk(name, value)
+        return tuple(found)
+
     def split(self) -> tuple[list[Any], dict[str, Any]]:
         """Positional and keyword arguments."""
         args = [self.arguments[name] for name in self.positional]
@@ -117,6 +134,20 @@ class Call:
         """Call the module."""
         args, kwargs = self.apart().split()
         return module(*args, **kwargs)
+
+
+def changing(change: Any) -> Any:
+    """A hook before a module's forward by which it is given `change(path, tensor)` for each tensor, see `Call.mapped`.
+
+    Args:
+        change: called in the order of the arguments.
+    """
+
+    def hook(module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        positional, named = Call.of(module, args, kwargs).mapped(change).split()
+        return tuple(positional), named
+
+    return hook
 
 
 def _apart(value: Any) -> Any:
@@ -185,6 +216,27 @@ def same_draws() -> Iterator[None]:
     finally:
         torch.set_rng_state(states[0])
         accelerator.set_rng_state(states[1])
+
+
+def _taking(given: dict[str, torch.Tensor]) -> Any:
+    """A hook that notes the tensors a module is called with first, and gives it copies, which it may change."""
+    called: list[bool] = []
+
+    def change(path: str, tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_floating_point():
+            return tensor
+        given[path] = tensor if tensor.requires_grad else tensor.detach().requires_grad_()
+        return given[path].clone()
+
+    inner = changing(change)
+
+    def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if called:
+            return None
+        called.append(True)
+        return inner(module, args, kwargs)
+
+    return hook
 
 
 class _Reads:
@@ -311,6 +363,9 @@ def _masks(
     twin = randomised(module, draw)
     own, given = floating(call, grad=True)
     reads = _Reads(twin, region)
+    if region.home:  # what the unit is given may reach it under another name
+        given = {}
+        twin.get_submodule(region.home).register_forward_pre_hook(_taking(given), with_kwargs=True)
     with torch.enable_grad(), same_draws():
         own.run(twin)
     reads.remove()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 from collections.abc import Iterator, Sequence
@@ -18,10 +19,10 @@ from deepspeed.comm.together import Ended, run_together
 from deepspeed.errors import TensorParallelError
 from deepspeed.foundation.log import say
 from deepspeed.foundation.simulation import simulating
-from deepspeed.foundation.tree import tensors_in
-from deepspeed.tensor_parallel.layers import take
+from deepspeed.foundation.tree import map_tensors, tensors_in
 from deepspeed.tensor_parallel.plan import Unit
 from deepspeed.tensor_parallel.shares import Call, floating, same_draws
+from deepspeed.tensor_parallel.sketch import Sketches, Watch, dims_of, part_of, sketches
 from deepspeed.zero.placement import Relation, placement_of
 
 # Of the largest value, by the precision of what is computed.
@@ -32,11 +33,22 @@ T = TypeVar("T")
 
 @dataclass
 class Seen:
-    """What a unit computes: outputs, and gradients of its inputs and parameters."""
+    """What a unit computes in one way of calling it.
+
+    Args:
+        outputs: all of them.
+        inputs: gradients of the arguments, by path.
+        params: sketches of the gradients of parameters, by name, see `Sketches`; None: it has no gradient.
+    """
 
     outputs: list[torch.Tensor]
     inputs: dict[str, torch.Tensor | None]
-    params: dict[str, torch.Tensor | None]
+    params: dict[str, Sketches | None]
+
+    def on_host(self) -> Seen:
+        """For other ranks, which may have no device of this name."""
+        host = lambda value: map_tensors(lambda tensor: tensor.cpu(), value)  # noqa: E731
+        return Seen(host(self.outputs), host(self.inputs), host(self.params))
 
 
 def _exact(module: nn.Module) -> nn.Module:
@@ -53,10 +65,10 @@ def run(module: nn.Module, unit: Unit) -> list[Seen]:
         unit: says what it is called with.
     """
     exact = _exact(module)
-    return [_seen(exact, call) for call in unit.calls]
+    return [_seen(exact, call, first=at == 0) for at, call in enumerate(unit.calls)]
 
 
-def _seen(module: nn.Module, call: Call) -> Seen:
+def _seen(module: nn.Module, call: Call, first: bool) -> Seen:
     dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
     call, _ = floating(call)
     call = call.mapped(lambda _, t: t.to(dtype) if t.is_floating_point() and dtype != torch.float32 else t)
@@ -68,6 +80,18 @@ def _seen(module: nn.Module, call: Call) -> Seen:
         given[path] = tensor.detach().clone().requires_grad_()
         return given[path].view_as(given[path])
 
+    with _trainable(module) as params, Watch(module, params, first) as watch, torch.enable_grad(), same_draws():
+        outputs = [t for t in tensors_in(call.mapped(leaf).run(module)) if t.is_floating_point()]
+        generator = torch.Generator().manual_seed(7)
+        whole = [(t * _drawn(t, generator)).sum() for t in outputs[:1] if t.requires_grad]
+        total = sum(whole, torch.zeros((), device=outputs[0].device if outputs else None))
+        inputs = watch.gradients(total, given)
+    return Seen([t.detach() for t in outputs], inputs, watch.found())
+
+
+@contextlib.contextmanager
+def _trainable(module: nn.Module) -> Iterator[dict[str, nn.Parameter]]:
+    """In evaluation mode, with gradients of frozen parameters too; the parameters by name."""
     params = {n: p for n, p in module.named_parameters() if p.is_floating_point()}
     frozen = [p for p in params.values() if not p.requires_grad]
     training = [m for m in module.modules() if m.training]
@@ -75,21 +99,12 @@ def _seen(module: nn.Module, call: Call) -> Seen:
     try:
         for p in frozen:
             p.requires_grad_(True)
-        with torch.enable_grad(), same_draws():
-            outputs = [t for t in tensors_in(call.mapped(leaf).run(module)) if t.is_floating_point()]
-            generator = torch.Generator().manual_seed(7)
-            whole = [(t * _drawn(t, generator)).sum() for t in outputs[:1] if t.requires_grad]
-            asked = [*given.values(), *params.values()]
-            grads = torch.autograd.grad(sum(whole, torch.zeros((), device=asked[0].device)), asked, allow_unused=True)
+        yield params
     finally:
         for p in frozen:
             p.requires_grad_(False)
         for m in training:
             m.training = True
-    found = dict(zip([*given, *(f"parameter {n}" for n in params)], grads, strict=True))
-    return Seen(
-        [t.detach() for t in outputs], {n: found[n] for n in given}, {n: found[f"parameter {n}"] for n in params}
-    )
 
 
 def _drawn(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
@@ -154,7 +169,7 @@ def _differences(dense: Seen, cut: Seen, module: nn.Module, axis: Axis, toleranc
     for at, (wanted, ours) in enumerate(zip(dense.outputs, cut.outputs, strict=False)):
         if at == 0 or wanted.shape == ours.shape:
             yield from _apart(f"output {at}", wanted, ours, 0.0, tolerance)
-    peaks = {name: _largest(gradient) for name, gradient in dense.params.items() if gradient is not None}
+    peaks = {name: max(map(_largest, found.values())) for name, found in dense.params.items() if found is not None}
     largest = max(peaks.values(), default=0.0)
     for name, wanted in dense.inputs.items():
         ours = cut.inputs.get(name)
@@ -164,14 +179,34 @@ def _differences(dense: Seen, cut: Seen, module: nn.Module, axis: Axis, toleranc
     for name, wanted in dense.params.items():
         ours, placed = cut.params[name], placement_of(params[name])
         if placed.relations.get("tp") is Relation.PARTIAL:
-            part = torch.zeros(params[name].shape, device=params[name].device) if ours is None else ours
-            ours = summed(part, axis, f"check of {name}")
-        if wanted is None:
-            continue
-        for one in placed.cuts:
-            whole = len(one.segments) > 1
-            wanted = take(wanted, one.dim, one.segments) if whole else wanted.narrow(one.dim, *one.segments[0])
-        yield from _apart(f"the gradient of {name}", wanted, ours, largest, tolerance, peaks[name])
+            ours = _over_ranks(params[name], ours, axis, f"check of {name}")
+        yield from _sketches_differ(name, params[name], wanted, ours, (largest, peaks.get(name)), tolerance)
+
+
+def _sketches_differ(
+    name: str,
+    param: torch.Tensor,
+    wanted: Sketches | None,
+    ours: Sketches | None,
+    sizes: tuple[float, float | None],
+    tolerance: float,
+) -> Iterator[str]:
+    """The first way in which this rank's sketches are no parts of the dense ones."""
+    shared = {along: sketch for along, sketch in (wanted or {}).items() if along not in dims_of(param)}
+    if wanted and not shared:
+        yield f"{name} is cut along both of its last dims, and is not compared"
+    for along, sketch in shared.items():
+        own, part = None if ours is None else ours[along], part_of(sketch, along, param)
+        found = list(_apart(f"the gradient of {name}", part, own, sizes[0], tolerance, sizes[1]))
+        if found:
+            yield from found
+            return
+
+
+def _over_ranks(param: torch.Tensor, parts: Sketches | None, axis: Axis, label: str) -> Sketches:
+    """Sketches of a sum are the sums of sketches."""
+    parts = sketches(torch.zeros_like(param)) if parts is None else parts
+    return {dim: summed(part, axis, label) for dim, part in parts.items()}
 
 
 def _largest(tensor: torch.Tensor) -> float:

@@ -32,7 +32,7 @@ def run_cut(stage: int | None, tp: int) -> tuple[Run, dict[str, tuple[int, ...]]
         return noted(trainer), shapes
 
 
-@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stage", [1, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 2, 3))])
 def test_the_trainer_trains_a_cut_model(workers: Any, stage: int) -> None:
     alone, wanted = workers(1).run(run_cut, None, 1, timeout=120)[0]
     cut = workers(2).run(run_cut, stage, 2, timeout=240)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from deepspeed.comm.mesh import current_mesh
 from deepspeed.errors import DataError, DeepSpeedError, MeshError, OptimizerError, TensorParallelError, UsageError
+from deepspeed.tensor_parallel.plan import shapes_of
 from deepspeed.utils import safe_get_full_fp32_param
 from tests.parallel.checkpointing import differences, everything
 from tests.parallel.dense import Dense, adamw, compared, momentum
@@ -74,7 +75,7 @@ def composed(what: str, stage: int, dp: int) -> None:
         if what == "lora":
             trained = [name for name, p in model.named_parameters() if p.requires_grad]
             assert trained and all("lora" in name for name in trained)
-            shapes = {name.split("layers.0.")[-1]: param.ds_shape for name, param in model.named_parameters()}
+            shapes = {name.split("layers.0.")[-1]: shape for name, shape in shapes_of(model).items()}
             for place, shape in HALVES.items():
                 assert shapes[place] == shape, (place, shapes[place])
         if "vocabulary" in what:
@@ -130,13 +131,14 @@ def test_items_are_counted_once_for_ranks_that_share_them(workers: Any) -> None:
 
 
 def saved(folder: str, tp: int, stage: int, steps: int) -> Any:
-    with start(model_of("Llama", seed=3), config_of(stage, tp), adamw) as engine:
+    config = config_of(stage, tp, zero={"stage3_gather_16bit_weights_on_model_save": True})
+    with start(model_of("Llama", seed=3), config, adamw) as engine:
         at = current_mesh().coordinates["dp_shard"]
         for step in range(2):
             engine.backward(loss_of(engine, step, 0 * at))
             engine.step()
         engine.save_checkpoint(folder)
-        engine.save_16bit_model(folder + "/export")
+        assert engine.save_16bit_model(folder + "/export")
         return goes_on(engine, steps)
 
 
