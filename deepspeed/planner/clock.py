@@ -49,6 +49,25 @@ class StepTime:
         return max(parts, key=lambda name: parts[name])
 
 
+@dataclass(frozen=True)
+class Moved:
+    """What an update moves that is no operator of a recorded step.
+
+    Args:
+        messages: bytes that a rank receives.
+        update: bytes of host memory that the optimizer reads and writes.
+        disk: bytes that are read and written on it.
+        link: bytes that go from the device to its host, or back; the way with more of them counts.
+        group: ranks that those messages travel between; (): all of the machine.
+    """
+
+    messages: float
+    update: float
+    disk: float = 0.0
+    link: float = 0.0
+    group: tuple[int, ...] = ()
+
+
 @contextmanager
 def recorded(recording: Recording) -> Iterator[Callable[[str], None]]:
     """Inside a simulation, a step is written down: its operators, and the messages in the middle of them. What it gives
@@ -70,11 +89,7 @@ def step_time(
     share: float,
     updates: int,
     machine: Machine,
-    messages: float,
-    update: float,
-    disk: float,
-    link: float = 0.0,
-    group: tuple[int, ...] = (),
+    moved: Moved,
 ) -> StepTime:
     """Replay a step.
 
@@ -83,28 +98,24 @@ def step_time(
         share: of the micro-batches in it that an update takes.
         updates: that are recorded.
         machine: where.
-        messages: bytes that a rank receives in an update.
-        update: bytes of host memory that the optimizer reads and writes.
-        disk: bytes that are read and written on it.
-        link: bytes that go from the device to its host, or back; the way with more of them counts.
-        group: ranks that those messages travel between; (): all of the machine.
+        moved: in an update besides.
     """
     replayed = replay(recording, machine)
     own = sum(each.end - each.begin for each in replayed.pieces if each.where == STEP and each.kind == KERNEL)
     new, new_of_update = _first_touches(recording, machine)
     inside = replayed.exposed(MESSAGE)  # what travels in the middle of forward and backward
-    group = group or tuple(range(machine.ranks))
-    whole = messages * len(group) / max(1, len(group) - 1)
+    group = moved.group or tuple(range(machine.ranks))
+    whole = moved.messages * len(group) / max(1, len(group) - 1)
     rest = [
         Entry(MESSAGE, "all_gather", nbytes=whole, group=group),
-        Entry(DISK, "state", nbytes=disk),
-        Entry(COPY, "to_host", stream=1, nbytes=link),
-        Entry(HOST, "update", nbytes=update),
+        Entry(DISK, "state", nbytes=moved.disk),
+        Entry(COPY, "to_host", stream=1, nbytes=moved.link),
+        Entry(HOST, "update", nbytes=moved.update),
         Entry(WAIT, "state", after=1),
     ]
     parts = replay(Recording("update", 0, machine.ranks, rest), machine)
     took = {piece.name: piece.end - piece.begin for piece in parts.pieces}
-    copied = took["to_host"] if link else 0.0
+    copied = took["to_host"] if moved.link else 0.0
     update = max(took["update"], own / updates) + new_of_update / updates
     return StepTime((replayed.seconds - inside - own + new) * share, took["all_gather"] + inside * share, update,
                     took["state"], copied)  # fmt: skip

@@ -16,7 +16,7 @@ from deepspeed.config.source import load_raw
 from deepspeed.engine.categories import TRANSIT
 from deepspeed.errors import ArgumentError
 from deepspeed.planner.axes import Shape, asks_for_axes, shapes
-from deepspeed.planner.clock import StepTime, moves, recorded, step_time
+from deepspeed.planner.clock import Moved, StepTime, moves, recorded, step_time
 from deepspeed.planner.memory import MemoryCount, simulate
 from deepspeed.planner.program import Loss, Program
 from deepspeed.planner.trials import Outcome
@@ -298,8 +298,8 @@ def _step_time(
         down = turns * 4 * parameters / len(ranks)
         up = gathered if plan.tier in _WITH_PARAMETERS else parameters * itemsize / len(ranks)
         link = max(down, up)
-    moved = moved if memory.disk else 0.0
-    return step_time(recording, share, _UPDATES, machine, messages, traffic, moved, link, tuple(ranks))
+    besides = Moved(messages, traffic, moved if memory.disk else 0.0, link, tuple(ranks))
+    return step_time(recording, share, _UPDATES, machine, besides)
 
 
 def search(
