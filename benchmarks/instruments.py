@@ -12,6 +12,8 @@ most that, the interval of the wall clock's ratio reaches down to it, and the 99
 kinds of steps. It is missed where the interval of the whole steps lies above, or that of the others does and the whole
 steps' reaches above too; where the two kinds disagree, it is not shown. The intervals of the percentiles are
 bootstrapped. The plain sides are not separable where both of their intervals hold 1.
+
+Rounds are kept under `runs`: a run makes what is missing, of the sides it is given, and shows what there is of all.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import json
 import math
 import os
 import random
@@ -32,10 +35,12 @@ from typing import Any
 
 import psutil
 import torch
-from common import GPT, Shape, World, batch_of, median_interval, print_table, serve, start_world, write_json
+from common import GPT, REPOSITORY, Shape, World, batch_of, median_interval, print_table, serve, start_world, write_json
 
 SIDES = ["off", "off again", "recorder", "comms logger", "non_finite", "monitors", "norms", "counted"]
 BARS = {"recorder": 1.01, "comms logger": 1.01, "non_finite": 1.01, "monitors": 1.01, "norms": 1.01, "counted": 1.5}
+KEEP = 10  # rounds, after which they are written down
+KINDS = "whole", "few"  # steps
 WARM = 2  # rounds that pay for lazy allocation and the writers' start
 TAIL = 1.05  # the 99th percentile of a side over that of "off again"
 FEW = {"batch": 1, "sequence": 16}  # of the steps that show what is added
@@ -149,24 +154,33 @@ def added(few: list[Round], name: str, step: Round) -> dict[str, float]:
 
 
 def rows_of(rounds: list[Round], few: list[Round], stage: int) -> list[dict[str, Any]]:
-    """One record per side: paired ratios to "off" of whole steps, and what is added."""
-    rows = []
+    """One record per side: paired ratios to "off" of whole steps, and what is added. Each side has the rounds that it
+    was in."""
+    sides = [name for name in SIDES[1:] if any(name in seconds for seconds in rounds)]
+    return [row_of(name, with_side(rounds, name), with_side(few, name), stage) for name in sides]
+
+
+def with_side(rounds: list[Round], name: str) -> list[Round]:
+    """Those that a side was in."""
+    return [seconds for seconds in rounds if name in seconds]
+
+
+def row_of(name: str, rounds: list[Round], few: list[Round], stage: int) -> dict[str, Any]:
+    """The record of a side, of rounds that it was in."""
     # A whole step: its median, but for the 99th percentile of the second plain side's wall clock.
     tail = percentile([seconds["off again"][0] for seconds in rounds], 0.99)
     cpu_of_step = statistics.median(seconds["off"][1] for seconds in rounds)
     step: Round = {"off": (0.0, cpu_of_step, 0.0), "off again": (tail, 0.0, 0.0)}
-    for name in list(rounds[0])[1:]:
-        wall, cpu = (median_interval([seconds[name][at] / seconds["off"][at] for seconds in rounds]) for at in (0, 1))
-        whole = tails(rounds, name, lambda own, plain: own / plain)
-        rows.append(
-            {"stage": stage, "side": name, "rounds": len(rounds), "few": len(few), "bar": BARS.get(name)}
-            | {"wall": wall.median, "wall_low": wall.low, "wall_high": wall.high}
-            | {"cpu": cpu.median, "cpu_low": cpu.low, "cpu_high": cpu.high, "step_cpu_ms": 1e3 * cpu_of_step}
-            | dict(zip(("whole_tail", "whole_tail_low", "whole_tail_high"), whole, strict=True))
-            | added(few, name, step)
-            | {"writers_ms": 1e3 * statistics.mean(seconds[name][2] for seconds in rounds)}
-        )
-    return rows
+    wall, cpu = (median_interval([seconds[name][at] / seconds["off"][at] for seconds in rounds]) for at in (0, 1))
+    whole = tails(rounds, name, lambda own, plain: own / plain)
+    return (
+        {"stage": stage, "side": name, "rounds": len(rounds), "few": len(few), "bar": BARS.get(name)}
+        | {"wall": wall.median, "wall_low": wall.low, "wall_high": wall.high}
+        | {"cpu": cpu.median, "cpu_low": cpu.low, "cpu_high": cpu.high, "step_cpu_ms": 1e3 * cpu_of_step}
+        | dict(zip(("whole_tail", "whole_tail_low", "whole_tail_high"), whole, strict=True))
+        | added(few, name, step)
+        | {"writers_ms": 1e3 * statistics.mean(seconds[name][2] for seconds in rounds)}
+    )
 
 
 def state(row: dict[str, Any], few: str, few_bar: float, holds: str, whole: str, bar: float) -> str:
@@ -219,9 +233,37 @@ def show(rows: list[dict[str, Any]]) -> None:
     print_table(head, body)
 
 
-def rounds_of(count: int, seconds: float, ranks: int, setup: dict[str, Any]) -> list[Round]:
-    """Rounds of one size of step."""
-    world, rounds, order = World("instruments.py", ranks, setup), list[Round](), random.Random(0)
+class Kept:
+    """Rounds of one size of step that were made before, and the file they are in.
+
+    Args:
+        path: of the file.
+        sides: of the rounds to come.
+    """
+
+    def __init__(self, path: Path, sides: list[str]) -> None:
+        self.path, self.sides = path, sides
+        self.rounds: list[Round] = json.loads(path.read_text()) if path.exists() else []
+
+    def missing(self, count: int) -> int:
+        """How many rounds are missing until the side that has fewest has so many."""
+        return count - min(sum(name in seconds for seconds in self.rounds) for name in self.sides)
+
+    def add(self, rounds: list[Round]) -> None:
+        """Keep these too."""
+        self.rounds += rounds
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        part = self.path.with_suffix(".part")
+        part.write_text(json.dumps(self.rounds) + "\n")
+        part.replace(self.path)
+
+
+def rounds_of(count: int, seconds: float, ranks: int, setup: dict[str, Any], kept: Kept) -> None:
+    """Rounds of one size of step, until there are so many."""
+    count = kept.missing(count)
+    if count <= 0:
+        return
+    world, rounds, order = World("instruments.py", ranks, setup), list[Round](), random.Random(len(kept.rounds))
     end, sides = time.monotonic() + seconds, setup["sides"]
     for index in range(count + WARM):
         answers = world.ask(order=order.sample(sides, len(sides)), index=index)
@@ -231,8 +273,11 @@ def rounds_of(count: int, seconds: float, ranks: int, setup: dict[str, Any]) -> 
         rounds.append(
             {n: (max(a[0] for a in t), sum(a[1] for a in t), sum(a[2] for a in t)) for n, t in by_side.items()}
         )
+        if len(rounds) == WARM + KEEP:
+            kept.add(rounds[WARM:])
+            rounds = rounds[:WARM]
     world.close()
-    return rounds[WARM:]
+    kept.add(rounds[WARM:])
 
 
 def main() -> None:
@@ -242,7 +287,10 @@ def main() -> None:
     parser.add_argument("--stages", type=int, nargs="+", default=[2])
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--few", type=int, default=600, help="rounds of steps with few tokens")
-    parser.add_argument("--seconds", type=float, default=1e9, help="of the rounds of a size; fewer are made then")
+    parser.add_argument(
+        "--seconds", type=float, default=1e9, help="of the rounds of a size; the next run makes the rest"
+    )
+    parser.add_argument("--anew", action="store_true", help="forget the rounds that are kept")
     parser.add_argument("--width", type=int, default=Shape.width)
     parser.add_argument("--layers", type=int, default=Shape.layers)
     parser.add_argument("--sides", nargs="*", choices=SIDES[2:], default=SIDES[2:], help="beside the two plain ones")
@@ -252,11 +300,16 @@ def main() -> None:
     for stage in given.stages:
         sides = [*SIDES[:2], *given.sides]
         setup = {"stage": stage, "sides": sides, "width": given.width, "layers": given.layers}
-        whole = rounds_of(given.rounds, given.seconds, given.ranks, setup)
-        if not whole:
+        name = f"{given.ranks}-ranks-stage-{stage}-{given.width}x{given.layers}"
+        whole, few = (Kept(REPOSITORY / "runs" / "instruments" / f"{name}-{kind}.json", sides) for kind in KINDS)
+        if given.anew:
+            whole.rounds, few.rounds = [], []
+        rounds_of(given.rounds, given.seconds, given.ranks, setup, whole)
+        if not whole.rounds:
             print(f"stage {stage}: no round within {given.seconds:g} s; give more --seconds", file=sys.stderr)
             continue
-        rows += rows_of(whole, rounds_of(given.few, given.seconds, given.ranks, {**setup, **FEW}), stage)
+        rounds_of(given.few, given.seconds, given.ranks, {**setup, **FEW}, few)
+        rows += rows_of(whole.rounds, few.rounds, stage)
     show(rows)
     if rows and not given.dry:
         print(f"written: {write_json('instruments.json', rows)}")

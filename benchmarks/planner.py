@@ -4,14 +4,21 @@
     python -m benchmarks.planner predict           # anywhere: from the machine's figures alone
     python -m benchmarks.planner run --budget 400  # what is missing of both, and the trials; goes on where it was
     python -m benchmarks.planner run --toy --cases wide --plans 4
+    python -m benchmarks.planner predict --anew    # of what is kept, after the planner was changed; its trials stay
     python -m benchmarks.planner show
 
-A case is a model of `planner_models.py`, a global batch on two ranks, and a limit of memory that is set before any
-trial: 45 to 70 % of its plans are predicted not to fit (what is under way counts at its most, so fewer do not), so that
-at most three of the others are predicted near the best, where that can be. Whether one fits is what its trial under
-that limit says. Each plan is one trial of `deepspeed.planner.trials`, its ranks forked from a process that has imported
-everything (`warm_trials.py`). The planner's five confirming runs are looked up among them. Five plans drawn at random
-stand beside it: the probability that one of them is within a tenth of the best.
+A case is a model of `planner_models.py`, a global batch on two ranks, and a limit of memory. Time and memory of each
+plan are predicted, kept and printed before any trial, and the choice by how much memory there may be. Then each plan is
+one trial of `deepspeed.planner.trials` without a limit, its ranks forked from a process that has imported all it needs
+(`warm_trials.py`), which says how long an update takes and what a rank holds. The limit is the loosest under which the
+measured plans are a case (at most three near the best, a quarter or more does not fit); predictions play no part in
+it. Under it the planner's list is made of what was predicted, and its five confirming runs are looked up among the
+trials: one that held more ran out of memory. Five plans drawn at random stand beside it: the probability that one of
+them is within a tenth of the best.
+
+`--anew` predicts what is kept again, with its trials: then the predictions are not older than those, and `before` in
+the file has what was predicted first. `--retime` does so from the runs without values that the last prediction has left
+under `runs`, where only the machine's figures or the replay have changed.
 """
 
 from __future__ import annotations
@@ -21,6 +28,7 @@ import dataclasses
 import json
 import math
 import os
+import pickle
 import random
 import sys
 import tempfile
@@ -31,8 +39,21 @@ from typing import Any
 
 from deepspeed.planner.axes import Shape
 from deepspeed.planner.calibrate import calibrate
+from deepspeed.planner.clock import StepTime
 from deepspeed.planner.confirm import MOST, confirm
-from deepspeed.planner.plans import ALL, ON_DEVICE, OPTIMIZER, Judged, Plan, Task, legal_plans, search
+from deepspeed.planner.plans import (
+    ALL,
+    ON_DEVICE,
+    OPTIMIZER,
+    Judged,
+    Plan,
+    Task,
+    by_worth,
+    judge,
+    legal_plans,
+    simulated,
+    verdict,
+)
 from deepspeed.planner.source import model_named
 from deepspeed.planner.trials import Limits, Outcome, run_trial, trial_config
 from deepspeed.simulator.machine import Machine
@@ -61,7 +82,6 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
 }
 RANKS, NEAR, MOST_NEAR = 2, 1.10, 3
 TIMED = 3, 4  # updates: the third is like all that follow
-DROPPED = (0.6, 0.55, 0.65, 0.5, 0.7, 0.45)  # of plans; the first that leaves few near the best, as predicted
 FIXED = {"MALLOC_MMAP_THRESHOLD_": "65536"}  # what a trial holds is then what it uses
 IMPORTED = [
     "deepspeed.planner.training",
@@ -118,48 +138,66 @@ def plan_of(row: dict[str, Any]) -> Plan:
     return Plan(**{**row["plan"], "shape": Shape(**row["plan"].get("shape", {}))})
 
 
-def held(judged: Judged) -> int:
-    """Bytes of a rank, as predicted."""
-    return max(judged.memory.peak, judged.memory.birth) if judged.memory is not None else 0
+def predicted(judged: Judged) -> dict[str, Any]:
+    """What is kept of a prediction."""
+    memory = judged.memory
+    return {
+        "plan": dataclasses.asdict(judged.plan), "name": judged.plan.name, "reason": judged.reason,
+        "held": 0 if memory is None else max(memory.most, memory.birth), "least": judged.least,
+        "seconds": judged.seconds if judged.time is not None else None,
+    }  # fmt: skip
 
 
-def near(rows: list[dict[str, Any]]) -> int:
-    """How many of the plans that fit are predicted within a tenth of the best."""
-    fits = [row["seconds"] for row in rows if row["fits"]]
-    return sum(seconds <= NEAR * min(fits) for seconds in fits)
+def predict(name: str, machine: Machine, took: float, runs: dict[Plan, Any]) -> dict[str, Any]:
+    """What the planner says of a case, before any trial: of each plan its time, and the least and the most memory."""
+    begun = time.perf_counter()
+    judged = [run if isinstance(run, Judged) else verdict(plan, run, machine) for plan, run in runs.items()]
+    took += time.perf_counter() - begun
+    return {"case": name, "took": took, "plans": [predicted(each) for each in judged], "trials": {}}
 
 
-def limited(rows: list[dict[str, Any]]) -> tuple[int, list[dict[str, Any]]]:
-    """A limit of memory under which a choice is one, and the plans with whether they fit, the best first."""
-    sizes, found = sorted(row["held"] for row in rows), list[tuple[int, list[dict[str, Any]]]]()
-    memory, those = 0, rows
-    for share in (*DROPPED, 0.0):
-        memory = sizes[max(0, math.ceil(len(sizes) * (1 - share)) - 1)]
-        those = [{**row, "fits": 0 < row["held"] <= memory} for row in rows]
-        those.sort(key=lambda row: (not row["fits"], row["seconds"] or math.inf, row["plan"]["micro"]))
-        if near(those) and (share or not found):  # plans that cannot be made hold nothing: a limit may leave none
-            found.append((memory, those))
-    return min(found, key=lambda each: max(MOST_NEAR, near(each[1])), default=(memory, those))
-
-
-def predict(name: str, machine: Machine, count: int) -> dict[str, Any]:
-    """What the planner says of a case, before any trial."""
+def run_without_values(name: str, machine: Machine, count: int, path: Path) -> None:
+    """Write to a file the seconds that this takes, and by plan of a case its run without values, or the verdict where
+    there could be none."""
     factory, batch, config = CASES[name]
     make, rows = model_named(f"{HERE / 'planner_models.py'}:{factory}", 0)
-    plans = sample(legal_plans(batch, machine), count, name)
-    begun = time.perf_counter()
-    endless = replace(machine, memory=1 << 50)
-    judged = search(Task(make, rows, batch, config), endless, 3600.0, allowed=lambda plan: plan in plans)
-    rows_ = [
-        {"plan": dataclasses.asdict(each.plan), "name": each.plan.name, "held": held(each), "reason": each.reason,
-         "seconds": each.seconds if each.time is not None else None}
-        for each in judged
+    begun, task = time.perf_counter(), Task(make, rows, batch, config)
+    found: dict[Plan, Any] = {}
+    for plan in sorted(sample(legal_plans(batch, machine), count, name), key=lambda plan: plan.name):
+        try:
+            found[plan] = simulated(task, plan, replace(machine, memory=1))
+        except Exception:
+            found[plan] = judge(task, plan, machine)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(pickle.dumps((time.perf_counter() - begun, found)))
+
+
+def judged_under(found: dict[str, Any], memory: float) -> list[Judged]:
+    """The planner's list where a rank may take so many bytes besides the interpreter's, the best first."""
+    listed = [
+        Judged(plan_of(row), None, StepTime(row["seconds"], 0.0, 0.0, 0.0) if row["seconds"] else None,
+               0 < row["held"] <= memory, 0 < row["least"] <= memory, row["reason"])
+        for row in found["plans"]
     ]  # fmt: skip
-    memory, rows_ = limited(rows_)
-    return {"case": name, "memory": memory, "took": time.perf_counter() - begun, "plans": rows_, "trials": {}}
+    return sorted(listed, key=by_worth)
 
 
-def measure(found: dict[str, Any], machine: Machine, path: Path, limits: Limits, until: float) -> None:
+def limit_of(trials: dict[str, Outcome]) -> tuple[float, bool]:
+    """The loosest limit of a rank's memory under which the measured plans are a case, and whether there is one: a
+    quarter of the plans or more does not fit, and at most three that do are near the best of them. What the planner has
+    said is not looked at."""
+    sizes = sorted({told.held for told in trials.values() if told.seconds is not None}, reverse=True)
+    count = len(trials)
+    for at, size in enumerate(sizes):
+        above = sizes[at - 1] if at else math.inf
+        times = [told.seconds for told in trials.values() if told.seconds is not None and told.held <= size]
+        close = sum(seconds <= NEAR * min(times) for seconds in times)
+        if close <= MOST_NEAR and count - len(times) >= count / 4:
+            return (size + above) / 2 if at else size, True
+    return max(sizes, default=0), False
+
+
+def measure(found: dict[str, Any], machine: Machine, path: Path, seconds: float, until: float) -> None:
     """Try the plans that were not tried yet, until then; each outcome is kept at once."""
     factory, _, config = CASES[found["case"]]
     left = [row for row in found["plans"] if row["name"] not in found["trials"]]
@@ -170,12 +208,14 @@ def measure(found: dict[str, Any], machine: Machine, path: Path, limits: Limits,
         with tempfile.TemporaryDirectory(prefix="planner-") as folder:
             plan = plan_of(row)
             told = trial_config(plan.config(config, machine.folder), Path(folder), *TIMED)
-            outcome = run_trial(command_of(factory), told, Path(folder), limits)
+            outcome = run_trial(command_of(factory), told, Path(folder), Limits(seconds, 0, exact=True))
         found["trials"][row["name"]] = dataclasses.asdict(outcome)
         write(path, found)
         took = "–" if outcome.seconds is None else f"{1e3 * outcome.seconds:,.1f} ms"
         expected = "–" if row["seconds"] is None else f"{1e3 * row['seconds']:,.1f} ms"
-        print(f"  {row['name']:36s} predicted {expected:>12s}  measured {took:>12s}  {outcome.reason[:90]}", flush=True)
+        size = f"{row['least'] / 2**20:,.0f} to {row['held'] / 2**20:,.0f}"
+        print(f"  {row['name']:36s} predicted {expected:>12s}  measured {took:>12s}  MiB predicted {size:>12s}  held "
+              f"{outcome.held / 2**20:,.0f}  {outcome.reason[:60]}", flush=True)  # fmt: skip
 
 
 def write(path: Path, found: dict[str, Any]) -> None:
@@ -185,27 +225,36 @@ def write(path: Path, found: dict[str, Any]) -> None:
     part.replace(path)
 
 
-def score(found: dict[str, Any]) -> dict[str, Any]:
+def score(found: dict[str, Any], interpreter: int) -> dict[str, Any]:
     """How near the planner's choices are to the best, and how near five drawn at random would be."""
     trials = {name: Outcome(**told) for name, told in found["trials"].items()}
-    judged = [
-        Judged(plan_of(row), fits=row["fits"], reason=row["reason"])
-        for row in found["plans"] if row["name"] in trials
-    ]  # fmt: skip
-    times = {name: told.seconds for name, told in trials.items() if told.seconds is not None}
+    limit, good = limit_of(trials)
+    within = {name: told if told.held <= limit else Outcome(None, "out of memory", held=told.held, out_of_memory=True)
+              for name, told in trials.items()}  # fmt: skip
+    judged = [each for each in judged_under(found, limit - interpreter) if each.plan.name in trials]
+    times = {name: told.seconds for name, told in within.items() if told.seconds is not None}
     best = min(times.values())
     close = [name for name, seconds in times.items() if seconds <= NEAR * best]
-    answer = confirm(judged, lambda plan: trials[plan.name]).best
+    tried = list[str]()
+
+    def run(plan: Plan) -> Outcome:
+        tried.append(plan.name)
+        return within[plan.name]
+
+    answer = confirm(judged, run).best
     count, drawn = len(trials), min(MOST, len(trials))
-    first = judged[0].plan.name
+    first = next((each.plan.name for each in judged if each.fits), "–")
     return {
-        "case": found["case"], "plans": count, "dropped": sum(told.seconds is None for told in trials.values()),
+        "case": found["case"], "plans": count, "dropped": count - len(times), "limit": limit, "good": good,
         "near": len(close), "best": min(times, key=lambda name: times[name]), "first": first,
-        "first_over_best": times[first] / best if first in times else math.inf,
+        "first_over_best": times.get(first, math.inf) / best,
         "chosen": answer.plan.name if answer else "–",
         "chosen_over_best": times.get(answer.plan.name, math.inf) / best if answer else math.inf,
         "random": 1 - math.comb(count - len(close), drawn) / math.comb(count, drawn),
-        "agreed": sum(row["fits"] == (row["name"] in times) for row in found["plans"] if row["name"] in trials),
+        "failed": sum(name not in times for name in tried),
+        "wrong": sum(each.fits and each.plan.name not in times for each in judged),
+        "agreed": sum(each.fits or not each.perhaps for each in judged if (each.plan.name in times) == each.fits),
+        "open": sum(each.perhaps and not each.fits for each in judged),
     }  # fmt: skip
 
 
@@ -216,13 +265,14 @@ def show(kept: Path) -> None:
         found = json.loads(path.read_text())
         whole = len(found["trials"]) == len(found["plans"])
         if any(told["seconds"] is not None for told in found["trials"].values()):
-            rows.append({**score(found), "whole": whole})
-    head = ["case", "plans", "no fit", "near", "best", "first choice", "× best", "after 5 trials", "× best", "5 random",
-            "fit agreed"]  # fmt: skip
+            rows.append({**score(found, interpreter_of(kept)), "whole": whole})
+    head = ["case", "plans", "no fit", "near", "best", "first choice", "× best", "after 5 trials", "× best", "failed",
+            "5 random", "fit known", "open"]  # fmt: skip
     print_table(head, [
-        [row["case"] + ("" if row["whole"] else " (not whole)"), str(row["plans"]), str(row["dropped"]),
-         str(row["near"]), row["best"], row["first"], f"{row['first_over_best']:.3f}", row["chosen"],
-         f"{row['chosen_over_best']:.3f}", f"{row['random']:.0%}", f"{row['agreed']}/{row['plans']}"]
+        [row["case"] + ("" if row["whole"] else " (not whole)") + ("" if row["good"] else " (no such limit)"),
+         str(row["plans"]), str(row["dropped"]), str(row["near"]), row["best"], row["first"],
+         f"{row['first_over_best']:.3f}", row["chosen"], f"{row['chosen_over_best']:.3f}", str(row["failed"]),
+         f"{row['random']:.0%}", f"{row['agreed']}/{row['plans'] - row['open']}", str(row["open"])]
         for row in rows
     ])  # fmt: skip
     good, count = sum(row["chosen_over_best"] <= NEAR for row in rows), max(1, len(rows))
@@ -232,16 +282,22 @@ def show(kept: Path) -> None:
     drawn = sum(row["random"] for row in rows) / count
     print(f"within 10 % of the best: {good} of {len(rows)} after at most five trials, {alone} without any; five at "
           f"random {drawn:.0%}; bar 80 %. At most three plans near the best in {few}, a quarter without fit in "
-          f"{quarter}.")  # fmt: skip
+          f"{quarter}. Said to fit and did not: {sum(row['wrong'] for row in rows)}.")  # fmt: skip
     (kept / "summary.json").write_text(json.dumps(rows, indent=1) + "\n")
 
 
 def say(found: dict[str, Any]) -> None:
-    """Say what is known before any trial."""
-    fits = [row for row in found["plans"] if row["fits"]]
-    print(f"{found['case']}: {len(found['plans'])} plans predicted in {found['took']:.0f} s, {len(fits)} fit in "
-          f"{found['memory'] / 2**20:,.0f} MiB a rank, {near(found['plans'])} within a tenth of the best; "
-          f"choice before any trial: {fits[0]['name'] if fits else 'none fits'}", flush=True)  # fmt: skip
+    """Say what is known before any trial: the choice by how much memory there may be."""
+    rows = [row for row in found["plans"] if row["held"]]
+    sizes = sorted(row["held"] for row in rows)
+    print(f"{found['case']}: {len(found['plans'])} plans predicted in {found['took']:.0f} s; choice before any trial, "
+          "by memory of a rank:", flush=True)  # fmt: skip
+    said = ""
+    for size in reversed(sizes):
+        first = judged_under(found, size)[0]
+        if first.fits and first.plan.name != said:
+            said = first.plan.name
+            print(f"  up to {size / 2**20:6,.0f} MiB: {said}, {1e3 * first.seconds:,.1f} ms", flush=True)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -256,13 +312,18 @@ def run(options: argparse.Namespace) -> None:
             return
         for name in options.cases or CASES:
             path = kept / f"case-{name.replace(', ', '-')}.json"
-            if not path.exists():
-                write(path, predict(name, machine, options.plans))
-            found = json.loads(path.read_text())
+            found = json.loads(path.read_text()) if path.exists() else {}
+            if not found or options.anew or options.retime:
+                seen = HERE.parent / "runs" / f"{kept.name}-seen" / f"{path.stem}.pickle"
+                if not (options.retime and seen.exists()):
+                    run_without_values(name, machine, options.plans, seen)
+                before = found.get("before", found.get("plans")) if found.get("trials") else None
+                told = predict(name, machine, *pickle.loads(seen.read_bytes()))
+                found = {**told, "trials": found.get("trials", {}), "before": before}
+                write(path, found)
             say(found)
             if options.what == "run":
-                limits = Limits(options.seconds, found["memory"] + interpreter_of(kept))
-                measure(found, machine, path, limits, until)
+                measure(found, machine, path, options.seconds, until)
             if time.monotonic() > until:
                 break
     if options.what == "run":
@@ -277,6 +338,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=120.0, help="longest time of a trial")
     parser.add_argument("--budget", type=float, default=math.inf, help="seconds, after which no trial begins")
     parser.add_argument("--disk", default="/var/tmp", help="folder on a disk that plans may use")
+    parser.add_argument("--anew", action="store_true", help="predict again what is kept; its trials stay")
+    parser.add_argument("--retime", action="store_true", help="the same from the kept runs without values: their times")
     parser.add_argument("--toy", action="store_true", help="small models: proves that it runs, says nothing else")
     options = parser.parse_args()
     if not FIXED.items() <= os.environ.items():  # the machine is measured as trials are run

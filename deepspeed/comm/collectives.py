@@ -108,7 +108,7 @@ class Handle:
             return True  # NCCL: `advance` orders the current stream and does not block; it must not be another thread's
         if not patience:
             return self._ready(patience)
-        with recorder.span(WAIT, self.label, self.label.partition(" of ")[2]):
+        with recorder.span(WAIT, self.label):
             return self._ready(patience)
 
     def _ready(self, patience: float) -> bool:
@@ -150,7 +150,7 @@ class Handle:
         if then is None or not recorder.on:
             following = None if then is None else then()
         else:
-            with recorder.span(REDUCE, self.label, self.label.partition(" of ")[2]):
+            with recorder.span(REDUCE, self.label):
                 following = then()
         if self._size:
             self._record()
@@ -164,7 +164,7 @@ class Handle:
             comms_logger.end(begun, operation, self._size, self.axis.size, self.label, self._received)
             comms_logger.arrived(self.axis.ranks, self._received)
         if recorder.on:
-            recorder.add(self._began, FLIGHT, self.label, self.label.partition(" of ")[2], self._received)
+            recorder.add(self._began, FLIGHT, self.label, "", self._received)
 
     def unrecorded(self) -> Handle:
         """This handle, out of the comms logger: a phase of a call that is recorded as a whole."""

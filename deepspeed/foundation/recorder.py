@@ -8,6 +8,8 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+from collections import deque
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
@@ -17,6 +19,7 @@ CALL, WAIT, REDUCE = "call", "wait", "reduce"  # a message is started; is waited
 DISK, COPY, LOADER, SAVE = "disk", "copy", "loader", "save"
 # What goes on beside it, and may overlap anything: a message from start to end, a transfer to or from a disk.
 FLIGHT, TRANSFER = "flight", "transfer"
+_OF_MESSAGES = frozenset((CALL, WAIT, REDUCE, FLIGHT))  # their labels say what for: `all_gather of layers.1.weight`
 COUNT = "count"  # a number at a moment: `nbytes` is its value
 
 
@@ -27,7 +30,7 @@ class Span(NamedTuple):
         begin, end: nanoseconds.
         category: one of those above.
         label: what, as reports call it.
-        module: name of the module or group it belongs to; may be empty.
+        module: name of the module or group it belongs to; may be empty. Of a message: what its label says behind `of`.
         nbytes: bytes that came from elsewhere, or the value of a count.
         thread: of this process that wrote it.
     """
@@ -41,9 +44,8 @@ class Span(NamedTuple):
     thread: int
 
 
-def now() -> int:
-    """Nanoseconds of the recorder's clock."""
-    return time.monotonic_ns()
+now = time.monotonic_ns
+"""Nanoseconds of the recorder's clock."""
 
 
 class _Open:
@@ -61,7 +63,20 @@ class _Open:
         self._recorder.add(self._begin, *self._what)
 
 
+_thread = threading.get_ident
 _NOTHING: AbstractContextManager[None] = nullcontext()
+_Written = tuple[int, int, str, str, str, int, int]  # a span that nobody has taken yet
+
+
+class _Threads(threading.local):
+    """Of each thread: spans that have begun."""
+
+    def __init__(self) -> None:
+        self.entered: list[tuple[int, str, str]] = []
+
+
+def _drop(_written: _Written) -> None:
+    """Where spans go that nobody keeps."""
 
 
 class Recorder:
@@ -73,9 +88,10 @@ class Recorder:
 
     def __init__(self) -> None:
         self.on = False
-        self._ring: list[Span | None] = []
-        self._places = itertools.count()
-        self._open = threading.local()
+        self._ring: deque[_Written] = deque()
+        self._keep: Callable[[_Written], None] = _drop
+        self._count = itertools.count()
+        self._open = _Threads()
 
     def start(self, size: int = 1 << 16) -> None:
         """Keep spans from now on, and forget older ones.
@@ -83,8 +99,8 @@ class Recorder:
         Args:
             size: most spans that are kept, the newest.
         """
-        ring: list[Span | None] = [None] * size
-        self._ring, self._places, self._open = ring, itertools.count(), threading.local()
+        self._ring, self._count, self._open = deque(maxlen=size), itertools.count(), _Threads()
+        self._keep = self._ring.append
         self.on = True
 
     def stop(self) -> None:
@@ -93,17 +109,16 @@ class Recorder:
 
     def take(self) -> tuple[list[Span], int]:
         """The spans by begin, and how many did not fit; they are forgotten here."""
-        ring, self._ring = self._ring, []
-        written = next(self._places)
-        return sorted(span for span in ring if span is not None), max(0, written - len(ring))
+        self._keep, ring, self._ring = _drop, list(self._ring), deque()
+        spans = sorted(Span(*written) for written in ring)
+        spans = [_with_module(span) if span.category in _OF_MESSAGES and not span.module else span for span in spans]
+        return spans, max(0, next(self._count) - len(ring))
 
     def add(self, begin: int, category: str, label: str = "", module: str = "", nbytes: int = 0) -> None:
         """A span that ends now; nothing happens while the recorder is off."""
-        if self.on:
-            span = Span(begin, now(), category, label, module, nbytes, threading.get_ident())
-            ring = self._ring
-            if ring:
-                ring[next(self._places) % len(ring)] = span
+        if self.on:  # what can wait until spans are taken does: this is run thousands of times a second
+            self._keep((begin, now(), category, label, module, nbytes, _thread()))
+            next(self._count)
 
     def count(self, label: str, value: int) -> None:
         """A number as it is now."""
@@ -116,17 +131,17 @@ class Recorder:
 
     def enter(self, category: str, label: str) -> None:
         """A span begins that this thread's next `leave` ends."""
-        entered: list[tuple[int, str, str]] | None = getattr(self._open, "entered", None)
-        if entered is None:
-            entered = self._open.entered = []
-        entered.append((now(), category, label))
+        self._open.entered.append((now(), category, label))
 
     def leave(self) -> None:
         """The span of this thread's last `enter` ends; one that began before `start` is left out."""
-        entered: list[tuple[int, str, str]] = getattr(self._open, "entered", [])
+        entered = self._open.entered
         if entered:
-            begin, category, label = entered.pop()
-            self.add(begin, category, label, label.partition(" of ")[2])
+            self.add(*entered.pop())
+
+
+def _with_module(span: Span) -> Span:
+    return span._replace(module=span.label.partition(" of ")[2])
 
 
 recorder = Recorder()  # of this process

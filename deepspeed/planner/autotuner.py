@@ -68,11 +68,11 @@ class Autotuner:
         self._experiments.mkdir(parents=True, exist_ok=True)
         self._machine = machine = self._measured()
         judged = self._judged(machine)
-        if judged and judged[0].fits:
+        if judged and (judged[0].fits or judged[0].perhaps):
             print(f"predicted best: {judged[0].plan.name}; trying at most {self._most()}", flush=True)
         limits = Limits(memory=machine.memory + INTERPRETER)
         self.answer = confirm(judged, lambda plan: self._try(plan, judged, limits), self._most(), say_trial)
-        (self._results / "plans.txt").write_text(table(self.answer.judged, 10_000) + "\n")
+        (self._results / "plans.txt").write_text(table(self.answer.judged, 10_000, machine) + "\n")
         self._summarize(self.answer)
         return self.answer
 
@@ -195,7 +195,7 @@ class Autotuner:
         """The tables, the best plan, and where the files are."""
         if self.answer is None:
             return
-        print(table(self.answer.judged))
+        print(table(self.answer.judged, machine=self._machine))
         print((self._results / "summary.txt").read_text(), end="")
         best = self.answer.best
         if best is None:

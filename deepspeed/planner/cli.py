@@ -78,7 +78,7 @@ def main(args: Sequence[str] | None = None) -> int:
 def _confirmed(options: argparse.Namespace, judged: list[Judged], config: dict[str, Any], machine: Machine) -> Answer:
     """The best plans tried, where that was asked for."""
     most = options.trials if options.trials >= 0 else MOST if options.machine == "here" else 0
-    if not most or not judged[0].fits:
+    if not most or not (judged[0].fits or judged[0].perhaps):
         return confirm(judged, lambda _plan: Outcome(None), 0)
     print(f"predicted best: {judged[0].plan.name}; trying the best {min(most, MOST)}", flush=True)
     program = ["--module", "deepspeed.planner.training", options.model, "--length", str(options.length)]
@@ -115,7 +115,7 @@ def _answer(found: Answer, config: dict[str, Any], machine: Machine, output: str
     best = found.best
     if best is None:
         known = [each for each in found.judged if each.memory is not None]
-        print("no plan fits this machine.")
+        print(f"no plan {'is sure to fit' if any(each.perhaps for each in known) else 'fits'} this machine.")
         if known:
             least = min(known, key=lambda each: max(each.memory.peak, each.memory.birth) if each.memory else 0)
             print(f"nearest: {least.plan.name}: {least.reason}")

@@ -6,14 +6,15 @@ host, work beside the update, and what is longest counts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from deepspeed.foundation.simulation import listening
+from deepspeed.planner.program import STEP
 from deepspeed.simulator.machine import Machine
 from deepspeed.simulator.recorder import Recorder
-from deepspeed.simulator.recording import COPY, DISK, HOST, MESSAGE, WAIT, Entry, Recording
+from deepspeed.simulator.recording import COPY, DISK, HOST, KERNEL, MESSAGE, WAIT, Entry, Recording
 from deepspeed.simulator.replay import replay
 from deepspeed.zero.policy import Policy
 
@@ -48,9 +49,29 @@ class StepTime:
         return max(parts, key=lambda name: parts[name])
 
 
+@dataclass(frozen=True)
+class Moved:
+    """What an update moves that is no operator of a recorded step.
+
+    Args:
+        messages: bytes that a rank receives.
+        update: bytes of host memory that the optimizer reads and writes.
+        disk: bytes that are read and written on it.
+        link: bytes that go from the device to its host, or back; the way with more of them counts.
+        group: ranks that those messages travel between; (): all of the machine.
+    """
+
+    messages: float
+    update: float
+    disk: float = 0.0
+    link: float = 0.0
+    group: tuple[int, ...] = ()
+
+
 @contextmanager
-def recorded(recording: Recording) -> Iterator[None]:
-    """Inside a simulation, a step is written down: its operators, and the messages in the middle of them."""
+def recorded(recording: Recording) -> Iterator[Callable[[str], None]]:
+    """Inside a simulation, a step is written down: its operators, and the messages in the middle of them. What it gives
+    names what follows."""
     lanes: dict[tuple[int, ...], int] = {}
     with Recorder(recording) as recorder:
 
@@ -60,62 +81,64 @@ def recorded(recording: Recording) -> Iterator[None]:
             recorder.order(len(recording.entries) - 1)  # what follows reads it
 
         with listening(hear):
-            yield
+            yield recorder.mark
 
 
 def step_time(
     recording: Recording,
     share: float,
+    updates: int,
     machine: Machine,
-    messages: float,
-    update: float,
-    disk: float,
-    link: float = 0.0,
-    group: tuple[int, ...] = (),
+    moved: Moved,
 ) -> StepTime:
     """Replay a step.
 
     Args:
-        recording: forward and backward of some micro-batches.
-        share: of it that an update takes.
+        recording: some updates of some micro-batches; what is marked `STEP` is an update's, and not a micro-batch's.
+        share: of the micro-batches in it that an update takes.
+        updates: that are recorded.
         machine: where.
-        messages: bytes that a rank receives in an update.
-        update: bytes of host memory that the optimizer reads and writes.
-        disk: bytes that are read and written on it.
-        link: bytes that go from the device to its host, or back; the way with more of them counts.
-        group: ranks that those messages travel between; (): all of the machine.
+        moved: in an update besides.
     """
     replayed = replay(recording, machine)
-    new = _first_touches(recording, machine)
+    own = sum(each.end - each.begin for each in replayed.pieces if each.where == STEP and each.kind == KERNEL)
+    new, new_of_update = _first_touches(recording, machine)
     inside = replayed.exposed(MESSAGE)  # what travels in the middle of forward and backward
-    group = group or tuple(range(machine.ranks))
-    whole = messages * len(group) / max(1, len(group) - 1)
+    group = moved.group or tuple(range(machine.ranks))
+    whole = moved.messages * len(group) / max(1, len(group) - 1)
     rest = [
         Entry(MESSAGE, "all_gather", nbytes=whole, group=group),
-        Entry(DISK, "state", nbytes=disk),
-        Entry(COPY, "to_host", stream=1, nbytes=link),
-        Entry(HOST, "update", nbytes=update),
+        Entry(DISK, "state", nbytes=moved.disk),
+        Entry(COPY, "to_host", stream=1, nbytes=moved.link),
+        Entry(HOST, "update", nbytes=moved.update),
         Entry(WAIT, "state", after=1),
     ]
     parts = replay(Recording("update", 0, machine.ranks, rest), machine)
     took = {piece.name: piece.end - piece.begin for piece in parts.pieces}
-    copied = took["to_host"] if link else 0.0
-    return StepTime((replayed.seconds - inside + new) * share, took["all_gather"] + inside * share, took["update"],
+    copied = took["to_host"] if moved.link else 0.0
+    update = max(took["update"], own / updates) + new_of_update / updates
+    return StepTime((replayed.seconds - inside - own + new) * share, took["all_gather"] + inside * share, update,
                     took["state"], copied)  # fmt: skip
 
 
-def _first_touches(recording: Recording, machine: Machine) -> float:
-    """Seconds that blocks of memory cost because they are new: the C library has the system provide the larger ones
-    each time, page by page. What was there before, and what stays (states that the first update makes), costs nothing
-    in the updates to come."""
-    sizes: dict[int, int] = {}
-    seconds = 0.0
+def _first_touches(recording: Recording, machine: Machine) -> tuple[float, float]:
+    """Seconds that blocks of memory cost because they are new, in micro-batches and in updates: the C library has the
+    system provide the larger ones each time, page by page. What was there before, and what stays (states that the first
+    update makes), costs nothing in the updates to come."""
+    sizes: dict[int, tuple[int, bool]] = {}
+    seconds = [0.0, 0.0]
     for block in recording.blocks:
+        known, in_update = sizes.get(block.number, (0, _is_of_update(recording, block.at)))
         if block.nbytes == 0:
-            seconds += machine.first_touch(sizes.pop(block.number, 0))
-        elif block.new or block.number in sizes:
-            sizes[block.number] = max(block.nbytes, sizes.get(block.number, 0))
-    return seconds
+            sizes.pop(block.number, None)
+            seconds[in_update] += machine.first_touch(known)
+        elif block.new or known:
+            sizes[block.number] = max(block.nbytes, known), in_update
+    return seconds[0], seconds[1]
+
+
+def _is_of_update(recording: Recording, at: int) -> bool:
+    return at < len(recording.entries) and recording.entries[at].where == STEP
 
 
 def moves(policy: Policy, micro_batches: int) -> tuple[int, int]:

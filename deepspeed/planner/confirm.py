@@ -10,6 +10,8 @@ from deepspeed.planner.trials import Outcome
 
 MOST = 5
 """Trials at most."""
+DARING = 2
+"""How many of them may be of plans that fit only as long as ranks keep step."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ def confirm(
     most: int = MOST,
     told: Callable[[Judged], None] = lambda _judged: None,
 ) -> Answer:
-    """Try the best plans.
+    """Try the best plans: those that fit, and a few of those that may, where they are predicted to be as fast.
 
     Args:
         judged: of `search`, the best first.
@@ -48,10 +50,12 @@ def confirm(
     """
     tried: dict[Plan, Judged] = {}
     too_large: list[Plan] = []
-    for each in judged:
-        if len(tried) >= min(most, MOST) or not each.fits:
+    daring = 0
+    for each in sorted((each for each in judged if each.fits or each.perhaps), key=lambda each: each.seconds):
+        if len(tried) >= min(most, MOST):
             break
-        if any(holds_less(other, each.plan) for other in too_large):
+        daring += not each.fits
+        if (not each.fits and daring > DARING) or any(holds_less(other, each.plan) for other in too_large):
             continue  # it holds more than one that ran out of memory
         outcome = run(each.plan)
         tried[each.plan] = found = replace(each, trial=outcome, reason=outcome.reason)
@@ -65,8 +69,10 @@ def confirm(
 
 def _but(judged: Judged, too_large: list[Plan]) -> Judged:
     """The same with what trials say of memory."""
-    if judged.trial is not None and judged.trial.out_of_memory:
-        return replace(judged, fits=False)
+    if judged.trial is not None:
+        return replace(
+            judged, fits=not judged.trial.out_of_memory and (judged.fits or judged.trial.seconds is not None)
+        )
     if judged.fits and any(holds_less(other, judged.plan) for other in too_large):
         return replace(judged, fits=False, reason="a plan that holds less ran out of memory")
     return judged

@@ -126,7 +126,7 @@ def simulate(
         program: what is run.
         rank: as which rank.
         size: of how many.
-        beside: makes a context that is inside the updates, as a clock is.
+        beside: makes a context that is inside the updates, as a clock is; what it gives, `Program.run` calls.
         late: other ranks are as late as limits allow.
         device: it has a device with memory of its own: that one's kernels, and messages of a backend, which take
             buffers where a CPU's ranks read each other's memory.
@@ -161,8 +161,8 @@ def _counted(program: Program, beside: Beside = contextlib.nullcontext) -> Memor
             gc.collect()
             birth = live.peak
             live.restart_peak()
-            with beside():
-                program.run(engine, lambda: live.mark(holdings(engine)))
+            with beside() as mark:
+                program.run(engine, lambda: live.mark(holdings(engine)), mark)
             gc.collect()
             at_peak, disk = live.at_peak(), _on_disk(engine)
             host, groups = _with_host(engine, at_peak), engine._components.groups

@@ -13,9 +13,10 @@ from typing import Any
 from torch import nn
 
 from deepspeed.config.source import load_raw
+from deepspeed.engine.categories import TRANSIT
 from deepspeed.errors import ArgumentError
 from deepspeed.planner.axes import Shape, asks_for_axes, shapes
-from deepspeed.planner.clock import StepTime, moves, recorded, step_time
+from deepspeed.planner.clock import Moved, StepTime, moves, recorded, step_time
 from deepspeed.planner.memory import MemoryCount, simulate
 from deepspeed.planner.program import Loss, Program
 from deepspeed.planner.trials import Outcome
@@ -116,19 +117,23 @@ class Judged:
         plan: the plan.
         memory: of a rank; None where it could not be predicted.
         time: of an update; None likewise.
-        fits: whether the memory is there.
+        fits: whether the memory is there, however far ranks are apart.
+        perhaps: where not: whether it is there as long as ranks keep step. A trial tells.
         reason: why it was dropped, or why its trial failed; "" where it was not, and did not.
         flops: of an update on one rank, recomputed ones too.
         trial: how a short run of it ended; None where there was none.
+        least: bytes of the device that it takes while ranks keep step.
     """
 
     plan: Plan
     memory: MemoryCount | None = None
     time: StepTime | None = None
     fits: bool = False
+    perhaps: bool = False
     reason: str = ""
     flops: float = 0.0
     trial: Outcome | None = None
+    least: int = 0
 
     @property
     def seconds(self) -> float:
@@ -198,25 +203,58 @@ def mesh_plans(train_batch: int, machine: Machine, most_micro: int = 1024) -> li
     return plans
 
 
-def judge(task: Task, plan: Plan, machine: Machine) -> Judged:
-    """Predict one plan. What goes wrong becomes the reason to drop it."""
-    steps = min(plan.steps, 2)
+@dataclass(frozen=True)
+class Simulated:
+    """A run of a plan without values, from which its memory and its time are told.
+
+    Args:
+        memory: of ranks that are as far apart as limits allow.
+        least: of ranks that keep step; the same where the former fits.
+        recording: of its updates.
+        steps: micro-batches of each of those.
+        config: the JSON.
+    """
+
+    memory: MemoryCount
+    least: MemoryCount
+    recording: Recording
+    steps: int
+    config: dict[str, Any]
+
+
+def simulated(task: Task, plan: Plan, machine: Machine) -> Simulated:
+    """Run a plan without values; whatever goes wrong is raised."""
+    steps, on_device = min(plan.steps, 2), bool(machine.link)
     config = replace(plan, steps=steps).config(task.config, machine.folder or "/nonexistent")
     recording = Recording("plan", 0, machine.ranks)
+    program = Program(task.model, config, task.batch(plan.micro), task.loss, task.optimizer, _UPDATES)
+    memory = least = simulate(program, 0, machine.ranks, lambda: recorded(recording), late=True, device=on_device)
+    if machine.ranks > 1 and memory.at_peak.get(TRANSIT) and _too_large(memory, machine):
+        least = simulate(program, 0, machine.ranks, device=on_device)
+    return Simulated(memory, least, recording, steps, config)
+
+
+def judge(task: Task, plan: Plan, machine: Machine) -> Judged:
+    """Predict one plan. What goes wrong becomes the reason to drop it."""
     try:
-        program = Program(task.model, config, task.batch(plan.micro), task.loss, task.optimizer, _UPDATES)
-        on_device = bool(machine.link)
-        memory = simulate(program, 0, machine.ranks, lambda: recorded(recording), late=True, device=on_device)
+        return verdict(plan, simulated(task, plan, machine), machine)
     except Exception as error:  # any model, any key: a plan that cannot be made is no plan
         first = str(error).strip().splitlines()[0] if str(error).strip() else ""
         return Judged(plan, reason=f"{type(error).__name__}: {first}"[:300])
-    if plan.shape.width > 1 and not any(entry.kind == MESSAGE for entry in recording.entries):
+
+
+def verdict(plan: Plan, run: Simulated, machine: Machine) -> Judged:
+    """What a run without values says of a plan on a machine."""
+    memory, entries = run.memory, run.recording.entries
+    if plan.shape.width > 1 and not any(entry.kind == MESSAGE for entry in entries):
         return Judged(plan, memory, reason=WHOLE)
-    share = plan.steps / steps / _UPDATES
-    flops = sum(entry.flops for entry in recording.entries) * share
-    found = Judged(plan, memory, _step_time(plan, memory, machine, recording, share, config), True, flops=flops)
-    why = _too_large(memory, machine)
-    return replace(found, fits=False, reason=why) if why else found
+    share = plan.steps / run.steps / _UPDATES
+    flops = sum(entry.flops for entry in entries) * share
+    took, why = _step_time(plan, memory, machine, run.recording, share, run.config), _too_large(memory, machine)
+    perhaps, least = not _too_large(run.least, machine), device_bytes(run.least, machine)
+    if why and perhaps:
+        why = f"{why}; {least / 2**30:.2f} while ranks keep step"
+    return Judged(plan, memory, took, not why, perhaps, why, flops, least=least)
 
 
 def device_bytes(memory: MemoryCount, machine: Machine) -> int:
@@ -260,7 +298,8 @@ def _step_time(
         down = turns * 4 * parameters / len(ranks)
         up = gathered if plan.tier in _WITH_PARAMETERS else parameters * itemsize / len(ranks)
         link = max(down, up)
-    return step_time(recording, share, machine, messages, traffic, moved if memory.disk else 0.0, link, tuple(ranks))
+    besides = Moved(messages, traffic, moved if memory.disk else 0.0, link, tuple(ranks))
+    return step_time(recording, share, _UPDATES, machine, besides)
 
 
 def search(
@@ -282,7 +321,8 @@ def search(
         axes: plans with an axis beside data parallelism too, unless the JSON asks for one itself.
 
     Returns:
-        All plans, the best first; those that do not fit behind those that do, then those that were not looked at.
+        All plans, the best first; behind those that fit those that may, then those that do not, and those that were not
+        looked at.
     """
     end = time.monotonic() + seconds
     plans = legal_plans(task.train_batch, machine)
@@ -307,13 +347,18 @@ def search(
             narrow = replace(plan, bucket=NARROW)
             if each is plan and _narrows(task, narrow, smaller or found[plan], machine) and allowed(narrow):
                 tries.append(narrow)
-    return sorted(found.values(), key=lambda judged: (not judged.fits, judged.seconds, judged.plan.micro))
+    return sorted(found.values(), key=by_worth)
+
+
+def by_worth(judged: Judged) -> tuple[bool, bool, float, int]:
+    """Where a plan stands among others before any trial."""
+    return not judged.fits, not judged.perhaps, judged.seconds, judged.plan.micro
 
 
 def _does_not_fit_either(plan: Plan, found: dict[Plan, Judged]) -> Judged | None:
     """What was found of a smaller micro-batch that does not fit, where there is one."""
     smaller = (judged for other, judged in found.items() if holds_less(other, plan))
-    return next((judged for judged in smaller if judged.memory is not None and not judged.fits), None)
+    return next((judged for judged in smaller if judged.memory is not None and not judged.perhaps), None)
 
 
 def _cannot_be_cut(plan: Plan, found: dict[Plan, Judged]) -> str:
@@ -373,8 +418,10 @@ def table(judged: list[Judged], most: int = 40, machine: Machine | None = None) 
     Args:
         judged: plans.
         most: lines of them.
-        machine: theirs; with a device, memory is that of the device + that of its host.
+        machine: theirs: samples per second are those of all its ranks; with a device, memory is that of the device +
+            that of its host. None: samples are a rank's.
     """
+    ranks = 1 if machine is None else machine.ranks
     tried = any(each.trial is not None for each in judged)
     measured = f" {'measured':>10s}" if tried else ""
     lines = [f"{'plan':34s} {'step':>10s}{measured} {'samples/s':>10s} {'memory':>14s} {'limit':>9s}  reason"]
@@ -383,7 +430,7 @@ def table(judged: list[Judged], most: int = 40, machine: Machine | None = None) 
         took = None if each.trial is None else each.trial.seconds
         measured = f" {_ms(took):>10s}" if tried else ""
         seconds = None if each.time is None else each.seconds
-        rate = "–" if seconds is None else f"{each.plan.samples / (took or seconds):.2f}"
+        rate = "–" if seconds is None else f"{ranks * each.plan.samples / (took or seconds):.2f}"
         limit = "" if each.time is None else each.time.limit
         lines.append(
             f"{each.plan.name:34s} {_ms(seconds):>10s}{measured} {rate:>10s} {size:>14s} {limit:>9s}  {each.reason}"

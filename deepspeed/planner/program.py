@@ -14,6 +14,7 @@ from deepspeed.config.source import load_raw
 from deepspeed.errors import ArgumentError
 from deepspeed.foundation.tree import tensors_in
 
+MICRO_BATCH, STEP = "micro-batch", "step"
 Loss = Callable[[Any, Any], torch.Tensor]
 # Blocks that act on the outside, or look at a run: a program has no use for them.
 OUTSIDE = (
@@ -69,13 +70,18 @@ class Program:
             made = engine(batch)
         return (self.loss or _own_loss)(made, batch)
 
-    def run(self, engine: Any, after: Callable[[], None]) -> None:
-        """The updates; `after` is called after each call of the engine that may have made something."""
+    def run(self, engine: Any, after: Callable[[], None], mark: Callable[[str], None] | None = None) -> None:
+        """The updates; `after` is called after each call of the engine that may have made something, `mark` before each
+        micro-batch and each `STEP`."""
         for _ in range(self.updates * engine.gradient_accumulation_steps()):
+            if mark is not None:
+                mark(MICRO_BATCH)
             loss = self.loss_of(engine)
             engine.backward(loss)
             del loss
             after()
+            if mark is not None:
+                mark(STEP)
             engine.step()
             after()
 

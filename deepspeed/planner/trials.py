@@ -216,10 +216,12 @@ class _Watched:
         measured = False
         while self.process.poll() is None:
             time.sleep(LOOK_S)
-            if not measured and metrics.exists():
-                measured, end = True, min(end, time.monotonic() + GRACE_S)
             self._look()
-            reason = self._too_much(limits.memory, limits.exact)
+            before = dict(self.held)
+            reason = "" if measured else self._too_much(limits.memory, limits.exact)
+            if not measured and metrics.exists():
+                # Ranks are ending: what they had shared with one that is gone counts to those that are left.
+                measured, end, self.held, reason = True, min(end, time.monotonic() + GRACE_S), before, ""
             if reason:
                 self.over_memory = True
                 return reason

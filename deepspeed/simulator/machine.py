@@ -12,6 +12,8 @@ import torch
 from deepspeed.errors import ArgumentError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# Operators that draw numbers: bytes that they touch for each, in fp32.
+_RANDOM = {"bernoulli_": 4, "uniform_": 4, "normal_": 4, "random_": 4, "exponential_": 4, "native_dropout": 9}
 _CARDS = Path(__file__).parent / "cards"
 
 
@@ -42,6 +44,7 @@ class Machine:
         host_memory: bytes of host memory that one rank may take, beside a device; 0: as much as it asks for.
         fresh: of memory that the system provides anew: pairs of a block's size and the bytes per second that being
             written for the first time costs besides; 0: blocks of that size are used again and again.
+        random: random numbers per second, where they are slower than memory; 0: they are not.
     """
 
     ranks: int
@@ -65,6 +68,7 @@ class Machine:
     memory_efficiency: float = 1.0
     host_memory: int = 0
     fresh: list[list[float]] = field(default_factory=list[list[float]])
+    random: float = 0.0
 
     def rate(self, dtype: torch.dtype | str, flops: float) -> float:
         """Operations per second of a product of so many operations."""
@@ -83,6 +87,8 @@ class Machine:
         arithmetic = flops / self.rate(dtype, flops) if flops else 0.0
         if self.attention and "attention" in name:
             arithmetic *= self.matrix_efficiency / min(self.attention, self.matrix_efficiency)
+        if self.random and name in _RANDOM:
+            arithmetic = nbytes / _RANDOM[name] / self.random
         longer = max(arithmetic, nbytes / (self.bandwidth * self.memory_efficiency))
         return self.overhead + longer if self.shared else max(self.overhead, longer)  # shared: the host's own cores
 

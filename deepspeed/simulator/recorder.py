@@ -214,6 +214,7 @@ class Recorder(DispatchMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         self._undo.close()
+        self._alive.clear()  # what goes later is not of the step, whoever still holds the recorder
 
 
 def _gone(recorder: weakref.ref[Recorder], key: int, number: int, _reference: Any) -> None:

@@ -83,6 +83,35 @@ def test_memory_is_new_where_an_update_makes_it(frozen: bool, optimizer: str) ->
         assert (fresh - plain) * 1e9 / size == pytest.approx(0 if frozen else 4 * steps)
 
 
+def test_what_the_optimizer_does_is_of_an_update_and_not_of_its_micro_batches() -> None:
+    for steps in (1, 4):
+        task = replace(TASK, train_batch=2 * steps)
+        told = ({"optimizer": {"type": kind, "params": {"lr": 0.1}}} for kind in ("SGD", "AdamW"))
+        times = [judge(replace(task, config=each), Plan(0, "none", 1, steps, False), MACHINE).time for each in told]
+        plain, adam = (time for time in times if time is not None)
+        assert plain.compute == pytest.approx(adam.compute, rel=1e-6)
+        assert adam.update > plain.update
+
+
+def test_a_plan_may_fit_while_ranks_keep_step() -> None:
+    task = Task(lambda: Frozen(False), lambda rows: torch.zeros(rows, 4), 8, ADAMW)  # gradients outweigh activations
+    plan = Plan(2, "none", 1, 4, False)
+    sizes = judge(task, plan, replace(MACHINE, memory=1))
+    assert sizes.memory is not None
+    most, least = sizes.memory.most, sizes.least
+    assert least < most and "while ranks keep step" not in sizes.reason
+    between = replace(MACHINE, memory=(least + most) // 2)
+    found = judge(task, plan, between)
+    assert found.perhaps and not found.fits
+    assert "while ranks keep step" in found.reason
+    assert judge(task, plan, replace(MACHINE, memory=most)).fits
+    assert not judge(task, plan, replace(MACHINE, memory=least - 1)).perhaps
+    listed = search(task, replace(between, disk=0.0), allowed=lambda each: each.micro < 4)
+    kinds = [2 * each.fits + each.perhaps * (not each.fits) for each in listed]
+    assert kinds == sorted(kinds, reverse=True)
+    assert 1 in kinds
+
+
 def test_legal_plans_keep_the_batch_and_leave_out_what_changes_nothing() -> None:
     plans = legal_plans(24, MACHINE)
     assert {plan.micro * plan.steps * 2 for plan in plans} == {24}
@@ -102,6 +131,12 @@ def test_memory_drops_plans_and_recompute_brings_one_back() -> None:
     assert not found.fits
     assert "most of it activations" in found.reason
     assert judge(TASK, again, tight).fits
+
+
+def test_samples_are_those_of_all_ranks() -> None:
+    found = judge(TASK, Plan(0, "none", 4, 1, False), MACHINE)
+    rate = float(table([found], machine=MACHINE).splitlines()[1].split()[3])
+    assert rate == pytest.approx(8 / found.seconds, abs=0.01)
 
 
 def test_narrow_buckets_bring_plans_back_where_the_usual_ones_do_not_fit() -> None:

@@ -7,18 +7,21 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from deepspeed.planner import cli
+from deepspeed.planner.clock import StepTime
 from deepspeed.planner.confirm import MOST, confirm
 from deepspeed.planner.memory import MemoryCount
-from deepspeed.planner.plans import Judged, Plan, table
-from deepspeed.planner.trials import Command, Limits, Outcome, run_trial, trial_config
+from deepspeed.planner.plans import Judged, Plan, by_worth, table
+from deepspeed.planner.trials import METRICS, Command, Limits, Outcome, run_trial, trial_config
 from tests.harness.pool import PATIENCE
 from tests.unit.planner.test_plans import MACHINE
 
@@ -236,17 +239,66 @@ def test_ending_ranks_passes_over_one_that_is_gone() -> None:
     assert stays.wait(10 * PATIENCE) == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("made", [10, 3, 1, 0])
-def test_a_limit_of_memory_leaves_a_plan_wherever_one_can_be_made(made: int) -> None:
-    """Plans that cannot be made hold nothing: most limits would leave none, which is no choice."""
+def test_of_plans_that_may_fit_two_are_tried_and_those_that_did_are_chosen() -> None:
+    times = [StepTime(float(at + 1), 0.0, 0.0, 0.0) for at in range(6)]
+    judged = [replace(each, fits=at in (2, 5), perhaps=True, time=times[at]) for at, each in enumerate(plans(6))]
+    judged.sort(key=by_worth)
+    assert [each.seconds for each in judged] == [3.0, 6.0, 1.0, 2.0, 4.0, 5.0]
+    for fit in (True, False):
+        seen = list[float]()
+
+        def run(plan: Plan, fit: bool = fit, seen: list[float] = seen) -> Outcome:
+            seen.append(next(each.seconds for each in judged if each.plan == plan))
+            full = seen[-1] == 2.0 or not fit and seen[-1] == 1.0
+            return Outcome(None, "out of memory", out_of_memory=True) if full else Outcome(seen[-1])
+
+        found = confirm(judged, run)
+        assert seen == ([1.0, 2.0] if fit else [1.0])  # the others hold more than what ran out of memory
+        assert (found.best is not None) == fit
+        assert found.best is None or found.best.fits
+    different = [replace(each, plan=replace(each.plan, stage=at % 4)) for at, each in enumerate(judged)]
+    seen = list[float]()
+    confirm(different, lambda plan: seen.append(next(e.seconds for e in different if e.plan == plan)) or Outcome(1.0))
+    assert seen == [1.0, 2.0, 3.0, 6.0]
+    assert confirm(judged, lambda _plan: Outcome(None), 0).best == judged[0]  # without a trial: one that surely fits
+
+
+def test_what_ranks_held_is_from_before_their_end(tmp_path: Path) -> None:
+    """What a rank shares with others counts more once they are gone; what it makes after its figures is no plan's."""
+    line = "import json, os, sys, time; path = sys.argv[1]; held = bytearray(64 << 20); time.sleep(1.0); "
+    line += "open(path, 'w').write(json.dumps({'latency': 1e6})); more = bytearray(512 << 20); time.sleep(1.0)"
+    command = Ranked(line, str(tmp_path / METRICS))
+    outcome = run_trial(command, {}, tmp_path, Limits(30.0, 0, exact=True))
+    assert outcome.seconds == 1.0
+    assert 64 << 20 < outcome.held < 256 << 20
+    limited = run_trial(command, {}, tmp_path, Limits(30.0, 256 << 20))
+    assert limited.seconds == 1.0
+
+
+class Ranked:
+    """Starts Python as a rank of its own."""
+
+    def __init__(self, line: str, path: str) -> None:
+        self._words = [sys.executable, "-c", line, path]
+
+    def line(self, config: str) -> list[str]:
+        return self._words
+
+    def start(self, config: str, out: Any, err: Any) -> subprocess.Popen[bytes]:
+        start = f"import os, subprocess, sys; sys.exit(subprocess.call({self._words!r}, start_new_session=True, "
+        start += "env={**os.environ, 'RANK': '0'}))"
+        return subprocess.Popen([sys.executable, "-c", start], stdout=out, stderr=err)
+
+
+def measured(*pairs: tuple[int, float | None]) -> dict[str, Outcome]:
+    return {str(at): Outcome(seconds, held=held) for at, (held, seconds) in enumerate(pairs)}
+
+
+def test_the_limit_of_a_case_is_the_loosest_that_leaves_few_near_the_best() -> None:
     benchmark = importlib.import_module("benchmarks.planner")
-    rows = [
-        {"held": (at + 1) << 20 if at < made else 0, "seconds": 10.0 - at if at < made else None, "plan": {"micro": 1}}
-        for at in range(10)
-    ]
-    memory, those = benchmark.limited(rows)
-    fits = [row for row in those if row["fits"]]
-    assert bool(fits) == bool(made)
-    assert those[: len(fits)] == fits
-    assert all(row["held"] <= memory for row in fits)
-    assert len(fits) < made or made in (0, 1, 3)
+    alike = [(10 * (at + 1), 1.0) for at in range(8)]
+    assert benchmark.limit_of(measured(*alike)) == (35, True)  # three are left, halfway to the fourth
+    apart = [(10 * (at + 1), 2.0**-at) for at in range(8)]
+    assert benchmark.limit_of(measured(*apart)) == (65, True)  # a quarter does not fit
+    assert benchmark.limit_of(measured(*apart[:6], (0, None), (0, None))) == (60, True)
+    assert benchmark.limit_of(measured((10, 1.0), (10, 1.0), (10, 1.0), (10, 1.0)))[1] is False

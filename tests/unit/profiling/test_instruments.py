@@ -56,3 +56,17 @@ def test_without_a_round_of_few_tokens_whole_steps_are_kept(instruments: Any) ->
     assert said(instruments, rounds(100), []) == "1.01 not shown: CPU, 99th"
     assert said(instruments, rounds(100, cpu=0.05), []) == "1.01 MISSED: CPU"
     instruments.show(instruments.rows_of(rounds(100), [], 2))
+
+
+def test_rounds_are_kept_and_each_side_has_those_that_it_was_in(instruments: Any, tmp_path: Path) -> None:
+    path, both = tmp_path / "kept" / "whole.json", ["off", "off again", "recorder"]
+    kept = instruments.Kept(path, both)
+    assert kept.missing(30) == 30
+    kept.add(rounds(20))
+    kept.add([{**each, "norms": each["off"]} for each in rounds(25)])
+    again = instruments.Kept(path, [*both, "norms"])
+    assert again.rounds == [{name: list(took) for name, took in each.items()} for each in kept.rounds]
+    assert (again.missing(30), instruments.Kept(path, both).missing(30)) == (5, -15)
+    rows = {row["side"]: row for row in instruments.rows_of(again.rounds, [], 2)}
+    assert {name: row["rounds"] for name, row in rows.items()} == {"off again": 45, "recorder": 45, "norms": 25}
+    assert rows["norms"]["cpu"] == 1.0

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -46,6 +48,26 @@ def test_off_it_keeps_nothing_and_makes_no_context() -> None:
     ring.add(0, "forward")
     ring.count("bytes", 3)
     assert ring.take() == ([], 0)
+
+
+def test_a_span_costs_one_call_of_python() -> None:
+    """Thousands are written in a step: what can be done when they are taken is done then."""
+    ring, calls = Recorder(), Counter[str]()
+    ring.start()
+
+    def heard(_frame: Any, event: str, _what: Any) -> None:
+        calls[event] += 1
+
+    sys.setprofile(heard)
+    try:
+        ring.add(1, FORWARD, module="layers.1")
+        ring.enter(WAIT, "all_gather of layers.2")
+        ring.leave()
+    finally:
+        sys.setprofile(None)
+    assert calls["call"] == 1 + 3  # `enter`, `leave`, and what that adds
+    assert calls["c_call"] <= 2 * 5 + 2
+    assert [span.module for span in ring.take()[0]] == ["layers.1", "layers.2"]
 
 
 def test_the_newest_spans_are_kept_and_the_others_counted() -> None:
