@@ -317,7 +317,7 @@ def run(options: argparse.Namespace) -> None:
                 seen = HERE.parent / "runs" / f"{kept.name}-seen" / f"{path.stem}.pickle"
                 if not (options.retime and seen.exists()):
                     run_without_values(name, machine, options.plans, seen)
-                before = found.get("before", found.get("plans")) if found.get("trials") else None
+                before = (found.get("before") or found["plans"]) if found.get("trials") else None  # from before them
                 told = predict(name, machine, *pickle.loads(seen.read_bytes()))
                 found = {**told, "trials": found.get("trials", {}), "before": before}
                 write(path, found)

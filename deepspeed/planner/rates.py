@@ -23,6 +23,7 @@ from deepspeed.simulator.machine import DTYPES
 _SIDES = (64, 256, 1024)
 _BLOCKS = (1 << 16, 1 << 18, 1 << 21, 1 << 24, 1 << 26)  # bytes
 _RANDOM = 1 << 18  # elements
+_LARGE = 1 << 25  # elements: no cache holds two such tensors of each rank, as none holds weights, gradients and states
 _BRIEF_S = 0.15  # of each measurement
 _MEET_S = 5.0  # longest wait for a rank that is late
 _LONGEST_S = 60.0
@@ -98,7 +99,7 @@ def _matrix(dtype: torch.dtype, side: int) -> Callable[[], float]:
 
 
 def _bandwidth() -> float:
-    x, y = torch.zeros(1 << 23), torch.ones(1 << 23)
+    x, y = torch.zeros(_LARGE), torch.ones(_LARGE)
     return 3 * x.nbytes / _seconds(lambda: x.add_(y))
 
 
