@@ -91,7 +91,7 @@ class _Saved:
 
 def is_kept(tensor: torch.Tensor) -> bool:
     """Whether autograd keeps for a while what gave `tensor`: not where a checkpoint computes it again, in backward."""
-    if not tensor.requires_grad or in_transform(tensor) or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not tensor.requires_grad or in_transform(tensor):
         return False
     return torch._C._current_graph_task_id() == -1
 

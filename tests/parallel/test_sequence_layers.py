@@ -29,6 +29,8 @@ def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
 def exchanged() -> None:
     axis = world_axis()
     whole = drawn(3, 4 * axis.size, 2 * axis.size, 5)
+    one_each = drawn(3, 4 * axis.size, axis.size, 5).chunk(axis.size, 2)[axis.rank]
+    assert all_to_all(one_each, axis, 1, 2).is_contiguous()
     for cut, join in ((2, 1), (1, 2), (-2, 1)):
         part = whole.chunk(axis.size, join)[axis.rank].clone().requires_grad_()
         got = all_to_all(part, axis, cut, join)
