@@ -4,7 +4,8 @@ torch's context parallelism has no kernel for CPUs, so the reference is upstream
 Trainer uses it, in an environment of its own (`--upstream PYTHON`). Beside it, and in its place without that
 environment, stands Ulysses with torch's own differentiable all-to-all (`all_to_all_single_autograd`) registered as
 attention, its gradients averaged in one bucket after backward: in both environments, and twice in this one. Then the
-cut model in the same loop, and an engine at ZeRO 0. Environments take turns, and their sides are in random order in
+cut model in the same loop, and an engine at ZeRO 0; and one that keeps contexts twice, where the other exchanges them
+again in backward (`sequence_parallel_recompute`). Environments take turns, and their sides are in random order in
 every round. Losses are equal, which is checked at the first step. fp32, 8 layers, vocabulary 8,192, AdamW.
 """
 
@@ -24,7 +25,7 @@ SHAPES = {"A": {"width": 384, "batch": 8, "sequence": 128}, "B": {"width": 128, 
 BAR = 1.00
 LAYERS, VOCABULARY = 8, 8192
 TORCH, UPSTREAM = "torch", "upstream"
-SIDES = [TORCH, "torch-again", "layers", "engine"]
+SIDES = [TORCH, "torch-again", "layers", "engine", "engine-kept"]
 THEIR_SIDES = ["torch-there", UPSTREAM]
 SAME_LOSS = 1e-4
 LEARNING_RATE = 1e-3
@@ -116,7 +117,10 @@ def make_side(name: str, width: int, batch: int, sequence: int) -> Step:
     import deepspeed
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, foreach=False)
-    config = {"train_micro_batch_size_per_gpu": 1, "mesh": {"sp": dist.get_world_size()}, "steps_per_print": 10**9}
+    config = {
+        "train_micro_batch_size_per_gpu": 1, "mesh": {"sp": dist.get_world_size()}, "steps_per_print": 10**9,
+        "sequence_parallel_recompute": name != "engine-kept",
+    }  # fmt: skip
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
 
     def step(ids: Tensor) -> float:

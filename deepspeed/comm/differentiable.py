@@ -118,7 +118,7 @@ def exchanged(tensor: torch.Tensor, axis: Axis, cut: int, join: int, label: str 
         all_to_all_single(every, packed, group=axis.group, log_name=label)
     else:
         message("all_to_all", every.nbytes, axis.ranks)
-    return every.movedim(0, join).flatten(join, join + 1)
+    return every.movedim(0, join).flatten(join, join + 1).contiguous()  # of one entry for each rank it is a view
 
 
 def _own(tensor: torch.Tensor, axis: Axis, dim: int, sizes: Sequence[int] | None) -> torch.Tensor:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed.comm.alone import get_own_group
-from deepspeed.comm.axis import Axis, make_axes
+from deepspeed.comm.axis import Axis, axes_here, make_axes
 from deepspeed.errors import MeshError
 
 DIMS = ("pp", "dp_replicate", "dp_shard", "sp", "tp")
@@ -56,7 +56,7 @@ class Mesh:
         if self.world != here or sorted(self.ranks) != list(range(here)):
             raise MeshError(f"a mesh of {self.describe()} has {self.world} ranks, and {here} were started")
         self.rank = dist.get_rank() if dist.is_initialized() else 0
-        self.device, self.group = device, _world_group()
+        self.device, self.world_axes = device, axes_here()
         self._at = {rank: self._coordinates(index) for index, rank in enumerate(self.ranks)}
         self._axes: dict[tuple[tuple[str, ...], frozenset[int] | None], Axis] = {}
         for dims in (DIMS, DATA, REPLICATED, SHARD, MODEL, *((dim,) for dim in DIMS)):
@@ -214,7 +214,7 @@ _meshes: list[Mesh] = []  # the newest last
 
 def mesh_for(sizes: Mapping[str, int], ranks: Sequence[int] | None = None, device: torch.device | None = None) -> Mesh:
     """The mesh of these sizes; the same object for equal ones. All ranks call together."""
-    _meshes[:] = [mesh for mesh in _meshes if mesh.group is _world_group()]  # others ended with their process group
+    _meshes[:] = [mesh for mesh in _meshes if mesh.world_axes is axes_here()]  # the axes of others have been forgotten
     for known in _meshes:
         same = all(known.sizes[dim] == sizes.get(dim, 1) for dim in DIMS) and known.device == device
         if same and known.ranks == (tuple(range(known.world)) if ranks is None else tuple(ranks)):
@@ -232,7 +232,7 @@ def forget_meshes() -> None:
 
 def current_mesh() -> Mesh:
     """The mesh of the newest engine or `zero.Init`; one of data-parallel ranks only where there is none yet."""
-    if _meshes and _meshes[-1].group is _world_group():
+    if _meshes and _meshes[-1].world_axes is axes_here():
         return _meshes[-1]
     return mesh_for({"dp_shard": ranks_started()})
 
@@ -240,10 +240,6 @@ def current_mesh() -> Mesh:
 def ranks_started() -> int:
     """Ranks of the process group; one where there is none."""
     return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def _world_group() -> Any:
-    return dist.group.WORLD if dist.is_initialized() else None
 
 
 # -- from a client's unit to a mesh ----------------------------------------------------------------------------------

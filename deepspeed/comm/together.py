@@ -2,7 +2,8 @@
 
 Without this the others would wait in the next collective until the watch's limit. Inside, each collective of
 `deepspeed/comm/differentiable.py` begins with a meeting: every rank says which collective it has come to, or that it
-has ended. Where they do not all say the same, none begins. So ranks that take different ways are found too.
+has ended. Where they do not all say the same, none begins. So ranks that take different ways are found too. Gathers of
+sharded parameters that all ranks join do the same.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from deepspeed.comm.api import all_gather_into_tensor, told_by_all
 from deepspeed.comm.axis import Axis
 from deepspeed.errors import CommError, DeepSpeedError
 from deepspeed.foundation.log import in_words
+from deepspeed.foundation.simulation import simulating
 
 T = TypeVar("T")
 _END = "the end"
@@ -54,6 +56,7 @@ class Ended(Generic[T]):
 class _Run:
     def __init__(self, axis: Axis) -> None:
         self.axis, self.texts = axis, [""] * axis.size
+        self.ranks = frozenset(axis.ranks)
 
     def meet(self, label: str, error: str = "") -> None:
         """Before a collective, and at the end.
@@ -64,7 +67,7 @@ class _Run:
         if any(self.texts):
             raise _Apart
         axis = self.axis
-        if axis.group is None:
+        if axis.group is None or simulating():
             self.texts[axis.rank] = error
             return
         device = "cpu" if axis.tagged else get_accelerator().current_device_name()
@@ -83,8 +86,8 @@ _underway: list[_Run] = []
 
 
 def meet_before(axis: Axis, label: str) -> None:
-    """A collective of `axis` is about to begin; nothing happens outside of `run_together`."""
-    if _underway and _underway[-1].axis.ranks == axis.ranks:
+    """A collective of `axis` is about to begin; nothing happens outside of a `run_together` of its ranks, or more."""
+    if _underway and _underway[-1].ranks.issuperset(axis.ranks):
         _underway[-1].meet(label)
 
 
@@ -93,7 +96,8 @@ def run_together(axis: Axis, action: Callable[[], T]) -> Ended[T]:
 
     Args:
         axis: its ranks call together.
-        action: its collectives over `axis` are those of `differentiable`, in one order.
+        action: its collectives over `axis`, or over rows that `axis` consists of, are those of `differentiable` and
+            gathers of sharded parameters; in one order on all ranks.
 
     Raises:
         CommError: a rank is gone.

@@ -114,7 +114,7 @@ class DeepSpeedEngine(EngineSurface, ModuleWrapper):
         refuse_whole_tensors(model, chosen)
         self.module = model
         end_earlier(model)
-        share_sequence(model, mesh)
+        share_sequence(model, mesh, mpu)
         self._recompute = wrap(model, resolved.top.activation_checkpointing, mpu)
         components = build(model, chosen, resolved, axes, device)
         timers = SynchronizedWallClockTimer()
@@ -159,7 +159,9 @@ class DeepSpeedEngine(EngineSurface, ModuleWrapper):
             state, self._weights, self._checkpoints, self._feeding, self._laid_out_anew, type(self)
         )
         self._same_batches = SameBatches(state.axes.mesh.axis("tp"))
-        self._sequencing = Sequencing(state.module, state.axes.mesh, state.ds_config.top.sequence_parallel_verify)
+        top = state.ds_config.top
+        again = top.sequence_parallel_recompute
+        self._sequencing = Sequencing(state.module, state.axes.mesh, top.sequence_parallel_verify, again)
         self._window.refuses_bare = BARE if self._sequencing.active else ""
         self._applied = False
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from deepspeed.comm.api import told_by_all
-from deepspeed.comm.mesh import Mesh
+from deepspeed.comm.mesh import DIMS, Mesh
 from deepspeed.comm.same_batches import COMPARED, digest
 from deepspeed.errors import UsageError
 from deepspeed.sequence.batches import check_labels, check_slices, edge_of, length_of, slice_batch
@@ -25,13 +25,18 @@ BARE = (
 )
 
 
-def share_sequence(model: nn.Module, mesh: Mesh) -> None:
+def share_sequence(model: nn.Module, mesh: Mesh, mpu: Any = None) -> None:
     """Let a model take slices of sequences, where the mesh has ranks that share them.
+
+    Args:
+        model: of an engine.
+        mesh: its ranks.
+        mpu: the unit that `initialize` was given; what was registered with it counts.
 
     Raises:
         NotAvailableError: its attention cannot be reached.
     """
-    asked = settings_of(mesh)
+    asked = settings_of(mpu)
     cut_sequence(model, mesh.axis("sp"), asked.core, asked.disable_in_eval)
 
 
@@ -42,12 +47,17 @@ class Sequencing:
         model: its module.
         mesh: its ranks.
         verify: compare it with what it computes whole.
+        recompute: in backward exchange again what is kept beside a rank's share otherwise.
     """
 
-    def __init__(self, model: nn.Module, mesh: Mesh, verify: bool) -> None:
+    def __init__(self, model: nn.Module, mesh: Mesh, verify: bool, recompute: bool) -> None:
         self._axis, self._verify = mesh.axis("sp"), verify
         self.active = self._axis.size > 1
+        # Who computes with these layers.
+        self._everyone = mesh.axis(*(dim for dim in DIMS if dim != "pp")) if self.active else self._axis
         self._models = sequence_models(model) if self.active else []
+        for made in self._models:
+            made.recompute = recompute
         self._names = list(inspect.signature(model.forward).parameters) if self.active else []
         self._batches = self._losses = COMPARED if self.active else 0
         self._whole = False  # each rank is given the whole batch
@@ -66,7 +76,7 @@ class Sequencing:
         """
         for made in self._models if self._verify else []:
             with around():
-                prove(made)
+                prove(made, self._everyone)
 
     def take(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of a forward in training: of a whole batch, this rank's slice. All ranks call together.

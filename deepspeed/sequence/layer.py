@@ -10,8 +10,10 @@ import torch
 from torch import nn
 
 from deepspeed.comm.axis import Axis, group_axis
-from deepspeed.comm.differentiable import all_to_all
+from deepspeed.comm.differentiable import all_to_all, exchanged
 from deepspeed.errors import MeshError
+from deepspeed.foundation.saved import now
+from deepspeed.sequence.kept import Exchanged, is_kept, keep_by_tokens
 
 
 def check_heads(heads: int, axis: Axis) -> None:
@@ -63,6 +65,7 @@ def attend(
     heads: int,
     sequence: int,
     where: str = "attention",
+    recompute: bool = True,
 ) -> torch.Tensor:
     """Attention over a sequence that is cut.
 
@@ -73,6 +76,7 @@ def attend(
         heads: dim of the heads.
         sequence: dim of the sequence.
         where: for reports.
+        recompute: exchange again in backward, rather than keep more than this rank's share; see `kept`.
 
     Raises:
         MeshError: the query heads cannot be shared out evenly.
@@ -81,9 +85,25 @@ def attend(
     check_heads(query.shape[heads], axis)
     copies = repeats(key.shape[heads], axis)
     query = to_heads(query, axis, heads, sequence, where=where)
-    key, value = (to_heads(tensor, axis, heads, sequence, copies, where) for tensor in (key, value))
-    context = local(query, key, value)
-    return all_to_all(context, axis, sequence, heads, f"heads to sequence in {where} over {axis.name}")
+    copied = [_copied(tensor, axis, (heads, sequence), copies, where) for tensor in (key, value)]
+    since = now()
+    context = local(query, *(one.by_heads for one in copied))
+    label = f"heads to sequence in {where} over {axis.name}"
+    made = all_to_all(context, axis, sequence, heads, label)
+    if recompute and axis.size > 1 and is_kept(context):
+        back = Exchanged(context, made, lambda t: exchanged(t, axis, heads, sequence, f"{label}, back"), where)
+        keep_by_tokens(context, since, [back, *(copied if copies > 1 else [])])
+    return made
+
+
+def _copied(tensor: torch.Tensor, axis: Axis, dims: tuple[int, int], copies: int, where: str) -> Exchanged:
+    """Key or value by heads."""
+    heads, sequence = dims
+
+    def again(tokens: torch.Tensor) -> torch.Tensor:
+        return to_heads(tokens, axis, heads, sequence, copies, f"{where}, again,")
+
+    return Exchanged(to_heads(tensor, axis, heads, sequence, copies, where), tensor, again, where)
 
 
 def single_all_to_all(
@@ -123,6 +143,7 @@ class DistributedAttention(nn.Module):
         gather_idx: dim of the sequence.
         sp_stream: accepted for old scripts; collectives are ordered with the computation.
         num_kv_heads: accepted for old scripts; keys and values say it themselves.
+        recompute: exchange again in backward, rather than keep the context and copied heads in two forms.
 
     Example:
         >>> attention = DistributedAttention(local, mesh.get_sequence_parallel_group(), scatter_idx=2, gather_idx=1)
@@ -137,12 +158,14 @@ class DistributedAttention(nn.Module):
         gather_idx: int = 0,
         sp_stream: Any = None,
         num_kv_heads: int | None = None,
+        recompute: bool = True,
     ) -> None:
         super().__init__()
         self.local_attn = local_attention
         group = sequence_process_group
         self.axis = group if isinstance(group, Axis) else group_axis("sp", group)
         self.scatter_idx, self.gather_idx, self.num_kv_heads = scatter_idx, gather_idx, num_kv_heads
+        self.recompute = recompute
 
     def forward(
         self,
@@ -179,7 +202,8 @@ class DistributedAttention(nn.Module):
                 query, key = (_rotated(tensor, *rotary_pos_emb) for tensor in (query, key))
             return self.local_attn(query, key, value, *args, **kwargs)
 
-        return attend(local, (query, key, value), self.axis, self.scatter_idx, self.gather_idx)
+        states = (query, key, value)
+        return attend(local, states, self.axis, self.scatter_idx, self.gather_idx, recompute=self.recompute)
 
 
 def _rotated(tensor: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 
 from deepspeed.comm.api import told_by_all
+from deepspeed.comm.axis import Axis
+from deepspeed.comm.together import run_together
 from deepspeed.errors import SequenceParallelError
 from deepspeed.foundation.simulation import simulating
 from deepspeed.foundation.tree import tensors_in
@@ -18,37 +20,53 @@ from deepspeed.sequence.ulysses import SequenceModel
 TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 6e-2, torch.float16: 2e-2}
 _TOKENS = 5  # per rank
 PACKED = "packed"
+T = TypeVar("T")
 
 
-def prove(made: SequenceModel) -> None:
-    """Run the model on whole sequences and on slices. All ranks of the axis call together.
+def prove(made: SequenceModel, everyone: Axis) -> None:
+    """Run the model on whole sequences and on slices.
 
     One batch has padding on its left, one has packed documents: positions, masks and what is cut by documents are
     compared with them.
 
+    Args:
+        made: the model, with its ranks of a sequence.
+        everyone: all ranks that compute with these layers; they call together, and their forwards meet.
+
     Raises:
-        SequenceParallelError: on every rank, with what differs on which.
+        SequenceParallelError: on every rank, with what differs on which, or what one of them alone has raised.
     """
     model, disabled, made.disable_in_eval = made.model, made.disable_in_eval, False
     training = [module for module in model.modules() if module.training]
     states = torch.get_rng_state()
     model.eval()
     try:
-        error = "; ".join(text for kind, batch in _batches(made) for text in _compared(made, kind, batch))
-    except (RuntimeError, ValueError, IndexError, TypeError) as why:
-        error = f"{type(why).__name__}: {' '.join(str(why).split())[:300]}"
+        batches = _together(made, everyone, lambda: list(_batches(made)))
+        found = [texts for kind, batch in batches for texts in [_compared(made, everyone, kind, batch)]]
     finally:
         made.disable_in_eval = disabled
         torch.set_rng_state(states)
         for module in training:
             module.training = True
-    everyone = told_by_all(made.axis, error)
-    wrong = [f"rank {made.axis.ranks[at]}: {text}" for at, text in enumerate(everyone) if text]
-    if wrong:
-        raise SequenceParallelError(
-            f"{type(model).__name__} over a sequence that {made.axis.size} ranks share (sp) does not compute what it "
-            f"computes whole: {' | '.join(wrong)}"
-        )
+    wrong = ["; ".join(filter(None, texts)) for texts in zip(*found, strict=True)]
+    if any(wrong):
+        raise _wrong(made, everyone, wrong)
+
+
+def _together(made: SequenceModel, everyone: Axis, action: Callable[[], T]) -> T:
+    """What a part of the proof gives this rank; where a rank raises, all end."""
+    ended = run_together(everyone, action)
+    if ended.well:
+        return ended.result  # type: ignore[return-value]
+    raise _wrong(made, everyone, ended.texts) from ended.error
+
+
+def _wrong(made: SequenceModel, everyone: Axis, texts: Sequence[str]) -> SequenceParallelError:
+    by_rank = " | ".join(f"rank {everyone.ranks[at]}: {text}" for at, text in enumerate(texts) if text)
+    return SequenceParallelError(
+        f"{type(made.model).__name__} over a sequence that {made.axis.size} ranks share (sp) does not compute what it "
+        f"computes whole: {by_rank}"
+    )
 
 
 def _batches(made: SequenceModel) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -68,37 +86,52 @@ def _batches(made: SequenceModel) -> Iterator[tuple[str, dict[str, Any]]]:
     yield PACKED, {"input_ids": ids.to(device), "position_ids": places.to(device), **made.without_cache}
 
 
-def _compared(made: SequenceModel, kind: str, batch: dict[str, Any]) -> list[str]:
-    """What differs. Documents see each other over slices too, where the model lets them in whole sequences."""
-    found = list(_differences(made, kind, batch))
-    if kind == PACKED and any(told_by_all(made.axis, found)):
+def _compared(made: SequenceModel, everyone: Axis, kind: str, batch: dict[str, Any]) -> list[str]:
+    """What differs, by rank. Documents see each other over slices too, where the model lets them in whole sequences."""
+
+    def found() -> list[str]:
+        own = _together(made, everyone, lambda: "; ".join(_differences(made, kind, batch)))
+        return told_by_all(everyone, own)
+
+    texts = found()
+    if kind == PACKED and any(texts):
         made.separates = False
-        found = list(_differences(made, kind, batch))
-    return found
+        texts = found()
+    return texts
 
 
 def _differences(made: SequenceModel, kind: str, batch: dict[str, Any]) -> Iterator[str]:
     axis, tokens = made.axis, batch["input_ids"].shape[1]
     with torch.no_grad():
         with made.plainly():
-            whole = _output(made.model(**batch))
-        ours = _output(made.model(**slice_batch(batch, axis)))
+            whole = _outputs(made.model(**batch))
+        ours = _outputs(made.model(**slice_batch(batch, axis)))
     if simulating():  # nothing has values that could differ: a real run compares them
         return
     part = tokens // axis.size
-    if whole.dim() < 3 or whole.shape[1] != tokens or ours.shape[1] != part:
-        yield f"its output {tuple(whole.shape)} has no entry for each of {tokens} tokens, and {tuple(ours.shape)} cut"
-        return
-    wanted = whole.narrow(1, axis.rank * part, part)
-    counted = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).narrow(1, axis.rank * part, part).bool()
-    wanted, ours = wanted[counted].float(), ours[counted].float()
-    gap, scale = float((wanted - ours).abs().max()), float(wanted.abs().max())
-    dtype = next(p.dtype for p in made.model.parameters() if p.is_floating_point())
-    if not gap <= TOLERANCES[dtype] * scale:
-        yield f"outputs of {kind} sequences differ by {gap / max(scale, 1e-30):.2g} of their largest value"
+    mine = slice(axis.rank * part, (axis.rank + 1) * part)
+    counted = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()[:, mine]
+    tolerance = TOLERANCES[next(p.dtype for p in made.model.parameters() if p.is_floating_point())]
+    for at, ((name, wanted), (_, got)) in enumerate(zip(whole, ours, strict=False)):
+        by_token = wanted.dim() > 1 and wanted.shape[1] == tokens and got.shape[1] == part
+        if not at and not (by_token and wanted.dim() > 2):
+            shapes = tuple(wanted.shape), tuple(got.shape)
+            yield f"its output {shapes[0]} has no entry for each of {tokens} tokens, and {shapes[1]} cut"
+            return
+        what = f"outputs of {kind} sequences differ"
+        if by_token:
+            wanted, got = wanted[:, mine][counted], got[counted]
+        elif wanted.shape != got.shape:  # the model's own affair
+            continue
+        else:  # of one token that it takes for the first or last
+            what = f"'{name}', which has no entry for each token, differs in {kind} sequences"
+        wanted, got = wanted.float(), got.float()
+        gap, scale = float((wanted - got).abs().max()), float(wanted.abs().max())
+        if not gap <= tolerance * scale:
+            yield f"{what} by {gap / max(scale, 1e-30):.2g} of their largest value"
 
 
-def _output(output: Any) -> torch.Tensor:
-    """The first tensor of numbers."""
-    values = output.to_tuple() if hasattr(output, "to_tuple") else output
-    return next(tensor for tensor in tensors_in(values) if tensor.is_floating_point())
+def _outputs(output: Any) -> list[tuple[str, torch.Tensor]]:
+    """Tensors of numbers, by the names they have."""
+    named = output.items() if isinstance(output, Mapping) else [("output", output)]
+    return [(name, tensor) for name, value in named for tensor in tensors_in(value) if tensor.is_floating_point()]

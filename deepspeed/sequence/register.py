@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -26,12 +27,12 @@ class Settings:
     disable_in_eval: bool = False
 
 
-_asked: WeakKeyDictionary[Mesh, Settings] = WeakKeyDictionary()
+_asked: WeakKeyDictionary[Mesh, Settings] = WeakKeyDictionary()  # by the unit that was handed out
 
 
-def settings_of(mesh: Mesh) -> Settings:
-    """What was registered with a mesh."""
-    return _asked.get(mesh, Settings())
+def settings_of(mpu: Any) -> Settings:
+    """What was registered with a model-parallel unit; with any other, or None, nothing was."""
+    return _asked.get(mpu, Settings()) if isinstance(mpu, Mesh) else Settings()
 
 
 def initialize_sequence_parallel(sequence_parallel_size: int) -> Mesh:
@@ -75,7 +76,7 @@ class UlyssesSPAttentionHF:
             max_length: old name of `seq_length`.
 
         Returns:
-            The mesh, which answers `get_sequence_parallel_group()` and its like.
+            A mesh of this call's own, which answers `get_sequence_parallel_group()` and its like.
 
         Raises:
             ArgumentError: the sequence does not divide.
@@ -94,10 +95,11 @@ class UlyssesSPAttentionHF:
         heads = getattr(text, "num_attention_heads", None)
         if isinstance(heads, int):
             check_heads(heads, mesh.axis("sp"))
-        _asked[mesh] = settings = Settings(core_attn_implementation, disable_in_eval)
+        unit = copy(mesh)  # meshes of equal sizes are one object: what is asked for here is nothing to others that ask
+        _asked[unit] = settings = Settings(core_attn_implementation, disable_in_eval)
         if model is not None:
             cut_sequence(model, mesh.axis("sp"), settings.core, settings.disable_in_eval)
-        return mesh
+        return unit
 
 
 def _config_of(path: Any) -> Any:

@@ -27,6 +27,7 @@ from deepspeed.comm.same_batches import digest
 from deepspeed.errors import DataError, NotAvailableError
 from deepspeed.foundation.simulation import simulating
 from deepspeed.sequence.batches import IGNORED, INPUTS, continues, length_of, shifted
+from deepspeed.sequence.heads import TOKEN_HEADS, computes_as_written, has_token_head, whole_head
 from deepspeed.sequence.layer import attend, check_heads
 from deepspeed.zero.lifecycle import Hook
 
@@ -34,7 +35,6 @@ _KEYWORD = "ds_sequence"  # by which a forward hands what it knows to its attent
 _MARK = "_ds_sequence_model"
 _PREFIX = "ulysses_"  # of attention over a cut sequence, before the name of what each rank computes with
 _PRIME = 1_000_003
-MASKED_LM = "ForMaskedLM"
 
 
 class Sequence:
@@ -78,12 +78,13 @@ class SequenceModel:
     def __init__(self, model: Any, axis: Axis, disable_in_eval: bool = False) -> None:
         self.model, self.axis, self.disable_in_eval = model, axis, disable_in_eval
         self.takes_slices = False  # the next forward has to be one of slices
+        self.recompute = True  # see `kept`
         self.separates = True  # packed documents, whole ones too: some models of Transformers do not
         self._before = (model.config._attn_implementation, model.loss_function)
         self._core = ""
         self._names: dict[int, str] = {}
         self._hooks: list[Any] = []
-        self._masked_loss: Callable[..., torch.Tensor]
+        self._token_loss: Callable[..., torch.Tensor]
         self._entered: list[tuple[Token[Sequence | None], torch.Tensor | None]] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
@@ -103,7 +104,7 @@ class SequenceModel:
         self.model.set_attn_implementation(_registered(self._core))
         inner, kind = self.model.loss_function, str(getattr(self.model, "loss_type", None))
         self.model.loss_function = _whole_loss(inner, kind)
-        self._masked_loss = _whole_loss(ForMaskedLMLoss, MASKED_LM)
+        self._token_loss = _whole_loss(ForMaskedLMLoss, TOKEN_HEADS[0])
         self._names = {id(module): name for name, module in self.model.named_modules()}
         # First of all hooks: what others see of a forward are slices.
         for module in self.model.modules():  # those inside may be called without the outermost
@@ -212,25 +213,27 @@ class SequenceModel:
                 get_accelerator().set_rng_state(around)
 
     def _with_whole_loss(self, sequence: Sequence | None, output: Any) -> Any:
-        """The output; a masked LM may have lines of its own for its loss, the mean over its tokens."""
+        """The output; a model that labels tokens may have lines of its own for its loss, the mean over them."""
         labels = sequence.labels if sequence is not None else None
-        if labels is None or output is None or not _is_masked_lm(self.model):
+        if labels is None or output is None:
             return output
         names = isinstance(output, MutableMapping)
         pair: Any = (output.get("loss"), output.get("logits")) if names else [*output, None, None][:2]
         loss, logits = pair
-        if names and loss is None:
+        scalar = isinstance(loss, torch.Tensor) and not loss.dim()
+        labels_tokens, known = has_token_head(self.model), computes_as_written(self.model)
+        if (names and loss is None) or not (labels_tokens or (known and scalar)):
             return output
         # What a forward of a client's own computes is not known to be the mean over the tokens.
-        known = type(self.model).forward.__module__.startswith("transformers.")
-        alike = isinstance(loss, torch.Tensor) and not loss.dim() and isinstance(logits, torch.Tensor)
-        if not known or not alike or logits.shape[:-1] != labels.shape:
+        alike = known and labels_tokens and scalar and isinstance(logits, torch.Tensor)
+        if not alike or logits.shape[:-1] != labels.shape:
             raise NotAvailableError(
                 f"sequence parallelism is not available here: given labels, {type(self.model).__name__} computes a "
-                f"loss of one rank's slice, and its forward is not one of Transformers that returns a loss and logits "
-                f"[batch, tokens, vocabulary]: call model.loss_function in it, or compute the loss outside of it"
+                f"loss of one rank's slice, and its forward is not one of Transformers that returns a loss, a mean "
+                f"over tokens, and logits [batch, tokens, classes]: call model.loss_function in it, or compute the "
+                f"loss outside of it"
             )
-        whole = self._masked_loss(logits, labels, vocab_size=logits.shape[-1])
+        whole = self._token_loss(logits, labels, vocab_size=logits.shape[-1])
         if names:
             output["loss"] = whole
             return output
@@ -294,6 +297,8 @@ def _refuse(model: Any, axis: Axis) -> None:
         why = "its forward takes no position_ids"
     elif all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters.values()):
         why = "its forward takes no further keyword arguments"
+    elif head := whole_head(model):
+        why = f"a head {head} takes the sequence as one, or one token of it: cut the model inside, gather what it gives"
     elif not model._can_set_attn_implementation():
         why = "its attention does not go by AttentionInterface"
     if why:
@@ -315,7 +320,7 @@ def _registered(core: str) -> str:
     if name not in CORES:
         AttentionInterface.register(name, partial(_attention, core))
         if core in MASKS:
-            AttentionMaskInterface.register(name, partial(_mask, MASKS[core]))
+            AttentionMaskInterface.register(name, partial(_mask, core))
     return name
 
 
@@ -374,17 +379,20 @@ def _attention(
     if kwargs.get("position_ids") is not None:
         kwargs["position_ids"] = ds_sequence.positions
 
-    def local(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def local(*states: torch.Tensor) -> torch.Tensor:
+        query, key, value = (state.transpose(1, 2) for state in states)
         shown: Any = _Local(module, ds_sequence.axis, query.shape[1], key.shape[1])
         given = {name: shown.own(value) for name, value in kwargs.items()}
-        return _core_of(module, core)(shown, query, key, value, attention_mask, **given)[0].transpose(1, 2)
+        return _core_of(module, core)(shown, query, key, value, attention_mask, **given)[0]
 
-    where = ds_sequence.made.name_of(module)
-    return attend(local, (query, key, value), ds_sequence.axis, 1, 2, where).transpose(1, 2), None
+    made = ds_sequence.made
+    # In memory tokens come before heads, as a model's projections leave them, and as it goes on with the context.
+    states = [state.transpose(1, 2) for state in (query, key, value)]
+    return attend(local, states, made.axis, 2, 1, made.name_of(module), made.recompute), None
 
 
 def _mask(
-    core: Callable[..., Any],
+    core: str,
     *args: Any,
     q_length: int,
     kv_length: int,
@@ -393,23 +401,20 @@ def _mask(
     **kwargs: Any,
 ) -> Any:
     """As a mask of Transformers, for the whole sequence: padding and packed documents are those of all ranks."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as MASKS
     from transformers.masking_utils import packed_sequence_compatibility_function
 
+    made: Callable[..., Any] = MASKS[core]
     sequence = _current.get()
     if sequence is None:
         given = {"q_length": q_length, "kv_length": kv_length, "mask_function": mask_function}
-        return core(*args, **given, attention_mask=attention_mask, **kwargs)
+        return made(*args, **given, attention_mask=attention_mask, **kwargs)
     tokens = sequence.positions.shape[1]
     if (documents := sequence.documents) is not None:
         mask_function = packed_sequence_compatibility_function(mask_function, sequence.positions, documents)
         kwargs["allow_is_causal_skip"] = False
     mask = None if sequence.mask is None else sequence.mask.to(torch.bool)
-    return core(*args, q_length=tokens, kv_length=tokens, mask_function=mask_function, attention_mask=mask, **kwargs)
-
-
-def _is_masked_lm(model: nn.Module) -> bool:
-    """Whether its class, or one that it inherits from, is a masked LM of Transformers: a client's has any name."""
-    return any(kind.__name__.endswith(MASKED_LM) for kind in type(model).__mro__)
+    return made(*args, q_length=tokens, kv_length=tokens, mask_function=mask_function, attention_mask=mask, **kwargs)
 
 
 def _whole_loss(inner: Any, kind: str) -> Callable[..., torch.Tensor]:
@@ -421,7 +426,7 @@ def _whole_loss(inner: Any, kind: str) -> Callable[..., torch.Tensor]:
     """
     inner = getattr(inner, "_ds_inner", inner)  # of a copy of a cut model
     causal = kind == "ForCausalLM" or getattr(inner, "__name__", "") == "ForCausalLMLoss"
-    if not causal and kind != MASKED_LM:
+    if not causal and kind not in TOKEN_HEADS:
         return inner
 
     def loss(

@@ -12,10 +12,9 @@ backward makes the view anew. A saved view that is not found there counts as hel
 
 from __future__ import annotations
 
-import functools
 import weakref
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -24,11 +23,10 @@ import torch
 
 from deepspeed.errors import ShardedParameterError
 from deepspeed.foundation.heap import huge_pages, own_pages
+from deepspeed.foundation.saved import saved_since
 from deepspeed.zero.member import Member, memories, references
 from deepspeed.zero.roles import Group, ZeroParamStatus
 from deepspeed.zero.transforms import in_transform
-
-now: Any = torch.autograd._get_sequence_nr  # pyright: ignore[reportAttributeAccessIssue]  # of the next node here
 
 
 class LentGroup(Group, Protocol):
@@ -213,21 +211,11 @@ def keep_places(outputs: Iterable[torch.Tensor], since: int, groups: Sequence[Le
         groups: whose views are meant; gathered.
     """
     of = {group.aliases.key: group for group in groups}
-    seen: set[Any] = set()
-    nodes: list[Any] = [tensor.grad_fn for tensor in outputs]
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen or node._sequence_nr() < since:
-            continue
-        seen.add(node)
-        nodes.extend(following for following, _ in node.next_functions)
-        for saved in _saved_by(node):
-            _keep_place(saved, of)
+    for saved in saved_since(outputs, since):
+        _keep_place(saved, of)
 
 
 def _keep_place(saved: Any, of: dict[int, LentGroup]) -> None:
-    if saved.unpack_hook is not None:  # a user's hooks keep what they like, and so do ours
-        return
     view = saved.data
     if type(view) is not torch.Tensor or view.layout != torch.strided or in_transform(view):
         return
@@ -240,23 +228,6 @@ def _keep_place(saved: Any, of: dict[int, LentGroup]) -> None:
     place = _Place(group, member, view._version if counts else None, view.size(), view.stride(), offset)
     del view
     saved.register_hooks(lambda _view: place, _Place.view)
-
-
-def _saved_by(node: Any) -> Iterator[Any]:
-    for name in _names_of(type(node)):
-        try:
-            found = getattr(node, name)
-        except RuntimeError:  # its backward is over
-            return
-        if isinstance(found, tuple):
-            yield from found
-        elif found is not None:
-            yield found
-
-
-@functools.cache
-def _names_of(kind: type) -> list[str]:
-    return [name for name in dir(kind) if name.startswith("_raw_saved_")]
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 from deepspeed.comm.axis import Axis
 from deepspeed.comm.collectives import Handle, spread
 from deepspeed.comm.lockstep import Lockstep
+from deepspeed.comm.together import meet_before
 
 STEPS, PASSES = 10, 100  # compared from the first gather to the last: so many steps, or passes where nothing is trained
 _REMEMBERED = 8  # kinds of passes
@@ -51,6 +52,7 @@ class GatherOrder:
         self._kind, self._now, self._as_usual = kind, [], True
         self._passes += 1
         if changed and self._passes > 1:
+            meet_before(self.axis, "a pass that begins")
             self._compare("a pass that begins")
 
     def before(self, group: Any) -> None:
@@ -92,6 +94,7 @@ def gather_all(group: Any, tag: int, label: str) -> Handle:
     Raises:
         OrderError: on all ranks, when they are about to gather different groups where messages carry no names.
     """
+    meet_before(group.axis, label)
     if group.gather_order is not None:
         group.gather_order.before(group)
     return spread(group.axis, group.full, group.layout.cuts, tag, label)

@@ -22,6 +22,7 @@ from torch.nn import Parameter
 from deepspeed.comm import collectives
 from deepspeed.errors import ShardedParameterError
 from deepspeed.foundation.module_tree import children_of, own_parameters
+from deepspeed.foundation.saved import now
 from deepspeed.foundation.tree import tensors_in
 from deepspeed.zero import aliases
 from deepspeed.zero.gather_order import GatherOrder
@@ -297,7 +298,7 @@ class Lifecycle:
     def _watch_inputs(self, unit: nn.Module, args: Any, kwargs: Any) -> _Call:
         inputs = [t for t in tensors_in((args, kwargs)) if t.requires_grad]
         # A leaf's gradient cannot be waited for under autograd.grad, so its unit's backward has no known end.
-        call = _Call(unit, 0 if any(t.is_leaf for t in inputs) else len(inputs), aliases.now())
+        call = _Call(unit, 0 if any(t.is_leaf for t in inputs) else len(inputs), now())
         if call.inputs:
             # Not torch's hook of several tensors: it keeps their nodes, which keep it, so that the graph of every
             # forward would stand until a garbage collection, one unit of it at a time.

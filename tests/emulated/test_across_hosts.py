@@ -110,7 +110,7 @@ def trained(cell: Cell) -> runs.Seen:
 
 
 CELLS = [
-    pytest.param(Cell(stage=3, ranks=4, dtype="bf16", small_buckets=True, own_stream=True), marks=pytest.mark.slow),
+    Cell(stage=3, ranks=4, dtype="bf16", small_buckets=True, own_stream=True),
     pytest.param(Cell(stage=1, ranks=4, dtype="bf16", small_buckets=True), marks=pytest.mark.slow),
     pytest.param(Cell(stage=0, ranks=4, dtype="fp16"), marks=pytest.mark.slow),
     pytest.param(Cell(stage=2, ranks=4, dtype="fp16", tier="cpu", small_buckets=True), marks=pytest.mark.slow),

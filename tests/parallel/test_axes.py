@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from deepspeed import comm
 from deepspeed.comm import waiting
-from deepspeed.comm.axis import Axis, axis_of, group_axis, hybrid_axes, make_axes, world_axis
+from deepspeed.comm.axis import Axis, axis_of, forget_axes, group_axis, hybrid_axes, make_axes, world_axis
+from deepspeed.comm.mesh import current_mesh, mesh_for
 from deepspeed.comm.shared_memory import require
 from deepspeed.comm.waiting import groups
 from deepspeed.errors import ArgumentError, UsageError
@@ -76,6 +77,22 @@ def a_clients_group_goes() -> None:
 
 def test_a_client_may_destroy_its_group(workers: Any) -> None:
     workers(2).run(a_clients_group_goes, timeout=120)
+
+
+def axes_are_forgotten() -> None:
+    sizes = {"dp_shard": dist.get_world_size()}
+    before = mesh_for(sizes)
+    assert mesh_for(sizes) is before is current_mesh()
+    forget_axes()
+    assert current_mesh() is not before
+    again = mesh_for(sizes)
+    assert again is not before and again.axis("dp_shard") is world_axis() is not before.axis("dp_shard")
+    assert current_mesh() is again is mesh_for(sizes)
+
+
+def test_no_mesh_answers_with_axes_that_were_forgotten(workers: Any) -> None:
+    """What was made for them, such as communicators by host, is not handed to the engines that come after."""
+    workers(2).run(axes_are_forgotten, timeout=60)
 
 
 INTERLEAVED = """

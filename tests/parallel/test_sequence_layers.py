@@ -9,13 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from deepspeed.comm.axis import world_axis
 from deepspeed.comm.differentiable import all_to_all
+from deepspeed.comm.logging import comms_logger
 from deepspeed.comm.mesh import mesh_for
-from deepspeed.errors import ArgumentError, MeshError
+from deepspeed.errors import ArgumentError, MeshError, SequenceParallelError
 from deepspeed.sequence.cross_entropy import vocab_sequence_parallel_cross_entropy
-from deepspeed.sequence.layer import DistributedAttention, _SeqAllToAll
+from deepspeed.sequence.layer import DistributedAttention, _SeqAllToAll, repeats
 from deepspeed.sequence.tiled import SequenceTiledCompute, TiledFusedLogitsLoss, TiledMLP, sequence_tiled_compute
 from tests.parallel.tiny import raises
 
@@ -27,6 +29,8 @@ def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
 def exchanged() -> None:
     axis = world_axis()
     whole = drawn(3, 4 * axis.size, 2 * axis.size, 5)
+    one_each = drawn(3, 4 * axis.size, axis.size, 5).chunk(axis.size, 2)[axis.rank]
+    assert all_to_all(one_each, axis, 1, 2).is_contiguous()
     for cut, join in ((2, 1), (1, 2), (-2, 1)):
         part = whole.chunk(axis.size, join)[axis.rank].clone().requires_grad_()
         got = all_to_all(part, axis, cut, join)
@@ -82,6 +86,77 @@ def attended(heads: int, kv: int) -> None:
 @pytest.mark.parametrize(("ranks", "heads", "kv"), [(2, 4, 1), (2, 6, 3), (3, 6, 2), (3, 3, 3), (4, 4, 2), (4, 8, 1)])
 def test_key_value_heads_may_be_fewer_than_ranks(workers: Any, ranks: int, heads: int, kv: int) -> None:
     workers(ranks).run(attended, heads, kv)
+
+
+class Exchanges:
+    """Counts exchanges of ranks."""
+
+    def __init__(self) -> None:
+        comms_logger.enabled = comms_logger.prof_all = True
+        comms_logger.reset()
+
+    def since(self) -> int:
+        found = sum(row["count"] for row in comms_logger.summary() if row["op"] == "all_to_all_single")
+        comms_logger.reset()
+        return int(found)
+
+
+def kept_by_tokens(heads: int, kv: int) -> None:
+    """Exchanged again in backward, every bit is as it was kept; nothing is exchanged again where others keep it."""
+    axis, tokens = world_axis(), 12
+    copied = repeats(kv, axis) > 1
+    part = slice(tokens // axis.size * axis.rank, tokens // axis.size * (axis.rank + 1))
+    whole = [drawn(2, tokens, count, 6, seed=at) for at, count in enumerate((heads, kv, kv))]
+    exchanges = Exchanges()
+
+    def ran(recompute: bool, again: int, around: Any = None, change: Any = None, fused: bool = False) -> Any:
+        # Key and value may be parts of something larger, which need not stay.
+        states = torch.cat([t[:, part] for t in whole], 2).requires_grad_()
+        mine = states.split([heads, kv, kv], 2) if fused else [t.contiguous() for t in states.split([heads, kv, kv], 2)]
+        attention = DistributedAttention(core, axis, scatter_idx=2, gather_idx=1, recompute=recompute)
+        got = around(attention, *mine) if around else attention(*mine)
+        forward = exchanges.since()
+        if change:
+            change(got)
+        (got * drawn(2, tokens, heads, 6, seed=9)[:, part]).sum().backward(retain_graph=True)
+        assert forward == 4 and exchanges.since() == 4 + again, (around, again)
+        first = states.grad.clone()
+        if around is None:
+            states.grad = None
+            (got * drawn(2, tokens, heads, 6, seed=9)[:, part]).sum().backward()
+            assert torch.equal(states.grad, first) and exchanges.since() == 4 + again
+        return got.detach(), first
+
+    wanted = ran(False, 0)
+    once = 1 + 2 * copied
+    for fused in (False, True):
+        assert all(map(torch.equal, ran(True, once, fused=fused), wanted))
+    # These compute it again, the context's exchange only if need be: no more for what is kept a moment.
+    for reentrant, more in ((False, 3), (True, 4)):
+
+        def checkpointed(*given: Any, reentrant: bool = reentrant) -> Any:
+            return checkpoint(*given, use_reentrant=reentrant)
+
+        assert all(map(torch.equal, ran(True, more, checkpointed), wanted))
+
+    def elsewhere(*given: Any) -> Any:
+        with torch.autograd.graph.save_on_cpu():
+            return given[0](*given[1:])
+
+    assert all(map(torch.equal, ran(True, 0, elsewhere), wanted))
+    with raises(SequenceParallelError, "changed in place", "sequence_parallel_recompute"):
+        ran(True, once, change=lambda context: context.detach().mul_(2))
+    exchanges.since()
+    ran(False, 0, change=lambda context: context.detach().mul_(2))
+    comms_logger.enabled = comms_logger.prof_all = False
+    comms_logger.reset()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "heads", "kv"), [(2, 4, 2), (2, 4, 1), pytest.param(4, 8, 2, marks=pytest.mark.slow)]
+)
+def test_what_is_kept_once_is_exchanged_again(workers: Any, ranks: int, heads: int, kv: int) -> None:
+    workers(ranks).run(kept_by_tokens, heads, kv)
 
 
 def refused() -> None:

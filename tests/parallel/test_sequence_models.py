@@ -7,18 +7,20 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import BertConfig, BertForMaskedLM
+import transformers
+from transformers import BertConfig, BertForMaskedLM, BertForTokenClassification, LlamaForTokenClassification
 
 from deepspeed.comm.mesh import current_mesh, mesh_for
-from deepspeed.errors import DeepSpeedError, NotAvailableError
+from deepspeed.errors import DeepSpeedError, NotAvailableError, SequenceParallelError
 from deepspeed.sequence import ulysses
 from deepspeed.sequence.batches import slice_batch
-from deepspeed.sequence.ulysses import cut_sequence
+from deepspeed.sequence.register import UlyssesSPAttentionHF
+from deepspeed.sequence.ulysses import cut_sequence, sequence_models
 from tests.parallel.dense import Dense, compared, momentum
 from tests.parallel.sequence_runs import batch_of, close, config_of, start
 from tests.parallel.tensor_runs import model_of
 from tests.parallel.tiny import raises
-from tests.unit.compression.architectures import FAMILIES
+from tests.unit.compression.architectures import FAMILIES, architecture
 
 KINDS = ("plain", "padded", "packed")
 
@@ -71,7 +73,7 @@ REFUSED = {
 NO_TOY = {"Ernie4_5", "PhiMoE", "HunYuanDenseV1", "Helium"}  # these sizes make none
 # Sinks that are numbers of each head, caps of scores, windows: what each rank computes must have them.
 OWN = [("GptOss", {}), ("Mistral", {"sliding_window": 4}), ("Gemma2", {"_attn_implementation": "eager"})]
-FAST = ("Bert",)
+FAST = ("GptOss", "Bert")
 
 
 @pytest.mark.parametrize(
@@ -84,6 +86,31 @@ FAST = ("Bert",)
 def test_a_family_is_equal_or_refused(workers: Any, family: str, changes: dict[str, Any]) -> None:
     for found in workers(2).run(shared, family, changes, timeout=90):
         assert (REFUSED[family] in found and f"{family}" in found) if family in REFUSED else not found, found
+
+
+def core_of(family: str, **asked: Any) -> str:
+    """What each rank computes attention with, in an engine whose outputs were compared with the whole model's."""
+    with start(made(family, {}), config_of({"sp": 2}, 1), **asked) as engine:
+        [found] = sequence_models(engine.module)
+        return str(found._core)
+
+
+def asked_by_others(folder: str) -> None:
+    folder = f"{folder}/{torch.distributed.get_rank()}"
+    own = core_of("GptOss")
+    assert own != "sdpa" and core_of("Llama") == "sdpa"
+    for core in ("sdpa", "eager"):
+        model = made("Llama", {})
+        model.config.save_pretrained(folder)
+        unit = UlyssesSPAttentionHF.register_with_transformers(folder, core, 2, 2)
+        assert core_of("GptOss") == own and core_of("Llama") == "sdpa"  # which did not ask
+        assert core_of("Llama", mpu=unit) == core
+        assert core_of("GptOss") == own and core_of("Llama", mpu=mesh_for({"sp": 2})) == "sdpa"
+        assert core_of("Llama", mpu=unit) == core
+
+
+def test_what_one_model_asks_for_is_nothing_to_another(workers: Any, tmp_path: Any) -> None:
+    workers(2).run(asked_by_others, str(tmp_path), timeout=90)
 
 
 class Renamed(BertForMaskedLM):
@@ -125,6 +152,55 @@ def masked_losses() -> None:
                     not made._entered and ulysses._current.get() is None
                 )  # the next forward is not taken for one inside
         made.remove()
+
+
+def labelled_tokens() -> None:
+    """With a loss function of its own (Llama) and with lines of its own (BERT), with and without an engine."""
+    axis, length, draw = mesh_for({"sp": 2}).axis("sp"), 10, torch.Generator().manual_seed(1)
+    ids, labels = (torch.randint(3, most, (2, length), generator=draw) for most in (64, 5))
+    labels[:, :4] = -100  # the ranks count other numbers of tokens
+    batch = {"input_ids": ids, "labels": labels}
+    for kind, stem in ((BertForTokenClassification, "Bert"), (LlamaForTokenClassification, "Llama")):
+        _, config = architecture(stem)
+        config.num_labels, config.classifier_dropout = 5, 0.0
+        config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.0
+        torch.manual_seed(0)
+        model: Any = kind(config)
+        dense = Dense(model, momentum, 1)
+        with torch.no_grad():
+            wanted = float(model(**batch).loss)
+        [made] = cut_sequence(model, axis)
+        for more in ({}, {"return_dict": False}):
+            with torch.no_grad():
+                found = model(**slice_batch(batch, axis), **more)
+            assert abs(float(found[0]) - wanted) < 1e-5, (kind, more, found[0], wanted)
+        made.remove()
+        with start(model, config_of({"sp": 2}, 1)) as engine:
+            close(list(compared(engine, dense, current_mesh(), lambda m, *_: m(**batch).loss, 2)))
+
+
+def heads_of_whole_sequences() -> None:
+    """What they say of a slice would be wrong in silence without an engine."""
+    axis = mesh_for({"sp": 2}).axis("sp")
+    for name in (
+        "BertForPreTraining", "BertForNextSentencePrediction", "BertForSequenceClassification",
+        "BertForQuestionAnswering", "BertForMultipleChoice", "ElectraForPreTraining", "LlamaForSequenceClassification",
+    ):  # fmt: skip
+        _, config = architecture(name.split("For")[0])
+        model = getattr(transformers, name)(config)
+        with raises(NotAvailableError, name, "takes the sequence as one"):
+            cut_sequence(model, axis)
+    # A pooled output is of the slice's first token.
+    _, config = architecture("Bert")
+    with raises(SequenceParallelError, "BertModel", "'pooler_output'", "rank 1"):
+        start(transformers.BertModel(config), config_of({"sp": 2}, 1))
+    with start(transformers.BertModel(config, add_pooling_layer=False), config_of({"sp": 2}, 1)):
+        pass
+
+
+@pytest.mark.parametrize("program", [labelled_tokens, heads_of_whole_sequences])
+def test_other_heads_are_equal_or_refused(workers: Any, program: Any) -> None:
+    workers(2).run(program, timeout=90)
 
 
 def test_a_masked_lm_is_told_by_its_bases_and_in_tuples(workers: Any) -> None:

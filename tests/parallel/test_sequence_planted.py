@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from deepspeed.comm.mesh import current_mesh, mesh_for
 from deepspeed.errors import DataError, MeshError, NotAvailableError, SequenceParallelError, UsageError
+from deepspeed.sequence import ulysses
 from deepspeed.sequence.batches import UlyssesSPDataLoaderAdapter, slice_batch
 from tests.parallel.sequence_runs import batch_of, config_of, start
 from tests.parallel.tensor_runs import model_of
@@ -81,6 +83,52 @@ def positions_of_another_kind() -> None:
         start(model_of("T5"), config_of(SP, 1))
     with raises(DataError, "13 tokens", "2 ranks"), start(model_of("Llama"), config_of(SP, 1)) as engine:
         engine(**batch_of(0, 0, 13))
+
+
+class Alone(Exception):
+    pass
+
+
+def one_rank_alone_raises(sizes: dict[str, int], zero: dict[str, Any], place: str) -> tuple[float, float]:
+    """While the model is compared: when it was raised, and when this rank's `initialize` ended."""
+    model, last = model_of("Llama"), dist.get_world_size() - 1
+    raised = [0.0]
+
+    def fails(*_: Any) -> None:
+        slices = ulysses._current.get() is not None
+        if dist.get_rank() == last and not raised[0] and slices == (place != "whole"):
+            raised[0] = time.monotonic()
+            raise Alone("planted")
+
+    where = model.lm_head if place == "behind the last exchange" else model.model.layers[1].mlp
+    where.register_forward_pre_hook(fails)
+    with raises(SequenceParallelError, "LlamaForCausalLM", f"rank {last}: Alone: planted"):
+        start(model, config_of(sizes, zero.get("stage", 1), zero=zero))
+    return raised[0], time.monotonic()
+
+
+FIXED = {"stage": 3, "stage3_fixed_graph": True}  # gathers are collectives
+
+
+@pytest.mark.parametrize(
+    ("sizes", "zero", "place"),
+    [
+        (SP, {}, "slices"),
+        (SP, {}, "behind the last exchange"),
+        (SP, FIXED, "whole"),
+        (SP, FIXED, "slices"),
+        pytest.param(SP, {"stage": 3}, "slices", marks=pytest.mark.slow),
+        pytest.param({"sp": 2, "dp_shard": 2}, FIXED, "slices", marks=pytest.mark.slow),
+        pytest.param({"sp": 2, "dp_shard": 2}, {}, "behind the last exchange", marks=pytest.mark.slow),
+        pytest.param({"sp": 2, "tp": 2}, {}, "slices", marks=pytest.mark.slow),
+    ],
+)
+def test_what_one_rank_raises_in_the_comparison_ends_all(
+    workers: Any, sizes: dict[str, int], zero: dict[str, Any], place: str
+) -> None:
+    ends = workers(2 * len(sizes)).run(one_rank_alone_raises, sizes, zero, place, timeout=60)
+    raised = ends[-1][0]
+    assert all(0 < end - raised < 5 for _, end in ends), ends  # the watch's limit is minutes
 
 
 PLANTED = [

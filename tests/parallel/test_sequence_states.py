@@ -89,13 +89,17 @@ def sent(sp: int, kv: int) -> Counter[tuple[str, int]]:
 
 
 def formula(sp: int, kv: int) -> Counter[tuple[str, int]]:
-    """Of fp32: query, key, value and context of each layer, there and in backward; positions; the loss."""
+    """Of fp32: query, key, value and context of each layer, there and in backward; positions; the loss.
+
+    In backward, before their gradients, the context and copied heads come once more.
+    """
     made = model_of("Llama", num_key_value_heads=kv).config
     rows, width, heads = 2, made.hidden_size // made.num_attention_heads, made.num_attention_heads
     copies = max(1, sp // kv)
     calls: Counter[tuple[str, int]] = Counter()
-    for count in (heads, kv * copies, kv * copies, heads):
-        calls["all_to_all_single", 4 * rows * LENGTH // sp * count * width] += 2 * made.num_hidden_layers
+    again = int(copies > 1)
+    for count, times in ((heads, 2), (kv * copies, 2 + again), (kv * copies, 2 + again), (heads, 3)):
+        calls["all_to_all_single", 4 * rows * LENGTH // sp * count * width] += times * made.num_hidden_layers
     calls["all_gather_into_tensor", 8 * rows * LENGTH] += 1  # positions
     calls["all_reduce", 4] += 1  # tokens that count
     calls["all_gather_into_tensor", 4 * sp] += 1  # parts of the loss

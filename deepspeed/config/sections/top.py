@@ -88,6 +88,9 @@ class TopLevel(Section):
     sequence_parallel_verify: bool = key(
         True, "compare a model of Transformers over cut sequences with the whole one before the first step"
     )
+    sequence_parallel_recompute: bool = key(
+        True, "exchange contexts and copied key-value heads again in backward, not keep them beside a rank's share"
+    )
     data_parallel_size: Int | None = key(None, "data-parallel ranks; checked against the world", ge=1)
     use_data_before_expert_parallelism: bool = later(
         False, "order of the axes of experts", aliases=["use_data_before_expert_parallelism_"]
