@@ -13,8 +13,10 @@ from torch.nn import Parameter
 from deepspeed.comm.collectives import SMALL, tag_of
 from deepspeed.errors import OptimizerError, UsageError
 from deepspeed.optim.clip import clip_factor
+from deepspeed.storage.resident import RESIDENT
 from deepspeed.zero.exhaustion import suggests_offload
 from deepspeed.zero.fragment import Fragment, count_update, cut_state
+from deepspeed.zero.late_publish import LatePublish
 from deepspeed.zero.lifecycle import Lifecycle
 from deepspeed.zero.member import Member
 from deepspeed.zero.norm import explain_overflow, global_norm
@@ -76,6 +78,7 @@ class ZeroOptimizer(OptimizerSurface):
         settings: clipping and checks.
         scaler: loss scaler; None when losses are not scaled.
         lifecycle: gathers and frees sharded groups; None when all parameters stay whole.
+        late: lets new values arrive after a step; None: they are there when it returns.
     """
 
     def __init__(
@@ -85,6 +88,7 @@ class ZeroOptimizer(OptimizerSurface):
         settings: StepSettings,
         scaler: Any = None,
         lifecycle: Lifecycle | None = None,
+        late: LatePublish | None = None,
     ) -> None:
         self.optimizer, self.settings, self.scaler = inner, settings, scaler
         self.overflow = False
@@ -94,16 +98,20 @@ class ZeroOptimizer(OptimizerSurface):
         self.along: list[float] = []  # numbers that ride on the step's exchange, and everybody's
         self.alongside: list[list[float]] = []
         self._scale_loss: Callable[[torch.Tensor, bool], Any] | None = None
-        self.attach(reducer, lifecycle)
+        self._late: LatePublish | None = None
+        self.attach(reducer, lifecycle, late)
 
-    def attach(self, reducer: Reducer, lifecycle: Lifecycle | None) -> None:
+    def attach(self, reducer: Reducer, lifecycle: Lifecycle | None, late: LatePublish | None = None) -> None:
         """Take the parameters in the inner optimizer's groups over, from these groups of slices.
 
         Args:
             reducer: where gradients come from.
             lifecycle: gathers and frees sharded groups; None when all parameters stay whole.
+            late: lets new values arrive after a step.
         """
-        self.reducer = reducer
+        if self._late is not None:
+            self._late.detach()
+        self.reducer, self._late = reducer, late
         if lifecycle is not None:
             self.parameter_offload = lifecycle
         self._channel, self._rounds = reducer.axes.same_slice.channel(), 0
@@ -141,6 +149,10 @@ class ZeroOptimizer(OptimizerSurface):
             self._leaves += len(leaves)
         for group in self._whole:
             group.aliases.noisy()  # nobody else has anything over the memory yet
+        on_streams = [
+            g.between_devices and g.policy.owns_a_slice and g.tiers.optimizer is RESIDENT for g in self.groups
+        ]
+        self._sums_on_streams = all(on_streams)
         self._normed = [shard.bucket for shard in self.shards if shard.members]
         for shard in self.shards:
             shard.store_state()
@@ -206,7 +218,9 @@ class ZeroOptimizer(OptimizerSurface):
         loss = closure() if closure is not None else None
         if self.lifecycle is not None:
             self.lifecycle.settle()
-        agreed = self.reducer.finish(self.window.update)
+        wanted = self.settings.norm or self.settings.check or self.settings.clip > 0
+        beside = wanted and self._sums_on_streams and self.masks is None and not self.settings.refuse_unused
+        agreed = self.reducer.finish(self.window.update, awaits=not beside)
         if self.masks is not None:
             self.masks.on_gradients()
         if self.settings.refuse_unused:
@@ -218,12 +232,14 @@ class ZeroOptimizer(OptimizerSurface):
                     f"zero_optimization.ignore_unused_parameters is false; freeze them or drop the key"
                 )
         rescale = self.window.rescale(agreed)
-        norm, wanted = None, self.settings.norm or self.settings.check or self.settings.clip > 0
+        norm = None
         if wanted or self.along:
             self._norms += 1
             tag, buckets = tag_of(self._norm_channel, SMALL, self._norms), self._normed if wanted else []
             total, self.alongside = global_norm(buckets, self.settings.clip > 0, self.reducer, tag, self.along)
             norm = total * abs(rescale) if wanted else None
+        if beside:
+            self.reducer.wire.settle()  # of groups that no norm counts
         if self.scaler is not None and norm is not None and math.isnan(norm):
             norm = math.inf  # under a loss scale what is not finite is too large; inf - inf on the way makes it NaN
         self._global_grad_norm = norm
@@ -265,6 +281,8 @@ class ZeroOptimizer(OptimizerSurface):
             )
 
     def _apply(self, factor: float) -> None:
+        for group in self._whole:
+            group.land()
         changed = [member for group in self._whole for member in edited(group)]
         for member in changed:
             member.tell_holder()
@@ -282,9 +300,10 @@ class ZeroOptimizer(OptimizerSurface):
         self._stepping = True
         try:
             with suggests_offload("parameters were updated"):
-                waves = waves_of(self.shards, self.reducer, self.optimizer)
+                late = self._late is not None and self._late.allowed
+                waves = waves_of(self.shards, self.reducer, self.optimizer, late)
                 updated = None if self.masks is None else self.masks.on_update
-                handles = update(self.optimizer, waves, factor, updated)
+                handles = update(self.optimizer, waves, factor, updated, late)
         finally:
             self._stepping = False
         for handle in handles:
@@ -349,6 +368,8 @@ class ZeroOptimizer(OptimizerSurface):
     def destroy(self) -> None:
         """Stop listening to gradients and let the state go."""
         self.reducer.detach()
+        if self._late is not None:
+            self._late.detach()
         self.window.rates = list
         self._guard.remove()
         for shard in self.shards:

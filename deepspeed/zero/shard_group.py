@@ -419,6 +419,7 @@ class ShardGroup(LocalShard):
 
     def dissolve(self) -> None:
         """Leave the engine: parameters that are whole become plain ones, sharded ones stay as zero.Init makes them."""
+        self.land()
         if self.state is State.INFLIGHT:
             self.finish_gather()
         if self.retains and self.state is State.SHARDED:
