@@ -37,6 +37,13 @@ class ArrivingParameter(ManagedParameter):
             return func(*args, **kwargs)
 
 
+def landed(value: Any) -> Any:
+    """`value`, which may be read: what wraps tensors below their classes (torch.func's transforms) asks it first."""
+    if isinstance(value, ArrivingParameter):
+        value._ds_member.group.land()
+    return value
+
+
 class Arriving:
     """The side of a group whose values may be on their way: every access to the buffer is ordered behind them.
 

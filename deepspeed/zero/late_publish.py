@@ -7,9 +7,11 @@ from typing import Any
 
 from torch import nn
 
+from deepspeed.zero.arriving import landed
 from deepspeed.zero.lifecycle import Hook, units_of
 from deepspeed.zero.param import is_managed
 from deepspeed.zero.shard_group import ShardGroup, group_of
+from deepspeed.zero.transforms import feed_transforms
 
 
 class LatePublish:
@@ -53,6 +55,7 @@ class LatePublish:
         self._hooks.clear()
 
     def _attach(self) -> None:
+        feed_transforms(landed, landed)
         for unit, groups in self._units.items():
             self._hooks.append(unit.register_forward_pre_hook(Hook(partial(_land, groups)), prepend=True))
 

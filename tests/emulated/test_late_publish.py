@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
-import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -94,14 +93,11 @@ def test_training_is_the_same_and_nothing_waits_for_the_publish(emulated, cell):
 def _readers() -> dict[str, Callable[[Any, torch.nn.Parameter], Any]]:
     """What reads parameters between a step and the next forward."""
 
-    def dumped(value: Any) -> torch.Tensor:
-        return pickle.loads(pickle.dumps(value))
-
-    def saved(engine: Any, _param: torch.nn.Parameter) -> torch.Tensor:
+    def stored(value: Any) -> Any:
         file = io.BytesIO()
-        torch.save(engine.module.state_dict(), file)
+        torch.save(value, file)
         file.seek(0)
-        return next(iter(torch.load(file).values())).float().sum()
+        return torch.load(file, map_location="cpu", weights_only=False)
 
     def moved_aside(engine: Any, param: torch.nn.Parameter) -> torch.Tensor:
         home, side = torch.cuda.current_stream(), torch.cuda.Stream()
@@ -145,14 +141,16 @@ def _readers() -> dict[str, Callable[[Any, torch.nn.Parameter], Any]]:
         "norms": lambda engine, _: torch.stack(torch._foreach_norm(list(engine.module.parameters()))),
         "vector": lambda engine, _: torch.nn.utils.parameters_to_vector(engine.module.parameters()).clone(),
         "deep copy": lambda _, param: copy.deepcopy(param).detach(),
-        "pickle": lambda _, param: dumped(param).detach(),
-        "saved": saved,
+        "pickle": lambda _, param: stored(param).detach(),
+        "saved": lambda engine, _: next(iter(stored(engine.module.state_dict()).values())),
         "another stream": moved_aside,
         "average": average,
         "changed in place": changed,
         "changed by data": changed_below,
         "master": by_fragments,
         "functional": linear,
+        "gradient": lambda _, param: torch.func.grad(lambda weight: weight.square().sum())(param),
+        "vmap": lambda _, param: torch.vmap(torch.sum)(param),
         "numpy": lambda _, param: torch.tensor(param.detach().float().cpu().numpy().sum()),
     }
 
