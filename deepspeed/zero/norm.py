@@ -13,7 +13,6 @@ from deepspeed.comm import scalars
 from deepspeed.optim.clip import native_sums_of_squares, sum_of_squares
 from deepspeed.zero.buckets import Bucket
 from deepspeed.zero.reducer import Reducer
-from deepspeed.zero.wire import Wire
 
 _LABEL = "agreement on the gradient norm"
 
@@ -33,8 +32,7 @@ def global_norm(
     Returns:
         The norm, NaN or infinity when a gradient is not finite; and what each rank gave `along`.
     """
-    wire = reducer.wire
-    mine = _squares([b for b in buckets if (b.filled or wire.busy(b)) and b.group.holders.counted], exact, wire)
+    mine = _squares([b for b in buckets if b.filled and b.group.holders.counted], exact)
     table = scalars.current.table(reducer.axes.one_copy, [mine, *along], tag, _LABEL, reducer.device)
     total = sum(row[0] for row in table)
     return math.sqrt(total) if total >= 0 else math.nan, [row[1:] for row in table]
@@ -68,11 +66,8 @@ def squares_by_name(reducer: Reducer) -> dict[str, float]:
     return found
 
 
-def _squares(buckets: list[Bucket], exact: bool, wire: Wire) -> float:
-    """This rank's part of the sum; accumulators that rest elsewhere are read one after the other.
-
-    What is still under way on streams is waited for when its turn comes: the last sums travel beside the first squares.
-    """
+def _squares(buckets: list[Bucket], exact: bool) -> float:
+    """This rank's part of the sum; accumulators that rest elsewhere are read one after the other."""
     found: dict[torch.device, list[torch.Tensor | float]] = defaultdict(list)
     quick = _all_at_rest(buckets)
     if quick is not None:
@@ -80,7 +75,6 @@ def _squares(buckets: list[Bucket], exact: bool, wire: Wire) -> float:
     for bucket, coming in itertools.zip_longest(buckets, buckets[1:]):
         if coming is not None:
             coming.total.ahead()
-        wire.settle([bucket])
         with bucket.total.borrowed() as total:
             found[total.device].append(_square(bucket.own(total), exact))
     return sum(scalars.current.value(_sum(squares)) for squares in found.values())

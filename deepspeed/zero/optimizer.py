@@ -13,7 +13,6 @@ from torch.nn import Parameter
 from deepspeed.comm.collectives import SMALL, tag_of
 from deepspeed.errors import OptimizerError, UsageError
 from deepspeed.optim.clip import clip_factor
-from deepspeed.storage.resident import RESIDENT
 from deepspeed.zero.exhaustion import suggests_offload
 from deepspeed.zero.fragment import Fragment, count_update, cut_state
 from deepspeed.zero.late_publish import LatePublish
@@ -149,10 +148,6 @@ class ZeroOptimizer(OptimizerSurface):
             self._leaves += len(leaves)
         for group in self._whole:
             group.aliases.noisy()  # nobody else has anything over the memory yet
-        on_streams = [
-            g.between_devices and g.policy.owns_a_slice and g.tiers.optimizer is RESIDENT for g in self.groups
-        ]
-        self._sums_on_streams = all(on_streams)
         self._normed = [shard.bucket for shard in self.shards if shard.members]
         for shard in self.shards:
             shard.store_state()
@@ -218,9 +213,7 @@ class ZeroOptimizer(OptimizerSurface):
         loss = closure() if closure is not None else None
         if self.lifecycle is not None:
             self.lifecycle.settle()
-        wanted = self.settings.norm or self.settings.check or self.settings.clip > 0
-        beside = wanted and self._sums_on_streams and self.masks is None and not self.settings.refuse_unused
-        agreed = self.reducer.finish(self.window.update, awaits=not beside)
+        agreed = self.reducer.finish(self.window.update)
         if self.masks is not None:
             self.masks.on_gradients()
         if self.settings.refuse_unused:
@@ -232,14 +225,12 @@ class ZeroOptimizer(OptimizerSurface):
                     f"zero_optimization.ignore_unused_parameters is false; freeze them or drop the key"
                 )
         rescale = self.window.rescale(agreed)
-        norm = None
+        norm, wanted = None, self.settings.norm or self.settings.check or self.settings.clip > 0
         if wanted or self.along:
             self._norms += 1
             tag, buckets = tag_of(self._norm_channel, SMALL, self._norms), self._normed if wanted else []
             total, self.alongside = global_norm(buckets, self.settings.clip > 0, self.reducer, tag, self.along)
             norm = total * abs(rescale) if wanted else None
-        if beside:
-            self.reducer.wire.settle()  # of groups that no norm counts
         if self.scaler is not None and norm is not None and math.isnan(norm):
             norm = math.inf  # under a loss scale what is not finite is too large; inf - inf on the way makes it NaN
         self._global_grad_norm = norm

@@ -170,13 +170,12 @@ class Reducer:
 
     # -- the end of a window --------------------------------------------------------------------------------------
 
-    def finish(self, purpose: Purpose = Purpose.READ, of: Member | None = None, awaits: bool = True) -> Agreed:
+    def finish(self, purpose: Purpose = Purpose.READ, of: Member | None = None) -> Agreed:
         """Send what is left, bring all ranks to the same number of rounds, wait. All ranks call together.
 
         Args:
             purpose: why the ranks meet.
             of: the parameter that is read or written; only ranks that have it take part. None: all.
-            awaits: False: sums are waited for as each is needed (`Wire.settle`).
 
         Returns:
             What the ranks have agreed on.
@@ -208,9 +207,8 @@ class Reducer:
                 f"the gradient of {', '.join(late[:8])} was read, and changed after more gradients had been added to "
                 f"it: read .grad again and change that"
             )
-        if awaits:
-            with self.timing():
-                self.wire.settle(None if of is None else self._agreement.meetings(of)[0].buckets)
+        with self.timing():
+            self.wire.settle(None if of is None else self._agreement.meetings(of)[0].buckets)
         if found is None:
             raise RuntimeError("a bucket without a meeting")
         return found
