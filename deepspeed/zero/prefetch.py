@@ -123,10 +123,18 @@ class Trace:
 
     def next_unit(self) -> list[ShardGroup]:
         """What the next gather will need."""
-        units, end = self._last.units, self._at
-        while end < len(units) and units[end] == units[self._at]:
+        return self._last.groups[self._at : self._end_of_unit(self._at)]
+
+    def unit_after_next(self) -> list[ShardGroup]:
+        """What the gather after that will need."""
+        begin = self._end_of_unit(self._at)
+        return self._last.groups[begin : self._end_of_unit(begin)]
+
+    def _end_of_unit(self, at: int) -> int:
+        units, end = self._last.units, at
+        while end < len(units) and units[end] == units[at]:
             end += 1
-        return self._last.groups[self._at : end]
+        return end
 
     def distance(self, group: ShardGroup) -> int | None:
         """Elements needed before `group` is needed again; None when it is not, or not known."""
@@ -261,6 +269,7 @@ class Keeper:
                 with self._event(FETCH_SUBMIT, group):
                     self._start(group)
         self._prefetch()
+        self._read_ahead()
         for group in groups:
             with self._event(FETCH_WAIT, group) if group.state is State.INFLIGHT else _NOTHING:
                 group.finish_gather()
@@ -285,6 +294,11 @@ class Keeper:
             if self._on_the_way + group.numel > self.limits.prefetch or self._live + group.numel > self.limits.live:
                 return
             self._start_ahead(group)
+
+    def _read_ahead(self) -> None:
+        """What is gathered after the next unit begins to come from where it rests: its gather would wait for that."""
+        for group in self.trace.unit_after_next() if self.limits.prefetch > 0 else ():
+            group.expect_gather()
 
     def _prefetch_unit(self) -> bool:
         """Start the next unit if it, with the one before it, fits beside what is in use; whether it is here."""

@@ -196,6 +196,11 @@ class ShardGroup(LocalShard):
 
     # -- gather and free ------------------------------------------------------------------------------------------
 
+    def expect_gather(self) -> None:
+        """The group will be gathered soon: a slice that is to be sent begins to come from where it rests."""
+        if self.state is State.SHARDED and self.fetch is None and self.axis.size > 1 and self.values.memory is None:
+            self.values.ahead()
+
     @outside_transforms
     def start_gather(self) -> None:
         """Begin to gather; nothing to do unless the group is sharded."""
