@@ -476,6 +476,7 @@ def meet_before_change(groups: Sequence[ShardGroup]) -> None:
         groups: of one engine.
     """
     for group in groups:
+        group.land()
         if group.state is State.INFLIGHT:
             group.finish_gather()
     served = next((group for group in groups if group.fetch is not None), None)

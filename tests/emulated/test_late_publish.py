@@ -214,6 +214,29 @@ def test_a_view_that_somebody_holds_makes_the_step_wait(emulated):
     assert emulated(2).run(held_view, timeout=LIMIT) == [(0, True)] * 2
 
 
+def written_and_read(late: bool, folder: str) -> runs.Seen:
+    """Losses around a checkpoint that is written right after a step, and one that is read right after a later one."""
+    with asked(late), observed() as seen:
+        engine = runs.engine_of(TWO)
+        for step in range(2):
+            seen.losses.append(runs.micro_step(engine, step))
+            assert (arriving(engine) > 0) == late
+            if step == 0:
+                engine.save_checkpoint(folder, tag="late")
+        engine.load_checkpoint(folder, tag="late")
+        seen.losses += [runs.micro_step(engine, step) for step in range(1, 3)]
+        engine.destroy()
+    return seen
+
+
+@pytest.mark.slow
+def test_checkpoints_are_of_what_has_arrived(emulated, tmp_path):
+    for folder, late in (("plain", False), ("late", True)):
+        for seen in emulated(2).run(written_and_read, late, str(tmp_path / folder), timeout=LIMIT):
+            assert seen.reports == [] and seen.losses[1] == seen.losses[2]
+            assert len(set(seen.losses)) == 3
+
+
 def unordered() -> list[str]:
     """Reports when landing orders nobody."""
     kept = []

@@ -20,6 +20,10 @@ class Group:
     numel: int = 10
     state: State = State.SHARDED
     users: int = 0
+    told: int = 0
+
+    def expect_gather(self) -> None:
+        self.told += self.state is State.SHARDED
 
     def start_gather(self) -> None:
         self.state = State.INFLIGHT
@@ -79,6 +83,22 @@ def test_limits_of_two_groups() -> None:
     assert seen[0] == "ab"  # the next one is on its way
     keeper.free_idle()
     assert keeper.live() == 0
+
+
+@pytest.mark.parametrize("ahead", [0, 20])
+def test_the_unit_after_the_next_is_told(ahead: int) -> None:
+    groups, keeper = made(live=20, reuse=0, prefetch=ahead)
+    one_pass(keeper, groups)
+    keeper.free_idle()
+    assert [group.told for group in groups] == [0, 0, 0, 0]  # whose order nobody knew
+    keeper.trace.restart()
+    for number, group in enumerate(groups):
+        group.users += 1
+        keeper.gather(group)  # type: ignore[arg-type]
+        expected = [int(bool(ahead) and 2 <= place <= number + 2) for place in range(4)]
+        assert [each.told for each in groups] == expected
+        group.users -= 1
+        keeper.release(group)  # type: ignore[arg-type]
 
 
 def test_wide_limits_keep_everything_from_forward_to_backward() -> None:
