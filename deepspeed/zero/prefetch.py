@@ -123,18 +123,10 @@ class Trace:
 
     def next_unit(self) -> list[ShardGroup]:
         """What the next gather will need."""
-        return self._last.groups[self._at : self._end_of_unit(self._at)]
-
-    def unit_after_next(self) -> list[ShardGroup]:
-        """What the gather after that will need."""
-        begin = self._end_of_unit(self._at)
-        return self._last.groups[begin : self._end_of_unit(begin)]
-
-    def _end_of_unit(self, at: int) -> int:
-        units, end = self._last.units, at
-        while end < len(units) and units[end] == units[at]:
+        units, end = self._last.units, self._at
+        while end < len(units) and units[end] == units[self._at]:
             end += 1
-        return end
+        return self._last.groups[self._at : end]
 
     def distance(self, group: ShardGroup) -> int | None:
         """Elements needed before `group` is needed again; None when it is not, or not known."""
@@ -296,8 +288,12 @@ class Keeper:
             self._start_ahead(group)
 
     def _read_ahead(self) -> None:
-        """What is gathered after the next unit begins to come from where it rests: its gather would wait for that."""
-        for group in self.trace.unit_after_next() if self.limits.prefetch > 0 else ():
+        """The next group whose gather has not begun starts to come from where it rests: a gather would wait for that.
+
+        Where blocks are computed again the next unit is this one once more, so what follows it is looked for.
+        """
+        group = next(self._sharded_to_come(), None) if self.limits.prefetch > 0 else None
+        if group is not None:
             group.expect_gather()
 
     def _prefetch_unit(self) -> bool:
