@@ -15,7 +15,7 @@ from tests.emulated.needs import LIMIT, need_compiler
 
 need_compiler()
 
-ON_DISK = Cell(stage=3, ranks=2, dtype="bf16", tier="nvme-nvme", accumulation=2)
+ON_DISK = Cell(stage=3, ranks=2, dtype="bf16", tier="nvme-nvme", accumulation=2, small_buckets=True)
 
 
 def reads_of_slices(steps: int) -> Counter[str]:
