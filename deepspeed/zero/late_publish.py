@@ -34,7 +34,7 @@ class LatePublish:
 
     @property
     def allowed(self) -> bool:
-        """Whether publishes may arrive late in this step; a compiled module would be traced with a class that goes."""
+        """Whether publishes may arrive late on this rank: a compiled module would be traced with a class that goes."""
         if not self._groups or any(_is_compiled(module) for module in (self._module, *self._units)):
             self.detach()
             return False
@@ -66,4 +66,4 @@ def _land(groups: list[ShardGroup], *_: Any) -> None:
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    return getattr(module, "_compiled_call_impl", None) is not None
+    return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")

@@ -291,8 +291,8 @@ class ZeroOptimizer(OptimizerSurface):
         self._stepping = True
         try:
             with suggests_offload("parameters were updated"):
-                late = self._late is not None and self._late.allowed
-                waves = waves_of(self.shards, self.reducer, self.optimizer, late)
+                late = self._late is not None and self._late.allowed  # here; the order is that of all ranks
+                waves = waves_of(self.shards, self.reducer, self.optimizer, self._late is not None)
                 updated = None if self.masks is None else self.masks.on_update
                 handles = update(self.optimizer, waves, factor, updated, late)
         finally:
