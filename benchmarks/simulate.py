@@ -340,6 +340,7 @@ def _settled(made: Recording, machine: Machine, host: float | None = None) -> di
         found.append({"ms": timeline.seconds * 1e3, "exposed": timeline.exposed() * 1e3, "idle": timeline.idle * 1e3,
                       "host": timeline.host * 1e3, "launches": recording.launches} | recording.sent())  # fmt: skip
     row = {key: value - (found[1][key] if first is not None else 0) for key, value in found[0].items()}
+    row["exposed"] = max(0.0, round(row["exposed"], 9))  # what two sums of seconds differ by is no message
     return {key: row.pop(key) for key in ("ms", "exposed", "idle", "host", "launches")} | {"sent": row}
 
 
