@@ -49,4 +49,4 @@ def reads_of_slices(steps: int) -> Counter[str]:
 
 def test_slices_that_are_sent_are_read_ahead(emulated):
     for found in emulated(2).run(reads_of_slices, 3, timeout=LIMIT):
-        assert found["ahead"] > 2 * found["when needed"] > 0, found
+        assert found["ahead"] >= found["when needed"] > 0, found  # the first two units of a pass have nothing before
