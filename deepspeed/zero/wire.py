@@ -271,10 +271,13 @@ class Wire:
 
     def _share_first(self) -> None:
         """Between devices, form the sums that everybody is to have, and send them: others are taken in meanwhile."""
-        for entry in list(self._in_flight.values()):
-            _, bucket, current = entry
-            if bucket.whole and bucket.group.between_devices and not current.shared and self._rounds[id(bucket)] == 1:
+        while unformed := [entry for entry in self._in_flight.values() if self._is_unformed(*entry[1:])]:
+            for entry in unformed:  # by one phase each: over hosts a sum is formed in two
                 self._settle(*self._land(entry))
+
+    def _is_unformed(self, bucket: Bucket, current: Round) -> bool:
+        alone = self._rounds[id(bucket)] == 1
+        return bucket.whole and bucket.group.between_devices and not current.shared and alone
 
     def forget_buffers(self) -> None:
         """Let the transit buffers go that are not in use; new ones are made when they are needed."""
