@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 import deepspeed
 from benchmarks.device_recorder import DeviceRecorder
-from benchmarks.simulated_models import SHAPES, Decoder, package_config
+from benchmarks.simulated_models import PER_HOST, SHAPES, Decoder, package_config
 from deepspeed.comm import scalars
 from deepspeed.comm.groups import destroy_process_group
 from deepspeed.foundation.log import logger
@@ -29,7 +29,6 @@ from deepspeed.ops.valueless import Valueless
 from deepspeed.simulator.recording import Recording
 
 PACKAGE, FSDP2, DDP = "package", "fsdp2", "ddp"
-_PER_HOST = 8  # ranks, as all cards' files have it
 WARM = {PACKAGE: 2, FSDP2: 1, DDP: 2}  # steps before the one that is recorded
 
 
@@ -50,6 +49,7 @@ class Case:
         clip: of the gradients' norm; 0: none.
         offload: `optimizer-cpu`, `all-nvme`, "".
         sums: dtype in which FSDP2's gradients travel and are summed. This package's travel in bf16, summed in fp32.
+        repeat: steps recorded, each with a mark `end` behind it: what one begins may end in the next.
     """
 
     model: str
@@ -64,6 +64,7 @@ class Case:
     clip: float = 0.0
     offload: str = ""
     sums: str = "bf16"
+    repeat: int = 1
 
     @property
     def name(self) -> str:
@@ -91,7 +92,7 @@ def world(size: int) -> Iterator[Valueless]:
 
     for name, value in {"limit": 1 << 60, "poison": 0, "late": 0, "races": 0}.items():
         emulated.native.set(name, value)
-    os.environ.update(LOCAL_RANK="0", RANK="0", WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(min(size, _PER_HOST)))
+    os.environ.update(LOCAL_RANK="0", RANK="0", WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(min(size, PER_HOST)))
     before, level = scalars.current, logger.level
     logger.setLevel(logging.WARNING)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
@@ -207,7 +208,8 @@ MAKERS = {PACKAGE: _package, FSDP2: _fsdp2, DDP: _ddp}
 
 
 def record(case: Case, steps: int = 0) -> Recording:
-    """The recording of a case's third step, or of so many from the first on, each with a mark `end` behind it."""
+    """The recording of a case's third step (and those behind it), or of so many from the first on, each with a mark
+    `end` behind it."""
     recording = Recording(case.name, 0, case.ranks)
     with world(case.ranks):
         recorder = DeviceRecorder(recording)
@@ -217,7 +219,7 @@ def record(case: Case, steps: int = 0) -> Recording:
             for _ in range(0 if steps else WARM[case.maker]):
                 step(recorder)
             recorder.on = True
-            for _ in range(steps or 1):
+            for _ in range(steps or case.repeat):
                 step(recorder)
                 recorder.mark("end")
             recorder.on = False

@@ -11,6 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+PER_HOST = 8  # ranks, as all cards' files have it
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -79,7 +81,7 @@ def package_config(stage: int, micro: int, offload: str = "") -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": micro,
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True, "fused": True}},
-        "zero_optimization": {"stage": stage} | ({"stage3_fixed_graph": True} if stage == 3 else {}),
+        "zero_optimization": {"stage": stage, "stage3_fixed_graph": stage == 3, "overlap_publish": stage in (1, 2)},
     }
     where, _, tier = offload.partition("-")
     on = {"device": tier, "pin_memory": True} | ({"nvme_path": "/tmp"} if tier == "nvme" else {})

@@ -27,7 +27,7 @@ from deepspeed.comm.shared_memory import SharedMemory, forget_shared_memory, sha
 from deepspeed.comm.simulated import SimulatedMemory
 from deepspeed.comm.trail import trail
 from deepspeed.errors import ArgumentError, UsageError
-from deepspeed.foundation.simulation import of_device, simulating
+from deepspeed.foundation.simulation import of_device, per_host, simulating
 from deepspeed.native import library
 
 PUBLIC = 1  # the channel of the public collectives of each axis
@@ -222,9 +222,9 @@ def separate_reductions(axes: Iterable[Axis], everyone: Axis) -> None:
     backend, world = _device_backend(everyone.group), _registry().size
     lacking = [axis for axis in dict.fromkeys(axes) if axis.size > 1 and axis._reductions is None]
     if simulating() and not everyone.tagged:  # the other ranks would say the same, and nobody has to be asked
-        per_host = int(os.environ.get("LOCAL_WORLD_SIZE") or world)
+        on_host = per_host() or int(os.environ.get("LOCAL_WORLD_SIZE") or world)
         for axis in lacking:
-            rows = _by_host(axis.ranks, {rank: rank // per_host for rank in axis.ranks})
+            rows = _by_host(axis.ranks, {rank: rank // on_host for rank in axis.ranks})
             own = [row for row in rows if axis.ranks[axis.rank] in row]
             made = {
                 (on, ranks): make_group(list(ranks), watch.timeout(), backend) for on, ranks in _sets(axis.ranks, own)

@@ -21,7 +21,9 @@ class _Supplied(scalars.Simulated):
 
 
 @contextlib.contextmanager
-def simulated_world(rank: int, size: int, *, late: bool = False, device: bool = False) -> Generator[None]:
+def simulated_world(
+    rank: int, size: int, *, late: bool = False, device: bool = False, per_host: int = 0
+) -> Generator[None]:
     """Inside, this process simulates one rank.
 
     Args:
@@ -29,6 +31,7 @@ def simulated_world(rank: int, size: int, *, late: bool = False, device: bool = 
         size: ranks of the world.
         late: the others answer only when they are waited for; else at once.
         device: the CPU's tensors stand for those of a device.
+        per_host: ranks on each host; 0: `LOCAL_WORLD_SIZE` says it, or all are on one.
 
     Raises:
         UsageError: this process has a process group.
@@ -44,7 +47,7 @@ def simulated_world(rank: int, size: int, *, late: bool = False, device: bool = 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     scalars.current = _Supplied()
     try:
-        with simulation(late=late, device=device):
+        with simulation(late=late, device=device, per_host=per_host):
             yield
     finally:
         scalars.current = before

@@ -32,6 +32,7 @@ from deepspeed.zero.buckets import ReduceSettings
 from deepspeed.zero.gather_order import GatherOrder
 from deepspeed.zero.grouping import GroupingPlan, build_group, cut, named_parameters, plan_groups
 from deepspeed.zero.holders import Axes, Relations, Signature, equalise, find_tied, signatures_of
+from deepspeed.zero.late_publish import LatePublish
 from deepspeed.zero.leaf import mark_leaves
 from deepspeed.zero.lifecycle import Hook, Lifecycle
 from deepspeed.zero.optimizer import StepSettings, ZeroOptimizer
@@ -262,7 +263,7 @@ def build(
     if sharded:
         components.lifecycle = _lifecycle(model, sharded, config, axes)
     if optimizer is not None:
-        _add_optimizer(components, optimizer, config, held)
+        _add_optimizer(components, model, optimizer, config, held)
     return components
 
 
@@ -371,6 +372,7 @@ def _lifecycle(model: nn.Module, sharded: list[ShardGroup], config: DeepSpeedCon
 
 def _add_optimizer(
     components: Components,
+    model: nn.Module,
     optimizer: torch.optim.Optimizer,
     config: DeepSpeedConfig,
     held: ZeroOptimizer | None,
@@ -402,11 +404,13 @@ def _add_optimizer(
         master=master_dtype(config, components.dtype),
     )
     scaler = loss_scale.from_config(config.fp16) if fp16 else None
+    whole = config.zero.overlap_publish and components.lifecycle is None and axes.mesh.size("pp") == 1
+    late = LatePublish(model, components.groups) if whole else None
     if held is None:
         components.window.set_scaler(scaler)
-        components.optimizer = ZeroOptimizer(optimizer, components.reducer, steps, scaler, components.lifecycle)
+        components.optimizer = ZeroOptimizer(optimizer, components.reducer, steps, scaler, components.lifecycle, late)
     else:
-        held.attach(components.reducer, components.lifecycle)
+        held.attach(components.reducer, components.lifecycle, late)
         components.optimizer = held
     if components.lifecycle is not None:
         components.reducer.on_complete = components.lifecycle.gradients_complete

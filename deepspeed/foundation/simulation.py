@@ -11,7 +11,8 @@ from collections.abc import Callable, Generator
 Listener = Callable[[str, int, tuple[int, ...]], None]
 """Told of a message: the collective, bytes of the whole tensor, the ranks that take part."""
 
-_running: list[tuple[bool, bool]] = []  # whether messages are late, and whether tensors stand for a device's
+# Whether messages are late, whether tensors stand for a device's, and the ranks on each host, 0 where nobody said.
+_running: list[tuple[bool, bool, int]] = []
 _computing: list[bool] = []  # one entry for each `with_values` around
 _listeners: list[Listener] = []
 
@@ -29,6 +30,11 @@ def late() -> bool:
 def of_device() -> bool:
     """Whether the CPU's tensors stand for those of a device: messages go the ways of its backend."""
     return bool(_running) and _running[-1][1]
+
+
+def per_host() -> int:
+    """Ranks on each host of the world that is not there; 0 where nobody said."""
+    return _running[-1][2] if _running else 0
 
 
 def computing() -> bool:
@@ -63,14 +69,15 @@ def listening(listener: Listener) -> Generator[None]:
 
 
 @contextlib.contextmanager
-def simulation(*, late: bool = False, device: bool = False) -> Generator[None]:
+def simulation(*, late: bool = False, device: bool = False, per_host: int = 0) -> Generator[None]:
     """Inside, this process simulates.
 
     Args:
         late: other ranks answer only when they are waited for; else at once.
         device: the CPU's tensors stand for those of a device.
+        per_host: ranks on each host; 0: `LOCAL_WORLD_SIZE` says it, or all are on one.
     """
-    _running.append((late, device))
+    _running.append((late, device, per_host))
     try:
         yield
     finally:

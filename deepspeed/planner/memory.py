@@ -119,6 +119,7 @@ def simulate(
     *,
     late: bool = False,
     device: bool = False,
+    per_host: int = 0,
 ) -> MemoryCount:
     """A prediction.
 
@@ -130,9 +131,11 @@ def simulate(
         late: other ranks are as late as limits allow.
         device: it has a device with memory of its own: that one's kernels, and messages of a backend, which take
             buffers where a CPU's ranks read each other's memory.
+        per_host: ranks on each host, whose sums a device's ranks form first; 0: `LOCAL_WORLD_SIZE`, or all.
     """
     kernels = device_kernels() if device else contextlib.nullcontext()
-    with _quiet(), kernels, simulated_world(rank, size, late=late, device=device), Valueless() as valueless:
+    world = simulated_world(rank, size, late=late, device=device, per_host=per_host)
+    with _quiet(), kernels, world, Valueless() as valueless:
         return _counted(replace(program, batch=valueless.stand_ins(program.batch)), beside)
 
 

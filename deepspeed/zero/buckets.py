@@ -61,6 +61,7 @@ class Round:
     pooled: bool
     expected: int = 0  # gradients that make it complete
     arrived: set[int] = field(default_factory=set)
+    shared: bool = False  # the sum is formed, and goes to everybody
     fresh: set[int] = field(default_factory=set)  # those of the micro-batch that is sent: all of them end the round
 
 

@@ -10,17 +10,17 @@ from deepspeed.comm.axis import Axis
 from deepspeed.storage.mover import Arrival, mover_of
 from deepspeed.storage.resident import RESIDENT
 from deepspeed.storage.tier import Stored
+from deepspeed.zero.arriving import Arriving
 from deepspeed.zero.layout import Layout
 from deepspeed.zero.member import Member
 from deepspeed.zero.policy import Policy
 from deepspeed.zero.tiers import Tiers
 
 
-class LocalShard:
-    """The side of a group that rests in tiers.
+class LocalShard(Arriving):
+    """The side of a group that rests in tiers. Its `values` are a view of the full buffer where that stays.
 
     Attributes:
-        values: this rank's slice of the parameters, in the compute dtype; a view of the full buffer where that stays.
         master: the copy of it that the optimizer updates; None where the slice itself is updated.
         low: first element this rank updates, counted in the group.
         high: one past the last.
@@ -33,8 +33,6 @@ class LocalShard:
     name: str
     dtype: torch.dtype
     device: torch.device
-    full: torch.Tensor
-    values: Stored
     master: Stored | None = None
     low: int
     high: int
@@ -55,9 +53,13 @@ class LocalShard:
 
     @property
     def publishes_beside(self) -> bool:
-        """Whether what is updated travels beside what is computed: between devices."""
-        axis = self.axis
-        return self.policy.publishes_after_step and axis.size > 1 and axis.group is not None and not axis.tagged
+        """Whether what is updated travels beside what is computed."""
+        return self.policy.publishes_after_step and self.between_devices
+
+    @property
+    def between_devices(self) -> bool:
+        """Whether its messages are waited for by streams, not by the host."""
+        return self.axis.size > 1 and self.axis.group is not None and not self.axis.tagged
 
     # -- the own slice, to its place in the full buffer -----------------------------------------------------------
 

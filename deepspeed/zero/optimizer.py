@@ -15,6 +15,7 @@ from deepspeed.errors import OptimizerError, UsageError
 from deepspeed.optim.clip import clip_factor
 from deepspeed.zero.exhaustion import suggests_offload
 from deepspeed.zero.fragment import Fragment, count_update, cut_state
+from deepspeed.zero.late_publish import LatePublish
 from deepspeed.zero.lifecycle import Lifecycle
 from deepspeed.zero.member import Member
 from deepspeed.zero.norm import explain_overflow, global_norm
@@ -76,6 +77,7 @@ class ZeroOptimizer(OptimizerSurface):
         settings: clipping and checks.
         scaler: loss scaler; None when losses are not scaled.
         lifecycle: gathers and frees sharded groups; None when all parameters stay whole.
+        late: lets new values arrive after a step; None: they are there when it returns.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class ZeroOptimizer(OptimizerSurface):
         settings: StepSettings,
         scaler: Any = None,
         lifecycle: Lifecycle | None = None,
+        late: LatePublish | None = None,
     ) -> None:
         self.optimizer, self.settings, self.scaler = inner, settings, scaler
         self.overflow = False
@@ -94,16 +97,20 @@ class ZeroOptimizer(OptimizerSurface):
         self.along: list[float] = []  # numbers that ride on the step's exchange, and everybody's
         self.alongside: list[list[float]] = []
         self._scale_loss: Callable[[torch.Tensor, bool], Any] | None = None
-        self.attach(reducer, lifecycle)
+        self._late: LatePublish | None = None
+        self.attach(reducer, lifecycle, late)
 
-    def attach(self, reducer: Reducer, lifecycle: Lifecycle | None) -> None:
+    def attach(self, reducer: Reducer, lifecycle: Lifecycle | None, late: LatePublish | None = None) -> None:
         """Take the parameters in the inner optimizer's groups over, from these groups of slices.
 
         Args:
             reducer: where gradients come from.
             lifecycle: gathers and frees sharded groups; None when all parameters stay whole.
+            late: lets new values arrive after a step.
         """
-        self.reducer = reducer
+        if self._late is not None:
+            self._late.detach()
+        self.reducer, self._late = reducer, late
         if lifecycle is not None:
             self.parameter_offload = lifecycle
         self._channel, self._rounds = reducer.axes.same_slice.channel(), 0
@@ -265,6 +272,8 @@ class ZeroOptimizer(OptimizerSurface):
             )
 
     def _apply(self, factor: float) -> None:
+        for group in self._whole:
+            group.land()
         changed = [member for group in self._whole for member in edited(group)]
         for member in changed:
             member.tell_holder()
@@ -282,9 +291,10 @@ class ZeroOptimizer(OptimizerSurface):
         self._stepping = True
         try:
             with suggests_offload("parameters were updated"):
-                waves = waves_of(self.shards, self.reducer, self.optimizer)
+                late = self._late is not None and self._late.allowed  # here; the order is that of all ranks
+                waves = waves_of(self.shards, self.reducer, self.optimizer, self._late is not None)
                 updated = None if self.masks is None else self.masks.on_update
-                handles = update(self.optimizer, waves, factor, updated)
+                handles = update(self.optimizer, waves, factor, updated, late)
         finally:
             self._stepping = False
         for handle in handles:
@@ -349,6 +359,8 @@ class ZeroOptimizer(OptimizerSurface):
     def destroy(self) -> None:
         """Stop listening to gradients and let the state go."""
         self.reducer.detach()
+        if self._late is not None:
+            self._late.detach()
         self.window.rates = list
         self._guard.remove()
         for shard in self.shards:

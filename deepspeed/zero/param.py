@@ -54,6 +54,14 @@ _MOVES = frozenset("to cpu cuda type float double half bfloat16".split())
 _MOVED = "_ds_moved"  # on values moved to another device: whose, and their version then
 
 
+_UNREAD = _METADATA | _DENSE_METADATA | {"grad", "grad=", "requires_grad="}
+
+
+def reads_values(func: Any) -> bool:
+    """Whether a torch function may read or write the values of its arguments, or hand out their memory."""
+    return _name_of(func) not in _UNREAD and func is not torch.autograd.grad
+
+
 def raw_grad(param: torch.Tensor) -> torch.Tensor | None:
     """What autograd itself has put on `param`, past the property."""
     if param.__class__ is ManagedParameter:  # no torch function to be kept away

@@ -261,6 +261,7 @@ class Keeper:
                 with self._event(FETCH_SUBMIT, group):
                     self._start(group)
         self._prefetch()
+        self._read_ahead()
         for group in groups:
             with self._event(FETCH_WAIT, group) if group.state is State.INFLIGHT else _NOTHING:
                 group.finish_gather()
@@ -285,6 +286,15 @@ class Keeper:
             if self._on_the_way + group.numel > self.limits.prefetch or self._live + group.numel > self.limits.live:
                 return
             self._start_ahead(group)
+
+    def _read_ahead(self) -> None:
+        """The next group whose gather has not begun starts to come from where it rests: a gather would wait for that.
+
+        Where blocks are computed again the next unit is this one once more, so what follows it is looked for.
+        """
+        group = next(self._sharded_to_come(), None) if self.limits.prefetch > 0 else None
+        if group is not None:
+            group.expect_gather()
 
     def _prefetch_unit(self) -> bool:
         """Start the next unit if it, with the one before it, fits beside what is in use; whether it is here."""

@@ -98,6 +98,9 @@ class Group(Protocol):
         """What the optimizer updates."""
         ...
 
+    def land(self) -> None:
+        """Wait on the current stream for values that are still on their way."""
+
     def read(self, member: Any) -> torch.Tensor:
         """A private dense copy of a member."""
         ...

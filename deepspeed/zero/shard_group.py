@@ -196,6 +196,11 @@ class ShardGroup(LocalShard):
 
     # -- gather and free ------------------------------------------------------------------------------------------
 
+    def expect_gather(self) -> None:
+        """The group will be gathered soon: a slice that is to be sent begins to come from where it rests."""
+        if self.state is State.SHARDED and self.fetch is None and self.axis.size > 1 and self.values.memory is None:
+            self.values.ahead()
+
     @outside_transforms
     def start_gather(self) -> None:
         """Begin to gather; nothing to do unless the group is sharded."""
@@ -419,6 +424,7 @@ class ShardGroup(LocalShard):
 
     def dissolve(self) -> None:
         """Leave the engine: parameters that are whole become plain ones, sharded ones stay as zero.Init makes them."""
+        self.land()
         if self.state is State.INFLIGHT:
             self.finish_gather()
         if self.retains and self.state is State.SHARDED:
@@ -470,6 +476,7 @@ def meet_before_change(groups: Sequence[ShardGroup]) -> None:
         groups: of one engine.
     """
     for group in groups:
+        group.land()
         if group.state is State.INFLIGHT:
             group.finish_gather()
     served = next((group for group in groups if group.fetch is not None), None)

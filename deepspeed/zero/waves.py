@@ -131,13 +131,16 @@ class Wave:
         return len(rounded) == len(groups)
 
 
-def waves_of(shards: Sequence[OptimizerShard], reducer: Reducer, optimizer: torch.optim.Optimizer) -> list[Wave]:
+def waves_of(
+    shards: Sequence[OptimizerShard], reducer: Reducer, optimizer: torch.optim.Optimizer, late: bool = False
+) -> list[Wave]:
     """The waves of a step: only groups with a gradient on some rank take part. Valid after `finish`.
 
     Args:
         shards: all groups.
         reducer: knows who had a gradient.
         optimizer: the inner one.
+        late: new values may arrive after the step: what the next forward needs first is updated first.
     """
     resting: list[Wave] = []
     waves: list[Wave] = []
@@ -148,6 +151,8 @@ def waves_of(shards: Sequence[OptimizerShard], reducer: Reducer, optimizer: torc
             continue
         found = resting if shard.group.tiers.optimizer is RESIDENT else waves
         found.append(Wave([shard], *shard.touched(marks)))
+    if late:
+        resting.reverse()
     return _joined(resting, _pieces(resting, optimizer)) + waves or [Wave([], [], [])]
 
 
@@ -200,6 +205,7 @@ def update(
     waves: list[Wave],
     factor: float,
     updated: Callable[[list[ShardGroup]], None] | None = None,
+    late: bool = False,
 ) -> list[Handle]:
     """Run the inner optimizer over all waves and send what it updated.
 
@@ -208,9 +214,10 @@ def update(
         waves: at least one.
         factor: of all gradients.
         updated: called with the groups of a wave before their masters are published.
+        late: new values may arrive after the step.
 
     Returns:
-        Messages under way.
+        Messages under way that the step waits for.
     """
     handles: list[Handle] = []
     before = _hyperparameters(optimizer) if len(waves) > 1 else []
@@ -234,7 +241,7 @@ def update(
             groups = [shard.group for shard in wave.shards]
             if updated is not None:
                 updated(groups)
-            handles.extend(start_publish(groups, rounds))
+            handles.extend(start_publish(groups, rounds, late))
 
     if len(waves) > 1 and _is_wrapped(optimizer):
         _inside(optimizer, [functools.partial(at_hand, index) for index in range(len(waves))], note)
@@ -346,8 +353,17 @@ def _silence(optimizer: torch.optim.Optimizer, when: str, stack: contextlib.Exit
     stack.enter_context(mock.patch.object(torch_optimizer, f"_global_optimizer_{when}_hooks", OrderedDict()))
 
 
-def start_publish(groups: Sequence[ShardGroup], rounded: bool = False) -> list[Handle]:
-    """Updated masters become parameters: round, unless that is done, and send to the ranks that hold copies."""
+def start_publish(groups: Sequence[ShardGroup], rounded: bool = False, late: bool = False) -> list[Handle]:
+    """Updated masters become parameters: round, unless that is done, and send to the ranks that hold copies.
+
+    Args:
+        groups: in the order in which all ranks send them.
+        rounded: the masters are rounded.
+        late: the values of whole groups may arrive when they are first used, where nobody holds a view of them.
+
+    Returns:
+        Messages that are to be waited for now.
+    """
     handles = []
     for group in groups:
         if not rounded:
@@ -355,8 +371,11 @@ def start_publish(groups: Sequence[ShardGroup], rounded: bool = False) -> list[H
         else:
             group.deliver_staged()
             group.draw_veil()
+        arrives = late and group.publishes_beside and not group.aliases.noisy()  # messages hold views themselves
         handle = group.start_publish()
-        if handle is not None:
+        if handle is not None and arrives:
+            group.arrive(handle)
+        elif handle is not None:
             handles.append(handle)
     return handles
 

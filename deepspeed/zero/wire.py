@@ -216,6 +216,7 @@ class Wire:
             parts, total[low:high], current.at_owner, add=False, any_order=not self.settings.in_rank_order
         )
         self._finished(parts)
+        current.shared = True
         tag, label = tag_of(group.channel, SPREAD, seq), f"share of {group.name}"
         handle = collectives.share(group.axis.reductions, total, group.layout.cuts, tag, label)
         return handle.followed_by(lambda: self._take(bucket, total))
@@ -261,10 +262,22 @@ class Wire:
         """Wait for the rounds of these buckets, or for everything."""
         if not self._in_flight:
             return
+        if buckets is None:
+            self._share_first()
         wanted = None if buckets is None else {id(bucket) for bucket in buckets}
         flying = self._in_flight.values()
         while entry := next((each for each in flying if wanted is None or id(each[1]) in wanted), None):
             self._settle(*self._land(entry))
+
+    def _share_first(self) -> None:
+        """Between devices, form the sums that everybody is to have, and send them: others are taken in meanwhile."""
+        while unformed := [entry for entry in self._in_flight.values() if self._is_unformed(*entry[1:])]:
+            for entry in unformed:  # by one phase each: over hosts a sum is formed in two
+                self._settle(*self._land(entry))
+
+    def _is_unformed(self, bucket: Bucket, current: Round) -> bool:
+        alone = self._rounds[id(bucket)] == 1
+        return bucket.whole and bucket.group.between_devices and not current.shared and alone
 
     def forget_buffers(self) -> None:
         """Let the transit buffers go that are not in use; new ones are made when they are needed."""

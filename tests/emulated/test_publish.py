@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
 import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from deepspeed.zero import waves
+from deepspeed.zero.wire import Wire
 from tests.emulated import runs
 from tests.emulated.cells import Cell
 from tests.emulated.needs import LIMIT, need_compiler
@@ -110,3 +115,34 @@ def emptied(optimizer: str, tier: str) -> int:
 @pytest.mark.parametrize(("optimizer", "tier", "times"), [("AdamW", "", 1), ("SGD", "", 1), ("AdamW", "cpu", 0)])
 def test_optimizer_state_gets_memory_of_its_own_once(emulated, optimizer, tier, times):
     assert emulated(1).run(emptied, optimizer, tier, timeout=LIMIT) == [times]
+
+
+def shares_and_takes() -> list[str]:
+    """In which order a step of stage 0 sends sums to everybody, and takes in what others have sent."""
+    found: list[str] = []
+
+    def noted(name: str) -> Callable[..., Any]:
+        plain = getattr(Wire, name)
+
+        def call(*args: Any) -> Any:
+            found.append(name)
+            return plain(*args)
+
+        return call
+
+    engine = runs.engine_of(Cell(stage=0, ranks=2, dtype="bf16", small_buckets=True))
+    for step in range(2):
+        ids, targets = (part.to(engine.device) for part in runs.batch(step, 0, torch.distributed.get_rank()))
+        engine.backward(engine(ids, targets))
+        with mock.patch.object(Wire, "_share", noted("_share")), mock.patch.object(Wire, "_take", noted("_take")):
+            engine.step()
+    engine.destroy()
+    return found
+
+
+def test_stage_0_sends_all_its_sums_before_it_takes_any_in(emulated):
+    for found in emulated(2).run(shares_and_takes, timeout=LIMIT):
+        assert found.count("_take") >= 4, "one bucket in flight shows no order"
+        half = len(found) // 2
+        for step in (found[:half], found[half:]):
+            assert "_share" not in step[step.index("_take") :], step

@@ -116,6 +116,11 @@ class Zero(Section):
         int(5e8), "elements gathered together after the step", "groups are published as they were reduced", ge=1
     )
     overlap_comm: bool | None = key(None, "overlap communication with backward; null lets the stage decide")
+    overlap_publish: bool = key(
+        False,
+        "a promise: parameters are read in their modules' forward or by torch's functions; at stages 1 and 2 on "
+        "devices, new values may then arrive beside the next forward",
+    )
     prefetch_bucket_size: Int = key(
         int(5e7), "elements gathered ahead of use", aliases=["stage3_prefetch_bucket_size"], ge=0
     )

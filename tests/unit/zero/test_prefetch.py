@@ -20,6 +20,10 @@ class Group:
     numel: int = 10
     state: State = State.SHARDED
     users: int = 0
+    told: int = 0
+
+    def expect_gather(self) -> None:
+        self.told += self.state is State.SHARDED
 
     def start_gather(self) -> None:
         self.state = State.INFLIGHT
@@ -79,6 +83,26 @@ def test_limits_of_two_groups() -> None:
     assert seen[0] == "ab"  # the next one is on its way
     keeper.free_idle()
     assert keeper.live() == 0
+
+
+@pytest.mark.parametrize("ahead", [0, 20])
+@pytest.mark.parametrize("times", [1, 2], ids=["once", "computed again"])
+def test_the_group_after_the_next_is_told(ahead: int, times: int) -> None:
+    groups, keeper = made(live=20, reuse=0, prefetch=ahead)
+    order = [group for group in groups for _ in range(times)]
+    one_pass(keeper, order)
+    keeper.free_idle()
+    assert [group.told for group in groups] == [0, 0, 0, 0]  # whose order nobody knew
+    keeper.trace.restart()
+    for number, group in enumerate(groups):
+        for _ in range(times):
+            group.users += 1
+            keeper.gather(group)  # type: ignore[arg-type]
+        told = [each.told > 0 for each in groups]
+        assert told[2:] == [bool(ahead) and place <= number + 2 for place in (2, 3)], number
+        for _ in range(times):
+            group.users -= 1
+        keeper.release(group)  # type: ignore[arg-type]
 
 
 def test_wide_limits_keep_everything_from_forward_to_backward() -> None:
