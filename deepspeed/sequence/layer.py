@@ -143,6 +143,8 @@ class DistributedAttention(nn.Module):
         gather_idx: dim of the sequence.
         sp_stream: accepted for old scripts; collectives are ordered with the computation.
         num_kv_heads: accepted for old scripts; keys and values say it themselves.
+
+    Attributes:
         recompute: exchange again in backward, rather than keep the context and copied heads in two forms.
 
     Example:
@@ -158,14 +160,13 @@ class DistributedAttention(nn.Module):
         gather_idx: int = 0,
         sp_stream: Any = None,
         num_kv_heads: int | None = None,
-        recompute: bool = True,
     ) -> None:
         super().__init__()
         self.local_attn = local_attention
         group = sequence_process_group
         self.axis = group if isinstance(group, Axis) else group_axis("sp", group)
         self.scatter_idx, self.gather_idx, self.num_kv_heads = scatter_idx, gather_idx, num_kv_heads
-        self.recompute = recompute
+        self.recompute = True
 
     def forward(
         self,

@@ -113,7 +113,8 @@ def kept_by_tokens(heads: int, kv: int) -> None:
         # Key and value may be parts of something larger, which need not stay.
         states = torch.cat([t[:, part] for t in whole], 2).requires_grad_()
         mine = states.split([heads, kv, kv], 2) if fused else [t.contiguous() for t in states.split([heads, kv, kv], 2)]
-        attention = DistributedAttention(core, axis, scatter_idx=2, gather_idx=1, recompute=recompute)
+        attention = DistributedAttention(core, axis, scatter_idx=2, gather_idx=1)
+        attention.recompute = recompute
         got = around(attention, *mine) if around else attention(*mine)
         forward = exchanges.since()
         if change:
