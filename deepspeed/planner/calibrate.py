@@ -37,7 +37,7 @@ def calibrate(ranks: int, folder: str = "", memory: int = 0) -> Machine:
     rates = measured_together(ranks)
     if not rates:
         notes.append("ranks could not be measured at once: figures are those of one alone, and too high")
-        rates = measure()
+        rates = measure(ranks)
     matrix = {name: _pairs(rates, f"matrix {name} ") for name in DTYPES}
     bandwidth, fresh = rates["bandwidth"], _pairs(rates, "fresh ")
     collective, latency = _collectives(ranks) if ranks > 1 else (bandwidth, 0.0)

@@ -23,7 +23,7 @@ from deepspeed.simulator.machine import DTYPES
 _SIDES = (64, 256, 1024)
 _BLOCKS = (1 << 16, 1 << 18, 1 << 21, 1 << 24, 1 << 26)  # bytes
 _RANDOM = 1 << 18  # elements
-_LARGE = 1 << 25  # elements: no cache holds two such tensors of each rank, as none holds weights, gradients and states
+_LARGE = 1 << 26  # elements of all ranks: no cache holds two such tensors, as none holds weights, gradients and states
 _BRIEF_S = 0.15  # of each measurement
 _MEET_S = 5.0  # longest wait for a rank that is late
 _LONGEST_S = 60.0
@@ -52,17 +52,18 @@ def measured_together(ranks: int) -> Figures:
     return {name: min(each[name] for each in found) for name in found[0]}
 
 
-def measure(meet: Callable[[str], None] = lambda _name: None) -> Figures:
+def measure(ranks: int, meet: Callable[[str], None] = lambda _name: None) -> Figures:
     """The figures of this process: `matrix DTYPE SIDE` in operations, `bandwidth` and `fresh SIZE` in bytes, `launches`
     and `random` in operators and elements, each per second.
 
     Args:
+        ranks: that share the machine.
         meet: called before each, with its name.
     """
     calls: dict[str, Callable[[], float]] = {
         f"matrix {name} {side}": _matrix(dtype, side) for name, dtype in DTYPES.items() for side in _SIDES
     }
-    calls |= {"bandwidth": _bandwidth, "launches": _launches, "random": _random}
+    calls |= {"bandwidth": lambda: _bandwidth(ranks), "launches": _launches, "random": _random}
     calls |= {f"fresh {size}": _fresh(size) for size in _BLOCKS}
     found: Figures = {}
     for name, call in calls.items():
@@ -98,8 +99,8 @@ def _matrix(dtype: torch.dtype, side: int) -> Callable[[], float]:
     return rate
 
 
-def _bandwidth() -> float:
-    x, y = torch.zeros(_LARGE), torch.ones(_LARGE)
+def _bandwidth(ranks: int) -> float:
+    x, y = torch.zeros(_LARGE // ranks), torch.ones(_LARGE // ranks)
     return 3 * x.nbytes / _seconds(lambda: x.add_(y))
 
 
@@ -143,7 +144,7 @@ def main() -> int:
         while time.monotonic() < end and not all((folder / f"{name}.{each}").exists() for each in range(ranks)):
             time.sleep(0.0005)
 
-    (folder / f"{rank}.json").write_text(json.dumps(measure(meet)))
+    (folder / f"{rank}.json").write_text(json.dumps(measure(ranks, meet)))
     return 0
 
 
