@@ -241,14 +241,18 @@ def make_plan(model: nn.Module, ranks: int, rank: int, example: Any = None, spec
         if fitted:
             units.append(Unit(home, fitted, calls[home]))
     if not units:
-        reasons = "; ".join(f"{starred(n)}: {why}" for n, why in list(whole.items())[:4])
-        raise TensorParallelError(
-            f"{type(model).__name__} cannot be cut over {ranks} ranks: {reasons or 'no block has a pair'}"
-        )
+        raise _refusal(model, ranks, whole)
     drops, said = dropped_in(model, inputs), said_by(model, shapes)
     plan = Plan(ranks, units, whole, inputs, output, drops, shapes, said, unpadded)
     _name_others(plan, trace)
     return plan
+
+
+def _refusal(model: nn.Module, ranks: int, whole: dict[str, str]) -> TensorParallelError:
+    reasons = "; ".join(f"{starred(n)}: {why}" for n, why in list(whole.items())[:4])
+    return TensorParallelError(
+        f"{type(model).__name__} cannot be cut over {ranks} ranks: {reasons or 'no block has a pair'}"
+    )
 
 
 def _asked_for(regions: list[Region], whole: dict[str, str], specs: Specs | None) -> list[Region]:
