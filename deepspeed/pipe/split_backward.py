@@ -315,8 +315,8 @@ def _leaf(node: Node) -> torch.Tensor | None:
 def _right_factor(node: Node) -> GradientEdge | None:
     """The edge to the right factor of a product of two matrices whose left one can be kept."""
     place, left = _PRODUCTS.get(type(node).__name__, (0, ""))
-    if not left or getattr(node, "_saved_alpha", 1) != 1:
-        return None
+    if not left or getattr(node, "_saved_alpha", 1) != 1 or len(node._saved_mat2_sym_strides) != 2:  # type: ignore[attr-defined]
+        return None  # a sparse matrix has no strides
     child, number = node.next_functions[place]
     if child is None or getattr(node, f"_raw_saved_{left}").unpack_hook is not None:
         return None  # a hook may be there for one reading, as that of a block which is computed again

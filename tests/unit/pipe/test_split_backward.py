@@ -172,6 +172,10 @@ PARTS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
     "computed again": (lambda: Model(again(False), one=linear(), two=linear()), ["two.weight"]),
     "computed again the older way": (lambda: Model(again(True), one=linear(), two=linear()), []),
     "functional": (lambda: Model(called, one=frozen(linear(), "weight"), weight=matrix()), ["weight"]),
+    "sparse": (
+        lambda: Model(lambda m, x: m.one(x) + torch.mm(x, m.weight.to_sparse_coo()), one=linear(), weight=matrix()),
+        ["one.weight"],
+    ),
     "no product": (lambda: Model(lambda m, x: m.one(x), one=nn.LayerNorm(WIDTH)), []),
     "not a matrix": (lambda: Model(lambda m, x: torch.bmm(x[None], m.one[None])[0], one=matrix()), []),
     "rows in three dims": (lambda: Model(lambda m, x: chain(m, x.view(2, 3, WIDTH)), one=linear(), two=linear(False)),
