@@ -139,7 +139,7 @@ def in_step(axis: Axis, action: Callable[[], T], elsewhere: Callable[[int, str],
         raise
     except Exception as why:
         error = why
-    mine = "" if error is None else str(error) if isinstance(error, DeepSpeedError) else in_words(error, 300)
+    mine = "" if error is None else (isinstance(error, DeepSpeedError) and str(error)) or in_words(error, 300)
     texts = told_by_all(axis, mine)
     if error is not None:
         raise error

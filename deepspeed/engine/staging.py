@@ -121,14 +121,19 @@ def stage_model(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh, optimizer
 def _find(model: nn.Module, stages: int, section: Any, meter: Meter | None, mesh: Mesh) -> Layout:
     """Where to cut. All ranks call together; what one of them alone raises ends all."""
 
-    def find() -> Layout:
-        return find_layout(model, stages, inputs_of(model), section.partition, section.chunks, meter)
+    def find(method: str, meter: Meter | None = None) -> Layout:
+        return find_layout(model, stages, inputs_of(model), method, section.chunks, meter)
 
-    if meter is None and not is_born(model):
+    if not is_born(model):
         told = lambda rank, words: PipelineError(f"rank {rank} could not cut the model into stages: {words}")  # noqa: E731
-        return in_step(mesh.axis(*DIMS), find, told)
+        axis = mesh.axis(*DIMS)
+        if meter is None:
+            return in_step(axis, lambda: find(section.partition), told)
+        in_step(
+            axis, lambda: find("uniform"), told
+        )  # it can be cut on all ranks, which meet to compare what they measure
     with alarmed(lambda: "looking for where to cut", (DeepSpeedError,)):  # ranks meet inside, to gather or to compare
-        return find()
+        return find(section.partition, meter)
 
 
 def _meter(config: DeepSpeedConfig, mesh: Mesh) -> Meter:

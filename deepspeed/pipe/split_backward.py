@@ -12,6 +12,7 @@ whose input needs no gradient: nobody waits for it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -108,6 +109,7 @@ class SplitBackward:
         self._groups: list[_Group] = []
         self._now: dict[int, torch.Tensor] = {}  # leaves of this backward, by id
         self._later: set[int] = set()
+        self._hides = anchor is None  # not known which leaves get a gradient now
 
     @property
     def kept(self) -> int:
@@ -128,10 +130,11 @@ class SplitBackward:
         self._groups = graph.groups()
         self._now = {id(leaf): leaf for leaf in graph.leaves()}
         self._later = {id(leaf) for group in self._groups for leaf in group.leaves()}
+        self._hides = graph.refuses  # what is computed again has a graph of its own, with leaves of its own
 
     def overtakes(self, earlier: SplitBackward) -> bool:
-        """Whether this backward gives a gradient now that another one has put off; after `read`."""
-        return self._anchor is None or not earlier._later.isdisjoint(self._now)
+        """Whether this backward may give a gradient now that another one has put off; after `read`."""
+        return self._hides or not earlier._later.isdisjoint(self._now)
 
     def backward(self, roots: Roots, gradients: Gradients = None) -> None:
         """Backward without what is put off, after `read`.
@@ -161,15 +164,20 @@ class _Graph:
     def __init__(self, roots: list[Node], anchor: torch.Tensor) -> None:
         self._nexts: dict[Node, Any] = {}  # what is below: nodes or None, and numbers
         self._found: dict[Node, int] = {}  # what is known to be below
+        self._above: dict[Node, list[Node]] = {}  # where the anchor is not below
         self._edges: dict[Node, GradientEdge] = {}  # of products: what may be put off
+        self._products: dict[Node, list[Node]] = {}  # by the node of their edge
         self._leaves: list[Node] = []
-        self._refuses = False
+        self.refuses = False
         for root in roots:
             self._read(root, anchor)
+        for node, found in self._found.items():
+            if not found & _ANCHOR:
+                for child, _ in self._nexts[node]:
+                    self._above.setdefault(child, []).append(node)
         self.now: set[Node] = set()
+        self._reaches: set[Node] = set()  # of those in `_above`: from here down is something of this backward
         self._keep(roots)
-        while met := [node for node, edge in self._edges.items() if node in self.now and self._meets(edge.node)]:
-            self._keep([self._edges.pop(node).node for node in met])
 
     def _read(self, root: Node, anchor: torch.Tensor) -> None:
         """All that is below a node, from below: every micro-batch waits for it."""
@@ -205,69 +213,98 @@ class _Graph:
             self._leaves.append(node)
             self._found[node] = _ANCHOR | _LEAF if _leaf(node) is anchor else _LEAF
         elif kind == _REENTRANT:
-            self._refuses = True
+            self.refuses = True
         elif (edge := _right_factor(node)) is not None and not self._found[edge.node] & _ANCHOR:
             others = [child for child, _ in self._nexts[node] if child is not None]
             others.remove(edge.node)
             # It must be no other factor too, and autograd would not come here at all for nothing else.
             if edge.node not in others and any(self._found[child] & _LEAF for child in others):
                 self._edges[node] = edge
+                self._products.setdefault(edge.node, []).append(node)
 
     def _keep(self, nodes: list[Node]) -> None:
-        """These and what is below them are for this backward."""
-        now, nexts, edges = self.now, self._nexts, self._edges
-        open_ = [node for node in nodes if node not in now]
-        now.update(open_)
+        """These and what is below them are for this backward, and so is what it comes to by another way too."""
+        now, nexts, found, edges = self.now, self._nexts, self._found, self._edges
+        open_ = list(nodes)
         while open_:
             node = open_.pop()
-            edge = edges.get(node)
-            apart = None if edge is None else edge.node
-            for child, _ in nexts[node]:
-                if child is not None and child not in now and child is not apart:
-                    now.add(child)
-                    open_.append(child)
+            if node in now:
+                continue
+            now.add(node)
+            apart = edges[node].node if node in edges else None
+            if apart in self._reaches:
+                apart = None
+                del edges[node]
+            open_ += [child for child, _ in nexts[node] if child is not None and child is not apart]
+            if not found[node] & _ANCHOR:
+                open_ += self._meet(node)
+
+    def _meet(self, node: Node) -> list[Node]:
+        """This backward comes here: what is it to take besides, since sums of gradients are formed at once?"""
+        reaches, taken, open_ = self._reaches, list[Node](), [node]
+        while open_:
+            node = open_.pop()
+            if node not in reaches:
+                reaches.add(node)
+                open_ += self._above.get(node, ())
+                for product in self._products.get(node, ()):
+                    if product in self.now and self._edges.pop(product, None) is not None:
+                        taken.append(node)
+        return taken
 
     def leaves(self) -> list[torch.Tensor]:
         """Those of this backward; after `groups`."""
         return [node.variable for node in self._leaves if node in self.now]  # type: ignore[attr-defined]
 
-    def _meets(self, node: Node) -> bool:
-        """Whether this backward comes to something from here down by another way."""
-        return not self._under(node).isdisjoint(self.now)
-
-    def _under(self, node: Node) -> set[Node]:
-        found, open_ = {node}, [node]
-        while open_:
-            fresh = [child for child, _ in self._nexts[open_.pop()] if child is not None and child not in found]
-            found.update(fresh)
-            open_ += fresh
-        return found
-
     def groups(self) -> list[_Group]:
         """What is put off, from below; products whose gradients meet are together."""
-        owner = dict[Node, _Group]()
-        if self._refuses:
+        if self.refuses:
             return []
+        while True:
+            made = self._together()
+            many = [node for one in made if len(one[0]) > _MOST or self._reorders(*one) for node in one[0]]
+            if not many:
+                break
+            self._keep([self._edges.pop(node).node for node in many])  # and there may be products in what they need
+        groups = [_Group(below, {node: _product(node, self._edges[node]) for node in nodes}) for nodes, below in made]
+        for group in groups:
+            group.listen()
+        return groups
+
+    def _together(self) -> list[tuple[list[Node], set[Node]]]:
+        """Products that may be put off and whose gradients meet, and what is below their edges."""
+        owner, made = dict[Node, int](), list[tuple[list[Node], set[Node]]]()
         for node, edge in self._edges.items():
-            if node in self.now:
-                nodes = self._under(edge.node)
-                met = list({id(owner[one]): owner[one] for one in nodes if one in owner}.values())
-                group = max(met, key=lambda one: len(one.nodes)) if met else _Group(set(), {})
-                for other in met:
-                    if other is not group:
-                        group.products |= other.products
-                        nodes |= other.nodes
-                group.nodes |= nodes
-                group.products[node] = _product(node, edge)
-                owner |= dict.fromkeys(nodes, group)
-        made = []
-        for group in {id(one): one for one in owner.values()}.values():
-            if len(group.products) > _MOST:
-                self._keep([product.edge.node for product in group.products.values()])
-            else:
-                group.listen()
-                made.append(group)
-        return made
+            if node not in self.now:
+                continue
+            here, open_ = len(made), [edge.node]
+            made.append(([node], set()))
+            while open_:
+                one = open_.pop()
+                other = owner.get(one)
+                if other is None:
+                    owner[one] = here
+                    made[here][1].add(one)
+                    open_ += [child for child, _ in self._nexts[one] if child is not None]
+                elif other != here:
+                    here = self._joined(made, owner, here, other)
+        return [one for one in made if one[0]]
+
+    def _reorders(self, nodes: list[Node], below: set[Node]) -> bool:
+        """Whether sums would be formed in another order: all products give at once, and what is between them later."""
+        direct = Counter(self._edges[node].node for node in nodes)
+        between = {node: sum(one in below for one in self._above.get(node, ())) for node in direct}
+        return any(between[node] and count + between[node] > 2 for node, count in direct.items())
+
+    @staticmethod
+    def _joined(made: list[tuple[list[Node], set[Node]]], owner: dict[Node, int], one: int, other: int) -> int:
+        """The place of the larger of two, which takes the smaller one in: a node changes places a few times at most."""
+        less, more = sorted((one, other), key=lambda at: len(made[at][1]))
+        made[more][0].extend(made[less][0])
+        made[more][1].update(made[less][1])
+        owner.update(dict.fromkeys(made[less][1], more))
+        made[less] = ([], set())
+        return more
 
 
 def _leaf(node: Node) -> torch.Tensor | None:
@@ -278,8 +315,8 @@ def _leaf(node: Node) -> torch.Tensor | None:
 def _right_factor(node: Node) -> GradientEdge | None:
     """The edge to the right factor of a product of two matrices whose left one can be kept."""
     place, left = _PRODUCTS.get(type(node).__name__, (0, ""))
-    if not left or getattr(node, "_saved_alpha", 1) != 1:
-        return None
+    if not left or getattr(node, "_saved_alpha", 1) != 1 or len(node._saved_mat2_sym_strides) != 2:  # type: ignore[attr-defined]
+        return None  # a sparse matrix has no strides
     child, number = node.next_functions[place]
     if child is None or getattr(node, f"_raw_saved_{left}").unpack_hook is not None:
         return None  # a hook may be there for one reading, as that of a block which is computed again

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import functools
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -263,6 +264,10 @@ def _refused_on_one(engine: Any, first: bool, rows: list[Any]) -> None:
     assert torch.isfinite(engine.eval_batch(iter(rows)))
 
 
+def _not_here(text: str, *_: Any) -> None:
+    raise PipelineError(text)
+
+
 def handed_over() -> None:
     """An optimizer that has state on one rank alone ends initialize on all, and the model can be handed over again."""
     first = get_rank() == 0
@@ -280,5 +285,12 @@ def handed_over() -> None:
         deepspeed.initialize(model=model, optimizer=fresh, config=config_of(1, 2, 2))
     if handle is not None:
         handle.remove()
+    for text, kind in (("not here", "profile"), ("", "best")):
+        handle = model.transformer.h[1].register_forward_pre_hook(functools.partial(_not_here, text)) if first else None
+        with raises(PipelineError, text if first else f"rank 0 could not cut the model into stages: {text or 'Pipe'}"):
+            config = config_of(1, 2, 2, pipeline={"partition": kind})
+            deepspeed.initialize(model=model, optimizer=fresh, config=config)
+        if handle is not None:
+            handle.remove()
     assert time.monotonic() - begun < 10
     deepspeed.initialize(model=model, optimizer=fresh, config=config_of(1, 2, 2))[0].destroy()
