@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm import watch
@@ -117,6 +118,18 @@ def run_together(axis: Axis, action: Callable[[], T]) -> Ended[T]:
     finally:
         _underway.pop()
     return Ended(result, run.texts, error)
+
+
+def sent_among(axis: Axis) -> int:
+    """How many collectives this process has begun, of anybody's, in groups with another rank of the axis."""
+    if axis.group is None:
+        return 0
+    count, of_axis = 0, set(axis.ranks)
+    for group, ranks in dist.distributed_c10d._world.pg_group_ranks.items():
+        if len(of_axis.intersection(ranks)) > 1:
+            with contextlib.suppress(RuntimeError):  # a backend that does not count
+                count += group._get_sequence_number_for_group()
+    return count
 
 
 def in_step(axis: Axis, action: Callable[[], T], elsewhere: Callable[[int, str], Exception]) -> T:

@@ -110,9 +110,10 @@ class Recorder:
     def take(self) -> tuple[list[Span], int]:
         """The spans by begin, and how many did not fit; they are forgotten here."""
         self._keep, ring, self._ring = _drop, list(self._ring), deque()
+        written, self._count = next(self._count), itertools.count()
         spans = sorted(Span(*written) for written in ring)
         spans = [_with_module(span) if span.category in _OF_MESSAGES and not span.module else span for span in spans]
-        return spans, max(0, next(self._count) - len(ring))
+        return spans, max(0, written - len(ring))
 
     def add(self, begin: int, category: str, label: str = "", module: str = "", nbytes: int = 0) -> None:
         """A span that ends now; nothing happens while the recorder is off."""

@@ -54,9 +54,9 @@ def confirm(
     for each in sorted((each for each in judged if each.fits or each.perhaps), key=lambda each: each.seconds):
         if len(tried) >= min(most, MOST):
             break
-        daring += not each.fits
-        if (not each.fits and daring > DARING) or any(holds_less(other, each.plan) for other in too_large):
+        if (not each.fits and daring >= DARING) or any(holds_less(other, each.plan) for other in too_large):
             continue  # it holds more than one that ran out of memory
+        daring += not each.fits
         outcome = run(each.plan)
         tried[each.plan] = found = replace(each, trial=outcome, reason=outcome.reason)
         if outcome.out_of_memory:

@@ -17,7 +17,7 @@ from deepspeed.comm.collectives import broadcast_tensors
 from deepspeed.comm.differentiable import enter
 from deepspeed.comm.mesh import DIMS, Mesh
 from deepspeed.comm.same_batches import first_difference
-from deepspeed.comm.together import in_step, run_together
+from deepspeed.comm.together import in_step, run_together, sent_among
 from deepspeed.errors import ArgumentError, MeshError, TensorParallelError, UsageError
 from deepspeed.foundation.log import in_words, say
 from deepspeed.foundation.tree import tensors_in
@@ -118,13 +118,13 @@ def cut_model(
     _same_model(model, axis)
     _same_values(model, axis)
     find = make_plan if plan_file is None else functools.partial(read_plan, plan_file)
-    looked = _planned(lambda: find(model, axis.size, axis.rank, example, specs))
+    looked = _planned(lambda: find(model, axis.size, axis.rank, example, specs), axis)
     plan = _in_step(in_step, lambda: _checked(_agreed(looked, axis), specs))
     say(plan.table())
-    # A model born sharded is whole unit by unit.
-    together = 1 if check == "off" or any(map(is_managed, model.parameters())) else axis.size
-    for at in range(0, len(plan.units), together):
-        units = {model.get_submodule(unit.name): unit for unit in plan.units[at : at + together]}
+    # A model born sharded is whole unit by unit, and one whose ranks meet in its forward runs on all of them at once.
+    together = 1 if check == "off" or plan.meets or any(map(is_managed, model.parameters())) else axis.size
+    for dealt in _dealt(model, plan.units, together):
+        units = {model.get_submodule(unit.name): unit for unit in dealt}
         _in_step(in_step, functools.partial(_cut_units, units, axis, check != "off", settle or _stay))
         for unit in units.values():
             unit.calls = []  # their tensors are needed no more
@@ -183,9 +183,12 @@ def _same_model(model: nn.Module, axis: Axis) -> None:
         )
 
 
-def _planned(find: Callable[[], Plan]) -> Plan | str:
+def _planned(find: Callable[[], Plan], axis: Axis) -> Plan | str:
+    before = sent_among(axis)
     try:
-        return find()
+        plan = find()
+        plan.meets = sent_among(axis) != before
+        return plan
     except (ArgumentError, TensorParallelError) as error:
         return str(error)
     except Exception as error:  # a model's forward may raise what it likes, on one rank alone
@@ -198,7 +201,7 @@ def _agreed(plan: Plan | str, axis: Axis) -> Plan:
     if isinstance(plan, Plan):
         regions = {_key(unit, one): _digest(one) for unit in plan.units for one in unit.regions}
         calls = {unit.name: [call.given() for call in unit.calls] for unit in plan.units}
-        mine = (regions, plan.whole, calls, plan.unpadded)
+        mine = (regions, plan.whole, calls, plan.meets, plan.unpadded)
     everyone = told_by_all(axis, mine)
     refusals = {axis.ranks[at]: one for at, one in enumerate(everyone) if isinstance(one, str)}
     if refusals or not isinstance(plan, Plan):
@@ -206,8 +209,8 @@ def _agreed(plan: Plan | str, axis: Axis) -> Plan:
         texts = [text if alike else f"rank {rank}: {text}" for rank, text in refusals.items()]
         raise TensorParallelError(texts[0] if alike else " | ".join(texts))
     _same_padding([unpadded for *_, unpadded in everyone], axis)
-    for _, whole, *_ in everyone:
-        plan.whole = {**whole, **plan.whole}
+    for _, whole, _, meets, _ in everyone:
+        plan.whole, plan.meets = {**whole, **plan.whole}, plan.meets or meets
     for unit in plan.units:
         for one in list(unit.regions):
             if not _on_all(_key(unit, one), [found for found, *_ in everyone]):
@@ -216,7 +219,7 @@ def _agreed(plan: Plan | str, axis: Axis) -> Plan:
                     plan.whole.setdefault(join(unit.name, name), "another rank's plan leaves it whole")
     plan.units = [unit for unit in plan.units if unit.regions]
     for unit in plan.units:
-        _same_calls(unit, [calls[unit.name] for _, _, calls, _ in everyone], axis)
+        _same_calls(unit, [calls[unit.name] for _, _, calls, *_ in everyone], axis)
     if not plan.units:
         raise TensorParallelError(f"no matrix can be cut on every rank of tp {list(axis.ranks)}: {plan.whole}")
     return plan
@@ -279,6 +282,25 @@ def _digest(one: Fitted) -> int:
 
 def _stay(_: nn.Module) -> None:
     """A unit that is not laid elsewhere once it is cut."""
+
+
+def _dealt(model: nn.Module, units: Sequence[Unit], most: int) -> list[list[Unit]]:
+    """Units that are compared at once, up to `most`.
+
+    One with parameters of an earlier one is alone: these are slices by then, on which no rank computes by itself.
+    """
+    found: list[list[Unit]] = [[]]
+    known: set[int] = set()
+    for unit in units:
+        own = set(map(id, model.get_submodule(unit.name).parameters()))
+        alone = not known.isdisjoint(own)
+        known |= own
+        if alone or len(found[-1]) == most:
+            found.append([])
+        found[-1].append(unit)
+        if alone:
+            found.append([])
+    return [group for group in found if group]
 
 
 def _cut_units(units: Mapping[nn.Module, Unit], axis: Axis, check: bool, settle: Callable[[nn.Module], None]) -> None:

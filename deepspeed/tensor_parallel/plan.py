@@ -67,6 +67,7 @@ class Plan:
         shapes: of the parameters.
         said: by which dim the model itself wants matrices cut, see `said_by`.
         unpadded: why the model was not looked at beside padding, where its forward raised there.
+        meets: whether its forward sends messages of its own between ranks that share it.
     """
 
     ranks: int
@@ -78,6 +79,7 @@ class Plan:
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     said: dict[str, str] = field(default_factory=dict)
     unpadded: str = ""
+    meets: bool = False
 
     def part(self) -> float:
         """Bytes of the blocks' matrices on the largest rank, over those of the dense model."""

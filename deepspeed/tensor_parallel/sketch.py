@@ -90,6 +90,7 @@ class Watch:
         self._calls: dict[int, list[tuple[torch.Tensor, torch.Tensor, bool]]] = {}  # by weight: read, given, transposed
         own = (ColumnParallel, RowParallel) if slices else ()
         layers = [m for m in module.modules() if is_linear(m) and not isinstance(m, own)]
+        self._backward = False
         self._handles = [layer.register_forward_hook(self._called, prepend=True) for layer in layers]
 
     def __enter__(self) -> Watch:
@@ -106,7 +107,8 @@ class Watch:
         if output.shape[-1] != layer.weight.shape[1 if is_transposed(layer) else 0]:
             return None  # of a slice: some rows of a weight that is whole, or outputs that were joined
         read = args[0].detach().reshape(-1, args[0].shape[-1]).clone()  # both of them may be changed in place
-        self._calls.setdefault(id(layer.weight), []).append((read, output, is_transposed(layer)))
+        if not self._backward:  # in which checkpoints call layers again
+            self._calls.setdefault(id(layer.weight), []).append((read, output, is_transposed(layer)))
         return output.clone()
 
     def gradients(self, total: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor | None]:
@@ -119,8 +121,10 @@ class Watch:
         Returns:
             Gradients of the inputs. Of the parameters see `found`.
         """
-        uses = _uses(total)
-        known = {key: calls for key, calls in self._calls.items() if uses[key] == len(calls)}
+        self._backward = True
+        uses, nodes = _uses(total)
+        used = {key: [call for call in calls if call[1].grad_fn in nodes] for key, calls in self._calls.items()}
+        known = {key: calls for key, calls in used.items() if uses[key] == len(calls) > 0}
         asked = [p for p in self._params.values() if id(p) not in known]
         given = [output for calls in known.values() for _, output, _ in calls]
         names = {id(p): name for name, p in self._params.items()}
@@ -153,10 +157,10 @@ class Watch:
         return {name: self._found.get(name) for name in self._params}
 
 
-def _uses(total: torch.Tensor) -> Counter[int]:
-    """How often a graph uses each leaf, by its id: a layer's weight may be read by others than the layer."""
+def _uses(total: torch.Tensor) -> tuple[Counter[int], set[Any]]:
+    """How often a graph uses each leaf, by its id: a layer's weight may be read by others than the layer. Its nodes."""
     found: Counter[int] = Counter()
-    waiting, seen = [total.grad_fn] if total.grad_fn is not None else [], set()
+    waiting, seen = [total.grad_fn] if total.grad_fn is not None else [], set[Any]()
     while waiting:
         node: Any = waiting.pop()
         if node in seen:
@@ -168,4 +172,4 @@ def _uses(total: torch.Tensor) -> Counter[int]:
             if hasattr(following, "variable"):
                 found[id(following.variable)] += 1
             waiting.append(following)
-    return found
+    return found, seen

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -39,16 +39,18 @@ class Seen:
         outputs: all of them.
         inputs: gradients of the arguments, by path.
         params: sketches of the gradients of parameters, by name, see `Sketches`; None: it has no gradient.
+        slices: the parameters that were this rank's already, since another unit has them too.
     """
 
     outputs: list[torch.Tensor]
     inputs: dict[str, torch.Tensor | None]
     params: dict[str, Sketches | None]
+    slices: frozenset[str] = frozenset()
 
     def on_host(self) -> Seen:
         """For other ranks, which may have no device of this name."""
         host = lambda value: map_tensors(lambda tensor: tensor.cpu(), value)  # noqa: E731
-        return Seen(host(self.outputs), host(self.inputs), host(self.params))
+        return Seen(host(self.outputs), host(self.inputs), host(self.params), self.slices)
 
 
 def _exact(module: nn.Module) -> nn.Module:
@@ -65,7 +67,12 @@ def run(module: nn.Module, unit: Unit) -> list[Seen]:
         unit: says what it is called with.
     """
     exact = _exact(module)
-    return [_seen(exact, call, first=at == 0) for at, call in enumerate(unit.calls)]
+    found: list[Seen] = []
+    slices = frozenset(name for name, param in module.named_parameters() if "tp" in placement_of(param).relations)
+    for at, call in enumerate(unit.calls):
+        with _unchanged(exact):
+            found.append(replace(_seen(exact, call, first=at == 0), slices=slices))
+    return found
 
 
 def _seen(module: nn.Module, call: Call, first: bool) -> Seen:
@@ -87,6 +94,23 @@ def _seen(module: nn.Module, call: Call, first: bool) -> Seen:
         total = sum(whole, torch.zeros((), device=outputs[0].device if outputs else None))
         inputs = watch.gradients(total, given)
     return Seen([t.detach() for t in outputs], inputs, watch.found())
+
+
+@contextlib.contextmanager
+def _unchanged(module: nn.Module) -> Iterator[None]:
+    """What a forward leaves in a module, such as counts, is put back: not every rank has called it as often."""
+    before = [(one, dict(vars(one)), dict(one._buffers)) for one in module.modules()]
+    buffers = {} if simulating() else {b: b.clone() for b in module.buffers()}
+    try:
+        yield
+    finally:
+        for one, own, of_module in before:
+            for kept, values in ((vars(one), own), (one._buffers, of_module)):
+                kept.clear()
+                kept.update(values)
+        for buffer, value in buffers.items():
+            if not torch.equal(buffer, value):  # some cannot be written to: they are expanded
+                buffer.copy_(value)
 
 
 @contextlib.contextmanager
@@ -169,8 +193,8 @@ def _differences(dense: Seen, cut: Seen, module: nn.Module, axis: Axis, toleranc
     for at, (wanted, ours) in enumerate(zip(dense.outputs, cut.outputs, strict=False)):
         if at == 0 or wanted.shape == ours.shape:
             yield from _apart(f"output {at}", wanted, ours, 0.0, tolerance)
-    peaks = {name: max(map(_largest, found.values())) for name, found in dense.params.items() if found is not None}
-    largest = max(peaks.values(), default=0.0)
+    peaks = {name: {along: _largest(one) for along, one in (of or {}).items()} for name, of in dense.params.items()}
+    largest = max((peak for of_param in peaks.values() for peak in of_param.values()), default=0.0)
     for name, wanted in dense.inputs.items():
         ours = cut.inputs.get(name)
         if wanted is not None and name in cut.inputs:
@@ -178,26 +202,29 @@ def _differences(dense: Seen, cut: Seen, module: nn.Module, axis: Axis, toleranc
     params = dict(module.named_parameters())
     for name, wanted in dense.params.items():
         ours, placed = cut.params[name], placement_of(params[name])
-        if placed.relations.get("tp") is Relation.PARTIAL:
+        known = name in dense.slices
+        if placed.relations.get("tp") is Relation.PARTIAL and not known:
             ours = _over_ranks(params[name], ours, axis, f"check of {name}")
-        yield from _sketches_differ(name, params[name], wanted, ours, (largest, peaks.get(name)), tolerance)
+        if wanted is not None:
+            wanted = {dim: sketch for dim, sketch in wanted.items() if dim not in dims_of(params[name])}
+            if not known:
+                wanted = {dim: part_of(sketch, dim, params[name]) for dim, sketch in wanted.items()}
+            yield from _sketches_differ(name, wanted, ours, (largest, peaks[name]), tolerance)
 
 
 def _sketches_differ(
     name: str,
-    param: torch.Tensor,
-    wanted: Sketches | None,
+    wanted: Sketches,
     ours: Sketches | None,
-    sizes: tuple[float, float | None],
+    sizes: tuple[float, dict[int, float]],
     tolerance: float,
 ) -> Iterator[str]:
     """The first way in which this rank's sketches are no parts of the dense ones."""
-    shared = {along: sketch for along, sketch in (wanted or {}).items() if along not in dims_of(param)}
-    if wanted and not shared:
+    if not wanted:
         yield f"{name} is cut along both of its last dims, and is not compared"
-    for along, sketch in shared.items():
-        own, part = None if ours is None else ours[along], part_of(sketch, along, param)
-        found = list(_apart(f"the gradient of {name}", part, own, sizes[0], tolerance, sizes[1]))
+    for along, part in wanted.items():
+        own = None if ours is None else ours[along]
+        found = list(_apart(f"the gradient of {name}", part, own, sizes[0], tolerance, sizes[1][along]))
         if found:
             yield from found
             return
@@ -205,7 +232,8 @@ def _sketches_differ(
 
 def _over_ranks(param: torch.Tensor, parts: Sketches | None, axis: Axis, label: str) -> Sketches:
     """Sketches of a sum are the sums of sketches."""
-    parts = sketches(torch.zeros_like(param)) if parts is None else parts
+    if parts is None:  # as the others', which are exact
+        parts = sketches(param.new_zeros(param.shape, dtype=torch.promote_types(param.dtype, torch.float32)))
     return {dim: summed(part, axis, label) for dim, part in parts.items()}
 
 

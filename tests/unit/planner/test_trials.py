@@ -257,6 +257,10 @@ def test_of_plans_that_may_fit_two_are_tried_and_those_that_did_are_chosen() -> 
         assert (found.best is not None) == fit
         assert found.best is None or found.best.fits
     different = [replace(each, plan=replace(each.plan, stage=at % 4)) for at, each in enumerate(judged)]
+    stages = [replace(each, plan=replace(each.plan, stage=3 * (each.seconds == 5.0))) for each in judged]
+    seen = list[float]()
+    confirm(stages, lambda plan: seen.append(next(e.seconds for e in stages if e.plan == plan)) or FULL)
+    assert seen == [1.0, 5.0]  # those between hold more than the first, and are no trials
     seen = list[float]()
     confirm(different, lambda plan: seen.append(next(e.seconds for e in different if e.plan == plan)) or Outcome(1.0))
     assert seen == [1.0, 2.0, 3.0, 6.0]
@@ -273,6 +277,9 @@ def test_what_ranks_held_is_from_before_their_end(tmp_path: Path) -> None:
     assert 64 << 20 < outcome.held < 256 << 20
     limited = run_trial(command, {}, tmp_path, Limits(30.0, 256 << 20))
     assert limited.seconds == 1.0
+
+
+FULL = Outcome(None, "out of memory", out_of_memory=True)
 
 
 class Ranked:

@@ -70,6 +70,16 @@ def test_a_span_costs_one_call_of_python() -> None:
     assert [span.module for span in ring.take()[0]] == ["layers.1", "layers.2"]
 
 
+def test_what_was_taken_is_not_lost_when_spans_are_taken_again() -> None:
+    ring = Recorder()
+    ring.start()
+    ring.add(1, FORWARD)
+    assert len(ring.take()[0]) == 1
+    assert ring.take() == ([], 0)
+    ring.add(1, FORWARD)  # nobody has started it anew
+    assert ring.take() == ([], 1)
+
+
 def test_the_newest_spans_are_kept_and_the_others_counted() -> None:
     ring = Recorder()
     ring.start(16)
