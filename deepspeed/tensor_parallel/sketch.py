@@ -124,6 +124,7 @@ class Watch:
         self._backward = True
         uses, nodes = _uses(total)
         used = {key: [call for call in calls if call[1].grad_fn in nodes] for key, calls in self._calls.items()}
+        del nodes  # they would keep what backward lets go
         known = {key: calls for key, calls in used.items() if uses[key] == len(calls) > 0}
         asked = [p for p in self._params.values() if id(p) not in known]
         given = [output for calls in known.values() for _, output, _ in calls]
