@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.nn import Parameter
@@ -23,7 +23,8 @@ from deepspeed.zero.optimizer_shard import OptimizerShard, make_room_for_state, 
 from deepspeed.zero.optimizer_surface import OptimizerSurface, numbers_of
 from deepspeed.zero.param import is_managed
 from deepspeed.zero.reducer import Reducer
-from deepspeed.zero.shard_group import ShardGroup, edited, group_of
+from deepspeed.zero.roles import Pruner
+from deepspeed.zero.shard_group import edited, group_of
 from deepspeed.zero.waves import update, waves_of
 
 
@@ -44,28 +45,6 @@ class StepSettings:
     norm: bool = True
     check: bool = False
     master: torch.dtype = torch.float32
-
-
-class Pruner(Protocol):
-    """What masks the slices of an optimizer."""
-
-    def on_gradients(self) -> None:
-        """The window's gradients are complete, and not yet part of a norm."""
-
-    def on_update(self, groups: Iterable[ShardGroup]) -> None:
-        """The masters of these groups were updated, and are not published yet."""
-
-    def fragment_state(self, fragment: Fragment) -> dict[str, torch.Tensor]:
-        """What a checkpoint stores beside the optimizer's state of a fragment."""
-        ...
-
-    def take_fragment_state(self, fragment: Fragment, state: dict[str, Any]) -> dict[str, Any]:
-        """Take its own part out of a loaded state; gives the optimizer's."""
-        ...
-
-    def arriving(self, fragment: Fragment) -> dict[str, torch.Tensor]:
-        """The tensors of that part, which the load fills."""
-        ...
 
 
 class ZeroOptimizer(OptimizerSurface):

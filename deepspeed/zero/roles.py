@@ -1,4 +1,5 @@
-"""What a parameter's record asks of the objects around it: its group, its gradients, its optimizer, its gatherer.
+"""What a parameter's record asks of the objects around it: its group, its gradients, its optimizer, its gatherer; and
+what the optimizer asks of what masks it.
 
 Those objects know the record; the record knows them by these roles alone, so that imports, types included, form no
 circle. Whoever needs more of a group than its role asks `shard_group.group_of`.
@@ -7,7 +8,7 @@ circle. Whoever needs more of a group than its role asks `shard_group.group_of`.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -120,3 +121,25 @@ class Group(Protocol):
 
     def import_edits(self, member: Any) -> None:
         """Take a member's edited values into the master copy."""
+
+
+class Pruner(Protocol):
+    """What masks the slices of an optimizer."""
+
+    def on_gradients(self) -> None:
+        """The window's gradients are complete, and not yet part of a norm."""
+
+    def on_update(self, groups: Iterable[Any]) -> None:
+        """The masters of these groups were updated, and are not published yet."""
+
+    def fragment_state(self, fragment: Any) -> dict[str, torch.Tensor]:
+        """What a checkpoint stores beside the optimizer's state of a fragment."""
+        ...
+
+    def take_fragment_state(self, fragment: Any, state: dict[str, Any]) -> dict[str, Any]:
+        """Take its own part out of a loaded state; gives the optimizer's."""
+        ...
+
+    def arriving(self, fragment: Any) -> dict[str, torch.Tensor]:
+        """The tensors of that part, which the load fills."""
+        ...

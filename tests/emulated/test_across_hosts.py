@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from deepspeed.comm import axis as axes
 from deepspeed.comm.across_hosts import reduce_to_owners
+from deepspeed.comm.routes import forget_routes
 from deepspeed.comm.sums import sum_in_rank_order
 from tests.emulated import runs
 from tests.emulated.cells import Cell
@@ -28,11 +29,13 @@ def on_hosts_of(ranks: int) -> Iterator[None]:
     """Inside, every so many neighbours say that they are a host of their own, and sums are formed there first."""
     before, fewest = os.environ["LOCAL_RANK"], axes.FEWEST_PER_HOST
     os.environ["LOCAL_RANK"], axes.FEWEST_PER_HOST = str(dist.get_rank() % ranks), ranks
+    forget_routes()
     axes.forget_axes()
     try:
         yield
     finally:
         os.environ["LOCAL_RANK"], axes.FEWEST_PER_HOST = before, fewest
+        forget_routes()
         axes.forget_axes()
 
 

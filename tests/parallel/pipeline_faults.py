@@ -106,9 +106,9 @@ def stale() -> None:
     with begun() as engine:
         run, driver = engine._driver.backward, engine._driver
 
-        def twice(micro: int, roots: Any, gradients: Any) -> None:
+        def twice(micro: int, roots: Any, gradients: Any, through: Any) -> None:
             driver.ran["backward"] += engine.is_first_stage() and micro == 0
-            run(micro, roots, gradients)
+            run(micro, roots, gradients, through)
 
         driver.backward = twice
         with raises(PipelineError, "rank 0 (stage 0) ran 3 times backward in a window of 2 micro-batches"):

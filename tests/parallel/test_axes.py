@@ -18,6 +18,7 @@ from deepspeed import comm
 from deepspeed.comm import waiting
 from deepspeed.comm.axis import Axis, axis_of, forget_axes, group_axis, hybrid_axes, make_axes, world_axis
 from deepspeed.comm.mesh import current_mesh, mesh_for
+from deepspeed.comm.routes import forget_routes
 from deepspeed.comm.shared_memory import require
 from deepspeed.comm.waiting import groups
 from deepspeed.errors import ArgumentError, UsageError
@@ -83,6 +84,7 @@ def axes_are_forgotten() -> None:
     sizes = {"dp_shard": dist.get_world_size()}
     before = mesh_for(sizes)
     assert mesh_for(sizes) is before is current_mesh()
+    forget_routes()
     forget_axes()
     assert current_mesh() is not before
     again = mesh_for(sizes)
