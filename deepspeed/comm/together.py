@@ -126,7 +126,8 @@ def sent_among(axis: Axis) -> int:
         return 0
     count, of_axis = 0, set(axis.ranks)
     for group, ranks in dist.distributed_c10d._world.pg_group_ranks.items():
-        if len(of_axis.intersection(ranks)) > 1:
+        # torch lists groups that this rank is not in too, under a number.
+        if isinstance(group, dist.ProcessGroup) and len(of_axis.intersection(ranks)) > 1:
             with contextlib.suppress(RuntimeError):  # a backend that does not count
                 count += group._get_sequence_number_for_group()  # type: ignore[attr-defined]
     return count
