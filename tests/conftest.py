@@ -6,6 +6,7 @@ import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 
@@ -14,6 +15,9 @@ from tests.harness.police import Police
 
 SKIPS = Path(__file__).parent / "skips.txt"
 _pools: dict[tuple[str, int], WorkerPool] = {}
+# A machine that others use too draws slowly; that says nothing about a test.
+hypothesis.settings.register_profile("shared", suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("shared")
 _skipped: set[str] = set()
 
 
