@@ -53,6 +53,19 @@ class Ended(Generic[T]):
         """Whether all ranks have a result."""
         return not any(self.texts)
 
+    def given(self, wrong: Callable[[list[str]], Exception]) -> T:
+        """This rank's result.
+
+        Args:
+            wrong: the error that all ranks raise where one has none; gets `texts`.
+
+        Raises:
+            Exception: `wrong`, on every rank, from what this one raised.
+        """
+        if self.well:
+            return self.result  # type: ignore[return-value]
+        raise wrong(self.texts) from self.error
+
 
 class _Run:
     def __init__(self, axis: Axis) -> None:

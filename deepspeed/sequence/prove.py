@@ -55,10 +55,7 @@ def prove(made: SequenceModel, everyone: Axis) -> None:
 
 def _together(made: SequenceModel, everyone: Axis, action: Callable[[], T]) -> T:
     """What a part of the proof gives this rank; where a rank raises, all end."""
-    ended = run_together(everyone, action)
-    if ended.well:
-        return ended.result  # type: ignore[return-value]
-    raise _wrong(made, everyone, ended.texts) from ended.error
+    return run_together(everyone, action).given(lambda texts: _wrong(made, everyone, texts))
 
 
 def _wrong(made: SequenceModel, everyone: Axis, texts: Sequence[str]) -> SequenceParallelError:

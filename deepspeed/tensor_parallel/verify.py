@@ -176,9 +176,7 @@ def finished(name: str, axis: Axis, ended: Ended[T]) -> T:
     Raises:
         TensorParallelError: it ended otherwise on some rank; on every rank, with what that one raised.
     """
-    if ended.well:
-        return ended.result  # type: ignore[return-value]
-    raise _wrong(name, axis, ended.texts) from ended.error
+    return ended.given(lambda texts: _wrong(name, axis, texts))
 
 
 def _wrong(name: str, axis: Axis, texts: Sequence[str]) -> TensorParallelError:

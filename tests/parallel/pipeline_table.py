@@ -5,14 +5,12 @@ What is known already is not done again: remove FOLDER/NAME.json to repeat one. 
 
 from __future__ import annotations
 
-import argparse
-import json
-import time
 from pathlib import Path
 from typing import Any
 
 from tests.harness.forks import Work, in_a_fork, in_forks
 from tests.harness.pool import free_port
+from tests.parallel.kept_rows import run_table
 from tests.parallel.pipeline_models import chosen, stage_toy, toy
 from tests.parallel.tensor_table import imported_ahead, joined
 
@@ -83,26 +81,9 @@ def page(rows: dict[str, dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """`--page` only writes the page of what is known; `--seconds N` begins no class after N seconds."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*")
-    parser.add_argument("--page", action="store_true")
-    parser.add_argument("--seconds", type=float, default=float("inf"))
-    said = parser.parse_args()
+    """The command; see `run_table` for its options."""
     imported_ahead()
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    names, until = said.names or chosen(), time.monotonic() + said.seconds
-    for name in () if said.page else names:
-        known, started = FOLDER / f"{name}.json", time.monotonic()
-        if not known.exists() and started < until:
-            known.write_text(json.dumps(rows_of(name)))
-            print(f"{time.monotonic() - started:.1f} s {name} {known.read_text()}", flush=True)
-    rows = {name: json.loads(file.read_text()) for name in names if (file := FOLDER / f"{name}.json").exists()}
-    if not said.names:
-        PAGE.write_text(page(rows))
-    for stages in STAGES:
-        verdicts = [row[str(stages)]["verdict"] for row in rows.values()]
-        print(stages, {one: verdicts.count(one) for one in sorted(set(verdicts))})
+    run_table(__doc__, chosen, rows_of, page, folder=FOLDER, to=PAGE, counts=STAGES)
 
 
 if __name__ == "__main__":

@@ -5,11 +5,8 @@ What is known already is not done again: remove FOLDER/NAME.json to repeat one. 
 
 from __future__ import annotations
 
-import argparse
-import json
 import logging
 import os
-import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -19,6 +16,7 @@ import torch
 from tests import zoo
 from tests.harness.forks import Work, in_a_fork, in_forks
 from tests.harness.pool import free_port
+from tests.parallel.kept_rows import run_table
 from tests.parallel.tensor_models import build, compare_cut
 
 FOLDER = Path("build/tensor-table")
@@ -132,26 +130,9 @@ def imported_ahead() -> None:
 
 
 def main() -> None:
-    """`--page` only writes the page of what is known; `--seconds N` begins no class after N seconds."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*")
-    parser.add_argument("--page", action="store_true")
-    parser.add_argument("--seconds", type=float, default=float("inf"))
-    said = parser.parse_args()
+    """The command; see `run_table` for its options."""
     imported_ahead()
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    chosen, until = said.names or sorted(zoo.names()), time.monotonic() + said.seconds
-    for name in () if said.page else chosen:
-        known, started = FOLDER / f"{name}.json", time.monotonic()
-        if not known.exists() and started < until:
-            known.write_text(json.dumps(rows_of(name)))
-            print(f"{time.monotonic() - started:.1f} s {name} {known.read_text()}", flush=True)
-    rows = {name: json.loads(file.read_text()) for name in chosen if (file := FOLDER / f"{name}.json").exists()}
-    if not said.names:
-        PAGE.write_text(page(rows))
-    for ranks in RANKS:
-        verdicts = [row[str(ranks)]["verdict"] for row in rows.values()]
-        print(ranks, {one: verdicts.count(one) for one in sorted(set(verdicts))})
+    run_table(__doc__, lambda: sorted(zoo.names()), rows_of, page, folder=FOLDER, to=PAGE, counts=RANKS)
 
 
 if __name__ == "__main__":
