@@ -55,14 +55,17 @@ def squares_by_name(reducer: Reducer) -> dict[str, float]:
         with bucket.total.borrowed() as total:
             own = bucket.own(total)
             parts: dict[str, torch.Tensor] = {}
-            for member in bucket.group.members:
-                low, high = member.offset - first, member.offset + member.numel - first
-                if reducer.touched(bucket, member):
-                    parts[member.name] = own[max(low, 0) : max(high, 0)]
+            marks = reducer.marks(bucket) or bytes(len(bucket.group.members))
+            for member, mark, offset in zip(bucket.group.members, marks, bucket.group.offsets, strict=True):
+                low, high = max(offset - first, 0), min(offset + member.numel - first, own.numel())
+                if mark and low < high:
+                    parts[member.name] = own[low:high]
+                elif mark:
+                    found[member.name] = 0.0
             squares = native_sums_of_squares(list(parts.values()))
-            if squares is None:
+            if squares is None and parts:
                 squares = torch.stack([sum_of_squares(part, exact=True) for part in parts.values()]).tolist()
-        found.update(zip(parts, squares, strict=True))
+        found.update(zip(parts, squares or [], strict=True))
     return found
 
 
