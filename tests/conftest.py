@@ -67,6 +67,15 @@ def alone() -> Iterator[None]:
         comm.destroy_process_group()
 
 
+@pytest.fixture
+def without_group() -> None:
+    """For tests that predict, which makes a world: ends the process group that an earlier test left to this process."""
+    from deepspeed import comm
+
+    if comm.is_initialized():
+        comm.destroy_process_group()
+
+
 @pytest.fixture(autouse=True)
 def _police() -> Iterator[None]:
     """A test that leaves an environment variable, a thread or a child process behind fails."""

@@ -32,7 +32,9 @@ def global_norm(
     Returns:
         The norm, NaN or infinity when a gradient is not finite; and what each rank gave `along`.
     """
-    mine = _squares([b for b in buckets if b.filled and b.group.holders.counted], exact)
+    counted = [b for b in buckets if b.filled and b.group.holders.counted]
+    known = _known(reducer, counted)
+    mine = _squares(counted, exact) if known is None else known
     table = scalars.current.table(reducer.axes.one_copy, [mine, *along], tag, _LABEL, reducer.device)
     total = sum(row[0] for row in table)
     return math.sqrt(total) if total >= 0 else math.nan, [row[1:] for row in table]
@@ -48,6 +50,7 @@ def squares_by_name(reducer: Reducer) -> dict[str, float]:
         By name; 0 where other ranks have the gradient, no entry where no rank has one or another copy is counted.
     """
     found: dict[str, float] = {}
+    reducer.squares = reducer.revision, {}
     for bucket in reducer.buckets:
         if not bucket.filled or not bucket.group.holders.counted:
             continue
@@ -65,8 +68,24 @@ def squares_by_name(reducer: Reducer) -> dict[str, float]:
             squares = native_sums_of_squares(list(parts.values()))
             if squares is None and parts:
                 squares = torch.stack([sum_of_squares(part, exact=True) for part in parts.values()]).tolist()
+        if bucket.total.memory is not None:
+            reducer.squares[1][id(bucket)] = bucket.total.memory._version, math.fsum(squares or [])
         found.update(zip(parts, squares or [], strict=True))
     return found
+
+
+def _known(reducer: Reducer, buckets: list[Bucket]) -> float | None:
+    """This rank's part from what `squares_by_name` read, where nothing has been added or written since."""
+    revision, kept = reducer.squares
+    if revision != reducer.revision or not buckets:
+        return None
+    sums = []
+    for bucket in buckets:
+        version, square = kept.get(id(bucket), (-1, 0.0))
+        if bucket.total.memory is None or bucket.total.memory._version != version:
+            return None
+        sums.append(square)
+    return math.fsum(sums)
 
 
 def _squares(buckets: list[Bucket], exact: bool) -> float:

@@ -154,6 +154,39 @@ def unused_norms(stage: int) -> None:
         engine.gradient_norms()
 
 
+def norms_before_a_change(stage: int) -> None:
+    """What `gradient_norms` has read is not read again by the step, unless it was changed in between."""
+    from deepspeed.utils import safe_get_full_grad, safe_set_full_grad
+
+    def zeroed(engine: Any) -> None:
+        for param in engine.module.layers[0].parameters():
+            safe_set_full_grad(param, torch.zeros(param.shape))
+
+    def doubled(engine: Any) -> None:
+        for param in engine.module.parameters():
+            grad = safe_get_full_grad(param)
+            safe_set_full_grad(param, 2 * grad)
+
+    def edited(engine: Any) -> None:
+        for param in engine.module.parameters():
+            param.grad.mul_(3)
+
+    def again(engine: Any) -> None:
+        engine.backward(loss_of(engine, rows(0, dist.get_rank())))
+
+    torch.manual_seed(0)
+    with start(stage, clip=0.01) as engine:
+        for change in (None, zeroed, doubled, edited, again):
+            engine.backward(loss_of(engine, rows(0, dist.get_rank())))
+            engine.gradient_norms()
+            if change is not None:
+                change(engine)
+            whole = [safe_get_full_grad(param).double() for param in engine.module.parameters()]
+            wanted = sum(float(gradient.square().sum()) for gradient in whole) ** 0.5
+            engine.step()
+            assert abs(engine.get_global_grad_norm() - wanted) <= 1e-6 * wanted, change
+
+
 def test_gradient_norms_are_those_of_one_process(workers: Workers) -> None:
     model = tiny()
     for step in (0, 1):
@@ -169,6 +202,11 @@ def test_gradient_norms_are_those_of_one_process(workers: Workers) -> None:
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_gradient_that_some_ranks_have_counts_and_one_that_none_has_is_left_out(workers: Workers, stage: int) -> None:
     workers(RANKS).run(unused_norms, stage)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_change_after_gradient_norms_is_in_the_norm_of_the_step(workers: Workers, stage: int) -> None:
+    workers(RANKS).run(norms_before_a_change, stage)
 
 
 @pytest.mark.slow

@@ -32,6 +32,7 @@ def test_ranks_that_nobody_numbers_are_of_one_host_by_its_name():
     assert hosts(*[("alone", 0)] * 6) == []
 
 
+@pytest.mark.usefixtures("without_group")
 @pytest.mark.parametrize("more", [{}, {"mics_shard_size": 4}], ids=["one copy", "copies"])
 @pytest.mark.parametrize("per_host", [4, 8])
 def test_a_devices_memory_is_predicted_over_hosts(monkeypatch, per_host, more):
