@@ -228,6 +228,22 @@ def test_forward_and_backward_of_modules_are_recorded(again: bool) -> None:
     assert not any(_hooks(module) for module in model.modules())
 
 
+def test_what_is_compiled_stays_one_graph() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Residual())
+    hooks = ModuleSpans(model)
+    recorder.start()
+    try:
+        torch.compile(model, backend="eager", fullgraph=True)(torch.randn(2, 4)).sum().backward()
+        assert not [s for s in recorder.take()[0] if s.category in (FORWARD, BACKWARD)]
+        recorder.start()
+        model(torch.randn(2, 4))
+    finally:
+        recorder.stop()
+        hooks.remove()
+        torch.compiler.reset()
+    assert [s.module for s in recorder.take()[0] if s.category == FORWARD] == ["0", "1", "1.a", "1.b"]
+
+
 class Nap(torch.autograd.Function):
     """In place; its backward takes its time."""
 
