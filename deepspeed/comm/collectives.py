@@ -459,28 +459,45 @@ def broadcast(axis: Axis, flat: torch.Tensor, src: int, label: str) -> None:
 
 
 def broadcast_tensors(axis: Axis, tensors: Sequence[torch.Tensor], label: str, chunk: int = 1 << 23) -> None:
-    """Everybody gets the values of axis rank 0, in flat pieces of about `chunk` elements, dtype by dtype.
+    """Everybody gets the values of axis rank 0, dtype by dtype: large tensors as they lie, others in flat pieces.
 
     Args:
         axis: ranks that take part.
         tensors: changed in place on all but rank 0.
         label: for reports.
-        chunk: elements per message.
+        chunk: elements per message of small ones; a tensor of a sixteenth of it is large.
     """
     if axis.size == 1:
         return
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for tensor in tensors:
-        by_dtype.setdefault(tensor.dtype, []).append(tensor)
+        by_dtype.setdefault(tensor.dtype, []).append(tensor.detach())
     for same in by_dtype.values():
-        while same:
-            batch, filled = [], 0
-            while same and (not batch or filled + same[0].numel() <= chunk):
-                batch.append(same.pop(0))
-                filled += batch[-1].numel()
-            flat = torch.cat([t.detach().reshape(-1) for t in batch])
-            broadcast(axis, flat, 0, label)
-            at = 0
-            for tensor in batch:
-                tensor.detach().copy_(flat[at : at + tensor.numel()].view(tensor.shape))
-                at += tensor.numel()
+        small: list[torch.Tensor] = []
+        filled = 0
+        for tensor in same:
+            if tensor.numel() >= chunk // 16:
+                _broadcast_one(axis, tensor, label)
+                continue
+            if small and filled + tensor.numel() > chunk:
+                _broadcast_flat(axis, small, label)
+                small, filled = [], 0
+            small.append(tensor)
+            filled += tensor.numel()
+        if small:
+            _broadcast_flat(axis, small, label)
+
+
+def _broadcast_one(axis: Axis, tensor: torch.Tensor, label: str) -> None:
+    flat = tensor.contiguous()  # on some ranks it may lie otherwise
+    broadcast(axis, flat.view(-1), 0, label)
+    if axis.rank and flat.data_ptr() != tensor.data_ptr():
+        tensor.copy_(flat)
+
+
+def _broadcast_flat(axis: Axis, tensors: Sequence[torch.Tensor], label: str) -> None:
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    broadcast(axis, flat, 0, label)
+    if axis.rank:
+        for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+            tensor.copy_(part.view(tensor.shape))

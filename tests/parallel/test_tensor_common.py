@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -140,12 +141,14 @@ class Beside(nn.Module):
         return checkpoint(lambda x: self.again(self.again(x)), x, use_reentrant=False)
 
 
-def test_sketches_are_of_what_is_used() -> None:
+@pytest.mark.parametrize("given", [False, True])
+def test_sketches_are_of_what_is_used(given: bool) -> None:
+    """Whether what the module reads has a gradient or not."""
     torch.manual_seed(0)
-    model, x = Beside(), torch.randn(3, 5)
+    model, x = Beside(), torch.randn(3, 5, requires_grad=given)
     params = dict(model.named_parameters())
-    with Watch(model, params) as watch:
-        watch.gradients(model(x).sin().sum(), {})
+    with Watch(params) as watch:
+        torch.autograd.grad(model(x).sin().sum(), [*([x] if given else []), *params.values()], allow_unused=True)
     wanted = torch.autograd.grad(model(x).sin().sum(), list(params.values()), allow_unused=True)
     for (name, ours), gradient in zip(watch.found().items(), wanted, strict=True):
         assert (ours is None) is (gradient is None), name
