@@ -473,31 +473,25 @@ def broadcast_tensors(axis: Axis, tensors: Sequence[torch.Tensor], label: str, c
     for tensor in tensors:
         by_dtype.setdefault(tensor.dtype, []).append(tensor.detach())
     for same in by_dtype.values():
-        small: list[torch.Tensor] = []
-        filled = 0
-        for tensor in same:
-            if tensor.numel() >= chunk // 16:
-                _broadcast_one(axis, tensor, label)
-                continue
-            if small and filled + tensor.numel() > chunk:
-                _broadcast_flat(axis, small, label)
-                small, filled = [], 0
-            small.append(tensor)
-            filled += tensor.numel()
-        if small:
-            _broadcast_flat(axis, small, label)
+        large = [tensor for tensor in same if tensor.numel() >= chunk // 16]
+        small = [tensor for tensor in same if tensor.numel() < chunk // 16]
+        for batch in [[tensor] for tensor in large] + _batches(small, chunk):
+            # Of one that lies as it is, this is no copy; on some ranks it may lie otherwise.
+            flat = batch[0].reshape(-1) if len(batch) == 1 else torch.cat([tensor.reshape(-1) for tensor in batch])
+            broadcast(axis, flat, 0, label)
+            if axis.rank and flat.data_ptr() != batch[0].data_ptr():
+                for tensor, part in zip(batch, flat.split([tensor.numel() for tensor in batch]), strict=True):
+                    tensor.copy_(part.view(tensor.shape))
 
 
-def _broadcast_one(axis: Axis, tensor: torch.Tensor, label: str) -> None:
-    flat = tensor.contiguous()  # on some ranks it may lie otherwise
-    broadcast(axis, flat.view(-1), 0, label)
-    if axis.rank and flat.data_ptr() != tensor.data_ptr():
-        tensor.copy_(flat)
-
-
-def _broadcast_flat(axis: Axis, tensors: Sequence[torch.Tensor], label: str) -> None:
-    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    broadcast(axis, flat, 0, label)
-    if axis.rank:
-        for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
-            tensor.copy_(part.view(tensor.shape))
+def _batches(tensors: Sequence[torch.Tensor], limit: int) -> list[list[torch.Tensor]]:
+    """Neighbours, of at most `limit` elements together."""
+    found: list[list[torch.Tensor]] = []
+    filled = limit + 1
+    for tensor in tensors:
+        if filled + tensor.numel() > limit:
+            found.append([])
+            filled = 0
+        found[-1].append(tensor)
+        filled += tensor.numel()
+    return found

@@ -166,17 +166,18 @@ class UlyssesSPDataLoaderAdapter:
         sp_group: process group of the ranks of a sequence.
         sp_world_size: their number.
         device: where slices go; None: they stay.
-        shift_labels: `labels` become `shift_labels`, as causal models take them; False: they stay, each with its token,
-            as masked LMs and token classifiers take them.
+
+    Attributes:
+        shift_labels: `labels` become `shift_labels`, as causal models take them; set False, they stay, each with its
+            token, as masked LMs and token classifiers take them.
     """
 
-    def __init__(
-        self, dl: Any, sp_rank: int, sp_group: Any, sp_world_size: int, device: Any = None, *, shift_labels: bool = True
-    ) -> None:
+    shift_labels = True
+
+    def __init__(self, dl: Any, sp_rank: int, sp_group: Any, sp_world_size: int, device: Any = None) -> None:
         self.dl, self.sp_rank, self.sp_group, self.sp_world_size, self.device = (
             dl, sp_rank, sp_group, sp_world_size, device,
         )  # fmt: skip
-        self._left_out = "labels" if shift_labels else "shift_labels"
         self._axis = group_axis("sp", sp_group)
         self._same = SameBatches(self._axis, "share a sequence (sp)")
         self._takes_turns = type(dl).__module__.split(".")[0] == "accelerate"
@@ -195,7 +196,7 @@ class UlyssesSPDataLoaderAdapter:
             if self._same.left and not self._takes_turns:
                 self._same.compare(batch)
             part = slice_batch(batch, self._axis)
-            part.pop(self._left_out, None)
+            part.pop("labels" if self.shift_labels else "shift_labels", None)
             yield {name: _moved(value, self.device) for name, value in part.items()}
 
     def _turns(self) -> Iterator[Any]:

@@ -174,7 +174,9 @@ def labelled_tokens() -> None:
             with torch.no_grad():
                 found = model(**slice_batch(batch, axis), **more)
             assert abs(float(found[0]) - wanted) < 1e-5, (kind, more, found[0], wanted)
-        [part] = UlyssesSPDataLoaderAdapter([batch], axis.rank, axis.group, 2, shift_labels=False)
+        adapted = UlyssesSPDataLoaderAdapter([batch], axis.rank, axis.group, 2)
+        adapted.shift_labels = False
+        [part] = adapted
         assert "shift_labels" not in part and abs(float(model(**part).loss) - wanted) < 1e-5
         made.remove()
         with start(model, config_of({"sp": 2}, 1)) as engine:
