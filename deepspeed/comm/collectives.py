@@ -459,28 +459,39 @@ def broadcast(axis: Axis, flat: torch.Tensor, src: int, label: str) -> None:
 
 
 def broadcast_tensors(axis: Axis, tensors: Sequence[torch.Tensor], label: str, chunk: int = 1 << 23) -> None:
-    """Everybody gets the values of axis rank 0, in flat pieces of about `chunk` elements, dtype by dtype.
+    """Everybody gets the values of axis rank 0, dtype by dtype: large tensors as they lie, others in flat pieces.
 
     Args:
         axis: ranks that take part.
         tensors: changed in place on all but rank 0.
         label: for reports.
-        chunk: elements per message.
+        chunk: elements per message of small ones; a tensor of a sixteenth of it is large.
     """
     if axis.size == 1:
         return
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for tensor in tensors:
-        by_dtype.setdefault(tensor.dtype, []).append(tensor)
+        by_dtype.setdefault(tensor.dtype, []).append(tensor.detach())
     for same in by_dtype.values():
-        while same:
-            batch, filled = [], 0
-            while same and (not batch or filled + same[0].numel() <= chunk):
-                batch.append(same.pop(0))
-                filled += batch[-1].numel()
-            flat = torch.cat([t.detach().reshape(-1) for t in batch])
+        large = [tensor for tensor in same if tensor.numel() >= chunk // 16]
+        small = [tensor for tensor in same if tensor.numel() < chunk // 16]
+        for batch in [[tensor] for tensor in large] + _batches(small, chunk):
+            # Of one that lies as it is, this is no copy; on some ranks it may lie otherwise.
+            flat = batch[0].reshape(-1) if len(batch) == 1 else torch.cat([tensor.reshape(-1) for tensor in batch])
             broadcast(axis, flat, 0, label)
-            at = 0
-            for tensor in batch:
-                tensor.detach().copy_(flat[at : at + tensor.numel()].view(tensor.shape))
-                at += tensor.numel()
+            if axis.rank and flat.data_ptr() != batch[0].data_ptr():
+                for tensor, part in zip(batch, flat.split([tensor.numel() for tensor in batch]), strict=True):
+                    tensor.copy_(part.view(tensor.shape))
+
+
+def _batches(tensors: Sequence[torch.Tensor], limit: int) -> list[list[torch.Tensor]]:
+    """Neighbours, of at most `limit` elements together."""
+    found: list[list[torch.Tensor]] = []
+    filled = limit + 1
+    for tensor in tensors:
+        if filled + tensor.numel() > limit:
+            found.append([])
+            filled = 0
+        found[-1].append(tensor)
+        filled += tensor.numel()
+    return found

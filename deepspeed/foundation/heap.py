@@ -9,17 +9,19 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import math
+import mmap
 import os
 import resource
 import sys
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 
 import torch
 
 _TRIM, _MAP = -1, -3  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD of mallopt
-_OWN, IN_HEAP = 1 << 20, 1 << 25  # bytes that count as large inside, and, as glibc itself would have it, outside
+LARGE, IN_HEAP = 1 << 20, 1 << 25  # bytes that count as large inside, and, as glibc itself would have it, outside
 PAGE = 4096  # bytes
 _HUGE = 14  # MADV_HUGEPAGE of Linux
 _lock, _open = threading.Lock(), list[object]()
@@ -49,14 +51,17 @@ def heap() -> range:
 
 @contextmanager
 def own_pages() -> Generator[None, None, None]:
-    """Blocks of 1 MiB and more that are allocated inside, by any thread, go back to the system when they are freed."""
+    """Blocks of 1 MiB and more that are allocated inside, by any thread, go back to the system when they are freed.
+
+    Not those for which the heap has a hole already: who is not to lie there takes `mapped`.
+    """
     mallopt = _mallopt()
     if mallopt is None:
         yield
         return
     with _lock:
         _open.append(mallopt)
-        mallopt(_MAP, _OWN)
+        mallopt(_MAP, LARGE)
     try:
         yield
     finally:
@@ -82,8 +87,19 @@ def huge_pages(address: int, nbytes: int) -> None:
     """
     madvise = _madvise()
     begin, end = -(-address // PAGE) * PAGE, (address + nbytes) // PAGE * PAGE
-    if madvise is not None and address and end - begin >= _OWN:
+    if madvise is not None and address and end - begin >= LARGE:
         madvise(begin, end - begin, _HUGE)
+
+
+def mapped(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros in host memory of their own, outside of the heap, whatever holes it has; their storage cannot be resized.
+
+    Args:
+        shape: of at least one element.
+        dtype: any.
+    """
+    pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=dtype).view(*shape)
 
 
 def at_a_page(numel: int, dtype: torch.dtype) -> torch.Tensor:

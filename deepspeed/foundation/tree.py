@@ -31,17 +31,22 @@ def leaves_in(value: Any, kinds: type[Any] | tuple[type[Any], ...]) -> Iterator[
 
 def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     """The same nest with `change` applied to every tensor; nests without a changed tensor come back as they are."""
-    if isinstance(value, torch.Tensor):
+    return map_leaves(change, torch.Tensor, value)
+
+
+def map_leaves(change: Callable[[Any], Any], kinds: type[Any], value: Any) -> Any:
+    """As `map_tensors`, of a nest of leaves of another class."""
+    if isinstance(value, kinds):
         return change(value)
     kind = cast("Any", type(value))
     if isinstance(value, (list, tuple)):
         old = cast("Sequence[Any]", value)
-        new = [map_tensors(change, item) for item in old]
+        new = [map_leaves(change, kinds, item) for item in old]
         if all(a is b for a, b in zip(old, new, strict=True)):
             return old
         return kind(*new) if hasattr(kind, "_fields") else kind(new)
     if kind is dict:
         mapping = cast("dict[Any, Any]", value)
-        changed = {key: map_tensors(change, item) for key, item in mapping.items()}
+        changed = {key: map_leaves(change, kinds, item) for key, item in mapping.items()}
         return mapping if all(mapping[key] is changed[key] for key in mapping) else changed
     return value

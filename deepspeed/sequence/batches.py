@@ -155,7 +155,7 @@ def edge_of(batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 class UlyssesSPDataLoaderAdapter:
-    """A loader of whole batches as one of slices; `labels` become `shift_labels`.
+    """A loader of whole batches as one of slices.
 
     Ranks of a sequence give the same batches, which are compared for the first ten. Accelerate's loaders deal samples
     to all ranks: there the ranks of a sequence take turns, and all of them work on the batch of each.
@@ -166,7 +166,13 @@ class UlyssesSPDataLoaderAdapter:
         sp_group: process group of the ranks of a sequence.
         sp_world_size: their number.
         device: where slices go; None: they stay.
+
+    Attributes:
+        shift_labels: `labels` become `shift_labels`, as causal models take them; set False, they stay, each with its
+            token, as masked LMs and token classifiers take them.
     """
+
+    shift_labels = True
 
     def __init__(self, dl: Any, sp_rank: int, sp_group: Any, sp_world_size: int, device: Any = None) -> None:
         self.dl, self.sp_rank, self.sp_group, self.sp_world_size, self.device = (
@@ -190,7 +196,7 @@ class UlyssesSPDataLoaderAdapter:
             if self._same.left and not self._takes_turns:
                 self._same.compare(batch)
             part = slice_batch(batch, self._axis)
-            part.pop("labels", None)
+            part.pop("labels" if self.shift_labels else "shift_labels", None)
             yield {name: _moved(value, self.device) for name, value in part.items()}
 
     def _turns(self) -> Iterator[Any]:

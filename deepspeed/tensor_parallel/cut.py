@@ -20,6 +20,8 @@ from deepspeed.comm.same_batches import first_difference
 from deepspeed.comm.together import in_step, run_together, sent_among
 from deepspeed.errors import ArgumentError, MeshError, TensorParallelError, UsageError
 from deepspeed.foundation.log import in_words, say
+from deepspeed.foundation.partition import partition_uniform
+from deepspeed.foundation.simulation import simulating
 from deepspeed.foundation.tree import tensors_in
 from deepspeed.tensor_parallel import verify
 from deepspeed.tensor_parallel.dropout import install
@@ -39,6 +41,7 @@ from deepspeed.zero.grouping import release
 from deepspeed.zero.param import is_managed
 from deepspeed.zero.placement import placement_of
 
+DEALT = 2  # units that a rank runs whole, at most, before it tells the others: they wait for the slowest
 _MARK = "_ds_tensor_plan"
 T = TypeVar("T")
 
@@ -122,7 +125,8 @@ def cut_model(
     plan = _in_step(in_step, lambda: _checked(_agreed(looked, axis), specs))
     say(plan.table())
     # A model born sharded is whole unit by unit, and one whose ranks meet in its forward runs on all of them at once.
-    together = 1 if check == "off" or plan.meets or any(map(is_managed, model.parameters())) else axis.size
+    alone = check == "off" or plan.meets or any(map(is_managed, model.parameters()))
+    together = 1 if alone else DEALT * axis.size
     for dealt in _dealt(model, plan.units, together):
         units = {model.get_submodule(unit.name): unit for unit in dealt}
         _in_step(in_step, functools.partial(_cut_units, units, axis, check != "off", settle or _stay))
@@ -313,12 +317,17 @@ def _cut_units(units: Mapping[nn.Module, Unit], axis: Axis, check: bool, settle:
             settle(module)
         return
     constants = {module: _hidden(module) for module in units}
-    for unit in units.values():  # what a model draws before the unit may differ over ranks
-        given = [tensor for call in unit.calls for tensor in tensors_in(call.arguments)]
-        broadcast_tensors(axis, given, f"inputs of {unit.name}")
-    for (module, unit), dense in zip(units.items(), _dense_forms(units, axis), strict=True):
-        ended = run_together(axis, functools.partial(_cut_and_run, module, unit, axis))
-        verify.compare(unit, dense, verify.finished(unit.name, axis, ended), module, axis)
+    given = [t for unit in units.values() for call in unit.calls for t in tensors_in(call.arguments)]
+    # What a model draws before a unit may differ over ranks.
+    broadcast_tensors(axis, given, f"inputs of {' and '.join(unit.name for unit in units.values())}")
+    wholes, seen = _dense_forms(units, axis), []
+    for (module, unit), dense in zip(units.items(), wholes, strict=True):
+        ended = run_together(axis, functools.partial(_cut_and_run, module, unit, dense, axis))
+        seen.append(verify.finished(unit.name, axis, ended))
+    everyone = told_by_all(axis, [text for text, _ in seen])
+    for (module, unit), (_, cut), *texts in zip(units.items(), seen, *everyone, strict=True):
+        if any(texts):
+            verify.judge(unit, texts, cut, module, axis)
         params = dict(module.named_parameters())
         with torch.no_grad():
             for name, value in constants[module].items():
@@ -327,23 +336,34 @@ def _cut_units(units: Mapping[nn.Module, Unit], axis: Axis, check: bool, settle:
 
 
 def _dense_forms(units: Mapping[nn.Module, Unit], axis: Axis) -> list[list[verify.Seen]]:
-    """What units compute whole: each of several by one rank, which tells the others; one unit alone by all."""
-    dealt = list(units.items())
-    if len(dealt) == 1:
-        ((module, unit),) = dealt
-        return [verify.finished(unit.name, axis, run_together(axis, lambda: verify.run(module, unit)))]
+    """What units compute whole: of several each rank runs some, and tells the others; one unit alone is run by all."""
+    dealt, running = list(units.items()), ""
+    bounds = partition_uniform(len(dealt), axis.size)
+    mine = dealt if len(dealt) == 1 else dealt[bounds[axis.rank] : bounds[axis.rank + 1]]
 
-    def mine() -> list[verify.Seen]:
-        return [seen.on_host() for seen in verify.run(*dealt[axis.rank])] if axis.rank < len(dealt) else []
+    def action() -> list[list[verify.Seen]]:
+        nonlocal running
+        found = []
+        for module, unit in mine:
+            running = unit.name
+            found.append(verify.run(module, unit))
+        return found
 
-    ended = run_together(axis, mine)
-    raised = next((unit.name for (_, unit), text in zip(dealt, ended.texts, strict=False) if text), "")
-    return told_by_all(axis, verify.finished(raised, axis, ended))[: len(dealt)]
+    ended = run_together(axis, action)
+    if not ended.well:
+        names = told_by_all(axis, running)
+        running = next(name for name, text in zip(names, ended.texts, strict=True) if text)
+    own = verify.finished(running, axis, ended)
+    if simulating():  # nobody looks at them
+        return (own or [[]])[:1] * len(dealt)
+    return own if len(dealt) == 1 else [one for theirs in told_by_all(axis, own) for one in theirs]
 
 
-def _cut_and_run(module: nn.Module, unit: Unit, axis: Axis) -> list[verify.Seen]:
+def _cut_and_run(module: nn.Module, unit: Unit, dense: list[verify.Seen], axis: Axis) -> tuple[str, list[verify.Seen]]:
+    """What differs, and what the unit computes cut."""
     _become_slices(module, unit, axis)
-    return verify.run(module, unit)
+    cut = verify.run(module, unit)
+    return verify.differences(unit, dense, cut, module, axis), cut
 
 
 def _become_slices(module: nn.Module, unit: Unit, axis: Axis) -> None:

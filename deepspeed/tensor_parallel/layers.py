@@ -7,6 +7,7 @@ Existing layers become slices in place: module and parameters stay the objects t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,8 +18,9 @@ from torch import nn
 from deepspeed.comm.axis import Axis
 from deepspeed.comm.differentiable import enter, gather_from, reduce_from
 from deepspeed.errors import ArgumentError
-from deepspeed.foundation.heap import own_pages
+from deepspeed.foundation.heap import LARGE, mapped
 from deepspeed.foundation.partition import partition_uniform
+from deepspeed.foundation.simulation import simulating
 from deepspeed.zero.placement import Cut, Placement, Relation, place
 
 
@@ -45,9 +47,18 @@ def take(tensor: torch.Tensor, dim: int, segments: Sequence[tuple[int, int]]) ->
 def cut_tensor(tensor: torch.Tensor, dim: int, segments: Sequence[tuple[int, int]]) -> None:
     """Keep some segments of one dim of a parameter or buffer, and place it so; it stays the object it is."""
     size = tensor.shape[dim]
-    with torch.no_grad(), own_pages():  # an engine may soon move it elsewhere: the heap would keep what it leaves
-        tensor.data = take(tensor.data, dim, segments)
+    with torch.no_grad():
+        tensor.data = _apart(tensor.data, dim, segments)
     place(tensor, Placement((Cut(dim, size, tuple(segments)),), {"tp": Relation.CUT}))
+
+
+def _apart(whole: torch.Tensor, dim: int, segments: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """As `take`; large ones not in the heap, which would keep what an engine leaves when it moves them elsewhere."""
+    shape = [*whole.shape[:dim], sum(length for _, length in segments), *whole.shape[dim + 1 :]]
+    if whole.device.type != "cpu" or simulating() or math.prod(shape) * whole.itemsize < LARGE:
+        return take(whole, dim, segments)
+    made = mapped(shape, whole.dtype)
+    return torch.cat([whole.narrow(dim, start, length) for start, length in segments], dim, out=made)
 
 
 def mark_partial(tensor: torch.Tensor) -> None:

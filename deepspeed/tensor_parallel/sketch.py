@@ -1,22 +1,22 @@
 """Gradients of parameters, seen without holding them: multiplied with random vectors as soon as they are there.
 
 The gradients of a unit take as much memory as the unit, and writing them more time than all that is read for them. A
-gradient is looked at and let go, one after the other. That of a dense linear layer is not even made: what the layer
-read and what came back, a few tokens, say all of it.
+gradient is looked at and let go, one after the other. That of a weight that a linear product reads as it is, dense or a
+slice, is not even made: what was read and what came back, a few tokens, say all of it.
 """
 
 from __future__ import annotations
 
 import functools
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from deepspeed.foundation.simulation import with_values
-from deepspeed.tensor_parallel.layers import ColumnParallel, RowParallel, is_linear, is_transposed, take
+from deepspeed.tensor_parallel.layers import take
 from deepspeed.zero.placement import placement_of
 
 PROBES = 4  # random vectors: a wrong row would have to be at right angles to all of them
@@ -76,68 +76,64 @@ def _drawn(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 
 
 class Watch:
-    """Sees the gradients of a module's parameters in one forward and backward; a context around both.
+    """Sees the gradients of parameters in one forward and backward; a context around both.
 
     Args:
-        module: dense or cut; in evaluation mode.
         params: by name, all with `requires_grad`.
-        slices: whether slices make their gradients, which proves their own backward; else they are seen as any layer.
     """
 
-    def __init__(self, module: nn.Module, params: Mapping[str, nn.Parameter], slices: bool = True) -> None:
+    def __init__(self, params: Mapping[str, nn.Parameter]) -> None:
         self._params = params
+        self._names = {id(param): name for name, param in params.items()}
         self._found: dict[str, Sketches] = {}
-        self._calls: dict[int, list[tuple[torch.Tensor, torch.Tensor, bool]]] = {}  # by weight: read, given, transposed
-        own = (ColumnParallel, RowParallel) if slices else ()
-        layers = [m for m in module.modules() if is_linear(m) and not isinstance(m, own)]
-        self._backward = False
-        self._handles = [layer.register_forward_hook(self._called, prepend=True) for layer in layers]
+        self._handles: list[Any] = []
 
     def __enter__(self) -> Watch:
+        self._handles = [param.register_hook(self._noting(name)) for name, param in self._params.items()]
+        # By the name under which modules call them; who calls them by another one has its gradient made.
+        self._before: tuple[Any, Any] = F.linear, torch.addmm
+        F.linear, torch.addmm = self._linear, self._addmm  # type: ignore[assignment]
         return self
 
     def __exit__(self, *_: Any) -> None:
+        F.linear, torch.addmm = self._before  # type: ignore[assignment]
         for handle in self._handles:
             handle.remove()
-        self._calls.clear()
 
-    def _called(self, layer: Any, args: tuple[Any, ...], output: Any) -> Any:
-        if len(args) != 1 or not isinstance(output, torch.Tensor) or not output.requires_grad:
-            return None
-        if output.shape[-1] != layer.weight.shape[1 if is_transposed(layer) else 0]:
-            return None  # of a slice: some rows of a weight that is whole, or outputs that were joined
-        read = args[0].detach().reshape(-1, args[0].shape[-1]).clone()  # both of them may be changed in place
-        if not self._backward:  # in which checkpoints call layers again
-            self._calls.setdefault(id(layer.weight), []).append((read, output, is_transposed(layer)))
-        return output.clone()
+    def _linear(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return self._product(input, weight, True, lambda matrix: self._before[0](input, matrix, bias))
 
-    def gradients(self, total: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor | None]:
-        """Backward.
+    def _addmm(self, input: Any, mat1: torch.Tensor, mat2: torch.Tensor, **more: Any) -> torch.Tensor:
+        made = lambda matrix: self._before[1](input, mat1, matrix, **more)  # noqa: E731
+        return made(mat2) if more else self._product(mat1, mat2, False, made)
+
+    def _product(
+        self, read: torch.Tensor, matrix: torch.Tensor, by_outputs: bool, made: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        """What `made` makes of a matrix; where that is a parameter as it is, its gradient is seen and not made.
 
         Args:
-            total: one number.
-            inputs: leaves, by path.
-
-        Returns:
-            Gradients of the inputs. Of the parameters see `found`.
+            read: (…, in).
+            matrix: (out, in), a layer's weight or what a layer has made of it.
+            by_outputs: so it is; else (in, out).
+            made: the product.
         """
-        self._backward = True
-        uses, nodes = _uses(total)
-        used = {key: [call for call in calls if call[1].grad_fn in nodes] for key, calls in self._calls.items()}
-        del nodes  # they would keep what backward lets go
-        known = {key: calls for key, calls in used.items() if uses[key] == len(calls) > 0}
-        asked = [p for p in self._params.values() if id(p) not in known]
-        given = [output for calls in known.values() for _, output, _ in calls]
-        names = {id(p): name for name, p in self._params.items()}
-        self._handles += [p.register_hook(self._noting(name)) for name, p in self._params.items() if id(p) not in known]
-        grads = torch.autograd.grad(total, [*inputs.values(), *given, *asked], allow_unused=True)
-        back = iter(grads[len(inputs) : len(inputs) + len(given)])
-        for key, calls in known.items():
-            for (read, _, transposed), gradient in zip(calls, back, strict=False):
-                if gradient is not None:
-                    gradient = gradient.reshape(-1, gradient.shape[-1])
-                    self._add(names[key], _of_product(*((read, gradient) if transposed else (gradient, read))))
-        return dict(zip(inputs, grads, strict=False))
+        param = matrix if id(matrix) in self._names else matrix._base
+        turned = param is not matrix
+        if param is None or id(param) not in self._names or (turned and not _is_turned(matrix, param)):
+            return made(matrix)
+        if not read.requires_grad or not torch.is_grad_enabled():
+            return made(matrix)  # nothing would come back
+        out = made(matrix.detach())
+        kept = read.detach().reshape(-1, read.shape[-1]).clone()  # it may be changed in place
+
+        def note(gradient: torch.Tensor) -> None:
+            gradient = gradient.reshape(-1, gradient.shape[-1])
+            pair = (gradient, kept) if by_outputs != turned else (kept, gradient)
+            self._add(self._names[id(param)], _of_product(*pair), dims_of(param))
+
+        out.register_hook(note)
+        return out.clone()  # what changes the result in place would take the hook from it
 
     def _noting(self, name: str) -> Any:
         without = dims_of(self._params[name])
@@ -148,29 +144,17 @@ class Watch:
 
         return note
 
-    def _add(self, name: str, found: Sketches) -> None:
-        known = self._found.setdefault(name, found)
-        if known is not found:
-            self._found[name] = {dim: known[dim] + found[dim] for dim in known}
+    def _add(self, name: str, found: Sketches, without: Iterable[int] = ()) -> None:
+        found = {dim: sketch for dim, sketch in found.items() if dim not in set(without)}
+        known = self._found.get(name)
+        self._found[name] = found if known is None else {dim: known[dim] + found[dim] for dim in known}
 
     def found(self) -> dict[str, Sketches | None]:
-        """Of every parameter; None: it has no gradient."""
+        """Of every parameter, after backward; None: it has no gradient."""
         return {name: self._found.get(name) for name in self._params}
 
 
-def _uses(total: torch.Tensor) -> tuple[Counter[int], set[Any]]:
-    """How often a graph uses each leaf, by its id: a layer's weight may be read by others than the layer. Its nodes."""
-    found: Counter[int] = Counter()
-    waiting, seen = [total.grad_fn] if total.grad_fn is not None else [], set[Any]()
-    while waiting:
-        node: Any = waiting.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        for following, _ in node.next_functions:
-            if following is None:
-                continue
-            if hasattr(following, "variable"):
-                found[id(following.variable)] += 1
-            waiting.append(following)
-    return found, seen
+def _is_turned(view: torch.Tensor, param: torch.Tensor) -> bool:
+    """Whether a view of a matrix is all of it, with its dims in the other order."""
+    whole = view.storage_offset() == param.storage_offset() and param.dim() == view.dim() == 2
+    return whole and view.shape == param.shape[::-1] and view.stride() == param.stride()[::-1]

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -19,7 +20,7 @@ from deepspeed.comm.together import Ended, run_together
 from deepspeed.errors import TensorParallelError
 from deepspeed.foundation.log import say
 from deepspeed.foundation.simulation import simulating
-from deepspeed.foundation.tree import map_tensors, tensors_in
+from deepspeed.foundation.tree import map_leaves, map_tensors, tensors_in
 from deepspeed.tensor_parallel.plan import Unit
 from deepspeed.tensor_parallel.shares import Call, floating, same_draws
 from deepspeed.tensor_parallel.sketch import Sketches, Watch, dims_of, part_of, sketches
@@ -47,10 +48,17 @@ class Seen:
     params: dict[str, Sketches | None]
     slices: frozenset[str] = frozenset()
 
-    def on_host(self) -> Seen:
-        """For other ranks, which may have no device of this name."""
-        host = lambda value: map_tensors(lambda tensor: tensor.cpu(), value)  # noqa: E731
-        return Seen(host(self.outputs), host(self.inputs), host(self.params), self.slices)
+    def __getstate__(self) -> tuple[Any, ...]:
+        """For other ranks, which may have no device of this name; tensors by themselves would take long to read."""
+        return map_tensors(_on_host, (self.outputs, self.inputs, self.params, self.slices))  # type: ignore[no-any-return]
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self.outputs, self.inputs, self.params, self.slices = map_leaves(torch.from_numpy, np.ndarray, state)
+
+
+def _on_host(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    low = tensor.dtype in (torch.bfloat16, torch.float16)  # values are compared in fp32 at least
+    return (tensor.float() if low else tensor).cpu().numpy()
 
 
 def _exact(module: nn.Module) -> nn.Module:
@@ -69,13 +77,13 @@ def run(module: nn.Module, unit: Unit) -> list[Seen]:
     exact = _exact(module)
     found: list[Seen] = []
     slices = frozenset(name for name, param in module.named_parameters() if "tp" in placement_of(param).relations)
-    for at, call in enumerate(unit.calls):
+    for call in unit.calls:
         with _unchanged(exact):
-            found.append(replace(_seen(exact, call, first=at == 0), slices=slices))
+            found.append(replace(_seen(exact, call), slices=slices))
     return found
 
 
-def _seen(module: nn.Module, call: Call, first: bool) -> Seen:
+def _seen(module: nn.Module, call: Call) -> Seen:
     dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
     call, _ = floating(call)
     call = call.mapped(lambda _, t: t.to(dtype) if t.is_floating_point() and dtype != torch.float32 else t)
@@ -87,12 +95,15 @@ def _seen(module: nn.Module, call: Call, first: bool) -> Seen:
         given[path] = tensor.detach().clone().requires_grad_()
         return given[path].view_as(given[path])
 
-    with _trainable(module) as params, Watch(module, params, first) as watch, torch.enable_grad(), same_draws():
+    with _trainable(module) as params, Watch(params) as watch, torch.enable_grad(), same_draws():
         outputs = [t for t in tensors_in(call.mapped(leaf).run(module)) if t.is_floating_point()]
         generator = torch.Generator().manual_seed(7)
         whole = [(t * _drawn(t, generator)).sum() for t in outputs[:1] if t.requires_grad]
         total = sum(whole, torch.zeros((), device=outputs[0].device if outputs else None))
-        inputs = watch.gradients(total, given)
+        inputs = dict.fromkeys(given)
+        if total.requires_grad:
+            asked = [*given.values(), *params.values()]
+            inputs = dict(zip(given, torch.autograd.grad(total, asked, allow_unused=True), strict=False))
     return Seen([t.detach() for t in outputs], inputs, watch.found())
 
 
@@ -135,28 +146,33 @@ def _drawn(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     return torch.randn(tensor.shape, generator=generator).to(tensor)
 
 
-def compare(unit: Unit, dense: list[Seen], cut: list[Seen], module: nn.Module, axis: Axis) -> None:
-    """Compare what a unit computed whole with what it computes cut, way by way. All ranks of the axis call together.
+def differences(unit: Unit, dense: list[Seen], cut: list[Seen], module: nn.Module, axis: Axis) -> str:
+    """What this rank sees of what a unit computed whole that is not what it computes cut, way by way; empty: nothing.
 
-    A unit that computes something else each time is named, and not compared.
-
-    Raises:
-        TensorParallelError: on every rank, with what differs on which.
+    All ranks of the axis call, inside `run_together`.
     """
     if simulating():  # nothing has values that could differ: a real run compares them
-        return
+        return ""
+    found = []
+    for at, (wanted, ours) in enumerate(zip(dense, cut, strict=True), 1):
+        way = f"in way {at} of {len(dense)} of calling it, " if len(dense) > 1 else ""
+        found += [way + text for text in _differences(wanted, ours, module, axis, TOLERANCE)]
+    return "; ".join(found[:3])
 
-    def differences() -> list[str]:
-        found = []
-        for at, (wanted, ours) in enumerate(zip(dense, cut, strict=True), 1):
-            way = f"in way {at} of {len(dense)} of calling it, " if len(dense) > 1 else ""
-            found += [way + text for text in _differences(wanted, ours, module, axis, TOLERANCE)]
-        return found
 
-    found = finished(unit.name, axis, run_together(axis, differences))
-    texts = told_by_all(axis, "; ".join(found[:3]))
-    if not any(texts):
-        return
+def judge(unit: Unit, texts: Sequence[str], cut: list[Seen], module: nn.Module, axis: Axis) -> None:
+    """Name a unit that differs and computes something else each time. All ranks of the axis call together.
+
+    Args:
+        unit: of which some rank has seen differences.
+        texts: what each rank has seen, by position.
+        cut: what it computes cut.
+        module: the unit's.
+        axis: the ranks.
+
+    Raises:
+        TensorParallelError: it computes the same each time; on every rank, with what differs on which.
+    """
     again = run_together(axis, lambda: _moved(cut, run(module, unit)))
     if again.well and any(told_by_all(axis, again.result)):
         say(f"'{unit.name}' is not compared with its dense form: it computes something else each time")

@@ -13,7 +13,7 @@ from transformers import BertConfig, BertForMaskedLM, BertForTokenClassification
 from deepspeed.comm.mesh import current_mesh, mesh_for
 from deepspeed.errors import DeepSpeedError, NotAvailableError, SequenceParallelError
 from deepspeed.sequence import ulysses
-from deepspeed.sequence.batches import slice_batch
+from deepspeed.sequence.batches import UlyssesSPDataLoaderAdapter, slice_batch
 from deepspeed.sequence.register import UlyssesSPAttentionHF
 from deepspeed.sequence.ulysses import cut_sequence, sequence_models
 from tests.parallel.dense import Dense, compared, momentum
@@ -174,6 +174,10 @@ def labelled_tokens() -> None:
             with torch.no_grad():
                 found = model(**slice_batch(batch, axis), **more)
             assert abs(float(found[0]) - wanted) < 1e-5, (kind, more, found[0], wanted)
+        adapted = UlyssesSPDataLoaderAdapter([batch], axis.rank, axis.group, 2)
+        adapted.shift_labels = False
+        [part] = adapted
+        assert "shift_labels" not in part and abs(float(model(**part).loss) - wanted) < 1e-5
         made.remove()
         with start(model, config_of({"sp": 2}, 1)) as engine:
             close(list(compared(engine, dense, current_mesh(), lambda m, *_: m(**batch).loss, 2)))

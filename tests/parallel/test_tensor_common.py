@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -12,10 +13,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from deepspeed.comm.api import told_by_all
+from deepspeed.comm.collectives import broadcast_tensors
 from deepspeed.comm.mesh import mesh_for
+from deepspeed.foundation.heap import LARGE
 from deepspeed.tensor_parallel import verify
 from deepspeed.tensor_parallel.cut import cut_model
-from deepspeed.tensor_parallel.layers import mark_partial
+from deepspeed.tensor_parallel.layers import cut_tensor, mark_partial, take
 from deepspeed.tensor_parallel.sketch import Watch, sketches
 from tests.parallel.test_tensor_units import WIDTH, Pair, Stack, same_as
 
@@ -140,12 +143,14 @@ class Beside(nn.Module):
         return checkpoint(lambda x: self.again(self.again(x)), x, use_reentrant=False)
 
 
-def test_sketches_are_of_what_is_used() -> None:
+@pytest.mark.parametrize("given", [False, True])
+def test_sketches_are_of_what_is_used(given: bool) -> None:
+    """Whether what the module reads has a gradient or not."""
     torch.manual_seed(0)
-    model, x = Beside(), torch.randn(3, 5)
+    model, x = Beside(), torch.randn(3, 5, requires_grad=given)
     params = dict(model.named_parameters())
-    with Watch(model, params) as watch:
-        watch.gradients(model(x).sin().sum(), {})
+    with Watch(params) as watch:
+        torch.autograd.grad(model(x).sin().sum(), [*([x] if given else []), *params.values()], allow_unused=True)
     wanted = torch.autograd.grad(model(x).sin().sum(), list(params.values()), allow_unused=True)
     for (name, ours), gradient in zip(watch.found().items(), wanted, strict=True):
         assert (ours is None) is (gradient is None), name
@@ -180,3 +185,34 @@ def test_each_side_of_a_gradient_has_its_own_scale() -> None:
     axis: Any = None
     assert not list(verify._differences(seen[0], seen[0], module, axis, verify.TOLERANCE))
     assert list(verify._differences(seen[0], seen[1], module, axis, verify.TOLERANCE))
+
+
+def test_large_slices_lie_outside_of_the_heap() -> None:
+    """What lies in the heap may stay with the process when an engine has moved it elsewhere."""
+    for shape, dim, segments in (((1024, 512), 0, ((256, 512),)), ((512, 1024), 1, ((0, 256), (768, 256)))):
+        for dtype in (torch.float32, torch.bfloat16):
+            whole = torch.randn(shape).to(dtype)
+            param = nn.Parameter(whole.clone())
+            cut_tensor(param, dim, segments)
+            assert torch.equal(param.detach(), take(whole, dim, segments)) and param.is_contiguous()
+            assert param.untyped_storage().resizable() is (param.nbytes < LARGE)  # what is mapped has its size for good
+            assert torch.equal(copy.deepcopy(param), param)
+
+
+def first_rank_s() -> None:
+    """Large and small tensors, none at all, and large ones that lie otherwise on one rank."""
+    axis = mesh_for({"tp": 2}).axis("tp")
+    shapes = [(3,), (700, 1000), (0,), (5, 2), (900, 600), (1 << 20,), (7,)]
+    wanted = [torch.randn(shape, generator=torch.Generator().manual_seed(at)) for at, shape in enumerate(shapes)]
+    wanted += [torch.arange(9), torch.arange(4).bool()]
+    ours = [one.clone() if axis.rank == 0 else torch.zeros_like(one) for one in wanted]
+    if axis.rank == 1:
+        ours[1] = torch.zeros(1000, 700).t()
+    else:
+        ours[4] = wanted[4].t().contiguous().t()
+    broadcast_tensors(axis, ours, "values", chunk=1 << 20)
+    assert all(map(torch.equal, ours, wanted))
+
+
+def test_values_are_those_of_the_first_rank_however_they_lie(workers: Any) -> None:
+    workers(2).run(first_rank_s)

@@ -261,9 +261,9 @@ def test_sketches_are_of_the_gradients() -> None:
     total = model(x.clone()).sin().sum()
     params = dict(model.named_parameters())
     wanted = dict(zip(params, torch.autograd.grad(total, list(params.values()), allow_unused=True), strict=True))
-    with Watch(model, params) as watch:
+    with Watch(params) as watch:
         total = model(x.clone()).sin().sum()
-        (back,) = watch.gradients(total, {"x": x}).values()
+        back = torch.autograd.grad(total, [x, *params.values()], allow_unused=True)[0]
     assert back is not None and torch.allclose(back, torch.autograd.grad(model(x.clone()).sin().sum(), x)[0])
     found = watch.found()
     for name, gradient in wanted.items():
@@ -272,6 +272,37 @@ def test_sketches_are_of_the_gradients() -> None:
         for dim, sketch in ({} if gradient is None else sketches(gradient)).items():
             assert ours is not None and torch.allclose(ours[dim], sketch, atol=1e-5), (name, dim)
     assert not any(hook for p in params.values() for hook in (p._backward_hooks or {}).values())
+
+
+class Products(nn.Module):
+    """Matrices that linear products read as they are, turned, in part, changed, and over a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain, self.turned, self.part, self.changed, self.bare = (
+            nn.Parameter(torch.randn(4, 4)) for _ in range(5)
+        )
+        self.bias = nn.Parameter(torch.randn(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.linear(x, self.plain, self.bias) + F.linear(x, self.turned.t(), self.bias)
+        x = F.linear(x[..., :2], self.part[:, :2]) + F.linear(x, self.part.t()[:4])
+        x = F.linear(x, 2 * self.changed - self.changed.detach())
+        x = torch.addmm(self.bias, x.flatten(0, 1), self.bare).view(x.shape) + x
+        return torch.addmm(self.bias, x.flatten(0, 1), self.bare.t(), beta=2.0) + x[0, 0]
+
+
+def test_products_are_seen_whatever_they_read() -> None:
+    torch.manual_seed(0)
+    model, x = Products(), torch.randn(2, 3, 4, requires_grad=True)
+    params, linear = dict(model.named_parameters()), F.linear
+    with Watch(params) as watch:
+        torch.autograd.grad(model(x).sin().sum(), list(params.values()), allow_unused=True)
+    assert F.linear is linear
+    for name, gradient in zip(params, torch.autograd.grad(model(x).sin().sum(), list(params.values())), strict=True):
+        ours = watch.found()[name]
+        for dim, sketch in sketches(gradient).items():
+            assert ours is not None and torch.allclose(ours[dim], sketch, rtol=1e-4, atol=1e-4), (name, dim)
 
 
 @pytest.mark.parametrize("shape", [(6,), (6, 4), (3, 6, 4), (3, 4, 6)])
@@ -290,7 +321,7 @@ def test_a_part_of_a_sketch_is_that_of_the_part(shape: tuple[int, ...]) -> None:
 
 def growth() -> list[tuple[int, float]]:
     """(ways of the first unit, what comparing takes beside the dense units, over one of them), of units cut at once."""
-    model = model_of("Llama", hidden_size=512, intermediate_size=1408, num_hidden_layers=2, head_dim=128)
+    model = model_of("Llama", hidden_size=768, intermediate_size=2112, num_hidden_layers=2, head_dim=192)
     found: list[tuple[int, float]] = []
     right = cut._cut_units
 
@@ -313,8 +344,8 @@ def growth() -> list[tuple[int, float]]:
 
 
 def test_comparing_takes_less_than_the_unit(workers: Any) -> None:
-    for found in workers(2).run(growth):
-        assert [ways for ways, _ in found] == [2, 2]
+    for found in workers(2).run(growth, timeout=90):
+        assert found and all(ways == 2 for ways, _ in found)
         assert all(part <= 0.75 for _, part in found), found  # the gradients alone would be 1.5, of each way
 
 
