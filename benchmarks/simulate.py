@@ -106,6 +106,11 @@ def recorded(kept: Path, **case: Any) -> Recording:
     return Recording.load(path)
 
 
+def ends_of(recording: Recording) -> list[int]:
+    """How many entries there are at the end of each step."""
+    return [at for at, e in enumerate(recording.entries, 1) if e.kind == MARK and e.name == "end"]
+
+
 def throughput(recording: Recording, timeline: Timeline) -> float:
     """Tokens per second and card."""
     return recording.facts["tokens"] / timeline.seconds
@@ -173,8 +178,7 @@ def memory(kept: Path, card: str) -> dict[str, Any]:
     """The allocator's rule over twenty steps of Llama-7B at stage 3 on eight cards."""
     case = {"model": "llama-7b", "maker": "package", "ranks": 8, "micro": 4, "recompute": True, "stage": 3}
     recording = recorded(kept, **case, steps=20)
-    marks = [at for at, e in enumerate(recording.entries, 1) if e.kind == MARK and e.name == "end"]
-    held = replay_memory(recording, Machine.load(card), marks)
+    held = replay_memory(recording, Machine.load(card), ends_of(recording))
     for at, (allocated, reserved) in enumerate(held.by_step, 1):
         if at in (1, 2, 3, len(held.by_step)):
             print(f"step {at:2d}: most allocated {allocated / 2**30:.2f} GiB, most reserved {reserved / 2**30:.2f} GiB")
@@ -198,8 +202,7 @@ def predicted(kept: Path, case: dict[str, Any], card: str) -> dict[str, Any]:
     """What the planner predicts that a card holds, by category, beside what the allocator's rule makes of three steps
     on the emulated device."""
     recording = recorded(kept, **case, steps=3)
-    marks = [at for at, e in enumerate(recording.entries, 1) if e.kind == MARK and e.name == "end"]
-    held = replay_memory(recording, Machine.load(card), marks)
+    held = replay_memory(recording, Machine.load(card), ends_of(recording))
     config = package_config(case["stage"], case["micro"], case.get("offload", ""))
     tokens = torch.zeros(case["micro"], case["length"], dtype=torch.long)
     program = Program(lambda: Decoder(SHAPES[case["model"]], case["recompute"]), config, tokens)
@@ -328,7 +331,7 @@ def others(kept: Path, only: str) -> None:
 
 def _first_step(recording: Recording) -> Recording | None:
     """What comes before the first mark `end`, where more comes behind it."""
-    ends = [at for at, e in enumerate(recording.entries, 1) if e.kind == MARK and e.name == "end"]
+    ends = ends_of(recording)
     return replace(recording, entries=recording.entries[: ends[0]], blocks=[]) if len(ends) > 1 else None
 
 

@@ -64,6 +64,8 @@ class Recorder(DispatchMode):
             return self.message(name, func, args, kwargs)
         out = func(*args, **kwargs)
         given, made = [*tensors_in((args, kwargs))], [*tensors_in(out)]
+        if is_fake(map(type, made)):  # DTensor asks for shapes, of whole tensors: what it asks with is made here too
+            return out
         for tensor in given:
             self._see(tensor)
         for tensor in made:  # those that are views of what was given, or the same, are known by now

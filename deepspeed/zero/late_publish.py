@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from deepspeed.zero.arriving import landed
-from deepspeed.zero.lifecycle import Hook, units_of
+from deepspeed.zero.lifecycle import Hook, owners_of
 from deepspeed.zero.param import is_managed
 from deepspeed.zero.shard_group import ShardGroup, group_of
 from deepspeed.zero.transforms import feed_transforms
@@ -25,7 +25,7 @@ class LatePublish:
     def __init__(self, module: nn.Module, groups: list[ShardGroup]) -> None:
         self._module, self._groups = module, [group for group in groups if group.publishes_beside]
         self._units: dict[nn.Module, list[ShardGroup]] = {}
-        for param, unit in units_of(module).items() if self._groups else ():
+        for param, unit in owners_of(module) if self._groups else ():  # all of them: who runs first is not known
             if is_managed(param):
                 known, group = self._units.setdefault(unit, []), group_of(param._ds_member)  # type: ignore[attr-defined]
                 if group not in known and group.publishes_beside:

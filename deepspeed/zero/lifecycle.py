@@ -9,7 +9,7 @@ group is kept or freed by the limits; the gradient of the unit's outputs gathers
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,19 +95,24 @@ def repeated_blocks(module: nn.Module) -> list[nn.Module]:
     return found
 
 
+def owners_of(module: nn.Module) -> Iterator[tuple[Parameter, nn.Module]]:
+    """Every parameter with the unit of each module that owns it, in the order of the tree; a tied one comes again."""
+    blocks = set(repeated_blocks(module))
+
+    def visit(current: nn.Module, block: nn.Module | None) -> Iterator[tuple[Parameter, nn.Module]]:
+        block = block or (current if current in blocks else None)
+        yield from ((param, block or current) for param in own_parameters(current))
+        for child in children_of(current):
+            yield from visit(child, block)
+
+    return visit(module, None)
+
+
 def units_of(module: nn.Module) -> dict[Parameter, nn.Module]:
     """The unit each parameter belongs to: the outermost repeated block around it, else the module that owns it."""
-    blocks = set(repeated_blocks(module))
     homes: dict[Parameter, nn.Module] = {}
-
-    def visit(current: nn.Module, block: nn.Module | None) -> None:
-        block = block or (current if current in blocks else None)
-        for param in own_parameters(current):
-            homes.setdefault(param, block or current)
-        for child in children_of(current):
-            visit(child, block)
-
-    visit(module, None)
+    for param, unit in owners_of(module):
+        homes.setdefault(param, unit)
     return homes
 
 

@@ -275,3 +275,61 @@ def compiled() -> list[int]:
 def test_a_compiled_module_waits_in_the_step(emulated):
     (plain, traced), (other, late) = emulated(2).run(compiled, timeout=LIMIT)
     assert plain == other > 0 and traced == 0 and late > 0
+
+
+class PastTorch(torch.nn.Linear):
+    """As a kernel of an extension reads its weight: below its class, so that nothing of Python is asked."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            return torch._C._nn.linear(x, self.weight)
+
+
+class Extended(torch.nn.Module):
+    """Layers of an extension; the first to run shares its weight with one that never does, and owns it first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.idle, self.first = (PastTorch(64, 64, bias=False) for _ in range(2))
+        self.first.weight = self.idle.weight
+        self.blocks = torch.nn.ModuleList(PastTorch(64, 64, bias=False) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x.float().square().mean()
+
+
+def extended(late: bool, outside: bool = False) -> runs.Seen:
+    """Losses of a model of extensions, each step's parameters read past torch behind it if asked."""
+    import deepspeed
+
+    with asked(late), observed() as seen:
+        torch.manual_seed(0)
+        model = Extended()
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=runs.config_of(TWO))
+        x = torch.ones(2, 64, dtype=torch.bfloat16, device=engine.device) + torch.distributed.get_rank()
+        for _ in range(3):
+            loss = engine(x)
+            engine.backward(loss)
+            engine.step()
+            assert (arriving(engine) > 0) == late
+            if outside:
+                with torch._C.DisableTorchFunctionSubclass():
+                    torch.sum(model.idle.weight)
+            seen.losses.append(float(loss))
+        engine.destroy()
+    return seen
+
+
+def test_a_kernel_of_an_extension_finds_its_weight_in_its_modules_forward(emulated):
+    plain, late = (emulated(2).run(extended, late, timeout=LIMIT) for late in (False, True))
+    for one, other in zip(plain, late, strict=True):
+        assert one.losses == other.losses and len(set(one.losses)) == 3 and other.reports == []
+
+
+def test_what_reads_past_torch_outside_of_a_forward_is_seen_by_nobody(emulated):
+    """Why the key is a promise, and is not set by itself: no code of Python's runs between such a reader and memory."""
+    assert all(seen.reports for seen in emulated(2).run(extended, True, True, timeout=LIMIT))
+    assert not any(seen.reports for seen in emulated(2).run(extended, False, True, timeout=LIMIT))

@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.simulate import PREDICTED, PREDICTION, predicted
+from benchmarks.simulate import PREDICTED, PREDICTION, ends_of, predicted, recorded
+from benchmarks.simulated_models import SHAPES
+from deepspeed.simulator.allocator import replay_memory
+from deepspeed.simulator.machine import Machine
 from tests.emulated.needs import need_compiler
 
 need_compiler()
@@ -35,3 +38,14 @@ def test_a_prediction_is_what_a_device_allocates(tmp_path: Path, more: dict[str,
 @pytest.mark.parametrize("case", PREDICTED, ids=named)
 def test_the_table(tmp_path: Path, case: dict[str, Any]) -> None:
     compare(tmp_path, case)
+
+
+@pytest.mark.slow
+def test_fsdp2_holds_its_shards_and_what_is_gathered(tmp_path: Path) -> None:
+    """Its first update, too, which makes the optimizer's state, and asks torch for the shapes of whole parameters."""
+    case = {"model": "llama-220m", "maker": "fsdp2", "ranks": 64, "micro": 1, "length": 16, "recompute": True}
+    made = recorded(tmp_path, **case, steps=2)
+    (first, _), (second, _) = replay_memory(made, Machine.load(_CARD), ends_of(made)).by_step
+    whole = 4 * SHAPES[case["model"]].parameters
+    shards = 4 * whole / 64  # values, gradients, both moments
+    assert first <= second and shards < second < shards + whole  # in 16 bits, with buffers of a unit's messages

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from deepspeed.ops.valueless import Valueless
 from deepspeed.simulator.recorder import Recorder
@@ -68,3 +69,12 @@ def test_nothing_is_added_while_it_is_off() -> None:
         recorder.on = False
         torch.empty(1 << 16).add_(1)
     assert not recording.entries and [block.nbytes for block in recording.blocks] == [4 << 16, 0]
+
+
+def test_what_torch_asks_for_shapes_alone_is_neither_memory_nor_a_kernel() -> None:
+    recording = Recording("shapes", 0, 1)
+    with Valueless(), Recorder(recording), FakeTensorMode():
+        made = [torch.empty(1 << 16), torch.zeros(1 << 16), torch.arange(1 << 16).float()]
+        torch._foreach_add_(made, 1.0)
+    assert all(type(tensor).__name__ == "FakeTensor" for tensor in made)
+    assert not recording.blocks and not recording.entries
