@@ -58,41 +58,34 @@ void unpack(const Matrix& m, int64_t output, int64_t outputs, uint16_t* out) {
     }
 }
 
-// A matrix to be packed: bf16 [outputs, inputs], and by exponent its code, or one beyond them all.
-struct Source {
-    const uint16_t* weights;
-    const uint8_t* codes;
-    int64_t outputs, inputs;
-    DS_INLINE bool escapes(int64_t at) const { return codes[weights[at] >> 7 & 255] > 15; }
-};
-
-static int32_t escapes_of(const Source& s, int64_t group) {
-    int32_t found = 0;
-    for (int64_t at = group * GROUP * s.inputs; at < std::min((group + 1) * GROUP, s.outputs) * s.inputs; at++)
-        found += s.escapes(at);
-    return found;
+// A block of an output; marks in `rare` the columns whose exponent is none of the sixteen, which ascend.
+DS_INLINE uint16_t pack_piece(const uint16_t* from, const uint16_t* exponents, uint8_t* piece, uint16_t* rare) {
+    uint16_t codes[BLOCK] = {}, any = 0;
+    for (int64_t j = 0; j < BLOCK; j++) {
+        piece[j] = static_cast<uint8_t>((from[j] >> 8 & 0x80) | (from[j] & 0x7f));
+        rare[j] = 1;
+    }
+    for (int i = 0; i < 16; i++)
+        for (int64_t j = 0; j < BLOCK; j++) {
+            const uint16_t exponent = from[j] & 0x7f80;
+            codes[j] = static_cast<uint16_t>(codes[j] + (exponent > exponents[i]));
+            rare[j] = static_cast<uint16_t>(rare[j] & (exponent != exponents[i]));
+        }
+    for (int64_t j = 0; j < 32; j++)
+        piece[BLOCK + j] = static_cast<uint8_t>((codes[j] & 15) | (codes[j + 32] & 15) << 4);
+    for (int64_t j = 0; j < BLOCK; j++) any |= rare[j];
+    return any;
 }
 
-static void pack_group(const Source& s, int64_t group, uint8_t* out, int32_t* places, uint16_t* values) {
-    const int64_t outputs = std::min(GROUP, s.outputs - group * GROUP);
-    out += group * (s.inputs / BLOCK) * STRIDE;
-    for (int64_t k = 0; k < s.inputs; k += BLOCK, out += STRIDE) {
-        for (int64_t i = 0; i < outputs; i++) {
-            const uint16_t* from = s.weights + (group * GROUP + i) * s.inputs + k;
-            uint8_t* piece = out + i * PIECE;
-            for (int64_t j = 0; j < BLOCK; j++) piece[j] = static_cast<uint8_t>((from[j] >> 8 & 0x80) | (from[j] & 0x7f));
-            for (int64_t j = 0; j < 32; j++)
-                piece[BLOCK + j] = static_cast<uint8_t>((s.codes[from[j] >> 7 & 255] & 15) |
-                                                        (s.codes[from[j + 32] >> 7 & 255] & 15) << 4);
-        }
-        for (int64_t j = k; j < k + BLOCK; j++)
-            for (int64_t i = 0; i < outputs; i++) {
-                const int64_t at = (group * GROUP + i) * s.inputs + j;
-                if (!s.escapes(at)) continue;
-                *places++ = static_cast<int32_t>(j * GROUP + i);
-                *values++ = s.weights[at];
-            }
-    }
+using PackPiece = uint16_t (*)(const uint16_t*, const uint16_t*, uint8_t*, uint16_t*);
+static uint16_t portable_piece(const uint16_t* from, const uint16_t* exponents, uint8_t* piece, uint16_t* rare) {
+    return pack_piece(from, exponents, piece, rare);
+}
+DS_AVX2 static uint16_t avx2_piece(const uint16_t* from, const uint16_t* exponents, uint8_t* piece, uint16_t* rare) {
+    return pack_piece(from, exponents, piece, rare);
+}
+DS_AVX512 static uint16_t avx512_piece(const uint16_t* from, const uint16_t* exponents, uint8_t* piece, uint16_t* rare) {
+    return pack_piece(from, exponents, piece, rare);
 }
 
 }  // namespace ds
@@ -106,19 +99,31 @@ void ds_exponents(const uint16_t* weights, int64_t count, int64_t* counts) {
     for (int i = 0; i < 256; i++) counts[i] = found[0][i] + found[1][i] + found[2][i] + found[3][i];
 }
 
-// Packs [outputs, inputs] with codes[256] (over 15: an escape) into `out` [outputs / 4 rounded up, inputs / 64, 4, 96],
-// zeros before, and the escapes, as many as were counted.
-void ds_pack(const uint16_t* weights, int64_t outputs, int64_t inputs, const uint8_t* codes, uint8_t* out,
-             int32_t* starts, int32_t* places, uint16_t* values, int threads) {
-    const ds::Source source{weights, codes, outputs, inputs};
-    const int64_t groups = (outputs + ds::GROUP - 1) / ds::GROUP;
+// Packs [outputs, inputs] with the exponents [32] of a matrix, ascending, into `out`, zeros before; and the escapes, of
+// which there is room for `most`. Returns how many there are.
+int64_t ds_pack(const uint16_t* weights, int64_t outputs, int64_t inputs, const uint16_t* exponents, uint8_t* out,
+                int32_t* starts, int32_t* places, uint16_t* values, int64_t most) {
+    using namespace ds;
+    const PackPiece pack = Versions<PackPiece>{portable_piece, avx2_piece, avx512_piece}.pick();
+    int64_t found = 0;
     starts[0] = 0;
-#pragma omp parallel for num_threads(threads) if (threads > 1)
-    for (int64_t group = 0; group < groups; group++) starts[group + 1] = ds::escapes_of(source, group);
-    for (int64_t group = 0; group < groups; group++) starts[group + 1] += starts[group];
-#pragma omp parallel for num_threads(threads) if (threads > 1)
-    for (int64_t group = 0; group < groups; group++)
-        ds::pack_group(source, group, out, places + starts[group], values + starts[group]);
+    for (int64_t first = 0; first < outputs; first += GROUP) {
+        const int64_t there = std::min(GROUP, outputs - first);
+        for (int64_t k = 0; k < inputs; k += BLOCK, out += STRIDE) {
+            uint16_t rare[GROUP][BLOCK] = {}, any = 0;
+            for (int64_t i = 0; i < there; i++)
+                any |= pack(weights + (first + i) * inputs + k, exponents, out + i * PIECE, rare[i]);
+            if (!any) continue;
+            for (int64_t j = 0; j < BLOCK; j++)
+                for (int64_t i = 0; i < there; i++)
+                    if (rare[i][j] && found++ < most) {
+                        places[found - 1] = static_cast<int32_t>((k + j) * GROUP + i);
+                        values[found - 1] = weights[(first + i) * inputs + k + j];
+                    }
+        }
+        starts[first / GROUP + 1] = static_cast<int32_t>(found);
+    }
+    return found;
 }
 
 // out[count, inputs] of bf16: rows of a matrix of these parts.

@@ -32,7 +32,7 @@ def functions() -> ctypes.CDLL | None:
     if found is not None:
         pointer, count = ctypes.c_void_p, ctypes.c_int64
         found.ds_exponents.argtypes = [pointer, count, pointer]
-        found.ds_pack.argtypes = [pointer, count, count, *[pointer] * 5, ctypes.c_int]
+        found.ds_pack.argtypes = [pointer, count, count, *[pointer] * 5, count]
         found.ds_unpack.argtypes = [*[pointer] * 5, count, pointer, count, pointer, ctypes.c_int]
         for name in ("exponents", "pack", "unpack"):
             getattr(found, f"ds_{name}").restype = None
@@ -81,6 +81,12 @@ class LosslessWeight(nn.Module):
         PackingError: it is none, or 12 bits would not pay; the message says why.
     """
 
+    codes: torch.Tensor
+    exponents: torch.Tensor
+    starts: torch.Tensor
+    places: torch.Tensor
+    values: torch.Tensor
+
     def __init__(self, weight: torch.Tensor, room: Room | None = None) -> None:
         super().__init__()
         self.shape, self.dtype = weight.shape, torch.bfloat16
@@ -102,8 +108,6 @@ class LosslessWeight(nn.Module):
         escapes = weight.numel() - int(counts[common].sum())
         if escapes * rarest > weight.numel():
             raise PackingError(f"one of {weight.numel() // escapes} elements has a rare exponent")
-        by_exponent = torch.full((256,), 255, dtype=torch.uint8)
-        by_exponent[common] = torch.arange(16, dtype=torch.uint8)
         groups = -(-rows // GROUP)
         made = {
             "codes": room.take(groups * GROUP * columns // BLOCK * PIECE),
@@ -112,10 +116,8 @@ class LosslessWeight(nn.Module):
             "places": torch.empty(escapes, dtype=torch.int32),
             "values": torch.empty(escapes, dtype=torch.int16),
         }
-        native.ds_pack(
-            weight.data_ptr(), rows, columns, by_exponent.data_ptr(),
-            *(made[name].data_ptr() for name in ("codes", "starts", "places", "values")), threads(),
-        )  # fmt: skip
+        order = ("exponents", "codes", "starts", "places", "values")
+        native.ds_pack(weight.data_ptr(), rows, columns, *(made[name].data_ptr() for name in order), escapes)
         for name, part in made.items():
             self.register_buffer(name, part, persistent=False)
         self._told = lambda: None
