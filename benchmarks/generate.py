@@ -1,12 +1,13 @@
 """Tokens from memory: `python -m benchmarks.generate [--tables "latency A" first throughput] [--env PEER=PYTHON ...]`.
 
 Models A (110 M: width 768, 12 layers, 12 heads, 32,000 tokens, tied) and B (3 M: width 256, 4 layers), random weights
-of a size at which greedy text does not repeat itself, bf16, one thread. Sides alternate in one run, their order is
-drawn anew each round; a line compares our side with itself. Wall time, CPU time of the process beside it; ratios are
-medians over rounds, with 95 % intervals. Peers are sides where `--env` names the interpreter of an environment that
-has them, each on one thread of a process of its own, and has to write as many tokens as are asked for: `--env
-llama=PYTHON` is llama.cpp (`benchmarks/llama_cpp.py`), `--env vllm=PYTHON` is vLLM (`benchmarks/vllm_cpu.py`, which
-tells how its environment is made).
+of a size at which greedy text does not repeat itself, bf16, one thread. "ours" has them from a folder, as engines and
+servers that load one do (matrices in 12 bits, every bit kept); "ours, plain" is over the model as it is. Sides
+alternate in one run, their order is drawn anew each round; a line compares our side with itself. Wall time, CPU time of
+the process beside it; ratios are medians over rounds, with 95 % intervals. Peers are sides where `--env` names the
+interpreter of an environment that has them, each on one thread of a process of its own, and has to write as many tokens
+as are asked for: `--env llama=PYTHON` is llama.cpp (`benchmarks/llama_cpp.py`), `--env vllm=PYTHON` is vLLM
+(`benchmarks/vllm_cpu.py`, which tells how its environment is made).
 
 `--sides vLLM "ours again"` takes the throughput of these beside ours alone: those of HF's take most of a round's time.
 
@@ -42,6 +43,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.common import BENCHMARKS, REPOSITORY, median_interval, print_table, write_json
 from deepspeed.inference import Generator, Request, Sampling
+from deepspeed.inference.quantization.lossless import LosslessWeight
 from deepspeed.inference.quantization.quantization import quantize_linears
 
 SIZES = {
@@ -204,6 +206,12 @@ def minus(found: Times) -> Times:
     }
 
 
+def weights_of(model: Any) -> int:
+    """Bytes of its weights, in whatever form."""
+    packed = sum(module.nbytes for module in model.modules() if isinstance(module, LosslessWeight))
+    return packed + sum(param.nbytes for param in model.parameters())
+
+
 def bandwidth() -> float:
     """Bytes a second that one thread reads from memory; the best of many."""
     values = torch.ones(1 << 26)
@@ -219,10 +227,19 @@ def bandwidth() -> float:
 
 
 def generators(model: LlamaForCausalLM) -> dict[str, Generator]:
+    """Over the model from a folder, whose bf16 matrices are held in 12 bits as in engines and servers that load one,
+    over the given model as it is, and over one of integers."""
     packed = copy.deepcopy(model)
     quantize_linears(packed, 8, 1, torch.bfloat16)
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        loaded = LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     options: dict[str, Any] = {"prefix_cache": False, "cache_bytes": 1 << 29}
-    return {"ours": Generator(model, **options), "ours, int8": Generator(packed, **options)}
+    return {
+        "ours": Generator(loaded, lossless_weights=True, **options),
+        "ours, plain": Generator(model, **options),
+        "ours, int8": Generator(packed, **options),
+    }
 
 
 def latency(name: str, rounds: int) -> list[dict[str, Any]]:
@@ -238,22 +255,25 @@ def latency(name: str, rounds: int) -> list[dict[str, Any]]:
                 sides[peer.name + suffix] = lambda p=peer, n=new: p([prompt], [n])
         found = minus(rounds_of(sides, rounds))
     rows = rows_of(found, f"{name}: a token, batch 1, prompt 128", "HF generate", NEW - 1)
-    size, ours = sum(p.nbytes for p in model.parameters()), rows[0]["wall"]["ms"]
-    rows[0]["bandwidth"] = {"weights": size, "read": bandwidth(), "share": size / (ours / 1e3) / bandwidth()}
+    read = bandwidth()
+    for row in rows:
+        if row["side"] in ("ours", "ours, plain"):
+            size, took = weights_of(made[row["side"]].model), row["wall"]["ms"] / 1e3
+            row["bandwidth"] = {"weights": size, "read": read, "share": size / took / read}
     return rows
 
 
 def first(rounds: int) -> list[dict[str, Any]]:
     model = make("A")
-    generator, rows = generators(model)["ours"], []
+    made, rows = generators(model), []
     with peers_of(model) as peers:
         for length in (128, 1024):
             prompt = tokens(model, length, length)
             sides: dict[str, Side] = {
-                "ours": lambda p=prompt: generator.generate([p], greedy(1)),
-                "ours again": lambda p=prompt: generator.generate([p], greedy(1)),
-                "HF generate": lambda p=prompt: hugging_face(model, [p], 1),
+                name: lambda p=prompt, g=made[of]: g.generate([p], greedy(1))
+                for name, of in (("ours", "ours"), ("ours again", "ours"), ("ours, plain", "ours, plain"))
             }
+            sides["HF generate"] = lambda p=prompt: hugging_face(model, [p], 1)
             for peer in peers:
                 sides[peer.name] = lambda p=prompt, q=peer: q([p], [1])
             rows += rows_of(rounds_of(sides, rounds), f"A: first token, prompt {length}", "HF generate", 1)
@@ -281,10 +301,11 @@ def throughput(rounds: int, only: Sequence[str] = ()) -> list[dict[str, Any]]:
     def padded() -> None:
         hugging_face(model, [prompt for prompt, _ in asked], max(new for _, new in asked))
 
-    generator = generators(model)["ours"]
+    made = generators(model)
     sides: dict[str, Side] = {
-        "ours": lambda: ours(generator), "ours again": lambda: ours(generator), "HF generate, padded": padded,
-        "HF continuous batching": lambda: continuous(model, asked),
+        "ours": lambda: ours(made["ours"]), "ours again": lambda: ours(made["ours"]),
+        "ours, plain": lambda: ours(made["ours, plain"]),
+        "HF generate, padded": padded, "HF continuous batching": lambda: continuous(model, asked),
     }  # fmt: skip
     with peers_of(model, len(asked), 512) as peers:
         for peer in peers:
@@ -409,7 +430,10 @@ def show(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         if "bandwidth" in row:
             facts = row["bandwidth"]
-            print(f"{row['table']}: {facts['share']:.2f} of {facts['read'] / 1e9:.1f} GB/s read by one thread")
+            print(
+                f"{row['table']}: {row['side']}: {facts['weights'] / 1e6:.1f} MB at {facts['share']:.2f} of the "
+                f"{facts['read'] / 1e9:.1f} GB/s that one thread reads"
+            )
 
 
 if __name__ == "__main__":

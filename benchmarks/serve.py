@@ -328,7 +328,9 @@ def _both(name: str) -> Iterator[tuple[Server, Generator, Any, list[Asked]]]:
         # read as the server reads it: what Transformers computes, such as rotary frequencies, keeps its dtype there
         model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
         server = Server(Path(folder), Path(folder, "server.log"))
-        generator = Generator(model, tokenizer=words, prefix_cache=False, cache_bytes=CACHE, max_sequences=64)
+        generator = Generator(
+            model, tokenizer=words, prefix_cache=False, cache_bytes=CACHE, max_sequences=64, lossless_weights=True
+        )
         try:
             yield server, generator, words, asked
         finally:

@@ -174,12 +174,23 @@ def _fused(executor: Any, sequences: list[list[int]], wanted: list[torch.Tensor]
 
 
 @torch.no_grad()
-def choose(model: nn.Module, fused: bool = True) -> tuple[Any, str]:
+def choose(model: nn.Module, fused: bool = True, packed: bool = False) -> tuple[Any, str]:
     """(the executor that fits, with a probe's store, or None; why it is not a better one, in one line).
 
     Every candidate runs ten tokens of three sequences: chunks of prompts, rows of unlike age, pages in no order. The
-    first whose logits are those of the model alone is taken. `fused` False leaves out the native form of the first.
+    first whose logits are those of the model alone is taken. `fused` False leaves out the native form of the first;
+    `packed` packs the bf16 matrices of a model that has it, without loss.
     """
+    found, why = _chosen(model, fused)
+    if packed and isinstance(found, FusedExecutor):
+        with passing(model):
+            found.pack()
+    elif packed:
+        say(f"{type(model).__name__}: weights stay whole: only its native form would read them in 12 bits")
+    return found, why
+
+
+def _chosen(model: nn.Module, fused: bool) -> tuple[Any, str]:
     if (reason := _structure(model)) is not None:
         return None, reason
     sequences = _sequences(model)

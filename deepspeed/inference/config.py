@@ -127,6 +127,7 @@ class DeepSpeedInferenceConfig(DeepSpeedConfigModel):
     """
 
     replace_with_kernel_inject: bool = Field(default=False, alias="kernel_inject")
+    lossless_weights: bool = False
     dtype: Any = torch.float16
     tensor_parallel: DeepSpeedTPConfig = Field(default=DeepSpeedTPConfig(), alias="tp")
     enable_cuda_graph: bool = False
@@ -326,6 +327,25 @@ def refuse_later(config: DeepSpeedInferenceConfig) -> None:
         )
     if config.tensor_parallel.mpu is not None:
         raise NotAvailableError("init_inference: tensor_parallel.mpu is not available yet; give tp_size or tp_group")
+    _check_lossless(config)
     weight = config.quant.weight
     if config.dtype == torch.int8 and weight.num_bits not in (4, 8):
         raise NotAvailableError(f"init_inference: quant.weight.num_bits {weight.num_bits}: only 4 and 8 are available")
+
+
+def _check_lossless(config: DeepSpeedInferenceConfig) -> None:
+    """`lossless_weights` is of bf16 matrices, and of the form that reads them."""
+    if not config.lossless_weights:
+        return
+    if not config.replace_with_kernel_inject:
+        raise ArgumentError(
+            "init_inference: lossless_weights needs replace_with_kernel_inject: native passes read weights in 12 bits, "
+            "a model's own layers would unpack them for every call"
+        )
+    if config.dtype != torch.bfloat16:
+        raise ArgumentError(
+            f"init_inference: lossless_weights packs bf16, and dtype is {config.dtype}: give dtype=torch.bfloat16, or "
+            "leave lossless_weights out"
+        )
+    if config.tensor_parallel.tp_size > 1:
+        raise NotAvailableError("init_inference: lossless_weights together with tensor_parallel.tp_size above 1")

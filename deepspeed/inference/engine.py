@@ -84,7 +84,7 @@ class InferenceEngine(ModuleWrapper):
             _save(model, config, folder)
         model.eval()
         self.eval()
-        self._injected = _injected(model) if config.replace_with_kernel_inject else None
+        self._injected = _injected(model, config.lossless_weights) if config.replace_with_kernel_inject else None
         self._own = True
 
     # -- answering ------------------------------------------------------------------------------------------------
@@ -212,14 +212,14 @@ class InferenceEngine(ModuleWrapper):
 # -- making ------------------------------------------------------------------------------------------------------------
 
 
-def _injected(model: nn.Module) -> Any:
+def _injected(model: nn.Module, lossless: bool) -> Any:
     """What answers greedy calls in native passes; None where nothing can."""
     try:
         from deepspeed.inference.injected import Injected
     except ImportError as error:  # Transformers, which plain modules do without
         say(f"init_inference: replace_with_kernel_inject: nothing is replaced: {error}")
         return None
-    return Injected.of(model)
+    return Injected.of(model, lossless)
 
 
 def _check_policy(model: nn.Module, config: DeepSpeedInferenceConfig) -> None:

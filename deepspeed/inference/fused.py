@@ -19,6 +19,7 @@ from deepspeed.inference.batch import Batch
 from deepspeed.inference.limits import length_limit, packed_limit
 from deepspeed.inference.native import Heads, Pass, functions
 from deepspeed.inference.paged import Mask, PagedExecutor, Store
+from deepspeed.inference.quantization.quantization import pack_lossless
 from deepspeed.inference.structure import Reader, Structure, address
 from deepspeed.native import KINDS, threads
 
@@ -151,6 +152,18 @@ class FusedExecutor:
         )  # fmt: skip
         start = address(self.structure.layers[first])
         functions().ds_layers(start, count, ctypes.byref(made), parts)  # type: ignore[union-attr]
+
+    def pack(self) -> None:
+        """Hold the model's bf16 matrices in 12 bits from now on: a third fewer bytes to read, and the same logits.
+
+        Raises:
+            ArgumentError: its weights are trained.
+        """
+        self.structure.seen, self.structure.tensors = [], ([], [])  # which would keep them beside
+        try:
+            pack_lossless(self.model)
+        finally:
+            self._again()
 
     def _again(self) -> None:
         """Read the model anew: its modules or its memory are others than before."""

@@ -119,9 +119,12 @@ class Generator:
         prefix_cache: tokens that an earlier request had at its beginning are not computed again.
         speculation: tokens guessed at a time from the text itself; tokens stay what they are without.
         prompt_chunk: rows of prompts in a pass while others generate.
+        lossless_weights: pack bf16 matrices in 12 bits, **in the model**, where its native form reads them: a quarter
+            less memory and faster, every bit of weights, logits and `state_dict` kept. For weights that nobody trains.
 
     Raises:
         RequestError: max_length over the model's own, or a cache without room for a page.
+        ArgumentError: lossless_weights of a model that is trained.
     """
 
     def __init__(
@@ -137,6 +140,7 @@ class Generator:
         prefix_cache: bool = True,
         speculation: int = 0,
         prompt_chunk: int = 32,
+        lossless_weights: bool = False,
     ) -> None:
         for name in ("page_size", "max_batch_tokens", "max_sequences", "prompt_chunk"):
             if (given := locals()[name]) < 1:
@@ -145,7 +149,7 @@ class Generator:
         self.limit = _limit(model, max_length)
         self._vocabulary = vocabulary(model)
         self._ends = _ends(model)
-        self._executor, self.why = choose(model)
+        self._executor, self.why = choose(model, packed=lossless_weights)
         self.kind = "generate" if self._executor is None else self._executor.kind
         if self.why:
             say(f"{type(model).__name__} is {self._way()}: {self.why}")

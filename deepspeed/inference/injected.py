@@ -34,11 +34,11 @@ class Injected:
         self._model: Any = generator.model
 
     @classmethod
-    def of(cls, model: nn.Module) -> Injected | None:
-        """For a model that has a native form; else None, and a line with the reason."""
+    def of(cls, model: nn.Module, lossless: bool = False) -> Injected | None:
+        """For a model that has a native form, which may pack its weights; else None, and a line with the reason."""
         why = "it has no generate"
         if callable(getattr(model, "generate", None)):
-            generator = Generator(model, prefix_cache=False)
+            generator = Generator(model, prefix_cache=False, lossless_weights=lossless)
             executor = generator._executor
             if isinstance(executor, FusedExecutor):
                 return cls(generator)

@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 
+from deepspeed.errors import PackingError
+from deepspeed.inference.quantization.lossless import GROUP, LosslessWeight
 from deepspeed.inference.quantization.packed import PackedWeight
 from deepspeed.native import KINDS, library
 
-FORMS = {torch.float32: 0, torch.bfloat16: 1, "signed 8": 2, "unsigned 8": 3, "unsigned 4": 4}
+FORMS = {torch.float32: 0, torch.bfloat16: 1, "signed 8": 2, "unsigned 8": 3, "unsigned 4": 4, "lossless": 5}
 
 
 class Matrix(ctypes.Structure):
@@ -20,6 +22,7 @@ class Matrix(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("weights", "scale", "offset", "bias")),
+        *((name, ctypes.c_void_p) for name in ("exponents", "starts", "places", "values")),
         *((name, ctypes.c_int64) for name in ("outputs", "inputs", "group")),
         *((name, ctypes.c_int32) for name in ("form", "bias_kind")),
     ]
@@ -87,14 +90,18 @@ def functions() -> ctypes.CDLL | None:
     return found
 
 
-def matrix_of(weight: torch.Tensor | PackedWeight, bias: torch.Tensor | None = None) -> Matrix | str:
+Weight = torch.Tensor | PackedWeight | LosslessWeight
+
+
+def matrix_of(weight: Weight, bias: torch.Tensor | None = None) -> Matrix | str:
     """What native products read of a matrix [outputs, inputs], or in a few words why they cannot.
 
     Args:
-        weight: fp32 or bf16, or integers with scales along the inputs.
+        weight: fp32 or bf16, whole or in 12 bits, or integers with scales along the inputs.
         bias: [outputs], fp32 or bf16.
     """
-    tensor = weight.integers if isinstance(weight, PackedWeight) else weight
+    packed = isinstance(weight, PackedWeight)
+    tensor = weight.integers if packed else weight.codes if isinstance(weight, LosslessWeight) else weight
     if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.numel() == 0:
         return "a matrix is not in host memory in rows without gaps"
     if bias is not None and (bias.dtype not in (torch.float32, torch.bfloat16) or not bias.is_contiguous()):
@@ -104,11 +111,22 @@ def matrix_of(weight: torch.Tensor | PackedWeight, bias: torch.Tensor | None = N
     if bias is not None:
         made.bias, made.bias_kind = bias.data_ptr(), KINDS[bias.dtype]
     made.weights = tensor.data_ptr()
-    if isinstance(weight, PackedWeight):
+    if packed:
         return _integers(made, weight)
+    if isinstance(weight, LosslessWeight):
+        return _lossless(made, weight)
     if weight.dtype not in FORMS:
         return f"a matrix is {weight.dtype}"
     made.form = FORMS[weight.dtype]
+    return made
+
+
+def _lossless(made: Matrix, packed: LosslessWeight) -> Matrix | str:
+    if packed.dtype != torch.bfloat16:
+        return f"a matrix of bf16 in 12 bits is to compute in {packed.dtype}"
+    made.form = FORMS["lossless"]
+    for name in ("exponents", "starts", "places", "values"):
+        setattr(made, name, getattr(packed, name).data_ptr())
     return made
 
 
@@ -132,10 +150,18 @@ def _integers(made: Matrix, packed: PackedWeight) -> Matrix | str:
 
 
 def rows_of(matrix: Matrix, first: int, count: int) -> Matrix:
-    """`count` rows of a matrix from `first` on, as a matrix of their own over the same memory."""
+    """`count` rows of a matrix from `first` on, as a matrix of their own over the same memory.
+
+    Raises:
+        PackingError: rows of a matrix in 12 bits lie in fours, and `first` is inside of them.
+    """
     made = Matrix.from_buffer_copy(matrix)
     made.held, made.outputs = matrix.held, count
-    whole = {FORMS[torch.float32]: 4.0, FORMS[torch.bfloat16]: 2.0, FORMS["unsigned 4"]: 0.5}
+    whole = {FORMS[torch.float32]: 4.0, FORMS[torch.bfloat16]: 2.0, FORMS["unsigned 4"]: 0.5, FORMS["lossless"]: 1.5}
+    if matrix.form == FORMS["lossless"]:
+        if first % GROUP:
+            raise PackingError(f"a matrix in 12 bits is not cut before its row {first}, only at multiples of {GROUP}")
+        made.starts += first
     made.weights += int(first * matrix.inputs * whole.get(matrix.form, 1.0))
     for name in ("scale", "offset"):
         if (at := getattr(matrix, name)) is not None:
@@ -173,14 +199,14 @@ def product(matrix: Matrix, inputs: torch.Tensor, threads: int) -> torch.Tensor:
     return out
 
 
-def product_twin(weight: torch.Tensor | PackedWeight, inputs: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def product_twin(weight: Weight, inputs: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """The same in torch, in double."""
     if isinstance(weight, PackedWeight):
         groups = weight.form.groups(weight.shape)
         signed = weight._unpacked(weight.integers).view(groups).double()
         dense = (signed * weight.scale + weight.offset).view(weight.shape)
     else:
-        dense = weight.double()
+        dense = (weight.dense() if isinstance(weight, LosslessWeight) else weight).double()
         inputs = inputs.to(weight.dtype)
     made = inputs.double() @ dense.T
     return (made if bias is None else made + bias.double()).float()

@@ -107,12 +107,13 @@ class Reader:
         """Note the tensors of a leaf."""
         home = module.packed if hasattr(module, "packed") else module
         for owner in (home, module) if home is not module else (module,):
-            for tensor in owner._parameters.values():
-                if tensor is None:
-                    continue
-                if is_managed(tensor) or type(tensor.data) is not torch.Tensor:
-                    raise PackingError(f"{type(module).__name__} has weights that are not whole here")
-                self._see(owner._parameters)
+            for held in (owner._parameters, owner._buffers):
+                for tensor in held.values():
+                    if tensor is None:
+                        continue
+                    if is_managed(tensor) or type(tensor.data) is not torch.Tensor:
+                        raise PackingError(f"{type(module).__name__} has weights that are not whole here")
+                    self._see(held)
 
     def _only(self, module: nn.Module, names: set[str], optional: frozenset[str] = frozenset()) -> dict[str, Any]:
         """Children by name; no others, and no weights beside them."""

@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include "lossless.h"
+
 namespace ds {
 
 enum Activation : int32_t { SILU, GELU, GELU_TANH, RELU };
@@ -123,6 +125,12 @@ DS_INLINE void read_row(const Matrix& m, int64_t row, Kind kind, float* out) {
     const char* bytes = static_cast<const char*>(m.weights) + row * row_bytes(m);
     if (m.form == WHOLE) std::copy_n(reinterpret_cast<const float*>(bytes), m.inputs, out);
     else if (m.form == HALF) widen(reinterpret_cast<const uint16_t*>(bytes), BF16, out, m.inputs);
+    else if (m.form == LOSSLESS) {
+        static thread_local std::vector<uint16_t> halves;
+        halves.resize(static_cast<size_t>(m.inputs));
+        unpack(m, row, 1, halves.data());
+        widen(halves.data(), BF16, out, m.inputs);
+    }
     else
         for (int64_t k = 0; k < m.inputs; k++) {
             const int64_t group = row * (m.inputs / m.group) + k / m.group;

@@ -7,6 +7,7 @@
 
 #include <omp.h>
 
+#include "lossless.h"
 #include "tiles.h"
 
 namespace ds {
@@ -60,7 +61,7 @@ void Input::prepare(const float* x, int64_t count, int64_t width, Form form) {
     plain = x;
     tiled = wide = false;
     if (form == WHOLE) return;
-    if (form != HALF) {
+    if (!halves(form)) {
         values.resize(static_cast<size_t>(2 * rows * padded));
         steps.resize(static_cast<size_t>(rows));
         sums.resize(static_cast<size_t>(rows * (padded / LANES)));
@@ -182,9 +183,19 @@ static void portable_write(const Part& p, float* y, int64_t stride, bool add) { 
 DS_AVX2 static void avx2_write(const Part& p, float* y, int64_t stride, bool add) { write_sums(p, y, stride, add); }
 DS_AVX512 static void avx512_write(const Part& p, float* y, int64_t stride, bool add) { write_sums(p, y, stride, add); }
 
+// A panel of a LOSSLESS matrix as one of bf16, for kernels that read such.
+static Matrix unpacked_panel(const Matrix& matrix, int64_t output, int64_t outputs, std::vector<uint16_t>& room) {
+    room.resize(static_cast<size_t>((PANEL + 1) * matrix.inputs));  // tiles ask for a little more than they read
+    unpack(matrix, output, outputs, room.data());
+    Matrix made = matrix;
+    made.form = HALF, made.weights = room.data(), made.outputs = outputs;
+    return made;
+}
+
 void multiply(const Matrix& matrix, const Input& x, float* y, int64_t stride, bool add, int threads) {
     if (!x.rows) return;
     const Kernel kernel = kernel_of(matrix, x);
+    const bool unpacks = matrix.form == LOSSLESS && !kernel.lossless;
     using Write = void (*)(const Part&, float*, int64_t, bool);
     const Write write = Versions<Write>{portable_write, avx2_write, avx512_write}.pick();
     const int64_t panels = (matrix.outputs + PANEL - 1) / PANEL;
@@ -194,6 +205,7 @@ void multiply(const Matrix& matrix, const Input& x, float* y, int64_t stride, bo
     const int useful = static_cast<int>(std::clamp<int64_t>(matrix.outputs * matrix.inputs / PER_THREAD, 1, threads));
 #pragma omp parallel num_threads(useful) if (useful > 1)
     {
+        static thread_local std::vector<uint16_t> room;
 #if defined(__x86_64__)
         if (x.tiled) begin_tiles(x.rows);
 #endif
@@ -203,10 +215,11 @@ void multiply(const Matrix& matrix, const Input& x, float* y, int64_t stride, bo
             for (int64_t panel = 0; panel < panels; panel++) {
                 alignas(64) float sums[MOST_ROWS][PANEL];
                 const int64_t output = panel * PANEL, outputs = std::min(PANEL, matrix.outputs - output);
+                const Matrix read = unpacks ? unpacked_panel(matrix, output, outputs, room) : matrix;
                 for (int64_t row = first; row < end; row += block) {
                     const int64_t rows = std::min(block, end - row);
                     const Part part{matrix, x, output, outputs, row, rows, sums, (row - first) / block, blocks};
-                    kernel.run(part);
+                    kernel.run({read, x, unpacks ? 0 : output, outputs, row, rows, sums, part.block, blocks});
                     write(part, y, stride, add);
                 }
             }

@@ -9,14 +9,21 @@
 namespace ds {
 
 // In the order of FORMS in deepspeed/inference/native.py.
-enum Form : int32_t { WHOLE, HALF, SIGNED8, UNSIGNED8, UNSIGNED4 };
+enum Form : int32_t { WHOLE, HALF, SIGNED8, UNSIGNED8, UNSIGNED4, LOSSLESS };
+
+inline bool halves(Form form) { return form == HALF || form == LOSSLESS; }
 
 // Mirrored by `Matrix` in deepspeed/inference/native.py.
 struct Matrix {
-    const void* weights;  // [outputs, inputs] in rows without gaps; 4 bits: the even column is the low half of a byte
+    const void* weights;  // [outputs, inputs] in rows without gaps; 4 bits: the even column is the low half of a byte;
+                          // LOSSLESS: [outputs / 4, inputs / 64, 4, 96], as lossless.h has it
     const float* scale;   // [outputs, inputs / group], of integers
     const float* offset;  // the same, or null: zero
     const void* bias;     // [outputs] or null
+    const uint16_t* exponents;  // of LOSSLESS: [32], by code, as they stand in a bf16, the sixteen twice
+    const int32_t* starts;      // [outputs / 4 + 1]: where each four outputs' escapes begin in the next two
+    const int32_t* places;      // column · 4 + which of the four outputs, ascending
+    const uint16_t* values;
     int64_t outputs, inputs, group;
     Form form;
     Kind bias_kind;
@@ -25,7 +32,7 @@ struct Matrix {
 inline int64_t row_bytes(const Matrix& matrix) {
     const int64_t columns = matrix.inputs;
     return matrix.form == WHOLE ? 4 * columns : matrix.form == HALF ? 2 * columns
-           : matrix.form == UNSIGNED4 ? columns / 2 : columns;
+           : matrix.form == UNSIGNED4 ? columns / 2 : matrix.form == LOSSLESS ? columns * 3 / 2 : columns;
 }
 
 // An element of a matrix of integers.

@@ -23,6 +23,7 @@ struct Part {
 struct Kernel {
     void (*run)(const Part&);
     int64_t rows;
+    bool lossless = false;  // unpacks such matrices itself; the others are given panels of bf16
 };
 constexpr int64_t MOST_ROWS = 60;
 

@@ -2,6 +2,7 @@
 // additions works on all of them at once.
 #include <algorithm>
 
+#include "lossless.h"
 #include "products_parts.h"
 #include "tiles.h"
 
@@ -213,8 +214,33 @@ template <int R> DS_AVX512 static DS_INLINE void wide_few(const Part& p, int64_t
     put(p, n, 0, sums);
 }
 
+// `widen_outputs` of a LOSSLESS matrix.
+DS_AVX512 static void widen_lossless(const Part& p, int64_t n, int64_t k, int64_t end, float* out) {
+    if (n + GROUP >= p.outputs) std::fill_n(out, 8 * (end - k), 0.0f);
+    const Decoder decode = Decoder::of(p.matrix);
+    for (; n < p.outputs; n += GROUP, out += 32 * GROUP) {
+        const auto* w = reinterpret_cast<const uint8_t*>(outputs_from(p, n)) + k / BLOCK * STRIDE;
+        for (int64_t at = k; at < end; at += BLOCK, w += STRIDE)
+            for (int64_t i = 0; i < GROUP; i++) {
+                __m512i lines[2];
+                decode(w + i * PIECE, lines[0], lines[1]);
+                for (int64_t half = 0; half < 2; half++) {
+                    const Two two = Two::of(lines[half]);
+                    float* to = out + ((at - k) / 32 + half) * 256 + 32 * i;
+                    _mm512_store_ps(to, two.even);
+                    _mm512_store_ps(to + 16, two.odd);
+                }
+            }
+        Escapes(p.matrix, p.output + n).take(end, [&](int64_t i, int64_t column, uint16_t bits) {
+            if (column >= k) out[(column - k) / 32 * 256 + 32 * i + column % 2 * 16 + column % 32 / 2] = from_bf16(bits);
+        });
+        if (n % 8) return;
+    }
+}
+
 // Columns [k, end) of eight outputs as fp32, [step, output, 32]; zeros for outputs that are not there.
 DS_AVX512 static void widen_outputs(const Part& p, int64_t n, int64_t k, int64_t end, float* out) {
+    if (p.matrix.form == LOSSLESS) return widen_lossless(p, n, k, end, out);
     const int64_t bytes = row_bytes(p.matrix), columns = p.matrix.inputs, there = std::min<int64_t>(8, p.outputs - n);
     const char* w = outputs_from(p, n);
     for (; k < end; k += 32, out += 256)
@@ -265,7 +291,7 @@ DS_AVX512 static void wide(const Part& p) {
     }
     alignas(64) float weights[8 * SPAN], held[MOST_ROWS * 8 * 16];
     const int64_t padded = p.x.padded, spans = (padded + SPAN - 1) / SPAN;
-    const int64_t span = (padded / 32 + spans - 1) / spans * 32;
+    const int64_t span = ((padded + spans - 1) / spans + BLOCK - 1) / BLOCK * BLOCK;
     Ahead next = ahead(p, (p.outputs + 7) / 8 * ((p.rows + 1) / 2) * (padded / 32));
     for (int64_t n = 0; n < p.outputs; n += 8)
         for (int64_t k = 0; k < padded; k += span) {
@@ -277,6 +303,64 @@ DS_AVX512 static void wide(const Part& p) {
             else if (r < p.rows) wide_tile<1>(p, next, weights, n, r, k, end, held + 128 * r);
         }
 }
+
+// -- bf16 in 12 bits, for few rows ------------------------------------------------------------------------------------
+
+struct Wide {
+    using X = float;
+    static DS_INLINE const X* rows(const Part& p) { return wide_row(p, 0); }
+    DS_AVX512 static DS_INLINE __m512 step(__m512 sum, __m512i w, const float* x, int64_t) {
+        return Two::of(w).add(sum, Two::of(x));
+    }
+};
+
+// Four outputs times R rows: one stream of memory, and sums enough that none waits for itself.
+#define DS_LOSSLESS(NAME, TARGET, DOT)                                                                                 \
+    template <int R> TARGET static void NAME##_few(const Part& p) {                                                    \
+        const int64_t columns = p.matrix.inputs, padded = p.x.padded;                                                  \
+        const auto* x = DOT::rows(p);                                                                                  \
+        const Decoder decode = Decoder::of(p.matrix);                                                                  \
+        for (int64_t n = 0; n < p.outputs; n += GROUP) {                                                               \
+            const auto* w = reinterpret_cast<const uint8_t*>(outputs_from(p, n));                                      \
+            Escapes escapes(p.matrix, p.output + n);                                                                   \
+            __m512 sums[GROUP][R];                                                                                     \
+            for (auto& row : sums)                                                                                     \
+                for (auto& sum : row) sum = _mm512_setzero_ps();                                                       \
+            for (int64_t k = 0; k < columns;) {                                                                        \
+                for (const int64_t stop = escapes.block(columns); k < stop; k += BLOCK, w += STRIDE) {                 \
+                    for (int64_t i = 0; i < STRIDE; i += 64) __builtin_prefetch(w + LOSSLESS_FAR + i, 0, 2);           \
+                    for (int i = 0; i < GROUP; i++) {                                                                  \
+                        __m512i low, high;                                                                             \
+                        decode(w + i * PIECE, low, high);                                                              \
+                        for (int j = 0; j < R; j++) sums[i][j] = DOT::step(sums[i][j], low, x + j * padded + k, 32);   \
+                        for (int j = 0; j < R; j++)                                                                    \
+                            sums[i][j] = DOT::step(sums[i][j], high, x + j * padded + k + 32, 32);                     \
+                    }                                                                                                  \
+                }                                                                                                      \
+                if (k == columns) break;                                                                               \
+                alignas(64) uint16_t block[GROUP][BLOCK];                                                              \
+                decode_block(decode, w, k, escapes, block);                                                            \
+                for (int i = 0; i < GROUP; i++)                                                                        \
+                    for (int64_t at = 0; at < BLOCK; at += 32)                                                         \
+                        for (int j = 0; j < R; j++)                                                                    \
+                            sums[i][j] = DOT::step(sums[i][j], _mm512_load_si512(block[i] + at),                       \
+                                                   x + j * padded + k + at, 32);                                       \
+                k += BLOCK, w += STRIDE;                                                                               \
+            }                                                                                                          \
+            put(p, n, 0, sums);                                                                                        \
+        }                                                                                                              \
+    }                                                                                                                  \
+    static void NAME(const Part& p) {                                                                                  \
+        switch (p.rows) {                                                                                              \
+        case 1: return NAME##_few<1>(p);                                                                               \
+        case 2: return NAME##_few<2>(p);                                                                               \
+        case 3: return NAME##_few<3>(p);                                                                               \
+        default: NAME##_few<4>(p);                                                                                     \
+        }                                                                                                              \
+    }
+
+DS_LOSSLESS(lossless_wide, DS_AVX512, Wide)
+DS_LOSSLESS(lossless_pairs, DS_BF16, Pairs)
 
 // -- integers ---------------------------------------------------------------------------------------------------------
 
@@ -371,6 +455,9 @@ Kernel vectors(const Matrix& matrix, const Input& x) {
     switch (matrix.form) {
     case WHOLE: return {whole, 32};
     case HALF: return x.wide ? Kernel{wide, MOST_ROWS} : Kernel{pairs, 32};
+    case LOSSLESS:
+        if (x.rows <= FEW) return {x.wide ? lossless_wide : lossless_pairs, FEW, true};
+        return x.wide ? Kernel{wide, MOST_ROWS, true} : Kernel{pairs, 32};
     case SIGNED8: return integers_of<SIGNED8>();
     case UNSIGNED8: return integers_of<UNSIGNED8>();
     default: return integers_of<UNSIGNED4>();

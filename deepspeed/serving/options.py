@@ -33,6 +33,7 @@ class EngineOptions:
         max_batch_tokens: rows of a pass.
         speculation: tokens guessed at a time.
         prefix_cache: whether beginnings that are known are not computed again.
+        lossless_weights: whether bf16 matrices are held in 12 bits, where that is computed with; every bit is kept.
     """
 
     model: str
@@ -46,6 +47,7 @@ class EngineOptions:
     max_batch_tokens: int = 768
     speculation: int = 0
     prefix_cache: bool = True
+    lossless_weights: bool = True
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,7 @@ def parse(arguments: Sequence[str] | None = None) -> ServeOptions:
     engine = EngineOptions(
         given.model, given.dtype, given.quantize, given.checkpoint, given.threads, given.cache_bytes,
         given.max_sequences, given.max_length, given.max_batch_tokens, given.speculation, not given.no_prefix_cache,
+        not given.no_lossless_weights,
     )  # fmt: skip
     name = given.served_model_name or Path(given.model).name or given.model
     return ServeOptions(
@@ -150,6 +153,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-batch-tokens", type=int, default=768, help="rows of a pass")
     add("--speculation", type=int, default=0, help="tokens guessed at a time from the text itself")
     add("--no-prefix-cache", action="store_true")
+    add("--no-lossless-weights", action="store_true", help="keep bf16 matrices as they are, not in 12 bits")
     add("--max-waiting", type=int, default=128, help="requests accepted beyond those that run; then 429")
     add("--max-body", type=int, default=4 << 20, help="bytes of a request")
     add("--max-choices", type=int, default=64, help="answers to one request")

@@ -86,6 +86,7 @@ class _Engine:
             max_length=options.max_length or None,
             prefix_cache=options.prefix_cache,
             speculation=options.speculation,
+            lossless_weights=options.lossless_weights,
         )
 
     def run(self) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepspeed.inference.quantization.lossless import LosslessWeight, Room
 from deepspeed.inference.quantization.packed import PackedWeight
 
 
@@ -58,6 +59,38 @@ class PackedEmbedding(nn.Module):
         return found if self.embed_scale is None else found * self.embed_scale
 
 
+class _Whole(nn.Module):
+    """A layer whose `state_dict` has its matrix whole, though it holds it in 12 bits."""
+
+    packed: Any
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        destination[f"{prefix}weight"] = self.packed.told()
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(  # type: ignore[override]
+        self, state: Any, prefix: str, metadata: Any, strict: bool, missing: list[str], strange: list[str], errors: Any
+    ) -> None:
+        super()._load_from_state_dict(state, prefix, metadata, strict, missing, strange, errors)
+        name = f"{prefix}weight"
+        value = state.get(name)
+        if value is None:
+            missing.append(name)
+        elif value.shape != self.packed.shape:
+            errors.append(f"size mismatch for {name}: {tuple(value.shape)} there, {tuple(self.packed.shape)} here")
+        else:
+            strange[:] = [one for one in strange if one != name]
+            self.packed.pack(value.detach().to("cpu", torch.bfloat16), Room())
+
+
+class LosslessLinear(_Whole, PackedLinear):
+    """A linear layer whose matrix [outputs, inputs] of bf16 is packed in 12 bits; it computes what it did."""
+
+
+class LosslessEmbedding(_Whole, PackedEmbedding):
+    """An embedding whose table [entries, width] of bf16 is packed in 12 bits; it gives what it did."""
+
+
 def is_transposed(module: nn.Module) -> bool:
     """Whether it is GPT-2's `Conv1D`: a linear layer whose matrix is [inputs, outputs]."""
     return type(module).__name__ == "Conv1D" and isinstance(getattr(module, "weight", None), nn.Parameter)
@@ -82,9 +115,12 @@ def matrix_of(module: Any) -> torch.Tensor:
     return weight.t() if is_transposed(module) else weight
 
 
-def packed_layer(module: Any, packed: PackedWeight) -> nn.Module:
+def packed_layer(module: Any, packed: PackedWeight | LosslessWeight) -> nn.Module:
     """What stands in the place of a layer."""
+    whole: Any = isinstance(packed, LosslessWeight)
     if isinstance(module, nn.Embedding):
         scale = getattr(module, "embed_scale", None)
-        return PackedEmbedding(packed, module.padding_idx, scale if isinstance(scale, int | float) else None)
-    return PackedLinear(packed, module.bias)
+        kind: Any = LosslessEmbedding if whole else PackedEmbedding
+        return kind(packed, module.padding_idx, scale if isinstance(scale, int | float) else None)
+    linear: Any = LosslessLinear if whole else PackedLinear
+    return linear(packed, module.bias)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from deepspeed.compression.export import packable
-from deepspeed.errors import ArgumentError, DeepSpeedConfigError, NotAvailableError
+from deepspeed.errors import ArgumentError, DeepSpeedConfigError, NotAvailableError, PackingError
 from deepspeed.foundation.log import say
 from deepspeed.inference.quantization.layers import (
     PackedEmbedding,
@@ -19,6 +19,7 @@ from deepspeed.inference.quantization.layers import (
     matrix_of,
     packed_layer,
 )
+from deepspeed.inference.quantization.lossless import LosslessWeight, Room
 from deepspeed.inference.quantization.packed import Form, PackedWeight
 from deepspeed.zero.param import is_managed
 
@@ -86,6 +87,71 @@ def _refuse_partly_shared(model: nn.Module, chosen: set[int]) -> None:
             kept = next(name for (name, _), one in zip(found, packs, strict=True) if not one)
             name = next(name for (name, _), one in zip(found, packs, strict=True) if one)
             raise ArgumentError(f"'{name}' shares its weight with '{kept}', which stays whole: name both or neither")
+
+
+# -- without loss ------------------------------------------------------------------------------------------------------
+
+
+def pack_lossless(model: nn.Module) -> int:
+    """Pack the bf16 matrices of Linear and Embedding layers in 12 bits an element, in place, every bit kept.
+
+    One at a time, the smallest first, so that what is let go makes room for the largest. Layers that share a matrix
+    share its packed form; a matrix for which it does not pay stays, and a line says why.
+
+    Args:
+        model: in host memory. Whoever else holds its weights keeps them, and what he writes there is no longer seen.
+
+    Returns:
+        How many matrices were packed.
+
+    Raises:
+        ArgumentError: the weights are being trained: they belong to an engine or have gradients.
+    """
+    for name, param in model.named_parameters():
+        if is_managed(param) or param.grad is not None:
+            raise ArgumentError(
+                f"lossless_weights: '{name}' belongs to an engine or has a gradient: weights that are trained are "
+                "served where they lie; leave lossless_weights out, or give a copy of the model"
+            )
+    room, before, after, made, kept = Room(), 0, 0, 0, list[str]()
+    for size, names in _shared_layers(model):
+        try:
+            after += _pack_layers(model, names, room)
+        except PackingError as error:
+            kept.append(f"'{names[0]}' stays whole: {error}")
+        else:
+            before, made = before + size, made + 1
+    if made:
+        say(f"{before / 1e6:.1f} MB of bf16 matrices became {after / 1e6:.1f} MB, every bit kept")
+    if kept:
+        say(f"{kept[0]}{f'; {len(kept) - 1} more too' if len(kept) > 1 else ''}")
+    return made
+
+
+def _shared_layers(model: nn.Module) -> list[tuple[int, list[str]]]:
+    """(bytes, names of the layers that share it) of each matrix of bf16, the smallest first; holds no tensor."""
+    found: dict[int, tuple[int, list[str]]] = {}
+    whole: set[int] = set()  # that some module holds which cannot be packed
+    for name, module in model.named_modules(remove_duplicate=False):
+        for kind, param in module._parameters.items():
+            if param is None or param.dtype != torch.bfloat16 or param.dim() != 2:
+                continue
+            if kind == "weight" and can_pack(module) and not is_transposed(module):
+                found.setdefault(id(param), (param.nbytes, []))[1].append(name)
+            else:
+                whole.add(id(param))
+    return sorted(pair for key, pair in found.items() if key not in whole)
+
+
+def _pack_layers(model: nn.Module, names: list[str], room: Room) -> int:
+    """Pack the one matrix of these layers; returns its bytes."""
+    module: Any = model.get_submodule(names[0])
+    packed = LosslessWeight(module.weight, room)
+    for name in names:
+        layer = model.get_submodule(name)
+        home, _, last = name.rpartition(".")
+        setattr(model.get_submodule(home), last, packed_layer(layer, packed).train(layer.training))
+    return packed.nbytes
 
 
 # -- what callers ask for ----------------------------------------------------------------------------------------------

@@ -41,3 +41,5 @@ class RaggedInferenceEngineConfig(DeepSpeedConfigModel):
     tensor_parallel: DeepSpeedTPConfig = Field(default_factory=DeepSpeedTPConfig, alias="tp")
     state_manager: DSStateManagerConfig = Field(default_factory=DSStateManagerConfig, alias="manager")
     quantization: QuantizationConfig = Field(default_factory=QuantizationConfig)
+    # bf16 matrices in 12 bits, every bit kept; None: where the engine has loaded them itself
+    lossless_weights: bool | None = None

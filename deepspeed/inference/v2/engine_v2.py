@@ -56,7 +56,7 @@ class InferenceEngineV2:
     def __init__(self, model: nn.Module, engine_config: RaggedInferenceEngineConfig | None = None) -> None:
         self._config = engine_config or RaggedInferenceEngineConfig()
         self._model = model.eval()
-        executor, why = choose(model)
+        executor, why = choose(model, packed=bool(self._config.lossless_weights))
         if executor is None:
             raise NotAvailableError(f"{type(model).__name__} cannot be batched over pages: {why}; use its generate")
         self._executor = executor

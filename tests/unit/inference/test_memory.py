@@ -71,10 +71,13 @@ def answer(folder):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
     engine = deepspeed.init_inference(model, dtype=torch.bfloat16, checkpoint=folder)
-    generator = Generator(engine.module, cache_bytes=16 << 20)
+    whole = sum(p.nbytes for p in engine.module.parameters())
+    generator = Generator(engine.module, cache_bytes=16 << 20, lossless_weights=sys.argv[3] == "12")
     said = generator.generate([[5, 6, 7, 8]], Sampling(max_new_tokens=4, ignore_eos=True))
     held = sum(pool.nbytes for pair in generator._executor.store.layers.values() for pool in pair)
-    return sum(p.nbytes for p in engine.module.parameters()), held, said[0]
+    global kept
+    kept = generator
+    return whole, held, said[0]
 
 def resident(which):
     lines = open("/proc/self/status").read().splitlines()
@@ -86,7 +89,7 @@ with open("/proc/self/clear_refs", "w") as refs:
     refs.write("5")  # the peak begins anew
 begun = resident("VmRSS")
 weights, pages, said = answer(sys.argv[2])
-print(weights, pages, resident("VmHWM") - begun, *said)
+print(weights, pages, resident("VmHWM") - begun, resident("VmRSS") - begun, *said)
 """
 
 
@@ -109,14 +112,20 @@ def _saved(folder: Path, width: int, layers: int) -> str:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_loading_two_gigabytes_takes_them_once(tmp_path: Path) -> None:
-    """The largest resident set, from a model without memory to its first tokens: weights, pages, and 64 MB."""
+@pytest.mark.parametrize("bits", [16, 12])
+def test_loading_two_gigabytes_takes_them_once(tmp_path: Path, bits: int) -> None:
+    """The largest resident set, from a model without memory to its first tokens: weights, pages, and 64 MB; then, with
+    matrices in 12 bits, a quarter less."""
     folders = [_saved(tmp_path / "small", 128, 1), _saved(tmp_path / "large", 2048, 20)]
-    ran = subprocess.run([sys.executable, "-c", LOADED, *folders], capture_output=True, text=True, check=False)
+    ran = subprocess.run(
+        [sys.executable, "-c", LOADED, *folders, str(bits)], capture_output=True, text=True, check=False
+    )
     assert ran.returncode == 0, ran.stderr[-3000:]
-    weights, pages, peak, *said = map(int, ran.stdout.split())
+    weights, pages, peak, rest, *said = map(int, ran.stdout.split())
     print(
-        f"{weights / 1e6:.0f} MB of weights, {pages / 1e6:.0f} MB of pages: peak {peak / 1e6:.0f} MB over the imports"
+        f"{weights / 1e6:.0f} MB of weights, {pages / 1e6:.0f} MB of pages: peak {peak / 1e6:.0f} MB over the imports, "
+        f"then {rest / 1e6:.0f}"
     )
     assert weights > 2e9 and len(said) == 4
     assert peak <= weights + pages + 64 * 2**20
+    assert rest <= weights * bits / 16 * 1.01 + pages + 64 * 2**20

@@ -352,7 +352,7 @@ def test_a_planted_fault_shows(fault) -> None:
     assert Generator(model).generate(pieces, sampling) == wanted
     with mock.patch.object(choice, "prove", lambda *_: None), plant:
         made = unproven(model)
-        with mock.patch("deepspeed.inference.generator.choose", lambda _: (made, "")):
+        with mock.patch("deepspeed.inference.generator.choose", lambda *_, **__: (made, "")):
             assert Generator(model).generate(pieces, sampling) != wanted
 
 

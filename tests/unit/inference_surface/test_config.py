@@ -175,6 +175,7 @@ def test_every_key_is_decided() -> None:
 
     implemented = {
         "replace_with_kernel_inject",
+        "lossless_weights",
         "dtype",
         "tensor_parallel",
         "keep_module_on_host",

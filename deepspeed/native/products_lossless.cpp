@@ -1,0 +1,138 @@
+// Matrices of bf16 in 12 bits: packed, and unpacked for what reads them whole.
+#include "lossless.h"
+
+#include <algorithm>
+
+#include "numbers.h"
+
+namespace ds {
+
+static const uint8_t* piece_of(const Matrix& m, int64_t output) {
+    const auto* bytes = static_cast<const uint8_t*>(m.weights);
+    return bytes + output / GROUP * (m.inputs / BLOCK) * STRIDE + output % GROUP * PIECE;
+}
+
+static void portable_rows(const Matrix& m, int64_t output, int64_t outputs, uint16_t* out) {
+    const uint8_t* piece = piece_of(m, output);
+    for (int64_t k = 0; k < m.inputs; k += BLOCK, piece += STRIDE)
+        for (int64_t i = 0; i < outputs; i++)
+            for (int64_t j = 0; j < BLOCK; j++) {
+                const uint8_t* at = piece + i * PIECE;
+                const int code = at[BLOCK + j % 32] >> (j / 32 * 4) & 15;
+                out[i * m.inputs + k + j] =
+                    static_cast<uint16_t>((at[j] & 0x80) << 8 | (at[j] & 0x7f) | m.exponents[code]);
+            }
+}
+
+#if defined(__x86_64__)
+DS_AVX512 static void avx512_rows(const Matrix& m, int64_t output, int64_t outputs, uint16_t* out) {
+    const Decoder decode = Decoder::of(m);
+    const uint8_t* piece = piece_of(m, output);
+    for (int64_t k = 0; k < m.inputs; k += BLOCK, piece += STRIDE) {
+        if (outputs == GROUP)
+            for (int64_t i = 0; i < STRIDE; i += 64) __builtin_prefetch(piece + LOSSLESS_FAR + i, 0, 2);
+        for (int64_t i = 0; i < outputs; i++) {
+            __m512i low, high;
+            decode(piece + i * PIECE, low, high);
+            _mm512_storeu_si512(out + i * m.inputs + k, low);
+            _mm512_storeu_si512(out + i * m.inputs + k + 32, high);
+        }
+    }
+}
+#endif
+
+void unpack(const Matrix& m, int64_t output, int64_t outputs, uint16_t* out) {
+    using Function = void (*)(const Matrix&, int64_t, int64_t, uint16_t*);
+#if defined(__x86_64__)
+    const Function rows = instruction_set() >= AVX512 ? avx512_rows : portable_rows;
+#else
+    const Function rows = portable_rows;
+#endif
+    for (const int64_t end = output + outputs; output < end;) {
+        const int64_t first = output % GROUP, count = std::min(GROUP - first, end - output);
+        rows(m, output, count, out);
+        Escapes(m, output).take(m.inputs, [&](int64_t i, int64_t column, uint16_t bits) {
+            if (i >= first && i < first + count) out[(i - first) * m.inputs + column] = bits;
+        });
+        output += count, out += count * m.inputs;
+    }
+}
+
+// A block of an output; marks in `rare` the columns whose exponent is none of the sixteen, which ascend.
+DS_INLINE uint16_t pack_piece(const uint16_t* from, const uint16_t* exponents, uint8_t* piece, uint16_t* rare) {
+    uint16_t codes[BLOCK] = {}, any = 0;
+    for (int64_t j = 0; j < BLOCK; j++) {
+        piece[j] = static_cast<uint8_t>((from[j] >> 8 & 0x80) | (from[j] & 0x7f));
+        rare[j] = 1;
+    }
+    for (int i = 0; i < 16; i++)
+        for (int64_t j = 0; j < BLOCK; j++) {
+            const uint16_t exponent = from[j] & 0x7f80;
+            codes[j] = static_cast<uint16_t>(codes[j] + (exponent > exponents[i]));
+            rare[j] = static_cast<uint16_t>(rare[j] & (exponent != exponents[i]));
+        }
+    for (int64_t j = 0; j < 32; j++)
+        piece[BLOCK + j] = static_cast<uint8_t>((codes[j] & 15) | (codes[j + 32] & 15) << 4);
+    for (int64_t j = 0; j < BLOCK; j++) any |= rare[j];
+    return any;
+}
+
+using PackPiece = uint16_t (*)(const uint16_t*, const uint16_t*, uint8_t*, uint16_t*);
+static uint16_t portable_piece(const uint16_t* from, const uint16_t* exponents, uint8_t* piece, uint16_t* rare) {
+    return pack_piece(from, exponents, piece, rare);
+}
+DS_AVX2 static uint16_t avx2_piece(const uint16_t* from, const uint16_t* exponents, uint8_t* piece, uint16_t* rare) {
+    return pack_piece(from, exponents, piece, rare);
+}
+DS_AVX512 static uint16_t avx512_piece(const uint16_t* from, const uint16_t* exponents, uint8_t* piece, uint16_t* rare) {
+    return pack_piece(from, exponents, piece, rare);
+}
+
+}  // namespace ds
+
+extern "C" {
+
+// counts[256]: how many of `count` elements of bf16 have each exponent.
+void ds_exponents(const uint16_t* weights, int64_t count, int64_t* counts) {
+    int64_t found[4][256] = {};  // neighbours are often equal, and would wait for each other
+    for (int64_t i = 0; i < count; i++) found[i % 4][weights[i] >> 7 & 255]++;
+    for (int i = 0; i < 256; i++) counts[i] = found[0][i] + found[1][i] + found[2][i] + found[3][i];
+}
+
+// Packs [outputs, inputs] with the exponents [32] of a matrix, ascending, into `out`, zeros before; and the escapes, of
+// which there is room for `most`. Returns how many there are.
+int64_t ds_pack(const uint16_t* weights, int64_t outputs, int64_t inputs, const uint16_t* exponents, uint8_t* out,
+                int32_t* starts, int32_t* places, uint16_t* values, int64_t most) {
+    using namespace ds;
+    const PackPiece pack = Versions<PackPiece>{portable_piece, avx2_piece, avx512_piece}.pick();
+    int64_t found = 0;
+    starts[0] = 0;
+    for (int64_t first = 0; first < outputs; first += GROUP) {
+        const int64_t there = std::min(GROUP, outputs - first);
+        for (int64_t k = 0; k < inputs; k += BLOCK, out += STRIDE) {
+            uint16_t rare[GROUP][BLOCK] = {}, any = 0;
+            for (int64_t i = 0; i < there; i++)
+                any |= pack(weights + (first + i) * inputs + k, exponents, out + i * PIECE, rare[i]);
+            if (!any) continue;
+            for (int64_t j = 0; j < BLOCK; j++)
+                for (int64_t i = 0; i < there; i++)
+                    if (rare[i][j] && found++ < most) {
+                        places[found - 1] = static_cast<int32_t>((k + j) * GROUP + i);
+                        values[found - 1] = weights[(first + i) * inputs + k + j];
+                    }
+        }
+        starts[first / GROUP + 1] = static_cast<int32_t>(found);
+    }
+    return found;
+}
+
+// out[count, inputs] of bf16: rows of a matrix of these parts.
+void ds_unpack(const void* codes, const uint16_t* exponents, const int32_t* starts, const int32_t* places,
+               const uint16_t* values, int64_t inputs, const int64_t* rows, int64_t count, uint16_t* out, int threads) {
+    ds::Matrix matrix{};
+    matrix.weights = codes, matrix.exponents = exponents, matrix.starts = starts;
+    matrix.places = places, matrix.values = values, matrix.inputs = inputs, matrix.form = ds::LOSSLESS;
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (int64_t i = 0; i < count; i++) ds::unpack(matrix, rows[i], 1, out + i * inputs);
+}
+}
