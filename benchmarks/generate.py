@@ -414,7 +414,7 @@ def main() -> None:
         else:
             rows = first(given.rounds) if table == "first" else throughput(given.rounds, given.sides)
         show(rows)
-        name = "-".join([table, *given.sides]).replace(" ", "-").lower()
+        name = "-".join([table, *given.sides]).replace(",", "").replace(" ", "-").lower()
         print(write_json(f"generate-{name}.json", rows), flush=True)
 
 

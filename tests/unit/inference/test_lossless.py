@@ -28,7 +28,7 @@ from deepspeed.inference.v2 import (
 )
 from deepspeed.native import INSTRUCTION_SETS
 from tests.harness.kernels import forms
-from tests.unit.inference.toys import llama, phi3
+from tests.unit.inference.toys import llama, phi3, scale
 
 pytestmark = pytest.mark.skipif(functions() is None, reason="the native library is not built, or off")
 
@@ -154,6 +154,19 @@ def test_logits_have_the_bits_of_the_whole_model(form, make) -> None:
     assert len(layers) == len(held)
     ids = torch.arange(3, 20)[None]
     assert torch.equal(model(ids).logits, twin(ids).logits)  # through the modules
+
+
+@pytest.mark.slow
+def test_logits_of_110_m_parameters_have_the_bits_of_the_whole_model() -> None:
+    model = llama(
+        hidden_size=768, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=12, num_key_value_heads=12,
+        vocab_size=32000, tie_word_embeddings=True,
+    )  # fmt: skip
+    model = scale(model, 0.06).bfloat16()
+    right = [logits(model, count) for count in (1, 4, 8, 32)]
+    assert pack_lossless(model) == 1 + 12 * 7
+    found = [logits(model, count) for count in (1, 4, 8, 32)]
+    assert all(torch.equal(bits(a), bits(b)) for a, b in zip(found, right, strict=True))
 
 
 def test_nothing_of_the_whole_matrices_is_held(capfd) -> None:
