@@ -161,7 +161,7 @@ class FusedExecutor:
         """
         self.structure.seen, self.structure.tensors = [], ([], [])  # which would keep them beside
         try:
-            pack_lossless(self.model)
+            pack_lossless(self.model, self.structure.uneven)
         finally:
             self._again()
 

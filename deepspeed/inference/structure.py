@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from deepspeed.errors import PackingError
-from deepspeed.inference.native import Layer, Matrix, Norm, matrix_of, rows_of
+from deepspeed.inference.native import GROUP, Layer, Matrix, Norm, matrix_of, rows_of
 from deepspeed.inference.quantization.layers import PackedEmbedding, PackedLinear
 from deepspeed.native import KINDS
 from deepspeed.zero.param import is_managed
@@ -36,6 +36,7 @@ class Structure:
     Attributes:
         table: the embedding where its rows are those of a matrix, else None.
         kind: of the rows of a packed table.
+        uneven: layers of one matrix for several, which begin at rows that are no multiple of four.
         seen: what the pointers stand on, as (dict of an owner, its values): see `changed`.
         tensors: the weights among them, and where they lie.
     """
@@ -48,6 +49,7 @@ class Structure:
     head: Matrix
     table: Matrix | None = None
     kind: int = 0
+    uneven: list[nn.Module] = field(default_factory=list)
     seen: list[tuple[dict[str, Any], tuple[Any, ...]]] = field(default_factory=list)
     tensors: tuple[list[torch.Tensor], list[int]] = field(default_factory=lambda: ([], []))
 
@@ -73,6 +75,7 @@ class Reader:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.seen: dict[int, dict[str, Any]] = {}
+        self.uneven: list[nn.Module] = []
 
     def read(self) -> Structure:
         """The parts of the model."""
@@ -94,6 +97,7 @@ class Reader:
         made = Structure(parts["embed_tokens"], parts["rotary_emb"], blocks, layers, self._norm(base, "norm"), head)
         self._weight(base.embed_tokens)
         made.table, made.kind = _table(base.embed_tokens)
+        made.uneven = self.uneven
         made.seen = [(owner, tuple(owner.values())) for owner in self.seen.values()]
         held = {id(one): one for _, found in made.seen for one in found if isinstance(one, torch.Tensor)}
         made.tensors = list(held.values()), [one.data_ptr() for one in held.values()]
@@ -152,6 +156,8 @@ class Reader:
         rest, odd = divmod(made[0].outputs - first, count - 1)
         if odd or rest <= 0:
             raise PackingError(f"{names[0]} has {made[0].outputs} rows, {first} of them of the first matrix")
+        if first % GROUP or rest % GROUP:
+            self.uneven.append(owner.get_submodule(names[0]))
         return [rows_of(made[0], 0, first), *(rows_of(made[0], first + at * rest, rest) for at in range(count - 1))]
 
     def _matrix(self, owner: nn.Module, name: str) -> Matrix:

@@ -68,8 +68,7 @@ def squares_by_name(reducer: Reducer) -> dict[str, float]:
             squares = native_sums_of_squares(list(parts.values()))
             if squares is None and parts:
                 squares = torch.stack([sum_of_squares(part, exact=True) for part in parts.values()]).tolist()
-        if bucket.total.memory is not None:
-            reducer.squares[1][id(bucket)] = bucket.total.memory._version, math.fsum(squares or [])
+        reducer.squares[1][id(bucket)] = _state(reducer, bucket), math.fsum(squares or [])
         found.update(zip(parts, squares or [], strict=True))
     return found
 
@@ -81,11 +80,19 @@ def _known(reducer: Reducer, buckets: list[Bucket]) -> float | None:
         return None
     sums = []
     for bucket in buckets:
-        version, square = kept.get(id(bucket), (-1, 0.0))
-        if bucket.total.memory is None or bucket.total.memory._version != version:
+        state, square = kept.get(id(bucket), (None, 0.0))
+        if state is None or state != _state(reducer, bucket):
             return None
         sums.append(square)
     return math.fsum(sums)
+
+
+def _state(reducer: Reducer, bucket: Bucket) -> tuple[int, int] | None:
+    """Differs where something was written to the sum, or other memory is there; None where that would not be seen."""
+    memory = bucket.total.memory
+    if memory is None or memory.is_inference() or reducer.lends_views:
+        return None
+    return memory.data_ptr(), memory._version
 
 
 def _squares(buckets: list[Bucket], exact: bool) -> float:

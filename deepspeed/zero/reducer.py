@@ -50,8 +50,9 @@ class Reducer:
         self.clean = True
         self.revision = 0  # changes whenever what ranks compare may have changed
         self._launched = -1  # at this revision no round was open
-        # At which revision they were read; by bucket the version of its sum then, and this rank's part of its squares.
-        self.squares: tuple[int, dict[int, tuple[int, float]]] = (-1, {})
+        # At which revision they were read; by bucket the state of its sum then, and this rank's part of its squares.
+        self.squares: tuple[int, dict[int, tuple[tuple[int, int] | None, float]]] = (-1, {})
+        self.lends_views = False  # of the sums: what is written through their `.data` no counter shows
         self.timing: Callable[[], AbstractContextManager[object]] = nullcontext  # around the wait for what is under way
         self.on_complete: Callable[[ShardGroup], None] | None = None  # all gradients of a group are here
         largest = max((g.numel for g in groups), default=0)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from deepspeed.errors import UsageError
 from deepspeed.monitor.live import read_pages
 from deepspeed.profiling.flops_profiler import FlopsProfiler
+from deepspeed.utils import safe_get_full_grad, safe_get_local_grad, safe_set_full_grad
 from tests.harness.pool import WorkerPool
 from tests.parallel.tiny import STAGES, Tiny, loss_of, masters, micro_step, raises, reference, rows, start, tiny
 from tests.unit.profiling.architectures import CASES, CELLS
@@ -144,8 +145,6 @@ def unused_norms(stage: int) -> None:
         wanted = [n for n, _ in engine.module.named_parameters() if not n.startswith("idle")]
         assert list(found) == wanted and all(norm > 0 for norm in found.values())
         for name, param in engine.module.named_parameters():
-            from deepspeed.utils import safe_get_full_grad
-
             whole = safe_get_full_grad(param)
             assert (whole is None) == (name not in found)
             assert whole is None or abs(float(whole.norm()) - found[name]) <= 1e-6 * found[name]
@@ -154,29 +153,37 @@ def unused_norms(stage: int) -> None:
         engine.gradient_norms()
 
 
+def zeroed(engine: Any) -> None:
+    for param in engine.module.layers[0].parameters():
+        safe_set_full_grad(param, torch.zeros(param.shape))
+
+
+def doubled(engine: Any) -> None:
+    for param in engine.module.parameters():
+        safe_set_full_grad(param, 2 * safe_get_full_grad(param))
+
+
+def edited(engine: Any) -> None:
+    for param in engine.module.parameters():
+        param.grad.mul_(3)
+
+
+def again(engine: Any) -> None:
+    engine.backward(loss_of(engine, rows(0, dist.get_rank())))
+
+
+def behind(engine: Any) -> None:
+    for param in engine.module.parameters():
+        part = safe_get_local_grad(param)
+        if part is not None:
+            part.data.mul_(5)  # a view of the sum, and no counter shows the write
+
+
 def norms_before_a_change(stage: int) -> None:
     """What `gradient_norms` has read is not read again by the step, unless it was changed in between."""
-    from deepspeed.utils import safe_get_full_grad, safe_set_full_grad
-
-    def zeroed(engine: Any) -> None:
-        for param in engine.module.layers[0].parameters():
-            safe_set_full_grad(param, torch.zeros(param.shape))
-
-    def doubled(engine: Any) -> None:
-        for param in engine.module.parameters():
-            grad = safe_get_full_grad(param)
-            safe_set_full_grad(param, 2 * grad)
-
-    def edited(engine: Any) -> None:
-        for param in engine.module.parameters():
-            param.grad.mul_(3)
-
-    def again(engine: Any) -> None:
-        engine.backward(loss_of(engine, rows(0, dist.get_rank())))
-
     torch.manual_seed(0)
     with start(stage, clip=0.01) as engine:
-        for change in (None, zeroed, doubled, edited, again):
+        for change in (None, zeroed, doubled, edited, again, behind):
             engine.backward(loss_of(engine, rows(0, dist.get_rank())))
             engine.gradient_norms()
             if change is not None:

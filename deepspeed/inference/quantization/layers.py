@@ -80,7 +80,12 @@ class _Whole(nn.Module):
             errors.append(f"size mismatch for {name}: {tuple(value.shape)} there, {tuple(self.packed.shape)} here")
         else:
             strange[:] = [one for one in strange if one != name]
-            self.packed.pack(value.detach().to("cpu", torch.bfloat16), Room())
+            value = value.detach().cpu()
+            halves = value.to(torch.bfloat16)
+            if self.packed.dtype == torch.bfloat16 or torch.equal(halves.to(value.dtype), value):
+                self.packed.pack(halves, Room())
+            else:  # a whole matrix of that dtype would keep them
+                errors.append(f"{name} is packed in bf16, which does not hold the values of {value.dtype} given for it")
 
 
 class LosslessLinear(_Whole, PackedLinear):

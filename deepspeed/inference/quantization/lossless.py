@@ -91,6 +91,7 @@ class LosslessWeight(nn.Module):
         super().__init__()
         self.shape, self.dtype = weight.shape, torch.bfloat16
         self._told: Any = lambda: None
+        self._version = 0  # of what was told
         self.pack(weight.detach(), room or Room(), RAREST)
 
     def pack(self, weight: torch.Tensor, room: Room, rarest: int = 1) -> None:
@@ -118,10 +119,15 @@ class LosslessWeight(nn.Module):
         }
         order = ("exponents", "codes", "starts", "places", "values")
         native.ds_pack(weight.data_ptr(), rows, columns, *(made[name].data_ptr() for name in order), escapes)
+        before = dict(self._buffers)
         for name, part in made.items():
             self.register_buffer(name, part, persistent=False)
+        try:
+            self._check(weight)
+        except PackingError:
+            self._buffers.update(before)
+            raise
         self._told = lambda: None
-        self._check(weight)
 
     def _check(self, weight: torch.Tensor) -> None:
         """Every bit is there: compared in parts, at every packing."""
@@ -161,9 +167,9 @@ class LosslessWeight(nn.Module):
     def told(self) -> torch.Tensor:
         """As `dense`; the same tensor as long as somebody holds it, so that tied layers say one."""
         found = self._told()
-        if found is None:
+        if found is None or _version(found) != self._version:  # who has written to it has not changed the matrix
             found = self.dense()
-            self._told = ref(found)
+            self._told, self._version = ref(found), _version(found)
         return found
 
     def rows(self, at: torch.Tensor) -> torch.Tensor:
@@ -182,7 +188,7 @@ class LosslessWeight(nn.Module):
         made = LosslessWeight.__new__(LosslessWeight)
         memo[id(self)] = made
         nn.Module.__init__(made)
-        made.shape, made.dtype, made._told = self.shape, self.dtype, lambda: None
+        made.shape, made.dtype, made._told, made._version = self.shape, self.dtype, lambda: None, 0
         room = Room()
         for name, part in self._buffers.items():
             copied = room.take(len(part)).copy_(part) if name == "codes" else part.clone()  # type: ignore[union-attr,arg-type]
@@ -195,6 +201,10 @@ class LosslessWeight(nn.Module):
     def extra_repr(self) -> str:
         """Shape and form."""
         return f"{tuple(self.shape)}, bf16 in 12 bits"
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def lossless_twin(packed: LosslessWeight) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -92,7 +92,7 @@ def _refuse_partly_shared(model: nn.Module, chosen: set[int]) -> None:
 # -- without loss ------------------------------------------------------------------------------------------------------
 
 
-def pack_lossless(model: nn.Module) -> int:
+def pack_lossless(model: nn.Module, whole: Collection[nn.Module] = ()) -> int:
     """Pack the bf16 matrices of Linear and Embedding layers in 12 bits an element, in place, every bit kept.
 
     One at a time, the smallest first, so that what is let go makes room for the largest. Layers that share a matrix
@@ -100,6 +100,7 @@ def pack_lossless(model: nn.Module) -> int:
 
     Args:
         model: in host memory. Whoever else holds its weights keeps them, and what he writes there is no longer seen.
+        whole: layers that stay as they are, as those with hooks do.
 
     Returns:
         How many matrices were packed.
@@ -114,7 +115,7 @@ def pack_lossless(model: nn.Module) -> int:
                 "served where they lie; leave lossless_weights out, or give a copy of the model"
             )
     room, before, after, made, kept = Room(), 0, 0, 0, list[str]()
-    for size, names in _shared_layers(model):
+    for size, names in _shared_layers(model, whole):
         try:
             after += _pack_layers(model, names, room)
         except PackingError as error:
@@ -128,15 +129,16 @@ def pack_lossless(model: nn.Module) -> int:
     return made
 
 
-def _shared_layers(model: nn.Module) -> list[tuple[int, list[str]]]:
+def _shared_layers(model: nn.Module, left: Collection[nn.Module]) -> list[tuple[int, list[str]]]:
     """(bytes, names of the layers that share it) of each matrix of bf16, the smallest first; holds no tensor."""
     found: dict[int, tuple[int, list[str]]] = {}
     whole: set[int] = set()  # that some module holds which cannot be packed
     for name, module in model.named_modules(remove_duplicate=False):
+        free = not (module._forward_hooks or module._forward_pre_hooks or module in left)
         for kind, param in module._parameters.items():
             if param is None or param.dtype != torch.bfloat16 or param.dim() != 2:
                 continue
-            if kind == "weight" and can_pack(module) and not is_transposed(module):
+            if free and kind == "weight" and can_pack(module) and not is_transposed(module):
                 found.setdefault(id(param), (param.nbytes, []))[1].append(name)
             else:
                 whole.add(id(param))

@@ -55,8 +55,14 @@ class ModuleSpans:
         self._hooks.clear()
         self._running.clear()
 
+    def __deepcopy__(self, memo: Any) -> ModuleSpans:
+        """Copies of a model record with it, until `remove`."""
+        return self
+
     def _enter(self, name: str, _module: nn.Module, args: Any, kwargs: Any) -> None:
-        if is_compiling() or not recorder.on:  # what is compiled is one span, its graph is left whole
+        if (
+            is_compiling() or not recorder.on or not self._hooks
+        ):  # what is compiled is one span, its graph is left whole
             return
         running = self._running
         above = running[-1][0] if running else ""
@@ -77,11 +83,11 @@ class ModuleSpans:
             if left == name:  # others were left by an exception
                 recorder.add(began, RECOMPUTE if _in_backward() else FORWARD, module=name)
                 break
-        if recorder.on and is_grad_enabled():
+        if recorder.on and self._hooks and is_grad_enabled():
             for tensor in _tensors(output):
-                node, version = tensor.grad_fn, tensor._version
-                if node is not None and getattr(tensor, _MARK, None) != version:
-                    setattr(tensor, _MARK, version)
+                node = tensor.grad_fn
+                if node is not None and getattr(tensor, _MARK, None) != tensor._version:
+                    setattr(tensor, _MARK, tensor._version)
                     # A hook of what made it: one of the tensor's own costs four times as much.
                     node.register_prehook(partial(self._begin, name))
 

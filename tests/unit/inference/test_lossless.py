@@ -202,6 +202,50 @@ def test_files_and_copies_are_whole(tmp_path) -> None:
     assert torch.equal(twin.lm_head.weight, changed["lm_head.weight"].float())
 
 
+def test_what_was_told_and_changed_is_not_told_again() -> None:
+    layer = LosslessWeight(right := matrix(8, 64))
+    told = layer.told()
+    assert layer.told() is told
+    told.zero_()
+    assert torch.equal(layer.told(), right)
+    with torch.inference_mode():
+        assert torch.equal(layer.told(), right)
+
+
+def test_values_that_bf16_does_not_hold_are_refused() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(64, 8, dtype=torch.bfloat16))
+    assert pack_lossless(model) == 1
+    model.float()
+    held = model.state_dict()
+    with pytest.raises(
+        RuntimeError, match="0.weight is packed in bf16, which does not hold the values of torch.float32"
+    ):
+        model.load_state_dict({**held, "0.weight": held["0.weight"] * 1.001})
+    model.load_state_dict({**held, "0.weight": held["0.weight"] * 2})
+    assert torch.equal(model.state_dict()["0.weight"], held["0.weight"] * 2)
+
+
+def test_a_failed_packing_leaves_what_was_there() -> None:
+    layer = LosslessWeight(right := matrix(8, 64))
+    with mock.patch.object(LosslessWeight, "_unpacked", lambda self, rows: torch.zeros(len(rows), 64).bfloat16()):
+        with pytest.raises(PackingError, match="other bits"):
+            layer.pack(right * 2, lossless.Room())
+    assert torch.equal(layer.dense(), right)
+
+
+def test_layers_with_hooks_and_those_cut_between_fours_stay_whole() -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64, dtype=torch.bfloat16) for _ in range(2)))
+    model[0].register_forward_hook(lambda *_: None)
+    assert pack_lossless(model) == 1 and isinstance(model[1], LosslessLinear)
+    odd = phi3(intermediate_size=98).bfloat16()
+    right = logits(copy.deepcopy(odd), 8)
+    assert torch.equal(bits(logits(odd, 8, packed=True)), bits(right))
+    executor, _ = choice.choose(phi3(intermediate_size=98).bfloat16(), packed=True)
+    assert executor.structure.blocks  # its passes are native still
+    layer = odd.model.layers[0]
+    assert isinstance(layer.self_attn.qkv_proj, LosslessLinear) and type(layer.mlp.gate_up_proj) is torch.nn.Linear
+
+
 def test_engines_of_folders_pack_and_those_of_given_modules_do_not(tmp_path) -> None:
     from transformers import LlamaForCausalLM
 

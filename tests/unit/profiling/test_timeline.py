@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 import threading
 import time
@@ -226,6 +227,38 @@ def test_forward_and_backward_of_modules_are_recorded(again: bool) -> None:
     assert order == ["2", "1.b", "1.a", "0"]
     assert [s.module for s in spans if s.category == RECOMPUTE][:1] == (["1"] if again else [])
     assert not any(_hooks(module) for module in model.modules())
+
+
+class Cached(nn.Module):
+    """Gives what it made while nothing was differentiated, as caches of masks and rotations do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.inference_mode():
+            self.kept = torch.ones(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.kept
+
+
+def test_outputs_without_a_version_and_copies_of_a_model() -> None:
+    model = nn.ModuleDict({"cached": Cached(), "out": nn.Linear(4, 4)})
+    hooks = ModuleSpans(model)
+    recorder.start()
+    try:
+        for each in (model, copy.deepcopy(model)):
+            each["out"](each["cached"](torch.ones(2, 4)).clone()).sum().backward()
+    finally:
+        hooks.remove()
+    assert [s.module for s in recorder.take()[0] if s.category == FORWARD] == ["cached", "out"] * 2
+    copied = copy.deepcopy(model)
+    recorder.start()
+    try:
+        each["out"](torch.ones(2, 4))  # copied while it had the hooks, which do nothing any more
+        copied["out"](torch.ones(2, 4))
+    finally:
+        recorder.stop()
+    assert not recorder.take()[0]
 
 
 def test_what_is_compiled_stays_one_graph() -> None:
