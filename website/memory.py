@@ -54,7 +54,7 @@ def sizes_of(name: str) -> tuple[int, int]:
     import torch
     import transformers
 
-    from deepspeed.zero.lifecycle import units_of
+    from deepspeed.zero.units import units_of
 
     family, sizes = MODELS[name]
     config = getattr(transformers, f"{family}Config")(**sizes)

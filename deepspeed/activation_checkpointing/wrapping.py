@@ -17,7 +17,8 @@ from deepspeed.activation_checkpointing.recompute import Checkpointer, calls, in
 from deepspeed.config.sections.memory import ActivationCheckpointing
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.foundation.log import say, say_once
-from deepspeed.zero.lifecycle import Hook, repeated_blocks
+from deepspeed.zero.lifecycle import Hook
+from deepspeed.zero.units import repeated_blocks
 
 _TRANSFORMERS = "_gradient_checkpointing_func"  # on every module Transformers checkpoints, when it does
 

@@ -31,9 +31,9 @@ from deepspeed.optim.precision import DTYPES
 from deepspeed.zero.estimate import DEVICE, HOST, NVME, GroupState, rest_bytes
 from deepspeed.zero.exhaustion import is_exhaustion
 from deepspeed.zero.grouping import LEAST_BUCKETS, SMALLEST_SHARE, bins
-from deepspeed.zero.lifecycle import units_of
 from deepspeed.zero.param import ManagedParameter, is_managed
 from deepspeed.zero.policy import Policy, policy_for
+from deepspeed.zero.units import units_of
 
 REGION = 1 << 26  # bytes of the regions in which ranks of a machine share memory
 _MARGIN = 1.05  # on what a setting is computed to take

@@ -407,7 +407,7 @@ class DeepSpeedEngine(EngineSurface, ModuleWrapper):
         """
         if schedule is not None or compiled_autograd_enabled:
             raise NotAvailableError("compile(schedule=…, compiled_autograd_enabled=True) is not available yet")
-        from deepspeed.zero.lifecycle import repeated_blocks
+        from deepspeed.zero.units import repeated_blocks
 
         for block in repeated_blocks(self.module) or [self.module]:
             compile_block(block, backend=backend, **(compile_kwargs or {}))

@@ -42,8 +42,8 @@ from deepspeed.errors import MemoryExhaustedError
 from deepspeed.foundation.heap import limits_addresses
 from deepspeed.zero.estimate import HOST
 from deepspeed.zero.exhaustion import is_exhaustion
-from deepspeed.zero.lifecycle import repeated_blocks
 from deepspeed.zero.optimizer_shard import Away
+from deepspeed.zero.units import repeated_blocks
 
 _ROOM = 0.8  # of what seems to fit
 _AT_ONCE = 5  # tensors as large as the one that was asked for, which its operator and its gradient take together

@@ -11,8 +11,8 @@ from torch import nn
 
 from deepspeed.comm.mesh import MODEL, current_mesh
 from deepspeed.errors import ArgumentError
-from deepspeed.zero.lifecycle import units_of
 from deepspeed.zero.placement import WHOLE, placement_of
+from deepspeed.zero.units import units_of
 
 GB = 2**30
 # Defaults of zero_optimization.reduce_bucket_size, stage3_max_live_parameters and stage3_prefetch_bucket_size.

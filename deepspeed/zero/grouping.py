@@ -19,12 +19,12 @@ from deepspeed.foundation.log import say_once
 from deepspeed.storage.resident import RESIDENT
 from deepspeed.zero.holders import DATA_PARALLEL, Holders, Signature
 from deepspeed.zero.layout import Layout, by_group, by_owner
-from deepspeed.zero.lifecycle import repeated_blocks, units_of
 from deepspeed.zero.member import Member
 from deepspeed.zero.param import is_managed
 from deepspeed.zero.policy import KEPT_WHOLE, Policy
 from deepspeed.zero.shard_group import ShardGroup
 from deepspeed.zero.tiers import Tiers
+from deepspeed.zero.units import repeated_blocks, units_of
 
 # A bucket is never larger than this share of the model, so that sending overlaps backward on small models too, and
 # never smaller than this many elements on account of it.

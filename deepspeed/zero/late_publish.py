@@ -8,10 +8,11 @@ from typing import Any
 from torch import nn
 
 from deepspeed.zero.arriving import landed
-from deepspeed.zero.lifecycle import Hook, owners_of
+from deepspeed.zero.lifecycle import Hook
 from deepspeed.zero.param import is_managed
 from deepspeed.zero.shard_group import ShardGroup, group_of
 from deepspeed.zero.transforms import feed_transforms
+from deepspeed.zero.units import owners_of
 
 
 class LatePublish:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from deepspeed.errors import ArgumentError
-from deepspeed.zero.lifecycle import LEAF_MARK
+from deepspeed.zero.units import LEAF_MARK
 
 
 def set_z3_leaf_modules(

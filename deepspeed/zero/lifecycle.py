@@ -8,8 +8,8 @@ group is kept or freed by the limits; the gradient of the unit's outputs gathers
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,6 @@ import torch
 from torch import nn
 from torch.autograd import Variable
 from torch.autograd.graph import register_multi_grad_hook
-from torch.nn import Parameter
 
 from deepspeed.comm import collectives
 from deepspeed.errors import ShardedParameterError
@@ -29,9 +28,9 @@ from deepspeed.zero.gather_order import GatherOrder
 from deepspeed.zero.param import is_managed
 from deepspeed.zero.prefetch import Keeper, Trace
 from deepspeed.zero.shard_group import ShardGroup
+from deepspeed.zero.units import repeated_blocks
 
 _EXTERNALS = "ds_external_parameters"  # TRL asks the root for parameters it uses that are not below it
-LEAF_MARK = "_z3_leaf"  # set on modules to be treated as one unit (leaf_module, set_z3_leaf_modules)
 
 
 class Hook:
@@ -74,46 +73,6 @@ class _Call:
 def in_backward() -> bool:
     """Whether autograd is running a backward pass in this thread."""
     return torch._C._current_graph_task_id() != -1
-
-
-def repeated_blocks(module: nn.Module) -> list[nn.Module]:
-    """Outermost children of containers that hold several modules of one class: the blocks of a deep model."""
-    found: list[nn.Module] = []
-
-    def visit(parent: nn.Module) -> None:
-        contains = isinstance(parent, (nn.ModuleList, nn.Sequential, nn.ModuleDict))
-        siblings = Counter(type(child) for child in parent.children()) if contains else {}
-        for child in children_of(parent):
-            if getattr(child, LEAF_MARK, False):
-                found.append(child)
-            elif siblings.get(type(child), 0) > 1 and any(True for _ in child.children()):
-                found.append(child)
-            else:
-                visit(child)
-
-    visit(module)
-    return found
-
-
-def owners_of(module: nn.Module) -> Iterator[tuple[Parameter, nn.Module]]:
-    """Every parameter with the unit of each module that owns it, in the order of the tree; a tied one comes again."""
-    blocks = set(repeated_blocks(module))
-
-    def visit(current: nn.Module, block: nn.Module | None) -> Iterator[tuple[Parameter, nn.Module]]:
-        block = block or (current if current in blocks else None)
-        yield from ((param, block or current) for param in own_parameters(current))
-        for child in children_of(current):
-            yield from visit(child, block)
-
-    return visit(module, None)
-
-
-def units_of(module: nn.Module) -> dict[Parameter, nn.Module]:
-    """The unit each parameter belongs to: the outermost repeated block around it, else the module that owns it."""
-    homes: dict[Parameter, nn.Module] = {}
-    for param, unit in owners_of(module):
-        homes.setdefault(param, unit)
-    return homes
 
 
 class Lifecycle:

@@ -7,8 +7,8 @@ from torch import nn
 
 from deepspeed.zero.grouping import GroupingPlan, cut, named_parameters, plan_groups
 from deepspeed.zero.leaf import set_z3_leaf_modules
-from deepspeed.zero.lifecycle import repeated_blocks
 from deepspeed.zero.policy import KEPT_WHOLE, policy_for
+from deepspeed.zero.units import repeated_blocks
 
 
 class Model(nn.Module):
