@@ -67,7 +67,7 @@ def batch(model: Any, step: int) -> dict[str, torch.Tensor]:
     given = {"input_ids": ids, "labels": ids.clone()}
     if config.is_encoder_decoder and config.model_type != "fsmt":  # which reads them unshifted
         given["labels"] = ids[:, :7].clone()
-    if hasattr(config, "num_codebooks"):
+    if hasattr(config, "num_codebooks") and config.model_type != "moshi":  # whose labels are of the text
         given["labels"] = ids[..., None]
     return given
 
