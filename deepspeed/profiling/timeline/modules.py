@@ -60,9 +60,8 @@ class ModuleSpans:
         return self
 
     def _enter(self, name: str, _module: nn.Module, args: Any, kwargs: Any) -> None:
-        if (
-            is_compiling() or not recorder.on or not self._hooks
-        ):  # what is compiled is one span, its graph is left whole
+        # What is compiled is one span: its graph is left whole.
+        if is_compiling() or not recorder.on or not self._hooks:
             return
         running = self._running
         above = running[-1][0] if running else ""

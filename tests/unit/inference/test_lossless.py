@@ -26,20 +26,9 @@ from deepspeed.inference.v2 import (
     build_engine_from_ds_checkpoint,
     build_hf_engine,
 )
-from deepspeed.native import INSTRUCTION_SETS
-from tests.harness.kernels import forms
 from tests.unit.inference.toys import llama, phi3, scale
 
 pytestmark = pytest.mark.skipif(functions() is None, reason="the native library is not built, or off")
-
-
-@pytest.fixture(params=forms(INSTRUCTION_SETS))
-def form(request):
-    """Kernels of one instruction set that the processor has."""
-    found = functions()
-    assert found.ds_instruction_set(INSTRUCTION_SETS.index(request.param)) == INSTRUCTION_SETS.index(request.param)
-    yield request.param
-    found.ds_instruction_set(len(INSTRUCTION_SETS))
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,23 +14,12 @@ from deepspeed.inference.batch import Batch, Span
 from deepspeed.inference.native import functions, matrix_of, product, product_twin, rows_of
 from deepspeed.inference.quantization.packed import Form, PackedWeight
 from deepspeed.inference.quantization.quantization import quantize_linears
-from deepspeed.native import INSTRUCTION_SETS
-from tests.harness.kernels import forms
 from tests.unit.inference.test_planted import windowed
 from tests.unit.inference.toys import alone, llama, phi3, prompts, scale
 
 native = pytest.mark.skipif(functions() is None, reason="the native library is not built, or off")
 pytestmark = native
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(params=forms(INSTRUCTION_SETS))
-def form(request):
-    """Kernels of one instruction set that the processor has."""
-    found = functions()
-    assert found.ds_instruction_set(INSTRUCTION_SETS.index(request.param)) == INSTRUCTION_SETS.index(request.param)
-    yield request.param
-    found.ds_instruction_set(len(INSTRUCTION_SETS))
 
 
 PACKINGS = {
