@@ -14,10 +14,9 @@ from deepspeed.inference.batch import Batch, Span
 from deepspeed.inference.native import functions, largest, largest_twin
 from deepspeed.inference.quantization.layers import PackedEmbedding
 from deepspeed.inference.quantization.packed import Form, PackedWeight
-from tests.unit.inference.test_native import CPU, PACKINGS, form, native
+from tests.unit.inference.test_native import CPU, PACKINGS, native
 from tests.unit.inference.toys import llama
 
-__all__ = ["form"]
 pytestmark = native
 
 
