@@ -64,10 +64,12 @@ class Agreed:
     Args:
         items: items or samples of all ranks.
         ways: every way of counting that some rank used.
+        known: the norm of its gradients has been formed on every rank, and nothing has changed since.
     """
 
     items: float
     ways: Way
+    known: bool = False
 
 
 @dataclass(frozen=True)
@@ -286,7 +288,7 @@ class AccumulationWindow:
         """Which kind of update comes."""
         return Purpose.FLUSH if self.flushing else Purpose.STEP
 
-    def row(self, purpose: Purpose, detail: int, edits: int, *, rates: bool = True) -> list[float]:
+    def row(self, purpose: Purpose, detail: int, edits: int, *, rates: bool = True, known: bool = False) -> list[float]:
         """What this rank says of its window; see [Note: agreement].
 
         Args:
@@ -294,10 +296,11 @@ class AccumulationWindow:
             detail: place of the parameter that is read or written, else 0.
             edits: gradients that were changed in place.
             rates: say hyperparameters too; stages of a model may have others.
+            known: see `Agreed`; ranks need not be equal in it.
         """
         told = tuple(self.rates()) if rates and purpose in (Purpose.STEP, Purpose.FLUSH) else ()
         own = (self.items, self.ways, purpose, detail, self.seen, self.steps, self.micro, self.loss_scale, edits)
-        return [*map(float, own), float(hash(told) % (1 << 52))]
+        return [*map(float, own), float(hash(told) % (1 << 52)), float(known)]
 
     def rescale(self, agreed: Agreed) -> float:
         """Factor on the window's gradients in the update."""
@@ -316,7 +319,7 @@ _FIELDS: tuple[tuple[str, Callable[[float], str]], ...] = (
     ("changed gradients in place:", lambda value: f"{value:g}"),
     ("has learning rates or other hyperparameters of the print", lambda value: f"{int(value):x}"),
 )
-WIDTH = 2 + len(_FIELDS)  # numbers in a row
+_COMPARED = 2 + len(_FIELDS)  # numbers in a row, without the last one
 
 
 def agreed(table: Sequence[Sequence[float]]) -> Agreed:
@@ -324,12 +327,12 @@ def agreed(table: Sequence[Sequence[float]]) -> Agreed:
     ways = 0
     for row in table:
         ways |= int(row[1])
-    return Agreed(sum(row[0] for row in table), Way(ways))
+    return Agreed(sum(row[0] for row in table), Way(ways), all(row[_COMPARED] for row in table))
 
 
 def disagreement(table: Sequence[Sequence[float]]) -> str | None:
     """What differs between the rows of all ranks, in words; None when nothing does."""
-    rows = [row[2:WIDTH] for row in table]
+    rows = [row[2:_COMPARED] for row in table]
     if any(row != rows[0] for row in rows):
         return "; ".join(_differences(rows))
     ways = agreed(table).ways

@@ -113,7 +113,9 @@ class Agreement:
             return self._meetings
         return [meeting for meeting in self._meetings if meeting.axis is group_of(of).holders.everyone]
 
-    def exchange(self, meeting: Meeting, purpose: Purpose, of: Member | None, edits: int, revision: int) -> Rows:
+    def exchange(
+        self, meeting: Meeting, purpose: Purpose, of: Member | None, edits: int, revision: int, known: bool = False
+    ) -> Rows:
         """Everybody's row. What stands of buckets is packed anew only when gradients have changed since.
 
         Args:
@@ -122,6 +124,7 @@ class Agreement:
             of: the parameter that is read or written, if it is one.
             edits: gradients that were changed in place.
             revision: of the gradients of this rank.
+            known: this rank's part of their norm is what it told last.
         """
         if self._gather_order is not None and meeting.axis is self._gather_order.axis:
             self._gather_order.meet("agreement on gradients")
@@ -131,7 +134,8 @@ class Agreement:
             alone = meeting.axis.size == 1
             meeting.told = b"" if alone else b"".join(bucket.row() for bucket in meeting.buckets)
             meeting.as_of = revision
-        head = array("d", self._window.row(purpose, of.place if of is not None else 0, edits)).tobytes()
+        place = of.place if of is not None else 0
+        head = array("d", self._window.row(purpose, place, edits, known=known)).tobytes()
         label, tag = "agreement on gradients", meeting.tag()
         found = scalars.current.rows(meeting.axis, head + meeting.told, tag, label, self._device)
         cut = len(head)

@@ -11,8 +11,10 @@ import torch
 
 from deepspeed.comm import scalars
 from deepspeed.optim.clip import native_sums_of_squares, sum_of_squares
+from deepspeed.zero.accumulation import Agreed
 from deepspeed.zero.buckets import Bucket
 from deepspeed.zero.reducer import Reducer
+from deepspeed.zero.squares import counted
 
 _LABEL = "agreement on the gradient norm"
 
@@ -32,12 +34,27 @@ def global_norm(
     Returns:
         The norm, NaN or infinity when a gradient is not finite; and what each rank gave `along`.
     """
-    counted = [b for b in buckets if b.filled and b.group.holders.counted]
-    known = _known(reducer, counted)
-    mine = _squares(counted, exact) if known is None else known
+    adding = counted(buckets)
+    known = reducer.squares.of(adding, reducer.revision)
+    mine = _squares(adding, exact) if known is None else known
     table = scalars.current.table(reducer.axes.one_copy, [mine, *along], tag, _LABEL, reducer.device)
-    total = sum(row[0] for row in table)
-    return math.sqrt(total) if total >= 0 else math.nan, [row[1:] for row in table]
+    return _root(sum(row[0] for row in table)), [row[1:] for row in table]
+
+
+def known_norm(reducer: Reducer, agreed: Agreed) -> float | None:
+    """What `global_norm` would give, where every rank knows it; None on all of them where one does not.
+
+    Args:
+        reducer: after `finish`.
+        agreed: what that returned.
+    """
+    alone = set(reducer.axes.one_copy.ranks) <= set(reducer.axes.same_slice.ranks)  # who has agreed
+    total = reducer.squares.total
+    return _root(total) if agreed.known and alone and total is not None else None
+
+
+def _root(total: float) -> float:
+    return math.sqrt(total) if total >= 0 else math.nan
 
 
 def squares_by_name(reducer: Reducer) -> dict[str, float]:
@@ -50,10 +67,8 @@ def squares_by_name(reducer: Reducer) -> dict[str, float]:
         By name; 0 where other ranks have the gradient, no entry where no rank has one or another copy is counted.
     """
     found: dict[str, float] = {}
-    reducer.squares = reducer.revision, {}
-    for bucket in reducer.buckets:
-        if not bucket.filled or not bucket.group.holders.counted:
-            continue
+    reducer.squares.begin(reducer.revision)
+    for bucket in counted(reducer.buckets):
         first = bucket.group.layout.cuts[bucket.group.axis.rank]
         with bucket.total.borrowed() as total:
             own = bucket.own(total)
@@ -68,31 +83,9 @@ def squares_by_name(reducer: Reducer) -> dict[str, float]:
             squares = native_sums_of_squares(list(parts.values()))
             if squares is None and parts:
                 squares = torch.stack([sum_of_squares(part, exact=True) for part in parts.values()]).tolist()
-        reducer.squares[1][id(bucket)] = _state(reducer, bucket), math.fsum(squares or [])
+        reducer.squares.note(bucket, math.fsum(squares or []))
         found.update(zip(parts, squares or [], strict=True))
     return found
-
-
-def _known(reducer: Reducer, buckets: list[Bucket]) -> float | None:
-    """This rank's part from what `squares_by_name` read, where nothing has been added or written since."""
-    revision, kept = reducer.squares
-    if revision != reducer.revision or not buckets:
-        return None
-    sums = []
-    for bucket in buckets:
-        state, square = kept.get(id(bucket), (None, 0.0))
-        if state is None or state != _state(reducer, bucket):
-            return None
-        sums.append(square)
-    return math.fsum(sums)
-
-
-def _state(reducer: Reducer, bucket: Bucket) -> tuple[int, int] | None:
-    """Differs where something was written to the sum, or other memory is there; None where that would not be seen."""
-    memory = bucket.total.memory
-    if memory is None or memory.is_inference() or reducer.lends_views:
-        return None
-    return memory.data_ptr(), memory._version
 
 
 def _squares(buckets: list[Bucket], exact: bool) -> float:

@@ -18,7 +18,7 @@ from deepspeed.zero.fragment import Fragment, count_update, cut_state
 from deepspeed.zero.late_publish import LatePublish
 from deepspeed.zero.lifecycle import Lifecycle
 from deepspeed.zero.member import Member
-from deepspeed.zero.norm import explain_overflow, global_norm
+from deepspeed.zero.norm import explain_overflow, global_norm, known_norm
 from deepspeed.zero.optimizer_shard import OptimizerShard, make_room_for_state, whole_state
 from deepspeed.zero.optimizer_surface import OptimizerSurface, numbers_of
 from deepspeed.zero.param import is_managed
@@ -204,12 +204,14 @@ class ZeroOptimizer(OptimizerSurface):
                     f"zero_optimization.ignore_unused_parameters is false; freeze them or drop the key"
                 )
         rescale = self.window.rescale(agreed)
-        norm, wanted = None, self.settings.norm or self.settings.check or self.settings.clip > 0
-        if wanted or self.along:
+        wanted = self.settings.norm or self.settings.check or self.settings.clip > 0
+        # What pruning has masked since is not what was read, and numbers that ride along ask for the exchange.
+        total = None if self.masks is not None or self.along else known_norm(self.reducer, agreed)
+        if total is None and (wanted or self.along):
             self._norms += 1
             tag, buckets = tag_of(self._norm_channel, SMALL, self._norms), self._normed if wanted else []
             total, self.alongside = global_norm(buckets, self.settings.clip > 0, self.reducer, tag, self.along)
-            norm = total * abs(rescale) if wanted else None
+        norm = total * abs(rescale) if wanted and total is not None else None
         if self.scaler is not None and norm is not None and math.isnan(norm):
             norm = math.inf  # under a loss scale what is not finite is too large; inf - inf on the way makes it NaN
         self._global_grad_norm = norm

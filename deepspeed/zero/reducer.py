@@ -26,6 +26,7 @@ from deepspeed.zero.param import clear_raw_grad, raw_grad
 from deepspeed.zero.roles import Group
 from deepspeed.zero.rows import add_rows, can_add
 from deepspeed.zero.shard_group import ShardGroup
+from deepspeed.zero.squares import Squares, counted
 from deepspeed.zero.wire import Wire
 
 
@@ -50,9 +51,7 @@ class Reducer:
         self.clean = True
         self.revision = 0  # changes whenever what ranks compare may have changed
         self._launched = -1  # at this revision no round was open
-        # At which revision they were read; by bucket the state of its sum then, and this rank's part of its squares.
-        self.squares: tuple[int, dict[int, tuple[tuple[int, int] | None, float]]] = (-1, {})
-        self.lends_views = False  # of the sums: what is written through their `.data` no counter shows
+        self.squares = Squares()
         self.timing: Callable[[], AbstractContextManager[object]] = nullcontext  # around the wait for what is under way
         self.on_complete: Callable[[ShardGroup], None] | None = None  # all gradients of a group are here
         largest = max((g.numel for g in groups), default=0)
@@ -190,9 +189,10 @@ class Reducer:
         self._launch_open()
         late = self._handed_out.late() if of is None else []
         edits = self._handed_out.edits + len(late)
-        trouble, found = None, None
+        trouble, found, updates = None, None, purpose in (Purpose.STEP, Purpose.FLUSH)
+        known = updates and self.squares.hold(counted(self.buckets), self.revision)
         for meeting in self._agreement.meetings(of):
-            rows = self._agreement.exchange(meeting, purpose, of, edits, self.revision)
+            rows = self._agreement.exchange(meeting, purpose, of, edits, self.revision, known)
             trouble = trouble or disagreement(rows.heads)
             if not meeting.knows(rows, self.revision):
                 trouble = trouble or uneven(meeting.buckets, rows)

@@ -236,7 +236,7 @@ def safe_get_local_grad(param: torch.nn.Parameter) -> torch.Tensor | None:
     reducer.finish(Purpose.READ, member)
     if not _fragments(member):
         return None
-    fragment, reducer.lends_views = _fragments(member)[0], True
+    fragment, reducer.squares.lends_views = _fragments(member)[0], True
     with fragment.bucket.total.borrowed() as total:
         return total[fragment.span].to(fragment.leaf.dtype, copy=fragment.bucket.total.memory is None)
 

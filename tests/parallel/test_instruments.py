@@ -17,6 +17,7 @@ from deepspeed.monitor.live import read_pages
 from deepspeed.profiling.flops_profiler import FlopsProfiler
 from deepspeed.utils import safe_get_full_grad, safe_get_local_grad, safe_set_full_grad
 from deepspeed.zero import norm
+from deepspeed.zero import optimizer as zero_optimizer
 from tests.harness.pool import WorkerPool
 from tests.parallel.tiny import STAGES, Tiny, loss_of, masters, micro_step, raises, reference, rows, start, tiny
 from tests.unit.profiling.architectures import CASES, CELLS
@@ -192,10 +193,38 @@ def norms_before_a_change(stage: int) -> None:
                 change(engine)
             whole = [safe_get_full_grad(param).double() for param in engine.module.parameters()]
             wanted = sum(float(gradient.square().sum()) for gradient in whole) ** 0.5
-            with mock.patch.object(norm, "_squares", wraps=norm._squares) as read:
+            with (
+                mock.patch.object(norm, "_squares", wraps=norm._squares) as read,
+                mock.patch.object(zero_optimizer, "global_norm", wraps=norm.global_norm) as met,
+            ):
                 engine.step()
             assert change is not None or not read.called
+            assert met.called == (change is not None)
             assert abs(engine.get_global_grad_norm() - wanted) <= 1e-6 * wanted, change
+
+
+def norms_before_a_change_of_one_rank(stage: int) -> None:
+    """Where one rank has written to its part, all form the norm anew; the next step knows nothing of it."""
+    torch.manual_seed(0)
+    with start(stage, clip=0.01) as engine:
+        for changing in (False, True, False):
+            engine.backward(loss_of(engine, rows(0, dist.get_rank())))
+            before = engine.gradient_norms()
+            bucket = next(b for b in engine.optimizer.reducer.buckets if b.group.holders.counted)
+            if changing and dist.get_rank() == 1:
+                with bucket.total.borrowed() as total:
+                    bucket.own(total).mul_(1000)
+            with mock.patch.object(zero_optimizer, "global_norm", wraps=norm.global_norm) as met:
+                engine.step()
+            assert met.called == changing
+            wanted = sum(one**2 for one in before.values()) ** 0.5
+            assert (engine.get_global_grad_norm() > 100 * wanted) == changing
+            assert changing or abs(engine.get_global_grad_norm() - wanted) <= 1e-12 * wanted
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_change_on_one_rank_after_gradient_norms_makes_all_form_the_norm_anew(workers: Workers, stage: int) -> None:
+    workers(RANKS).run(norms_before_a_change_of_one_rank, stage)
 
 
 def test_gradient_norms_are_those_of_one_process(workers: Workers) -> None:
