@@ -36,10 +36,10 @@ from deepspeed.engine.categories import (
     frames_of,
     innermost,
 )
-from deepspeed.engine.report import bytes_of, state_bytes
+from deepspeed.engine.report import bytes_of, state_bytes, state_tensors
 from deepspeed.engine.state import EngineState
 from deepspeed.errors import MemoryExhaustedError
-from deepspeed.foundation.heap import limits_addresses
+from deepspeed.foundation.heap import limits_addresses, resident
 from deepspeed.zero.estimate import HOST
 from deepspeed.zero.exhaustion import is_exhaustion
 from deepspeed.zero.optimizer_shard import Away
@@ -71,7 +71,8 @@ class MemoryReport:
     def __init__(self, state: EngineState) -> None:
         self._state = state
         known = sum(self._known().values())
-        self._before = allocated(state.device) - known  # what the process had besides
+        # What the process had besides. Sums that no gradient has reached yet have no pages on a CPU.
+        self._before = allocated(state.device) - (self._resident() if state.device.type == "cpu" else known)
         self._mapped = addresses() - known
         self._left_by_forward = -1  # bytes of activations after the first one
 
@@ -80,6 +81,12 @@ class MemoryReport:
         found = state_bytes(parts)
         found[TRANSIT] = 0 if parts.reducer is None else bytes_of(parts.reducer.wire.buffers())
         return found
+
+    def _resident(self) -> int:
+        """Bytes of what is known that the system has provided."""
+        parts = self._state.components
+        found = [t for tensors in state_tensors(parts).values() for t in tensors if not isinstance(t, Away)]
+        return resident([*found, *([] if parts.reducer is None else parts.reducer.wire.buffers())])
 
     def by_category(self) -> dict[str, int]:
         """Bytes on this rank now: the kinds of `state_bytes`, transit buffers, and the rest since the engine was made.
@@ -106,10 +113,9 @@ class MemoryReport:
 
     def _live(self) -> int:
         """Bytes of activations; under a limit on addresses, of what is mapped for them, resident or not."""
-        live = self.by_category()[ACTIVATIONS]
         if self._state.device.type == "cpu" and limits_addresses():
-            live = max(live, addresses() - self._mapped - sum(self._known().values()))
-        return live
+            return max(0, addresses() - self._mapped - sum(self._known().values()))
+        return self.by_category()[ACTIVATIONS]
 
     def exhausted(self, error: BaseException) -> MemoryExhaustedError:
         """The error that says what held the memory, what it ran out for, and which key and value would help."""

@@ -21,7 +21,12 @@ def bytes_of(tensors: Sequence[torch.Tensor | None]) -> int:
 
 
 def state_bytes(components: Components) -> dict[str, int]:
-    """Bytes by kind of training state on this rank, each storage once.
+    """Bytes by kind of training state on this rank, each storage once; see `state_tensors`."""
+    return {kind: bytes_of(tensors) for kind, tensors in state_tensors(components).items()}
+
+
+def state_tensors(components: Components) -> dict[str, Sequence[torch.Tensor | None]]:
+    """Training state on this rank by kind.
 
     Args:
         components: of an engine.
@@ -44,12 +49,8 @@ def state_bytes(components: Components) -> dict[str, int]:
         for state in components.optimizer.state.values():
             moments += [v for v in state.values() if isinstance(v, torch.Tensor) and v.dim()]
     return {
-        "parameters": bytes_of(params),
-        "masters": bytes_of(masters),
-        "gradients": bytes_of(sums),
-        "optimizer": bytes_of(moments),
-        "gathered": bytes_of(gathered),
-    }
+        "parameters": params, "masters": masters, "gradients": sums, "optimizer": moments, "gathered": gathered,
+    }  # fmt: skip
 
 
 def gather_counts(components: Components) -> dict[str, int]:

@@ -15,9 +15,10 @@ import os
 import resource
 import sys
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 
 _TRIM, _MAP = -1, -3  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD of mallopt
@@ -38,6 +39,25 @@ def _mallopt() -> Callable[[int, int], int] | None:
 def limits_addresses() -> bool:
     """Whether what this process maps is limited (`ulimit -v`): then what is free in the heap counts as what is used."""
     return resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
+
+
+def resident(tensors: Iterable[torch.Tensor | None]) -> int:
+    """Bytes of the pages that the system has provided for tensors in host memory, each storage once.
+
+    What was allocated and not written yet has none. All of it where the system does not say.
+    """
+    storages = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors if t is not None)}
+    return sum(_resident(at, nbytes) for at, nbytes in storages.items() if nbytes)
+
+
+def _resident(at: int, nbytes: int) -> int:
+    first = at // PAGE * PAGE
+    pages = np.zeros(-(-(at + nbytes - first) // PAGE), dtype=np.uint8)
+    mincore = getattr(ctypes.CDLL(None), "mincore", None)
+    where = [ctypes.c_void_p(first), ctypes.c_size_t(pages.size * PAGE), ctypes.c_void_p(pages.ctypes.data)]
+    if mincore is None or mincore(*where) != 0:
+        return nbytes
+    return min(nbytes, PAGE * int(np.count_nonzero(pages & 1)))
 
 
 def heap() -> range:

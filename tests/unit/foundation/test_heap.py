@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import mmap
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 
-from deepspeed.foundation.heap import PAGE, at_a_page, huge_pages, own_pages
+from deepspeed.comm.shared_allocator import SharedAllocator
+from deepspeed.foundation.heap import PAGE, at_a_page, huge_pages, own_pages, resident
 
 PROGRAM = """
 import contextlib, sys, psutil, torch
@@ -82,3 +85,14 @@ def test_a_buffer_is_whole_wherever_it_lies(numel: int) -> None:
         huge_pages(storage.data_ptr(), size)
         made.fill_(turn)
         assert float(made.float().sum()) == turn * numel
+
+
+def test_what_nobody_has_written_to_is_not_resident() -> None:
+    lent = SharedAllocator().empty(4 << 20, torch.uint8)
+    made = torch.from_numpy(np.frombuffer(mmap.mmap(-1, 8 << 20), dtype=np.uint8))
+    assert resident([lent, made, None, torch.empty(0), torch.empty(0, device="meta")]) == 0
+    made[: 2 << 20] = 1
+    assert resident([made, made[5:]]) == 2 << 20  # one storage
+    lent.zero_()
+    assert resident([lent, made]) == (4 << 20) + (2 << 20)
+    assert resident([torch.ones(1000, dtype=torch.uint8)]) == 1000  # no more than it has, of a page
