@@ -19,6 +19,8 @@ from deepspeed.inference.batch import Batch
 from deepspeed.inference.limits import length_limit, packed_limit
 from deepspeed.inference.native import Heads, Pass, functions
 from deepspeed.inference.paged import Mask, PagedExecutor, Store
+from deepspeed.inference.quantization.lossless import Room
+from deepspeed.inference.quantization.packed import PackedWeight
 from deepspeed.inference.quantization.quantization import pack_lossless
 from deepspeed.inference.structure import Reader, Structure, address
 from deepspeed.native import KINDS, threads
@@ -152,6 +154,13 @@ class FusedExecutor:
         )  # fmt: skip
         start = address(self.structure.layers[first])
         functions().ds_layers(start, count, ctypes.byref(made), parts)  # type: ignore[union-attr]
+
+    def settle(self) -> None:
+        """Have the model's packed integers in huge pages: they come from memory up to a third faster."""
+        room = Room()
+        for module in self.model.modules():
+            if isinstance(module, PackedWeight):
+                module.settle(room.take)
 
     def pack(self) -> None:
         """Hold the model's bf16 matrices in 12 bits from now on: a third fewer bytes to read, and the same logits.
