@@ -182,6 +182,9 @@ def choose(model: nn.Module, fused: bool = True, packed: bool = False) -> tuple[
     `packed` packs the bf16 matrices of a model that has it, without loss.
     """
     found, why = _chosen(model, fused)
+    if isinstance(found, FusedExecutor):
+        with passing(model):
+            found.settle()
     if packed and isinstance(found, FusedExecutor):
         with passing(model):
             found.pack()

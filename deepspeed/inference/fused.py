@@ -13,12 +13,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepspeed.accelerator import get_accelerator
 from deepspeed.errors import PackingError, RequestError
 from deepspeed.foundation.log import say
 from deepspeed.inference.batch import Batch
 from deepspeed.inference.limits import length_limit, packed_limit
 from deepspeed.inference.native import Heads, Pass, functions
 from deepspeed.inference.paged import Mask, PagedExecutor, Store
+from deepspeed.inference.quantization.lossless import Room
+from deepspeed.inference.quantization.packed import PackedWeight
 from deepspeed.inference.quantization.quantization import pack_lossless
 from deepspeed.inference.structure import Reader, Structure, address
 from deepspeed.native import KINDS, threads
@@ -26,6 +29,7 @@ from deepspeed.native import KINDS, threads
 LARGEST_HEAD = 512  # elements, of attention.cpp
 TABLE = 512  # positions whose rotations are computed at a time
 ATTENTION, FEED_FORWARD, BOTH = 1, 2, 3
+MOVED = 32 << 20  # bytes after which freed memory is given back
 FURTHEST = 1 << 17  # position from which a row's window is looked for, where the model has no limit
 # A part's change to the stream: how far ours may be off, of its size, and of the stream that rounds it.
 TOLERANCE = {torch.float32: (1e-3, 1e-5), torch.bfloat16: (0.03, 0.003)}
@@ -153,6 +157,17 @@ class FusedExecutor:
         start = address(self.structure.layers[first])
         functions().ds_layers(start, count, ctypes.byref(made), parts)  # type: ignore[union-attr]
 
+    def settle(self) -> None:
+        """Have the model's packed integers in huge pages: they come from memory up to a third faster."""
+        room, moved = Room(), 0
+        for module in self.model.modules():
+            moved += module.settle(room.take) if isinstance(module, PackedWeight) else 0
+            if moved > MOVED:  # what they leave would stay with the process
+                get_accelerator().empty_cache()
+                moved = 0
+        if moved:
+            get_accelerator().empty_cache()
+
     def pack(self) -> None:
         """Hold the model's bf16 matrices in 12 bits from now on: a third fewer bytes to read, and the same logits.
 
@@ -164,6 +179,7 @@ class FusedExecutor:
             pack_lossless(self.model, self.structure.uneven)
         finally:
             self._again()
+        get_accelerator().empty_cache()
 
     def _again(self) -> None:
         """Read the model anew: its modules or its memory are others than before."""

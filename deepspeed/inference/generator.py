@@ -35,6 +35,7 @@ _NO_NUMBERS = (
     "after {} new tokens the model's logits are not finite, so no token can be chosen: its weights hold NaN, or this "
     "text overflows its dtype; try bf16 or fp32"
 )
+CHUNK = (16, 32)  # rows of prompts beside others' tokens: a pass of some streams is to take three times theirs at most
 DRAFTING_STREAMS = 8  # with more of them a pass is bound by arithmetic, and a guess costs what a token costs
 
 
@@ -118,7 +119,7 @@ class Generator:
         max_length: tokens of prompt and answer together; None takes the model's own limit.
         prefix_cache: tokens that an earlier request had at its beginning are not computed again.
         speculation: tokens guessed at a time from the text itself; tokens stay what they are without.
-        prompt_chunk: rows of prompts in a pass while others generate.
+        prompt_chunk: rows of prompts in a pass while others generate; None: twice as many as these are, from 16 to 32.
         lossless_weights: pack bf16 matrices in 12 bits, **in the model**, where its native form reads them: a quarter
             less memory and faster, every bit of weights, logits and `state_dict` kept. For weights that nobody trains.
 
@@ -139,10 +140,10 @@ class Generator:
         max_length: int | None = None,
         prefix_cache: bool = True,
         speculation: int = 0,
-        prompt_chunk: int = 32,
+        prompt_chunk: int | None = None,
         lossless_weights: bool = False,
     ) -> None:
-        for name in ("page_size", "max_batch_tokens", "max_sequences", "prompt_chunk"):
+        for name in ("page_size", "max_batch_tokens", "max_sequences", *["prompt_chunk"] * (prompt_chunk is not None)):
             if (given := locals()[name]) < 1:
                 raise RequestError(f"{name} has to be at least 1, not {given!r}")
         self.model, self.tokenizer, self._speculation = model, tokenizer, speculation
@@ -161,7 +162,7 @@ class Generator:
             )
             self._executor.store = probed.resized(pages, page_size)
         self.pages = Pages(pages, page_size, prefix_cache)
-        self._scheduler = Scheduler(self.pages, self._copy, max_batch_tokens, max_sequences, prompt_chunk)
+        self._scheduler = Scheduler(self.pages, self._copy, max_batch_tokens, max_sequences, prompt_chunk or CHUNK)
         self._packed_limit = packed_limit(model)
         self._live: dict[Hashable, _Live] = {}
         self._alone: dict[Hashable, _Live] = {}  # through `generate`

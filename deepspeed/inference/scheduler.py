@@ -62,7 +62,8 @@ class Scheduler:
         copy: called with (from, to) when a page's content has to be copied, before the next pass.
         max_tokens: rows of a pass.
         max_sequences: sequences that run at once; at most `max_tokens`.
-        chunk: rows of prompts in a pass while others generate, which bounds how long they wait.
+        chunk: rows of prompts in a pass while others generate, which bounds how long they wait; of a pair, twice as
+            many as others generate, from the first number to the second. None: all.
     """
 
     def __init__(
@@ -71,11 +72,12 @@ class Scheduler:
         copy: Callable[[int, int], None],
         max_tokens: int = 768,
         max_sequences: int = 512,
-        chunk: int | None = None,
+        chunk: int | tuple[int, int] | None = None,
     ) -> None:
         self.pages, self._copy = pages, copy
         self.max_tokens, self.max_sequences = max_tokens, min(max_sequences, max_tokens)
-        self.chunk = max_tokens if chunk is None else chunk
+        chunk = max_tokens if chunk is None else chunk
+        self.least, self.most = (chunk, chunk) if isinstance(chunk, int) else chunk
         self.running: list[Track] = []
         self.waiting: deque[Track] = deque()
         self.preemptions = 0
@@ -113,7 +115,7 @@ class Scheduler:
         left = self.max_tokens
         order = sorted(self.running, key=lambda track: (track.pending > 1, track.arrival))
         streams = sum(track.pending == 1 for track in order)
-        chunk = self.chunk if streams else self.max_tokens
+        chunk = min(self.most, max(self.least, 2 * streams)) if streams else self.max_tokens
         for number, track in enumerate(order):
             if not left:
                 break

@@ -1,77 +1,14 @@
-// The product in vectors of AVX-512. Sums run over the columns in sixteen lanes; where several are added, a tree of
-// additions works on all of them at once.
+// The product of floating matrices in vectors of AVX-512.
 #include <algorithm>
 
 #include "lossless.h"
-#include "products_parts.h"
 #include "tiles.h"
+#include "vectors.h"
 
 #if defined(__x86_64__)
 namespace ds {
 
-constexpr int64_t FEW = 4;  // rows that take a matrix as it comes from memory
-constexpr int64_t FAR = 4096;  // bytes that are asked for ahead there
 constexpr int64_t SPAN = 768;  // columns of eight outputs that stay in the first cache as fp32
-
-// -- the lanes of a sum -----------------------------------------------------------------------------------------------
-
-// The sum of the lanes of each of sixteen vectors, by halves as `added` in products.cpp does it.
-DS_AVX512 static DS_INLINE __m512 add_lanes(const __m512 (&sums)[16]) {
-    __m512 fours[4], twos[2];
-    for (int i = 0; i < 4; i++) {
-        const __m512 a = sums[i], b = sums[i + 4], c = sums[i + 8], d = sums[i + 12];
-        const __m512 one = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
-        const __m512 two = _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0x44), _mm512_shuffle_f32x4(c, d, 0xee));
-        fours[i] = _mm512_add_ps(_mm512_shuffle_f32x4(one, two, 0x88), _mm512_shuffle_f32x4(one, two, 0xdd));
-    }
-    for (int i = 0; i < 2; i++) {
-        const __m512d one = _mm512_castps_pd(fours[2 * i]), two = _mm512_castps_pd(fours[2 * i + 1]);
-        twos[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(one, two)),
-                                _mm512_castpd_ps(_mm512_unpackhi_pd(one, two)));
-    }
-    return _mm512_add_ps(_mm512_shuffle_ps(twos[0], twos[1], 0x88), _mm512_shuffle_ps(twos[0], twos[1], 0xdd));
-}
-
-// Sums of N outputs and R rows into their places.
-template <int N, int R>
-DS_AVX512 static DS_INLINE void put(const Part& p, int64_t n, int64_t r, const __m512 (&sums)[N][R]) {
-    if constexpr (N == 1) {
-        for (int j = 0; j < R; j++) p.sums[r + j][n] = _mm512_reduce_add_ps(sums[0][j]);
-    } else {
-        constexpr int AT_ONCE = 16 / N;
-        for (int first = 0; first < R; first += AT_ONCE) {
-            __m512 all[16];  // sums that are not there are others again
-            for (int l = 0; l < 16; l++) all[l] = sums[l % N][std::min(first + l / N, R - 1)];
-            alignas(64) float added[16];
-            _mm512_store_ps(added, add_lanes(all));
-            for (int j = first; j < std::min(R, first + AT_ONCE); j++)
-                std::copy_n(added + N * (j - first), N, &p.sums[r + j][n]);
-        }
-    }
-}
-
-// -- memory -----------------------------------------------------------------------------------------------------------
-
-// The outputs of the next unit of work, asked for while this one is computed.
-struct Ahead {
-    const char *next, *end;
-    int64_t lines;  // a step
-    DS_INLINE void fetch() {
-        for (int64_t i = 0; i < lines && next < end; i++, next += 64) __builtin_prefetch(next, 0, 2);
-    }
-};
-
-// For so many steps of this block of rows.
-static Ahead ahead(const Part& p, int64_t steps) {
-    const int64_t bytes = row_bytes(p.matrix), lines = (p.outputs * bytes / p.blocks + 63) / 64;
-    const char* begin = static_cast<const char*>(p.matrix.weights) + (p.output + p.outputs) * bytes;
-    begin += p.block * 64 * lines;
-    return {begin, begin + 64 * lines, (lines + steps - 1) / steps};
-}
-
-static DS_INLINE const char* outputs_from(const Part& p, int64_t n) {
-    return static_cast<const char*>(p.matrix.weights) + (p.output + n) * row_bytes(p.matrix);
-}
 
 // -- numbers with a point ---------------------------------------------------------------------------------------------
 
@@ -362,94 +299,7 @@ struct Wide {
 DS_LOSSLESS(lossless_wide, DS_AVX512, Wide)
 DS_LOSSLESS(lossless_pairs, DS_BF16, Pairs)
 
-// -- integers ---------------------------------------------------------------------------------------------------------
-
-// 32 integers as 16-bit ones, in the order of the columns.
-template <Form form> DS_AVX512 static DS_INLINE __m512i integers(const uint8_t* row, int64_t k) {
-    if constexpr (form == SIGNED8)
-        return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(row + k)));
-    if constexpr (form == UNSIGNED8)
-        return _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(row + k)));
-    const __m512i pairs = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(row + k / 2)));
-    const __m512i odd = _mm512_slli_epi32(_mm512_and_si512(pairs, _mm512_set1_epi32(0xf0)), 12);
-    return _mm512_or_si512(_mm512_and_si512(pairs, _mm512_set1_epi32(15)), odd);
-}
-
-// Adds products of neighbours: one instruction where AVX512_VNNI is.
-template <bool VNNI> DS_AVX512 static DS_INLINE __m512i add_products(__m512i sum, __m512i line, __m512i x) {
-    if constexpr (VNNI) asm("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(line), "v"(x));
-    else sum = _mm512_add_epi32(sum, _mm512_madd_epi16(line, x));
-    return sum;
-}
-
-template <Form form, bool VNNI, int N, int R>
-DS_AVX512 static DS_INLINE void integer_tile(const Part& p, Ahead& next, int64_t n, int64_t r) {
-    const Matrix& m = p.matrix;
-    const int64_t bytes = row_bytes(m), groups = m.inputs / m.group, span = std::min(FLUSH, m.group);
-    const auto* w = reinterpret_cast<const uint8_t*>(outputs_from(p, n));
-    const auto* x = reinterpret_cast<const int16_t*>(p.x.values.data()) + (p.row + r) * p.x.padded;
-    const float* scale = m.scale + (p.output + n) * groups;
-    constexpr int CHAINS = N * R == 1 ? 4 : 1;  // one alone would wait for itself
-    __m512 sums[N][R];
-    for (auto& row : sums)
-        for (auto& sum : row) sum = _mm512_setzero_ps();
-    for (int64_t k = 0; k < m.inputs;) {
-        __m512i whole[N][R][CHAINS];
-        for (auto& row : whole)
-            for (auto& chains : row)
-                for (auto& sum : chains) sum = _mm512_setzero_si512();
-        const int64_t group = k / m.group, end = std::min(k + span, (group + 1) * m.group);
-        while (k < end)
-#pragma GCC unroll 4
-            for (int chain = 0; chain < CHAINS && k < end; chain++, k += LANES) {
-                if (N == 1) __builtin_prefetch(w + (form == UNSIGNED4 ? k / 2 : k) + FAR, 0, 2);
-                else next.fetch();
-                for (int i = 0; i < N; i++) {
-                    const __m512i line = integers<form>(w + i * bytes, k);
-                    for (int j = 0; j < R; j++)
-                        whole[i][j][chain] = add_products<VNNI>(whole[i][j][chain], line,
-                                                                _mm512_loadu_si512(x + j * p.x.padded + k));
-                }
-            }
-        for (int i = 0; i < N; i++)
-            for (int j = 0; j < R; j++)
-                for (int chain = 1; chain < CHAINS; chain++)
-                    whole[i][j][0] = _mm512_add_epi32(whole[i][j][0], whole[i][j][chain]);
-        for (int i = 0; i < N; i++)
-            for (int j = 0; j < R; j++)
-                sums[i][j] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(whole[i][j][0]),
-                                             _mm512_set1_ps(scale[i * groups + group]), sums[i][j]);
-    }
-    put(p, n, r, sums);
-    for (int j = 0; j < R; j++)
-        for (int i = 0; i < N; i++)
-            p.sums[r + j][n + i] = finish(p, p.output + n + i, p.row + r + j, p.sums[r + j][n + i]);
-}
-
-template <Form form, bool VNNI, int N>
-DS_AVX512 static DS_INLINE void integer_outputs(const Part& p, Ahead& next, int64_t n) {
-    int64_t r = 0;
-    for (; r + 4 <= p.rows; r += 4) integer_tile<form, VNNI, N, 4>(p, next, n, r);
-    switch (p.rows - r) {
-    case 3: integer_tile<form, VNNI, N, 3>(p, next, n, r); break;
-    case 2: integer_tile<form, VNNI, N, 2>(p, next, n, r); break;
-    case 1: integer_tile<form, VNNI, N, 1>(p, next, n, r);
-    }
-}
-
-template <Form form, bool VNNI> DS_AVX512 static void integer_vectors(const Part& p) {
-    Ahead next = ahead(p, (p.outputs + 3) / 4 * ((p.rows + 3) / 4) * (p.matrix.inputs / LANES));
-    int64_t n = 0;
-    if (p.x.rows > FEW)
-        for (; n + 4 <= p.outputs; n += 4) integer_outputs<form, VNNI, 4>(p, next, n);
-    for (; n < p.outputs; n++) integer_outputs<form, VNNI, 1>(p, next, n);
-}
-
 // -- which ------------------------------------------------------------------------------------------------------------
-
-template <Form form> static Kernel integers_of() {
-    return {instruction_set() >= AVX512_VNNI ? integer_vectors<form, true> : integer_vectors<form, false>, 32};
-}
 
 Kernel vectors(const Matrix& matrix, const Input& x) {
     switch (matrix.form) {
@@ -458,9 +308,7 @@ Kernel vectors(const Matrix& matrix, const Input& x) {
     case LOSSLESS:
         if (x.rows <= FEW) return {x.wide ? lossless_wide : lossless_pairs, FEW, true};
         return x.wide ? Kernel{wide, MOST_ROWS, true} : Kernel{pairs, 32};
-    case SIGNED8: return integers_of<SIGNED8>();
-    case UNSIGNED8: return integers_of<UNSIGNED8>();
-    default: return integers_of<UNSIGNED4>();
+    default: return integer_vectors(matrix.form);
     }
 }
 

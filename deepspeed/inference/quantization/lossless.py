@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import mmap
@@ -43,28 +44,26 @@ class Room:
     """Memory for packed matrices, in huge pages where the system has them: one thread reads those faster."""
 
     def __init__(self) -> None:
-        self._chunk, self._used = torch.empty(0, dtype=torch.uint8), 0
+        self._memory: Any = None
+        self._at = self._end = 0  # in it
 
     def take(self, count: int) -> torch.Tensor:
-        """`count` zero bytes."""
-        begin = -(-self._used // 64) * 64
-        if begin + count > len(self._chunk):
-            self._chunk, begin = _chunk(max(count, _CHUNK)), 0
-        self._used = begin + count
-        return self._chunk[begin : self._used]
+        """`count` zero bytes, over a storage of their own, which cannot be resized."""
+        if not hasattr(mmap, "MADV_HUGEPAGE"):
+            return torch.zeros(count, dtype=torch.uint8)
+        begin = -(-self._at // 64) * 64
+        if begin + count > self._end:
+            self._map(max(count, _CHUNK))
+            begin = self._at
+        self._at = begin + count
+        return torch.frombuffer(self._memory, dtype=torch.uint8, count=count, offset=begin)
 
-
-def _chunk(count: int) -> torch.Tensor:
-    if not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.zeros(count, dtype=torch.uint8)
-    memory = mmap.mmap(-1, count + _HUGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    found = torch.frombuffer(memory, dtype=torch.uint8)
-    skipped = -found.data_ptr() % _HUGE
-    try:
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    except OSError:  # a kernel without them
-        pass
-    return found[skipped : skipped + count]
+    def _map(self, count: int) -> None:
+        memory = mmap.mmap(-1, count + _HUGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        self._memory, self._at = memory, -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % _HUGE
+        self._end = self._at + count
 
 
 class LosslessWeight(nn.Module):

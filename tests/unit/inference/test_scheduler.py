@@ -7,8 +7,10 @@ import itertools
 import pytest
 
 from deepspeed.errors import MemoryExhaustedError, UsageError
+from deepspeed.inference import Generator
 from deepspeed.inference.pages import Pages
 from deepspeed.inference.scheduler import Scheduler, Track
+from tests.unit.inference.toys import llama
 
 
 class Machine:
@@ -175,3 +177,18 @@ def test_a_page_is_released_once_and_taken_while_there_is_one() -> None:
         pages.release(page)
     with pytest.raises(UsageError, match="held by nobody"):
         pages.release(7)
+
+
+@pytest.mark.parametrize(("streams", "rows"), [(0, 60), (1, 16), (8, 16), (12, 24), (20, 32)])
+def test_a_prompt_beside_streams_takes_rows_as_they_are_many(streams: int, rows: int) -> None:
+    generator = Generator(llama(), max_batch_tokens=60)
+    scheduler = generator._scheduler
+    for number in range(streams):
+        scheduler.add(Track(number, [7], number))
+    for share in scheduler.plan():
+        scheduler.advance(share, [5])
+    long = Track("long", [3] * 100, streams)
+    scheduler.add(long)
+    assert {share.track.ident: share.count for share in scheduler.plan()} == dict.fromkeys(range(streams), 1) | {
+        "long": rows
+    }

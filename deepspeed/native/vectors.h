@@ -1,0 +1,80 @@
+// What the products in vectors of AVX-512 share. Sums run over the columns in sixteen lanes; where several are added, a
+// tree of additions works on all of them at once.
+#pragma once
+
+#include <algorithm>
+
+#include "products_parts.h"
+#include "tiles.h"
+
+#if defined(__x86_64__)
+namespace ds {
+
+constexpr int64_t FEW = 4;  // rows that take a matrix as it comes from memory
+constexpr int64_t FAR = 4096;  // bytes that are asked for ahead there
+
+// -- the lanes of a sum -----------------------------------------------------------------------------------------------
+
+// The sum of the lanes of each of sixteen vectors, by halves as `added` in products.cpp does it.
+DS_AVX512 static DS_INLINE __m512 add_lanes(const __m512 (&sums)[16]) {
+    __m512 fours[4], twos[2];
+    for (int i = 0; i < 4; i++) {
+        const __m512 a = sums[i], b = sums[i + 4], c = sums[i + 8], d = sums[i + 12];
+        const __m512 one = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+        const __m512 two = _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0x44), _mm512_shuffle_f32x4(c, d, 0xee));
+        fours[i] = _mm512_add_ps(_mm512_shuffle_f32x4(one, two, 0x88), _mm512_shuffle_f32x4(one, two, 0xdd));
+    }
+    for (int i = 0; i < 2; i++) {
+        const __m512d one = _mm512_castps_pd(fours[2 * i]), two = _mm512_castps_pd(fours[2 * i + 1]);
+        twos[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(one, two)),
+                                _mm512_castpd_ps(_mm512_unpackhi_pd(one, two)));
+    }
+    return _mm512_add_ps(_mm512_shuffle_ps(twos[0], twos[1], 0x88), _mm512_shuffle_ps(twos[0], twos[1], 0xdd));
+}
+
+// Sums of N outputs and R rows into their places.
+template <int N, int R>
+DS_AVX512 static DS_INLINE void put(const Part& p, int64_t n, int64_t r, const __m512 (&sums)[N][R]) {
+    if constexpr (N == 1) {
+        for (int j = 0; j < R; j++) p.sums[r + j][n] = _mm512_reduce_add_ps(sums[0][j]);
+    } else {
+        constexpr int AT_ONCE = 16 / N;
+        for (int first = 0; first < R; first += AT_ONCE) {
+            __m512 all[16];  // sums that are not there are others again
+            for (int l = 0; l < 16; l++) all[l] = sums[l % N][std::min(first + l / N, R - 1)];
+            alignas(64) float added[16];
+            _mm512_store_ps(added, add_lanes(all));
+            for (int j = first; j < std::min(R, first + AT_ONCE); j++)
+                std::copy_n(added + N * (j - first), N, &p.sums[r + j][n]);
+        }
+    }
+}
+
+// -- memory -----------------------------------------------------------------------------------------------------------
+
+// The outputs of the next unit of work, asked for while this one is computed.
+struct Ahead {
+    const char *next, *end;
+    int64_t lines;  // a step
+    DS_INLINE void fetch() {
+        for (int64_t i = 0; i < lines && next < end; i++, next += 64) __builtin_prefetch(next, 0, 2);
+    }
+};
+
+// For so many steps of this block of rows.
+static inline Ahead ahead(const Part& p, int64_t steps) {
+    const int64_t bytes = row_bytes(p.matrix), lines = (p.outputs * bytes / p.blocks + 63) / 64;
+    const char* begin = static_cast<const char*>(p.matrix.weights) + (p.output + p.outputs) * bytes;
+    begin += p.block * 64 * lines;
+    return {begin, begin + 64 * lines, (lines + steps - 1) / steps};
+}
+
+static DS_INLINE const char* outputs_from(const Part& p, int64_t n) {
+    return static_cast<const char*>(p.matrix.weights) + (p.output + n) * row_bytes(p.matrix);
+}
+
+// The form for matrices of integers.
+Kernel integer_vectors(Form form);
+
+}  // namespace ds
+#endif
