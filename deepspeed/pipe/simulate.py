@@ -40,6 +40,7 @@ class _Stage:
         self.held: set[tuple[int, int]] = set()
         self.put_off: set[tuple[int, int]] = set()
         self.peak: tuple[int, int] = (0, 0)  # of both together, and of the former
+        self.begins: list[float] = []  # of each action so far, when the stage came to it
         self.done: Counter[tuple[str, int, int]] = Counter()
         self.taken: set[tuple[str, int, int]] = set()
 
@@ -59,7 +60,11 @@ class _Simulation:
         while moved:
             moved = False
             for at, stage in enumerate(self.stages):
-                while stage.at < len(self.schedule.rows[at]) and self._act(at, self.schedule.rows[at][stage.at]):
+                while stage.at < len(self.schedule.rows[at]):
+                    clock = stage.clock
+                    if not self._act(at, self.schedule.rows[at][stage.at]):
+                        break
+                    stage.begins.append(clock)
                     stage.at, moved = stage.at + 1, True
         waiting = [at for at, stage in enumerate(self.stages) if stage.at < len(self.schedule.rows[at])]
         if waiting:
@@ -176,6 +181,13 @@ def simulate(schedule: Schedule, costs: Sequence[Cost] = (), beside: Sequence[fl
     peaks = tuple(stage.peak[0] for stage in simulation.stages)
     put_off = tuple(together - held for together, held in (stage.peak for stage in simulation.stages))
     return Simulated(time, peaks, 1 - busy / (time * schedule.stages), put_off)
+
+
+def begins(schedule: Schedule, costs: Sequence[Cost] = ()) -> list[list[float]]:
+    """When each stage comes to each of its actions; arguments as those of `simulate`."""
+    simulation = _Simulation(schedule, costs or [1.0] * schedule.parts)
+    simulation.run()
+    return [stage.begins for stage in simulation.stages]
 
 
 # -- by formula -------------------------------------------------------------------------------------------------------

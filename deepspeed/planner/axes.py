@@ -95,8 +95,8 @@ def asks_for_axes(config: Any) -> bool:
 
 
 _UNJUDGED = {
-    "pipeline.stages": "cuts the list of blocks: the run without values is of one rank, and other stages' outputs, "
-    "which it would be given, and their time are not known to it",
+    "pipeline.stages": "cuts the list of blocks: what each stage holds is predicted (`predict_memory`), and how long "
+    "the stages take together is not",
 }
 
 

@@ -73,6 +73,8 @@ def recorded(recording: Recording) -> Iterator[Callable[[str], None]]:
     """Inside a simulation, a step is written down: its operators, and the messages in the middle of them. What it gives
     names what follows."""
     lanes: dict[tuple[int, ...], int] = {}
+    recording.entries.clear()  # of a run that went no further for want of another stage's
+    recording.blocks.clear()
     with Recorder(recording) as recorder:
 
         def hear(name: str, nbytes: int, ranks: tuple[int, ...]) -> None:
