@@ -20,7 +20,7 @@ class Simulated:
 
     Args:
         time: until the last stage is done, where forward and backward of a part take what they cost, and messages
-            nothing.
+            nothing, or what was said.
         peaks: micro-batches times chunks whose activations a stage holds at most, by stage.
         idle: the part of stages times time in which nothing is computed.
         put_off: of those peaks, how many are through backward, and only what their weights need is held.
@@ -46,7 +46,8 @@ class _Stage:
 
 
 class _Simulation:
-    def __init__(self, schedule: Schedule, costs: Sequence[Cost]) -> None:
+    def __init__(self, schedule: Schedule, costs: Sequence[Cost], way: float = 0.0) -> None:
+        self.way = way
         self.schedule, later = schedule, WEIGHTS if schedule.splits else 0.0
         unit = (FORWARD, BACKWARD - later, later)
         each = [one if isinstance(one, tuple) else [one * part for part in unit] for one in costs]
@@ -87,7 +88,7 @@ class _Simulation:
             if not stage.done[kind, action.micro, action.chunk]:
                 raise PipelineError(f"stage {at}: {action} sends what has not been computed (order swapped)")
             peer, chunk = self._peer(at, action)
-            self.wires[at, peer, kind].append((Action(kind, action.micro, chunk), stage.clock))
+            self.wires[at, peer, kind].append((Action(kind, action.micro, chunk), stage.clock + self.way))
         elif action.op[0] == "<":
             peer, _ = self._peer(at, action)
             wire = self.wires[peer, at, kind]
@@ -160,7 +161,9 @@ class _Simulation:
                 raise PipelineError(f"stage {target} never takes {wire[0][0]}, which stage {source} sends")
 
 
-def simulate(schedule: Schedule, costs: Sequence[Cost] = (), beside: Sequence[float] = ()) -> Simulated:
+def simulate(
+    schedule: Schedule, costs: Sequence[Cost] = (), beside: Sequence[float] = (), way: float = 0.0
+) -> Simulated:
     """Run a schedule, and say what it costs.
 
     Args:
@@ -168,12 +171,13 @@ def simulate(schedule: Schedule, costs: Sequence[Cost] = (), beside: Sequence[fl
         costs: of the parts: multiples of `FORWARD` and `BACKWARD`, or those of forward, backward and weights in any
             unit (weights cost nothing where there are two); none: they cost 1 each.
         beside: what each stage does in a step once all are through the schedule, in the same unit; none: nothing.
+        way: how long a message is under way, in the same unit; whoever sends it goes on.
 
     Raises:
         PipelineError: a stage waits for ever, takes or sends something else than its peer expects, or a micro-batch is
             not computed exactly once; says which stage and action.
     """
-    simulation = _Simulation(schedule, costs or [1.0] * schedule.parts)
+    simulation = _Simulation(schedule, costs or [1.0] * schedule.parts, way)
     simulation.run()
     simulation.count()
     time = max(stage.clock for stage in simulation.stages) + max(beside, default=0.0)
