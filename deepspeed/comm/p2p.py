@@ -164,7 +164,7 @@ class Sender:
         kept = self._buffer(header.nbytes) if wire is not None and header.nbytes else buffer[start:]
         payload = kept[: header.nbytes]
         for leaf, tensor in zip(header.leaves, tensors, strict=True):
-            _place(payload, leaf).copy_(tensor.detach())
+            place(payload, leaf).copy_(tensor.detach())
         self._underway.append((post(self.axis, label, lambda: self._start(buffer, len(told), start)), whole))
         if wire is not None and header.nbytes:
             target = self.axis.ranks[self.peer]
@@ -256,7 +256,7 @@ class Receiver:
         header = self._header
         if header is None:
             raise CommError(f"{label}: the first message has no header")
-        return header, [_place(payload, leaf) for leaf in header.leaves]
+        return header, [place(payload, leaf) for leaf in header.leaves]
 
     def _from_memory(self, label: str) -> torch.Tensor:
         shared, tag = self.axis.shared, tag_of(self.channel, EXCHANGE, self._sequence)
@@ -312,7 +312,8 @@ class Receiver:
             shared.acknowledge(self._read.popleft(), [self.peer])
 
 
-def _place(buffer: torch.Tensor, leaf: _Leaf) -> torch.Tensor:
+def place(buffer: torch.Tensor, leaf: _Leaf) -> torch.Tensor:
+    """A tensor of a message: where it lies in the bytes of all."""
     return buffer[leaf.offset : _end(leaf)].view(leaf.dtype).view(leaf.shape)
 
 

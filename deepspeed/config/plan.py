@@ -21,6 +21,7 @@ _OF_ZERO = (
     "stage", "offload_optimizer", "offload_param", "reduce_bucket_size", "allgather_bucket_size", "mics_shard_size",
 )  # fmt: skip
 _TENSOR, _SLICES, _SEQUENCE = "tensor_parallel", "autotp_size", "sequence_parallel_size"
+_PIPELINE, _STAGES = "pipeline", "stages"
 
 
 def with_plan(raw: dict[str, Any]) -> dict[str, Any]:
@@ -47,6 +48,8 @@ def with_plan(raw: dict[str, Any]) -> dict[str, Any]:
     made[_ZERO] = own | {key: planned[key] for key in _OF_ZERO if key in planned}
     if _SLICES in _block(found, _TENSOR):
         made[_TENSOR] = {**_block(raw, _TENSOR), _SLICES: _block(found, _TENSOR)[_SLICES]}
+    if _STAGES in _block(found, _PIPELINE):
+        made[_PIPELINE] = {**_block(raw, _PIPELINE), _STAGES: _block(found, _PIPELINE)[_STAGES]}
     if _SEQUENCE in found:
         made[_SEQUENCE] = found[_SEQUENCE]
     if _RECOMPUTE in raw or _RECOMPUTE in found:
@@ -75,7 +78,7 @@ def _answer(raw: Mapping[str, Any]) -> Path:
 
 def _same_samples(raw: Mapping[str, Any]) -> int:
     """Ranks that are given the same samples, as far as these keys say."""
-    sizes = _block(raw, _TENSOR).get(_SLICES), raw.get(_SEQUENCE)
+    sizes = _block(raw, _TENSOR).get(_SLICES), raw.get(_SEQUENCE), _block(raw, _PIPELINE).get(_STAGES)
     return math.prod(size for size in sizes if isinstance(size, int) and size > 1)
 
 

@@ -18,6 +18,7 @@ from deepspeed.comm.together import alarmed, in_step
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.errors import ArgumentError, DeepSpeedError, MeshError, NotAvailableError, PipelineError, UsageError
 from deepspeed.foundation.log import say
+from deepspeed.foundation.simulation import simulating
 from deepspeed.pipe.cost import seconds
 from deepspeed.pipe.executor import Part
 from deepspeed.pipe.layout import Layout, Meter, find_layout
@@ -101,7 +102,8 @@ def stage_model(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh, optimizer
         _take_own(model.whole_parameters(), model, config, mesh)
         _refuse_untied(model, mesh)
         return list(model.parts())
-    meter = _meter(config, mesh) if section.partition == "profile" else None
+    times = section.partition == "profile" and not simulating()  # without values: operations
+    meter = _meter(config, mesh) if times else None
     layout = _find(model, stages, section, meter, mesh)
     everything = dict(model.named_parameters())
     parts: list[Part] = list(keep_stage(model, layout, stages, stage))
@@ -184,6 +186,8 @@ def _refuse_other_models(mine: list[str], mesh: Mesh) -> None:
 
 def _refuse_untied(model: nn.Module, mesh: Mesh) -> None:
     """What several stages hold under one name has to be placed as a copy there. All ranks call together."""
+    if simulating():  # other stages would say something else, and are not there
+        return
     mine = {name: placement_of(p).relations.get("pp") is Relation.PARTIAL for name, p in model.named_parameters()}
     everyone = told_by_all(mesh.axis("pp"), mine)
     first: dict[str, int] = {}

@@ -42,6 +42,11 @@ class WindowDriver:
         self.ran = dict.fromkeys(self.ran, 0)
         self._counted.clear()
 
+    @property
+    def costs(self) -> list[float]:
+        """Of all parts of the model, by simulation's unit; empty: not known."""
+        return self._parts[0].costs
+
     def words(self, chunk: int) -> str:
         """Which layers a chunk is."""
         return self._parts[chunk].words

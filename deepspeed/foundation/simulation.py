@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator
+from typing import Any
 
 Listener = Callable[[str, int, tuple[int, ...]], None]
 """Told of a message: the collective, bytes of the whole tensor, the ranks that take part."""
 
-# Whether messages are late, whether tensors stand for a device's, and the ranks on each host, 0 where nobody said.
-_running: list[tuple[bool, bool, int]] = []
+# Whether messages are late, whether tensors stand for a device's, the ranks on each host, 0 where nobody said, and what
+# other stages of a pipeline have said.
+_running: list[tuple[bool, bool, int, dict[int, Any]]] = []
 _computing: list[bool] = []  # one entry for each `with_values` around
 _listeners: list[Listener] = []
+_followers: list[Callable[[str], None]] = []
 
 
 def simulating() -> bool:
@@ -35,6 +38,11 @@ def of_device() -> bool:
 def per_host() -> int:
     """Ranks on each host of the world that is not there; 0 where nobody said."""
     return _running[-1][2] if _running else 0
+
+
+def said() -> dict[int, Any]:
+    """What each part of a pipeline hands on, by part: learned in the run of its stage, read in that of the next."""
+    return _running[-1][3]
 
 
 def computing() -> bool:
@@ -68,16 +76,35 @@ def listening(listener: Listener) -> Generator[None]:
         _listeners.pop()
 
 
+def enter(phase: str) -> None:
+    """What follows is a forward (`F0` of chunk 0), a backward (`B0`), or what it has put off (`W0`), of a stage."""
+    for follower in _followers:
+        follower(phase)
+
+
 @contextlib.contextmanager
-def simulation(*, late: bool = False, device: bool = False, per_host: int = 0) -> Generator[None]:
+def following(follower: Callable[[str], None]) -> Generator[None]:
+    """Inside, `follower` is told of phases; see `enter`."""
+    _followers.append(follower)
+    try:
+        yield
+    finally:
+        _followers.pop()
+
+
+@contextlib.contextmanager
+def simulation(
+    *, late: bool = False, device: bool = False, per_host: int = 0, said: dict[int, Any] | None = None
+) -> Generator[None]:
     """Inside, this process simulates.
 
     Args:
         late: other ranks answer only when they are waited for; else at once.
         device: the CPU's tensors stand for those of a device.
         per_host: ranks on each host; 0: `LOCAL_WORLD_SIZE` says it, or all are on one.
+        said: what parts of a pipeline hand on, as far as their stages have been run; is added to.
     """
-    _running.append((late, device, per_host))
+    _running.append((late, device, per_host, {} if said is None else said))
     try:
         yield
     finally:

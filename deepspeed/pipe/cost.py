@@ -10,7 +10,8 @@ from __future__ import annotations
 import inspect
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import nn
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.foundation.partition import partition_balanced
+from deepspeed.foundation.simulation import simulating
 from deepspeed.foundation.tree import tensors_in
 from deepspeed.ops.dispatch import DispatchMode
 from deepspeed.ops.flop_formulas import formulas
@@ -128,6 +130,16 @@ def seconds(model: nn.Module, blocks: Sequence[nn.Module], inputs: dict[str, Any
             forward = run.forward()
             rows.append([sum(both) for both in zip(forward, run.backward(params), strict=True)] if params else forward)
     return [min(column) for column in zip(*rows[1:], strict=True)]
+
+
+@contextmanager
+def clock() -> Iterator[Callable[[], float]]:
+    """Inside, what it gives reads seconds; of a run without values, operations."""
+    if not simulating():
+        yield _now
+        return
+    with _Counter() as counter:
+        yield lambda: float(counter.total)
 
 
 def _now() -> float:

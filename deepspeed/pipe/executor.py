@@ -10,10 +10,13 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from deepspeed.comm import watch
+from deepspeed.comm.absent import SimulatedSender
 from deepspeed.comm.axis import Axis, message_groups
 from deepspeed.comm.p2p import Header, Receiver, Sender, Wire, put_together, take_apart
 from deepspeed.errors import CommError, PipelineError
 from deepspeed.foundation.recorder import BACKWARD, FORWARD, recorder
+from deepspeed.foundation.simulation import enter, simulating
+from deepspeed.pipe.absent import AbsentStages
 from deepspeed.pipe.schedule import Action, Schedule
 from deepspeed.pipe.split_backward import SplitBackward
 
@@ -47,6 +50,11 @@ class Part(Protocol):
 
 class Driver(Protocol):
     """Who trains: knows the batches, the model and the window."""
+
+    @property
+    def costs(self) -> list[float]:
+        """Of all parts of the model; see `Part`."""
+        ...
 
     def forward(self, chunk: int, micro: int, received: Any) -> Any:
         """Run a chunk; the last part gives what `run` returns, in training the loss."""
@@ -128,23 +136,26 @@ class Executor:
         edges = [*forth, *((after, before) for before, after in forth)]
         groups = message_groups(axis, edges)
 
+        sends = SimulatedSender if simulating() and axis.shared is not None else Sender
+
         def end(kind: type[Sender] | type[Receiver], edge: tuple[int, int], channel: int, forward: bool) -> Any:
             half = edges[: len(forth)] if forward else edges[len(forth) :]
             if edge not in half:
                 return None
             group = groups[half.index(edge) + (0 if forward else len(forth))]
-            return kind(axis, edge[kind is Sender], channel, Wire(group, device) if group is not None else None)
+            return kind(axis, edge[kind is sends], channel, Wire(group, device) if group is not None else None)
 
         self._takes: dict[str, Receiver | None] = {
             "F": end(Receiver, (before, axis.rank), onward, True), "B": end(Receiver, (after, axis.rank), back, False)
         }  # fmt: skip
         self._sends: dict[str, Sender | None] = {
-            "F": end(Sender, (axis.rank, after), onward, True), "B": end(Sender, (axis.rank, before), back, False)
+            "F": end(sends, (axis.rank, after), onward, True), "B": end(sends, (axis.rank, before), back, False)
         }  # fmt: skip
         self._held: dict[tuple[int, int], _Held] = {}
         self._split: dict[tuple[int, int], SplitBackward] = {}  # through backward, but for weights
         self._splits = False
         self._place = ""
+        self._absent: AbsentStages | None = None  # of a run without values
 
     @property
     def bytes_sent(self) -> int:
@@ -174,10 +185,13 @@ class Executor:
         self._split.clear()
         self._splits = schedule.splits
         results: dict[int, Any] = {}
+        self._absent = AbsentStages(schedule, self.stage, self._driver.costs) if simulating() else None
         with torch.set_grad_enabled(training):
             for at, action in enumerate(schedule.rows[self.stage]):
                 self._place = schedule.around(self.stage, at)
                 part = schedule.part(self.stage, action.chunk)
+                if self._absent is not None:
+                    self._absent.at(at, action)
                 try:
                     self._act(action, training, results if part == schedule.parts - 1 else None)
                     if action.op == "B" and part == 0:
@@ -206,6 +220,8 @@ class Executor:
 
     def _act(self, action: Action, training: bool, results: dict[int, Any] | None) -> None:
         place, op = (action.micro, action.chunk), action.op
+        if op in ("F", "B", "W"):
+            enter(f"{op}{action.chunk}")
         if op == "<F":
             self._held[place] = self._receive_activation(action, training)
         elif op == "F":
@@ -247,6 +263,9 @@ class Executor:
         if receiver is None:
             raise PipelineError(f"stage {self.stage} has nobody to take {action} from")
         source = self.axis.ranks[receiver.peer]
+        if self._absent is not None:
+            message = self._absent.message(action, source)
+            return message.header, message.arrive(self.axis.shared is not None)
         return receiver.receive(
             self._label(f"receive of the {_CARRIES[kind]} of micro-batch {action.micro} from rank {source}")
         )
@@ -256,6 +275,10 @@ class Executor:
         if sender is None or held.outgoing is None:
             raise PipelineError(f"stage {self.stage} has nothing to send for {action}, or nobody to send it to")
         target = self.axis.ranks[sender.peer]
+        if self._absent is not None:
+            self._absent.sends(action, *held.outgoing)
+            if isinstance(sender, SimulatedSender):
+                self._absent.let_go(sender, action)
         label = self._label(f"send of the {_CARRIES[kind]} of micro-batch {action.micro} to rank {target}")
         sender.send(*held.outgoing, label)
         held.outgoing = None

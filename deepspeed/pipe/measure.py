@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import statistics
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +18,7 @@ from deepspeed.errors import ArgumentError
 from deepspeed.foundation.log import in_words
 from deepspeed.foundation.partition import partition_balanced
 from deepspeed.foundation.tree import map_tensors, tensors_in
-from deepspeed.pipe.cost import improve
+from deepspeed.pipe.cost import clock, improve
 from deepspeed.pipe.schedule import warmup
 
 _STATE = 4  # a trained element, its gradient and two moments of an optimizer
@@ -63,10 +62,11 @@ def measure(layers: Iterable[Layer], inputs: Any, repeats: int = 3) -> list[Laye
         params = [] if module is None else list(module.parameters())
         times, kept = list[float](), 0
         try:
-            for _ in range(repeats + 1):
-                begun = _now()
-                made, kept = _run(call, given, [param for param in params if param.requires_grad])
-                times.append(_now() - begun)
+            with clock() as now:
+                for _ in range(repeats + 1):
+                    begun = now()
+                    made, kept = _run(call, given, [param for param in params if param.requires_grad])
+                    times.append(now() - begun)
         except Exception as error:
             raise ArgumentError(
                 f'partition_method "profile": layer {at} cannot take what the one before gives of example_input: '
@@ -96,11 +96,6 @@ def _run(call: Callable[[Any], Any], given: Any, params: list[nn.Parameter]) -> 
     if sums and wanted:
         torch.autograd.grad(torch.stack(sums).sum(), wanted, allow_unused=True)
     return made, sum(kept.values())
-
-
-def _now() -> float:
-    get_accelerator().synchronize()
-    return time.perf_counter()
 
 
 def agreed(measured: Callable[[], list[LayerCost]], limit: float | None = None) -> tuple[list[LayerCost], float | None]:

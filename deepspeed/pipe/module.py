@@ -225,9 +225,10 @@ class PipelineModule(nn.Module):
 
     def _tie(self) -> None:
         for key, module in self.tied_modules.items():
-            if len(self.stages_of(key)) > 1:
+            stages = self.stages_of(key)
+            if len(stages) > 1:
                 for param in module.parameters():
-                    place(param, Placement(relations={"pp": Relation.PARTIAL}))
+                    place(param, Placement(relations={"pp": Relation.PARTIAL}, stages=frozenset(stages)))
 
     def stages_of(self, key: str) -> list[int]:
         """Stages with a layer of a tied key."""

@@ -20,7 +20,7 @@ class Simulated:
 
     Args:
         time: until the last stage is done, where forward and backward of a part take what they cost, and messages
-            nothing.
+            nothing, or what was said.
         peaks: micro-batches times chunks whose activations a stage holds at most, by stage.
         idle: the part of stages times time in which nothing is computed.
         put_off: of those peaks, how many are through backward, and only what their weights need is held.
@@ -40,12 +40,14 @@ class _Stage:
         self.held: set[tuple[int, int]] = set()
         self.put_off: set[tuple[int, int]] = set()
         self.peak: tuple[int, int] = (0, 0)  # of both together, and of the former
+        self.begins: list[float] = []  # of each action so far, when the stage came to it
         self.done: Counter[tuple[str, int, int]] = Counter()
         self.taken: set[tuple[str, int, int]] = set()
 
 
 class _Simulation:
-    def __init__(self, schedule: Schedule, costs: Sequence[Cost]) -> None:
+    def __init__(self, schedule: Schedule, costs: Sequence[Cost], way: float = 0.0) -> None:
+        self.way = way
         self.schedule, later = schedule, WEIGHTS if schedule.splits else 0.0
         unit = (FORWARD, BACKWARD - later, later)
         each = [one if isinstance(one, tuple) else [one * part for part in unit] for one in costs]
@@ -59,7 +61,11 @@ class _Simulation:
         while moved:
             moved = False
             for at, stage in enumerate(self.stages):
-                while stage.at < len(self.schedule.rows[at]) and self._act(at, self.schedule.rows[at][stage.at]):
+                while stage.at < len(self.schedule.rows[at]):
+                    clock = stage.clock
+                    if not self._act(at, self.schedule.rows[at][stage.at]):
+                        break
+                    stage.begins.append(clock)
                     stage.at, moved = stage.at + 1, True
         waiting = [at for at, stage in enumerate(self.stages) if stage.at < len(self.schedule.rows[at])]
         if waiting:
@@ -82,7 +88,7 @@ class _Simulation:
             if not stage.done[kind, action.micro, action.chunk]:
                 raise PipelineError(f"stage {at}: {action} sends what has not been computed (order swapped)")
             peer, chunk = self._peer(at, action)
-            self.wires[at, peer, kind].append((Action(kind, action.micro, chunk), stage.clock))
+            self.wires[at, peer, kind].append((Action(kind, action.micro, chunk), stage.clock + self.way))
         elif action.op[0] == "<":
             peer, _ = self._peer(at, action)
             wire = self.wires[peer, at, kind]
@@ -155,7 +161,9 @@ class _Simulation:
                 raise PipelineError(f"stage {target} never takes {wire[0][0]}, which stage {source} sends")
 
 
-def simulate(schedule: Schedule, costs: Sequence[Cost] = (), beside: Sequence[float] = ()) -> Simulated:
+def simulate(
+    schedule: Schedule, costs: Sequence[Cost] = (), beside: Sequence[float] = (), way: float = 0.0
+) -> Simulated:
     """Run a schedule, and say what it costs.
 
     Args:
@@ -163,12 +171,13 @@ def simulate(schedule: Schedule, costs: Sequence[Cost] = (), beside: Sequence[fl
         costs: of the parts: multiples of `FORWARD` and `BACKWARD`, or those of forward, backward and weights in any
             unit (weights cost nothing where there are two); none: they cost 1 each.
         beside: what each stage does in a step once all are through the schedule, in the same unit; none: nothing.
+        way: how long a message is under way, in the same unit; whoever sends it goes on.
 
     Raises:
         PipelineError: a stage waits for ever, takes or sends something else than its peer expects, or a micro-batch is
             not computed exactly once; says which stage and action.
     """
-    simulation = _Simulation(schedule, costs or [1.0] * schedule.parts)
+    simulation = _Simulation(schedule, costs or [1.0] * schedule.parts, way)
     simulation.run()
     simulation.count()
     time = max(stage.clock for stage in simulation.stages) + max(beside, default=0.0)
@@ -176,6 +185,13 @@ def simulate(schedule: Schedule, costs: Sequence[Cost] = (), beside: Sequence[fl
     peaks = tuple(stage.peak[0] for stage in simulation.stages)
     put_off = tuple(together - held for together, held in (stage.peak for stage in simulation.stages))
     return Simulated(time, peaks, 1 - busy / (time * schedule.stages), put_off)
+
+
+def begins(schedule: Schedule, costs: Sequence[Cost] = ()) -> list[list[float]]:
+    """When each stage comes to each of its actions; arguments as those of `simulate`."""
+    simulation = _Simulation(schedule, costs or [1.0] * schedule.parts)
+    simulation.run()
+    return [stage.begins for stage in simulation.stages]
 
 
 # -- by formula -------------------------------------------------------------------------------------------------------

@@ -77,4 +77,5 @@ def _place(model: nn.Module, layout: Layout, kept: list[set[str]]) -> None:
     for param in model.parameters():
         if len(held.get(id(param), ())) > 1:
             row = placement_of(param)
-            place(param, replace(row, relations={**row.relations, "pp": Relation.PARTIAL}))
+            stages = frozenset(held[id(param)])
+            place(param, replace(row, relations={**row.relations, "pp": Relation.PARTIAL}, stages=stages))

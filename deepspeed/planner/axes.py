@@ -12,6 +12,8 @@ from deepspeed.simulator.machine import Machine
 
 _SIZES = 3  # of an axis, the smallest: each is as many runs without values as a data-parallel world
 _STAGES = (0, 1, 3)
+_OF_PIPELINE = (0, 1)
+_MOST_STAGES = 8  # each is a run of its own
 
 
 @dataclass(frozen=True)
@@ -22,27 +24,34 @@ class Shape:
         tensor: ranks that share matrices.
         sequence: ranks that share sequences.
         shard: ranks that share one copy of the state (hybrid sharding); 0: all that can.
+        stages: of a pipeline; the ranks of each are neighbours.
     """
 
     tensor: int = 1
     sequence: int = 1
     shard: int = 0
+    stages: int = 1
 
     @property
     def name(self) -> str:
         """As results name it; "" of a data-parallel world."""
         tensor = f"_tp{self.tensor}" if self.tensor > 1 else ""
         sequence = f"_sp{self.sequence}" if self.sequence > 1 else ""
-        return f"{tensor}{sequence}{f'_mics{self.shard}' if self.shard else ''}"
+        stages = f"_pp{self.stages}" if self.stages > 1 else ""
+        return f"{tensor}{sequence}{f'_mics{self.shard}' if self.shard else ''}{stages}"
 
     @property
     def width(self) -> int:
         """Ranks that see the same samples."""
-        return self.tensor * self.sequence
+        return self.tensor * self.sequence * self.stages
 
     def holders(self, ranks: int) -> range:
         """Rank 0 and those that hold the same slice of the model; ZeRO cuts over them, or over `shard` of them."""
-        return range(0, ranks, self.tensor)
+        return range(0, ranks // self.stages, self.tensor)
+
+    def firsts(self, ranks: int) -> range:
+        """The first rank of each stage."""
+        return range(0, ranks, ranks // self.stages)
 
     def ask(self, config: dict[str, Any]) -> None:
         """Write the keys into a JSON."""
@@ -52,6 +61,8 @@ class Shape:
             config["sequence_parallel_size"] = self.sequence
         if self.shard:
             config["zero_optimization"] = {**config.get("zero_optimization", {}), "mics_shard_size": self.shard}
+        if self.stages > 1:
+            config["pipeline"] = {**config.get("pipeline", {}), "stages": self.stages}
 
     def message_bytes(self, whole: float, ranks: int, reductions: int, gathers: int) -> float:
         """Bytes of state that a rank receives in an update.
@@ -84,6 +95,9 @@ def shapes(machine: Machine) -> Iterator[tuple[Shape, tuple[int, ...]]]:
     for size in sizes_of(machine.ranks):
         if size < machine.ranks:
             yield Shape(shard=size), (3,)
+    for size in sizes_of(machine.ranks):
+        if size <= _MOST_STAGES:
+            yield Shape(stages=size), _OF_PIPELINE if size < machine.ranks else (0,)
 
 
 def asks_for_axes(config: Any) -> bool:
@@ -94,17 +108,13 @@ def asks_for_axes(config: Any) -> bool:
         return True
 
 
-_UNJUDGED = {
-    "pipeline.stages": "cuts the list of blocks: the run without values is of one rank, and other stages' outputs, "
-    "which it would be given, and their time are not known to it",
-}
-
-
 def unjudged(machine: Machine) -> list[str]:
     """A line for each size of an axis that no plan has, with the reason."""
     sizes = [size for size in range(2, machine.ranks + 1) if machine.ranks % size == 0]
-    lines = [f"{key} = {size}: not judged: it {why}" for key, why in _UNJUDGED.items() for size in sizes]
-    left = sizes[_SIZES:]
+    lines, left = list[str](), sizes[_SIZES:]
+    long = [size for size in sizes if size > _MOST_STAGES or size in left]
+    if long:
+        lines.append(f"pipeline.stages = {', '.join(map(str, long))}: not judged, to keep the search short")
     if left:
         lines.append(
             f"tensor_parallel.autotp_size, sequence_parallel_size, zero_optimization.mics_shard_size = "

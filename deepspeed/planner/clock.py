@@ -6,12 +6,13 @@ host, work beside the update, and what is longest counts.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from deepspeed.foundation.simulation import listening
-from deepspeed.planner.program import STEP
+from deepspeed.planner.program import MICRO_BATCH, STEP
 from deepspeed.simulator.machine import Machine
 from deepspeed.simulator.recorder import Recorder
 from deepspeed.simulator.recording import COPY, DISK, HOST, KERNEL, MESSAGE, WAIT, Entry, Recording
@@ -29,6 +30,7 @@ class StepTime:
         update: the optimizer's.
         disk: reads and writes.
         link: copies between host and device.
+        waiting: for other stages of a pipeline, on the busiest one.
     """
 
     compute: float
@@ -36,16 +38,17 @@ class StepTime:
     update: float
     disk: float
     link: float = 0.0
+    waiting: float = 0.0
 
     @property
     def total(self) -> float:
         """Seconds."""
-        return self.compute + self.messages + max(self.update, self.disk, self.link)
+        return self.compute + self.waiting + self.messages + max(self.update, self.disk, self.link)
 
     @property
     def limit(self) -> str:
         """What takes most."""
-        parts = {name: getattr(self, name) for name in ("compute", "messages", "update", "disk", "link")}
+        parts = {name: getattr(self, name) for name in ("compute", "waiting", "messages", "update", "disk", "link")}
         return max(parts, key=lambda name: parts[name])
 
 
@@ -73,6 +76,8 @@ def recorded(recording: Recording) -> Iterator[Callable[[str], None]]:
     """Inside a simulation, a step is written down: its operators, and the messages in the middle of them. What it gives
     names what follows."""
     lanes: dict[tuple[int, ...], int] = {}
+    recording.entries.clear()  # of a run that went no further for want of another stage's
+    recording.blocks.clear()
     with Recorder(recording) as recorder:
 
         def hear(name: str, nbytes: int, ranks: tuple[int, ...]) -> None:
@@ -102,7 +107,9 @@ def step_time(
     """
     replayed = replay(recording, machine)
     own = sum(each.end - each.begin for each in replayed.pieces if each.where == STEP and each.kind == KERNEL)
-    new, new_of_update = _first_touches(recording, machine)
+    touches = first_touches(recording, machine)
+    new_of_update = touches.pop(STEP, 0.0)
+    new = sum(touches.values())
     inside = replayed.exposed(MESSAGE)  # what travels in the middle of forward and backward
     group = moved.group or tuple(range(machine.ranks))
     whole = moved.messages * len(group) / max(1, len(group) - 1)
@@ -121,24 +128,24 @@ def step_time(
                     took["state"], copied)  # fmt: skip
 
 
-def _first_touches(recording: Recording, machine: Machine) -> tuple[float, float]:
-    """Seconds that blocks of memory cost because they are new, in micro-batches and in updates: the C library has the
+def first_touches(recording: Recording, machine: Machine) -> dict[str, float]:
+    """Seconds that blocks of memory cost because they are new, by the mark under which they came: the C library has the
     system provide the larger ones each time, page by page. What was there before, and what stays (states that the first
     update makes), costs nothing in the updates to come."""
-    sizes: dict[int, tuple[int, bool]] = {}
-    seconds = [0.0, 0.0]
+    sizes: dict[int, tuple[int, str]] = {}
+    seconds: dict[str, float] = defaultdict(float)
     for block in recording.blocks:
-        known, in_update = sizes.get(block.number, (0, _is_of_update(recording, block.at)))
+        known, where = sizes.get(block.number, (0, _mark_of(recording, block.at)))
         if block.nbytes == 0:
             sizes.pop(block.number, None)
-            seconds[in_update] += machine.first_touch(known)
+            seconds[where] += machine.first_touch(known)
         elif block.new or known:
-            sizes[block.number] = max(block.nbytes, known), in_update
-    return seconds[0], seconds[1]
+            sizes[block.number] = max(block.nbytes, known), where
+    return seconds
 
 
-def _is_of_update(recording: Recording, at: int) -> bool:
-    return at < len(recording.entries) and recording.entries[at].where == STEP
+def _mark_of(recording: Recording, at: int) -> str:
+    return recording.entries[at].where if at < len(recording.entries) else MICRO_BATCH
 
 
 def moves(policy: Policy, micro_batches: int) -> tuple[int, int]:

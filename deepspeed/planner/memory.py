@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import nn
 
+from deepspeed.comm.absent import UnheardError, is_of_an_absent_peer
 from deepspeed.comm.shared_memory import is_of_a_peer
 from deepspeed.comm.simulated_world import simulated_world
 from deepspeed.engine.categories import GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS, POOLS, category_of
@@ -120,8 +122,10 @@ def simulate(
     late: bool = False,
     device: bool = False,
     per_host: int = 0,
+    said: dict[int, Any] | None = None,
 ) -> MemoryCount:
-    """A prediction.
+    """A prediction. A stage of a pipeline is given what the stages before send: where that is not known, they are run
+    first, but for `beside`.
 
     Args:
         program: what is run.
@@ -132,11 +136,32 @@ def simulate(
         device: it has a device with memory of its own: that one's kernels, and messages of a backend, which take
             buffers where a CPU's ranks read each other's memory.
         per_host: ranks on each host, whose sums a device's ranks form first; 0: `LOCAL_WORLD_SIZE`, or all.
+        said: what parts of a pipeline hand on, from runs of other stages of this program; is added to.
     """
-    kernels = device_kernels() if device else contextlib.nullcontext()
-    world = simulated_world(rank, size, late=late, device=device, per_host=per_host)
-    with _quiet(), kernels, world, Valueless() as valueless:
-        return _counted(replace(program, batch=valueless.stand_ins(program.batch)), beside)
+    said = {} if said is None else said
+
+    def run(rank: int, beside: Beside) -> MemoryCount:
+        kernels = device_kernels() if device else contextlib.nullcontext()
+        world = simulated_world(rank, size, late=late, device=device, per_host=per_host, said=said)
+        with _quiet(), kernels, world, Valueless() as valueless:
+            return _counted(replace(program, batch=valueless.stand_ins(program.batch)), beside)
+
+    waiting = [rank]  # each for the one behind it
+    while True:
+        known = len(said)
+        try:
+            found = run(waiting[-1], beside if len(waiting) == 1 else contextlib.nullcontext)
+        except UnheardError as unheard:
+            if len(waiting) > 1 and len(said) > known:
+                waiting.pop()  # who waits for it can go on
+            elif unheard.rank in waiting:
+                raise
+            else:
+                waiting.append(unheard.rank)
+            continue
+        if len(waiting) == 1:
+            return found
+        waiting.pop()
 
 
 def measure_memory(
@@ -153,7 +178,7 @@ def measure_memory(
 
 
 def _counted(program: Program, beside: Beside = contextlib.nullcontext) -> MemoryCount:
-    with _young_objects(), LiveMemory(category_of, is_of_a_peer) as live:
+    with _young_objects(), LiveMemory(category_of, _is_foreign) as live:
         made = program.made_model()
         trained = [param for param in made.parameters() if param.requires_grad]
         count, optimizer = sum(param.numel() for param in made.parameters()), program.optimizer
@@ -173,6 +198,10 @@ def _counted(program: Program, beside: Beside = contextlib.nullcontext) -> Memor
             return MemoryCount(live.peak, at_peak, live.now(), birth, disk, count, live.peak, host, held)
         finally:
             engine.destroy()
+
+
+def _is_foreign(storage: torch.UntypedStorage) -> bool:
+    return is_of_a_peer(storage) or is_of_an_absent_peer(storage)
 
 
 @contextlib.contextmanager

@@ -8,17 +8,19 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from torch import nn
 
 from deepspeed.config.source import load_raw
 from deepspeed.engine.categories import TRANSIT
-from deepspeed.errors import ArgumentError
+from deepspeed.errors import ArgumentError, NotAvailableError
 from deepspeed.planner.axes import Shape, asks_for_axes, shapes
 from deepspeed.planner.clock import Moved, StepTime, moves, recorded, step_time
 from deepspeed.planner.memory import MemoryCount, simulate
 from deepspeed.planner.program import Loss, Program
+from deepspeed.planner.stages import enough, schedule_of, seconds_of_phases, way_of, window_time
 from deepspeed.planner.trials import Outcome
 from deepspeed.simulator.machine import Machine
 from deepspeed.simulator.recording import MESSAGE, Recording
@@ -41,7 +43,9 @@ _UNCUT = (
     "NotAvailableError",
     "MeshError",
     "DataError",
+    "PipelineError",
 )  # of whichever stage and micro-batch
+_LARGEST = 3  # micro-batches of a pipeline's plans that are compared: larger ones wait longer for other stages
 _UPDATES = 2  # simulated; the second allocates as all that follow
 
 
@@ -198,6 +202,7 @@ def mesh_plans(train_batch: int, machine: Machine, most_micro: int = 1024) -> li
     for shape, stages in shapes(machine):
         share = train_batch * shape.width // machine.ranks
         micros = [size for size in range(min(share, most_micro), 0, -1) if share % size == 0]
+        micros = [size for size in micros if share // size >= shape.stages] or micros[-1:]  # else most stages wait
         for recompute, stage, micro in itertools.product((False, True), stages, micros):
             plans.append(Plan(stage, ON_DEVICE, micro, share // micro, recompute, 0, shape))
     return plans
@@ -213,6 +218,8 @@ class Simulated:
         recording: of its updates.
         steps: micro-batches of each of those.
         config: the JSON.
+        others: those of the other stages of a pipeline.
+        crossing: bytes of the largest message between stages.
     """
 
     memory: MemoryCount
@@ -220,18 +227,35 @@ class Simulated:
     recording: Recording
     steps: int
     config: dict[str, Any]
+    others: tuple[Simulated, ...] = ()
+    crossing: int = 0
+
+    @property
+    def stages(self) -> tuple[Simulated, ...]:
+        """This, and the other stages."""
+        return (self, *self.others)
 
 
 def simulated(task: Task, plan: Plan, machine: Machine) -> Simulated:
-    """Run a plan without values; whatever goes wrong is raised."""
-    steps, on_device = min(plan.steps, 2), bool(machine.link)
+    """Run a plan without values, each stage of a pipeline for itself; whatever goes wrong is raised."""
+    steps, on_device, stages = min(plan.steps, 2), bool(machine.link), plan.shape.stages
+    if stages > 1:
+        steps = enough(schedule_of(plan.config(task.config, ""), stages, plan.steps))
     config = replace(plan, steps=steps).config(task.config, machine.folder or "/nonexistent")
-    recording = Recording("plan", 0, machine.ranks)
     program = Program(task.model, config, task.batch(plan.micro), task.loss, task.optimizer, _UPDATES)
-    memory = least = simulate(program, 0, machine.ranks, lambda: recorded(recording), late=True, device=on_device)
-    if machine.ranks > 1 and memory.at_peak.get(TRANSIT) and _too_large(memory, machine):
-        least = simulate(program, 0, machine.ranks, device=on_device)
-    return Simulated(memory, least, recording, steps, config)
+    said, runs = dict[int, Any](), list[Simulated]()
+    for rank in plan.shape.firsts(machine.ranks):
+        recording = Recording("plan", rank, machine.ranks)
+        memory = least = simulate(
+            program, rank, machine.ranks, partial(recorded, recording), late=True, device=on_device, said=said
+        )
+        if machine.ranks > 1 and memory.at_peak.get(TRANSIT) and _too_large(memory, machine):
+            least = simulate(program, rank, machine.ranks, device=on_device, said=said)
+        runs.append(Simulated(memory, least, recording, steps, config))
+    if said and stages == 1:
+        raise NotAvailableError("a model, or a JSON, that brings stages of its own is not judged: leave them out")
+    crossing = max((message.header.nbytes for message in said.values()), default=0)
+    return replace(runs[0], others=tuple(runs[1:]), crossing=crossing)
 
 
 def judge(task: Task, plan: Plan, machine: Machine) -> Judged:
@@ -245,16 +269,37 @@ def judge(task: Task, plan: Plan, machine: Machine) -> Judged:
 
 def verdict(plan: Plan, run: Simulated, machine: Machine) -> Judged:
     """What a run without values says of a plan on a machine."""
-    memory, entries = run.memory, run.recording.entries
-    if plan.shape.width > 1 and not any(entry.kind == MESSAGE for entry in entries):
+    worst = max(run.stages, key=lambda each: device_bytes(each.memory, machine))
+    memory, entries = worst.memory, run.recording.entries
+    if plan.shape.width > plan.shape.stages and not any(entry.kind == MESSAGE for entry in entries):
         return Judged(plan, memory, reason=WHOLE)
     share = plan.steps / run.steps / _UPDATES
-    flops = sum(entry.flops for entry in entries) * share
-    took, why = _step_time(plan, memory, machine, run.recording, share, run.config), _too_large(memory, machine)
-    perhaps, least = not _too_large(run.least, machine), device_bytes(run.least, machine)
+    flops = max(sum(entry.flops for entry in each.recording.entries) for each in run.stages) * share
+    rests = [_step_time(plan, each.memory, machine, each.recording, share, run.config) for each in run.stages]
+    took = _of_stages(plan, run, machine, rests) if run.others else rests[0]
+    why = next((told for each in (worst, *run.stages) if (told := _too_large(each.memory, machine))), "")
+    perhaps = not any(_too_large(each.least, machine) for each in run.stages)
+    least = max(device_bytes(each.least, machine) for each in run.stages)
+    if why and run.others:
+        why = f"stage {run.stages.index(worst)} {why}"
     if why and perhaps:
         why = f"{why}; {least / 2**30:.2f} while ranks keep step"
     return Judged(plan, memory, took, not why, perhaps, why, flops, least=least)
+
+
+def _of_stages(plan: Plan, run: Simulated, machine: Machine, rests: list[StepTime]) -> StepTime:
+    """Time of an update of a pipeline, from that of each stage."""
+    ranks = plan.shape.firsts(machine.ranks)
+    schedule = schedule_of(run.config, plan.shape.stages, plan.steps)
+    phases = [seconds_of_phases(each.recording, machine) for each in run.stages]
+    held = sum(each.memory.held for each in run.stages)
+    shared = machine.message("all_reduce", _itemsize(run.config) * max(0, held - run.memory.parameters), (0, ranks[-1]))
+    tied = sum(shared) if held > run.memory.parameters else 0.0
+    return window_time(schedule, phases, rests, way_of(run.crossing, machine, ranks), tied)
+
+
+def _itemsize(config: dict[str, Any]) -> int:
+    return 2 if any(config.get(name, {}).get("enabled") for name in ("bf16", "fp16")) else 4
 
 
 def device_bytes(memory: MemoryCount, machine: Machine) -> int:
@@ -283,9 +328,9 @@ def _step_time(
     plan: Plan, memory: MemoryCount, machine: Machine, recording: Recording, share: float, config: dict[str, Any]
 ) -> StepTime:
     rest, policy = memory.at_rest, policy_for(plan.stage)
-    low = any(config.get(name, {}).get("enabled") for name in ("bf16", "fp16"))
-    itemsize = 2 if low else 4
-    parameters, ranks = memory.held if plan.shape.tensor > 1 else memory.parameters, plan.shape.holders(machine.ranks)
+    itemsize, ranks = _itemsize(config), plan.shape.holders(machine.ranks)
+    sliced = plan.shape.tensor > 1 or plan.shape.stages > 1
+    parameters = memory.held if sliced else memory.parameters
     messages = plan.shape.message_bytes(parameters * itemsize, machine.ranks, *moves(policy, plan.steps))
     state = memory.disk or rest.get("masters", rest.get("parameters", 0)) + rest.get("optimizer", 0)
     traffic = 2 * state + 2 * rest.get("gradients", 0)
@@ -368,14 +413,19 @@ def _cannot_be_cut(plan: Plan, found: dict[Plan, Judged]) -> str:
 
 
 def _is_slower(plan: Plan, found: dict[Plan, Judged]) -> str:
-    """Why a plan with an axis is not run: one that differs by a larger micro-batch, or by no recompute, fits."""
+    """Why a plan with an axis is not run: one that differs by a larger micro-batch, or by no recompute, fits. In a
+    pipeline of several larger ones: more of smaller ones leave stages waiting for less."""
     if plan.shape == DATA_PARALLEL:
         return ""
+    larger = []
     for other, judged in found.items():
         alike = replace(other, micro=plan.micro, steps=plan.steps, recompute=plan.recompute) == plan
         if judged.fits and alike and other.micro >= plan.micro and other.recompute <= plan.recompute:
-            return f"not looked at: {other.name} fits"
-    return ""
+            larger.append(other)
+    without = any(other.recompute < plan.recompute for other in larger)
+    if len(larger) < (_LARGEST if plan.shape.stages > 1 and not without else 1):
+        return ""
+    return f"not looked at: {larger[0].name} fits"
 
 
 def _narrows(task: Task, narrow: Plan, usual: Judged, machine: Machine) -> bool:

@@ -149,7 +149,8 @@ def main() -> int:
     parameters = list(heard.model.parameters())
     count, trained = sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
     task = Task(heard.model, batches(heard, job["micro"]), job["train_batch"], heard.config, None, heard.optimizer)
-    judged = search(task, machine, job["seconds"], allowed=lambda plan: is_allowed(plan, job["limits"]), axes=True)
+    limits = job["limits"]
+    judged = search(task, machine, job["seconds"], allowed=lambda plan: is_allowed(plan, limits), axes=True)
     (folder / PLANS).write_bytes(pickle.dumps(judged))
     facts = {"num_params": count, "trainable_num_params": trained, "rank": 0}
     facts["activation_mem_per_gpu"] = _activations(judged)
@@ -158,7 +159,8 @@ def main() -> int:
 
 
 def is_allowed(plan: Plan, limits: dict[str, Any]) -> bool:
-    """Whether a plan is among those that the user wants.
+    """Whether a plan is among those that the user wants, and that the script can run: it calls forward, backward and
+    step itself, which stages of a pipeline do not have.
 
     Args:
         plan: of them all.
@@ -166,7 +168,7 @@ def is_allowed(plan: Plan, limits: dict[str, Any]) -> bool:
     """
     micros = limits["micros"]
     sized = limits["least"] <= plan.micro <= limits["most"] and (micros is None or plan.micro in micros)
-    return sized and plan.stage in limits["stages"]
+    return sized and plan.stage in limits["stages"] and plan.shape.stages == 1
 
 
 def _activations(judged: list[Judged]) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +13,9 @@ import torch
 from torch import nn
 
 from deepspeed.config.source import load_raw
-from deepspeed.errors import ArgumentError
+from deepspeed.engine.pipeline import PipelineEngine
+from deepspeed.errors import ArgumentError, NotAvailableError
+from deepspeed.foundation.simulation import following
 from deepspeed.foundation.tree import tensors_in
 
 MICRO_BATCH, STEP = "micro-batch", "step"
@@ -71,8 +75,17 @@ class Program:
         return (self.loss or _own_loss)(made, batch)
 
     def run(self, engine: Any, after: Callable[[], None], mark: Callable[[str], None] | None = None) -> None:
-        """The updates; `after` is called after each call of the engine that may have made something, `mark` before each
-        micro-batch and each `STEP`."""
+        """The updates.
+
+        Args:
+            engine: of the model.
+            after: called after each call of the engine that may have made something.
+            mark: called before each micro-batch and each `STEP`; in a pipeline before each forward (`F0` of chunk 0),
+                backward (`B0`), and each `STEP`.
+        """
+        if isinstance(engine, PipelineEngine):
+            self._run_windows(engine, after, mark)
+            return
         for _ in range(self.updates * engine.gradient_accumulation_steps()):
             if mark is not None:
                 mark(MICRO_BATCH)
@@ -84,6 +97,29 @@ class Program:
                 mark(STEP)
             engine.step()
             after()
+
+    def _run_windows(
+        self, engine: PipelineEngine, after: Callable[[], None], mark: Callable[[str], None] | None
+    ) -> None:
+        """The updates of a pipeline, whose loss is the model's."""
+        if self.loss is not None:
+            raise NotAvailableError("stages of a pipeline take the model's own loss: leave `loss` out")
+        update = engine._update
+
+        def updates(lr_kwargs: dict[str, Any] | None) -> None:
+            after()
+            if mark is not None:
+                mark(STEP)
+            update(lr_kwargs)
+
+        engine._update = updates
+        try:
+            with contextlib.nullcontext() if mark is None else following(mark):
+                for _ in range(self.updates):
+                    engine.train_batch(itertools.repeat(self.batch))
+                    after()
+        finally:
+            del engine._update
 
 
 def _own_loss(made: Any, _batch: Any) -> torch.Tensor:

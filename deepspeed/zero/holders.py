@@ -20,6 +20,7 @@ from deepspeed.comm.axis import Axis
 from deepspeed.comm.collectives import broadcast_tensors
 from deepspeed.comm.mesh import DATA, DIMS, REPLICATED, SHARD, Mesh
 from deepspeed.errors import ArgumentError, MeshError
+from deepspeed.foundation.simulation import simulating
 from deepspeed.zero.param import is_managed
 from deepspeed.zero.placement import Relation, placement_of
 
@@ -88,6 +89,7 @@ class Holders:
         channels: of messages along `shard` and `copies`, where they had to be opened beforehand; None: when needed.
         peers: for any rank, the ranks that stand to it as `everyone` stands to this one.
         slices: ranks that have the other slices of the same tensors; None where a tensor is whole.
+        across_stages: other stages of a pipeline have copies: those are elsewhere in their schedule.
     """
 
     shard: Axis
@@ -98,6 +100,7 @@ class Holders:
     channels: tuple[int, int] | None = None
     peers: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     slices: Axis | None = None
+    across_stages: bool = False
 
     @property
     def summing(self) -> list[Axis]:
@@ -173,9 +176,9 @@ class Relations:
         first = once and at["dp_replicate"] == 0
         slices = mesh.axis("tp") if tp is Relation.CUT else None
         if not self._splits:  # whole everywhere: one sum over all that have them, of which each rank counts a share
-            return Holders(everyone, everyone, None, main, first, peers=peers, slices=slices)
-        shard = mesh.axis(*SHARD)
-        return Holders(shard, everyone, copies if copies.size > 1 else None, once, first, peers=peers, slices=slices)
+            return Holders(everyone, everyone, None, main, first, None, peers, slices, "pp" in dims)
+        shard, others = mesh.axis(*SHARD), copies if copies.size > 1 else None
+        return Holders(shard, everyone, others, once, first, None, peers, slices, "pp" in dims)
 
 
 # -- copies of one model over several slices and stages --------------------------------------------------------------
@@ -198,6 +201,8 @@ def find_tied(
     """
     if mesh.is_data_parallel:
         return {}
+    if simulating():  # the other stages are not there
+        return {names[p]: placement_of(p).stages for p in names if signatures[p][1]}
     mine = [
         (name, tuple(param.shape), str(param.dtype), signatures[param][1] != "")
         for param, name in names.items()

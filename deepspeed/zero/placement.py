@@ -68,10 +68,12 @@ class Placement:
         cuts: at most one for each dim; dims without one are whole.
         relations: by the name of a mesh axis; an axis that is not named is ZERO where data parallelism runs over it,
             else EQUAL.
+        stages: of a pipeline that have a copy, where whoever placed it knows; real ranks ask each other.
     """
 
     cuts: tuple[Cut, ...] = ()
     relations: Mapping[str, Relation] = field(default_factory=dict)  # plain, so that placed tensors can be pickled
+    stages: frozenset[int] = frozenset()
 
     def global_shape(self, local: torch.Size | tuple[int, ...]) -> tuple[int, ...]:
         """The shape of the global tensor.

@@ -138,7 +138,10 @@ class Wire:
             self._make_room(current.buffer.numel())
         self._fly((self._send(bucket, current, seq), bucket, current))
         if not self.settings.overlap:
-            self.settle()
+            flying = [entry[1] for entry in self._in_flight.values()]
+            here = [one for one in flying if not one.group.holders.across_stages]
+            # Another stage sends its part later: it may wait for the gradient of this micro-batch first.
+            self.settle(None if len(here) == len(flying) else here)
         elif bucket.group.axis.shared is not None:
             waiting.groups.drain()
             self.progress(_GLANCE)
