@@ -160,7 +160,7 @@ class FusedExecutor:
     def settle(self) -> None:
         """Have the model's packed integers in huge pages: they come from memory up to a third faster."""
         room, moved = Room(), 0
-        for module in self.model.modules():
+        for module in self.model.modules() if room.huge else ():
             moved += module.settle(room.take) if isinstance(module, PackedWeight) else 0
             if moved > MOVED:  # what they leave would stay with the process
                 get_accelerator().empty_cache()

@@ -23,6 +23,7 @@ from tests.parallel.exhaustion_plants import (
 
 Workers = Callable[[int], WorkerPool]
 _FAST = "one picture a rank"
+_APART = 8  # MiB: by how much runs map more or less than others, as their threads come
 
 
 def said_by(workers: Workers, plant: Plant, folder: str) -> list[dict[str, Any]]:
@@ -72,4 +73,4 @@ def test_a_prediction_covers_what_a_run_maps(workers: Workers, tmp_path: Path, n
     workers(ranks).kill()
     for predicted, mapped in workers(ranks).run(predicted_and_mapped, model, config, str(tmp_path), timeout=60):
         print(f"{name}: predicted {predicted} MiB, mapped {mapped}, {predicted / mapped:.2f}")
-        assert mapped <= 1.05 * predicted and predicted <= loose * mapped
+        assert mapped <= 1.05 * predicted + _APART and predicted <= loose * mapped

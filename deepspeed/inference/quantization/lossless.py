@@ -43,13 +43,15 @@ def functions() -> ctypes.CDLL | None:
 class Room:
     """Memory for packed matrices, in huge pages where the system has them: one thread reads those faster."""
 
+    huge = hasattr(mmap, "MADV_HUGEPAGE")
+
     def __init__(self) -> None:
         self._memory: Any = None
         self._at = self._end = 0  # in it
 
     def take(self, count: int) -> torch.Tensor:
-        """`count` zero bytes, over a storage of their own, which cannot be resized."""
-        if not hasattr(mmap, "MADV_HUGEPAGE"):
+        """`count` zero bytes, over a storage of their own, which cannot be resized where pages are huge."""
+        if not self.huge:
             return torch.zeros(count, dtype=torch.uint8)
         begin = -(-self._at // 64) * 64
         if begin + count > self._end:

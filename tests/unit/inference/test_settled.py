@@ -17,7 +17,10 @@ from deepspeed.inference.quantization.packed import Form, PackedWeight
 from deepspeed.inference.quantization.quantization import quantize_linears
 from tests.unit.inference.toys import llama
 
-pytestmark = pytest.mark.skipif(functions() is None, reason="the native library is not built, or off")
+pytestmark = [
+    pytest.mark.skipif(functions() is None, reason="the native library is not built, or off"),
+    pytest.mark.skipif(not Room.huge, reason="the system has no huge pages"),
+]
 
 
 def packed_llama(num_bits: int = 8):
