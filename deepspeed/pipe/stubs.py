@@ -18,6 +18,7 @@ from torch import nn
 from deepspeed.errors import PipelineError
 from deepspeed.foundation.tree import map_tensors
 from deepspeed.zero.param import is_managed
+from deepspeed.zero.units import STANDS_FOR
 
 Slot = tuple[nn.Module, str]  # a module, and the name of the child that is replaced in it
 
@@ -35,13 +36,13 @@ class _StandIn(nn.Module):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        object.__setattr__(self, "_stands_for", module)  # no child: its parameters are none of this stage's
+        object.__setattr__(self, STANDS_FOR, module)  # no child: its parameters are none of this stage's
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(self.__dict__["_stands_for"], name)
+            return getattr(self.__dict__[STANDS_FOR], name)
 
 
 class Elsewhere(_StandIn):

@@ -11,6 +11,7 @@ from torch.nn import Parameter
 from deepspeed.foundation.module_tree import children_of, own_parameters
 
 LEAF_MARK = "_z3_leaf"  # set on modules to be treated as one unit (leaf_module, set_z3_leaf_modules)
+STANDS_FOR = "_stands_for"  # in what stands for a module of another stage: that module
 
 
 def repeated_blocks(module: nn.Module) -> list[nn.Module]:
@@ -19,17 +20,22 @@ def repeated_blocks(module: nn.Module) -> list[nn.Module]:
 
     def visit(parent: nn.Module) -> None:
         contains = isinstance(parent, (nn.ModuleList, nn.Sequential, nn.ModuleDict))
-        siblings = Counter(type(child) for child in parent.children()) if contains else {}
+        siblings = Counter(map(_kind, parent.children())) if contains else {}
         for child in children_of(parent):
             if getattr(child, LEAF_MARK, False):
                 found.append(child)
-            elif siblings.get(type(child), 0) > 1 and any(True for _ in child.children()):
+            elif siblings.get(_kind(child), 0) > 1 and any(True for _ in child.children()):
                 found.append(child)
             else:
                 visit(child)
 
     visit(module)
     return found
+
+
+def _kind(module: nn.Module) -> type[nn.Module]:
+    """A module's class; that of what it stands for, where that is on another stage of a pipeline."""
+    return type(vars(module).get(STANDS_FOR, module))
 
 
 def owners_of(module: nn.Module) -> Iterator[tuple[Parameter, nn.Module]]:

@@ -60,7 +60,7 @@ CELLS: list[tuple[str, int, int, str, dict[str, Any], dict[str, Any]]] = [
     ("gpt2", 2, 1, "bf16", {"stages": 2}, {"accumulation": 4}),
     ("llama", 4, 1, "bf16", {"stages": 2}, {"accumulation": 4}),
     ("llama", 3, 0, "fp32", {"stages": 3}, {"accumulation": 6}),
-    ("bert", 2, 0, "fp32", {"stages": 2}, {"accumulation": 4}),
+    ("gpt2", 2, 1, "bf16", {"stages": 2}, {"accumulation": 4, "recompute": True}),  # one block alone on a stage
     ("row", 2, 0, "fp32", {"stages": 2, "schedule": "zero_bubble"}, {"accumulation": 4}),
     ("row", 2, 0, "fp32", {"stages": 2, "schedule": "gpipe"}, {"accumulation": 3}),
 ]
@@ -97,7 +97,7 @@ def test_what_is_predicted_of_a_stage_is_what_lives(workers: Workers, cell: tupl
         print(f"at peak {told.at_peak} for {found.at_peak}, at rest {told.at_rest} for {found.at_rest}")
         # How many messages are under way depends on how far stages are apart: between both predictions.
         assert told.peak * 0.98 <= found.peak <= told.most * 1.02
-        exact = pipeline["stages"] == 2
+        exact = pipeline == {"stages": 2}
         if exact:
             assert told.peak == pytest.approx(found.peak, rel=0.02)
         assert told.birth == pytest.approx(found.birth, rel=0.02)
