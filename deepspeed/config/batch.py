@@ -11,6 +11,10 @@ from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.version import __version__
 
 TRAIN, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+_ONE_RANK = (
+    ". They agree on one rank: a client that counts ranks itself has counted one, as Transformers does without a GPU "
+    '(docs/clients.md, "On machines without a GPU")'
+)
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,8 @@ def derive_batch(train: int | None, micro: int | None, steps: int | None, world:
             "Check batch related parameters. train_batch_size is not equal to micro_batch_per_gpu * "
             f"gradient_acc_step * world_size {train} != {micro} * {steps} * {world}. "
             f"Change one of {TRAIN}, {MICRO}, {STEPS} or the number of ranks, or leave one of the three out"
+            + (_ONE_RANK if train == micro * steps else "")
+            + (f". {train} is no multiple of {world} ranks, whatever the others are" if train % world else "")
         )
     return Batch(train, micro, steps, derived)
 

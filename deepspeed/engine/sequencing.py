@@ -14,6 +14,7 @@ from deepspeed.comm.api import told_by_all
 from deepspeed.comm.mesh import DIMS, Mesh
 from deepspeed.comm.same_batches import COMPARED, digest
 from deepspeed.errors import UsageError
+from deepspeed.foundation.log import warn_once
 from deepspeed.sequence.batches import check_labels, check_slices, edge_of, length_of, slice_batch
 from deepspeed.sequence.prove import prove
 from deepspeed.sequence.register import settings_of
@@ -106,6 +107,12 @@ class Sequencing:
         mine = (digest([inputs, kwargs]), positions.cpu() if positions is not None else None, edge_of(named))
         everyone = told_by_all(self._axis, mine)
         if len({found for found, *_ in everyone}) == 1:
+            if not self._models:
+                warn_once(
+                    f"ranks {', '.join(map(str, self._axis.ranks))} share sequences (sp) and were given one whole batch, "
+                    f"and the model is none whose attention is found (a Transformers model, by its JSON or by "
+                    f"UlyssesSPAttentionHF): unless its forward shares the sequence itself, each computes all of it"
+                )
             return True
         check_slices([places for _, places, _ in everyone], self._axis.ranks)
         check_labels([edge for *_, edge in everyone], self._axis.ranks)

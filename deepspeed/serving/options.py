@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deepspeed.errors import ArgumentError
+from deepspeed.foundation.log import say
 
 _LEAST = {
     "max_sequences": 1, "max_body": 1, "max_choices": 1, "max_batch_tokens": 1, "max_waiting": 0, "max_length": 0,
@@ -117,6 +118,12 @@ def parse(arguments: Sequence[str] | None = None) -> ServeOptions:
 
 
 def _check(given: argparse.Namespace) -> None:
+    if not Path(given.model).is_dir():
+        if given.model.count("/") > 1 or given.model[:1] in ("", "/", ".", "~"):
+            raise ArgumentError(
+                f"there is no folder {given.model!r}: give one that `save_pretrained` has written, with the tokenizer"
+            )
+        say(f"there is no folder {given.model} here: Transformers looks for a model of that name")
     for name, least in _LEAST.items():
         if getattr(given, name) < least:
             raise ArgumentError(f"--{name.replace('_', '-')} has to be at least {least}")

@@ -38,7 +38,7 @@ def inputs_of(model: nn.Module, example: Any = None, shape: tuple[int, int] = (1
     config = getattr(model, "config", None)
     if not hasattr(config, "to_dict"):
         raise ArgumentError(
-            f"tensor parallelism follows one forward of the model, and {type(model).__name__} does not say what it "
+            f"cutting a model follows one forward of it, and {type(model).__name__} does not say what it "
             f"takes: give it an attribute example_input_array (a tensor, or a tuple of forward's arguments)"
         )
     made = _made_up(model, config, *shape)

@@ -146,10 +146,12 @@ def block(name: str) -> str:
 
 
 def _spans(names: Iterable[str]) -> bool:
-    """Whether names lie in several entries of one list of modules."""
+    """Whether names lie in several entries of one list of modules: blocks, not layers in a row inside of one."""
     seen: dict[str, set[str]] = {}
     for name in names:
         for match in re.finditer(r"(?<=\.)\d+(?=\.)", name):
+            if name[: match.end()] == owner(name) != block(name):
+                continue  # a layer itself, as of `Sequential(Linear, GELU, Linear)` in a block
             seen.setdefault(name[: match.start()], set()).add(match.group(0))
     return any(len(entries) > 1 for entries in seen.values())
 

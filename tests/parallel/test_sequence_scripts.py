@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.distributed.nn.functional import all_gather
 
 import deepspeed
 from deepspeed.comm.mesh import current_mesh
+from deepspeed.engine import sequencing
 from deepspeed.errors import ArgumentError, DataError, MeshError, SequenceParallelError, UsageError
 from deepspeed.runtime.sequence_parallel.parallel_state_sp import (
     get_data_parallel_world_size,
@@ -80,6 +82,20 @@ def evaluated() -> None:
         part = mine(batch_of(0, 0))
         given = {name: part[name] for name in ("input_ids", "position_ids")}
         torch.testing.assert_close(engine(**given).logits, plain(**given).logits)
+
+
+def of_its_own() -> None:
+    model = torch.nn.Linear(4, 4)
+    engine, *_ = deepspeed.initialize(model=model, config=config_of(SP, 1))
+    with mock.patch.object(sequencing, "warn_once") as warned:
+        engine.backward(engine(torch.ones(2, 4)).square().mean())
+        engine.step()
+    assert "each computes all of it" in warned.call_args.args[0]
+    engine.destroy()
+
+
+def test_a_model_that_shares_no_sequence_is_said(workers: Any) -> None:
+    workers(2).run(of_its_own)
 
 
 def test_evaluation_may_be_left_alone(workers: Any) -> None:

@@ -87,6 +87,17 @@ class Remembering(nn.Module):
         return self.down(hidden)
 
 
+class InARow(nn.Module):
+    """A feed-forward whose layers are numbered, as blocks are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ff = nn.Sequential(nn.Linear(WIDTH, 12), nn.GELU(), nn.Linear(12, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.ff(x)
+
+
 class Stack(nn.Module):
     """Blocks in a stream."""
 
@@ -111,6 +122,7 @@ class Stack(nn.Module):
         (Filtered, {}, {"up"}),
         (Shut, {}, {"up"}),
         (Remembering, {"memory": dict}, {"up"}),
+        (InARow, {}, {"ff"}),
     ],
 )
 def test_all_of_a_block_is_cut(kind: Any, more: Any, columns: set[str]) -> None:
@@ -165,8 +177,8 @@ class Mixture(nn.Module):
         return self.experts(x)
 
 
-def added() -> None:
-    model = Stack(Mixture)
+def added(kind: Any) -> None:
+    model = Stack(kind)
     dense, order = copy.deepcopy(model), [name for name, _ in model.named_parameters()]
     plan = cut_model(model, mesh_for({"tp": 2}).axis("tp"))
     assert not set(plan.whole) - {f"blocks.{at}.experts.{name}_bias" for at in range(2) for name in ("up", "down")}
@@ -182,11 +194,13 @@ def added() -> None:
         if placement_of(ours).relations.get("tp") is Relation.PARTIAL:
             dist.all_reduce(grad)
         assert (grad - share_of(ours, param.grad)).norm() <= 1e-5 * param.grad.norm(), name
-    assert model.blocks[0].experts.down.shape == (3, 6, WIDTH)  # type: ignore[union-attr]
+    small = model.blocks[0].experts.down if kind is Mixture else model.blocks[0].ff[2].weight.t()  # type: ignore[union-attr]
+    assert small.shape[-2:] == (6, WIDTH)
 
 
-def test_biases_of_experts_are_added_once(workers: Any) -> None:
-    workers(2).run(added)
+@pytest.mark.parametrize("kind", [Mixture, InARow])
+def test_biases_behind_rows_are_added_once(workers: Any, kind: Any) -> None:
+    workers(2).run(added, kind)
 
 
 class Recurrent(nn.Module):

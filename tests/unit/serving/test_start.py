@@ -71,6 +71,12 @@ def test_what_no_server_can_be_told_is_refused_by_name(arguments: tuple[str, str
         parse(["model", *arguments])
 
 
+@pytest.mark.parametrize("path", ["runs/none/model", "/nowhere", "./none", ""])
+def test_a_folder_that_is_not_there_is_not_asked_for_elsewhere(path: str) -> None:
+    with pytest.raises(ArgumentError, match="there is no folder"):
+        parse([path])
+
+
 def test_a_file_without_keys_is_no_open_door(tmp_path: Path) -> None:
     (tmp_path / "keys").write_text(" \n\n")
     with pytest.raises(ArgumentError, match="holds no key"):
