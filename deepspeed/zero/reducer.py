@@ -15,6 +15,7 @@ from deepspeed.comm.axis import separate_reductions
 from deepspeed.comm.collectives import READ
 from deepspeed.errors import UsageError
 from deepspeed.foundation.log import warn_once
+from deepspeed.foundation.simulation import simulating
 from deepspeed.zero.accumulation import AccumulationWindow, Agreed, Purpose, agreed, disagreement
 from deepspeed.zero.agreement import Agreement, Meeting, Rows, uneven
 from deepspeed.zero.buckets import Bucket, BucketRow, ReduceSettings, Round
@@ -230,6 +231,10 @@ class Reducer:
         for bucket in self.buckets:
             if bucket.round is not None:
                 self._launch(bucket)
+            elif simulating() and not self.clean and _is_of_other_stages(bucket):
+                bucket.prepare()
+                bucket.touched = bytearray(b"\1" * len(bucket.touched))
+                self._send_zeros(bucket, int(bucket.sums_locally), bucket.factor)
         self._launched = self.revision
 
     def _catch_up(self, meeting: Meeting, rows: Rows) -> None:
@@ -383,3 +388,9 @@ class _Arrival:
         member = self._member()
         if member is not None and member.reducer is not None:
             member.reducer.arrived(member)
+
+
+def _is_of_other_stages(bucket: Bucket) -> bool:
+    """Whether stages that are not there have the gradients of a window: this one holds a copy, and has none."""
+    trained = any(member.param.requires_grad for member in bucket.group.members)
+    return bucket.group.holders.across_stages and trained and not any(bucket.launches)

@@ -61,6 +61,8 @@ CELLS: list[tuple[str, int, int, str, dict[str, Any], dict[str, Any]]] = [
     ("llama", 4, 1, "bf16", {"stages": 2}, {"accumulation": 4}),
     ("llama", 3, 0, "fp32", {"stages": 3}, {"accumulation": 6}),
     ("gpt2", 2, 1, "bf16", {"stages": 2}, {"accumulation": 4, "recompute": True}),  # one block alone on a stage
+    ("bert", 2, 0, "fp32", {"stages": 2}, {"accumulation": 4}),  # embeddings that follow a tied one
+    ("bert", 2, 1, "bf16", {"stages": 2}, {"accumulation": 4}),
     ("row", 2, 0, "fp32", {"stages": 2, "schedule": "zero_bubble"}, {"accumulation": 4}),
     ("row", 2, 0, "fp32", {"stages": 2, "schedule": "gpipe"}, {"accumulation": 3}),
 ]
