@@ -109,8 +109,8 @@ class Sequencing:
         if len({found for found, *_ in everyone}) == 1:
             if not self._models:
                 warn_once(
-                    f"ranks {', '.join(map(str, self._axis.ranks))} share sequences (sp) and were given one whole batch, "
-                    f"and the model is none whose attention is found (a Transformers model, by its JSON or by "
+                    f"ranks {', '.join(map(str, self._axis.ranks))} share sequences (sp) and got the whole batch, and "
+                    f"the model is none whose attention is found (a Transformers model, by its JSON or by "
                     f"UlyssesSPAttentionHF): unless its forward shares the sequence itself, each computes all of it"
                 )
             return True
