@@ -127,10 +127,14 @@ def test_each_rank_can_have_its_own_cores(run):
 
 def test_the_traceback_of_the_first_failing_rank_comes_last_and_alone(run):
     script = """
-        import os, sys, time
+        import os, pathlib, sys, time
+        raised = pathlib.Path(sys.argv[0] + ".raised")
         if os.environ["RANK"] == "1":
+            raised.touch()
             raise ValueError("boom")
-        time.sleep(0.3)
+        while not raised.exists():  # ranks may start far apart
+            time.sleep(0.01)
+        time.sleep(0.5)
         print("Traceback (most recent call last):\\nConnectionError: lost rank 1", file=sys.stderr)
         sys.exit(7)
     """
@@ -146,11 +150,15 @@ def test_the_traceback_of_the_first_failing_rank_comes_last_and_alone(run):
 
 def test_a_slow_end_after_a_traceback_still_counts_as_first(run):
     script = """
-        import atexit, os, sys, time
+        import atexit, os, pathlib, sys, time
+        raised = pathlib.Path(sys.argv[0] + ".raised")
         if os.environ["RANK"] == "1":
-            atexit.register(time.sleep, 0.5)
+            atexit.register(time.sleep, 1.5)
+            raised.touch()
             raise ValueError("the cause")
-        time.sleep(0.2)
+        while not raised.exists():
+            time.sleep(0.01)
+        time.sleep(0.5)
         raise ConnectionError("lost rank 1")
     """
     done = run.to_end(script)
