@@ -36,7 +36,6 @@ from deepspeed.profiling.timeline import Timeline
 from deepspeed.zero.accumulation import Purpose
 from deepspeed.zero.norm import squares_by_name
 from deepspeed.zero.reducer import Reducer
-from deepspeed.zero.squares import counted
 
 _NOTHING = contextlib.nullcontext()
 _NONE: Mapping[str, float] = MappingProxyType({})
@@ -313,7 +312,7 @@ class Instruments:
         self._asked += 1
         tag, axis = tag_of(self._channel, SMALL, self._asked), self._state.axes.one_copy
         row = [found.get(name, -1.0) for name in names]  # below 0: no gradient here
-        row.append(reducer.squares.of(counted(reducer.buckets), reducer.revision) or 0.0)
+        row.append(reducer.squares.own(reducer.revision) or 0.0)
         table = scalars.current.table(axis, row, tag, "agreement on gradient norms by name", reducer.device)
         reducer.squares.total = sum(told.pop() for told in table)
         columns = dict(zip(names, zip(*table, strict=True), strict=True))

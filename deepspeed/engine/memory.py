@@ -72,7 +72,8 @@ class MemoryReport:
         self._state = state
         known = sum(self._known().values())
         # What the process had besides. Sums that no gradient has reached yet have no pages on a CPU.
-        self._before = allocated(state.device) - (self._resident() if state.device.type == "cpu" else known)
+        self._unwritten = known - self._resident() if state.device.type == "cpu" else 0
+        self._before = allocated(state.device) - known + self._unwritten
         self._mapped = addresses() - known
         self._left_by_forward = -1  # bytes of activations after the first one
 
@@ -95,7 +96,10 @@ class MemoryReport:
         is resident, so it has what the C library keeps for later.
         """
         found = self._known()
-        found[ACTIVATIONS] = max(0, allocated(self._state.device) - self._before - sum(found.values()))
+        known = sum(found.values())
+        if self._unwritten > 0:  # until all has been written to, which is looked at no more then
+            self._unwritten = max(0, known - self._resident())
+        found[ACTIVATIONS] = max(0, allocated(self._state.device) - self._before - known + self._unwritten)
         return found
 
     def guard(self, inner: AbstractContextManager[Any], of_forward: bool = False) -> AbstractContextManager[None]:

@@ -144,7 +144,7 @@ class Generator:
         lossless_weights: bool = False,
     ) -> None:
         for name in ("page_size", "max_batch_tokens", "max_sequences", *["prompt_chunk"] * (prompt_chunk is not None)):
-            if (given := locals()[name]) < 1:
+            if type(given := locals()[name]) is not int or given < 1:
                 raise RequestError(f"{name} has to be at least 1, not {given!r}")
         self.model, self.tokenizer, self._speculation = model, tokenizer, speculation
         self.limit = _limit(model, max_length)

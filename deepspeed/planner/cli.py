@@ -123,6 +123,11 @@ def _answer(found: Answer, config: dict[str, Any], machine: Machine, output: str
     made = best.plan.config(config, machine.folder) | {"train_batch_size": config["train_batch_size"]}
     Path(output).write_text(json.dumps(made, indent=2) + "\n")
     print(f"\nbest: {best.plan.name}, {how_known(found)} for an update; its JSON: {output}")
+    if best.plan.shape.stages > 1:
+        whole = next(
+            (each.plan.name for each in found.judged if each.fits and each.plan.shape.stages == 1), "none fits"
+        )
+        print(f"engine.train_batch() runs stages of a pipeline; for a loop of forward, backward and step: {whole}")
     if best.memory is not None:
         print(best.memory.table())
     return 0

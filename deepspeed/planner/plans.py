@@ -277,11 +277,11 @@ def verdict(plan: Plan, run: Simulated, machine: Machine) -> Judged:
     flops = max(sum(entry.flops for entry in each.recording.entries) for each in run.stages) * share
     rests = [_step_time(plan, each.memory, machine, each.recording, share, run.config) for each in run.stages]
     took = _of_stages(plan, run, machine, rests) if run.others else rests[0]
-    why = next((told for each in (worst, *run.stages) if (told := _too_large(each.memory, machine))), "")
+    full, why = next(((e, told) for e in (worst, *run.stages) if (told := _too_large(e.memory, machine))), (worst, ""))
     perhaps = not any(_too_large(each.least, machine) for each in run.stages)
     least = max(device_bytes(each.least, machine) for each in run.stages)
     if why and run.others:
-        why = f"stage {run.stages.index(worst)} {why}"
+        why = f"stage {run.stages.index(full)} {why}"
     if why and perhaps:
         why = f"{why}; {least / 2**30:.2f} while ranks keep step"
     return Judged(plan, memory, took, not why, perhaps, why, flops, least=least)

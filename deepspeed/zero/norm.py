@@ -35,7 +35,7 @@ def global_norm(
         The norm, NaN or infinity when a gradient is not finite; and what each rank gave `along`.
     """
     adding = counted(buckets)
-    known = reducer.squares.of(adding, reducer.revision)
+    known = reducer.squares.own(reducer.revision) if adding else None
     mine = _squares(adding, exact) if known is None else known
     table = scalars.current.table(reducer.axes.one_copy, [mine, *along], tag, _LABEL, reducer.device)
     return _root(sum(row[0] for row in table)), [row[1:] for row in table]

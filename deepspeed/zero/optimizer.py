@@ -127,7 +127,7 @@ class ZeroOptimizer(OptimizerSurface):
             self._leaves += len(leaves)
         for group in self._whole:
             group.aliases.noisy()  # nobody else has anything over the memory yet
-        self._normed = [shard.bucket for shard in self.shards if shard.members]
+        reducer.squares.buckets = [shard.bucket for shard in self.shards if shard.members]
         for shard in self.shards:
             shard.store_state()
 
@@ -209,7 +209,8 @@ class ZeroOptimizer(OptimizerSurface):
         total = None if self.masks is not None or self.along else known_norm(self.reducer, agreed)
         if total is None and (wanted or self.along):
             self._norms += 1
-            tag, buckets = tag_of(self._norm_channel, SMALL, self._norms), self._normed if wanted else []
+            tag = tag_of(self._norm_channel, SMALL, self._norms)
+            buckets = self.reducer.squares.buckets if wanted else []
             total, self.alongside = global_norm(buckets, self.settings.clip > 0, self.reducer, tag, self.along)
         norm = total * abs(rescale) if wanted and total is not None else None
         if self.scaler is not None and norm is not None and math.isnan(norm):
@@ -347,6 +348,6 @@ class ZeroOptimizer(OptimizerSurface):
         for shard in self.shards:
             shard.drop()
         self.shards, self.fragments, self._shard_of, self.bit16_groups = [], {}, {}, []
-        self.groups, self._gathered, self._whole, self._normed = [], [], [], []
+        self.groups, self._gathered, self._whole, self.reducer.squares.buckets = [], [], [], []
         self.optimizer.state.clear()
         self._scale_loss = None

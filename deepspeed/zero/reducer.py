@@ -27,7 +27,7 @@ from deepspeed.zero.param import clear_raw_grad, raw_grad
 from deepspeed.zero.roles import Group
 from deepspeed.zero.rows import add_rows, can_add
 from deepspeed.zero.shard_group import ShardGroup
-from deepspeed.zero.squares import Squares, counted
+from deepspeed.zero.squares import Squares
 from deepspeed.zero.wire import Wire
 
 
@@ -191,7 +191,7 @@ class Reducer:
         late = self._handed_out.late() if of is None else []
         edits = self._handed_out.edits + len(late)
         trouble, found, updates = None, None, purpose in (Purpose.STEP, Purpose.FLUSH)
-        known = updates and self.squares.hold(counted(self.buckets), self.revision)
+        known = updates and self.squares.hold(self.revision)
         for meeting in self._agreement.meetings(of):
             rows = self._agreement.exchange(meeting, purpose, of, edits, self.revision, known)
             trouble = trouble or disagreement(rows.heads)

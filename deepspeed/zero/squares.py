@@ -17,6 +17,7 @@ class Squares:
     """What one rank has read, and what all have told each other of it."""
 
     def __init__(self) -> None:
+        self.buckets: list[Bucket] = []  # whose norm an update forms
         self.lends_views = False  # of the sums: what is written through their `.data` no counter shows
         self.total: float | None = None  # of all ranks that hold one copy of the model; None: not exchanged
         self._revision = -1  # of the gradients when they were read
@@ -30,21 +31,21 @@ class Squares:
         """This rank's part of a bucket is `own`."""
         self._read[id(bucket)] = self._state(bucket), own
 
-    def of(self, buckets: Iterable[Bucket], revision: int) -> float | None:
-        """This rank's part of some buckets; None where gradients were added or written since, or not read."""
+    def own(self, revision: int) -> float | None:
+        """This rank's part of the norm of an update; None where gradients were added or written since, or not read."""
         if revision != self._revision:
             return None
         parts = []
-        for bucket in buckets:
+        for bucket in counted(self.buckets):
             state, own = self._read.get(id(bucket), (None, 0.0))
             if state is None or state != self._state(bucket):
                 return None
             parts.append(own)
         return math.fsum(parts) if parts else None
 
-    def hold(self, buckets: Iterable[Bucket], revision: int) -> bool:
+    def hold(self, revision: int) -> bool:
         """Whether `total` is still right as far as this rank knows."""
-        return self.total is not None and self.of(buckets, revision) is not None
+        return self.total is not None and self.own(revision) is not None
 
     def _state(self, bucket: Bucket) -> tuple[int, int] | None:
         """Differs where something was written to the sum, or it lies elsewhere; None where that would not be seen."""

@@ -68,7 +68,10 @@ class Wire:
         """Wait until `numel` more elements may be in flight."""
         limit = max(self.settings.in_flight, numel)
         while self._in_flight and self._elements + numel > limit:
-            first = next(iter(self._in_flight.values()))
+            # A round of several stages waits for theirs, which come elsewhere in their schedule.
+            first = next((one for one in self._in_flight.values() if not one[1].group.holders.across_stages), None)
+            if first is None:
+                break
             if not first[0].ready(_PATIENCE_S):
                 warn_once("gradients wait for a rank that runs another branch (or is slow); taking a fresh buffer")
                 break

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from deepspeed.errors import UsageError
 from deepspeed.monitor.live import read_pages
 from deepspeed.profiling.flops_profiler import FlopsProfiler
-from deepspeed.utils import safe_get_full_grad, safe_get_local_grad, safe_set_full_grad
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_get_local_grad, safe_set_full_grad
 from deepspeed.zero import norm
 from deepspeed.zero import optimizer as zero_optimizer
 from tests.harness.pool import WorkerPool
@@ -220,6 +220,30 @@ def norms_before_a_change_of_one_rank(stage: int) -> None:
             wanted = sum(one**2 for one in before.values()) ** 0.5
             assert (engine.get_global_grad_norm() > 100 * wanted) == changing
             assert changing or abs(engine.get_global_grad_norm() - wanted) <= 1e-12 * wanted
+
+
+def norms_of_a_part(stage: int) -> None:
+    """The optimizer has one layer, and the others have gradients too: asking changes nothing."""
+    found = []
+    for asks in (False, True):
+        torch.manual_seed(0)
+        model = Tiny()
+        sgd = torch.optim.SGD(model.out.parameters(), lr=1.0)
+        with start(stage, model, optimizer=sgd, clip=0.01) as engine:
+            engine.backward(loss_of(engine, rows(0, dist.get_rank())))
+            if asks:
+                engine.gradient_norms()
+            engine.step()
+            full = safe_get_full_fp32_param(engine.module.out.weight).clone()
+            found.append((engine.get_global_grad_norm(), full))
+    (norm_before, before), (norm_after, after) = found
+    assert abs(norm_before - norm_after) <= 1e-12 * norm_before
+    assert torch.equal(before, after)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_asking_for_norms_changes_nothing_where_the_optimizer_has_a_part(workers: Workers, stage: int) -> None:
+    workers(RANKS).run(norms_of_a_part, stage)
 
 
 @pytest.mark.parametrize("stage", [1, 3])

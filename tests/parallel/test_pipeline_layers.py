@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
+from deepspeed.zero import wire
 from tests.parallel.pipeline_layers import described, failed, gridded, limited, looked_up, refused, timed, unmeasured
 from tests.parallel.pipeline_models import stage_and_compare
 
@@ -41,6 +43,20 @@ def test_layers_in_stages_equal_the_dense_model(
 
 def _described(stage: int, pp: int, steps: int, chunks: int, module: Any) -> Any:
     return described(stage, pp, steps, chunks, **module)
+
+
+def _tied_in_small_buckets(overlap: bool) -> Any:
+    small = {"zero": {"overlap_comm": overlap, "reduce_bucket_size": 1}}
+    with mock.patch.object(wire, "warn_once") as waited:
+        found = described(0, 2, 6, 1, settings=small)
+    assert not waited.called, "a sum of tied layers was waited for, which another stage sends later"
+    return found
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_tied_layers_in_buckets_smaller_than_they_are(workers: Any, overlap: bool) -> None:
+    for found in workers(2).run(_tied_in_small_buckets, overlap):
+        assert all(gap <= 1e-6 for row in found for gap in row), found
 
 
 @pytest.mark.parametrize(("fault", "stage"), [("forward", 1), pytest.param("backward", 3, marks=pytest.mark.slow)])

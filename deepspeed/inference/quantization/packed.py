@@ -216,7 +216,8 @@ class PackedWeight(nn.Module):
             own = part.device.type == "cpu" and storage.resizable() and not storage.is_shared()
             whole = 0 < storage.nbytes() == part.nbytes and part.is_contiguous()
             if own and whole and not is_managed(part):
-                part.data = take(part.nbytes).view(part.dtype).view(part.shape).copy_(part.data)
+                with torch.inference_mode(False):  # what is made inside of it counts no writes
+                    part.data = take(part.nbytes).view(part.dtype).view(part.shape).copy_(part.data)
                 moved += part.nbytes
         return moved
 

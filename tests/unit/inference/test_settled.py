@@ -99,6 +99,20 @@ def test_weights_packed_in_inference_mode_are_served() -> None:
     assert Generator(model).generate([[5, 9, 3]], Sampling(max_new_tokens=4)) == right
 
 
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+def test_weights_loaded_after_a_generator_was_made_are_read(mode) -> None:
+    model, ids = packed_llama(), torch.tensor([[5, 9, 3]])
+    with mode():
+        Generator(model)
+    with torch.no_grad():
+        model(ids)
+        other = copy.deepcopy(model)
+        for part in parts(other):
+            part.copy_(part.flip(0))
+        model.load_state_dict(other.state_dict())
+        assert torch.equal(model(ids).logits, other(ids).logits)
+
+
 def test_a_settled_model_can_be_sharded() -> None:
     model, ids = llama(), torch.tensor([[5, 9, 3]])
     quantize_linears(model, 8, 1, torch.float32)
