@@ -118,7 +118,7 @@ def parse(arguments: Sequence[str] | None = None) -> ServeOptions:
 
 
 def _check(given: argparse.Namespace) -> None:
-    if not Path(given.model).is_dir():
+    if not given.model or not Path(given.model).is_dir():
         if given.model.count("/") > 1 or given.model[:1] in ("", "/", ".", "~"):
             raise ArgumentError(
                 f"there is no folder {given.model!r}: give one that `save_pretrained` has written, with the tokenizer"

@@ -260,6 +260,7 @@ def _callbacks(accelerator: Any) -> None:
 def _memory(accelerator: Any) -> None:
     for reset in ("reset_peak_memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached"):
         getattr(accelerator, reset)()
+    accelerator.empty_cache()  # what lies in memory that was freed before takes none anew
     before, total = accelerator.memory_allocated(), accelerator.total_memory()
     held = torch.full((_BYTES,), 1, dtype=torch.uint8, device=_here(accelerator))
     full = accelerator.memory_allocated()

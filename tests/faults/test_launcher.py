@@ -153,12 +153,12 @@ def test_a_slow_end_after_a_traceback_still_counts_as_first(run):
         import atexit, os, pathlib, sys, time
         raised = pathlib.Path(sys.argv[0] + ".raised")
         if os.environ["RANK"] == "1":
-            atexit.register(time.sleep, 1.5)
+            atexit.register(time.sleep, 0.5)
             raised.touch()
             raise ValueError("the cause")
         while not raised.exists():
             time.sleep(0.01)
-        time.sleep(0.5)
+        time.sleep(0.2)
         raise ConnectionError("lost rank 1")
     """
     done = run.to_end(script)

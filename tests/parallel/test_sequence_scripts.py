@@ -86,7 +86,8 @@ def evaluated() -> None:
 
 def of_its_own() -> None:
     model = torch.nn.Linear(4, 4)
-    engine, *_ = deepspeed.initialize(model=model, config=config_of(SP, 1))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=sgd, config=config_of(SP, 1))
     with mock.patch.object(sequencing, "warn_once") as warned:
         engine.backward(engine(torch.ones(2, 4)).square().mean())
         engine.step()
