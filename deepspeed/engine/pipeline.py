@@ -29,6 +29,7 @@ from deepspeed.engine.window_driver import WindowDriver
 from deepspeed.engine.window_feed import Fed, Said, agree, take
 from deepspeed.errors import ArgumentError, NotAvailableError, PipelineError
 from deepspeed.foundation.log import say
+from deepspeed.foundation.simulation import STEP, enter
 from deepspeed.pipe.count import Count, check, check_shared, mean_loss
 from deepspeed.pipe.executor import Executor, Part
 from deepspeed.pipe.module import PipelineModule
@@ -196,6 +197,7 @@ class PipelineEngine(DeepSpeedEngine):
         self._applied = False
         mean = self._count(losses, steps)
         self._instruments.on_window(mean, batches if self.is_first_stage() else (), self.num_stages, self.metrics)
+        enter(STEP)
         with contextlib.nullcontext() if steps == window.steps else window.flush():
             self._update(None)
         if self._compares_shared and self._applied:

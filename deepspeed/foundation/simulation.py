@@ -18,6 +18,7 @@ _running: list[tuple[bool, bool, int, dict[int, Any]]] = []
 _computing: list[bool] = []  # one entry for each `with_values` around
 _listeners: list[Listener] = []
 _followers: list[Callable[[str], None]] = []
+STEP = "step"  # the phase of an update
 
 
 def simulating() -> bool:
@@ -77,7 +78,8 @@ def listening(listener: Listener) -> Generator[None]:
 
 
 def enter(phase: str) -> None:
-    """What follows is a forward (`F0` of chunk 0), a backward (`B0`), or what it has put off (`W0`), of a stage."""
+    """What follows is, of a stage, a forward (`F0` of chunk 0), a backward (`B0`), what it has put off (`W0`), or the
+    update (`STEP`)."""
     for follower in _followers:
         follower(phase)
 

@@ -143,8 +143,9 @@ class Generator:
         prompt_chunk: int | None = None,
         lossless_weights: bool = False,
     ) -> None:
-        for name in ("page_size", "max_batch_tokens", "max_sequences", *["prompt_chunk"] * (prompt_chunk is not None)):
-            if type(given := locals()[name]) is not int or given < 1:
+        sizes = {"page_size": page_size, "max_batch_tokens": max_batch_tokens, "max_sequences": max_sequences}
+        for name, given in (sizes if prompt_chunk is None else sizes | {"prompt_chunk": prompt_chunk}).items():
+            if type(given) is not int or given < 1:
                 raise RequestError(f"{name} has to be at least 1, not {given!r}")
         self.model, self.tokenizer, self._speculation = model, tokenizer, speculation
         self.limit = _limit(model, max_length)

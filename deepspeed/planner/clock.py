@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from deepspeed.foundation.simulation import listening
-from deepspeed.planner.program import MICRO_BATCH, STEP
+from deepspeed.foundation.simulation import STEP, listening
+from deepspeed.planner.program import MICRO_BATCH
 from deepspeed.simulator.machine import Machine
 from deepspeed.simulator.recorder import Recorder
 from deepspeed.simulator.recording import COPY, DISK, HOST, KERNEL, MESSAGE, WAIT, Entry, Recording

@@ -292,9 +292,8 @@ def _of_stages(plan: Plan, run: Simulated, machine: Machine, rests: list[StepTim
     ranks = plan.shape.firsts(machine.ranks)
     schedule = schedule_of(run.config, plan.shape.stages, plan.steps)
     phases = [seconds_of_phases(each.recording, machine) for each in run.stages]
-    held = sum(each.memory.held for each in run.stages)
-    shared = machine.message("all_reduce", _itemsize(run.config) * max(0, held - run.memory.parameters), (0, ranks[-1]))
-    tied = sum(shared) if held > run.memory.parameters else 0.0
+    copies = sum(each.memory.held for each in run.stages) - run.memory.parameters  # elements that more stages hold
+    tied = sum(machine.message("all_reduce", _itemsize(run.config) * copies, (0, ranks[-1]))) if copies > 0 else 0.0
     return window_time(schedule, phases, rests, way_of(run.crossing, machine, ranks), tied)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import itertools
 from collections.abc import Callable, Mapping
@@ -15,10 +14,10 @@ from torch import nn
 from deepspeed.config.source import load_raw
 from deepspeed.engine.pipeline import PipelineEngine
 from deepspeed.errors import ArgumentError, NotAvailableError
-from deepspeed.foundation.simulation import following
+from deepspeed.foundation.simulation import STEP, following
 from deepspeed.foundation.tree import tensors_in
 
-MICRO_BATCH, STEP = "micro-batch", "step"
+MICRO_BATCH = "micro-batch"
 Loss = Callable[[Any, Any], torch.Tensor]
 # Blocks that act on the outside, or look at a run: a program has no use for them.
 OUTSIDE = (
@@ -104,22 +103,17 @@ class Program:
         """The updates of a pipeline, whose loss is the model's."""
         if self.loss is not None:
             raise NotAvailableError("stages of a pipeline take the model's own loss: leave `loss` out")
-        update = engine._update
 
-        def updates(lr_kwargs: dict[str, Any] | None) -> None:
-            after()
+        def entered(phase: str) -> None:
+            if phase == STEP:
+                after()
             if mark is not None:
-                mark(STEP)
-            update(lr_kwargs)
+                mark(phase)
 
-        engine._update = updates
-        try:
-            with contextlib.nullcontext() if mark is None else following(mark):
-                for _ in range(self.updates):
-                    engine.train_batch(itertools.repeat(self.batch))
-                    after()
-        finally:
-            del engine._update
+        with following(entered):
+            for _ in range(self.updates):
+                engine.train_batch(itertools.repeat(self.batch))
+                after()
 
 
 def _own_loss(made: Any, _batch: Any) -> torch.Tensor:

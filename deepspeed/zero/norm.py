@@ -48,9 +48,13 @@ def known_norm(reducer: Reducer, agreed: Agreed) -> float | None:
         reducer: after `finish`.
         agreed: what that returned.
     """
-    alone = set(reducer.axes.one_copy.ranks) <= set(reducer.axes.same_slice.ranks)  # who has agreed
     total = reducer.squares.total
-    return _root(total) if agreed.known and alone and total is not None else None
+    return _root(total) if agreed.known and total is not None and _has_all(reducer) else None
+
+
+def _has_all(reducer: Reducer) -> bool:
+    """Whether the ranks that agree on a window hold a whole copy of the model: there are no other slices or stages."""
+    return set(reducer.axes.one_copy.ranks) <= set(reducer.axes.same_slice.ranks)
 
 
 def _root(total: float) -> float:
@@ -141,8 +145,8 @@ def explain_overflow(reducer: Reducer, tags: tuple[int, int]) -> str:
     mine = float(next(broken, len(ordered)))
     first = int(min(row[0] for row in scalars.current.table(reducer.axes.same_slice, [mine], tags[0], _LABEL, device)))
     if first == len(ordered):
-        whole = set(reducer.axes.one_copy.ranks) <= set(reducer.axes.same_slice.ranks)
-        return f"the gradient norm overflows although every gradient{'' if whole else ' of this model slice'} is finite"
+        of_slice = "" if _has_all(reducer) else " of this model slice"
+        return f"the gradient norm overflows although every gradient{of_slice} is finite"
     _, bucket, member = ordered[first]
     sent = float(any(not math.isfinite(float(total)) for total in bucket.sent))
     marks = scalars.current.table(reducer.axes.same_slice, [sent], tags[1], _LABEL, device)

@@ -7,7 +7,6 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,37 +18,7 @@ from deepspeed.planner import cli
 from deepspeed.planner.axes import Shape, unjudged
 from deepspeed.planner.calibrate import calibrate
 from deepspeed.planner.plans import WHOLE, Judged, Plan, Task, judge, legal_plans, mesh_plans, search, table
-from deepspeed.simulator.machine import Machine
-
-RATES = [[64, 1e10], [1024, 5e10]]
-MACHINE = Machine(4, 1 << 30, {"fp32": RATES, "bf16": RATES}, 1e10, 1e-6, 1e9, shared=True)
-ADAMW: dict[str, Any] = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
-WIDTH, TOKENS, LAYERS = 64, 32, 2
-
-
-class Feed(nn.Module):
-    """The block of a decoder that is cut by its channels."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.relu(self.up(x)))
-
-
-class Net(nn.Module):
-    """Some of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Feed() for _ in range(LAYERS))
-        self.example_input_array = torch.zeros(1, 3, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
+from tests.unit.planner.toys import ADAMW, LAYERS, MACHINE, TOKENS, WIDTH, Net, rows
 
 
 class Uncut(Net):
@@ -58,10 +27,6 @@ class Uncut(Net):
     def __init__(self) -> None:
         super().__init__()
         del self.example_input_array
-
-
-def rows(count: int) -> torch.Tensor:
-    return torch.zeros(count, TOKENS, WIDTH)
 
 
 def factory() -> tuple[nn.Module, Callable[[int], torch.Tensor]]:

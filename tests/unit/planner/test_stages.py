@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from deepspeed.errors import ArgumentError
 from deepspeed.pipe.schedule import make_schedule
@@ -15,42 +13,20 @@ from deepspeed.planner.axes import Shape
 from deepspeed.planner.clock import StepTime
 from deepspeed.planner.plans import Plan, Task, judge, search, simulated
 from deepspeed.planner.stages import enough, schedule_of, window_time
-from deepspeed.simulator.machine import Machine
+from tests.unit.planner import toys
+from tests.unit.planner.toys import ADAMW, TOKENS, WIDTH, Net, rows
 
-RATES = [[64, 1e10], [1024, 5e10]]
-MACHINE = Machine(2, 1 << 30, {"fp32": RATES, "bf16": RATES}, 1e10, 1e-6, 1e9, shared=True)
-ADAMW: dict[str, Any] = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
-WIDTH, TOKENS = 64, 32
+MACHINE = replace(toys.MACHINE, ranks=2)
 STAGED = Shape(stages=2)
 
 
-class Block(nn.Module):
-    """Two matrices."""
+class Row(Net):
+    """Four blocks, and a loss of its own."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+    depth = 4
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.relu(self.up(x)))
-
-
-class Row(nn.Module):
-    """Four of them, and a loss of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Block() for _ in range(4))
-        self.example_input_array = torch.zeros(1, 3, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x.square().mean()
-
-
-def rows(count: int) -> torch.Tensor:
-    return torch.zeros(count, TOKENS, WIDTH)
+        return super().forward(x).square().mean()
 
 
 @pytest.mark.parametrize("micros", [1, 4, 8])
