@@ -19,6 +19,7 @@ from deepspeed.config import DeepSpeedConfig, Facts
 from deepspeed.engine.advice import tells_what_fits
 from deepspeed.engine.clients import tell_dtypes
 from deepspeed.engine.offloading import Offload, accumulator_dtype, master_dtype, state_of_group
+from deepspeed.engine.optimizer_setup import traits_of
 from deepspeed.engine.staging import limits_of_stages
 from deepspeed.errors import ArgumentError, OptimizerError, SchedulerError, ShardedParameterError, UsageError
 from deepspeed.foundation.log import say, say_once
@@ -27,6 +28,7 @@ from deepspeed.optim import loss_scale
 from deepspeed.optim.build import build_optimizer, leave_embeddings_to_adam, needs_whole_tensors, refuse_unsupported
 from deepspeed.optim.lr_schedules import build_scheduler
 from deepspeed.optim.precision import DTYPES, InputCaster, cast_buffers, check_policies, compute_dtypes
+from deepspeed.optim.separability import UpdateTraits
 from deepspeed.zero.accumulation import AccumulationWindow
 from deepspeed.zero.buckets import ReduceSettings
 from deepspeed.zero.gather_order import GatherOrder
@@ -245,12 +247,8 @@ def build(
     wanted = compute_dtypes(model, low, stay) if low != torch.float32 else {}
     if config.data_types.buffer_dtype is not None:
         cast_buffers(model, DTYPES[config.data_types.buffer_dtype], stay)
-    plan = GroupingPlan(
-        bucket=config.zero.reduce_bucket_size,
-        whole_tensors=optimizer is not None and needs_whole_tensors(optimizer),
-        persist_below=config.zero.param_persistence_threshold,
-        persist_total=config.zero.model_persistence_threshold,
-    )
+    traits = traits_of(optimizer, config, axes) if held is None else held.traits
+    plan = _grouping_plan(config, optimizer, traits)
     groups = _groups(model, names, (wanted, updated), (relations, signatures), plan, config, optimizer)
     for param, dtype in wanted.items():
         if not is_managed(param):
@@ -263,8 +261,20 @@ def build(
     if sharded:
         components.lifecycle = _lifecycle(model, sharded, config, axes)
     if optimizer is not None:
-        _add_optimizer(components, model, optimizer, config, held)
+        _add_optimizer(components, model, (optimizer, traits), config, held)
     return components
+
+
+def _grouping_plan(
+    config: DeepSpeedConfig, optimizer: torch.optim.Optimizer | None, traits: UpdateTraits
+) -> GroupingPlan:
+    return GroupingPlan(
+        bucket=config.zero.reduce_bucket_size,
+        whole_tensors=optimizer is not None and needs_whole_tensors(optimizer),
+        one_owner=not traits.by_parameter,
+        persist_below=config.zero.param_persistence_threshold,
+        persist_total=config.zero.model_persistence_threshold,
+    )
 
 
 def _without(
@@ -373,7 +383,7 @@ def _lifecycle(model: nn.Module, sharded: list[ShardGroup], config: DeepSpeedCon
 def _add_optimizer(
     components: Components,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    chosen: tuple[torch.optim.Optimizer, UpdateTraits],
     config: DeepSpeedConfig,
     held: ZeroOptimizer | None,
 ) -> None:
@@ -408,7 +418,10 @@ def _add_optimizer(
     late = LatePublish(model, components.groups) if whole else None
     if held is None:
         components.window.set_scaler(scaler)
-        components.optimizer = ZeroOptimizer(optimizer, components.reducer, steps, scaler, components.lifecycle, late)
+        optimizer, traits = chosen
+        components.optimizer = ZeroOptimizer(
+            optimizer, components.reducer, steps, scaler, components.lifecycle, late, traits
+        )
     else:
         held.attach(components.reducer, components.lifecycle, late)
         components.optimizer = held

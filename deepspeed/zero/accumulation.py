@@ -105,6 +105,7 @@ class AccumulationWindow:
         self.flushing = False  # the update that comes is that of a window that is not full
         self.samples: float | None = None  # real samples of the micro-batch, when a loop counts them
         self.rates: Callable[[], list[float]] = list  # hyperparameters, told by the optimizer
+        self.leaf_writes = 0  # in-place changes of the optimizer's own parameters between updates
         self.ways, self.items = 0, 0.0  # plain numbers: every gradient looks at them
         self._travel: float | None = None
         self.deferred = steps > 1  # it holds micro-batches that are summed before they travel
@@ -300,7 +301,7 @@ class AccumulationWindow:
         """
         told = tuple(self.rates()) if rates and purpose in (Purpose.STEP, Purpose.FLUSH) else ()
         own = (self.items, self.ways, purpose, detail, self.seen, self.steps, self.micro, self.loss_scale, edits)
-        return [*map(float, own), float(hash(told) % (1 << 52)), float(known)]
+        return [*map(float, own), float(hash(told) % (1 << 52)), float(self.leaf_writes), float(known)]
 
     def rescale(self, agreed: Agreed) -> float:
         """Factor on the window's gradients in the update."""
@@ -318,6 +319,7 @@ _FIELDS: tuple[tuple[str, Callable[[float], str]], ...] = (
     ("has the loss scale", lambda value: f"{value:g}"),
     ("changed gradients in place:", lambda value: f"{value:g}"),
     ("has learning rates or other hyperparameters of the print", lambda value: f"{int(value):x}"),
+    ("wrote to the optimizer's own parameters outside of step():", lambda value: f"{value:g}"),
 )
 _COMPARED = 2 + len(_FIELDS)  # numbers in a row, without the last one
 

@@ -18,7 +18,7 @@ from deepspeed.foundation.heap import limits_addresses, own_pages
 from deepspeed.foundation.log import say_once
 from deepspeed.storage.resident import RESIDENT
 from deepspeed.zero.holders import DATA_PARALLEL, Holders, Signature
-from deepspeed.zero.layout import Layout, by_group, by_owner
+from deepspeed.zero.layout import Layout, by_first, by_group, by_owner
 from deepspeed.zero.member import Member
 from deepspeed.zero.param import is_managed
 from deepspeed.zero.policy import KEPT_WHOLE, Policy
@@ -38,12 +38,14 @@ class GroupingPlan:
     Args:
         bucket: most elements in a group (`reduce_bucket_size`).
         whole_tensors: the optimizer needs whole matrices, so groups are cut between parameters.
+        one_owner: the optimizer needs all parameters at once, so one rank updates them all.
         persist_below: parameters with fewer elements stay whole (`stage3_param_persistence_threshold`).
         persist_total: most elements that stay whole (`stage3_model_persistence_threshold`).
     """
 
     bucket: int = 500_000_000
     whole_tensors: bool = False
+    one_owner: bool = False
     persist_below: int = 0
     persist_total: int = 1 << 62
 
@@ -140,6 +142,8 @@ def _announced_units(module: nn.Module) -> dict[Parameter, nn.Module]:
 
 def cut(plan: GroupingPlan, policy: Policy, numels: list[int], ranks: int) -> Layout:
     """The layout of a group."""
+    if plan.one_owner and policy.owns_a_slice:
+        return by_first(numels, ranks)
     if plan.whole_tensors and policy.owns_a_slice:
         return by_owner(numels, ranks)
     return by_group(numels, ranks)

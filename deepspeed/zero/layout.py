@@ -121,3 +121,13 @@ def by_owner(numels: Sequence[int], ranks: int) -> Layout:
         nearest = min(edges[max(at - 1, 0) : at + 1], key=lambda edge: abs(edge - ideal))
         cuts.append(max(nearest, cuts[-1]))
     return Layout(tuple(numels), (*cuts, total))
+
+
+def by_first(numels: Sequence[int], ranks: int) -> Layout:
+    """Give everything to rank 0, for optimizers whose update of one parameter looks at all others (Prodigy, SAM).
+
+    Args:
+        numels: elements of each parameter.
+        ranks: number of slices.
+    """
+    return Layout(tuple(numels), (0, *[sum(numels)] * ranks))

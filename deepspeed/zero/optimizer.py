@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,19 +15,22 @@ from torch.nn import Parameter
 from deepspeed.comm.collectives import SMALL, tag_of
 from deepspeed.errors import OptimizerError, UsageError
 from deepspeed.optim.clip import clip_factor
+from deepspeed.optim.nested import groups_of, join_states, nested_optimizers
+from deepspeed.optim.separability import MethodTraits, UpdateTraits
 from deepspeed.zero.exhaustion import suggests_offload
 from deepspeed.zero.fragment import Fragment, count_update, cut_state
 from deepspeed.zero.late_publish import LatePublish
 from deepspeed.zero.lifecycle import Lifecycle
 from deepspeed.zero.member import Member
 from deepspeed.zero.norm import explain_overflow, global_norm, known_norm
+from deepspeed.zero.optimizer_methods import PublishedMethods
 from deepspeed.zero.optimizer_shard import OptimizerShard, make_room_for_state, whole_state
-from deepspeed.zero.optimizer_surface import OptimizerSurface, numbers_of
+from deepspeed.zero.optimizer_surface import OptimizerSurface, numbers_of, share_counters
 from deepspeed.zero.param import is_managed
 from deepspeed.zero.reducer import Reducer
 from deepspeed.zero.roles import Pruner
-from deepspeed.zero.shard_group import edited, group_of
-from deepspeed.zero.waves import update, waves_of
+from deepspeed.zero.shard_group import edited, group_of, meet_before_change
+from deepspeed.zero.waves import publish, update, waves_of
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,7 @@ class ZeroOptimizer(OptimizerSurface):
         scaler: loss scaler; None when losses are not scaled.
         lifecycle: gathers and frees sharded groups; None when all parameters stay whole.
         late: lets new values arrive after a step; None: they are there when it returns.
+        traits: how the inner optimizer's update may be split; None: in every way.
     """
 
     def __init__(
@@ -67,8 +73,10 @@ class ZeroOptimizer(OptimizerSurface):
         scaler: Any = None,
         lifecycle: Lifecycle | None = None,
         late: LatePublish | None = None,
+        traits: UpdateTraits | None = None,
     ) -> None:
         self.optimizer, self.settings, self.scaler = inner, settings, scaler
+        self.traits = UpdateTraits(known=True) if traits is None else traits
         self.overflow = False
         self.skip_reason: str | None = None
         self._global_grad_norm: float | None = None
@@ -101,37 +109,93 @@ class ZeroOptimizer(OptimizerSurface):
         self.groups = [bucket.group for bucket in reducer.buckets]  # those under this optimizer
         self._gathered = [group for group in self.groups if group.policy.gathers_before_use]
         self._whole = [group for group in self.groups if not group.policy.gathers_before_use]
-        self.shards = [OptimizerShard(bucket, self.optimizer) for bucket in reducer.buckets]
+        foreign = not self.traits.known
+        self.shards = [OptimizerShard(bucket, self.optimizer, foreign) for bucket in reducer.buckets]
         self._shard_of = {id(shard.group): shard for shard in self.shards}
         self.fragments: dict[int, list[Fragment]] = {}
-        self._leaves, self._stepping, self._updated = 0, False, False
-        self._guard = self.optimizer.register_step_pre_hook(self._refuse_strangers)
-        seen: set[int] = set()
-        for group in self.optimizer.param_groups:
-            leaves: list[Parameter] = []
-            for param in group["params"]:
-                if not is_managed(param):
-                    raise OptimizerError("the optimizer holds a parameter that is not in the model and was not managed")
-                if id(param) in seen:
-                    raise OptimizerError(f"parameter '{param._ds_member.name}' appears in several optimizer groups")
-                seen.add(id(param))
-                state = self.optimizer.state.pop(param, None)
-                member = param._ds_member
-                fragments = self.fragments[member.uid] = self.shard_of(member).add(member)
-                member.owner = self
-                for fragment in fragments:
-                    leaves.append(fragment.leaf)
-                    if state:
-                        self.optimizer.state[fragment.leaf] = cut_state(state, fragment)
-            group["params"] = leaves
-            self._leaves += len(leaves)
+        self._stepping, self._updated = False, False
+        if foreign:
+            join_states(self.optimizer)
+        every = [self.optimizer, *nested_optimizers(self.optimizer).values()] if foreign else [self.optimizer]
+        for each in every:  # some classes leave torch's constructor out
+            for when in ("pre", "post"):
+                vars(each).setdefault(f"_optimizer_step_{when}_hooks", OrderedDict())
+        self._guards = [each.register_step_pre_hook(self._refuse_strangers) for each in every]
+        self._split_groups()
         for group in self._whole:
             group.aliases.noisy()  # nobody else has anything over the memory yet
         reducer.squares.buckets = [shard.bucket for shard in self.shards if shard.members]
         for shard in self.shards:
             shard.store_state()
+        self._methods = PublishedMethods(self.optimizer, self.traits, self)
+        self._writes = self._leaf_writes
+
+    def _split_groups(self) -> None:
+        """Put leaves over this rank's parts in the place of the model's parameters, in all groups of the optimizer."""
+        leaves_of: dict[int, list[Parameter]] = {}
+        for group in self.optimizer.param_groups:
+            for param in group["params"]:
+                if not is_managed(param):
+                    raise OptimizerError("the optimizer holds a parameter that is not in the model and was not managed")
+                if id(param) in leaves_of:
+                    raise OptimizerError(f"parameter '{param._ds_member.name}' appears in several optimizer groups")
+                state = self.optimizer.state.pop(param, None)
+                member = param._ds_member
+                fragments = self.fragments[member.uid] = self.shard_of(member).add(member)
+                member.owner = self
+                leaves_of[id(param)] = [fragment.leaf for fragment in fragments]
+                for fragment in fragments if state else ():
+                    self.optimizer.state[fragment.leaf] = cut_state(state, fragment)
+        for group in self.optimizer.param_groups if self.traits.known else groups_of(self.optimizer):
+            group["params"] = [leaf for param in group["params"] for leaf in leaves_of.get(id(param), ())]
+        self._leaves = sum(len(group["params"]) for group in self.optimizer.param_groups)
 
     # -- the inner optimizer --------------------------------------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Any:
+        """Public methods that the inner optimizer has besides torch's, as `eval` and `train` of schedule-free ones."""
+        inner = self.__dict__.get("optimizer")
+        if inner is not None and not name.startswith("_") and callable(getattr(type(inner), name, None)):
+            return getattr(inner, name)
+        raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
+
+    def run_method(self, call: Callable[[], Any], traits: MethodTraits) -> Any:
+        """Call a method of the inner optimizer that writes parameters or state. All ranks call together.
+
+        Args:
+            call: the method, bound.
+            traits: one that reads gradients is run as `step` is: at the end of a window, with clipping.
+
+        Returns:
+            What it returned.
+        """
+        if self._stepping:  # by the optimizer itself
+            return call()
+        if traits.reads_gradients:
+            if self.scaler is not None:
+                raise OptimizerError(
+                    f"{type(self.optimizer).__name__} updates parameters in several steps, one of which a loss scale "
+                    f"may skip: train it in bf16 or fp32"
+                )
+            returned: list[Any] = []
+            self._step(lambda: returned.append(call()))
+            return returned[0] if returned else None
+        meet_before_change(self.groups)
+        self._take_over_edits()
+        self._stepping = True
+        try:
+            with contextlib.ExitStack() as stack:
+                for shard in self.shards:
+                    stack.enter_context(shard.at_hand(changed=True))
+                result = call()
+                for shard in self.shards:
+                    shard.adopt_replaced()
+                publish(self.groups)
+        finally:
+            self._stepping = False
+        self._show_new_values()
+        count_update([member for shard in self.shards for member in shard.members])
+        return result
 
     def shard_of(self, member: Member) -> OptimizerShard:
         """The leaves and the state of a member's group."""
@@ -189,10 +253,22 @@ class ZeroOptimizer(OptimizerSurface):
         Returns:
             What the closure returned.
         """
+        if self.traits.how.closure:
+            steps = ", ".join(f"engine.optimizer.{name}()" for name in self.traits.methods)
+            raise UsageError(
+                f"{type(self.optimizer).__name__}.step() computes gradients anew inside of the step, which an engine "
+                f"cannot do: call {steps} instead of engine.step(), each after a backward pass of its own"
+            )
         loss = closure() if closure is not None else None
+        self._step(None)
+        return loss
+
+    def _step(self, call: Callable[[], Any] | None) -> None:
         if self.lifecycle is not None:
             self.lifecycle.settle()
+        self.window.leaf_writes = self._leaf_writes - self._writes
         agreed = self.reducer.finish(self.window.update)
+        self._refuse_leaf_writes()
         if self.masks is not None:
             self.masks.on_gradients()
         if self.settings.refuse_unused:
@@ -221,11 +297,25 @@ class ZeroOptimizer(OptimizerSurface):
         self.overflow = self.settings.check and norm is not None and not math.isfinite(norm)
         self.skip_reason = explain_overflow(self.reducer, (self._tag(), self._tag())) if self.overflow else None
         if not self.overflow:
-            self._apply(rescale * (clip_factor(norm, self.settings.clip) if norm is not None else 1.0))
+            self._apply(rescale * (clip_factor(norm, self.settings.clip) if norm is not None else 1.0), call)
         self._end_window()
         if self.scaler is not None:
             self.scaler.update(self.overflow)
-        return loss
+
+    @property
+    def _leaf_writes(self) -> int:
+        return sum(shard.writes for shard in self.shards)
+
+    def _refuse_leaf_writes(self) -> None:
+        """The same on all ranks: they have compared the number."""
+        if self.window.leaf_writes:
+            self._writes, self.window.leaf_writes = self._leaf_writes, 0
+            self._end_window()
+            raise UsageError(
+                "parameters in the groups of the optimizer were written to outside of step(): they are this rank's "
+                "masters, and the model has computed with other values since; change the model's parameters instead, "
+                "or use deepspeed.utils.safe_set_full_fp32_param"
+            )
 
     @property
     def lifecycle(self) -> Lifecycle | None:
@@ -253,7 +343,8 @@ class ZeroOptimizer(OptimizerSurface):
                 "of the optimizer that initialize returned"
             )
 
-    def _apply(self, factor: float) -> None:
+    def _take_over_edits(self) -> None:
+        """What the user has changed in the model's parameters becomes the masters'."""
         for group in self._whole:
             group.land()
         changed = [member for group in self._whole for member in edited(group)]
@@ -262,6 +353,9 @@ class ZeroOptimizer(OptimizerSurface):
             member.step_aside()  # read all before any is written: two may have been exchanged
         for member in changed:
             self.import_edits(member)
+
+    def _apply(self, factor: float, call: Callable[[], Any] | None) -> None:
+        self._take_over_edits()
         if sum(len(group["params"]) for group in self.optimizer.param_groups) != self._leaves:
             raise OptimizerError(
                 "parameters were added to, or taken from, the optimizer's groups after initialize, which shares out "
@@ -274,19 +368,27 @@ class ZeroOptimizer(OptimizerSurface):
         try:
             with suggests_offload("parameters were updated"):
                 late = self._late is not None and self._late.allowed  # here; the order is that of all ranks
-                waves = waves_of(self.shards, self.reducer, self.optimizer, self._late is not None)
+                at_once = not self.traits.in_parts
+                waves = waves_of(self.shards, self.reducer, self.optimizer, self._late is not None, at_once)
                 updated = None if self.masks is None else self.masks.on_update
-                handles = update(self.optimizer, waves, factor, updated, late)
+                handles = update(self.optimizer, waves, factor, updated, late, call)
         finally:
             self._stepping = False
         for handle in handles:
             handle.wait()
+        self._show_new_values()
+        for wave in waves:
+            count_update(wave.members)
+
+    def _show_new_values(self) -> None:
+        """Ranks that ask for the new slices get them; counters of groups without parameters follow the others."""
+        self._writes = self._leaf_writes
+        if not self.traits.counts_alone or not self.traits.by_parameter:
+            share_counters(self.optimizer, self.reducer.axes.same_slice)
         for group in self._gathered:
             group.advance()
         for group in self._gathered:
             group.refresh()
-        for wave in waves:
-            count_update(wave.members)
 
     def import_edits(self, member: Member) -> None:
         """A parameter changed in place by the user since the last step (weight clipping) updates its master."""
@@ -344,7 +446,9 @@ class ZeroOptimizer(OptimizerSurface):
         if self._late is not None:
             self._late.detach()
         self.window.rates = list
-        self._guard.remove()
+        self._methods.remove()
+        for guard in self._guards:
+            guard.remove()
         for shard in self.shards:
             shard.drop()
         self.shards, self.fragments, self._shard_of, self.bit16_groups = [], {}, {}, []

@@ -46,6 +46,7 @@ class _Entry:
     leaf: Parameter
     key: str
     shape: torch.Size
+    stride: tuple[int, ...]
     dtype: torch.dtype
     start: int
 
@@ -54,12 +55,18 @@ class _Entry:
         return self.shape.numel() * self.dtype.itemsize
 
     @property
-    def place(self) -> tuple[int, str, torch.Size, torch.dtype, int]:
+    def place(self) -> tuple[int, str, torch.Size, tuple[int, ...], torch.dtype, int]:
         """What it is and where it lies."""
-        return id(self.leaf), self.key, self.shape, self.dtype, self.start
+        return id(self.leaf), self.key, self.shape, self.stride, self.dtype, self.start
 
     def view(self, buffer: torch.Tensor) -> torch.Tensor:
-        return buffer[self.start : self.start + self.nbytes].view(self.dtype).view(self.shape)
+        flat = buffer[self.start : self.start + self.nbytes].view(self.dtype)
+        return flat.as_strided(self.shape, self.stride)
+
+
+def _strides(value: torch.Tensor) -> tuple[int, ...]:
+    """Those of a tensor that fills its memory, in any order: products of matrices differ in the last bits by it."""
+    return torch.empty_like(value, device="meta").stride()
 
 
 class _Moments:
@@ -92,7 +99,7 @@ class _Moments:
         for fragment in fragments:
             for key, value in self._optimizer.state.get(fragment.leaf, {}).items():
                 if isinstance(value, torch.Tensor) and value.dim() and value.device.type != "meta":
-                    wanted.append(_Entry(fragment.leaf, key, value.shape, value.dtype, end))
+                    wanted.append(_Entry(fragment.leaf, key, value.shape, _strides(value), value.dtype, end))
                     found.append(value)
                     end = -(-(end + wanted[-1].nbytes) // _ALIGN) * _ALIGN
         old = self._stored
@@ -133,14 +140,15 @@ class OptimizerShard:
     Args:
         bucket: the gradient side of the group.
         optimizer: the inner optimizer, whose state is keyed by the leaves.
+        foreign: its class is not one that is known to write into its parameters, so it may put others in their place.
     """
 
-    def __init__(self, bucket: Bucket, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, bucket: Bucket, optimizer: torch.optim.Optimizer, foreign: bool = False) -> None:
         self.bucket, self.group = bucket, bucket.group
         self.members: list[Member] = []  # that the optimizer updates, on some rank
         self.fragments: list[Fragment] = []
         self._optimizer, self._moments = optimizer, _Moments(self.group, optimizer)
-        self._users = 0
+        self._users, self._foreign = 0, foreign
         self._evicted: list[Evicted] = []
 
     @property
@@ -188,6 +196,28 @@ class OptimizerShard:
         for fragment in self.fragments if fragments is None else fragments:
             shape = fragment.leaf.shape
             fragment.leaf.data = self._rest(shape) if memory is None else memory[fragment.span].view(shape)
+
+    def adopt_replaced(self) -> None:
+        """After an update: values of tensors that it has put under leaves (`p.data = ...`) go into the master.
+
+        Valid where the shard is at hand.
+        """
+        if not self._foreign or self.group.under_leaves is None:
+            return
+        with self.group.updated.borrowed(changed=True) as master:
+            for fragment in self.fragments:
+                place, leaf = master[fragment.span], fragment.leaf
+                if leaf.data_ptr() != place.data_ptr():
+                    place.copy_(leaf.detach().reshape(-1))
+                    leaf.data = place.view(leaf.shape)
+
+    @property
+    def writes(self) -> int:
+        """How often leaves were written in place, where the model does not compute with them."""
+        group = self.group
+        if group.master is None and not group.policy.owns_a_slice:
+            return 0
+        return sum(fragment.leaf._version for fragment in self.fragments)
 
     def ahead(self) -> None:
         """The shard will be at hand soon."""

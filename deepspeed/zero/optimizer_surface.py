@@ -9,6 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import Parameter
 
+from deepspeed.comm.api import told_by_all
+from deepspeed.comm.axis import Axis
+from deepspeed.optim.nested import groups_of
+
 if TYPE_CHECKING:
     from deepspeed.zero.shard_group import ShardGroup
 
@@ -69,6 +73,28 @@ def _whole(group: ShardGroup) -> torch.Tensor:
         return stored.memory.detach()
     with stored.borrowed() as lent:
         return lent.detach().clone()
+
+
+def share_counters(optimizer: torch.optim.Optimizer, axis: Axis) -> None:
+    """Counters that a step leaves in a group come from the first rank that updates parameters of it. All ranks call.
+
+    Some optimizers count only where a group has parameters, and a rank may own none of it.
+
+    Args:
+        optimizer: the inner one.
+        axis: the ranks that share out its parameters.
+    """
+    own = [
+        {key: value for key, value in group.items() if key != "params"} if group["params"] else None
+        for group in groups_of(optimizer)
+    ]
+    by_rank = told_by_all(axis, own)
+    for number, group in enumerate(groups_of(optimizer)):
+        values = next((groups[number] for groups in by_rank if groups[number] is not None), {})
+        group.update({key: value for key, value in values.items() if not isinstance(value, torch.Tensor)})
+        for key, value in values.items():
+            if isinstance(value, torch.Tensor):
+                group[key] = value.to(group[key].device) if isinstance(group.get(key), torch.Tensor) else value
 
 
 def numbers_of(group: dict[str, Any]) -> Iterator[float]:

@@ -21,7 +21,7 @@ from deepspeed.zero.boxes import Box
 from deepspeed.zero.buckets import Bucket
 from deepspeed.zero.fragment import Fragment
 from deepspeed.zero.holders import signature_of
-from deepspeed.zero.layout import Layout, by_group, by_owner
+from deepspeed.zero.layout import Layout, by_first, by_group, by_owner
 from deepspeed.zero.member import Member
 from deepspeed.zero.optimizer import ZeroOptimizer
 from deepspeed.zero.optimizer_shard import OptimizerShard
@@ -33,7 +33,7 @@ from deepspeed.zero.shard_group import ShardGroup
 from deepspeed.zero.waves import publish
 
 # The names by which checkpoints state how a layout cuts.
-LAYOUT_RULES = {"equal": by_group, "between": by_owner}
+LAYOUT_RULES = {"equal": by_group, "between": by_owner, "first": by_first}
 
 # Keys of what compression stores beside the optimizer's state begin so.
 COMPRESSION = "compression."
@@ -436,7 +436,7 @@ class StateView(WindowView, PlacedView):
 
 
 def layout_rule(layout: Layout) -> str:
-    """Which rule of `deepspeed.zero.layout` a layout follows: `equal` or `between`."""
+    """Which rule of `deepspeed.zero.layout` a layout follows: `equal`, `between` or `first`."""
     for name, rule in LAYOUT_RULES.items():
         if rule(layout.numels, layout.ranks) == layout:
             return name

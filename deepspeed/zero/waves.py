@@ -1,8 +1,9 @@
 """The update in waves: groups that rest on the device together, the others one by one, so that movement overlaps it.
 
 [Note: waves] One step of the user is one or several steps of the inner optimizer, each of which sees gradients on some
-leaves only. Every parameter is in one wave, step hooks run once, and every wave starts from the hyperparameters that
-the first one started from, once hooks had set theirs. Where somebody has put a `step` around the optimizer's own, that
+leaves only. Every parameter is in one wave, step hooks run once, and every wave starts from the hyperparameters and
+counters that the first one started from, once hooks had set theirs. An optimizer whose update cannot be had in parts
+(`UpdateTraits.in_parts`) has one wave. Where somebody has put a `step` around the optimizer's own, that
 runs once too, and all waves inside of it, when the own step begins. While a group is updated, the next one is read
 ahead, the last one is written behind, and its parameters are already on their way to the other ranks. Where these
 travel between devices, what rests there is updated in a few waves too.
@@ -25,6 +26,7 @@ from deepspeed.errors import OptimizerError
 from deepspeed.foundation.heap import own_pages
 from deepspeed.foundation.recorder import UPDATE, recorder
 from deepspeed.ops.host_step import Fold, HostOptimizer
+from deepspeed.optim.nested import Counters
 from deepspeed.storage.resident import RESIDENT
 from deepspeed.zero.fragment import Fragment
 from deepspeed.zero.member import Member
@@ -132,7 +134,11 @@ class Wave:
 
 
 def waves_of(
-    shards: Sequence[OptimizerShard], reducer: Reducer, optimizer: torch.optim.Optimizer, late: bool = False
+    shards: Sequence[OptimizerShard],
+    reducer: Reducer,
+    optimizer: torch.optim.Optimizer,
+    late: bool = False,
+    at_once: bool = False,
 ) -> list[Wave]:
     """The waves of a step: only groups with a gradient on some rank take part. Valid after `finish`.
 
@@ -141,6 +147,7 @@ def waves_of(
         reducer: knows who had a gradient.
         optimizer: the inner one.
         late: new values may arrive after the step: what the next forward needs first is updated first.
+        at_once: the optimizer has to see all gradients in one step.
     """
     resting: list[Wave] = []
     waves: list[Wave] = []
@@ -153,6 +160,8 @@ def waves_of(
         found.append(Wave([shard], *shard.touched(marks)))
     if late:
         resting.reverse()
+    if at_once:
+        return _joined(resting + waves, 1) or [Wave([], [], [])]
     return _joined(resting, _pieces(resting, optimizer)) + waves or [Wave([], [], [])]
 
 
@@ -206,6 +215,7 @@ def update(
     factor: float,
     updated: Callable[[list[ShardGroup]], None] | None = None,
     late: bool = False,
+    call: Callable[[], Any] | None = None,
 ) -> list[Handle]:
     """Run the inner optimizer over all waves and send what it updated.
 
@@ -215,15 +225,16 @@ def update(
         factor: of all gradients.
         updated: called with the groups of a wave before their masters are published.
         late: new values may arrive after the step.
+        call: what to run instead of `optimizer.step()`, for optimizers whose update has other names (SAM).
 
     Returns:
         Messages under way that the step waits for.
     """
     handles: list[Handle] = []
-    before = _hyperparameters(optimizer) if len(waves) > 1 else []
+    before = [Counters.of(optimizer)] if len(waves) > 1 else []
 
     def note(*_: Any) -> None:
-        before[:] = _hyperparameters(optimizer)
+        before[:] = [Counters.of(optimizer)]
 
     @contextlib.contextmanager
     def at_hand(index: int) -> Iterator[None]:
@@ -235,20 +246,22 @@ def update(
         # into the holes that their likes leave: after some waves as much would be free as all of the state takes.
         with own_pages() if wave.moves else contextlib.nullcontext(), wave.prepared(optimizer, factor) as rounds:
             if index:
-                _restore(optimizer, before)
+                before[0].restore()
             with _recorded(wave):
                 yield
+            for shard in wave.shards:
+                shard.adopt_replaced()
             groups = [shard.group for shard in wave.shards]
             if updated is not None:
                 updated(groups)
             handles.extend(start_publish(groups, rounds, late))
 
-    if len(waves) > 1 and _is_wrapped(optimizer):
+    if call is None and len(waves) > 1 and _is_wrapped(optimizer):
         _inside(optimizer, [functools.partial(at_hand, index) for index in range(len(waves))], note)
         return handles
     for index in range(len(waves)):
         with at_hand(index), _hooks(optimizer, index == 0, index == len(waves) - 1, note):
-            optimizer.step()
+            (call or optimizer.step)()
     return handles
 
 
@@ -302,25 +315,6 @@ def _recorded(wave: Wave) -> contextlib.AbstractContextManager[None]:
 
 def _unfold(optimizer: HostOptimizer) -> None:
     optimizer.folds, optimizer.factor = None, 1.0
-
-
-def _hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    return [
-        {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in group.items() if k != "params"}
-        for group in optimizer.param_groups
-    ]
-
-
-def _restore(optimizer: torch.optim.Optimizer, before: list[dict[str, Any]]) -> None:
-    """Undo what a step has counted in its groups: the next wave belongs to the same step."""
-    for group, values in zip(optimizer.param_groups, before, strict=True):
-        for key in set(group) - set(values) - {"params"}:
-            del group[key]
-        for key, value in values.items():
-            if isinstance(value, torch.Tensor) and isinstance(group[key], torch.Tensor):
-                group[key].copy_(value)
-            else:
-                group[key] = value
 
 
 @contextlib.contextmanager

@@ -1,0 +1,44 @@
+"""Decides how ranks share out the update of an optimizer, and logs what that costs."""
+
+from __future__ import annotations
+
+import torch
+
+from deepspeed.config import DeepSpeedConfig
+from deepspeed.errors import OptimizerError
+from deepspeed.foundation.log import warn_once
+from deepspeed.optim.separability import UpdateTraits, update_traits
+from deepspeed.zero.holders import Axes
+
+
+def traits_of(optimizer: torch.optim.Optimizer | None, config: DeepSpeedConfig, axes: Axes) -> UpdateTraits:
+    """How the optimizer's update may be split; what follows of it is logged.
+
+    Raises:
+        OptimizerError: its update looks at parameters that other ranks have.
+    """
+    traits = UpdateTraits(known=True) if optimizer is None else update_traits(optimizer)
+    if optimizer is None or traits.known:
+        return traits
+    name, mesh = type(optimizer).__name__, axes.mesh
+    if traits.unknown:
+        warn_once(
+            f"{name} could not be tried on small copies of its groups ({traits.unknown}), so it is taken for one that "
+            f"updates each parameter by itself; a global norm inside of its step would be that of one rank",
+            key=type(optimizer),
+        )
+    if not traits.by_parameter and (mesh.size("tp") > 1 or mesh.size("pp") > 1):
+        raise OptimizerError(
+            f"the update of {name} looks at all parameters at once (on small copies, sharing them out changes it by "
+            f"{traits.difference:.1g} of the distance moved), and ranks of a model cut by tp or pp have some each; use "
+            f"an optimizer that updates each parameter by itself, such as AdamW, or data parallelism alone"
+        )
+    if not traits.by_parameter and config.zero.stage > 0 and axes.shard.size > 1:
+        warn_once(
+            f"the update of {name} looks at all parameters at once (on small copies, sharing them out changes it by "
+            f"{traits.difference:.1g} of the distance moved), so rank 0 of each data-parallel group updates all of "
+            f"them and holds all of its state; an optimizer that updates each parameter by itself, such as AdamW, is "
+            f"sharded",
+            key=type(optimizer),
+        )
+    return traits

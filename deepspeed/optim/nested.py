@@ -1,0 +1,192 @@
+"""Optimizers that hold other optimizers (Lookahead, SAM), and what a step counts outside of its per-parameter state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Optimizer = torch.optim.Optimizer
+
+_PLAIN = (bool, int, float, complex, str, type(None))
+# Attributes of torch.optim.Optimizer that are no counters: they are handled by themselves, or fixed.
+_OWN = frozenset({"param_groups", "state", "defaults"})
+
+
+def nested_optimizers(optimizer: Optimizer) -> dict[str, Optimizer]:
+    """The optimizers that an optimizer holds, in attributes or in lists and dicts there, by their path."""
+    nested: dict[str, Optimizer] = {}
+
+    def visit(path: str, value: Any, depth: int) -> None:
+        if isinstance(value, Optimizer):
+            if value is optimizer or any(value is known for known in nested.values()):
+                return
+            nested[path] = value
+            visit_attributes(f"{path}.", value)
+        elif depth and isinstance(value, (list, tuple)):
+            for index, item in enumerate(value):
+                visit(f"{path}.{index}", item, depth - 1)
+        elif depth and isinstance(value, dict):
+            for key, item in value.items():
+                visit(f"{path}.{key}", item, depth - 1)
+
+    def visit_attributes(prefix: str, holder: Optimizer) -> None:
+        for name, value in vars(holder).items():
+            if name not in _OWN and not name.startswith("_optimizer_"):
+                visit(prefix + name, value, 1)
+
+    visit_attributes("", optimizer)
+    return nested
+
+
+def groups_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The parameter groups of an optimizer and of those inside it, each dict once."""
+    every = [optimizer, *nested_optimizers(optimizer).values()]
+    return list({id(group): group for each in every for group in each.param_groups}.values())
+
+
+class NestedState(MutableMapping[Tensor, Any]):
+    """The state of a nested optimizer, kept in that of the outer one under keys with a prefix.
+
+    So whatever moves, saves and reads the state of the outer optimizer does the same with the nested one's.
+
+    Args:
+        outer: per-parameter state of the outer optimizer.
+        prefix: path of the nested one, with a dot at its end.
+    """
+
+    def __init__(self, outer: MutableMapping[Tensor, Any], prefix: str) -> None:
+        self.outer, self.prefix = outer, prefix
+
+    def __getitem__(self, key: Tensor) -> _NestedEntry:
+        return _NestedEntry(self.outer[key], self.prefix)
+
+    def __setitem__(self, key: Tensor, value: Any) -> None:
+        entry = self[key]
+        entry.clear()
+        entry.update(value)
+
+    def __delitem__(self, key: Tensor) -> None:
+        if key not in self:
+            raise KeyError(key)
+        self[key].clear()
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (key for key in list(self.outer) if len(_NestedEntry(self.outer[key], self.prefix)))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.outer and len(_NestedEntry(self.outer[key], self.prefix)) > 0  # type: ignore[index]
+
+
+class _NestedEntry(MutableMapping[str, Any]):
+    """The state of one parameter in a `NestedState`."""
+
+    def __init__(self, entry: dict[str, Any], prefix: str) -> None:
+        self._entry, self._prefix = entry, prefix
+
+    def __getitem__(self, key: str) -> Any:
+        return self._entry[self._prefix + key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self._entry[self._prefix + key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self._entry[self._prefix + key]
+
+    def __iter__(self) -> Iterator[str]:
+        start = len(self._prefix)
+        return (key[start:] for key in list(self._entry) if isinstance(key, str) and key.startswith(self._prefix))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def join_states(optimizer: Optimizer) -> None:
+    """Keep the state of nested optimizers in that of the outer one; see `NestedState`."""
+    joined = {id(optimizer.state)}
+    for path, nested in nested_optimizers(optimizer).items():
+        if id(nested.state) in joined or isinstance(nested.state, NestedState):
+            continue  # the class shares it already
+        state = NestedState(optimizer.state, f"{path}.")
+        for key, value in nested.state.items():
+            state[key] = value
+        nested.state = state  # type: ignore[assignment]
+
+
+@dataclass
+class Counters:
+    """Hyperparameters and counters of an optimizer and of those inside it, at one moment.
+
+    Attributes:
+        groups: values of each parameter group, without its parameters.
+        attributes: plain values that are attributes of each object.
+    """
+
+    groups: list[tuple[dict[str, Any], dict[str, Any]]]
+    attributes: list[tuple[Optimizer, dict[str, Any]]]
+
+    @classmethod
+    def of(cls, optimizer: Optimizer) -> Counters:
+        """Copy them."""
+        every = [optimizer, *nested_optimizers(optimizer).values()]
+        groups = [
+            (group, {key: _copied(value) for key, value in group.items() if key != "params"})
+            for group in groups_of(optimizer)
+        ]
+        return cls(groups, [(each, _plain_attributes(each)) for each in every])
+
+    def restore(self) -> None:
+        """Undo what was counted since: what comes next belongs to the same step."""
+        for group, values in self.groups:
+            for key in set(group) - set(values) - {"params"}:
+                del group[key]
+            for key, value in values.items():
+                group[key] = _written(group.get(key), value)
+        for optimizer, values in self.attributes:
+            there = vars(optimizer)
+            for key, value in values.items():
+                if not _same(there.get(key), value):
+                    setattr(optimizer, key, _written(there.get(key), value))
+
+
+def _plain_attributes(optimizer: Optimizer) -> dict[str, Any]:
+    return {key: _copied(value) for key, value in vars(optimizer).items() if key not in _OWN and _is_plain(value)}
+
+
+def _is_plain(value: Any, depth: int = 2) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1
+    if depth and isinstance(value, (list, tuple)):
+        return all(_is_plain(item, depth - 1) for item in value)
+    if depth and type(value) is dict:
+        return all(isinstance(key, _PLAIN) and _is_plain(item, depth - 1) for key, item in value.items())
+    return isinstance(value, _PLAIN)
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.clone()
+    if type(value) is list:
+        return [_copied(item) for item in value]
+    if type(value) is dict:
+        return {key: _copied(item) for key, item in value.items()}
+    return value
+
+
+def _written(place: Any, value: Any) -> Any:
+    """What to put back: a tensor into the tensor that stands there, anything else as a copy of its own."""
+    if isinstance(value, Tensor) and isinstance(place, Tensor):
+        return place.copy_(value) if place is not value else place
+    return _copied(value)
+
+
+def _same(left: Any, right: Any) -> bool:
+    if isinstance(left, Tensor) or isinstance(right, Tensor):
+        return False
+    return type(left) is type(right) and left == right

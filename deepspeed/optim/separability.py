@@ -1,0 +1,388 @@
+"""Finds whether an optimizer treats each parameter by itself, by running it on small copies of its groups.
+
+ZeRO splits an update: each rank updates some parameters (stages 1 to 3), and under offload one step is several, each
+with the gradients of some parameters. Both are exact only for optimizers whose update of one parameter does not look
+at others. A global norm inside of `step` (Adan, NVLAMB), one step size estimated from all parameters (Prodigy,
+D-Adaptation) or a perturbation scaled by all gradients (SAM) do. Nothing in a class says so; a run does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.optim.optimizer as torch_optimizer
+from torch import Tensor, nn
+
+from deepspeed.foundation.log import in_words
+from deepspeed.optim.nested import Counters, groups_of, join_states, nested_optimizers
+
+Optimizer = torch.optim.Optimizer
+Values = list[Tensor]
+
+_KNOWN = ("torch.optim.", "deepspeed.ops.")  # classes that are tested with every stage and tier by their names
+_PER_GROUP, _SIDE, _SIDE_OF_MANY = 3, 6, 3  # parameters of a copied group; their longest side; with over two dims
+_STEPS, _MOST_METHODS = 12, 8  # more steps than the usual period of Lookahead (5 or 6), twice
+_TOLERANCE = 1e-5  # of the distance that a parameter moves
+_HOOKS = ("pre", "post")
+
+
+@dataclass(frozen=True)
+class MethodTraits:
+    """What a public method of an optimizer does when it is called without arguments.
+
+    Attributes:
+        reads_gradients: what it leaves depends on gradients, as SAM's `first_step`.
+        by_parameter: called for some parameters each, it does what it does for all.
+    """
+
+    reads_gradients: bool
+    by_parameter: bool
+
+
+@dataclass(frozen=True)
+class HowToStep:
+    """What an optimizer asks for before it steps.
+
+    Attributes:
+        closure: `step` wants a closure that computes gradients anew.
+        first: a method that has to be called once before, as `train` of schedule-free optimizers; empty: none.
+    """
+
+    closure: bool = False
+    first: str = ""
+
+
+@dataclass(frozen=True)
+class UpdateTraits:
+    """How an optimizer's update may be split.
+
+    Attributes:
+        known: the class is one of torch's or of this package: nothing was run.
+        by_parameter: ranks that update some parameters each do what one process does.
+        in_parts: several steps with gradients of some parameters each do what one step does.
+        counts_alone: the values in a group change with each step although the group has no parameters.
+        how: what `step` asks for.
+        methods: public methods that write parameters or state outside of `step`, by name.
+        difference: largest difference that a split makes, of the distance moved.
+        unknown: why it could not be run; empty where it was.
+    """
+
+    known: bool = False
+    by_parameter: bool = True
+    in_parts: bool = True
+    counts_alone: bool = True
+    how: HowToStep = HowToStep()
+    methods: Mapping[str, MethodTraits] = field(default_factory=lambda: MappingProxyType({}))
+    difference: float = 0.0
+    unknown: str = ""
+
+
+def update_traits(optimizer: Optimizer) -> UpdateTraits:
+    """Find how the update of an optimizer may be split.
+
+    It runs copies of it on parameters of a few dozen elements with made-up gradients: whole, shared out over two
+    objects, and in two steps of one object. The optimizer itself, its parameters and the random state stay as they are.
+
+    Args:
+        optimizer: before its parameters are replaced; its state is copied where it has any.
+    """
+    if type(optimizer).__module__.startswith(_KNOWN) and not nested_optimizers(optimizer):
+        return UpdateTraits(known=True)
+    try:
+        with _quiet(optimizer):
+            return _measured(optimizer)
+    except Exception as error:  # anything that a foreign class raises
+        return UpdateTraits(unknown=in_words(error))
+
+
+def _measured(optimizer: Optimizer) -> UpdateTraits:
+    how = _how_to_step(optimizer)
+    whole = _run(_Copy(optimizer), how)
+    start = _Copy(optimizer).values()
+    moved = max([float((a - b).abs().max()) for a, b in zip(whole.values(), start, strict=True)], default=0.0)
+    halves = [_run(_Copy(optimizer, lambda place, half=half: place % 2 == half), how) for half in (0, 1)]
+    empty = _run(_Copy(optimizer, lambda place: False), how)
+    apart = [halves[place % 2].tensors[place].detach() for place in range(len(start))]
+    difference = _distance(whole.values(), apart, moved)
+    in_parts = _distance(whole.values(), _run(_Copy(optimizer), how, parts=2).values(), moved)
+    if max(difference, in_parts) > _TOLERANCE:
+        again = _run(_Copy(optimizer), how, seed=1)
+        if _distance(whole.values(), again.values(), moved) > _TOLERANCE:
+            return UpdateTraits(how=how, methods=_methods(optimizer, how), unknown="it draws random numbers")
+    alike = all(half.numbers() == whole.numbers() for half in halves)
+    methods = _methods(optimizer, how)
+    by_parameter = difference <= _TOLERANCE and alike and all(traits.by_parameter for traits in methods.values())
+    return UpdateTraits(
+        by_parameter=by_parameter,
+        in_parts=by_parameter and in_parts <= _TOLERANCE,
+        counts_alone=empty.numbers() == whole.numbers(),
+        how=how,
+        methods=methods,
+        difference=max(difference, in_parts),
+    )
+
+
+def _distance(left: Sequence[Tensor], right: Sequence[Tensor], moved: float) -> float:
+    """The largest difference, of the distance that anything moved; inf where something is not finite on one side."""
+    worst = 0.0
+    for one, other in zip(left, right, strict=True):
+        gap = torch.where(one == other, torch.zeros_like(one), (one - other).abs())
+        gap = gap.masked_fill(one.isnan() & other.isnan(), 0.0).nan_to_num(torch.inf, torch.inf)
+        worst = max(worst, float(gap.max()) if gap.numel() else 0.0)
+    return worst / moved if moved else worst
+
+
+@contextlib.contextmanager
+def _quiet(optimizer: Optimizer) -> Iterator[None]:
+    """Inside, the random state is the copies' own, and no hook of a user runs."""
+    devices = {p.device for group in groups_of(optimizer) for p in group["params"] if p.device.type != "meta"}
+    cards = [device for device in devices if device.type == "cuda"]
+    threads = torch.get_num_threads()
+    with contextlib.ExitStack() as stack:
+        torch.set_num_threads(1)  # matrices this small are slower on several
+        stack.callback(torch.set_num_threads, threads)
+        stack.enter_context(torch.random.fork_rng(devices=cards))
+        for when in _HOOKS:
+            stack.enter_context(mock.patch.object(torch_optimizer, f"_global_optimizer_{when}_hooks", OrderedDict()))
+        yield
+
+
+class _Copy:
+    """A small copy of an optimizer.
+
+    Args:
+        optimizer: to be copied, with those inside it.
+        keep: which of the chosen parameters it gets, by their place.
+    """
+
+    def __init__(self, optimizer: Optimizer, keep: Callable[[int], bool] = lambda place: True) -> None:
+        self.tensors: dict[int, Tensor] = {}
+        self._memo: dict[int, Any] = {}
+        self._pinned: list[Any] = []  # what ids in the memo are of
+        small: dict[int, Tensor] = {}
+        place = 0
+        for group in groups_of(optimizer):
+            chosen = _chosen(group["params"])
+            for param in group["params"]:
+                if id(param) in small or id(param) not in chosen:
+                    continue
+                small[id(param)] = _small(param, place)
+                if keep(place):
+                    self.tensors[place] = small[id(param)]
+                place += 1
+            self._remember(group, {})
+        left = {id(tensor) for tensor in self.tensors.values()}
+        for group in groups_of(optimizer):
+            kept = [small[id(p)] for p in group["params"] if id(p) in small and id(small[id(p)]) in left]
+            twin = self._memo[id(group)]
+            twin.update({key: copy.deepcopy(value, self._memo) for key, value in group.items() if key != "params"})
+            twin["params"] = kept
+            _set_rate(twin)
+            for param in group["params"]:
+                self._remember(param, small.get(id(param), torch.zeros(1)))
+        every = [optimizer, *nested_optimizers(optimizer).values()]
+        for each in every:
+            self._remember(each, object.__new__(type(each)))
+            groups = vars(each).get("param_groups")
+            if groups is not None:
+                self._memo.setdefault(id(groups), [self._memo[id(group)] for group in groups])
+            self._memo.setdefault(id(each.state), self._state(each.state, small, left))
+        for each in every:
+            self._fill(each)
+        self.optimizer: Optimizer = self._memo[id(optimizer)]
+        join_states(self.optimizer)
+
+    def _remember(self, original: Any, twin: Any) -> None:
+        self._memo[id(original)] = twin
+        self._pinned.append(original)
+
+    def _fill(self, original: Optimizer) -> None:
+        twin = self._memo[id(original)]
+        for name, value in vars(original).items():
+            if name.startswith("_optimizer_") and isinstance(value, dict):
+                vars(twin)[name] = OrderedDict()
+            elif isinstance(value, nn.Module):
+                raise TypeError(f"it holds a module ({name})")
+            elif name != "step":  # a scheduler's
+                vars(twin)[name] = copy.deepcopy(value, self._memo)
+
+    def _state(self, state: Mapping[Any, Any], small: dict[int, Tensor], left: set[int]) -> dict[Any, Any]:
+        twin: dict[Any, Any] = defaultdict(dict)
+        for param, entry in state.items():
+            tensor = small.get(id(param))
+            if tensor is not None and id(tensor) in left and isinstance(entry, Mapping):
+                twin[tensor] = {key: _cropped(value, param, tensor) for key, value in entry.items()}
+        return twin
+
+    def values(self) -> Values:
+        """Copies of the parameters."""
+        return [tensor.detach().clone() for _, tensor in sorted(self.tensors.items())]
+
+    def stored(self) -> Values:
+        """Copies of all tensors of the state."""
+        state = self.optimizer.state
+        return [
+            value.detach().clone()
+            for _, tensor in sorted(self.tensors.items())
+            for _, value in sorted(state.get(tensor, {}).items(), key=lambda item: str(item[0]))
+            if isinstance(value, Tensor)
+        ]
+
+    def numbers(self) -> list[Any]:
+        """Numbers in the groups, which ranks compare."""
+        return [
+            [value for key, value in sorted(group.items()) if isinstance(value, (bool, int, float)) and key != "params"]
+            for group in groups_of(self.optimizer)
+        ]
+
+    def set_gradients(self, step: int, seed: int = 0, parts: int = 1, part: int = 0) -> None:
+        """Give parameters, all or those of one part, their gradients of a step, which depend on their values."""
+        for place, tensor in self.tensors.items():
+            tensor.grad = None
+            if place % parts == part:
+                generator = torch.Generator().manual_seed(7919 * (seed + 1) + 101 * step + place)
+                scale = (1.0, 30.0, 0.1)[step % 3]
+                tensor.grad = scale * torch.randn(tensor.shape, generator=generator).to(tensor) + tensor.detach()
+
+    def step(self, step: int, how: HowToStep, parts: int = 1, part: int = 0) -> None:
+        """One step of the copy."""
+        self.set_gradients(step, parts=parts, part=part)
+        if not how.closure:
+            type(self.optimizer).step(self.optimizer)
+            return
+
+        def closure() -> Tensor:
+            self.set_gradients(step + 1000, parts=parts, part=part)
+            return torch.zeros(())
+
+        type(self.optimizer).step(self.optimizer, closure)  # type: ignore[arg-type]
+
+
+def _run(twin: _Copy, how: HowToStep, parts: int = 1, steps: int = _STEPS, seed: int = 0) -> _Copy:
+    torch.manual_seed(seed)
+    if how.first:
+        getattr(twin.optimizer, how.first)()
+    for step in range(steps):
+        before = Counters.of(twin.optimizer) if parts > 1 else None
+        for part in range(parts):
+            if part and before is not None:
+                before.restore()
+            twin.step(step, how, parts, part)
+    return twin
+
+
+def _how_to_step(optimizer: Optimizer) -> HowToStep:
+    """Find it by trying; the error of a plain step where no way succeeds."""
+    ways = [HowToStep(), HowToStep(closure=True), *(HowToStep(first=name) for name in _own_methods(type(optimizer)))]
+    errors: list[Exception] = []
+    for how in ways:
+        try:
+            _run(_Copy(optimizer), how, steps=1)
+        except Exception as error:  # of any class
+            errors.append(error)
+        else:
+            return how
+    raise errors[0]
+
+
+def _methods(optimizer: Optimizer, how: HowToStep) -> dict[str, MethodTraits]:
+    """The public methods that torch's Optimizer has not, and that write parameters or state without arguments."""
+    names = _own_methods(type(optimizer))
+    traits: dict[str, MethodTraits] = {}
+    for first in (None, *names):  # some do something only after another: train() after eval()
+        for name in names:
+            effect = _effect(optimizer, [*([first] if first else []), name], how)
+            if effect is not None:
+                known = traits.get(name, effect)
+                traits[name] = MethodTraits(
+                    effect.reads_gradients or known.reads_gradients, effect.by_parameter and known.by_parameter
+                )
+    return traits
+
+
+def _effect(optimizer: Optimizer, calls: list[str], how: HowToStep) -> MethodTraits | None:
+    """What the last of some calls does; None where it does nothing, or raises."""
+
+    def called(seed: int, keep: Callable[[int], bool] = lambda place: True) -> tuple[_Copy, tuple[Values, Values]]:
+        twin = _run(_Copy(optimizer, keep), how)
+        for call in calls[:-1]:
+            twin.set_gradients(50)
+            getattr(twin.optimizer, call)()
+        twin.set_gradients(60, seed)
+        before = twin.values(), twin.stored()
+        getattr(twin.optimizer, calls[-1])()
+        return twin, before
+
+    try:
+        twins = [called(seed) for seed in (0, 1)]
+        if all(_equal((twin.values(), twin.stored()), before) for twin, before in twins):
+            return None
+        halves = [called(0, lambda place, half=half: place % 2 == half)[0] for half in (0, 1)]
+    except Exception:  # it cannot be called so
+        return None
+    first, second = (twin for twin, _ in twins)
+    apart = [halves[place % 2].tensors[place].detach() for place in first.tensors]
+    reads = not _equal((first.values(), first.stored()), (second.values(), second.stored()))
+    return MethodTraits(reads, _distance(first.values(), apart, 1.0) <= _TOLERANCE)
+
+
+def _own_methods(cls: type) -> list[str]:
+    """Names of the public methods that torch's Optimizer has not and that can be called without arguments."""
+    return [name for name in _callable_alone(cls) if not hasattr(Optimizer, name)][:_MOST_METHODS]
+
+
+def _equal(left: tuple[Values, Values], right: tuple[Values, Values]) -> bool:
+    pairs = [(a, b) for ours, theirs in zip(left, right, strict=True) for a, b in zip(ours, theirs, strict=False)]
+    return [*map(len, left)] == [*map(len, right)] and all(
+        a.shape == b.shape and bool((a == b).all()) for a, b in pairs
+    )
+
+
+def _callable_alone(cls: type) -> Iterator[str]:
+    for name in dir(cls):
+        function = inspect.getattr_static(cls, name)
+        if name.startswith("_") or not inspect.isfunction(function):
+            continue
+        needed = [p for p in list(inspect.signature(function).parameters.values())[1:] if p.default is p.empty]
+        if all(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in needed):
+            yield name
+
+
+def _chosen(params: Sequence[Tensor]) -> set[int]:
+    """A few parameters of a group, of each number of dimensions one at least."""
+    first = {param.dim(): param for param in reversed(params)}
+    rest = [param for param in params if all(param is not known for known in first.values())]
+    return {id(param) for param in [*first.values(), *rest[: max(0, _PER_GROUP - len(first))]]}
+
+
+def _small(param: Tensor, place: int) -> nn.Parameter:
+    shape = [min(size, _SIDE if param.dim() <= 2 else _SIDE_OF_MANY) for size in param.shape]
+    device = torch.device("cpu") if param.device.type == "meta" else param.device
+    values = 0.1 * torch.randn(shape, generator=torch.Generator().manual_seed(place))
+    twin = nn.Parameter(values.to(device), requires_grad=True)
+    vars(twin).update({key: mark for key, mark in vars(param).items() if isinstance(mark, (bool, int, float, str))})
+    return twin
+
+
+def _cropped(value: Any, param: Tensor, tensor: Tensor) -> Any:
+    if not isinstance(value, Tensor) or value.shape != param.shape or not value.dim():
+        return copy.deepcopy(value)
+    return value.detach().reshape(-1)[: tensor.numel()].clone().view(tensor.shape).to(tensor.device)
+
+
+def _set_rate(group: dict[str, Any]) -> None:
+    """A schedule may begin at zero, where nothing would move."""
+    rate = group.get("lr")
+    if isinstance(rate, Tensor):
+        group["lr"] = rate.clamp(min=1e-2)
+    elif isinstance(rate, (int, float)):
+        group["lr"] = max(float(rate), 1e-2)

@@ -1,0 +1,175 @@
+"""What small copies of an optimizer tell about it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from deepspeed.optim.nested import Counters, NestedState, join_states, nested_optimizers
+from deepspeed.optim.separability import update_traits
+
+
+def parameters() -> list[nn.Parameter]:
+    torch.manual_seed(0)
+    return [nn.Parameter(torch.randn(shape)) for shape in [(100, 64), (64,), (64, 64), (64,), (5, 3, 3, 3)]]
+
+
+class Plain(torch.optim.Optimizer):
+    """Gradient descent; what a subclass adds is what is looked for."""
+
+    def __init__(self, params: Any, lr: float = 0.1, **attributes: Any) -> None:
+        super().__init__(params, {"lr": lr})
+        vars(self).update(attributes)
+        self.updates = 0
+
+    def leaves(self) -> list[torch.Tensor]:
+        return [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.updates += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(self.factor() * group["lr"] * p.grad)
+
+    def factor(self) -> Any:
+        return 1.0
+
+
+class ByNorm(Plain):
+    def factor(self) -> Any:
+        return 1 / (1 + sum(p.grad.square().sum() for p in self.leaves()).sqrt())
+
+
+class ByCount(Plain):
+    def factor(self) -> Any:
+        return 1 / len(self.leaves())
+
+
+class CountsHidden(Plain):
+    """Its counter lies where no copy of plain values finds it."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.hidden = iter(range(1, 1000))
+
+    def factor(self) -> Any:
+        return 1.0
+
+    def step(self, closure: Any = None) -> None:
+        scale = next(self.hidden)
+        for p in self.leaves():
+            p.data.sub_(0.01 * p.grad / scale)
+
+
+class Random(Plain):
+    def factor(self) -> Any:
+        return torch.rand(())
+
+
+class Modular(Plain):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, model=nn.Linear(2, 2))
+
+
+class Averaging(Plain):
+    """Writes parameters in a method of its own, and reads gradients in another."""
+
+    def swap(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.mul_(0.5)
+
+    def ascend(self) -> None:
+        for p in self.leaves():
+            p.data.add_(p.grad)
+
+    def report(self) -> int:
+        return len(self.param_groups)
+
+
+@pytest.mark.parametrize(
+    ("make", "by_parameter", "in_parts"), [(Plain, True, True), (ByNorm, False, False), (ByCount, False, False)]
+)
+def test_an_update_that_looks_at_other_parameters_is_found(make: Any, by_parameter: bool, in_parts: bool) -> None:
+    traits = update_traits(make(parameters()))
+    assert (traits.by_parameter, traits.in_parts) == (by_parameter, in_parts), traits
+    assert not traits.known and not traits.unknown
+
+
+def test_a_schedule_that_begins_at_zero_hides_nothing() -> None:
+    assert not update_traits(ByNorm(parameters(), lr=0.0)).by_parameter
+
+
+def test_a_counter_that_cannot_be_put_back_is_found() -> None:
+    optimizer = CountsHidden(parameters())
+    traits = update_traits(optimizer)
+    assert traits.unknown or not traits.in_parts, traits
+    assert next(optimizer.hidden) == 1  # the optimizer itself has not counted
+
+
+@pytest.mark.parametrize(("make", "why"), [(Random, "random"), (Modular, "module")])
+def test_what_cannot_be_known_is_said(make: Any, why: str) -> None:
+    assert why in update_traits(make(parameters())).unknown
+
+
+def test_methods_that_write_are_found_and_told_from_those_that_read() -> None:
+    methods = update_traits(Averaging(parameters())).methods
+    assert set(methods) == {"swap", "ascend"}
+    assert not methods["swap"].reads_gradients and methods["ascend"].reads_gradients
+
+
+def test_nothing_changes_by_being_looked_at() -> None:
+    params = parameters()
+    optimizer = Averaging(params)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    before = [p.detach().clone() for p in params], torch.get_rng_state(), optimizer.updates, torch.get_num_threads()
+    update_traits(optimizer)
+    assert all(torch.equal(p, old) for p, old in zip(params, before[0], strict=True))
+    assert torch.equal(torch.get_rng_state(), before[1])
+    assert (optimizer.updates, torch.get_num_threads()) == before[2:]
+
+
+class Wrapper(Plain):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.base = torch.optim.Adam(self.param_groups, lr=0.1)
+        self.others = [torch.optim.SGD(parameters(), lr=0.1)]
+
+    def step(self, closure: Any = None) -> None:
+        self.base.step()
+
+
+def test_nested_state_lies_in_the_outer_optimizer() -> None:
+    optimizer = Wrapper(params := parameters())
+    assert list(nested_optimizers(optimizer)) == ["base", "others.0"]
+    join_states(optimizer)
+    join_states(optimizer)  # a second time changes nothing
+    assert isinstance(optimizer.base.state, NestedState)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert set(optimizer.state[params[0]]) == {"base.step", "base.exp_avg", "base.exp_avg_sq"}
+    assert len(optimizer.base.state) == len(params) and params[0] in optimizer.base.state
+    del optimizer.base.state[params[0]]
+    assert params[0] not in optimizer.base.state and not optimizer.state[params[0]]
+    with pytest.raises(KeyError):
+        del optimizer.base.state[params[0]]
+
+
+def test_counters_of_groups_and_objects_are_put_back() -> None:
+    optimizer = Wrapper(parameters())
+    optimizer.history, optimizer.rate = [1, 2], torch.tensor(3.0)
+    counters = Counters.of(optimizer)
+    optimizer.updates, optimizer.param_groups[0]["k"] = 7, 1
+    optimizer.history.append(3)
+    optimizer.rate.add_(1)
+    counters.restore()
+    assert optimizer.updates == 0 and "k" not in optimizer.param_groups[0]
+    assert optimizer.history == [1, 2] and optimizer.rate == 3.0
