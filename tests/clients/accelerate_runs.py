@@ -232,3 +232,35 @@ def step_on(accelerator: Any, model: Any, optimizer: Any, tokens: torch.Tensor) 
         optimizer.step()
         optimizer.zero_grad()
     return loss.item()
+
+
+def averaged(stage: int) -> None:
+    """A schedule-free optimizer of a client: evaluation has the averaged weights, with this package and without."""
+    from schedulefree import AdamWScheduleFree
+
+    def run(stage: int | None) -> list[float]:
+        with fresh_clients():
+            accelerator = accelerator_for(stage, "fp32")
+            model = Words()
+            optimizer = AdamWScheduleFree(model.parameters(), lr=RATE)
+            optimizer.train()
+            model, optimizer, loader = accelerator.prepare(model, optimizer, data(accelerator))
+            for tokens in loader:
+                with accelerator.accumulate(model):
+                    accelerator.backward(model(tokens))
+                    if accelerator.sync_gradients:
+                        accelerator.clip_grad_norm_(model.parameters(), CLIP)
+                    optimizer.step()
+                    optimizer.zero_grad()
+            losses = []
+            for change in (optimizer.eval, optimizer.train):
+                change()
+                with torch.no_grad():
+                    losses.append(float(model(sentences()[:MICRO])))
+            if stage is not None:
+                model.destroy()
+        return losses
+
+    plain = run(None)
+    assert abs(plain[0] - plain[1]) > 1e-4 * plain[0]  # the two have other weights
+    close(run(stage), plain, 1e-5, "losses")

@@ -79,3 +79,8 @@ def test_torchs_optimizers_become_cpu_ones_when_offloaded(workers: Any, optimize
 @pytest.mark.parametrize("stage", [2, 3])
 def test_accelerate_saves_and_loads(workers: Any, stage: int, tmp_path: Path) -> None:
     workers(2).run(runs.saved_and_loaded, stage, str(tmp_path), timeout=180)
+
+
+@pytest.mark.parametrize("stage", [3, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 1, 2))])
+def test_a_schedule_free_optimizer_evaluates_with_its_averages(workers: Any, stage: int) -> None:
+    workers(2).run(runs.averaged, stage, timeout=120)
