@@ -176,7 +176,7 @@ CELLS = [
 
 @pytest.mark.parametrize(("name", "stage"), CELLS)
 def test_a_foreign_optimizer_equals_one_process(workers: Any, tmp_path: Any, name: str, stage: int) -> None:
-    for values in workers(RANKS).run(train, stage, name, "", "fp32", str(tmp_path)):
+    for values in workers(RANKS).run(train, stage, name, "", "fp32", str(tmp_path), timeout=120):
         expect_close(values, dense(name), 1e-5)
 
 
@@ -193,7 +193,7 @@ OFFLOADED = [
 def test_an_offloaded_foreign_optimizer_equals_one_process(
     workers: Any, tmp_path: Any, name: str, stage: int, tier: str
 ) -> None:
-    for values in workers(RANKS).run(train, stage, name, tier, "fp32", str(tmp_path)):
+    for values in workers(RANKS).run(train, stage, name, tier, "fp32", str(tmp_path), timeout=120):
         expect_close(values, dense(name), 1e-5)
 
 
@@ -201,7 +201,7 @@ def test_an_offloaded_foreign_optimizer_equals_one_process(
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("name", FOREIGN)
 def test_a_foreign_optimizer_in_bf16_equals_one_process(workers: Any, tmp_path: Any, name: str, stage: int) -> None:
-    for values in workers(RANKS).run(train, stage, name, "", "bf16", str(tmp_path)):
+    for values in workers(RANKS).run(train, stage, name, "", "bf16", str(tmp_path), timeout=120):
         expect_close(values, dense(name, "bf16"), 2e-2)
 
 
@@ -266,14 +266,14 @@ def check_averaged(got: list[list[torch.Tensor]], name: str, precision: str) -> 
 
 @pytest.mark.parametrize(("stage", "client"), [(0, False), (1, True), (2, False), (3, True)])
 def test_evaluation_has_the_averaged_weights(workers: Any, tmp_path: Any, stage: int, client: bool) -> None:
-    got = workers(RANKS).run(averaged, stage, FREE[0], "", "fp32", str(tmp_path), client)
+    got = workers(RANKS).run(averaged, stage, FREE[0], "", "fp32", str(tmp_path), client, timeout=120)
     check_averaged(got, FREE[0], "fp32")
 
 
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_evaluation_of_an_offloaded_optimizer(workers: Any, tmp_path: Any, stage: int, tier: str) -> None:
-    got = workers(RANKS).run(averaged, stage, FREE[1], tier, "bf16", str(tmp_path), True)
+    got = workers(RANKS).run(averaged, stage, FREE[1], tier, "bf16", str(tmp_path), True, timeout=120)
     check_averaged(got, FREE[1], "bf16")
 
 
@@ -284,7 +284,9 @@ def test_evaluation_of_an_offloaded_optimizer(workers: Any, tmp_path: Any, stage
 )
 @pytest.mark.parametrize("name", FREE)
 def test_evaluation_everywhere(workers: Any, tmp_path: Any, name: str, stage: int, tier: str, precision: str) -> None:
-    check_averaged(workers(RANKS).run(averaged, stage, name, tier, precision, str(tmp_path), False), name, precision)
+    check_averaged(
+        workers(RANKS).run(averaged, stage, name, tier, precision, str(tmp_path), False, timeout=120), name, precision
+    )
 
 
 # -- updates of two steps, and writes to leaves ------------------------------------------------------------------------
@@ -325,7 +327,7 @@ def test_sharpness_aware_minimization_in_its_two_steps(workers: Any, tmp_path: A
                 parameter.grad = gradient
             getattr(twin.optimizer, half)(zero_grad=True)
             twin.discard()
-    for values in workers(RANKS).run(train_by_two_steps, stage, tier, str(tmp_path)):
+    for values in workers(RANKS).run(train_by_two_steps, stage, tier, str(tmp_path), timeout=120):
         expect_close(values, twin.parameters(), 1e-5)
 
 
@@ -383,7 +385,7 @@ def resumed(stage: int, name: str, tier: str, folder: str) -> None:
 def test_a_checkpoint_has_the_state_of_nested_and_global_optimizers(
     workers: Any, tmp_path: Any, name: str, stage: int, tier: str
 ) -> None:
-    workers(RANKS).run(resumed, stage, name, tier, str(tmp_path))
+    workers(RANKS).run(resumed, stage, name, tier, str(tmp_path), timeout=120)
 
 
 # -- what is refused by name, and said --------------------------------------------------------------------------------
