@@ -20,6 +20,7 @@ from deepspeed.zero.lifecycle import Lifecycle
 from deepspeed.zero.member import Member
 from deepspeed.zero.norm import explain_overflow, global_norm, known_norm
 from deepspeed.zero.optimizer_shard import OptimizerShard, make_room_for_state, whole_state
+from deepspeed.zero.optimizer_state import OptimizerState, adopt, follow
 from deepspeed.zero.optimizer_surface import OptimizerSurface, numbers_of
 from deepspeed.zero.param import is_managed
 from deepspeed.zero.reducer import Reducer
@@ -106,6 +107,7 @@ class ZeroOptimizer(OptimizerSurface):
         self.fragments: dict[int, list[Fragment]] = {}
         self._leaves, self._stepping, self._updated = 0, False, False
         self._guard = self.optimizer.register_step_pre_hook(self._refuse_strangers)
+        follow(self)
         seen: set[int] = set()
         for group in self.optimizer.param_groups:
             leaves: list[Parameter] = []
@@ -128,6 +130,7 @@ class ZeroOptimizer(OptimizerSurface):
         for group in self._whole:
             group.aliases.noisy()  # nobody else has anything over the memory yet
         reducer.squares.buckets = [shard.bucket for shard in self.shards if shard.members]
+        adopt(self)
         for shard in self.shards:
             shard.store_state()
 
@@ -153,9 +156,14 @@ class ZeroOptimizer(OptimizerSurface):
         self.optimizer.param_groups = value
 
     @property
-    def state(self) -> Any:
-        """The inner optimizer's state, keyed by the fragments."""
-        return self.optimizer.state
+    def state(self) -> OptimizerState:
+        """The inner optimizer's state; see [Note: state by parameter]."""
+        return adopt(self)
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.optimizer.state = value
+        adopt(self)
 
     @property
     def defaults(self) -> dict[str, Any]:
@@ -267,6 +275,7 @@ class ZeroOptimizer(OptimizerSurface):
                 "parameters were added to, or taken from, the optimizer's groups after initialize, which shares out "
                 "gradients and state by them; pass all groups to initialize, and freeze with requires_grad"
             )
+        state = adopt(self)
         if not self._updated:
             make_room_for_state(self.optimizer, self.shards)
         self._updated = True
@@ -276,7 +285,8 @@ class ZeroOptimizer(OptimizerSurface):
                 late = self._late is not None and self._late.allowed  # here; the order is that of all ranks
                 waves = waves_of(self.shards, self.reducer, self.optimizer, self._late is not None)
                 updated = None if self.masks is None else self.masks.on_update
-                handles = update(self.optimizer, waves, factor, updated, late)
+                with state.by_leaf():
+                    handles = update(self.optimizer, waves, factor, updated, late)
         finally:
             self._stepping = False
         for handle in handles:
@@ -287,6 +297,7 @@ class ZeroOptimizer(OptimizerSurface):
             group.refresh()
         for wave in waves:
             count_update(wave.members)
+            state.note_updated(wave.members)
 
     def import_edits(self, member: Member) -> None:
         """A parameter changed in place by the user since the last step (weight clipping) updates its master."""
@@ -328,6 +339,7 @@ class ZeroOptimizer(OptimizerSurface):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict` gave, on the same rank and topology."""
         self.optimizer.load_state_dict(state["optimizer"])
+        adopt(self)
         for shard in self.shards:
             shard.store_state()
         if self.scaler is not None and state.get("loss_scaler") is not None:
