@@ -1,8 +1,8 @@
 """Tensors of an optimizer's state that are not here as they look: cut over the ranks, or resting in another tier.
 
-[Note: state tensors] Clients change optimizer state in place: they zero it, prune it, scale it. What treats each element
-by itself is done here on what this rank has, wherever that rests, and no rank waits for another. What needs the whole
-tensor (norms, quantiles, rows, storage) raises, on every rank alike.
+[Note: state tensors] Clients change optimizer state in place: they zero it, prune it, scale it. What treats each
+element by itself is done here on what this rank has, wherever that rests, and no rank waits for another. What needs the
+whole tensor (norms, quantiles, rows, storage) raises, on every rank alike.
 """
 
 from __future__ import annotations
@@ -102,9 +102,9 @@ def _at_hand(func: Any, args: Any, kwargs: Any, first: Away | None, writes: bool
         def kept(value: Any) -> Any:
             if type(value) is not torch.Tensor or value.untyped_storage()._cdata not in storages:
                 return value
-            whole = first is not None and value.data_ptr() == lent[id(first)].data_ptr()
-            if whole and value.shape == first.shape and value.dtype == first.dtype:
-                return first
+            if first is not None and value.data_ptr() == lent[id(first)].data_ptr():
+                if value.shape == first.shape and value.dtype == first.dtype:
+                    return first
             return value.clone().as_subclass(ReadOnly)
 
         return map_nested(kept, result)

@@ -425,7 +425,7 @@ class StateView(WindowView, PlacedView):
             self.optimizer.state.pop(fragment.leaf, None)
 
     def note_state(self, member: Member, exists: bool) -> None:
-        """Say whether ranks that have a part of a parameter were given state of it; here there is none to give it to."""
+        """Say whether ranks that have a part of a parameter have state of it; nothing to do on one of them."""
         view = None if self.optimizer is None else self.optimizer.state.view(member.param)
         if view is not None and view.leaf is None:
             view.note(exists)

@@ -129,7 +129,8 @@ def compare(stage: int, place: str, precision: str, make: Any, through: str, edi
         model = tiny()
         twin = copy.deepcopy(model)
         plain, own = make(twin.parameters()), make(model.parameters())
-        with start(stage, model, optimizer=own, precision=precision, sharded=False, zero=zero_of(stage, place)) as engine:
+        settings = {"precision": precision, "sharded": False, "zero": zero_of(stage, place)}
+        with start(stage, model, optimizer=own, **settings) as engine:
             for step in range(4):
                 for rank in range(RANKS):
                     (loss_of(twin, rows(step, rank)) / RANKS).backward()
@@ -170,6 +171,24 @@ def test_edits_of_momentum_through_the_engine(workers: Any, stage: int, place: s
     workers(RANKS).run(compare, stage, place, "fp32", momentum, "engine", [*EDITS, "clear", "replace"], timeout=120)
 
 
+NEED_THE_WHOLE: list[Callable[[Any, Any], Any]] = [
+    lambda state, p: state[p]["exp_avg"].norm(),
+    lambda state, p: state[p]["exp_avg"].sum(),
+    lambda state, p: torch.quantile(state[p]["exp_avg"].abs().flatten(), 0.9),
+    lambda state, p: state[p]["exp_avg"].view(-1)[0].zero_(),
+    lambda state, p: state[p]["exp_avg"][0],
+    lambda state, p: state[p]["exp_avg"].__setitem__(0, 1.0),
+    lambda state, p: state[p]["exp_avg"].tolist(),
+    lambda state, p: state[p]["exp_avg"].data_ptr(),
+    lambda state, p: bool((state[p]["exp_avg"] == 0).all()),
+    lambda state, p: torch.where(state[p]["exp_avg"] > 0),
+    lambda state, p: torch.linalg.matrix_norm(state[p]["exp_avg"]),
+    lambda state, p: state[p].__setitem__("exp_avg", torch.zeros(2, 5)),
+    lambda state, p: state.__setitem__(p, 3),
+    lambda state, p: torch.zeros(p.shape).copy_(state[p]["exp_avg"]),
+]
+
+
 def refused() -> None:
     """What needs the whole of a state that is cut raises on all ranks, with the name of what gives the whole."""
     for stage in (1, 2, 3):
@@ -182,23 +201,10 @@ def refused() -> None:
                 moment = own.state[p]["exp_avg"]
                 assert moment.shape == p.shape and moment.numel() == p.numel(), name
                 before = safe_get_full_optimizer_state(p, "exp_avg").clone()
-                for what in (
-                    lambda: moment.norm(),
-                    lambda: moment.sum(),
-                    lambda: torch.quantile(moment.abs().flatten(), 0.9),
-                    lambda: moment.view(-1)[0].zero_(),
-                    lambda: moment[0],
-                    lambda: moment.__setitem__(0, 1.0),
-                    lambda: moment.tolist(),
-                    lambda: moment.data_ptr(),
-                    lambda: bool((moment == 0).all()),
-                    lambda: torch.linalg.matrix_norm(moment),
-                    lambda: own.state[p].__setitem__("exp_avg", torch.zeros(2, 5)),
-                    lambda: own.state.__setitem__(p, 3),
-                    lambda: torch.zeros_like(p).copy_(moment),
-                ):
+                for number, what in enumerate(NEED_THE_WHOLE):
                     with raises(UsageError, "safe_set_full_optimizer_state"):
-                        what()
+                        what(own.state, p)
+                        raise AssertionError(number)
                 assert torch.equal(safe_get_full_optimizer_state(p, "exp_avg"), before), name
                 safe_set_full_optimizer_state(p, before * 2, "exp_avg")
                 assert torch.equal(safe_get_full_optimizer_state(p, "exp_avg"), before * 2), name
