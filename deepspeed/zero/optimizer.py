@@ -200,6 +200,7 @@ class ZeroOptimizer(OptimizerSurface):
         loss = closure() if closure is not None else None
         if self.lifecycle is not None:
             self.lifecycle.settle()
+        self.reducer.replaced.settle()
         agreed = self.reducer.finish(self.window.update)
         if self.masks is not None:
             self.masks.on_gradients()

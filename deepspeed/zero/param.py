@@ -28,6 +28,7 @@ birth_writers: list[Callable[[str, Any, tuple[Any, ...], dict[str, Any]], Any]] 
 
 _raw_grad: Any = torch._C.TensorBase.grad  # the field itself, below the property of ManagedParameter
 _raw_data: Any = torch._C.TensorBase.data
+_raw_class: Any = object.__dict__["__class__"]
 
 METADATA = frozenset(
     "shape size dim ndim ndimension numel nelement dtype device layout is_leaf requires_grad requires_grad_ grad_fn "
@@ -70,6 +71,12 @@ def raw_grad(param: torch.Tensor) -> torch.Tensor | None:
         return _raw_grad.__get__(param)
 
 
+def set_raw_grad(param: torch.Tensor, value: torch.Tensor) -> None:
+    """Put a gradient on `param` as autograd does, past the property."""
+    with torch._C.DisableTorchFunctionSubclass():
+        _raw_grad.__set__(param, value)
+
+
 def clear_raw_grad(param: torch.Tensor) -> None:
     """Forget what autograd has put on `param`."""
     if param.__class__ is ManagedParameter:
@@ -83,6 +90,14 @@ class ManagedParameter(ClientSurface, Parameter):
     """A parameter some engine manages, whole at the moment; `.grad` reads the engine's accumulated mean gradient."""
 
     _ds_member: Member
+
+    def _change_class(self, kind: type) -> None:
+        """`torch.utils.swap_tensors` begins with the classes: see [Note: replaced parameters]."""
+        if not issubclass(kind, ManagedParameter) and "_ds_member" in vars(self):
+            leave(self._ds_member, kind)
+        _raw_class.__set__(self, kind)
+
+    __class__ = property(_raw_class.__get__, _change_class)  # type: ignore[assignment]
 
     @property
     def grad(self) -> torch.Tensor | None:  # type: ignore[override]
@@ -411,9 +426,17 @@ def manage(param: Parameter, member: Member) -> None:
     param._ds_member = member  # type: ignore[attr-defined]
 
 
+def leave(member: Member, kind: type) -> None:
+    """The parameter is about to be of a class that manages nothing."""
+    if member.reducer is not None:
+        member.reducer.leaves(member, kind)
+    elif member.group.policy.gathers_before_use:
+        refuse_write("swap_tensors", member)
+
+
 def unmanage(param: Parameter) -> None:
     """Give `param` back as a plain one."""
-    param.__class__ = Parameter
+    _raw_class.__set__(param, Parameter)
     vars(param).pop("_ds_member", None)
 
 

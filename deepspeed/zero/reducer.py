@@ -24,6 +24,7 @@ from deepspeed.zero.handed_out import HandedOut
 from deepspeed.zero.holders import Axes
 from deepspeed.zero.member import Member
 from deepspeed.zero.param import clear_raw_grad, raw_grad
+from deepspeed.zero.replaced import Replaced
 from deepspeed.zero.roles import Group
 from deepspeed.zero.rows import add_rows, can_add
 from deepspeed.zero.shard_group import ShardGroup
@@ -67,6 +68,7 @@ class Reducer:
         self._hooks: dict[int, Any] = {}
         self.muted = False  # gradients that arrive are dropped: backward is run again to look at it
         self._entries = Entries(settings, window)
+        self.replaced = Replaced(self._listen_anew, self.arrived)
         for group in groups:
             for member in group.members:
                 member.reducer = self
@@ -80,6 +82,17 @@ class Reducer:
             self._of[id(member.group)].prepare()
             self.revision += 1
             self._hooks[member.uid] = member.param.register_post_accumulate_grad_hook(_Arrival(member))
+
+    def _listen_anew(self, member: Member) -> None:
+        """The parameter has another tensor under it: torch lists its hooks with the object, and calls the tensor's."""
+        if member.uid in self._hooks:
+            self._hooks.pop(member.uid).remove()
+        member.param._post_accumulate_grad_hooks = member.param._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+        self.listen(member)
+
+    def leaves(self, member: Member, kind: type) -> None:
+        """Another tensor is about to be put under a parameter."""
+        self.replaced.leaves(member, kind)
 
     def arrived(self, member: Member) -> None:
         """Autograd has finished the gradient of `member` for this pass."""

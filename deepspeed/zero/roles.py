@@ -50,6 +50,9 @@ class Gradients(Protocol):
     def arrived(self, member: Any) -> None:
         """Autograd has finished its gradient."""
 
+    def leaves(self, member: Any, kind: type) -> None:
+        """Another tensor is about to be put under it."""
+
     def grad_of(self, member: Any) -> torch.Tensor | None:
         """The mean gradient of the window so far."""
         ...

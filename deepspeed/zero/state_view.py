@@ -256,6 +256,8 @@ class StateView(WindowView, PlacedView):
         self.module, self.groups, self.world = module, groups, world
         self.coordinates = dict(coordinates or {})
         self.optimizer, self.reducer = optimizer, reducer
+        if reducer is not None:
+            reducer.replaced.settle()
         self._holds = {id(group): Hold(self, group) for group in groups if self._moves(group)}
         self.members = {member.name: member for group in groups for member in group.members}
         named = dict(module.named_parameters())
