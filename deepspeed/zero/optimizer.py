@@ -20,7 +20,7 @@ from deepspeed.zero.lifecycle import Lifecycle
 from deepspeed.zero.member import Member
 from deepspeed.zero.norm import explain_overflow, global_norm, known_norm
 from deepspeed.zero.optimizer_shard import OptimizerShard, make_room_for_state, whole_state
-from deepspeed.zero.optimizer_state import OptimizerState, adopt, follow
+from deepspeed.zero.optimizer_state import adopt, follow
 from deepspeed.zero.optimizer_surface import OptimizerSurface, numbers_of
 from deepspeed.zero.param import is_managed
 from deepspeed.zero.reducer import Reducer
@@ -154,16 +154,6 @@ class ZeroOptimizer(OptimizerSurface):
     @param_groups.setter
     def param_groups(self, value: list[dict[str, Any]]) -> None:
         self.optimizer.param_groups = value
-
-    @property
-    def state(self) -> OptimizerState:
-        """The inner optimizer's state; see [Note: state by parameter]."""
-        return adopt(self)
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        self.optimizer.state = value
-        adopt(self)
 
     @property
     def defaults(self) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import defaultdict
-from collections.abc import ItemsView, Iterator, KeysView, Mapping, MutableMapping, Sequence, ValuesView
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -306,11 +306,6 @@ class OptimizerState(defaultdict[Any, Any]):
             self[key] = {} if default is None else default
         return self[key]
 
-    def update(self, *args: Any, **kwargs: Any) -> None:
-        """As of any dict."""
-        for key, value in dict(*args, **kwargs).items():
-            self[key] = value
-
     def clear(self) -> None:
         """Forget the state of everything."""
         super().clear()
@@ -324,17 +319,11 @@ class OptimizerState(defaultdict[Any, Any]):
     def __len__(self) -> int:
         return super().__len__() if self._by_leaf else len(self._keys())
 
-    def keys(self) -> KeysView[Any]:  # type: ignore[override]
-        """Parameters."""
-        return KeysView(self)
-
-    def values(self) -> ValuesView[Any]:  # type: ignore[override]
-        """The state of each parameter."""
-        return ValuesView(self)
-
-    def items(self) -> ItemsView[Any, Any]:  # type: ignore[override]
-        """Parameters and their state."""
-        return ItemsView(self)
+    # As of any mapping, by the methods above; a dict's own would go past them.
+    keys: Any = MutableMapping.keys
+    values: Any = MutableMapping.values
+    items: Any = MutableMapping.items
+    update: Any = MutableMapping.update
 
     def popitem(self) -> tuple[Any, Any]:
         """As of any dict."""

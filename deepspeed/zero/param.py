@@ -429,7 +429,7 @@ def manage(param: Parameter, member: Member) -> None:
 def leave(member: Member, kind: type) -> None:
     """The parameter is about to be of a class that manages nothing."""
     if member.reducer is not None:
-        member.reducer.leaves(member, kind)
+        member.reducer.replaced.leaves(member, kind)
     elif member.group.policy.gathers_before_use:
         refuse_write("swap_tensors", member)
 

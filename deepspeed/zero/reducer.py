@@ -68,7 +68,7 @@ class Reducer:
         self._hooks: dict[int, Any] = {}
         self.muted = False  # gradients that arrive are dropped: backward is run again to look at it
         self._entries = Entries(settings, window)
-        self.replaced = Replaced(self._listen_anew, self.arrived)
+        self.replaced = Replaced(self.listen, self.arrived)
         for group in groups:
             for member in group.members:
                 member.reducer = self
@@ -76,23 +76,21 @@ class Reducer:
 
     # -- arrival --------------------------------------------------------------------------------------------------
 
-    def listen(self, member: Member) -> None:
-        """Take the gradients of `member` from now on (again, when it was unfrozen)."""
+    def listen(self, member: Member, anew: bool = False) -> None:
+        """Take the gradients of `member` from now on (again, when it was unfrozen).
+
+        Args:
+            member: the parameter.
+            anew: it has another tensor under it: torch lists hooks with the object, and calls those of the tensor.
+        """
+        if anew and member.uid in self._hooks:
+            self._hooks.pop(member.uid).remove()
+            param: Any = member.param
+            param._post_accumulate_grad_hooks = param._post_accumulate_grad_hooks
         if member.param.requires_grad and member.uid not in self._hooks:
             self._of[id(member.group)].prepare()
             self.revision += 1
             self._hooks[member.uid] = member.param.register_post_accumulate_grad_hook(_Arrival(member))
-
-    def _listen_anew(self, member: Member) -> None:
-        """The parameter has another tensor under it: torch lists its hooks with the object, and calls the tensor's."""
-        if member.uid in self._hooks:
-            self._hooks.pop(member.uid).remove()
-        member.param._post_accumulate_grad_hooks = member.param._post_accumulate_grad_hooks  # type: ignore[attr-defined]
-        self.listen(member)
-
-    def leaves(self, member: Member, kind: type) -> None:
-        """Another tensor is about to be put under a parameter."""
-        self.replaced.leaves(member, kind)
 
     def arrived(self, member: Member) -> None:
         """Autograd has finished the gradient of `member` for this pass."""

@@ -20,7 +20,7 @@ from torch.nn import Parameter
 from deepspeed.errors import UsageError
 from deepspeed.foundation.log import warn_once
 from deepspeed.zero.member import Member
-from deepspeed.zero.param import is_managed, manage, raw_grad, refuse_write, set_raw_grad
+from deepspeed.zero.param import ManagedParameter, is_managed, manage, raw_grad, refuse_write, set_raw_grad
 
 Table = dict[str, Parameter | None]
 
@@ -33,18 +33,19 @@ class Replaced:
         arrived: told of a gradient that autograd has put on a parameter meanwhile.
     """
 
-    def __init__(self, listen: Callable[[Member], None], arrived: Callable[[Member], None]) -> None:
+    def __init__(self, listen: Callable[[Member, bool], None], arrived: Callable[[Member], None]) -> None:
         self._listen, self._arrived = listen, arrived
         self._left: dict[int, tuple[Member, dict[str, Any]]] = {}
         self._places: list[tuple[Table, str, Member]] = []
 
     def watch(self, module: nn.Module) -> None:
         """Look after the parameters of a model, wherever it names them."""
+        tables = [child._parameters for child in module.modules()]
+        named = [(table, name, param) for table in tables for name, param in table.items()]
         self._places = [
-            (child._parameters, name, param._ds_member)
-            for child in module.modules()
-            for name, param in child._parameters.items()
-            if is_managed(param) and param._ds_member.reducer is not None  # type: ignore[union-attr]
+            (table, name, param._ds_member)
+            for table, name, param in named
+            if isinstance(param, ManagedParameter) and param._ds_member.reducer is not None
         ]
 
     def leaves(self, member: Member, kind: type) -> None:
@@ -79,7 +80,7 @@ class Replaced:
             vars(member.param).update(marks)
             manage(member.param, member)
             del self._left[uid]
-            self._listen(member)
+            self._listen(member, True)
             if raw_grad(member.param) is not None:
                 self._arrived(member)
         others: dict[int, list[tuple[Table, str, Member]]] | None = None

@@ -47,11 +47,10 @@ class Gatherer(Protocol):
 class Gradients(Protocol):
     """Where a parameter's gradients are; see `reducer.Reducer`."""
 
+    replaced: Any  # see `replaced.Replaced`
+
     def arrived(self, member: Any) -> None:
         """Autograd has finished its gradient."""
-
-    def leaves(self, member: Any, kind: type) -> None:
-        """Another tensor is about to be put under it."""
 
     def grad_of(self, member: Any) -> torch.Tensor | None:
         """The mean gradient of the window so far."""

@@ -51,7 +51,9 @@ def load_by_swap(model: Any) -> None:
 
 def load_by_swap_and_assign(model: Any) -> None:
     with swapping():
-        model.layers[1][0].load_state_dict({"weight": values(model), "bias": torch.zeros_like(values(model)[0])}, assign=True)
+        model.layers[1][0].load_state_dict(
+            {"weight": values(model), "bias": torch.zeros_like(values(model)[0])}, assign=True
+        )
 
 
 def double_by_swap(model: Any) -> None:
@@ -72,7 +74,9 @@ def register(model: Any) -> None:
 
 
 def load_and_assign(model: Any) -> None:
-    model.layers[1][0].load_state_dict({"weight": values(model), "bias": torch.zeros_like(values(model)[0])}, assign=True)
+    model.layers[1][0].load_state_dict(
+        {"weight": values(model), "bias": torch.zeros_like(values(model)[0])}, assign=True
+    )
 
 
 def past_the_module(model: Any) -> None:

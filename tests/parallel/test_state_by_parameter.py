@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import tempfile
 from collections import defaultdict
@@ -266,3 +267,100 @@ def saved_by_leaf(folder: str) -> None:
 
 def test_saved_state_is_what_was_changed_by_parameter(workers: Any, tmp_path: Any) -> None:
     workers(RANKS).run(saved_by_leaf, str(tmp_path), timeout=90)
+
+
+def adapted() -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    return get_peft_model(tiny(), LoraConfig(r=2, lora_alpha=4, target_modules=r"layers\.\d\.0|out"))
+
+
+def restart(model: Any, state: Any, gathered: Any) -> None:
+    """ReLoRA: adapters are merged into what they adapt and begin anew, and so does 90 percent of their state."""
+    from peft.tuners.lora import LoraLayer
+
+    generator = torch.Generator().manual_seed(7)
+    for layer in (m for m in model.modules() if isinstance(m, LoraLayer)):
+        base, first, second = (m.weight for m in (layer.get_base_layer(), layer.lora_A.default, layer.lora_B.default))
+        with gathered([base, first, second]), torch.no_grad():
+            base += layer.get_delta_weight("default")
+            first.copy_(torch.randn(first.shape, generator=generator))
+            second.zero_()
+        for param in (first, second):
+            keep = torch.rand(param.shape, generator=generator) > 0.9
+            for key in ("exp_avg", "exp_avg_sq"):
+                state[param][key].mul_(keep)
+            state[param]["step"].zero_()
+
+
+def relora_loop(stage: int, place: str) -> None:
+    import deepspeed
+
+    def gathered(params: list[Any]) -> Any:
+        return deepspeed.zero.GatheredParameters(params, modifier_rank=0)
+
+    model, twin = adapted(), adapted()
+    plain = adamw([p for p in twin.parameters() if p.requires_grad])
+    own = adamw([p for p in model.parameters() if p.requires_grad])
+    with start(stage, model, optimizer=own, sharded=False, zero=zero_of(stage, place)) as engine:
+        for step in range(6):
+            if step in (2, 4):
+                restart(twin, plain.state, lambda _params: contextlib.nullcontext())
+                restart(model, own.state if step == 2 else engine.optimizer.state, gathered)
+            for rank in range(RANKS):
+                (loss_of(twin, rows(step, rank)) / RANKS).backward()
+            plain.step()
+            plain.zero_grad()
+            engine.backward(loss_of(engine, rows(step, dist.get_rank())))
+            engine.step()
+        with deepspeed.zero.GatheredParameters(list(model.parameters())):
+            for (name, ours), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
+                assert (ours - theirs).abs().max() <= 1e-5, (stage, place, name)
+
+
+@pytest.mark.parametrize(("stage", "place"), [(0, ""), (1, ""), (2, "cpu"), (3, ""), (3, "nvme")])
+def test_relora_trains_as_in_one_process(workers: Any, stage: int, place: str) -> None:
+    workers(RANKS).run(relora_loop, stage, place, timeout=90)
+
+
+def under_accelerate(stage: int) -> None:
+    from tests.clients.accelerate_runs import accelerator_for
+    from tests.clients.common import fresh_clients
+
+    with fresh_clients():
+        wrapped_by_accelerate(
+            stage, accelerator_for(stage, "fp32", gradient_clipping=0.0, gradient_accumulation_steps=1)
+        )
+
+
+def wrapped_by_accelerate(stage: int, accelerator: Any) -> None:
+    model = tiny()
+    twin = copy.deepcopy(model)
+    plain, own = adamw(twin.parameters()), adamw(model.parameters())
+    accelerator.state.deepspeed_plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = 2
+    engine, wrapped = accelerator.prepare(model, own)
+    for step in range(4):
+        for rank in range(RANKS):
+            (loss_of(twin, rows(step, rank)) / RANKS).backward()
+        plain.step()
+        plain.zero_grad()
+        accelerator.backward(loss_of(engine, rows(step, dist.get_rank())))
+        wrapped.step()
+        wrapped.zero_grad()
+        if step == 1:
+            for p, q in zip(chosen(model), chosen(twin), strict=True):
+                wrapped.state[p]["exp_avg"].zero_()
+                plain.state[q]["exp_avg"].zero_()
+        elif step == 2:
+            wrapped.state = defaultdict(dict)
+            plain.state = defaultdict(dict)
+    for key, p in model.named_parameters():
+        gap = (safe_get_full_fp32_param(p) - twin.get_parameter(key).detach()).abs().max()
+        assert gap <= 1e-5, (stage, key, float(gap))
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_state_through_accelerates_optimizer(workers: Any, stage: int) -> None:
+    workers(RANKS).run(under_accelerate, stage, timeout=90)
