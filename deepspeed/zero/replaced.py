@@ -9,6 +9,7 @@ then on. Where each rank holds a slice only, a rank cannot take them over alone,
 
 from __future__ import annotations
 
+import operator
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -37,16 +38,18 @@ class Replaced:
         self._listen, self._arrived = listen, arrived
         self._left: dict[int, tuple[Member, dict[str, Any]]] = {}
         self._places: list[tuple[Table, str, Member]] = []
+        self._columns: tuple[tuple[Any, ...], ...] = ()  # of tables, names, parameters
 
     def watch(self, module: nn.Module) -> None:
         """Look after the parameters of a model, wherever it names them."""
-        tables = [child._parameters for child in module.modules()]
+        tables = [child._parameters for child in module.modules() if isinstance(child._parameters, dict)]
         named = [(table, name, param) for table in tables for name, param in table.items()]
         self._places = [
             (table, name, param._ds_member)
             for table, name, param in named
             if isinstance(param, ManagedParameter) and param._ds_member.reducer is not None
         ]
+        self._columns = tuple(zip(*((table, name, member.param) for table, name, member in self._places), strict=True))
 
     def leaves(self, member: Member, kind: type) -> None:
         """`swap_tensors` is about to put another tensor under a parameter.
@@ -83,14 +86,20 @@ class Replaced:
             self._listen(member, True)
             if raw_grad(member.param) is not None:
                 self._arrived(member)
-        others: dict[int, list[tuple[Table, str, Member]]] | None = None
+        if self._columns:
+            tables, names, params = self._columns
+            if not all(map(operator.is_, map(dict.get, tables, names), params)):  # in each step: no loop in Python
+                self._look()
+
+    def _look(self) -> None:
+        """Take over parameters that others stand for."""
+        others = defaultdict[int, list[tuple[Table, str, Member]]](list)
         for place in self._places:
             table, name, member = place
             there = table.get(name)
             if there is not member.param and there is not None and not is_managed(there):
-                others = defaultdict(list) if others is None else others
                 others[member.uid].append(place)
-        for places in () if others is None else others.values():
+        for places in others.values():
             self._take_over(places)
 
     def _take_over(self, places: list[tuple[Table, str, Member]]) -> None:
