@@ -216,6 +216,7 @@ def check_optimizer(view: StateView, source: Source, rows: dict[str, Row], setti
 def _prepare(view: StateView, source: Source, member: Member, row: Row) -> Slots:
     """Give a parameter an optimizer state of the saved form; its tensors, still to be read."""
     rule, slots = source.manifest.state_of(row, view.box(member.name)), []
+    view.note_state(member, rule is not None)
     for fragment in view.fragments_of(member):
         if rule is None:
             view.set_state(fragment, {})

@@ -406,6 +406,7 @@ def _add_optimizer(
     )
     axes = components.axes
     components.reducer = Reducer(axes, components.groups, settings, components.window)
+    components.reducer.replaced.watch(model)
     steps = StepSettings(
         clip=config.gradient_clipping,
         refuse_unused=not config.zero.ignore_unused_parameters,

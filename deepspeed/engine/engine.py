@@ -194,6 +194,7 @@ class DeepSpeedEngine(EngineSurface, ModuleWrapper):
         optimizer, reducer = self._components.optimizer, self._components.reducer
         if optimizer is None or reducer is None:
             return
+        reducer.replaced.settle()
         reducer.clean = False  # on all ranks alike, whatever branch each takes
         self._thaw()
 

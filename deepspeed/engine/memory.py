@@ -42,7 +42,7 @@ from deepspeed.errors import MemoryExhaustedError
 from deepspeed.foundation.heap import limits_addresses, resident
 from deepspeed.zero.estimate import HOST
 from deepspeed.zero.exhaustion import is_exhaustion
-from deepspeed.zero.optimizer_shard import Away
+from deepspeed.zero.state_tensor import Away
 from deepspeed.zero.units import repeated_blocks
 
 _ROOM = 0.8  # of what seems to fit
@@ -250,7 +250,7 @@ def holdings(engine: Any) -> list[tuple[str, list[torch.Tensor | None]]]:
     parts: Components = engine._components
     groups, buckets = parts.groups, [] if parts.reducer is None else parts.reducer.buckets
     gathers = [group for group in groups if group.policy.gathers_before_use]
-    states = [] if parts.optimizer is None else list(parts.optimizer.state.values())
+    states = [] if parts.optimizer is None else parts.optimizer.state.of_leaves()
     pools = {id(p): p for g in groups for p in (g.tiers.optimizer.pool, g.tiers.parameters.pool) if p is not None}
     sums = [bucket.sum.memory for bucket in buckets if bucket.sum is not None]
     return [

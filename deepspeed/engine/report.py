@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from deepspeed.zero.optimizer_shard import Away
+from deepspeed.zero.state_tensor import Away
 
 if TYPE_CHECKING:
     from deepspeed.engine.build import Components
@@ -46,7 +46,7 @@ def state_tensors(components: Components) -> dict[str, Sequence[torch.Tensor | N
     )
     moments = []
     if components.optimizer is not None:
-        for state in components.optimizer.state.values():
+        for state in components.optimizer.state.of_leaves():
             moments += [v for v in state.values() if isinstance(v, torch.Tensor) and v.dim()]
     return {
         "parameters": params, "masters": masters, "gradients": sums, "optimizer": moments, "gathered": gathered,

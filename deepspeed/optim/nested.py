@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass
 from typing import Any
@@ -54,12 +55,18 @@ class NestedState(MutableMapping[Tensor, Any]):
     So whatever moves, saves and reads the state of the outer optimizer does the same with the nested one's.
 
     Args:
-        outer: per-parameter state of the outer optimizer.
+        optimizer: the outer one, whose `state` may become another object.
         prefix: path of the nested one, with a dot at its end.
     """
 
-    def __init__(self, outer: MutableMapping[Tensor, Any], prefix: str) -> None:
-        self.outer, self.prefix = outer, prefix
+    def __init__(self, optimizer: Optimizer, prefix: str) -> None:
+        self._optimizer, self.prefix = weakref.ref(optimizer), prefix
+
+    @property
+    def outer(self) -> MutableMapping[Tensor, Any]:
+        """Per-parameter state of the outer optimizer."""
+        optimizer = self._optimizer()
+        return {} if optimizer is None else optimizer.state
 
     def __getitem__(self, key: Tensor) -> _NestedEntry:
         return _NestedEntry(self.outer[key], self.prefix)
@@ -87,7 +94,7 @@ class NestedState(MutableMapping[Tensor, Any]):
 class _NestedEntry(MutableMapping[str, Any]):
     """The state of one parameter in a `NestedState`."""
 
-    def __init__(self, entry: dict[str, Any], prefix: str) -> None:
+    def __init__(self, entry: MutableMapping[str, Any], prefix: str) -> None:
         self._entry, self._prefix = entry, prefix
 
     def __getitem__(self, key: str) -> Any:
@@ -113,7 +120,7 @@ def join_states(optimizer: Optimizer) -> None:
     for path, nested in nested_optimizers(optimizer).items():
         if id(nested.state) in joined or isinstance(nested.state, NestedState):
             continue  # the class shares it already
-        state = NestedState(optimizer.state, f"{path}.")
+        state = NestedState(optimizer, f"{path}.")
         for key, value in nested.state.items():
             state[key] = value
         nested.state = state  # type: ignore[assignment]

@@ -141,15 +141,20 @@ class Member:
         self.address = view.data_ptr()
         if param.data_ptr() == self.address and param.dtype == view.dtype:
             return
+        self.check_fit()
+        view.copy_(param.detach())
+        param.data = view
+        self.version = -1
+
+    def check_fit(self) -> None:
+        """Raise for values of another shape or dtype, as after `module.half()`."""
+        view, param = self.group.views[self.index], self.param
         if param.shape != view.shape or param.dtype != view.dtype:
             raise UsageError(
                 f"parameter '{self.name}' was {tuple(view.shape)} {view.dtype} at initialize and is now "
                 f"{tuple(param.shape)} {param.dtype}: cast or resize the model before initialize, or name the dtype "
                 f"in the JSON (bf16, fp16)"
             )
-        view.copy_(param.detach())
-        param.data = view
-        self.version = -1
 
     def dense(self) -> torch.Tensor:
         """A private dense copy; all ranks of the axis call together unless the values are here."""

@@ -25,12 +25,17 @@ from deepspeed.zero.member import Member
 from deepspeed.zero.norm import explain_overflow, global_norm, known_norm
 from deepspeed.zero.optimizer_methods import PublishedMethods
 from deepspeed.zero.optimizer_shard import OptimizerShard, make_room_for_state, whole_state
+from deepspeed.zero.optimizer_state import adopt, follow
 from deepspeed.zero.optimizer_surface import OptimizerSurface, numbers_of, share_counters
 from deepspeed.zero.param import is_managed
 from deepspeed.zero.reducer import Reducer
 from deepspeed.zero.roles import Pruner
 from deepspeed.zero.shard_group import edited, group_of, meet_before_change
 from deepspeed.zero.waves import publish, update, waves_of
+
+_HOOK_TABLES = tuple(
+    f"_optimizer_{call}_{when}_hooks" for call in ("step", "state_dict", "load_state_dict") for when in ("pre", "post")
+)
 
 
 @dataclass(frozen=True)
@@ -114,17 +119,19 @@ class ZeroOptimizer(OptimizerSurface):
         self._shard_of = {id(shard.group): shard for shard in self.shards}
         self.fragments: dict[int, list[Fragment]] = {}
         self._stepping, self._updated = False, False
-        if foreign:
-            join_states(self.optimizer)
         every = [self.optimizer, *nested_optimizers(self.optimizer).values()] if foreign else [self.optimizer]
         for each in every:  # some classes leave torch's constructor out
-            for when in ("pre", "post"):
-                vars(each).setdefault(f"_optimizer_step_{when}_hooks", OrderedDict())
+            for table in _HOOK_TABLES:
+                vars(each).setdefault(table, OrderedDict())
+        if foreign:
+            join_states(self.optimizer)
         self._guards = [each.register_step_pre_hook(self._refuse_strangers) for each in every]
+        follow(self)
         self._split_groups()
         for group in self._whole:
             group.aliases.noisy()  # nobody else has anything over the memory yet
         reducer.squares.buckets = [shard.bucket for shard in self.shards if shard.members]
+        adopt(self)
         for shard in self.shards:
             shard.store_state()
         self._methods = PublishedMethods(self.optimizer, self.traits, self)
@@ -185,6 +192,7 @@ class ZeroOptimizer(OptimizerSurface):
         self._stepping = True
         try:
             with contextlib.ExitStack() as stack:
+                stack.enter_context(adopt(self).by_leaf())
                 for shard in self.shards:
                     stack.enter_context(shard.at_hand(changed=True))
                 result = call()
@@ -215,11 +223,6 @@ class ZeroOptimizer(OptimizerSurface):
     @param_groups.setter
     def param_groups(self, value: list[dict[str, Any]]) -> None:
         self.optimizer.param_groups = value
-
-    @property
-    def state(self) -> Any:
-        """The inner optimizer's state, keyed by the fragments."""
-        return self.optimizer.state
 
     @property
     def defaults(self) -> dict[str, Any]:
@@ -267,6 +270,7 @@ class ZeroOptimizer(OptimizerSurface):
         if self.lifecycle is not None:
             self.lifecycle.settle()
         self.window.leaf_writes = self._leaf_writes - self._writes
+        self.reducer.replaced.settle()
         agreed = self.reducer.finish(self.window.update)
         self._refuse_leaf_writes()
         if self.masks is not None:
@@ -361,6 +365,7 @@ class ZeroOptimizer(OptimizerSurface):
                 "parameters were added to, or taken from, the optimizer's groups after initialize, which shares out "
                 "gradients and state by them; pass all groups to initialize, and freeze with requires_grad"
             )
+        state = adopt(self)
         if not self._updated:
             make_room_for_state(self.optimizer, self.shards)
         self._updated = True
@@ -371,7 +376,8 @@ class ZeroOptimizer(OptimizerSurface):
                 at_once = not self.traits.in_parts
                 waves = waves_of(self.shards, self.reducer, self.optimizer, self._late is not None, at_once)
                 updated = None if self.masks is None else self.masks.on_update
-                handles = update(self.optimizer, waves, factor, updated, late, call)
+                with state.by_leaf():
+                    handles = update(self.optimizer, waves, factor, updated, late, call)
         finally:
             self._stepping = False
         for handle in handles:
@@ -379,6 +385,7 @@ class ZeroOptimizer(OptimizerSurface):
         self._show_new_values()
         for wave in waves:
             count_update(wave.members)
+            state.note_updated(wave.members)
 
     def _show_new_values(self) -> None:
         """Ranks that ask for the new slices get them; counters of groups without parameters follow the others."""
@@ -430,6 +437,7 @@ class ZeroOptimizer(OptimizerSurface):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict` gave, on the same rank and topology."""
         self.optimizer.load_state_dict(state["optimizer"])
+        adopt(self)
         for shard in self.shards:
             shard.store_state()
         if self.scaler is not None and state.get("loss_scaler") is not None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,18 +27,10 @@ from deepspeed.zero.buckets import Bucket
 from deepspeed.zero.fragment import Fragment
 from deepspeed.zero.member import Member
 from deepspeed.zero.shard_group import ShardGroup
+from deepspeed.zero.state_tensor import Away
 
 # State tensors begin at multiples of this many bytes in the buffer they share.
 _ALIGN = 64
-
-
-class Away(torch.Tensor):
-    """A placeholder on the meta device; to be moved changes nothing, as clients move all state at their end."""
-
-    def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return self
-
-    cpu = cuda = to
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,8 +66,8 @@ def _strides(value: torch.Tensor) -> tuple[int, ...]:
 class _Moments:
     """The state tensors of a group, packed into one tensor of a tier that moves what it lends."""
 
-    def __init__(self, group: ShardGroup, optimizer: torch.optim.Optimizer) -> None:
-        self._group, self._optimizer = group, optimizer
+    def __init__(self, group: ShardGroup, optimizer: torch.optim.Optimizer, lend: weakref.WeakMethod[Any]) -> None:
+        self._group, self._optimizer, self._lend = group, optimizer, lend
         self._entries: list[_Entry] = []
         self._stored: Stored | None = None
         self._buffer: torch.Tensor | None = None
@@ -111,7 +105,7 @@ class _Moments:
             if place.data_ptr() != value.data_ptr():  # the optimizer, or somebody else, put another tensor there
                 place.copy_(value)
                 changed = True
-            placeholder = torch.empty_like(value, device="meta").as_subclass(Away)
+            placeholder = Away.of(value, functools.partial(_borrow, self._lend, entry.leaf, entry.key))
             self._optimizer.state[entry.leaf][entry.key] = placeholder
         if old is not None and old is not self._stored:
             old.give_back(changed=False)
@@ -147,7 +141,8 @@ class OptimizerShard:
         self.bucket, self.group = bucket, bucket.group
         self.members: list[Member] = []  # that the optimizer updates, on some rank
         self.fragments: list[Fragment] = []
-        self._optimizer, self._moments = optimizer, _Moments(self.group, optimizer)
+        self._optimizer = optimizer
+        self._moments = _Moments(self.group, optimizer, weakref.WeakMethod(self.lend))
         self._users, self._foreign = 0, foreign
         self._evicted: list[Evicted] = []
 
@@ -247,6 +242,18 @@ class OptimizerShard:
                     self._moments.take_away(self.fragments, changed)
                     self.point()
 
+    @contextlib.contextmanager
+    def lend(self, leaf: Parameter, key: str, changed: bool) -> Iterator[torch.Tensor]:
+        """One state tensor, real inside.
+
+        Args:
+            leaf: whose.
+            key: its name.
+            changed: it may be written.
+        """
+        with self.at_hand(changed):
+            yield self._optimizer.state[leaf][key]
+
     def evict_state(self, pool: BufferPool) -> None:
         """Move state tensors that rest on the device to host memory, until `restore_state`."""
         if self._evicted or self.group.tiers.optimizer is not RESIDENT:
@@ -282,6 +289,15 @@ class OptimizerShard:
     def drop(self) -> None:
         """The optimizer is gone."""
         self._moments.drop()
+
+
+def _borrow(
+    lend: weakref.WeakMethod[Any], leaf: Parameter, key: str, changed: bool
+) -> contextlib.AbstractContextManager[torch.Tensor]:
+    method = lend()
+    if method is None:
+        raise UsageError(f"optimizer state {key!r} was kept longer than its optimizer, which had it in another tier")
+    return method(leaf, key, changed)
 
 
 def whole_state(optimizer: torch.optim.Optimizer, shards: list[OptimizerShard]) -> dict[str, Any]:

@@ -12,16 +12,30 @@ from torch.nn import Parameter
 from deepspeed.comm.api import told_by_all
 from deepspeed.comm.axis import Axis
 from deepspeed.optim.nested import groups_of
+from deepspeed.zero.optimizer_state import OptimizerState, adopt
 
 if TYPE_CHECKING:
+    from deepspeed.zero.fragment import Fragment
     from deepspeed.zero.shard_group import ShardGroup
 
 
 class OptimizerSurface:
-    """What an optimizer over slices can be asked; to read, not to write."""
+    """What an optimizer over slices can be asked."""
 
+    optimizer: torch.optim.Optimizer  # over the leaves
+    fragments: dict[int, list[Fragment]]
     groups: Sequence[ShardGroup]
     bit16_groups: list[list[Parameter]]  # the model's parameters that each group of the optimizer updates
+
+    @property
+    def state(self) -> OptimizerState:
+        """The inner optimizer's state; see [Note: state by parameter]."""
+        return adopt(self)
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.optimizer.state = value
+        adopt(self)
 
     @property
     def fp16_groups(self) -> list[list[Parameter]]:

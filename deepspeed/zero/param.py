@@ -28,8 +28,9 @@ birth_writers: list[Callable[[str, Any, tuple[Any, ...], dict[str, Any]], Any]] 
 
 _raw_grad: Any = torch._C.TensorBase.grad  # the field itself, below the property of ManagedParameter
 _raw_data: Any = torch._C.TensorBase.data
+_raw_class: Any = object.__dict__["__class__"]
 
-_METADATA = frozenset(
+METADATA = frozenset(
     "shape size dim ndim ndimension numel nelement dtype device layout is_leaf requires_grad requires_grad_ grad_fn "
     "is_cuda is_cpu is_meta is_sparse is_quantized is_complex is_floating_point is_signed is_inference itemsize nbytes "
     "element_size names has_names output_nr _version _backward_hooks _post_accumulate_grad_hooks retain_grad "
@@ -38,8 +39,8 @@ _METADATA = frozenset(
     "is_nested is_conj is_neg is_distributed is_inference volatile name _is_view _base "
     "grad_dtype dense_dim sparse_dim __instancecheck__ _cdata".split()
 )
-_DENSE_METADATA = frozenset("stride is_contiguous storage_offset is_non_overlapping_and_dense dim_order".split())
-_LIKE = frozenset(
+DENSE_METADATA = frozenset("stride is_contiguous storage_offset is_non_overlapping_and_dense dim_order".split())
+LIKE = frozenset(
     "empty_like zeros_like ones_like full_like rand_like randn_like randint_like new_empty new_zeros new_ones new_full "
     "new_empty_strided new_tensor new".split()
 )
@@ -54,12 +55,12 @@ _MOVES = frozenset("to cpu cuda type float double half bfloat16".split())
 _MOVED = "_ds_moved"  # on values moved to another device: whose, and their version then
 
 
-_UNREAD = _METADATA | _DENSE_METADATA | {"grad", "grad=", "requires_grad="}
+_UNREAD = METADATA | DENSE_METADATA | {"grad", "grad=", "requires_grad="}
 
 
 def reads_values(func: Any) -> bool:
     """Whether a torch function may read or write the values of its arguments, or hand out their memory."""
-    return _name_of(func) not in _UNREAD and func is not torch.autograd.grad
+    return name_of(func) not in _UNREAD and func is not torch.autograd.grad
 
 
 def raw_grad(param: torch.Tensor) -> torch.Tensor | None:
@@ -68,6 +69,12 @@ def raw_grad(param: torch.Tensor) -> torch.Tensor | None:
         return _raw_grad.__get__(param)
     with torch._C.DisableTorchFunctionSubclass():
         return _raw_grad.__get__(param)
+
+
+def set_raw_grad(param: torch.Tensor, value: torch.Tensor) -> None:
+    """Put a gradient on `param` as autograd does, past the property."""
+    with torch._C.DisableTorchFunctionSubclass():
+        _raw_grad.__set__(param, value)
 
 
 def clear_raw_grad(param: torch.Tensor) -> None:
@@ -83,6 +90,14 @@ class ManagedParameter(ClientSurface, Parameter):
     """A parameter some engine manages, whole at the moment; `.grad` reads the engine's accumulated mean gradient."""
 
     _ds_member: Member
+
+    def _change_class(self, kind: type) -> None:
+        """`torch.utils.swap_tensors` begins with the classes: see [Note: replaced parameters]."""
+        if not issubclass(kind, ManagedParameter) and "_ds_member" in vars(self):
+            leave(self._ds_member, kind)
+        _raw_class.__set__(self, kind)
+
+    __class__ = property(_raw_class.__get__, _change_class)  # type: ignore[assignment]
 
     @property
     def grad(self) -> torch.Tensor | None:  # type: ignore[override]
@@ -200,14 +215,16 @@ def _describe(kind: str, member: Member, dtype: torch.dtype) -> str:
     return f"<sharded {kind} {member.name}: shape {tuple(member.shape)}, {dtype}, {elements_here(member)} here>"
 
 
-def _name_of(func: Any) -> str:
+def name_of(func: Any) -> str:
+    """The name of a torch function; of a property, with `=` where it is set."""
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):
         return getattr(func.__self__, "__name__", "") + {"__get__": "", "__set__": "=", "__delete__": "="}[name]
     return name
 
 
-def _is_write(name: str) -> bool:
+def is_write(name: str) -> bool:
+    """Whether a torch function of that name changes its first argument."""
     in_place = name.endswith("_") and not name.endswith("__")
     operator = name.startswith("__i") and name.endswith("__") and name not in ("__invert__", "__index__", "__int__")
     return in_place or operator or name.endswith("=") or name in ("__setitem__", "__delitem__")
@@ -241,26 +258,26 @@ def _refuse_targets(name: str, out: Any) -> None:
 
 def intercept(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What any torch function does when it meets a sharded parameter, a stand-in, or a view of a copy."""
-    name = _name_of(func)
+    name = name_of(func)
     if not args and "tensor" in kwargs:  # torch.nn.init passes by name
         args, kwargs = (kwargs["tensor"],), {key: value for key, value in kwargs.items() if key != "tensor"}
     first = args[0] if args and isinstance(args[0], _GUARDED) else None
     with torch._C.DisableTorchFunctionSubclass():
         _refuse_if_replaced(first)
         own = name in _OWN_GRAD and isinstance(first, StandIn)
-        if name in _METADATA or name == "requires_grad=" or own or func is torch.autograd.grad:
+        if name in METADATA or name == "requires_grad=" or own or func is torch.autograd.grad:
             return func(*args, **kwargs)  # torch.autograd.grad knows its inputs by identity
         if first is not None:
             if _stays(name, first, args, kwargs):
                 return first
-            if _is_write(name) or name in _RAW_STORAGE:
+            if is_write(name) or name in _RAW_STORAGE:
                 return _write(name, func, args, kwargs)
             if not isinstance(first, ReadView):
                 if name in _STAND_IN:
                     return stand_in(first._ds_member)
-                if name in _DENSE_METADATA:
+                if name in DENSE_METADATA:
                     return func(_dense_meta(first), *args[1:], **kwargs)
-                if name in _LIKE:
+                if name in LIKE:
                     dense = torch.empty(first.shape, dtype=first.dtype, device=first.device)
                     return func(dense, *args[1:], **kwargs)
         _refuse_targets(f"{name}(out=…)", kwargs.get("out"))
@@ -269,7 +286,7 @@ def intercept(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _write(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Refused, but for modules being born that initialize what their children own."""
-    if birth_writers and _is_write(name) and not (isinstance(args[0], ReadView) and name == "data="):
+    if birth_writers and is_write(name) and not (isinstance(args[0], ReadView) and name == "data="):
         return birth_writers[-1](name, func, args, kwargs)
     refuse_write(name, args[0]._ds_member)
 
@@ -306,7 +323,7 @@ def _compute(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
             copies[id(value)] = (plain, member, _version_of(plain))
         return copies[id(value)][0]
 
-    result = func(*_map(dense, args), **_map(dense, kwargs))
+    result = func(*map_nested(dense, args), **map_nested(dense, kwargs))
     if name in _MOVES and isinstance(args[0], (ShardedParameter, StandIn)):
         _note_move(args[0], result)
     storages = {}
@@ -326,7 +343,7 @@ def _compute(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         view._ds_member = member
         return view
 
-    return _map(guard, result)
+    return map_nested(guard, result)
 
 
 class _Read(torch.autograd.Function):
@@ -386,14 +403,15 @@ def _walk(value: Any) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) else [] if value is None else [value]
 
 
-def _map(change: Any, value: Any) -> Any:
+def map_nested(change: Any, value: Any) -> Any:
+    """A nest of tuples, lists and dicts with what `change` gives for each of its leaves."""
     if isinstance(value, tuple):
-        made = [_map(change, v) for v in value]
+        made = [map_nested(change, v) for v in value]
         return type(value)(*made) if hasattr(value, "_fields") else _rebuild(value, made)
     if isinstance(value, list):
-        return [_map(change, v) for v in value]
+        return [map_nested(change, v) for v in value]
     if isinstance(value, dict):
-        return {k: _map(change, v) for k, v in value.items()}
+        return {k: map_nested(change, v) for k, v in value.items()}
     return change(value)
 
 
@@ -408,9 +426,17 @@ def manage(param: Parameter, member: Member) -> None:
     param._ds_member = member  # type: ignore[attr-defined]
 
 
+def leave(member: Member, kind: type) -> None:
+    """The parameter is about to be of a class that manages nothing."""
+    if member.reducer is not None:
+        member.reducer.replaced.leaves(member, kind)
+    elif member.group.policy.gathers_before_use:
+        refuse_write("swap_tensors", member)
+
+
 def unmanage(param: Parameter) -> None:
     """Give `param` back as a plain one."""
-    param.__class__ = Parameter
+    _raw_class.__set__(param, Parameter)
     vars(param).pop("_ds_member", None)
 
 

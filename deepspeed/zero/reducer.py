@@ -24,6 +24,7 @@ from deepspeed.zero.handed_out import HandedOut
 from deepspeed.zero.holders import Axes
 from deepspeed.zero.member import Member
 from deepspeed.zero.param import clear_raw_grad, raw_grad
+from deepspeed.zero.replaced import Replaced
 from deepspeed.zero.roles import Group
 from deepspeed.zero.rows import add_rows, can_add
 from deepspeed.zero.shard_group import ShardGroup
@@ -67,6 +68,7 @@ class Reducer:
         self._hooks: dict[int, Any] = {}
         self.muted = False  # gradients that arrive are dropped: backward is run again to look at it
         self._entries = Entries(settings, window)
+        self.replaced = Replaced(self.listen, self.arrived)
         for group in groups:
             for member in group.members:
                 member.reducer = self
@@ -74,8 +76,17 @@ class Reducer:
 
     # -- arrival --------------------------------------------------------------------------------------------------
 
-    def listen(self, member: Member) -> None:
-        """Take the gradients of `member` from now on (again, when it was unfrozen)."""
+    def listen(self, member: Member, anew: bool = False) -> None:
+        """Take the gradients of `member` from now on (again, when it was unfrozen).
+
+        Args:
+            member: the parameter.
+            anew: it has another tensor under it: torch lists hooks with the object, and calls those of the tensor.
+        """
+        if anew and member.uid in self._hooks:
+            self._hooks.pop(member.uid).remove()
+            param: Any = member.param
+            param._post_accumulate_grad_hooks = param._post_accumulate_grad_hooks
         if member.param.requires_grad and member.uid not in self._hooks:
             self._of[id(member.group)].prepare()
             self.revision += 1

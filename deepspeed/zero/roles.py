@@ -47,6 +47,8 @@ class Gatherer(Protocol):
 class Gradients(Protocol):
     """Where a parameter's gradients are; see `reducer.Reducer`."""
 
+    replaced: Any  # see `replaced.Replaced`
+
     def arrived(self, member: Any) -> None:
         """Autograd has finished its gradient."""
 

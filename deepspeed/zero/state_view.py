@@ -256,6 +256,8 @@ class StateView(WindowView, PlacedView):
         self.module, self.groups, self.world = module, groups, world
         self.coordinates = dict(coordinates or {})
         self.optimizer, self.reducer = optimizer, reducer
+        if reducer is not None:
+            reducer.replaced.settle()
         self._holds = {id(group): Hold(self, group) for group in groups if self._moves(group)}
         self.members = {member.name: member for group in groups for member in group.members}
         named = dict(module.named_parameters())
@@ -308,7 +310,7 @@ class StateView(WindowView, PlacedView):
         """The optimizer state of a fragment, and what masks add to it."""
         if self.optimizer is None:
             return {}
-        state, masks = self.optimizer.optimizer.state.get(fragment.leaf, {}), self.optimizer.masks
+        state, masks = self.optimizer.state.get(fragment.leaf, {}), self.optimizer.masks
         return state if masks is None else {**state, **(masks.arriving(fragment) or masks.fragment_state(fragment))}
 
     def group_numbers(self) -> dict[int, int]:
@@ -420,9 +422,15 @@ class StateView(WindowView, PlacedView):
         else:
             state = {key: value for key, value in state.items() if not key.startswith(COMPRESSION)}
         if state:
-            self.optimizer.optimizer.state[fragment.leaf] = state
+            self.optimizer.state[fragment.leaf] = state
         else:
-            self.optimizer.optimizer.state.pop(fragment.leaf, None)
+            self.optimizer.state.pop(fragment.leaf, None)
+
+    def note_state(self, member: Member, exists: bool) -> None:
+        """Say whether ranks that have a part of a parameter have state of it; nothing to do on one of them."""
+        view = None if self.optimizer is None else self.optimizer.state.view(member.param)
+        if view is not None and view.leaf is None:
+            view.note(exists)
 
     def publish(self) -> None:
         """Make loaded masters the parameters of every rank. All ranks call together."""

@@ -130,7 +130,7 @@ def safe_get_full_optimizer_state(param: torch.nn.Parameter, optim_state_key: st
     owner = None if member is None else _owner(member)
     if member is None or owner is None:
         return None
-    state = owner.optimizer.state
+    state = owner.state
 
     def pick(fragment: Fragment) -> torch.Tensor | None:
         value = state.get(fragment.leaf, {}).get(optim_state_key)
@@ -194,7 +194,7 @@ def _checked(param: torch.nn.Parameter, value: torch.Tensor) -> tuple[Member, to
 
 def _state_of(member: Member, fragment: Fragment) -> dict[str, Any]:
     owner = _owner(member)
-    return {} if owner is None else owner.optimizer.state[fragment.leaf]
+    return {} if owner is None else owner.state[fragment.leaf]
 
 
 def _replace(state: dict[str, Any], key: str, values: torch.Tensor, member: Member) -> None:
