@@ -217,7 +217,7 @@ def _injected(model: nn.Module, lossless: bool) -> Any:
     try:
         from deepspeed.inference.injected import Injected
     except ImportError as error:  # Transformers, which plain modules do without
-        say(f"init_inference: replace_with_kernel_inject: nothing is replaced: {error}")
+        warn_once(f"init_inference: replace_with_kernel_inject: nothing is replaced: {error}")
         return None
     return Injected.of(model, lossless)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import logging
 import signal
 import socket
 import sys
@@ -65,7 +66,8 @@ async def serve(options: ServeOptions) -> int:
         await asyncio.gather(loading, return_exceptions=True)
         listening.close()
         raise
-    logger.info("ds_serve: %s generates by %s%s", options.name, ready.kind, f" ({ready.why})" if ready.why else "")
+    lost = (logging.WARNING, f" ({ready.why})") if ready.why else (logging.INFO, "")
+    logger.log(lost[0], "ds_serve: %s generates by %s%s", options.name, ready.kind, lost[1])
     try:  # whatever happens from here on, the engine's process is ended: it heeds no signal
         service = Service(options, engine, tokenizer, metrics)
         config = uvicorn.Config(
