@@ -13,6 +13,8 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
+
 CACHES = ("cache", "past_key_values", "cache_params")  # of a model's forward, the newest first
 _OF_LAYERS = (*CACHES, "past_key_value", "layer_past")
 _USES = "use_cache"
@@ -107,3 +109,18 @@ def returned_cache(output: Any) -> Any:
     """The cache that a forward returns, None where there is none."""
     named: Any = output if hasattr(output, "items") else {}
     return next((named[name] for name in caches_in(named)), None)
+
+
+def counts_items(loss: Any) -> bool:
+    """Whether a loss of tokens is the sum over them divided by `num_items_in_batch`, by calling it; true too where it
+    cannot be called on a small example.
+
+    One that lets the argument pass unread gives a mean, which sums over ranks to a multiple of what was meant.
+    """
+    logits = torch.arange(24.0).reshape(1, 3, 8).cos()
+    labels = torch.tensor([[1, 2, 3]])
+    try:
+        one, four = (loss(logits, labels, vocab_size=8, num_items_in_batch=count) for count in (1, 4))
+        return bool(torch.isclose(one, 4 * four))
+    except Exception:  # a client's own: it may want arguments of its own, which its model gives it
+        return True

@@ -25,7 +25,7 @@ from deepspeed.comm.axis import Axis
 from deepspeed.comm.differentiable import gather_to, gathered, summed
 from deepspeed.comm.same_batches import digest
 from deepspeed.errors import DataError, NotAvailableError
-from deepspeed.foundation.hf_forward import caches_in, hands_on, without_cache
+from deepspeed.foundation.hf_forward import caches_in, counts_items, hands_on, without_cache
 from deepspeed.foundation.simulation import simulating
 from deepspeed.sequence.batches import IGNORED, INPUTS, continues, length_of, shifted
 from deepspeed.sequence.heads import TOKEN_HEADS, computes_as_written, has_token_head, whole_head
@@ -439,6 +439,12 @@ def _whole_loss(inner: Any, kind: str) -> Callable[..., torch.Tensor]:
     causal = kind == "ForCausalLM" or getattr(inner, "__name__", "") == "ForCausalLMLoss"
     if not causal and kind not in TOKEN_HEADS:
         return inner
+    if not counts_items(inner):
+        raise NotAvailableError(
+            f"sequence parallelism is not available here: the loss {getattr(inner, '__name__', type(inner).__name__)} "
+            f"does not divide its sum over tokens by num_items_in_batch, so its mean over a slice would be taken for "
+            f"that over all tokens: let it, or compute the loss outside of the model"
+        )
 
     def loss(
         logits: torch.Tensor,
