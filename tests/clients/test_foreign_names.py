@@ -1,4 +1,4 @@
-"""What the package imports and reads of the installed clients is there: a release that renames it fails here, by name."""
+"""What the package imports and reads of the installed clients is there: a release that renames it fails here."""
 
 from __future__ import annotations
 
