@@ -18,6 +18,7 @@ import torch
 CACHES = ("cache", "past_key_values", "cache_params")  # of a model's forward, the newest first
 _OF_LAYERS = (*CACHES, "past_key_value", "layer_past")
 _USES = "use_cache"
+_DICT = re.compile(r"(Optional\[)?[dD]ict\b")
 _KINDS = re.compile(r"\b(Dynamic|EncoderDecoder|Hybrid|Static)?Cache\b")
 # What attention may be told besides its tensors without a change of its result.
 IMMATERIAL = frozenset({
@@ -51,20 +52,18 @@ def accepts(model: Any, name: str) -> bool:
 
 
 def cache_argument(model: Any) -> str | None:
-    """What forward calls keys and values of earlier tokens: by annotation as a cache, else by an older name whatever it
-    is annotated as, else by the newest where it is not annotated (XLM's `cache` is a dict); None: it takes none."""
-    named = arguments(model)
-    caches = [name for name, given in named.items() if _annotated(given.annotation)]
-    plain = [name for name in CACHES if name in named and named[name].annotation is inspect.Parameter.empty]
-    older = [name for name in CACHES[1:] if name in named]
-    known = [name for name in CACHES if name in caches]
-    return next(iter([*known, *older, *plain, *caches]), None)
+    """What forward calls keys and values of earlier tokens; None: it takes none.
+
+    A known name, whatever its annotation says (several models still say tuples), but for a dict, which is another thing
+    (XLM's `cache`); else an argument that is annotated as a cache. That it is one shows when the model is run.
+    """
+    named = {name: _text(given.annotation) for name, given in arguments(model).items()}
+    known = [name for name in CACHES if name in named and not _DICT.match(named[name])]
+    return next(iter(known or [name for name, text in named.items() if _KINDS.search(text)]), None)
 
 
-def _annotated(annotation: Any) -> bool:
-    """Whether an annotation, which may be text, names a cache of Transformers."""
-    text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
-    return _KINDS.search(text) is not None
+def _text(annotation: Any) -> str:
+    return annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
 
 
 def with_cache(name: str, cache: Any) -> dict[str, Any]:

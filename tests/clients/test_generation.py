@@ -25,10 +25,16 @@ SIZES = {
 WAYS = {
     "Llama": "native", "Mistral": "native", "Qwen2": "native", "Qwen3": "native", "Phi3": "native",
     "Gemma": "packed", "Gemma2": "packed", "Mixtral": "packed", "Olmo2": "packed", "GPTNeoX": "packed",
-    "GraniteMoe": "packed", "Falcon": "gathered", "DeepseekV3": "gathered", "Mamba": "generate",
+    "GraniteMoe": "packed", "Roberta": "packed", "Falcon": "gathered", "DeepseekV3": "gathered", "Mamba": "generate",
 }  # fmt: skip
-LEFT_OUT = {"Mamba": "intermediate_size", "Falcon": "head_dim", "DeepseekV3": "head_dim"}
+LEFT_OUT = {
+    "Roberta": "num_key_value_heads",
+    "Mamba": "intermediate_size",
+    "Falcon": "head_dim",
+    "DeepseekV3": "head_dim",
+}
 OWN = {
+    "Roberta": {"is_decoder": True},  # whose annotation says tuples
     "DeepseekV3": {
         "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "q_lora_rank": 16, "kv_lora_rank": 16,
         "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 32,
