@@ -16,6 +16,7 @@ from torch import nn
 
 from deepspeed.errors import RequestError, UsageError
 from deepspeed.foundation.log import warn_once
+from deepspeed.foundation.tested import say_untested
 from deepspeed.inference.batch import Batch, Span
 from deepspeed.inference.choice import choose, device_of, packable, passing, warn_of
 from deepspeed.inference.drafts import Drafter
@@ -147,6 +148,7 @@ class Generator:
         for name, given in (sizes if prompt_chunk is None else sizes | {"prompt_chunk": prompt_chunk}).items():
             if type(given) is not int or given < 1:
                 raise RequestError(f"{name} has to be at least 1, not {given!r}")
+        say_untested()
         self.model, self.tokenizer, self._speculation = model, tokenizer, speculation
         self.limit = _limit(model, max_length)
         self._vocabulary = vocabulary(model)

@@ -14,6 +14,7 @@ from typing import Any
 
 from deepspeed.errors import DeepSpeedError
 from deepspeed.foundation.log import logger
+from deepspeed.foundation.tested import say_untested
 from deepspeed.serving.engine import EngineProcess
 from deepspeed.serving.options import ServeOptions, parse
 
@@ -53,6 +54,7 @@ async def serve(options: ServeOptions) -> int:
     from deepspeed.serving.metrics import Metrics
     from deepspeed.serving.service import Service
 
+    say_untested()
     listening = _bound(options.host, options.port)  # what cannot be had is said before the model is loaded
     metrics, ended = Metrics(), asyncio.Event()
     engine = EngineProcess(options.engine, metrics.step, lambda reason: ended.set())
