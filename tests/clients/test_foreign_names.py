@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import ast
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
+import torch
 import transformers
+from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 
+from deepspeed.errors import NotAvailableError
+from deepspeed.foundation.hf_forward import counts_items
+from deepspeed.sequence.ulysses import _whole_loss
 from tests.architecture.sources import trees
 
 CLIENTS = ("transformers", "accelerate", "lightning", "peft", "trl")
@@ -45,6 +51,24 @@ def test_every_name_that_is_imported_is_there() -> None:
 @pytest.mark.parametrize("owner", READ, ids=lambda owner: owner.__name__)
 def test_every_attribute_that_is_read_is_there(owner: type) -> None:
     assert [name for name in READ[owner] if not hasattr(owner, name)] == []
+
+
+@pytest.mark.parametrize("loss", [ForCausalLMLoss, ForMaskedLMLoss])
+def test_losses_count_items(loss: Callable[..., Any]) -> None:
+    assert counts_items(loss)
+    assert _whole_loss(loss, "ForCausalLM") is not loss
+
+
+def test_a_loss_that_counts_no_items_is_refused_over_cut_sequences() -> None:
+    """It is the mean over a rank's tokens, which would be summed over ranks."""
+
+    def mean(logits: Any, labels: Any, vocab_size: int, **_: Any) -> Any:
+        return torch.nn.functional.cross_entropy(logits.view(-1, vocab_size), labels.view(-1))
+
+    assert not counts_items(mean)
+    with pytest.raises(NotAvailableError, match=r"the loss mean does not divide .* num_items_in_batch"):
+        _whole_loss(mean, "ForCausalLM")
+    assert _whole_loss(mean, "ForQuestionAnswering") is mean  # is not called with slices' tokens
 
 
 def test_every_attribute_of_a_config_is_there() -> None:
