@@ -1,6 +1,7 @@
 # One command each: `make train`, `make test`, `make test-all`, `make check`, `make bench`, `make docs`,
 # `make site` (the pages as a site), `make pictures`, `make gallery` and `make look` (what the site shows, and how),
 # `make gpu` (what a GPU can show, where there is one),
+# `make newest` (the clients' newest releases, what runs with them, and a row of the page),
 # `make hosts` (packages for the tests on several hosts; root), `make monitors` (those of the monitors, and their tests),
 # `make wheels` (what is installed elsewhere, under dist/), `make licences` (the page of the dependencies' licences).
 # The first of them makes the environment in .venv.
@@ -13,12 +14,14 @@ BENCH_ARGS ?=
 TEST_ARGS ?=
 GALLERY_ARGS ?=
 LOOK_ARGS ?=
+TORCH_NEWEST ?=
+NEWEST_ARGS ?=
 HOST_PACKAGES := openssh-server pdsh openmpi-bin mpich slurm-wlm munge iproute2
 # Two at a time, file by file: one alone leaves a core idle while its ranks wait for each other.
 TWICE := -n 2 --dist loadfile
 FAST_TESTS := $(wildcard $(addprefix tests/,architecture harness unit parallel parity faults golden docs clients emulated package hosts))
 
-.PHONY: train test test-all check gpu bench pictures docs site look gallery hosts monitors wheels licences
+.PHONY: train test test-all check gpu bench pictures docs site look gallery hosts monitors newest wheels licences
 
 # torch comes first and alone, so that the wheel of this machine's kind is the one that everything else builds on
 $(READY): pyproject.toml constraints.txt setup.py $(wildcard deepspeed/native/*.cpp deepspeed/native/*.h)
@@ -50,6 +53,12 @@ monitors: $(READY)
 		> $$(.venv/monitors/bin/python -c "import sysconfig as s; print(s.get_paths()['purelib'])")/rest.pth
 	.venv/monitors/bin/pip install -q -c constraints.txt tensorboard wandb comet_ml mlflow-skinny prometheus_client
 	.venv/monitors/bin/python -m pytest tests/unit/monitor
+
+# the newest releases of the clients, without constraints, in an environment of their own over the other, as `monitors`:
+# their tests, generation, the two commands, and a row in docs/clients.md (needs pip's index; half an hour).
+# The torch that is here stays, since the newest wheel of pip's index is CUDA's, of several GB: TORCH_NEWEST=torch takes it.
+newest: $(READY)
+	$(BIN)/python -m tests.clients.newest --torch "$(TORCH_NEWEST)" $(NEWEST_ARGS)
 
 check: $(READY)
 	$(BIN)/ruff check .

@@ -13,6 +13,7 @@ from torch.nn import functional
 from deepspeed.compression.layers import block_lists
 from deepspeed.config.sections.compression import Distillation
 from deepspeed.errors import CompressionError, UsageError
+from deepspeed.foundation.hf_forward import uncached
 
 _IGNORED = -100
 
@@ -165,13 +166,12 @@ class Distiller:
 
 
 _Call = tuple[tuple[Any, ...], dict[str, Any], torch.Tensor]
-# A layer that is asked again must not write into the teacher's cache.
-_CACHES = {"past_key_values": None, "past_key_value": None, "layer_past": None, "use_cache": False}
 
 
 def _noting(seen: list[_Call]) -> Callable[..., None]:
     def hook(module: nn.Module, inputs: Any, kwargs: dict[str, Any], output: Any) -> None:
-        seen.append((inputs, kwargs | {k: v for k, v in _CACHES.items() if k in kwargs}, _first(output)))
+        # a layer that is asked again must not write into the teacher's cache
+        seen.append((inputs, uncached(kwargs), _first(output)))
 
     return hook
 

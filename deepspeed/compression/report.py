@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import signal
 import statistics
@@ -15,11 +16,12 @@ from typing import Any
 import torch
 
 from deepspeed.errors import CompressionError
+from deepspeed.foundation import hf_forward
 
 LIMIT_S = 1800.0
 """Seconds that a reader may take over one answer."""
 
-# Runs alone, and answers one line of JSON for each line it is given.
+# Runs alone, after the source of `hf_forward`, and answers one line of JSON for each line it is given.
 _READER = """
 import json, sys, time
 import torch, transformers
@@ -36,11 +38,13 @@ if loaded["missing_keys"]:  # Transformers would go on with random values
 model.eval()
 
 def prefill(ids):
-    model(input_ids=ids, use_cache=False)
+    model(input_ids=ids, **without_cache(model))
 
 def token(ids):
-    cache = model(input_ids=ids[:, :-1], use_cache=True).past_key_values
-    return lambda: model(input_ids=ids[:, :1], past_key_values=cache, use_cache=True)
+    name, cache = cache_argument(model), returned_cache(model(**caches_at_all(model, {"input_ids": ids[:, :-1]})))
+    if name is None or cache is None:
+        raise SystemExit(f"{type(model).__name__} takes and returns no cache")
+    return lambda: model(input_ids=ids[:, :1], **with_cache(name, cache))
 
 def timed(kind, length, times):
     text = config.get_text_config()
@@ -58,7 +62,7 @@ def timed(kind, length, times):
 def loss(file):
     windows, total = torch.load(file, weights_only=True), 0.0
     for part in windows.split(16):
-        logits = model(input_ids=part[:, :-1], use_cache=False).logits.float()
+        logits = model(input_ids=part[:, :-1], **without_cache(model)).logits.float()
         total += F.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten().long(), reduction="sum").item()
     return total / windows[:, 1:].numel()
 
@@ -90,7 +94,7 @@ class Exported:
             raise CompressionError(f"{folder} is no folder with a config.json")
         self._stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115 -- closed with the process
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _READER, str(self.folder)],
+            [sys.executable, "-c", inspect.getsource(hf_forward) + _READER, str(self.folder)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import itertools
 from typing import Any
 
@@ -22,6 +21,7 @@ from deepspeed.compression.families import (
     relaid,
 )
 from deepspeed.errors import CompressionError
+from deepspeed.foundation.hf_forward import without_cache
 
 TOLERANCE = 1e-5  # of the largest output
 LARGEST = 40_000_000  # parameters of a twin
@@ -91,9 +91,7 @@ def inputs_for(model: nn.Module, config: Any) -> dict[str, Any]:
         given = {main: torch.randn(2, getattr(config, "num_channels", 3), height, width, generator=generator)}
     else:
         raise CompressionError(f"the input {main!r} of {type(model).__name__} cannot be made up")
-    if "use_cache" in inspect.signature(model.forward).parameters:
-        given["use_cache"] = False
-    return given
+    return given | without_cache(model)
 
 
 @torch.no_grad()

@@ -11,6 +11,7 @@ from deepspeed.engine.pipeline import PipelineEngine
 from deepspeed.engine.reporting import say_info
 from deepspeed.engine.staging import is_pipelined
 from deepspeed.errors import ArgumentError, DeepSpeedConfigError
+from deepspeed.foundation.tested import say_untested
 from deepspeed.zero.init_context import suspended
 
 
@@ -59,6 +60,7 @@ def initialize(
     if dist_init_required is not False:
         comm_init.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     say_info()
+    say_untested()
     kind = PipelineEngine if is_pipelined(model, source, mpu) else DeepSpeedEngine
     with suspended():
         engine = kind(

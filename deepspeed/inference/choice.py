@@ -15,13 +15,14 @@ from torch import nn
 from transformers.cache_utils import DynamicCache
 
 from deepspeed.errors import PackingError
-from deepspeed.foundation.log import say
+from deepspeed.foundation.hf_forward import accepts, cache_argument, without_cache
+from deepspeed.foundation.log import say, warn_once
 from deepspeed.inference.batch import Batch, Span
 from deepspeed.inference.fused import FusedExecutor, prove
 from deepspeed.inference.gathered import GatheringExecutor
 from deepspeed.inference.inside import Inside
 from deepspeed.inference.limits import text_config, vocabulary
-from deepspeed.inference.paged import PagedExecutor, Store, accepts
+from deepspeed.inference.paged import PagedExecutor, Store
 from deepspeed.native import library
 
 PROBE_PAGE = 2
@@ -79,7 +80,7 @@ def _structure(model: nn.Module) -> str | None:
         return "it is no model of Transformers"
     if getattr(config, "is_encoder_decoder", False):
         return "it has an encoder"
-    if not accepts(model, "past_key_values"):
+    if cache_argument(model) is None:
         return "it takes no cache of keys and values"
     return None
 
@@ -101,7 +102,7 @@ def _alone(model: nn.Module, tokens: list[int]) -> torch.Tensor:
     given: dict[str, Any] = {"attention_mask": torch.ones_like(ids)}
     if accepts(model, "position_ids"):
         given["position_ids"] = torch.arange(len(tokens), device=ids.device)[None]
-    return model(input_ids=ids, use_cache=False, **given).logits[0]
+    return model(input_ids=ids, **given, **without_cache(model)).logits[0]
 
 
 def _noise(model: nn.Module, sequences: list[list[int]], wanted: list[torch.Tensor]) -> float:
@@ -169,7 +170,11 @@ def _fused(executor: Any, sequences: list[list[int]], wanted: list[torch.Tensor]
     if reason is None:
         return made
     executor.unfused = reason
-    say(f"{type(executor.model).__name__} goes through its own modules: {reason}")
+    lost = f"{type(executor.model).__name__} goes through its own modules, not through native passes: {reason}"
+    if device_of(executor.model).type == "cpu":
+        warn_once(lost)
+    else:
+        say(lost)  # native passes are of processors
     return executor
 
 
@@ -189,7 +194,7 @@ def choose(model: nn.Module, fused: bool = True, packed: bool = False) -> tuple[
         with passing(model):
             found.pack()
     elif packed:
-        say(f"{type(model).__name__}: weights stay whole: only its native form would read them in 12 bits")
+        warn_once(f"{type(model).__name__}: weights stay whole: only its native form would read them in 12 bits")
     return found, why
 
 
@@ -247,6 +252,16 @@ def _interface(model: nn.Module) -> bool:
         if module is not None and "ALL_ATTENTION_FUNCTIONS" in vars(module):
             return True
     return False
+
+
+def warn_of(model: nn.Module, executor: Any, why: str) -> None:
+    """Say once which slower way a model takes, and why, where there is a reason."""
+    if not why:
+        return
+    way = "not batched but goes through its own generate"
+    if executor is not None:
+        way = "not packed but gathered" + (", contexts of one length together" if executor.even else "")
+    warn_once(f"{type(model).__name__} is {way}: {why}")
 
 
 def packable(model: nn.Module) -> str | None:

@@ -15,6 +15,7 @@ from deepspeed.comm.collectives import broadcast_tensors
 from deepspeed.comm.mesh import mesh_for, ranks_started, resolve
 from deepspeed.errors import ArgumentError, TensorParallelError, UsageError
 from deepspeed.foundation.log import say, say_once, warn_once
+from deepspeed.foundation.tested import say_untested
 from deepspeed.foundation.tree import map_tensors
 from deepspeed.foundation.wrapper import ModuleWrapper
 from deepspeed.inference.config import DeepSpeedInferenceConfig, merged, moot_lines, refuse_later
@@ -44,6 +45,7 @@ def init_inference(model: Any, config: Any = None, **kwargs: Any) -> InferenceEn
     Example:
         >>> pipe.model = deepspeed.init_inference(pipe.model, dtype=torch.bfloat16)
     """
+    say_untested()
     return InferenceEngine(model, DeepSpeedInferenceConfig(**merged(config, kwargs)))
 
 
@@ -217,7 +219,7 @@ def _injected(model: nn.Module, lossless: bool) -> Any:
     try:
         from deepspeed.inference.injected import Injected
     except ImportError as error:  # Transformers, which plain modules do without
-        say(f"init_inference: replace_with_kernel_inject: nothing is replaced: {error}")
+        warn_once(f"init_inference: replace_with_kernel_inject: nothing is replaced: {error}")
         return None
     return Injected.of(model, lossless)
 

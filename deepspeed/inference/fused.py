@@ -15,7 +15,7 @@ from torch import nn
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.errors import PackingError, RequestError
-from deepspeed.foundation.log import say
+from deepspeed.foundation.log import warn_once
 from deepspeed.inference.batch import Batch
 from deepspeed.inference.limits import length_limit, packed_limit
 from deepspeed.inference.native import Heads, Pass, functions
@@ -186,7 +186,7 @@ class FusedExecutor:
         try:
             self.structure = self._read()
         except PackingError as error:
-            say(f"{type(self.model).__name__} goes on through its own modules: {error}")
+            warn_once(f"{type(self.model).__name__} goes on through its own modules, not in native passes: {error}")
             self.structure.blocks, self.structure.seen, self.structure.tensors = [], [], ([], [])
 
 

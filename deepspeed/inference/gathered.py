@@ -13,15 +13,16 @@ from torch import nn
 from transformers.cache_utils import Cache
 
 from deepspeed.errors import PackingError
+from deepspeed.foundation.hf_forward import accepts, cache_argument, with_cache
 from deepspeed.inference.batch import Batch, Group
-from deepspeed.inference.paged import Store, accepts
+from deepspeed.inference.paged import NoLayers, Store
 
 
 class GatheringCache(Cache):
     """What the model takes for the cache of a padded batch of sequences, in one call."""
 
     def __init__(self, store: Store, group: Group) -> None:
-        super().__init__(layers=[])
+        super().__init__(layers=NoLayers())
         sequences, rows = group.rows.shape
         self.store, self.rows, self.sequences = store, rows, sequences
         longest = group.slots.shape[1]
@@ -67,7 +68,7 @@ class GatheringExecutor:
 
     def __init__(self, model: nn.Module, store: Store, even: bool = False) -> None:
         self.model, self.store, self.even = model, store, even
-        self.keeps = accepts(model, "logits_to_keep")
+        self.keeps, self._cached = accepts(model, "logits_to_keep"), cache_argument(model) or ""
         self.placed = accepts(model, "position_ids")
 
     @torch.no_grad()
@@ -93,7 +94,7 @@ class GatheringExecutor:
         if self.keeps:
             given["logits_to_keep"] = keep
         tokens = batch.tokens[group.rows]
-        out = self.model(input_ids=tokens, past_key_values=cache, use_cache=True, **given)
+        out = self.model(input_ids=tokens, **with_cache(self._cached, cache), **given)
         if not cache.layer_used:
             raise PackingError("it keeps nothing in the cache it is given")
         return out.logits

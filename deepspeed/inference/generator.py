@@ -15,9 +15,10 @@ import torch
 from torch import nn
 
 from deepspeed.errors import RequestError, UsageError
-from deepspeed.foundation.log import say
+from deepspeed.foundation.log import warn_once
+from deepspeed.foundation.tested import say_untested
 from deepspeed.inference.batch import Batch, Span
-from deepspeed.inference.choice import choose, device_of, packable, passing
+from deepspeed.inference.choice import choose, device_of, packable, passing, warn_of
 from deepspeed.inference.drafts import Drafter
 from deepspeed.inference.limits import length_limit, packed_limit, vocabulary
 from deepspeed.inference.native import largest
@@ -147,14 +148,14 @@ class Generator:
         for name, given in (sizes if prompt_chunk is None else sizes | {"prompt_chunk": prompt_chunk}).items():
             if type(given) is not int or given < 1:
                 raise RequestError(f"{name} has to be at least 1, not {given!r}")
+        say_untested()
         self.model, self.tokenizer, self._speculation = model, tokenizer, speculation
         self.limit = _limit(model, max_length)
         self._vocabulary = vocabulary(model)
         self._ends = _ends(model)
         self._executor, self.why = choose(model, packed=lossless_weights)
         self.kind = "generate" if self._executor is None else self._executor.kind
-        if self.why:
-            say(f"{type(model).__name__} is {self._way()}: {self.why}")
+        warn_of(model, self._executor, self.why)
         pages = 1
         if self._executor is not None:
             probed = self._executor.store
@@ -195,6 +196,11 @@ class Generator:
             self._arrivals += 1
             self._live[request.ident] = live
             if alone:
+                if self._executor is not None:
+                    warn_once(
+                        f"{type(self.model).__name__}: over {self._packed_limit} tokens a request changes how all "
+                        f"positions are rotated, so such requests are not batched but go through its own generate"
+                    )
                 choose = functools.partial(_alone_takes, weakref.ref(live))
                 live.thread = Thread(self.model, tokens, sampling.max_new_tokens, choose)
                 self._alone[request.ident] = live
@@ -290,11 +296,6 @@ class Generator:
             self._closed = True
             if self._executor is not None:
                 self._executor.store.layers.clear()
-
-    def _way(self) -> str:
-        if self._executor is None:
-            return "not batched but goes through its own generate"
-        return "not packed but gathered" + (", contexts of one length together" if self._executor.even else "")
 
     def _copy(self, source: int, target: int) -> None:
         self._executor.store.copy(source, target)

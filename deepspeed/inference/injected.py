@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.foundation.log import say, say_once
+from deepspeed.foundation.log import warn_once
 from deepspeed.inference.fused import FusedExecutor
 from deepspeed.inference.generator import Generator
 from deepspeed.inference.lengths import new_tokens
@@ -44,7 +44,7 @@ class Injected:
                 return cls(generator)
             why = getattr(executor, "unfused", "") or generator.why or "the native library is not there"
             generator.close()
-        say(f"init_inference: replace_with_kernel_inject: {type(model).__name__} keeps its own layers: {why}")
+        warn_once(f"init_inference: replace_with_kernel_inject: {type(model).__name__} keeps its own layers: {why}")
         return None
 
     def generate(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
@@ -52,7 +52,7 @@ class Injected:
         itself, and then a line says why."""
         why = self._refuses(inputs, kwargs)
         if why is not None:
-            say_once(f"generate goes through {type(self._model).__name__}'s own: {why}")
+            warn_once(f"generate goes through {type(self._model).__name__}'s own: {why}")
             return None
         ids = _ids(inputs, kwargs)
         mask = kwargs.get("attention_mask")

@@ -20,17 +20,10 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from deepspeed.errors import PackingError
+from deepspeed.foundation.hf_forward import IMMATERIAL, accepts, cache_argument, with_cache
 from deepspeed.inference.batch import Batch, Group
 
 NAME = "deepspeed_pages"
-# What attention may be told besides its tensors without a change of its result.
-IMMATERIAL = {
-    "attention_mask", "attention_type", "cache_position", "deterministic", "dropout", "head_mask", "is_causal",
-    "labels", "layer_head_mask", "layer_idx", "logits_to_keep", "max_length_k", "max_length_q", "num_items_in_batch",
-    "output_attentions", "output_hidden_states", "output_router_logits", "past_key_value", "past_key_values",
-    "position_embeddings", "position_ids", "return_dict", "return_legacy_cache", "s_aux", "scaling", "sliding_window",
-    "softcap", "target_dtype", "training", "use_cache", "use_top_left_mask",
-}  # fmt: skip
 
 
 class Store:
@@ -76,6 +69,13 @@ class Store:
         return sum(pool[: self.size].nbytes for pair in self.layers.values() for pool in pair)
 
 
+class NoLayers(list[Any]):
+    """The layers of a cache that stores keys and values elsewhere."""
+
+    def __getitem__(self, at: Any) -> Any:
+        raise PackingError("it keeps states of another kind in its cache than keys and values")
+
+
 class Mask:
     """What a model's masking asked for: instead of a tensor over one sequence, the rule by positions."""
 
@@ -87,7 +87,7 @@ class PagedCache(Cache):
     """What the model takes for its cache during one pass."""
 
     def __init__(self, store: Store, batch: Batch) -> None:
-        super().__init__(layers=[])
+        super().__init__(layers=NoLayers())
         self.store, self.batch = store, batch
         self.handed: dict[int, tuple[int, torch.Tensor, torch.Tensor]] = {}
         self.cached: set[int] = set()  # layers of this pass
@@ -273,7 +273,7 @@ class PagedExecutor:
     def __init__(self, model: nn.Module, store: Store) -> None:
         self.model, self.store = model, store
         self.configs = configs_of(model)
-        self.keeps = accepts(model, "logits_to_keep")
+        self.keeps, self._cached = accepts(model, "logits_to_keep"), cache_argument(model) or ""
         self.rules: dict[int, Mask] = {}  # of the last pass
         self.scales: dict[int, float | None] = {}
 
@@ -303,8 +303,7 @@ class PagedExecutor:
             out = self.model(
                 input_ids=batch.tokens[None],
                 position_ids=batch.positions[None],
-                past_key_values=cache,
-                use_cache=True,
+                **with_cache(self._cached, cache),
                 **keep,
             )
         self.rules, self.scales = cache.rules, cache.scales
@@ -312,10 +311,3 @@ class PagedExecutor:
             raise PackingError("it keeps nothing in the cache it is given")
         logits = out.logits[0]
         return logits if self.keeps and len(logits) == len(batch.wanted) else logits[batch.wanted]
-
-
-def accepts(model: nn.Module, name: str) -> bool:
-    """Whether `model.forward` names an argument."""
-    import inspect
-
-    return name in inspect.signature(model.forward).parameters

@@ -82,7 +82,9 @@ class Reader:
         base = getattr(self.model, getattr(self.model, "base_model_prefix", "") or "model", None)
         if not isinstance(base, nn.Module) or base is self.model:
             raise PackingError("it has no base model under a head")
-        prefix = next(name for name, child in self.model.named_children() if child is base)
+        prefix = next((name for name, child in self.model.named_children() if child is base), None)
+        if prefix is None:
+            raise PackingError(f"{type(self.model).__name__} wraps a model")
         self._only(self.model, {prefix, "lm_head"})
         parts = self._only(base, {"embed_tokens", "layers", "norm", "rotary_emb"})
         for module in self.model.modules():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import logging
 import os
 import re
 import zlib
@@ -84,7 +85,8 @@ def _fingerprint(sources: list[Path]) -> int:
 
 
 def _absent(reason: str) -> tuple[None, str]:
-    say(f"native library: {reason}; plain torch does its work")
+    asked = reason.startswith("off")
+    say(f"native library: {reason}; plain torch does its work", logging.INFO if asked else logging.WARNING)
     return None, reason
 
 

@@ -25,6 +25,7 @@ from deepspeed.comm.axis import Axis
 from deepspeed.comm.differentiable import gather_to, gathered, summed
 from deepspeed.comm.same_batches import digest
 from deepspeed.errors import DataError, NotAvailableError
+from deepspeed.foundation.hf_forward import caches_in, counts_items, hands_on, without_cache
 from deepspeed.foundation.simulation import simulating
 from deepspeed.sequence.batches import IGNORED, INPUTS, continues, length_of, shifted
 from deepspeed.sequence.heads import TOKEN_HEADS, computes_as_written, has_token_head, whole_head
@@ -57,10 +58,11 @@ class Sequence:
     @property
     def documents(self) -> torch.Tensor | None:
         """A number for the document of each token; None where there is one, or where they see each other."""
-        from transformers.masking_utils import find_packed_sequence_indices
-
-        looks = self.mask is None and self.made.separates
-        return find_packed_sequence_indices(self.positions) if looks else None
+        if self.mask is not None or not self.made.separates:
+            return None
+        steps = self.positions.diff(dim=-1, prepend=self.positions[:, :1] - 1)
+        documents = (steps != 1).cumsum(-1)
+        return documents if bool(documents[:, -1].any()) else None
 
 
 _current: ContextVar[Sequence | None] = ContextVar("sequence", default=None)
@@ -93,7 +95,7 @@ class SequenceModel:
     @property
     def without_cache(self) -> dict[str, bool]:
         """Arguments by which forward keeps no keys and values: with them, Transformers ignores packed documents."""
-        return {"use_cache": False} if "use_cache" in inspect.signature(self.model.forward).parameters else {}
+        return without_cache(self.model)
 
     def install(self, core: str) -> None:
         """Have the model compute with attention `core` over slices."""
@@ -174,7 +176,7 @@ class SequenceModel:
             expected: it is of slices: of documents that repeat themselves, they may look like whole sequences.
         """
         own, tokens = given.get("position_ids"), length_of(given)
-        generates = given.get("past_key_values") is not None
+        generates = next(caches_in(given), None) is not None
         if own is None or generates or tokens is None or own.dim() > 2 or own.shape[-1] != tokens:
             return None
         rows = next(given[name] for name in INPUTS if given.get(name) is not None)
@@ -295,7 +297,7 @@ def _refuse(model: Any, axis: Axis) -> None:
         why = "it has an encoder and a decoder, whose sequences are two"
     elif "position_ids" not in parameters:
         why = "its forward takes no position_ids"
-    elif all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters.values()):
+    elif not hands_on(parameters):
         why = "its forward takes no further keyword arguments"
     elif head := whole_head(model):
         why = f"a head {head} takes the sequence as one, or one token of it: cut the model inside, gather what it gives"
@@ -402,7 +404,6 @@ def _mask(
 ) -> Any:
     """As a mask of Transformers, for the whole sequence: padding and packed documents are those of all ranks."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as MASKS
-    from transformers.masking_utils import packed_sequence_compatibility_function
 
     made: Callable[..., Any] = MASKS[core]
     sequence = _current.get()
@@ -411,10 +412,20 @@ def _mask(
         return made(*args, **given, attention_mask=attention_mask, **kwargs)
     tokens = sequence.positions.shape[1]
     if (documents := sequence.documents) is not None:
-        mask_function = packed_sequence_compatibility_function(mask_function, sequence.positions, documents)
+        mask_function = _by_document(mask_function, sequence.positions, documents)
         kwargs["allow_is_causal_skip"] = False
     mask = None if sequence.mask is None else sequence.mask.to(torch.bool)
     return made(*args, q_length=tokens, kv_length=tokens, mask_function=mask_function, attention_mask=mask, **kwargs)
+
+
+def _by_document(rule: Callable[..., Any], positions: torch.Tensor, documents: torch.Tensor) -> Callable[..., Any]:
+    """A mask's rule for packed documents: by positions within one, and tokens of two do not see each other."""
+
+    def within(batch: Any, head: Any, query: Any, key: Any) -> Any:
+        inside = rule(batch, head, positions[batch, query], positions[batch, key])
+        return inside & (documents[batch, query] == documents[batch, key])
+
+    return within
 
 
 def _whole_loss(inner: Any, kind: str) -> Callable[..., torch.Tensor]:
@@ -428,6 +439,12 @@ def _whole_loss(inner: Any, kind: str) -> Callable[..., torch.Tensor]:
     causal = kind == "ForCausalLM" or getattr(inner, "__name__", "") == "ForCausalLMLoss"
     if not causal and kind not in TOKEN_HEADS:
         return inner
+    if not counts_items(inner):
+        raise NotAvailableError(
+            f"sequence parallelism is not available here: the loss {getattr(inner, '__name__', type(inner).__name__)} "
+            f"does not divide its sum over tokens by num_items_in_batch, so its mean over a slice would be taken for "
+            f"that over all tokens: let it, or compute the loss outside of the model"
+        )
 
     def loss(
         logits: torch.Tensor,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import logging
 import signal
 import socket
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 
 from deepspeed.errors import DeepSpeedError
 from deepspeed.foundation.log import logger
+from deepspeed.foundation.tested import say_untested
 from deepspeed.serving.engine import EngineProcess
 from deepspeed.serving.options import ServeOptions, parse
 
@@ -52,6 +54,7 @@ async def serve(options: ServeOptions) -> int:
     from deepspeed.serving.metrics import Metrics
     from deepspeed.serving.service import Service
 
+    say_untested()
     listening = _bound(options.host, options.port)  # what cannot be had is said before the model is loaded
     metrics, ended = Metrics(), asyncio.Event()
     engine = EngineProcess(options.engine, metrics.step, lambda reason: ended.set())
@@ -65,7 +68,8 @@ async def serve(options: ServeOptions) -> int:
         await asyncio.gather(loading, return_exceptions=True)
         listening.close()
         raise
-    logger.info("ds_serve: %s generates by %s%s", options.name, ready.kind, f" ({ready.why})" if ready.why else "")
+    lost = (logging.WARNING, f" ({ready.why})") if ready.why else (logging.INFO, "")
+    logger.log(lost[0], "ds_serve: %s generates by %s%s", options.name, ready.kind, lost[1])
     try:  # whatever happens from here on, the engine's process is ended: it heeds no signal
         service = Service(options, engine, tokenizer, metrics)
         config = uvicorn.Config(

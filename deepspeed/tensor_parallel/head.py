@@ -14,6 +14,7 @@ from deepspeed.comm.api import told_by_all
 from deepspeed.comm.axis import Axis
 from deepspeed.comm.together import run_together
 from deepspeed.errors import NotAvailableError, TensorParallelError
+from deepspeed.foundation.hf_forward import counts_items
 from deepspeed.foundation.simulation import simulating
 from deepspeed.tensor_parallel.layers import Slot, become_column, even_segments, even_sizes, is_linear
 from deepspeed.tensor_parallel.verify import TOLERANCES
@@ -115,6 +116,8 @@ def _parts(model: Any) -> tuple[nn.Embedding, Any]:
         why = "its output projection has other rows than its embedding"
     elif "self.loss_function(" not in inspect.getsource(type(model).forward):
         why = "its forward computes the loss itself, from all logits"
+    elif not counts_items(model.loss_function):
+        why = "its loss does not divide a sum over tokens by num_items_in_batch"
     if why or embedding is None:
         raise NotAvailableError(
             f"tensor_parallel.vocab_parallel_lm_head is not available for {type(model).__name__}: {why}; leave it out"

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from deepspeed.errors import ArgumentError
+from deepspeed.foundation.hf_forward import accepts, caches_at_all, without_cache
 from deepspeed.foundation.log import in_words, say
 from deepspeed.foundation.simulation import simulating
 from deepspeed.foundation.tree import tensors_in
@@ -41,9 +42,7 @@ def inputs_of(model: nn.Module, example: Any = None, shape: tuple[int, int] = (1
             f"cutting a model follows one forward of it, and {type(model).__name__} does not say what it "
             f"takes: give it an attribute example_input_array (a tensor, or a tuple of forward's arguments)"
         )
-    made = _made_up(model, config, *shape)
-    if "use_cache" in inspect.signature(model.forward).parameters:
-        made["use_cache"] = False
+    made = _made_up(model, config, *shape) | without_cache(model)
     return {name: _here(value, model) for name, value in made.items()}
 
 
@@ -122,8 +121,12 @@ def masked(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any] | None:
     Attention takes another way then: what it reads of itself, such as how often heads are repeated, shows only there.
     """
     ids = inputs.get("input_ids")
-    takes = "attention_mask" in inspect.signature(model.forward).parameters
-    if not takes or "attention_mask" in inputs or not isinstance(ids, torch.Tensor) or ids.dim() != 2:
+    if (
+        not accepts(model, "attention_mask")
+        or "attention_mask" in inputs
+        or not isinstance(ids, torch.Tensor)
+        or ids.dim() != 2
+    ):
         return None
     mask = torch.ones_like(ids)
     mask[:, -PADDED:] = 0
@@ -196,8 +199,8 @@ def handed_states(model: nn.Module, calls: dict[str, Call], inputs: dict[str, An
         calls: of its modules, in their order, without a cache.
         inputs: of the model.
     """
-    takes = "use_cache" in inputs or "use_cache" in inspect.signature(model.forward).parameters
-    if simulating() or not calls or not (takes or _configs(model)):
+    caching = caches_at_all(model, inputs)
+    if simulating() or not calls or not (caching != inputs or _configs(model)):
         return set()
     modules = dict(model.named_modules())
     kinds: set[type] = set()
@@ -208,7 +211,7 @@ def handed_states(model: nn.Module, calls: dict[str, Call], inputs: dict[str, An
 
     # A model may do without a cache, and raise what it likes.
     with quiet(model, caches=True), contextlib.suppress(Exception):
-        _noted(model, calls, {**inputs, "use_cache": True} if takes else inputs, note)
+        _noted(model, calls, caching, note)
     return {name for name in calls if type(modules[name]) in kinds}
 
 

@@ -31,15 +31,25 @@ CELLS = {
 }
 
 
-def environment(folder: Path, wanted: list[str]) -> Path:
-    """The interpreter of an environment that has `wanted`, and the rest from the environment this runs in."""
+def layered(folder: Path) -> Path:
+    """The interpreter of an environment that has what the one this runs in has, and what is installed over it."""
     venv.create(folder, with_pip=True)
-    python = folder / "bin" / "python"
     here = sysconfig.get_paths()["purelib"]
     purelib = folder / Path(here).relative_to(sys.prefix)
     (purelib / "rest.pth").write_text(f"import site; site.addsitedir({here!r})\n")
-    kept = [line for line in (REPOSITORY / "constraints.txt").read_text().splitlines() if line.startswith("torch")]
-    (folder / "constraints.txt").write_text("\n".join(kept))
+    return folder / "bin" / "python"
+
+
+def torch_line() -> str:
+    """The constraint by which pip leaves the torch alone that is here."""
+    (line,) = [line for line in (REPOSITORY / "constraints.txt").read_text().splitlines() if line.startswith("torch==")]
+    return f"{line}\n"
+
+
+def environment(folder: Path, wanted: list[str]) -> Path:
+    """The interpreter of an environment that has `wanted`, and the rest from the environment this runs in."""
+    python = layered(folder)
+    (folder / "constraints.txt").write_text(torch_line())
     pinned = {line.split("==")[0] for line in wanted}
     rest = sorted({*OLDEST, "datasets"} - pinned)  # in releases that go with those
     command = [python, "-m", "pip", "install", "-q", "-c", folder / "constraints.txt", *wanted, *rest]

@@ -11,6 +11,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 import deepspeed
+from tests.clients.versions import OLDEST
 
 tomllib = pytest.importorskip("tomllib", reason="Python 3.11 reads TOML")
 
@@ -48,6 +49,23 @@ def test_the_page_of_licences_names_every_dependency() -> None:
         name = Requirement(line).name.lower().replace("_", "-")
         assert name == "deepspeed" or f"| {name} |" in page, f"{name} is missing: `make licences` writes the page"
     assert all(f"## Extra `{extra}`" in page for extra in extras)
+
+
+def test_extras_state_the_range_that_was_tested() -> None:
+    """Each bound is what the constraints install and what the page of clients says; the oldest is what `versions.py`
+    installs."""
+    pins = dict(re.findall(r"^([\w-]+)==([\w.]+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    page = (ROOT / "docs/clients.md").read_text()
+    extras = PROJECT["optional-dependencies"]
+    bounds = {}
+    for requirement in map(Requirement, [*extras["clients"], *extras["serve"]]):
+        parts = {part.operator: part.version for part in requirement.specifier}
+        if "<=" in parts:
+            bounds[requirement.name] = parts["<="]
+            assert pins[requirement.name] == parts["<="], requirement
+            assert parts.get(">=", OLDEST.get(requirement.name)) == OLDEST.get(requirement.name)
+    assert set(bounds) == {*OLDEST, "fastapi"}
+    assert all(f"| {bounds[name]} tested | {oldest} tested" in page for name, oldest in OLDEST.items())
 
 
 def test_type_checkers_may_read_the_package() -> None:

@@ -16,7 +16,7 @@ from torch import nn
 from deepspeed.errors import ArgumentError, MemoryExhaustedError, NotAvailableError
 from deepspeed.foundation.log import logger
 from deepspeed.inference.batch import Batch, Span
-from deepspeed.inference.choice import choose, device_of, passing
+from deepspeed.inference.choice import choose, device_of, passing, warn_of
 from deepspeed.inference.limits import length_limit, packed_limit, vocabulary
 from deepspeed.inference.pages import Pages
 from deepspeed.inference.v2.config_v2 import RaggedInferenceEngineConfig
@@ -59,6 +59,7 @@ class InferenceEngineV2:
         executor, why = choose(model, packed=bool(self._config.lossless_weights))
         if executor is None:
             raise NotAvailableError(f"{type(model).__name__} cannot be batched over pages: {why}; use its generate")
+        warn_of(model, executor, why)
         self._executor = executor
         own = [limit for limit in (length_limit(model), packed_limit(model)) if limit is not None]
         self._max_context = min([self._config.state_manager.max_context, *own])

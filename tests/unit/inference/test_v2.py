@@ -119,5 +119,5 @@ def test_engines_from_folders(tmp_path) -> None:
         build_engine_from_ds_checkpoint(str(tmp_path / "hf"), config)
     with pytest.raises(CheckpointError):
         build_hf_engine(str(tmp_path), config)
-    with pytest.raises(NotAvailableError, match="cache of keys and values"):
+    with pytest.raises(NotAvailableError, match="another kind in its cache than keys and values"):
         InferenceEngineV2(mamba(), config)

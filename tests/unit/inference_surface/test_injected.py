@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 import deepspeed
+from deepspeed.foundation import log
 from deepspeed.native import library
 from tests.unit.inference.toys import llama
 from tests.unit.inference_surface.models import model
@@ -92,7 +94,9 @@ def test_measuring_goes_through_the_modules() -> None:
 
 @pytest.mark.parametrize(("kind", "why"), [("gpt2", "has h"), ("bert", "it has no generate"), ("t5", "encoder")])
 def test_a_model_of_another_shape_says_so(kind: str, why: str, capfd: pytest.CaptureFixture[str]) -> None:
-    engine = deepspeed.init_inference(model(kind), dtype=torch.float32, replace_with_kernel_inject=True)
+    with mock.patch.object(log, "_said", set()):  # once per process
+        engine = deepspeed.init_inference(model(kind), dtype=torch.float32, replace_with_kernel_inject=True)
     assert engine._injected is None
     lines = [line for line in capfd.readouterr().err.splitlines() if "replace_with_kernel_inject: " in line]
     assert len(lines) == 1 and "keeps its own layers: " in lines[0] and why in lines[0], lines
+    assert "[WARNING]" in lines[0]
