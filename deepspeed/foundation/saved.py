@@ -51,8 +51,9 @@ def saved_by(node: object) -> Iterator[tuple[str, Any]]:
             saved: Any = getattr(node, name)
         except RuntimeError:  # its backward is over
             return
-        for each in saved if isinstance(saved, tuple) else (saved,) if saved is not None else ():
-            yield unpacked, each
+        if saved is not None:
+            several: tuple[Any, ...] = saved if isinstance(saved, tuple) else (saved,)  # pyright: ignore[reportUnknownVariableType]
+            yield from ((unpacked, each) for each in several)
 
 
 @functools.cache

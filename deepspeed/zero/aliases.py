@@ -255,12 +255,12 @@ def keep_parameters(node: Any, since: int) -> None:
     """
     for user in nodes_since([node], since):
         for name, saved in saved_by(user):
-            param = None if saved.unpack_hook is not None else saved.data
+            param: Any = None if saved.unpack_hook is not None else saved.data
             if is_managed(param) and param._ds_member.group.policy.gathers_before_use:
-                getattr(user, name)
-                member: Member = param._ds_member
-                start = int(member.group.full.storage_offset()) + member.offset
-                _keep(saved, _Place(member.group, member, version_of(member), member.shape, member.strides, start))
+                getattr(user, name)  # unpacks it as torch does, which looks at its version
+                member, group = param._ds_member, param._ds_member.group
+                start = int(group.full.storage_offset()) + member.offset
+                _keep(saved, _Place(group, member, version_of(member), member.shape, member.strides, start))
 
 
 def _keep(saved: Any, place: _Place) -> None:

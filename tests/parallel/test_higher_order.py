@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.parallel.tiny import WIDTH, expect_close, loss_of, masters, micro_step, raises, rows, start
+from tests.parallel.tiny import WIDTH, expect_close, masters, micro_step, raises, rows, start
 
 slow = pytest.mark.slow
 NOTHING = {"max_live_parameters": 0, "max_reuse_distance": 0, "prefetch_bucket_size": 0}
@@ -67,11 +68,35 @@ class Again(nn.Module):
         return checkpoint(self.block, x, use_reentrant=False)
 
 
+class Times(torch.autograd.Function):
+    """A product, as users write their own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        return grad * weight, (grad * x).sum(0)
+
+
+class InPython(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.out = nn.Parameter(torch.randn(WIDTH)), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.out(Times.apply(x, self.weight)))  # type: ignore[arg-type]
+
+
 BLOCKS: dict[str, Callable[[], nn.Module]] = {
     "mixed": Mixed,
     "two outputs": Twice,
     "convolution": Convolution,
     "checkpointed": Again,
+    "in Python": InPython,
 }
 
 
@@ -108,14 +133,14 @@ def of_parameters(model: Any, x: torch.Tensor, order: int) -> torch.Tensor:
     value = total = torch.tanh(model(x)).square().mean()
     for _ in range(order - 1):
         slopes = torch.autograd.grad(value, list(model.parameters()), create_graph=True)
-        value = sum(slope.square().mean() for slope in slopes)  # type: ignore[assignment]
+        value = torch.stack([slope.square().mean() for slope in slopes]).sum()
         total = total + value
     return total
 
 
 def inner_loop(model: Any, x: torch.Tensor, order: int) -> torch.Tensor:
     """MAML: the loss after `order - 1` steps on fast weights."""
-    fast = dict(module_of(model).named_parameters())
+    fast: dict[str, Any] = dict(module_of(model).named_parameters())
     for _ in range(order - 1):
         loss = torch.func.functional_call(module_of(model), fast, (x,)).square().mean()
         slopes = torch.autograd.grad(loss, list(fast.values()), create_graph=True)
@@ -152,7 +177,7 @@ def several(cells: list[tuple[Any, ...]]) -> None:
         equals_torch(*cell)
 
 
-EVERY = [(kind, loss, order, 3, limits) for kind in BLOCKS for loss in LOSSES for order in (2, 3, 4) for limits in LIMITS]
+EVERY = [(*cell, 3, limits) for cell in itertools.product(BLOCKS, LOSSES, (2, 3, 4)) for limits in LIMITS]
 
 
 def test_gradients_of_any_order_equal_torchs(workers: Any) -> None:
@@ -198,21 +223,21 @@ def test_a_graph_that_outlives_a_step_is_refused(workers: Any, limits: str) -> N
 def memory_goes_with_the_graph() -> None:
     """What a graph of second order holds is freed with it."""
     torch.manual_seed(0)
-    with start(3, Stack("mixed"), sharded=False, zero={"stage3_param_persistence_threshold": 0} | LIMITS["nothing"]) as e:
-        groups = {p._ds_member.group for p in e.module.parameters()}
+    zero = {"stage3_param_persistence_threshold": 0} | LIMITS["nothing"]
+    with start(3, Stack("mixed"), sharded=False, zero=zero) as engine:
+        groups = {p._ds_member.group for p in engine.module.parameters()}
 
         def held() -> int:
             return sum(group.full.untyped_storage().nbytes() > 0 for group in groups)
 
-        micro_step(e, 0)
+        micro_step(engine, 0)
         assert held() == 0
-        value = of_inputs(e, rows(0, dist.get_rank()), 3)
+        value = of_inputs(engine, rows(0, dist.get_rank()), 3)
         assert held() > 0
-        e.backward(value)
+        engine.backward(value)
         del value
-        e.step()
-        loss_of(e, rows(1, dist.get_rank())).backward()  # whatever was held is given back when it is next freed
-        e.step()
+        engine.step()
+        micro_step(engine, 1)  # what was held is given back when it is next freed
         assert held() == 0
 
 

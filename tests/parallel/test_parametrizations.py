@@ -168,9 +168,9 @@ def trains_and_resumes(how: str, born: bool, stage: int, other: int, folder: str
         expect_close(masters(engine), twin.values(), at=(how, "resumed"))
 
 
-def several(cells: list[tuple[Any, ...]], folder: str) -> None:
-    for cell in cells:
-        trains_and_resumes(*cell, folder)
+def several(cells: list[tuple[str, bool, int, int]], folder: str) -> None:
+    for how, born, stage, other in cells:
+        trains_and_resumes(how, born, stage, other, folder)
 
 
 def test_they_are_born_sharded_and_resume(workers: Any, tmp_path: Path) -> None:
@@ -179,7 +179,9 @@ def test_they_are_born_sharded_and_resume(workers: Any, tmp_path: Path) -> None:
 
 
 @slow
-@pytest.mark.parametrize(("born", "stage", "other"), [(True, 3, 3), (True, 3, 1), (False, 3, 0), (False, 2, 3), (False, 1, 3)])
+@pytest.mark.parametrize(
+    ("born", "stage", "other"), [(True, 3, 3), (True, 3, 1), (False, 3, 0), (False, 2, 3), (False, 1, 3)]
+)
 def test_they_resume_at_another_stage(workers: Any, born: bool, stage: int, other: int, tmp_path: Path) -> None:
     workers(2).run(several, [(how, born, stage, other) for how in HOW], str(tmp_path), timeout=180)
 
