@@ -119,7 +119,9 @@ class WeightsIO:
         batches = [[member.param for member in group.members] for group in view.groups] + [list(view.plain.values())]
         names = {id(param): name for name, param in self._state.module.named_parameters()}
         for params in batches:
-            wanted = [p for p in params if p.requires_grad or not exclude_frozen_parameters]
+            # What a client has taken out of the module since, as `weight_norm` does, is not part of it.
+            inside = [p for p in params if id(p) in names]
+            wanted = [p for p in inside if p.requires_grad or not exclude_frozen_parameters]
             with GatheredParameters(wanted):
                 if first:
                     found |= {names[id(p)]: p.detach().cpu().clone() for p in wanted}

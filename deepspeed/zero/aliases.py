@@ -8,6 +8,11 @@ brought under it when the slices change (`ShardGroup.refresh`).
 Autograd holds views too: `F.linear` on a matrix saves `weight.t()`. Those must not keep memory from forward to
 backward. They are found in the graph of a unit's outputs, and what is saved becomes the place in the group instead;
 backward makes the view anew. A saved view that is not found there counts as held: it costs memory, never a value.
+
+A backward with `create_graph` saves once more what it unpacks, in nodes that no hook of a unit surrounds. What it
+unpacks is therefore a view that counts its changes with the parameter, not with the memory, which gathers refill with
+the same values. Autograd saves a parameter itself as the object, which is without values while it is freed; such a
+backward unpacks a view in its place. These views are held: the memory stays until their graph goes.
 """
 
 from __future__ import annotations
@@ -23,8 +28,9 @@ import torch
 
 from deepspeed.errors import ShardedParameterError
 from deepspeed.foundation.heap import huge_pages, own_pages
-from deepspeed.foundation.saved import saved_since
+from deepspeed.foundation.saved import nodes_since, saved_by, saved_since
 from deepspeed.zero.member import Member, memories, references
+from deepspeed.zero.param import is_managed
 from deepspeed.zero.roles import Group, ZeroParamStatus
 from deepspeed.zero.transforms import in_transform
 
@@ -198,8 +204,15 @@ class _Place:
                 f"(by a step or in place); run backward before, or the forward again"
             )
         with group.whole():
-            view = torch.as_strided(group.full, self.size, self.stride, self.offset)
+            view = torch.as_strided(self._source(), self.size, self.stride, self.offset)
             return view if group.users else view.clone()
+
+    def _source(self) -> torch.Tensor:
+        """The full buffer, as a tensor whose version is not raised by the next gather."""
+        param = self.member.param
+        if self.version is not None and param.untyped_storage()._cdata == self.group.aliases.key:
+            return param.detach()  # a backward through what is made of it now is refused after a step
+        return self.group.full.data
 
 
 def keep_places(outputs: Iterable[torch.Tensor], since: int, groups: Sequence[LentGroup]) -> None:
@@ -227,6 +240,30 @@ def _keep_place(saved: Any, of: dict[int, LentGroup]) -> None:
     counts = view._version == member.param._version
     place = _Place(group, member, view._version if counts else None, view.size(), view.stride(), offset)
     del view
+    _keep(saved, place)
+
+
+def keep_parameters(node: Any, since: int) -> None:
+    """Let autograd keep places instead of the parameters themselves, before a backward that makes a graph.
+
+    Args:
+        node: of an output of a forward; its backward has not begun.
+        since: `now()` before that forward; older nodes are left alone.
+
+    Raises:
+        RuntimeError: torch's, when a parameter has been changed since.
+    """
+    for user in nodes_since([node], since):
+        for name, saved in saved_by(user):
+            param: Any = None if saved.unpack_hook is not None else saved.data
+            if is_managed(param) and param._ds_member.group.policy.gathers_before_use:
+                getattr(user, name)  # unpacks it as torch does, which looks at its version
+                member, group = param._ds_member, param._ds_member.group
+                start = int(group.full.storage_offset()) + member.offset
+                _keep(saved, _Place(group, member, version_of(member), member.shape, member.strides, start))
+
+
+def _keep(saved: Any, place: _Place) -> None:
     saved.register_hooks(lambda _view: place, _Place.view)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -126,6 +127,7 @@ class Init:
         self.wraps_apply = parsed is None or parsed.zero.override_module_apply
         self._patches, self._pages = _Patches(), contextlib.ExitStack()
         self._unshared = 0  # bytes of whole parameters freed since the last trim
+        self._born: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules that have been made here
         if module is not None:
             for child in module.modules():
                 self.shard(child)
@@ -142,6 +144,7 @@ class Init:
         made.enabled, made.axis, made.device, made.dtype, made.tiers = True, axis, device, None, Tiers()
         made.wraps_apply = True
         made._patches, made._pages, made._unshared = _Patches(), contextlib.ExitStack(), 0
+        made._born = weakref.WeakSet()
         return made
 
     def __enter__(self) -> Init:
@@ -165,8 +168,24 @@ class Init:
         if error is not None and is_exhaustion(error):
             raise exhausted("a model was made under zero.Init", error) from error
 
+    def shard_late(self, module: nn.Module) -> None:
+        """Shard parameters that modules below `module` were given after they were born, as by `weight_norm`."""
+        self._born.add(module)
+        for child in module.modules():
+            if child in self._born and child is not module:
+                self._shard_parameters(child)
+
     def shard(self, module: nn.Module) -> None:
         """Shard the parameters `module` itself owns, with the values of axis rank 0."""
+        self._shard_parameters(module)
+        for buffer in module._buffers.values():
+            if buffer is not None and buffer.device.type != "meta":
+                broadcast_tensors(self.axis, [buffer], f"birth of a buffer of {type(module).__name__}")
+        if self._unshared > _TRIM_AFTER and self.device.type == "cpu":  # a device's allocator lends them out again
+            self._unshared = 0
+            get_accelerator().empty_cache()
+
+    def _shard_parameters(self, module: nn.Module) -> None:
         for name, param in module._parameters.items():
             if param is None or is_managed(param) or _written_by_its_layer(module, param):
                 continue
@@ -181,12 +200,6 @@ class Init:
             broadcast_tensors(self.axis, [param.data], f"birth of {type(module).__name__}.{name}")
             self._unshared += param.numel() * param.itemsize
             lay(param, f"{type(module).__name__}.{name}", self.axis, self.tiers)
-        for buffer in module._buffers.values():
-            if buffer is not None and buffer.device.type != "meta":
-                broadcast_tensors(self.axis, [buffer], f"birth of a buffer of {type(module).__name__}")
-        if self._unshared > _TRIM_AFTER and self.device.type == "cpu":  # a device's allocator lends them out again
-            self._unshared = 0
-            get_accelerator().empty_cache()
 
 
 def _axis_of(mesh: Mesh, mpu: Any) -> Axis:
@@ -291,6 +304,7 @@ def _wrap(cls: type, patches: _Patches) -> None:
         # Only the outermost __init__ of an object shards: a subclass may still change what its parent made.
         if _open and type(self).__init__ is init:
             _open[-1].shard(self)
+            _open[-1].shard_late(self)
 
     if cls.__new__ is not object.__new__:  # may read the arguments of `__init__` without following `wraps`: Keras
         init.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]

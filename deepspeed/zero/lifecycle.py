@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd import Variable
-from torch.autograd.graph import register_multi_grad_hook
 
 from deepspeed.comm import collectives
 from deepspeed.errors import ShardedParameterError
@@ -66,6 +65,7 @@ class _Call:
     inputs: int  # how many have a gradient that marks the end of the unit's backward
     since: int  # autograd's count of nodes before it
     using: bool = False
+    begun: int = -1  # the last backward pass that came to it
     open: set[int] = field(default_factory=set)  # groups whose gradients end it, where inputs have none
     arrived: dict[int, int] = field(default_factory=dict)  # gradients of inputs so far, by backward pass
 
@@ -240,7 +240,9 @@ class Lifecycle:
         call = self._calls.pop()
         outputs = [t for t in tensors_in(output) if t.requires_grad] if call is not None else []
         if call is not None and outputs:
-            register_multi_grad_hook(outputs, Hook(lambda _grad: self._before_backward(call)), mode="any")
+            hook = Hook(lambda _grad: self._output_gradient(call))
+            for tensor in outputs:
+                tensor.register_hook(hook)
         if outputs and call is not None and not in_backward():
             viewed = [g for g in self.units[unit] if not g.retains and g.aliases.others() > len(g.members)]
             if viewed:
@@ -270,6 +272,15 @@ class Lifecycle:
             for tensor in inputs:
                 tensor.register_hook(hook)
         return call
+
+    def _output_gradient(self, call: _Call) -> None:
+        """The gradient of one of a unit's outputs has come: with the first one in a pass the unit's backward begins."""
+        task = torch._C._current_graph_task_id()
+        if call.begun != task:
+            call.begun = task
+            self._before_backward(call)
+        if torch.is_grad_enabled():  # `create_graph=True`
+            aliases.keep_parameters(torch._C._current_autograd_node(), call.since)
 
     def _before_backward(self, call: _Call) -> None:
         collectives.delay("before a unit's backward")

@@ -10,6 +10,7 @@ the memory (`zero/aliases.py`).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -138,6 +139,12 @@ class ManagedParameter(ClientSurface, Parameter):
     def data(self, value: torch.Tensor) -> None:
         _raw_data.__set__(self, value)
 
+    def set_(self, *source: Any, **how: Any) -> Any:
+        """As torch's; what lies there already is no change, as where a parametrization is registered on a parameter."""
+        if len(source) == 1 and not how and _is_same(self, source[0]):
+            return self
+        return super().set_(*source, **how)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Parameter:
         if id(self) not in memo:
             copied = memo[id(self)] = Parameter(self._ds_member.dense(), self.requires_grad)
@@ -149,8 +156,29 @@ class ManagedParameter(ClientSurface, Parameter):
         return Parameter(self._ds_member.dense(), self.requires_grad).__reduce_ex__(proto)
 
 
+def _is_same(param: torch.Tensor, source: Any) -> bool:
+    """Whether `param.set_(source)` would put under a parameter what lies there already."""
+    if source is param:
+        return True
+    if not isinstance(source, torch.Tensor) or isinstance(source, _GUARDED):
+        return False
+    return (
+        source.dtype == param.dtype
+        and source.untyped_storage()._cdata == param.untyped_storage()._cdata
+        and (source.storage_offset(), source.shape, source.stride())
+        == (param.storage_offset(), param.shape, param.stride())
+    )
+
+
 # Torch hands these two to no class, so they are methods.
-def _refuse_set(self: Any, *args: Any, **kwargs: Any) -> Any:
+def _set_sharded(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Its own values change nothing; others are a write."""
+    source = args[0] if len(args) == 1 and not kwargs else None
+    if isinstance(source, (ManagedParameter, StandIn)) and source._ds_member is self._ds_member:
+        return self
+    if isinstance(source, torch.Tensor) and (source.shape, source.dtype) == (self.shape, self.dtype):
+        if birth_writers:
+            return birth_writers[-1]("data=", None, (self, source), {})
     refuse_write("set_", self._ds_member)
 
 
@@ -165,7 +193,7 @@ class ShardedParameter(ManagedParameter):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return intercept(func, args, kwargs or {})
 
-    set_, as_subclass = _refuse_set, _dense_as_subclass
+    set_, as_subclass = _set_sharded, _dense_as_subclass
 
     def __repr__(self) -> str:  # type: ignore[override]
         return _describe("Parameter", self._ds_member, self.dtype)
@@ -180,7 +208,7 @@ class StandIn(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return intercept(func, args, kwargs or {})
 
-    set_, as_subclass = _refuse_set, _dense_as_subclass
+    set_, as_subclass = _set_sharded, _dense_as_subclass
 
     def __repr__(self) -> str:  # type: ignore[override]
         return _describe("stand-in", self._ds_member, self.dtype)
@@ -420,8 +448,29 @@ def _rebuild(value: tuple[Any, ...], made: list[Any]) -> Any:
     return value if same else tuple(made) if type(value) is tuple else type(value)(made)
 
 
+@functools.cache
+def _feed_parameters() -> None:
+    """From now on `nn.Parameter(tensor)` takes managed parameters and what is read of them.
+
+    As torch's, it shares the memory of a parameter that is whole for good; of one that is sharded, or gathered for a
+    while, it takes a copy.
+    """
+    new = Parameter.__new__
+
+    @functools.wraps(new)
+    def with_values(cls: Any, data: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(data, (ManagedParameter, *_GUARDED)):
+            with torch.no_grad():
+                whole = not data._ds_member.group.policy.gathers_before_use
+                data = data.detach() if whole else dense_copy(data).clone().as_subclass(torch.Tensor)
+        return new(cls, data, *args, **kwargs)
+
+    Parameter.__new__ = staticmethod(with_values)  # type: ignore[method-assign,assignment]
+
+
 def manage(param: Parameter, member: Member) -> None:
     """Make `param` a managed one."""
+    _feed_parameters()
     param.__class__ = ManagedParameter
     param._ds_member = member  # type: ignore[attr-defined]
 

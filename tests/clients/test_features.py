@@ -40,6 +40,51 @@ def test_adalora_sees_what_it_sees_in_plain_torch(workers: Any) -> None:
     workers(2).run(adapter_runs.importance_of_adapters, timeout=180)
 
 
+EXPERTS_BORN = [("mixtral", 3, True, True), ("gpt-oss", 3, False, False)]  # kind, stage, born, checkpointing
+EXPERTS_SLOW = [
+    (kind, stage, born, checkpointing)
+    for kind in adapter_runs.EXPERTS
+    for stage in (0, 1, 2, 3)
+    for born in ((False, True) if stage == 3 else (False,))
+    for checkpointing in (False, True)
+    if (kind, stage, born, checkpointing) not in EXPERTS_BORN
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage", "born", "checkpointing"),
+    [*EXPERTS_BORN, *(pytest.param(*cell, marks=slow) for cell in EXPERTS_SLOW)],
+)
+def test_adapters_train_on_packed_experts(
+    workers: Any, kind: str, stage: int, born: bool, checkpointing: bool, tmp_path: Path
+) -> None:
+    workers(2).run(adapter_runs.adapters_on_experts, kind, stage, str(tmp_path), born, checkpointing, timeout=180)
+
+
+@pytest.mark.parametrize(
+    ("layers", "offload", "adapters"),
+    [
+        (1, False, ("default",)),  # the experts are a unit of their own
+        pytest.param(2, True, ("default",), marks=slow),
+        pytest.param(2, False, ("first", "second"), marks=slow),
+    ],
+)
+def test_adapters_on_packed_experts_in_other_layouts(
+    workers: Any, layers: int, offload: bool, adapters: tuple[str, ...], tmp_path: Path
+) -> None:
+    cell = ("qwen", 3, str(tmp_path), True, False, layers, offload, adapters)
+    workers(2).run(adapter_runs.adapters_on_experts, *cell, timeout=180)
+
+
+def test_adapters_on_packed_experts_in_bf16(workers: Any) -> None:
+    workers(2).run(adapter_runs.experts_in_bf16, timeout=180)
+
+
+@slow
+def test_the_trainer_trains_adapters_on_packed_experts(workers: Any, tmp_path: Path) -> None:
+    workers(2).run(adapter_runs.experts_under_trainer, str(tmp_path), timeout=180)
+
+
 @slow
 def test_the_trainer_evaluates_before_it_trains(workers: Any) -> None:
     workers(2).run(runs.evaluated_then_trained, timeout=180)
