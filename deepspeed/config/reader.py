@@ -189,7 +189,9 @@ def _take_clipping(given: dict[str, Any], reading: Reading) -> None:
         return
     given["gradient_clipping"] = limit
     reading.spelled["gradient_clipping"] = path
-    reading.warnings.append(f'"{path}" is no argument of an optimizer: write "gradient_clipping", which is what it sets')
+    reading.warnings.append(
+        f'"{path}" is no argument of an optimizer: write "gradient_clipping", which is what it sets'
+    )
 
 
 def _take_moved(given: dict[str, Any], reading: Reading) -> list[tuple[str, str, Any]]:
