@@ -50,11 +50,12 @@ _LATER = {
     "moe": "mixture of experts",
 }
 
-__all__ = ["__version__", *sorted(_LAZY)]
+__all__ = ["__version__", *sorted(_LAZY), "version"]
 install()
 warn_of_others(__path__[0], __version__)
 __version_major__, __version_minor__, __version_patch__ = map(int, __version__.partition("+")[0].split("."))
 __git_hash__ = __git_branch__ = None
+version = __version__  # a text, as programs compare it; `from deepspeed.version import …` finds the module all the same
 
 
 def __getattr__(name: str) -> Any:

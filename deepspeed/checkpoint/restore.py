@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,7 +51,9 @@ def _read(source: Source, slots: Slots) -> None:
         source.read([Wanted(*one) for one in wanted])
 
 
-def _read_all(view: StateView, source: Source, slots_of: Callable[[ShardGroup], Slots], more: Slots) -> None:
+def _read_all(
+    view: StateView, source: Source, slots_of: Callable[[ShardGroup], Slots], more: Slots, rounded: bool = False
+) -> None:
     """Read the slots of all groups: those in memory at once, the others group by group. All ranks call together.
 
     Args:
@@ -59,13 +61,21 @@ def _read_all(view: StateView, source: Source, slots_of: Callable[[ShardGroup], 
         source: the checkpoint.
         slots_of: gives the slots of a group; it is called, and they are read, while the group is held.
         more: slots of no group.
+        rounded: values are rounded to the dtype of their group's parameters.
     """
-    resident = [group for group in view.groups if view.hold_of(group) is None]
-    _read(source, more + [slot for group in resident for slot in slots_of(group)])
+
+    def read(groups: Iterable[ShardGroup], others: Slots) -> None:
+        slots = [(group, slot) for group in groups for slot in slots_of(group)]
+        _read(source, others + [slot for _, slot in slots])
+        for group, (field_, _, slot) in slots if rounded else ():
+            if field_ == VALUE:
+                slot.values().copy_(slot.values().to(group.dtype))
+
+    read((group for group in view.groups if view.hold_of(group) is None), more)
     elsewhere = [(group, hold) for group in view.groups if (hold := view.hold_of(group)) is not None]
     for group, hold in elsewhere:
         with hold(changed=True):
-            _read(source, slots_of(group))
+            read([group], [])
     for _ in range(source.most(len(elsewhere)) - len(elsewhere)):
         _read(source, [])  # another stage has more groups
 
@@ -115,7 +125,11 @@ def compare(
 
 
 def load_values(
-    view: StateView, source: Source, rows: dict[str, Row], settings: list[dict[str, Any]] | None = None
+    view: StateView,
+    source: Source,
+    rows: dict[str, Row],
+    settings: list[dict[str, Any]] | None = None,
+    rounded: bool = False,
 ) -> None:
     """Read parameters and buffers, and make them those of every rank. All ranks call together.
 
@@ -124,6 +138,7 @@ def load_values(
         source: the checkpoint.
         rows: by the model's names.
         settings: of each optimizer group, as they were saved: the optimizer's state is read in the same pass.
+        rounded: masters become what the parameters are, which are rounded to 16 bits.
     """
 
     def slots_of(group: ShardGroup) -> Slots:
@@ -134,7 +149,7 @@ def load_values(
     if settings is not None:
         _take_settings(view, settings)
     plain = [(VALUE, rows[name], view.plain_value(name)) for name in (*view.plain, *view.buffers) if name in rows]
-    _read_all(view, source, slots_of, plain)
+    _read_all(view, source, slots_of, plain, rounded)
     for _, _, slot in plain:
         view.write_back(slot)
     view.publish()

@@ -10,7 +10,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from deepspeed.config.compression_check import compression_conflicts
-from deepspeed.config.fields import Section, note_of
+from deepspeed.config.fields import Section, is_number, note_of
 from deepspeed.config.problems import Problem, nearest, show, wrong
 from deepspeed.config.reader import Reading
 from deepspeed.config.schema import child_of, default_of, field_at, kind_of
@@ -40,10 +40,23 @@ def to_sections(reading: Reading) -> TopLevel:
     """
     while True:
         try:
-            return TopLevel.model_validate(reading.tree)
+            top = TopLevel.model_validate(reading.tree)
         except ValidationError as error:
             for path in _report(error.errors(include_url=False), reading):
                 _drop(reading.tree, path)
+            continue
+        reading.warnings += _without_effect(top, reading)
+        return top
+
+
+def _without_effect(section: Section, reading: Reading, path: str = "") -> Iterator[str]:
+    """A line for each size that is no size, 0 say, under a key that decides nothing."""
+    for name, field in type(section).model_fields.items():
+        value, here, note = getattr(section, name), f"{path}.{name}" if path else name, note_of(field)
+        if isinstance(value, Section):
+            yield from _without_effect(value, reading, here)
+        elif note.status == "moot by design" and is_number(value) and value <= 0 and _differs(field, value):
+            yield f"{reading.name(here)} = {show(value)} has no effect: {note.instead}"
 
 
 def _report(errors: list[ErrorDetails], reading: Reading) -> list[tuple[Any, ...]]:
@@ -110,10 +123,9 @@ def conflicts(top: TopLevel, reading: Reading, ranks: tuple[int, int] | None) ->
     Yields:
         One problem per conflict.
     """
-    precisions = {"fp16": top.fp16.enabled, "bf16": top.bf16.enabled, "torch_autocast": top.torch_autocast.enabled}
-    chosen = [name for name, enabled in precisions.items() if enabled]
-    if len(chosen) > 1:
-        paths = " and ".join(reading.name(f"{name}.enabled") for name in chosen)
+    if top.fp16.enabled and (top.bf16.enabled or top.torch_autocast.enabled):
+        other = "bf16" if top.bf16.enabled else "torch_autocast"
+        paths = f"{reading.name('fp16.enabled')} and {reading.name(f'{other}.enabled')}"
         yield Problem(f"{paths} are all true: enable one precision, fp32 being the one without any of them")
     zero = top.zero_optimization
     if not zero.compute_grad_norm and top.gradient_clipping > 0:
@@ -132,6 +144,8 @@ def conflicts(top: TopLevel, reading: Reading, ranks: tuple[int, int] | None) ->
         yield wrong("data_parallel_size", top.data_parallel_size, f"this run has {ranks[0]} data-parallel rank(s)")
     if top.mesh.dp_replicate not in (None, 1) and zero.stage != 3:
         yield wrong("mesh.dp_replicate", top.mesh.dp_replicate, f"hybrid sharding needs stage 3, not {zero.stage}")
+    if top.flops_profiler.enabled and top.flops_profiler.profile_step < 0:
+        reading.warnings.append(f"flops_profiler.profile_step = {top.flops_profiler.profile_step}: no step is profiled")
     yield from _offload_conflicts(top, reading)
     yield from _optimizer_conflicts(top)
     yield from _scheduler_conflicts(top, reading)
@@ -165,12 +179,6 @@ def _optimizer_conflicts(top: TopLevel) -> Iterator[Problem]:
     if (top.optimizer.type or "").lower() in NOT_YET:
         yield Problem(
             f"optimizer.type = {show(top.optimizer.type)}: this optimizer is not available yet", "unavailable"
-        )
-    if "max_grad_norm" in top.optimizer.params:
-        yield wrong(
-            "optimizer.params.max_grad_norm",
-            top.optimizer.params["max_grad_norm"],
-            'clipping is not an argument of an optimizer; it belongs at "gradient_clipping"',
         )
 
 

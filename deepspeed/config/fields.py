@@ -42,7 +42,7 @@ class Section(DeepSpeedConfigModel):
     """A block of the JSON: frozen, strict in its names and types.
 
     `switch` names the key (dotted, inside the block) that turns the block on; at its default nothing in the block asks
-    for anything.
+    for anything. With `open_names`, a name that no key of the block is near to is passed over with a warning.
     """
 
     model_config = ConfigDict(
@@ -59,6 +59,7 @@ class Section(DeepSpeedConfigModel):
         defer_build=True,  # the schema is built at the first use, not at import
     )
     switch: ClassVar[str] = ""
+    open_names: ClassVar[bool] = False
 
     @classmethod
     def respelled(cls, data: dict[str, Any]) -> dict[str, Any]:

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from deepspeed.config.fields import Section
-from deepspeed.config.schema import sections_by_path, spellings
+from deepspeed.config.schema import child_of, sections_by_path, spellings
 from deepspeed.errors import BatchSizeError, DeepSpeedConfigError, NotAvailableError
 
 _LONGEST_VALUE = 60
+_TYPO = 2  # so few edits from a key, and a name is that key, spelled wrong
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,26 @@ def nearest(name: str, section: type[Section]) -> str:
     if section is sections_by_path()[""]:
         return "no key has a similar name; see docs/configuration.md"
     return "the keys here are " + ", ".join(sorted(section.model_fields))
+
+
+def near(name: str, value: object, section: type[Section]) -> str | None:
+    """The key of a section that a name is at most two edits from; a text where that key is a block is a remark."""
+    for spelling, (field, _) in spellings(section).items():
+        if abs(len(spelling) - len(name)) <= _TYPO and _edits(name, spelling) <= _TYPO:
+            child = child_of(section.model_fields[field])
+            if child is None or not isinstance(value, str):
+                return spelling
+    return None
+
+
+def _edits(left: str, right: str) -> int:
+    """Least number of letters put in, taken out or replaced that makes one text of the other."""
+    row = list(range(len(right) + 1))
+    for at, letter in enumerate(left, 1):
+        before, row = row, [at]
+        for to, other in enumerate(right, 1):
+            row.append(min(before[to] + 1, row[-1] + 1, before[to - 1] + (letter != other)))
+    return row[-1]
 
 
 def _homes(name: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,14 +10,15 @@ from enum import Enum
 from typing import Any, cast
 
 from deepspeed.config.fields import Section
-from deepspeed.config.problems import Problem, nearest, wrong
-from deepspeed.config.schema import Child, child_of, default_of, spellings
+from deepspeed.config.problems import Problem, near, nearest, show, wrong
+from deepspeed.config.schema import Child, child_of, default_of, kind_of, spellings
 from deepspeed.config.sections.top import TopLevel
 from deepspeed.errors import DeepSpeedConfigError
 
 AUTO = "auto"
 TOLERATED = ("msamp",)  # sent by Accelerate for another library
 _CPU = {True: "cpu", False: "none"}
+_SWITCHES = {**dict.fromkeys(("1", "true", "yes", "on"), True), **dict.fromkeys(("0", "false", "no", "off"), False)}
 _OFFLOAD_OPTIMIZER, _OFFLOAD_PARAM = "zero_optimization.offload_optimizer", "zero_optimization.offload_param"
 
 
@@ -50,7 +52,7 @@ class Reading:
         origins: canonical path to where the value came from.
         spelled: canonical path to the path as the user wrote it, where the two differ.
         autos: canonical paths whose value is "auto"; they are not in the tree.
-        tolerated: top-level entries that are accepted and not read.
+        tolerated: entries that are accepted and not read, by their path as written.
         problems: what is wrong so far.
         warnings: lines to print once.
     """
@@ -108,6 +110,7 @@ def read(raw: Mapping[str, Any]) -> Reading:
         raise DeepSpeedConfigError("The configuration is nested too deeply, or holds itself") from None
     _take_legacy_boolean(given, reading)
     _take_apex(given, reading)
+    _take_clipping(given, reading)
     moved = _take_moved(given, reading)
     reading.tree = _read_section(TopLevel, given, "", "", reading)
     for old, new, value in moved:
@@ -152,8 +155,10 @@ def _take_apex(given: dict[str, Any], reading: Reading) -> None:
         return
     apex = cast("dict[str, Any]", block)
     level = apex.get("opt_level") or "O1"
+    enabled = apex.get("enabled")
+    enabled = enabled if isinstance(enabled, bool) else _SWITCHES.get(str(enabled).lower())
     given["amp"] = {name: value for name, value in apex.items() if name in ("enabled", "opt_level")}
-    if apex.get("enabled") is not True or level not in ("O0", "O1", "O2", "O3"):
+    if enabled is not True or level not in ("O0", "O1", "O2", "O3"):
         return  # off, or for the type check to name
     if level == "O0":
         reading.warnings.append('"amp" with opt_level O0 is training in fp32: leave it out')
@@ -166,6 +171,27 @@ def _take_apex(given: dict[str, Any], reading: Reading) -> None:
             f'"amp" (Apex, {level}) is deprecated: write "torch_autocast": {{"enabled": true, "dtype": "bf16"}}; '
             "that is what runs, and its other keys have no effect"
         )
+
+
+def _take_clipping(given: dict[str, Any], reading: Reading) -> None:
+    """`max_grad_norm` among the optimizer's arguments is `gradient_clipping`: no optimizer here takes it itself."""
+    optimizer = given.get("optimizer")
+    params = cast("dict[str, Any]", optimizer).get("params") if isinstance(optimizer, dict) else None
+    if not isinstance(params, dict) or "max_grad_norm" not in params:
+        return
+    limit, path = cast("dict[str, Any]", params).pop("max_grad_norm"), "optimizer.params.max_grad_norm"
+    if limit is None or _is_auto(limit):
+        return
+    if given.get("gradient_clipping") is not None:
+        reading.warnings.append(
+            f'"{path}" = {show(limit)} is not read: "gradient_clipping" = {show(given["gradient_clipping"])} counts'
+        )
+        return
+    given["gradient_clipping"] = limit
+    reading.spelled["gradient_clipping"] = path
+    reading.warnings.append(
+        f'"{path}" is no argument of an optimizer: write "gradient_clipping", which is what it sets'
+    )
 
 
 def _take_moved(given: dict[str, Any], reading: Reading) -> list[tuple[str, str, Any]]:
@@ -195,7 +221,7 @@ def _read_section(
     for name, value in given.items():
         as_written = f"{written}.{name}" if written else str(name)
         if name not in known and not (passes_unknown and isinstance(name, str)):
-            reading.problems.append(wrong(as_written, value, f"unknown key; {nearest(str(name), section)}"))
+            _unknown(section, str(name), as_written, value, reading)
             continue
         canonical, deprecated = known.get(name, (name, False))
         here = f"{path}.{canonical}" if path else canonical
@@ -215,8 +241,45 @@ def _read_section(
             continue
         reading.origins[here] = f"deprecated: {as_written}" if deprecated else "given"
         child = child_of(info) if info else None
+        if info is not None and child is None:
+            value = _meant(info.annotation, value, as_written, reading)
         tree[canonical] = value if child is None else _read_child(child, value, (here, as_written), reading)
     return tree
+
+
+def _unknown(section: type[Section], name: str, as_written: str, value: Any, reading: Reading) -> None:
+    """A name that is no key: an error, or in a block with open names, unless it is a key misspelled, a warning."""
+    close = near(name, value, section)
+    if section.open_names and close is None:
+        reading.tolerated[as_written] = value
+        reading.warnings.append(f"{wrong(as_written, value, 'unknown key, not read').text}; {nearest(name, section)}")
+        return
+    hint = nearest(name, section) if close is None else f'did you mean "{close}"?'
+    reading.problems.append(wrong(as_written, value, f"unknown key; {hint}"))
+
+
+def _meant(annotation: Any, value: Any, as_written: str, reading: Reading) -> Any:
+    """The value, or what one of a wrong type says beyond doubt: 0, 1 or a word for a switch, a number in quotes."""
+    kinds = set(kind_of(annotation).split(" or "))
+    meant: Any = None
+    if "true" in kinds and isinstance(value, (int, str)) and not isinstance(value, bool):
+        meant = _SWITCHES.get(str(value).lower())
+    elif isinstance(value, str) and "string" not in kinds and kinds & {"number", "whole number"}:
+        meant = _number(value, fractions="number" in kinds)
+    if meant is None:
+        return value
+    reading.warnings.append(f"{as_written} = {show(value)}: taken for {show(meant)}")
+    return meant
+
+
+def _number(text: str, *, fractions: bool) -> int | float | None:
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    if not math.isfinite(number):
+        return None
+    return int(number) if number.is_integer() else number if fractions else None
 
 
 def _read_child(child: Child, value: Any, paths: tuple[str, str], reading: Reading) -> Any:

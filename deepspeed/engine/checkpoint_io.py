@@ -329,7 +329,8 @@ class CheckpointIO:
         with self._weights.replacing(optimizer is not None), self.guard(), own_pages():
             self._state.forget_window()
             if what.custom is None:
-                restore.load_values(view, source, rows, settings)
+                rounded = not self._state.ds_config.zero.load_from_fp32_weights
+                restore.load_values(view, source, rows, settings, rounded)
             else:
                 self._load_custom(source, view, what.custom)
                 if settings is not None:

@@ -124,6 +124,7 @@ class DeepSpeedEngine(EngineSurface, ModuleWrapper):
         self.optimizer: Any = components.optimizer or components.lifecycle
         if components.optimizer is not None:
             components.optimizer._scale_loss = lambda loss, retain: self.backward(loss, retain_graph=retain)
+            components.optimizer.states = self._offload
         self.lr_scheduler = make_scheduler(lr_scheduler, resolved, chosen)
         if training_data is not None:
             self.training_dataloader = self.deepspeed_io(training_data, collate_fn=collate_fn)

@@ -19,6 +19,7 @@ from deepspeed.checkpoint.ranks import Ranks
 from deepspeed.checkpoint.slices import join_slices
 from deepspeed.checkpoint.source import Source
 from deepspeed.checkpoint.tensor_source import from_state_dict
+from deepspeed.engine.save_window import SaveWindow
 from deepspeed.engine.state import EngineState
 from deepspeed.errors import ArgumentError, UsageError
 from deepspeed.foundation.log import logger, say
@@ -130,11 +131,15 @@ class WeightsIO:
         aliases = view.aliases
         if self._state.sliced:
             found, aliases = join_slices(view, found, Ranks(self._state.everyone))
+        sharded = [group for group in view.groups if group.policy.gathers_before_use and not self._state.sliced]
         if self._state.everyone.rank:
+            SaveWindow(self._state.module, None, sharded)
             return None
         found |= {alias: found[name] for alias, name in aliases.items() if name in found}
         order = [name for name in self._state.module.state_dict() if name in found]
-        return OrderedDict((name, found[name]) for name in dict.fromkeys([*order, *found]))
+        state = OrderedDict((name, found[name]) for name in dict.fromkeys([*order, *found]))
+        SaveWindow(self._state.module, state, sharded)
+        return state
 
     def _zero3_consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False

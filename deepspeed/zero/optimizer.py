@@ -462,4 +462,4 @@ class ZeroOptimizer(OptimizerSurface):
         self.shards, self.fragments, self._shard_of, self.bit16_groups = [], {}, {}, []
         self.groups, self._gathered, self._whole, self.reducer.squares.buckets = [], [], [], []
         self.optimizer.state.clear()
-        self._scale_loss = None
+        self._scale_loss = self.states = None

@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.nn import Parameter
 
 from deepspeed.comm.api import told_by_all
 from deepspeed.comm.axis import Axis
+from deepspeed.errors import UsageError
 from deepspeed.optim.nested import groups_of
 from deepspeed.zero.optimizer_state import OptimizerState, adopt
 
 if TYPE_CHECKING:
     from deepspeed.zero.fragment import Fragment
     from deepspeed.zero.shard_group import ShardGroup
+
+
+class StateMover(Protocol):
+    """Moves an engine's training state off the device and back."""
+
+    def offload_states(self, include: Any, device: Any, pin_memory: bool, non_blocking: bool) -> None:
+        """Move what `include` names, all of it for None."""
+        ...
+
+    def reload_states(self, non_blocking: bool) -> None:
+        """Bring it back."""
+        ...
 
 
 class OptimizerSurface:
@@ -26,6 +39,7 @@ class OptimizerSurface:
     fragments: dict[int, list[Fragment]]
     groups: Sequence[ShardGroup]
     bit16_groups: list[list[Parameter]]  # the model's parameters that each group of the optimizer updates
+    states: StateMover | None = None  # of the engine
 
     @property
     def state(self) -> OptimizerState:
@@ -52,6 +66,33 @@ class OptimizerSurface:
         return [_whole(group) for group in self.groups if group.under_leaves is not None]
 
     fp32_partitioned_groups_flat = single_partition_of_fp32_groups
+
+    def offload_states(
+        self, include: Iterable[Any] | None = None, device: Any = "cpu", pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:  # fmt: skip
+        """Move training state from the device to host memory, as `engine.offload_states` does.
+
+        Args:
+            include: kinds of state; None: all of them.
+            device: "cpu".
+            pin_memory: into page-locked memory.
+            non_blocking: accepted; see the engine's.
+        """
+        self._mover().offload_states(include, device, pin_memory, non_blocking)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Bring back what `offload_states` moved, as `engine.reload_states` does.
+
+        Args:
+            non_blocking: do not wait until the copies are over.
+        """
+        self._mover().reload_states(non_blocking)
+
+    def _mover(self) -> StateMover:
+        if self.states is None:
+            raise UsageError("this optimizer is not attached to an engine")
+        return self.states
 
     def _rank_state(self, **state: Any) -> RankState:
         made = RankState(state)

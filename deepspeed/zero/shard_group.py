@@ -105,6 +105,7 @@ class ShardGroup(LocalShard):
         self.lifecycle: Gatherer | None = None  # of the engine that gathers it
         self.gather_order: GatherOrder | None = None  # where messages of a device carry no names
         self.observer: Callable[[ShardGroup], None] | None = None  # told when the state has changed
+        self.changes = 0  # how often the slice has got new values
         self._handle: Handle | None = None
         self._arrival: Arrival | None = None  # the own slice, on its way from another device
         self._seq = itertools.count()
@@ -392,6 +393,7 @@ class ShardGroup(LocalShard):
 
     def advance(self) -> None:
         """The slice has new values: ranks that ask for this version are served now."""
+        self.changes += 1
         if self.fetch is not None:
             self.fetch.advance(self.channel)
 

@@ -354,9 +354,11 @@ def moved(stage: int) -> None:
         engine.offload_states()
     engine.reload_states()
     assert same(masters(engine), before) and engine.state_bytes() == held
-    engine.offload_states(include=["optim_states"])
+    engine.optimizer.offload_states(include=["optim_states"], device="cpu", pin_memory=False, non_blocking=True)
     assert engine.state_bytes()["optimizer"] == 0 and engine.state_bytes()["masters"] == held["masters"]
-    engine.reload_states(non_blocking=True)
+    with raises(RuntimeError, "reload_states"):
+        engine.optimizer.offload_states()
+    engine.optimizer.reload_states(non_blocking=True)
     again = trained(engine, 1)
     engine.destroy()
     other = begin(stage, "device", precision="bf16")
@@ -365,7 +367,7 @@ def moved(stage: int) -> None:
     other.destroy()
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_states_move_away_and_come_back(workers: Any, stage: int) -> None:
     workers(RANKS).run(moved, stage)
 

@@ -12,12 +12,14 @@ _STREAMED = "one writer streams tensors from where they lie"
 class ParallelWrite(Section):
     """`checkpoint.parallel_write`."""
 
+    open_names = True
     pipeline_stage: bool = moot(False, "data-parallel ranks share a stage's layers", "every rank writes its own slice")
 
 
 class Writer(Section):
     """`checkpoint.writer`."""
 
+    open_names = True
     type: Literal["FAST", "PYTHON", "MOCK"] | None = moot(None, "which writer", _STREAMED)
     decoupled: bool = key(False, "write while training goes on, as `checkpoint.async_save`")
     io_buffer_size: Int = moot(64 * 1024**2, "bytes of its buffer", _STREAMED, ge=1)
@@ -32,6 +34,7 @@ class Writer(Section):
 class Checkpoint(Section):
     """`checkpoint`."""
 
+    open_names = True
     tag_validation: TagValidation = key("Warn", "when ranks disagree on the tag")
     load_universal: bool = key(False, "without a tag, load the one `latest_universal` names")
     use_node_local_storage: bool = key(False, "the folder is on a disk of each node, with the files of its ranks")

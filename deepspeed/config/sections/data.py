@@ -10,6 +10,7 @@ from deepspeed.config.fields import Int, Section, key, later
 class CurriculumMetric(Section):
     """`data_efficiency.data_sampling.curriculum_learning.curriculum_metrics.<metric>`."""
 
+    open_names = True
     index_to_sample_path: str | None = later(None, "file: difficulty to samples")
     index_to_metric_path: str | None = later(None, "file: sample to difficulty")
     difficulty_type: Literal["value", "percentile"] | None = later(None, "what the numbers are")
@@ -23,6 +24,7 @@ class CurriculumMetric(Section):
 class DataCurriculum(Section):
     """`data_efficiency.data_sampling.curriculum_learning`."""
 
+    open_names = True
     switch = "enabled"
     enabled: bool = later(False, "easy samples first")
     data_cluster_path: str | None = later(None, "folder of the sample lists")
@@ -32,6 +34,7 @@ class DataCurriculum(Section):
 class DynamicBatching(Section):
     """`data_efficiency.data_sampling.dynamic_batching`."""
 
+    open_names = True
     switch = "enabled"
     enabled: bool = later(False, "batches of equal token count")
     metrics_path: str | None = later(None, "file of sample lengths")
@@ -46,6 +49,7 @@ class DynamicBatching(Section):
 class DataSampling(Section):
     """`data_efficiency.data_sampling`."""
 
+    open_names = True
     switch = "enabled"
     enabled: bool = later(False, "sample by difficulty or length")
     num_epochs: Int = later(1000, "epochs", ge=1)
@@ -58,6 +62,7 @@ class DataSampling(Section):
 class RandomLtd(Section):
     """`data_efficiency.data_routing.random_ltd`."""
 
+    open_names = True
     switch = "enabled"
     enabled: bool = later(False, "middle layers see a random part of the tokens")
     total_layer_num: Int | None = later(None, "layers of the model")
@@ -73,6 +78,7 @@ class RandomLtd(Section):
 class DataRouting(Section):
     """`data_efficiency.data_routing`."""
 
+    open_names = True
     switch = "enabled"
     enabled: bool = later(False, "drop tokens inside the model")
     random_ltd: RandomLtd = key(RandomLtd, "middle layers see a random part of the tokens")
@@ -81,6 +87,7 @@ class DataRouting(Section):
 class DataEfficiency(Section):
     """`data_efficiency`."""
 
+    open_names = True
     switch = "enabled"
     enabled: bool = later(False, "curriculum, dynamic batches, token dropping")
     seed: Int = later(1234, "random seed")

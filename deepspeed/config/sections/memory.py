@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+from pydantic import BeforeValidator
+
 from deepspeed.config.fields import Int, Names, Section, key, later, moot
 
 _OWN_THREAD = "every request in flight has its own thread and is submitted when that one is free"
@@ -10,6 +14,7 @@ _OWN_THREAD = "every request in flight has its own thread and is submitted when 
 class Aio(Section):
     """`aio`: how files on NVMe are read and written; `queue_depth` x `intra_op_parallelism` requests are in flight."""
 
+    open_names = True
     block_size: Int = key(1048576, "bytes per request", ge=1)
     queue_depth: Int = key(8, "requests in flight per thread of a transfer", ge=1)
     intra_op_parallelism: Int = key(1, "threads of a transfer", aliases=["thread_count"], ge=1)
@@ -21,14 +26,15 @@ class Aio(Section):
 class ActivationCheckpointing(Section):
     """`activation_checkpointing`: recompute activations in backward."""
 
+    open_names = True
     enabled: bool | None = key(
         None, "compute the repeated blocks of the model again in backward; null: when one of the next three is true"
     )
     partition_activations: bool = key(False, "split saved inputs over the model-parallel ranks of `mpu`")
     cpu_checkpointing: bool = key(False, "keep saved inputs on the host")
     contiguous_memory_optimization: bool = key(False, "keep saved inputs in one buffer")
-    number_checkpoints: Int | None = key(
-        None, "checkpoints the buffer has room for at the start; null: counted from the model", ge=1
+    number_checkpoints: Annotated[Int | None, BeforeValidator(lambda value: value or None)] = key(
+        None, "checkpoints the buffer has room for at the start; null, 0 or false: counted from the model", ge=1
     )
     synchronize_checkpoint_boundary: bool = key(False, "wait for the device around each checkpoint")
     profile: bool = key(False, "print the time of each checkpoint")

@@ -28,6 +28,7 @@ class Throughput(Section):
 class Timers(Section):
     """`timers`."""
 
+    open_names = True
     throughput: Throughput = key(Throughput, "samples per second")
 
 
@@ -136,11 +137,12 @@ class NonFinite(Section):
 class FlopsProfiler(Section):
     """`flops_profiler`."""
 
+    open_names = True
     enabled: bool = key(False, "count floating-point operations per module")
     recompute_fwd_factor: float = moot(
         0.0, "share of forward that is recomputed", "recomputed operations are counted, apart", ge=0
     )
-    profile_step: Int = key(1, "step that is profiled", ge=1)
+    profile_step: Int = key(1, "step that is profiled; below 0: none")
     module_depth: Int = key(-1, "depth of the printed tree; -1 is all", ge=-1)
     top_modules: Int = key(1, "modules listed per depth", ge=1)
     detailed: bool = key(True, "print every module")

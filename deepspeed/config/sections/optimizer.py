@@ -51,6 +51,7 @@ class OptimizerParams(Section):
 class Optimizer(Section):
     """`optimizer`."""
 
+    open_names = True
     type: str | None = key(None, "Adam, AdamW, Lion, Adagrad, LAMB, SGD, Muon in any case, or a class of torch.optim")
     params: Annotated[dict[str, Any], Kwargs(OptimizerParams)] = key({}, "keyword arguments of the class")
     legacy_fusion: bool = moot(False, "the old fused fp16 wrapper", "one step serves every precision")

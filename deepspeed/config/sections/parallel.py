@@ -21,6 +21,7 @@ class MeshSizes(Section):
 class Pipeline(Section):
     """`pipeline`."""
 
+    open_names = True
     stages: Int | Literal["auto"] = key("auto", "number of stages")
     partition: Literal["best", "profile", "parameters", "uniform"] = key(
         "best",

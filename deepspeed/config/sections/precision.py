@@ -38,6 +38,7 @@ class BF16(Section):
 class TorchAutocast(Section):
     """`torch_autocast`: forward under torch.autocast, parameters left as they are."""
 
+    open_names = True
     enabled: bool = key(False, "run forward under torch.autocast")
     dtype: LowDtype = key("bf16", "the autocast dtype")
     lower_precision_safe_modules: Names | None = moot(
@@ -48,6 +49,7 @@ class TorchAutocast(Section):
 class DataTypes(Section):
     """`data_types`: dtypes beside the compute dtype."""
 
+    open_names = True
     grad_accum_dtype: Dtype = key("fp32", "dtype in which gradients are summed over micro-batches")
     keep_in_fp32_modules: Names | Literal["auto"] = key(
         "auto", "modules that stay fp32; auto: those whose kernels pair buffers with parameters, and the model's list"

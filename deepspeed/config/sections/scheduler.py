@@ -66,6 +66,7 @@ class SchedulerParams(Section):
 class Scheduler(Section):
     """`scheduler`."""
 
+    open_names = True
     type: str | None = key(
         None, "WarmupLR, WarmupDecayLR, WarmupCosineLR, LRRangeTest, OneCycle, or a class of torch.optim.lr_scheduler"
     )

@@ -14,6 +14,7 @@ _STAYS = "the global batch stays as it is"
 class Autotuning(Section):
     """`autotuning`."""
 
+    open_names = True
     switch = "enabled"
     enabled: bool = key(False, "`deepspeed --autotuning` may search for the best plan")
     fast: bool = moot(True, "stage and micro-batch only", _PREDICTED)

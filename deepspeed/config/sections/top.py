@@ -43,6 +43,7 @@ _MODEL = "the model's own weights show it"
 class TopLevel(Section):
     """The top level of the JSON."""
 
+    open_names = True
     train_batch_size: Int | None = key(None, "samples per optimizer step, over all ranks", ge=1)
     train_micro_batch_size_per_gpu: Int | None = key(None, "samples per rank and forward", ge=1)
     gradient_accumulation_steps: Int | None = key(None, "micro-batches per optimizer step", ge=1)
@@ -81,7 +82,7 @@ class TopLevel(Section):
         True, "offload needs an own optimizer class", "any torch.optim.Optimizer may update offloaded state"
     )
     disable_allgather: bool = moot(False, "broadcasts rather than gathers", "the collective is picked by a fixed table")
-    vocabulary_size: Int | None = moot(None, "warn when not a multiple of 8", _MODEL, ge=1)
+    vocabulary_size: Int | None = moot(None, "warn when not a multiple of 8", _MODEL)
 
     managed_gradient_accumulation: bool = later(True, "false: the caller alone decides the boundary")
     sequence_parallel_size: Int = key(1, "ranks that share a sequence", ge=1)
@@ -95,7 +96,9 @@ class TopLevel(Section):
     use_data_before_expert_parallelism: bool = later(
         False, "order of the axes of experts", aliases=["use_data_before_expert_parallelism_"]
     )
-    seq_parallel_communication_data_type: Dtype = later("fp32", "dtype of reductions over a sequence's ranks")
+    seq_parallel_communication_data_type: Dtype = moot(
+        "fp32", "dtype of reductions over a sequence's ranks", "communication_data_type decides for all"
+    )
     sparse_gradients: bool = later(False, "reduce embedding gradients as index and value")
     graph_harvesting: bool = later(False, "record steps as CUDA graphs")
     datastates_ckpt: dict[str, Any] | None = later(None, "asynchronous checkpoint plug-in", idle=[{}])

@@ -37,7 +37,7 @@ class OffloadParam(Section):
     nvme_path: str | None = key(None, "folder on a local disk; needed with nvme")
     pin_memory: bool = key(True, "page-locked host memory, where there is a device")
     buffer_count: Int = key(5, "most slices read ahead, and most written behind, with nvme", ge=1)
-    buffer_size: Int = moot(int(1e8), "elements per NVMe buffer", "a buffer is as large as the slice it carries", ge=1)
+    buffer_size: Int = moot(int(1e8), "elements per NVMe buffer", "a buffer is as large as the slice it carries", ge=0)
     max_in_cpu: Int = key(int(1e9), "elements of each rank that stay in host memory with nvme", ge=0)
 
 
@@ -113,7 +113,7 @@ class Zero(Section):
     )
     reduce_bucket_size: Int = key(int(5e8), "gradient elements reduced together", ge=1)
     allgather_bucket_size: Int = moot(
-        int(5e8), "elements gathered together after the step", "groups are published as they were reduced", ge=1
+        int(5e8), "elements gathered together after the step", "groups are published as they were reduced", ge=0
     )
     overlap_comm: bool | None = key(None, "overlap communication with backward; null lets the stage decide")
     overlap_publish: bool = key(
@@ -162,7 +162,9 @@ class Zero(Section):
     leaf_module: LeafModule = key(LeafModule, "modules fetched as one unit")
     mics_shard_size: Int = key(-1, "ranks that share one copy of the state (hybrid sharding); -1 is all", ge=-1)
     mics_hierarchical_params_gather: bool = later(False, "gather within a node first")
-    load_from_fp32_weights: bool = later(True, "load master weights from the fp32 part of a checkpoint")
+    load_from_fp32_weights: bool = key(
+        True, "masters are loaded as they were saved; false: as the 16-bit parameters made of them"
+    )
     override_module_apply: bool = key(True, "zero.Init gathers parameters inside Module.apply")
     offload_param: OffloadParam = key(OffloadParam, "where parameters rest")
     offload_optimizer: OffloadOptimizer = key(OffloadOptimizer, "where optimizer state rests")
@@ -177,7 +179,7 @@ class Zero(Section):
     use_all_reduce_for_fetch_params: bool = moot(
         False, "gather by all-reduce", _PICKED, aliases=["stage3_use_all_reduce_for_fetch_params"]
     )
-    sub_group_size: Int = moot(int(1e9), "elements updated at a time", "the update runs group by group", ge=1)
+    sub_group_size: Int = moot(int(1e9), "elements updated at a time", "the update runs group by group", ge=0)
     round_robin_gradients: bool = moot(
         False, "spread gradient copies over ranks", "every rank owns an equal slice of every group"
     )

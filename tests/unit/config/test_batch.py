@@ -54,7 +54,7 @@ def test_one_of_the_two_sizes_is_needed(given):
 
 
 @pytest.mark.parametrize("name", [TRAIN, MICRO, STEPS])
-@pytest.mark.parametrize("value", [0, -1, 1.5, "8", True, float("nan"), float("inf")])
+@pytest.mark.parametrize("value", [0, -1, 1.5, "eight", True, float("nan"), float("inf")])
 def test_each_part_is_a_whole_number_above_zero(name, value):
     with pytest.raises(AssertionError, match=name) as caught:
         DeepSpeedConfig({TRAIN: 8, **{name: value}})

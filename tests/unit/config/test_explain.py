@@ -49,9 +49,9 @@ def test_explain_prints_rows(tmp_path, capsys):
 
 
 def test_explain_of_a_wrong_file_prints_the_problems(tmp_path, capsys):
-    (tmp_path / "c.json").write_text('{"train_batch_size": 8, "stge": 1}')
+    (tmp_path / "c.json").write_text('{"train_batch_size": 8, "zero_optimisation": 1}')
     assert main(["explain", str(tmp_path / "c.json")]) == 1
-    assert "stge = 1: unknown key" in capsys.readouterr().err
+    assert "zero_optimisation = 1: unknown key" in capsys.readouterr().err
 
 
 def test_the_command_writes_the_reference(tmp_path):

@@ -24,29 +24,27 @@ def problems_of(config, world=1, **rest):
         # unknown, with the nearest name
         ({"zero_optimization": {"stge": 2}}, 'zero_optimization.stge = 2: unknown key; did you mean "stage"?'),
         ({"optimiser": {}}, 'optimiser = {}: unknown key; did you mean "optimizer"?'),
-        ({"qqqq": 1}, "qqqq = 1: unknown key; no key has a similar name"),
+        ({"zero_optimisation": {"stage": 2}}, 'unknown key; did you mean "zero_optimization"?'),
+        ({"gradient_cliping": 1}, 'unknown key; did you mean "gradient_clipping"?'),
+        ({"activation_checkpointing": {"profil": True}}, 'profil = true: unknown key; did you mean "profile"?'),
         ({"bf16": {"qqqq": 1}}, "bf16.qqqq = 1: unknown key; the keys here are"),
-        ({1: 2}, "1 = 2: unknown key"),
         # misplaced
-        ({"stage": 3}, 'stage = 3: unknown key; it belongs at "zero_optimization.stage"'),
-        ({"reduce_bucket_size": 5}, 'it belongs at "zero_optimization.reduce_bucket_size"'),
         ({"zero_optimization": {"gradient_clipping": 1}}, 'it belongs at "gradient_clipping"'),
-        ({"offload_optimizer": {"device": "cpu"}}, 'it belongs at "zero_optimization.offload_optimizer"'),
         ({"zero_optimization": {"bf16": {"enabled": True}}}, 'zero_optimization.bf16 = {"enabled": true}: unknown key'),
         # type and range
         ({"zero_optimization": {"stage": 5}}, "zero_optimization.stage = 5: must be at most 3"),
-        ({"zero_optimization": {"stage": "2"}}, 'zero_optimization.stage = "2": expected whole number'),
+        ({"zero_optimization": {"stage": "two"}}, 'zero_optimization.stage = "two": expected whole number'),
         ({"zero_optimization": 2}, 'zero_optimization = 2: expected an object with keys such as "stage"'),
         ({"zero_optimization": {"stage3_prefetch_bucket_size": 1.5}}, "zero_optimization.stage3_prefetch_bucket_size"),
-        ({"fp16": {"enabled": "yes"}}, 'fp16.enabled = "yes": expected true or false'),
-        ({"fp16": {"enabled": 1}}, "fp16.enabled = 1: expected true or false"),
+        ({"fp16": {"enabled": "maybe"}}, 'fp16.enabled = "maybe": expected true or false'),
+        ({"fp16": {"enabled": 2}}, "fp16.enabled = 2: expected true or false"),
         ({"fp16": {"loss_scale": float("nan")}}, "fp16.loss_scale = NaN: must be finite"),
         ({"fp16": {"initial_scale_power": 1e999}}, "fp16.initial_scale_power = Infinity: expected whole number"),
         ({"gradient_clipping": -1}, "gradient_clipping = -1: must be at least 0"),
         ({"communication_data_type": "int8"}, 'communication_data_type = "int8": expected "fp32" or "fp16" or "bf16"'),
         ({"steps_per_print": 0}, "steps_per_print = 0: expected a number above 0, inf, or null"),
         ({"optimizer": "Adam"}, 'optimizer = "Adam": expected an object with keys such as "type"'),
-        ({"optimizer": {"type": "Adam", "params": {"lr": "1e-3"}}}, 'optimizer.params.lr = "1e-3": expected number'),
+        ({"optimizer": {"type": "Adam", "params": {"lr": "fast"}}}, 'optimizer.params.lr = "fast": expected number'),
         (
             {"optimizer": {"type": "Adam", "params": {"betas": [0.9]}}},
             "optimizer.params.betas = [0.9]: needs at least 2",
@@ -63,7 +61,10 @@ def problems_of(config, world=1, **rest):
         ({"zero_optimization": {"stage": 3, "mics_shard_size": 2}}, "must divide the 1 rank(s)"),
         ({"data_parallel_size": 4}, "data_parallel_size = 4: this run has 1 data-parallel rank(s)"),
         ({"optimizer": {"params": {"lr": 1}}}, "optimizer.type is missing"),
-        ({"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1}}}, 'it belongs at "gradient_clipping"'),
+        (
+            {"optimizer": {"type": "Adam", "params": {"max_grad_norm": -1}}},
+            "optimizer.params.max_grad_norm = -1: must be at least 0",
+        ),
         (
             {"scheduler": {"type": "WarmupLR", "params": {"warmup_step": 1}}},
             "warmup_step = 1: not an argument of WarmupLR",
@@ -99,11 +100,11 @@ def test_the_line_names_path_value_and_remedy(config, line):
 
 def test_all_problems_come_in_one_error():
     text = problems_of(
-        {"stge": 1, "fp16": {"enabled": 3, "hysterisis": 1}, "gradient_clipping": "x", "nebula": {"enabled": True}},
+        {"fp17": 1, "fp16": {"enabled": 3, "hysterisis": 1}, "gradient_clipping": "x", "nebula": {"enabled": True}},
         train_batch_size=-4,
     )
     assert "6 problems" in text
-    for path in ("stge", "fp16.enabled", "fp16.hysterisis", "gradient_clipping", "nebula.enabled", "train_batch_size"):
+    for path in ("fp17", "fp16.enabled", "fp16.hysterisis", "gradient_clipping", "nebula.enabled", "train_batch_size"):
         assert f"  {path} = " in text
 
 

@@ -131,9 +131,9 @@ def test_apex_without_an_effect_is_fp32(lines):
     ("others", "words"),
     [
         ({"torch_autocast": {"enabled": True}}, "amp.enabled"),
-        ({"bf16": {"enabled": True}}, "amp.enabled"),
+        ({"fp16": {"enabled": True}}, "amp.enabled"),
         ({"amp": {"enabled": True, "opt_level": "O7"}}, "amp.opt_level"),
-        ({"amp": {"enabled": 1}}, "amp.enabled"),
+        ({"amp": {"enabled": 2}}, "amp.enabled"),
     ],
 )
 def test_apex_beside_what_contradicts_it_is_refused(others, words):

@@ -1,0 +1,82 @@
+"""A part of a sharded model saves itself after a client has gathered the whole weights, and dropped them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from tests.parallel.tiny import Tiny, micro_step, raises, start
+
+RANKS = 2
+
+
+class Saves(Tiny):
+    """Saves itself as Transformers' models do."""
+
+    def save_pretrained(self, folder: str, is_main_process: bool = True, state_dict: Any = None) -> None:
+        state = self.state_dict() if state_dict is None else state_dict
+        assert all(value.untyped_storage().data_ptr() for value in state.values())  # shared memory is looked for so
+        if is_main_process:
+            save_file({name: value.contiguous() for name, value in state.items()}, f"{folder}/model.safetensors")
+
+
+class Holder(nn.Module):
+    """A client's model around another library's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inside = Saves()
+        self.after = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.after(self.inside(x))
+
+
+def saved(stage: int, precision: str, everybody: bool, folder: str) -> None:
+    engine = start(stage, Holder(), precision=precision)
+    for step in range(2):
+        micro_step(engine, step)
+        state = engine._consolidated_16bit_state_dict()
+        if everybody or dist.get_rank() == 0:
+            engine.module.inside.save_pretrained(folder)
+        dist.barrier()
+        if state is not None:
+            found = load_file(f"{folder}/model.safetensors")
+            assert set(found) == {name.removeprefix("inside.") for name in state if name.startswith("inside.")}
+            assert all(torch.equal(value, state[f"inside.{name}"]) for name, value in found.items())
+        dist.barrier()
+    engine.destroy()
+
+
+@pytest.mark.parametrize("everybody", [True, False])
+@pytest.mark.parametrize(("stage", "precision"), [(3, "fp32"), (3, "bf16"), (2, "bf16"), (0, "fp32")])
+def test_it_saves_whole_weights(workers: Any, stage: int, precision: str, everybody: bool, tmp_path: Path) -> None:
+    workers(RANKS).run(saved, stage, precision, everybody, str(tmp_path), timeout=120)
+
+
+def stale(folder: str) -> None:
+    engine = start(3, Holder())
+    with raises(RuntimeError, "which is sharded here"):  # nothing has been gathered
+        engine.module.inside.save_pretrained(folder)
+    state = engine._consolidated_16bit_state_dict()
+    micro_step(engine, 0)
+    with raises(RuntimeError, "which is sharded here"):  # they are of before the step
+        engine.module.inside.save_pretrained(folder)
+    state = engine._consolidated_16bit_state_dict()
+    del state
+    if dist.get_rank() == 0:
+        with raises(RuntimeError, "which is sharded here"):  # nobody has them any more
+            engine.module.inside.save_pretrained(folder)
+    engine.destroy()
+
+
+def test_it_saves_no_old_ones(workers: Any, tmp_path: Path) -> None:
+    workers(RANKS).run(stale, str(tmp_path), timeout=120)
+    assert not list(tmp_path.iterdir())
