@@ -25,7 +25,7 @@ from deepspeed.zero.param import is_managed
 from deepspeed.zero.reducer import Reducer
 from deepspeed.zero.roles import Pruner
 from deepspeed.zero.shard_group import edited, group_of
-from deepspeed.zero.waves import update, waves_of
+from deepspeed.zero.waves import StepGuard, update, waves_of
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class ZeroOptimizer(OptimizerSurface):
         self._shard_of = {id(shard.group): shard for shard in self.shards}
         self.fragments: dict[int, list[Fragment]] = {}
         self._leaves, self._stepping, self._updated = 0, False, False
-        self._guard = self.optimizer.register_step_pre_hook(self._refuse_strangers)
+        self._guard = self.optimizer.register_step_pre_hook(StepGuard(self._refuse_strangers))
         seen: set[int] = set()
         for group in self.optimizer.param_groups:
             leaves: list[Parameter] = []
@@ -245,7 +245,7 @@ class ZeroOptimizer(OptimizerSurface):
         self._rounds += 1
         return tag_of(self._channel, SMALL, self._rounds)
 
-    def _refuse_strangers(self, *_: Any) -> None:
+    def _refuse_strangers(self) -> None:
         """Before each step of the inner optimizer: it must come from here, over the fragments made at the start."""
         if not self._stepping:
             raise UsageError(
