@@ -200,12 +200,22 @@ def clashes(modules: list[str], sources: dict[str, str], wanted: dict[tuple[str,
 
 
 def _settle(
-    result: Clashes, module: str, earlier: str, name: str, meanings: dict[str, dict[str, str]], trees: dict[str, ast.Module]
+    result: Clashes,
+    module: str,
+    earlier: str,
+    name: str,
+    meanings: dict[str, dict[str, str]],
+    trees: dict[str, ast.Module],
 ) -> None:
     if (module, name) in result.names or (earlier, name) in result.names:
         return
     one, two = (meanings[m][name] == f"{m}.{name}" for m in (earlier, module))
-    if one and two and _constant(trees[earlier], name) and _constant(trees[earlier], name) == _constant(trees[module], name):
+    if (
+        one
+        and two
+        and _constant(trees[earlier], name)
+        and _constant(trees[earlier], name) == _constant(trees[module], name)
+    ):
         result.duplicates.add((module, name))
         return
     if name == "_" or name.startswith("__"):
@@ -225,7 +235,9 @@ def _settle(
         other = earlier if target == module else module
         result.notes.append(f"public {name} in {target} and {other}")
     result.names[target, name] = _with_stem(target, name)
-    result.notes.append(f"clash\t{target}\t{name}\t{result.names[target, name]}\twith {earlier if target == module else module}")
+    result.notes.append(
+        f"clash\t{target}\t{name}\t{result.names[target, name]}\twith {earlier if target == module else module}"
+    )
 
 
 def _leaf(name: str) -> str:

@@ -7,6 +7,7 @@ index; `--check` says what it would do. Look at what it prints: notes name place
 from __future__ import annotations
 
 import argparse
+import ast
 import subprocess
 import sys
 from collections import defaultdict
@@ -58,6 +59,18 @@ def _dotted(place: str) -> str:
     return f"{PACKAGE}.{place.replace('/', '.')}"
 
 
+def _imported(source: str, siblings: dict[str, str]) -> set[str]:
+    """Which of some modules a file imports anywhere."""
+    result = set[str]()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom):
+            names = [node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)]
+            result |= {siblings[name] for name in names if name in siblings}
+        elif isinstance(node, ast.Import):
+            result |= {siblings[alias.name] for alias in node.names if alias.name in siblings}
+    return result
+
+
 class Mover:
     """One run over some rooms.
 
@@ -84,8 +97,22 @@ class Mover:
                 self.sources[name] = path.read_text()
             elif name.endswith(TEXT) and not name.startswith(NOT_REWRITTEN):
                 self.texts[name] = path.read_text()
+        self.entries = [self._ordered(entry) for entry in self.entries]
         self.clashes = self._clashes()
         self.moves.names.update(self.clashes.names)
+
+    def _ordered(self, entry: Entry) -> Entry:
+        """The same row, its files so that each stands behind those it imports."""
+        waiting, done = list(entry.olds), list[str]()
+        siblings = {_dotted(old): old for old in entry.olds}
+        needs = {old: _imported(self.sources[f"{PACKAGE}/{old}.py"], siblings) - {old} for old in entry.olds}
+        while waiting:
+            nearest = next((old for old in waiting if needs[old] <= set(done)), None)
+            if nearest is None:
+                sys.exit(f"{entry.new}: its files import each other: {waiting}")
+            waiting.remove(nearest)
+            done.append(nearest)
+        return Entry(entry.room, tuple(done), entry.new, entry.docstring)
 
     def _clashes(self) -> merge.Clashes:
         result = merge.Clashes()

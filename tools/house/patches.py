@@ -145,7 +145,10 @@ def contracts(root: Path) -> Iterator[str]:
         folders = [part for layer in layers for part in re.split(r" [|:] ", layer)]
         if f'containers = ["deepspeed.{room}"]' in text:
             continue
-        if not all((root / f"deepspeed/{room}/{folder}").exists() or (root / f"deepspeed/{room}/{folder}.py").exists() for folder in folders):
+        if not all(
+            (root / f"deepspeed/{room}/{folder}").exists() or (root / f"deepspeed/{room}/{folder}.py").exists()
+            for folder in folders
+        ):
             continue
         rows = "".join(f'    "{layer}",\n' for layer in layers)
         text = text.rstrip("\n") + (

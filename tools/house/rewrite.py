@@ -198,7 +198,9 @@ class PythonFile:
             users = [used for node, used in self.names.uses if node.id == local and used.resolve(local) is scope]
             if any(self._means_other(alias, used, scope) for used in [scope, *users]):
                 if alias.own:
-                    self.moves.notes.append(f"{self.path}: {local} of {alias.old} clashes with a local {alias.new_local}")
+                    self.moves.notes.append(
+                        f"{self.path}: {local} of {alias.old} clashes with a local {alias.new_local}"
+                    )
                     continue
                 new = self.moves.modules.get(alias.old, alias.old).split(".")
                 alias.new_local = f"{new[-2]}_{new[-1]}" if alias.is_module else local
@@ -250,7 +252,9 @@ class PythonFile:
             if text not in kept.setdefault(target, []):
                 kept[target].append(text)
         if changed:
-            self._replace_statement(node, [f"from {target} import {', '.join(texts)}" for target, texts in kept.items()])
+            self._replace_statement(
+                node, [f"from {target} import {', '.join(texts)}" for target, texts in kept.items()]
+            )
 
     def _is_of(self, found: _Alias, package: str, alias: ast.alias) -> bool:
         return found.old == (f"{package}.{alias.name}" if found.is_module else package)
