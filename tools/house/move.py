@@ -137,7 +137,9 @@ class Mover:
             names = {n for m, n in self.clashes.duplicates if m == module}
             if names:
                 self.sources[name] = merge.without_duplicates(self.sources[name], names)
-        self.texts = {name: self.moves.text(text, short=name.endswith(".md")) for name, text in self.texts.items()}
+        for name, text in self.texts.items():
+            new = self.moves.text(text, short=name.endswith(".md"))
+            self.texts[name] = patches.broken_markdown(new, text) if name.endswith(".md") else new
 
     def write(self) -> None:
         """Files to their new places."""
@@ -190,7 +192,7 @@ def _tidy() -> str:
     for name in quick:
         path = ROOT / name
         text = path.read_text()
-        short = patches.broken_lines(text)
+        short = patches.broken_code(patches.broken_lines(text))
         if short != text:
             path.write_text(short)
     _ruff("check", "-q", "--select", "I", "--fix", *quick)

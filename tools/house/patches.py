@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import re
+import tokenize
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ CONTRACTS = {
     "zero/gradients": "From autograd to the reduced gradient shard. Knows no optimizer.",
     "zero/optimizer": "One optimizer update over shards.",
     "zero/api": "What users import, and what engines and checkpoints see of the training state.",
-    "comm/process_groups": "The ranks: launch environment, rendezvous, process groups, mesh and axes. Sends only to form groups.",
+    "comm/process_groups": "The ranks: launch environment, rendezvous, mesh and axes. Sends only to form groups.",
     "comm/collectives": "Collectives and point-to-point messages.",
     "comm/shared_memory": "Messages between the ranks of one machine through shared memory.",
     "comm/watchdog": "Observes collectives: timeouts, desync detection, logs. Collectives report to it by one call.",
@@ -30,8 +32,15 @@ CONTRACTS = {
 }
 LAYERS = {
     "zero": ["api", "optimizer", "gradients", "parameters", "layout"],
-    "comm": ["shutdown", "fake", "collectives", "process_groups", "shared_memory", "watchdog"],
-    "checkpoint": ["huggingface", "compat", "load | save", "format"],
+    "comm": [
+        "torch_api | partitioned_tensor | fake",
+        "init",
+        "collectives",
+        "process_groups",
+        "shared_memory",
+        "watchdog",
+    ],
+    "checkpoint": ["compat", "huggingface", "load | save", "format | ranks"],
 }
 
 
@@ -65,6 +74,45 @@ def broken_lines(text: str) -> str:
             _push_on(lines, index, "")
         if line.count('"""') % 2:
             quoted = not quoted
+        index += 1
+    return "\n".join(lines)
+
+
+def broken_code(text: str) -> str:
+    """Python without lines over the width where the formatter may not break them: broken behind a comma."""
+    lines = text.split("\n")
+    long = {index for index, line in enumerate(lines, 1) if len(line) > WIDTH}
+    if not long:
+        return text
+    commas: dict[int, int] = {}
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.OP and token.string == "," and token.start[0] in long and token.end[1] <= WIDTH:
+            commas[token.start[0]] = token.end[1]
+    for number, column in sorted(commas.items(), reverse=True):
+        line = lines[number - 1]
+        indent = line[: len(line) - len(line.lstrip())]
+        if line[column:].strip():
+            lines[number - 1 : number] = [line[:column], indent + line[column:].strip()]
+    return "\n".join(lines)
+
+
+def broken_markdown(text: str, before: str) -> str:
+    """Prose whose lines the moves made too long: what is too much goes to the next line."""
+    lines, known, fenced, index = text.split("\n"), set(before.split("\n")), False, 0
+    while index < len(lines):
+        line = lines[index]
+        fenced ^= line.lstrip().startswith("```")
+        if len(line) > WIDTH and not fenced and line not in known and not re.match(r"\s*[|#>:]", line):
+            head, rest = _cut(line)
+            indent = re.match(r"\s*(?:[-*] |\d+\. )?", line)[0]  # type: ignore[index]
+            indent = " " * len(indent)
+            if len(head) <= WIDTH and rest:
+                lines[index] = head
+                following = lines[index + 1] if index + 1 < len(lines) else ""
+                if following.strip() and not re.match(r"\s*([|#>:]|[-*] |\d+\. |```)", following):
+                    lines[index + 1] = f"{indent}{rest} {following.lstrip()}"
+                else:
+                    lines.insert(index + 1, indent + rest)
         index += 1
     return "\n".join(lines)
 
@@ -112,7 +160,7 @@ def write_renames(root: Path, entries: Iterable[Any]) -> None:
     lines = [
         "# Renamed files",
         "",
-        "Where each file of the package is since its rooms were put in order: old path, new path, both below `deepspeed/`.",
+        "Where each file of the package is since its rooms were put in order: old and new path below `deepspeed/`.",
         "Public names and their addresses have not changed. This page stays for one release.",
     ]
     for room, rows in rooms.items():
