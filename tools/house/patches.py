@@ -85,8 +85,12 @@ def broken_code(text: str) -> str:
     if not long:
         return text
     commas: dict[int, int] = {}
+    depth = 0
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type == tokenize.OP and token.string == "," and token.start[0] in long and token.end[1] <= WIDTH:
+        if token.type != tokenize.OP:
+            continue
+        depth += (token.string in "([{") - (token.string in ")]}")
+        if token.string == "," and depth and token.start[0] in long and token.end[1] <= WIDTH:
             commas[token.start[0]] = token.end[1]
     for number, column in sorted(commas.items(), reverse=True):
         line = lines[number - 1]
