@@ -17,7 +17,7 @@ CONTRACTS = {
     "zero/gradients": "From autograd to the reduced gradient shard. Knows no optimizer.",
     "zero/optimizer": "One optimizer update over shards.",
     "zero/api": "What users import, and what engines and checkpoints see of the training state.",
-    "comm/process_groups": "The ranks: launch environment, rendezvous, mesh and axes. Sends only to form groups.",
+    "comm/process_groups": "Process groups, rendezvous, mesh and axes: which ranks there are. Sends only to form groups.",
     "comm/collectives": "Collectives and point-to-point messages.",
     "comm/shared_memory": "Messages between the ranks of one machine through shared memory.",
     "comm/watchdog": "Observes collectives: timeouts, desync detection, logs. Collectives report to it by one call.",
@@ -32,14 +32,7 @@ CONTRACTS = {
 }
 LAYERS = {
     "zero": ["api", "optimizer", "gradients", "parameters", "layout"],
-    "comm": [
-        "torch_api | partitioned_tensor | fake",
-        "init",
-        "collectives",
-        "process_groups",
-        "shared_memory",
-        "watchdog",
-    ],
+    "comm": ["fake", "collectives", "process_groups", "shared_memory", "watchdog", "shutdown"],
     "checkpoint": ["compat", "huggingface", "load | save", "format | ranks"],
 }
 
