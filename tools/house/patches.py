@@ -17,7 +17,7 @@ CONTRACTS = {
     "zero/gradients": "From autograd to the reduced gradient shard. Knows no optimizer.",
     "zero/optimizer": "One optimizer update over shards.",
     "zero/api": "What users import, and what engines and checkpoints see of the training state.",
-    "comm/process_groups": "Process groups, rendezvous, mesh and axes: which ranks there are. Sends only to form groups.",
+    "comm/process_groups": "Process groups, rendezvous, mesh and axes: which ranks exist. Sends only to form groups.",
     "comm/collectives": "Collectives and point-to-point messages.",
     "comm/shared_memory": "Messages between the ranks of one machine through shared memory.",
     "comm/watchdog": "Observes collectives: timeouts, desync detection, logs. Collectives report to it by one call.",
@@ -88,7 +88,7 @@ def broken_code(text: str) -> str:
     for number, column in sorted(commas.items(), reverse=True):
         line = lines[number - 1]
         indent = line[: len(line) - len(line.lstrip())]
-        if line[column:].strip():
+        if line[column:].strip() and not line[column:].lstrip().startswith("#"):
             lines[number - 1 : number] = [line[:column], indent + line[column:].strip()]
     return "\n".join(lines)
 
