@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from tools.house.scopes import Names
 
-_SIMPLE = (ast.Constant, ast.Tuple, ast.Call)
+SAME = "="  # instead of a new name: the definition equals that of an earlier file, and goes
 
 
 @dataclass
@@ -207,7 +207,10 @@ def _settle(
     meanings: dict[str, dict[str, str]],
     trees: dict[str, ast.Module],
 ) -> None:
-    if (module, name) in result.names or (earlier, name) in result.names:
+    if result.names.get((module, name)) == SAME:
+        del result.names[module, name]
+        result.duplicates.add((module, name))
+    if (module, name) in result.names or (earlier, name) in result.names or (module, name) in result.duplicates:
         return
     one, two = (meanings[m][name] == f"{m}.{name}" for m in (earlier, module))
     if (

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import re
 import subprocess
 import sys
 from collections import defaultdict
@@ -89,6 +90,11 @@ class Mover:
         self.moves = Moves({old: new for old, new in modules.items() if old != new}, {}, known)
         # A file that takes in others keeps its place, but refers to them as its own.
         self.moves.modules.update({old: new for old, new in modules.items() if list(modules.values()).count(new) > 1})
+        stems = [Path(name).stem for name in self.files if name.endswith(".py")]
+        for old, new in self.moves.modules.items():
+            stem = old.rsplit(".", 1)[1]
+            if stems.count(stem) == 1:
+                self.moves.bare[stem] = new.rsplit(".", 1)[1]
         self.sources: dict[str, str] = {}
         self.texts: dict[str, str] = {}
         for name in self.files:
@@ -134,12 +140,25 @@ class Mover:
             module = _module(name) if name.startswith(f"{PACKAGE}/") else ""
             forced = self.clashes.imports.get(module)
             self.sources[name] = PythonFile(name, source, self.moves, module, forced).rewritten()
+            if name.startswith(f"{PACKAGE}/") and name.endswith("__init__.py"):
+                self.sources[name] = self._with_places(module, self.sources[name])
             names = {n for m, n in self.clashes.duplicates if m == module}
             if names:
                 self.sources[name] = merge.without_duplicates(self.sources[name], names)
         for name, text in self.texts.items():
             new = self.moves.text(text, short=name.endswith(".md"))
             self.texts[name] = patches.broken_markdown(new, text) if name.endswith(".md") else new
+
+    def _with_places(self, package: str, source: str) -> str:
+        """A package whose table says in which of its modules a name is, relative to it."""
+        if "import_module(f" not in source:
+            return source
+
+        def place(match: re.Match[str]) -> str:
+            new = self.moves.modules.get(f"{package}.{match[2]}")
+            return match[0] if new is None else f'{match[1]}"{new.removeprefix(package + ".")}"'
+
+        return re.sub(r'(?m)^(    "\w+": )"([\w.]+)"', place, source)
 
     def write(self) -> None:
         """Files to their new places."""

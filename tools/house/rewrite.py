@@ -14,6 +14,7 @@ PACKAGE = "deepspeed"
 _DOTTED = re.compile(r"(?<![\w./-])deepspeed(?:\.[A-Za-z_]\w*)+")
 _IMPORT = re.compile(r"\bfrom (deepspeed(?:\.\w+)*) import (\w+)(?: as (\w+))?(?!\w|\s*,)")
 _PATH = re.compile(r"(?<![\w./-])((?:[\w.-]+/)*?)(deepspeed/)?((?:[a-z_0-9]+/)+[a-z_0-9]+)\.py\b")
+_BARE = re.compile(r"`([a-z_0-9]+)\.py`")
 _SHORT = re.compile(r"`(deepspeed/)?((?:[a-z_0-9]+/)+[a-z_0-9]+)`")
 
 
@@ -25,11 +26,13 @@ class Moves:
         modules: dotted name of each moved module, to its new one.
         names: module-level names that change: (old module, name) to the new name.
         known: dotted names of all modules of the package as it is before the moves.
+        bare: file names that one moved file alone has, without ending, to the new ones.
     """
 
     modules: dict[str, str]
     names: dict[tuple[str, str], str]
     known: set[str]
+    bare: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     def path(self, old: str) -> str | None:
@@ -78,7 +81,10 @@ class Moves:
         text = _IMPORT.sub(from_import, text)
         text = _DOTTED.sub(lambda match: self.dotted(match[0]), text)
         text = _PATH.sub(path, text)
-        return _SHORT.sub(short_path, text) if short else text
+        if short:
+            text = _SHORT.sub(short_path, text)
+            text = _BARE.sub(lambda match: f"`{self.bare.get(match[1], match[1])}.py`", text)
+        return text
 
 
 @dataclass
