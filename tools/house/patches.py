@@ -250,8 +250,8 @@ def pages(root: Path) -> Iterator[str]:
     if "renames.md" not in text:
         text = re.sub(
             r"\n\n- ",
-            "\n\n- Files of the package have the field's names, in folders by question ([renames](docs/renames.md)). Public\n"
-            "  names and their addresses have not changed.\n- ",
+            "\n\n- Files of the package have the field's names, in folders by question ([renames](docs/renames.md)).\n"
+            "  Public names and their addresses have not changed.\n- ",
             text,
             count=1,
         )
