@@ -82,9 +82,11 @@ class Mover:
     def __init__(self, rooms: set[str]) -> None:
         self.entries = [e for e in entries() if not rooms or e.room in rooms]
         self.files = [name for name in _git("ls-files").splitlines() if not name.startswith(OWN)]
-        missing = [old for e in self.entries for old in e.olds if f"{PACKAGE}/{old}.py" not in set(self.files)]
-        if missing:
-            sys.exit(f"not there (moved already, or gone): {missing}")
+        there = set(self.files)
+        self.missing = [old for e in self.entries for old in e.olds if f"{PACKAGE}/{old}.py" not in there]
+        gone = set(self.missing)
+        rows = [Entry(e.room, tuple(o for o in e.olds if o not in gone), e.new, e.docstring) for e in self.entries]
+        self.entries = [row for row in rows if row.olds]
         known = {_module(name) for name in self.files if name.startswith(f"{PACKAGE}/") and name.endswith(".py")}
         modules = {_dotted(old): _dotted(e.new) for e in self.entries for old in e.olds}
         self.moves = Moves({old: new for old, new in modules.items() if old != new}, {}, known)
@@ -225,9 +227,12 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="say what clashes, and write nothing")
     options = parser.parse_args()
     rooms = set() if options.rooms == ["all"] else set(options.rooms)
+    if _git("status", "--porcelain", "-uno", "--", PACKAGE, "tests").strip():
+        sys.exit("there are uncommitted changes: commit them first, so that `git reset --hard` undoes a run")
     mover = Mover(rooms)
     mover.rewrite()
-    notes = [*mover.clashes.notes, *mover.moves.notes]
+    notes = [f"not there: {PACKAGE}/{old}.py" for old in mover.missing]
+    notes += [*mover.clashes.notes, *mover.moves.notes]
     if not options.check:
         mover.write()
         notes += patches.run(ROOT, entries())
