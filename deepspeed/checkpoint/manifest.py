@@ -25,6 +25,8 @@ from deepspeed.zero.placement import Cut
 from deepspeed.zero.state_view import LAYOUT_RULES
 
 MANIFEST = "manifest.json"
+# Files of the small state of a run.
+STATE, STATE_TENSORS, STATE_PICKLE = "state.json", "state.safetensors", "state.pickle"
 VERSION = 2
 _PREFIX = '{"crc32": "%08x",\n"manifest": '
 

@@ -17,14 +17,21 @@ import torch
 from deepspeed.checkpoint import files
 from deepspeed.checkpoint.capture import Captured, fixed
 from deepspeed.checkpoint.codec import Encoder
-from deepspeed.checkpoint.manifest import MANIFEST, Manifest, rank_file, read_manifest
+from deepspeed.checkpoint.manifest import (
+    MANIFEST,
+    STATE,
+    STATE_PICKLE,
+    STATE_TENSORS,
+    Manifest,
+    rank_file,
+    read_manifest,
+)
 from deepspeed.checkpoint.offers import Reports, Taken, take
 from deepspeed.checkpoint.ranks import Ranks
 from deepspeed.checkpoint.tensorfile import Entry, Seal, file_bytes, write_tensors
 from deepspeed.errors import CheckpointCorruptError, CheckpointError
 from deepspeed.foundation.log import say, warn_once
 
-STATE, STATE_TENSORS, STATE_PICKLE = "state.json", "state.safetensors", "state.pickle"
 _SMALL_FILES = 1 << 20  # bytes kept free for the files beside the tensors
 
 

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 
 from deepspeed.checkpoint.codec import Decoder
-from deepspeed.checkpoint.manifest import Manifest, Read, Row, entry_name, rank_file
+from deepspeed.checkpoint.manifest import STATE, STATE_PICKLE, STATE_TENSORS, Manifest, Read, Row, entry_name, rank_file
 from deepspeed.checkpoint.ranks import Ranks
-from deepspeed.checkpoint.save import STATE, STATE_PICKLE, STATE_TENSORS
 from deepspeed.checkpoint.tensorfile import Range, Stored, TensorFile, read_all
 from deepspeed.errors import CheckpointCorruptError, CheckpointError, CheckpointMissingError
 from deepspeed.zero.boxes import BoxRange, Copy

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed.comm import watch
+from deepspeed.comm.ending import Phase, released_in
 from deepspeed.comm.shared_memory import SharedMemory, forget_shared_memory, shared_memory_of
 from deepspeed.comm.simulated import SimulatedMemory
 from deepspeed.comm.trail import trail
@@ -405,6 +406,7 @@ def axes_here() -> object:
     return _registry()
 
 
+@released_in(Phase.AXES)
 def forget_axes() -> None:
     """The process groups are gone, or are to be asked about anew; who keeps axes asks `axes_here`."""
     _registries.clear()

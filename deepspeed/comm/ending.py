@@ -7,26 +7,51 @@ It empties its own tables then; so an object of ours lies in one of them, and wh
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
+from enum import IntEnum
+from typing import TypeVar
 
 import torch.distributed as dist
 
-from deepspeed.comm import fetch, meet, mesh, watch
-from deepspeed.comm.axis import forget_axes
-from deepspeed.comm.routes import forget_routes
+Release = TypeVar("Release", bound=Callable[[], None])
+
+
+class Phase(IntEnum):
+    """The order in which what belongs to the process groups is released."""
+
+    CONNECTIONS = 0
+    ROUTES = 1
+    MESHES = 2
+    AXES = 3
+    WATCH = 4
+    STORES = 5
+
+
+_releases: dict[Phase, Callable[[], None]] = {}
 
 
 class _Notice:
     """Lies in a table that torch empties when the last group ends; takes the place of a group there."""
 
 
+def released_in(phase: Phase) -> Callable[[Release], Release]:
+    """Have a function called in one phase of every end; a phase has one function.
+
+    Args:
+        phase: when, among the others.
+    """
+
+    def register(release: Release) -> Release:
+        _releases[phase] = release
+        return release
+
+    return register
+
+
 def wind_up() -> None:
     """End threads, connections and shared memory, and forget the groups; nothing happens the second time."""
-    fetch.close_all()
-    forget_routes()
-    mesh.forget_meshes()
-    forget_axes()
-    watch.stop()
-    meet.forget_stores()
+    for phase in sorted(_releases):
+        _releases[phase]()
 
 
 def wind_up_with_the_groups() -> None:

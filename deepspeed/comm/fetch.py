@@ -31,6 +31,7 @@ import torch.distributed as dist
 from deepspeed.comm import watch
 from deepspeed.comm.axis import Axis
 from deepspeed.comm.collectives import PULL, SMALL, Handle, delay, post, spread, tag_of
+from deepspeed.comm.ending import Phase, released_in
 from deepspeed.comm.shared_memory import require
 from deepspeed.errors import CommError, StorageError
 from deepspeed.foundation.log import logger
@@ -348,6 +349,7 @@ def service_of(axis: Axis) -> FetchService:
     return _services[id(axis)]
 
 
+@released_in(Phase.CONNECTIONS)
 def close_all() -> None:
     """Close every service; called before the process group goes."""
     for service in list(_services.values()):

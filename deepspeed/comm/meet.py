@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import torch.distributed as dist
 
 from deepspeed.comm.discovery import World, meeting_address
+from deepspeed.comm.ending import Phase, released_in
 from deepspeed.errors import CommError, CommTimeoutError
 
 # [Note: the handshake]
@@ -72,6 +73,7 @@ def meet(world: World, limit: timedelta, init_method: str | None) -> Store:
             time.sleep(_POLL_S[1])
 
 
+@released_in(Phase.STORES)
 def forget_stores() -> None:
     """The process groups are gone."""
     _stores.clear()

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from deepspeed.comm.alone import get_own_group
 from deepspeed.comm.axis import Axis, axes_here, make_axes
+from deepspeed.comm.ending import Phase, released_in
 from deepspeed.errors import MeshError
 
 DIMS = ("pp", "dp_replicate", "dp_shard", "sp", "tp")
@@ -225,6 +226,7 @@ def mesh_for(sizes: Mapping[str, int], ranks: Sequence[int] | None = None, devic
     return known
 
 
+@released_in(Phase.MESHES)
 def forget_meshes() -> None:
     """The process groups are gone."""
     _meshes.clear()

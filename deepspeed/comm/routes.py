@@ -14,6 +14,7 @@ import torch.distributed as dist
 from deepspeed.comm import watch
 from deepspeed.comm.axis import PUBLIC, Axis, group_axis
 from deepspeed.comm.collectives import EXCHANGE, SPREAD, reduce_to_owners, spread, tag_of
+from deepspeed.comm.ending import Phase, released_in
 from deepspeed.comm.sums import sum_in_rank_order
 from deepspeed.native import KINDS
 
@@ -144,6 +145,7 @@ def broadcast(
     return None
 
 
+@released_in(Phase.ROUTES)
 def forget_routes() -> None:
     """The process groups are gone."""
     _axes.clear()

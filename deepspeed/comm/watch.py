@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 
 import torch.distributed as dist
 
+from deepspeed.comm.ending import Phase, released_in
 from deepspeed.comm.report import full_report, line_of, where_now
 from deepspeed.comm.status_page import INSIDE, LEFT, OUTSIDE, StatusPage, boot, describe, neighbour
 from deepspeed.comm.stopping import stopping
@@ -166,6 +167,7 @@ def ends_by_itself() -> float:
     return ANSWER_S + 2.0 if _here.raised else 0.0
 
 
+@released_in(Phase.WATCH)
 def stop() -> None:
     """End the watch; rank 0 first makes sure that the others no longer need its store."""
     watcher, _here.watcher = _here.watcher, None

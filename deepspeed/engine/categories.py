@@ -3,23 +3,53 @@
 from __future__ import annotations
 
 import functools
-import os
+import inspect
 from collections.abc import Iterator, Sequence
 from types import CodeType
 from typing import Any
 
+import torch
+
+from deepspeed import checkpoint, comm, ops
+from deepspeed.comm import shared_allocator
+from deepspeed.comm.axis import Axis
+from deepspeed.comm.shared_memory import SharedMemory
+from deepspeed.comm.simulated import SimulatedMemory
+from deepspeed.ops import aio
+from deepspeed.storage import buffer_pool
+from deepspeed.zero import aliases, buckets, lifecycle, optimizer, optimizer_shard, prefetch, reducer, waves, wire
+from deepspeed.zero.local_shard import LocalShard
+from deepspeed.zero.shard_group import ShardGroup
+
 ACTIVATIONS, TRANSIT, GATHERED, OPTIMIZER, GRADIENTS = "activations", "transit", "gathered", "optimizer", "gradients"
 PARAMETERS, MASTERS, POOLS = "parameters", "masters", "pools"
-_COMM = "deepspeed/comm/"
-# In which file memory ran out, innermost first: the category it was for.
-_BY_FILE = (
-    ("comm/shared_allocator.py", ""),
-    ("zero/aliases.py", GATHERED), ("zero/lifecycle.py", GATHERED), ("zero/prefetch.py", GATHERED),
-    ("zero/wire.py", TRANSIT), (_COMM, TRANSIT), ("zero/buckets.py", GRADIENTS),
-    ("zero/reducer.py", GRADIENTS), ("zero/waves.py", OPTIMIZER), ("zero/optimizer_shard.py", OPTIMIZER),
-    ("zero/optimizer.py", OPTIMIZER), ("torch/optim/", OPTIMIZER), ("storage/buffer_pool.py", POOLS),
-    ("ops/aio/", POOLS), ("deepspeed/ops/", OPTIMIZER), ("deepspeed/checkpoint/", OPTIMIZER),
-)  # fmt: skip
+# In which module memory ran out, innermost first: the category it was for.
+_BY_MODULE = {
+    shared_allocator: "",
+    aliases: GATHERED, lifecycle: GATHERED, prefetch: GATHERED,
+    wire: TRANSIT, buckets: GRADIENTS, reducer: GRADIENTS,
+    waves: OPTIMIZER, optimizer_shard: OPTIMIZER, optimizer: OPTIMIZER, buffer_pool: POOLS,
+}  # fmt: skip
+# The same for whole packages; the first that a module lies in counts.
+_BY_PACKAGE = {comm: TRANSIT, torch.optim: OPTIMIZER, aio: POOLS, ops: OPTIMIZER, checkpoint: OPTIMIZER}
+# The same for functions, which count before their modules.
+_BY_FUNCTION = {
+    ShardGroup.expect_gather: GATHERED,
+    ShardGroup.start_gather: GATHERED,
+    ShardGroup.finish_gather: GATHERED,
+    ShardGroup.gather_together: GATHERED,
+    LocalShard.overwrite_master: MASTERS,
+    LocalShard.add_master: MASTERS,
+    LocalShard.split_master: MASTERS,
+    LocalShard.round_masters: MASTERS,
+    Axis.empty: "",  # for whoever asks there
+    SharedMemory.empty: "",
+    SimulatedMemory.empty: "",
+}
+_MODULES = {module.__name__: category for module, category in _BY_MODULE.items()}
+_PACKAGES = {package.__name__: category for package, category in _BY_PACKAGE.items()}
+_CODES = {inspect.unwrap(function).__code__: category for function, category in _BY_FUNCTION.items()}
+_COMM = comm.__name__
 
 
 def frames_of(error: BaseException) -> Iterator[Any]:
@@ -39,34 +69,40 @@ def innermost(frames: Sequence[Any], otherwise: str = ACTIVATIONS) -> str:
         frames: outermost first.
         otherwise: the answer where none is known.
     """
-    codes = [frame.f_code for frame in reversed(frames)]
-    sent = any(_by_code(code) for code in codes if _COMM in _file(code))
+    known = [(_is_within(_module_of(frame), _COMM), _of_frame(frame)) for frame in reversed(frames)]
+    sent = any(category for in_comm, category in known if in_comm)
     # Messages are for whoever sends them: what a gather maps of its neighbours' memory, it gathers.
-    asks = next((found for code in codes if _COMM not in _file(code) and (found := _by_code(code))), None)
+    asks = next((category for in_comm, category in known if category and not in_comm), None)
     return TRANSIT if sent and asks in (None, OPTIMIZER) else asks or otherwise
 
 
 def category_of(frame: Any) -> str:
     """What memory is for that the code of a frame, or of one of its callers, asks for."""
     while frame is not None:
-        found = _by_code(frame.f_code)
-        if found:
-            return found
+        category = _of_frame(frame)
+        if category:
+            return category
         frame = frame.f_back
     return ACTIVATIONS
 
 
+def _module_of(frame: Any) -> str:
+    return frame.f_globals.get("__name__", "")
+
+
+def _of_frame(frame: Any) -> str:
+    return _by_code(frame.f_code, _module_of(frame))
+
+
 @functools.cache
-def _by_code(code: CodeType) -> str:
-    file = _file(code)
-    if file.endswith("zero/shard_group.py") and "gather" in code.co_name:
-        return GATHERED
-    if file.endswith(("zero/shard_group.py", "zero/local_shard.py")) and "master" in code.co_name:
-        return MASTERS
-    if _COMM in file and code.co_name == "empty":
-        return ""  # for whoever asks there
-    return next((category for part, category in _BY_FILE if part in file), "")
+def _by_code(code: CodeType, module: str) -> str:
+    """The category of a function of a module; empty where neither is known."""
+    if code in _CODES:
+        return _CODES[code]
+    if module in _MODULES:
+        return _MODULES[module]
+    return next((category for package, category in _PACKAGES.items() if _is_within(module, package)), "")
 
 
-def _file(code: CodeType) -> str:
-    return code.co_filename.replace(os.sep, "/")
+def _is_within(module: str, package: str) -> bool:
+    return module == package or module.startswith(f"{package}.")

@@ -31,7 +31,7 @@ from deepspeed.zero.param import is_managed
 from deepspeed.zero.reducer import Reducer
 from deepspeed.zero.roles import Pruner
 from deepspeed.zero.shard_group import edited, group_of, meet_before_change
-from deepspeed.zero.waves import publish, update, waves_of
+from deepspeed.zero.waves import StepGuard, publish, update, waves_of
 
 _HOOK_TABLES = tuple(
     f"_optimizer_{call}_{when}_hooks" for call in ("step", "state_dict", "load_state_dict") for when in ("pre", "post")
@@ -125,7 +125,7 @@ class ZeroOptimizer(OptimizerSurface):
                 vars(each).setdefault(table, OrderedDict())
         if foreign:
             join_states(self.optimizer)
-        self._guards = [each.register_step_pre_hook(self._refuse_strangers) for each in every]
+        self._guards = [each.register_step_pre_hook(StepGuard(self._refuse_strangers)) for each in every]
         follow(self)
         self._split_groups()
         for group in self._whole:
@@ -339,7 +339,7 @@ class ZeroOptimizer(OptimizerSurface):
         self._rounds += 1
         return tag_of(self._channel, SMALL, self._rounds)
 
-    def _refuse_strangers(self, *_: Any) -> None:
+    def _refuse_strangers(self) -> None:
         """Before each step of the inner optimizer: it must come from here, over the fragments made at the start."""
         if not self._stepping:
             raise UsageError(

@@ -25,6 +25,7 @@ from deepspeed.comm.collectives import Handle
 from deepspeed.errors import OptimizerError
 from deepspeed.foundation.heap import own_pages
 from deepspeed.foundation.recorder import UPDATE, recorder
+from deepspeed.ops import adam, lion
 from deepspeed.ops.host_step import Fold, HostOptimizer
 from deepspeed.optim.nested import Counters
 from deepspeed.storage.resident import RESIDENT
@@ -37,9 +38,22 @@ from deepspeed.zero.shard_group import ShardGroup
 # An update on a device is cut where there are at least so many elements of a rank for each piece: with fewer, launching
 # the pieces takes longer than what they hide.
 PIECE, PIECES = 1 << 23, 8
-_GUARD = "deepspeed.zero.optimizer"  # whose own hook refuses parameters that nobody manages
 _GLOBAL = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")  # of torch.optim.optimizer
-_BY_PARAMETER = ("torch.optim.", "deepspeed.ops.adam", "deepspeed.ops.lion")
+_BY_PARAMETER = (f"{torch.optim.__name__}.", adam.__name__, lion.__name__)
+
+
+class StepGuard:
+    """The pre-step hook of the engine's own, which may refuse the step; it does not count as somebody who watches.
+
+    Args:
+        check: called without arguments before each step.
+    """
+
+    def __init__(self, check: Callable[[], None]) -> None:
+        self._check = check
+
+    def __call__(self, *_: Any) -> None:
+        self._check()
 
 
 class Wave:
@@ -181,7 +195,7 @@ def _is_watched(optimizer: torch.optim.Optimizer) -> bool:
     """Whether somebody sees its steps, and expects one with all gradients: hooks, or a `step` put around its own."""
     own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
     hooks = [hook for table in (*own, *(getattr(torch_optimizer, name) for name in _GLOBAL)) for hook in table.values()]
-    if not all(getattr(hook, "__module__", "") == _GUARD for hook in hooks):
+    if not all(isinstance(hook, StepGuard) for hook in hooks):
         return True
     return _is_wrapped(optimizer)
 
