@@ -100,8 +100,7 @@ class Rank:
 
     def bytes(self, side: str) -> None:
         """One pass of the checksum over this rank's bytes."""
-        from deepspeed.checkpoint.checksum import crc32
-        from deepspeed.checkpoint.tensorfile import BLOCK
+        from deepspeed.checkpoint.format.safetensors_file import BLOCK, crc32
 
         for tensor in self.tensors.values():
             data = tensor.reshape(-1).view(torch.uint8)

@@ -52,7 +52,7 @@ def cut(model, ffn: float, heads: float):
 
 def export_all(size: str, folder: Path) -> dict[str, Path]:
     from deepspeed.compression.export import export
-    from deepspeed.compression.layers import keep_layers
+    from deepspeed.compression.pruning.layer_selection import keep_layers
 
     layers = SIZES[size][0]
     made = {
@@ -72,7 +72,7 @@ def export_all(size: str, folder: Path) -> dict[str, Path]:
 
 
 def gain(size: str, rounds: int) -> list[dict]:
-    from deepspeed.compression.report import Exported, faster
+    from deepspeed.compression.compare import Exported, faster
 
     rows = []
     with tempfile.TemporaryDirectory() as temporary:
@@ -100,13 +100,13 @@ def masks() -> None:
 
     import torch
 
-    from deepspeed.compression import bits
+    from deepspeed.compression.pruning import bitmask
 
     torch.set_num_threads(1)
     numel = 10_000_000
     keep, values = torch.rand(numel) > 0.5, torch.randn(numel)
-    packed, whole = bits.pack(keep), keep.float()
-    for name, act in (("bits", lambda: bits.apply(packed, values)), ("floats", lambda: values.mul_(whole))):
+    packed, whole = bitmask.pack(keep), keep.float()
+    for name, act in (("bits", lambda: bitmask.apply(packed, values)), ("floats", lambda: values.mul_(whole))):
         started = time.process_time()
         for _ in range(5):
             act()

@@ -40,7 +40,7 @@ Step = Callable[[], Any]
 
 def in_one_pass(optimizer: Any, param: Tensor, gradient: Tensor, out: Tensor) -> Step:
     """From bf16 to bf16 by our fold."""
-    from deepspeed.ops.host_step import Fold
+    from deepspeed.ops.cpu_optimizer import Fold
 
     def step() -> None:
         optimizer.folds, optimizer.factor = {param: Fold(gradient, out)}, FACTOR

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from deepspeed.foundation.tree import tensors_in
-from deepspeed.ops.host_step import HostOptimizer
-from deepspeed.simulator.recorder import DTYPES, Recorder
-from deepspeed.simulator.recording import DISK, EMPTIED, HOST, MESSAGE, NOTHING, Block, Entry, Recording
-from deepspeed.storage.disk import Transfer
+from deepspeed.foundation.pytree import tensors_in
+from deepspeed.ops.cpu_optimizer import HostOptimizer
+from deepspeed.simulator.trace import DISK, EMPTIED, HOST, MESSAGE, NOTHING, Block, Entry, Recording
+from deepspeed.simulator.trace_recorder import DTYPES, Recorder
 from deepspeed.storage.simulated import SimulatedDisk
+from deepspeed.storage.tensor_file import Transfer
 
 # Operators of c10d: what they are, where the whole tensor stands (the larger of these arguments), and the group.
 _MESSAGES = {

@@ -47,7 +47,7 @@ def make_rank(alone: bool, overlap: bool, width: int, layers: int) -> Callable[.
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1"}
         os.environ["MASTER_PORT"] = str(free_port())
     import deepspeed
-    from deepspeed.foundation.recorder import now, recorder
+    from deepspeed.foundation.spans import now, recorder
     from deepspeed.profiling.timeline import RankRecord, Timeline
 
     start_world()

@@ -43,7 +43,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.common import BENCHMARKS, REPOSITORY, median_interval, print_table, write_json
 from deepspeed.inference import Generator, Request, Sampling
-from deepspeed.inference.quantization.lossless import LosslessWeight
+from deepspeed.inference.quantization.lossless_bf16 import LosslessWeight
 from deepspeed.inference.quantization.quantization import quantize_linears
 
 SIZES = {

@@ -22,8 +22,8 @@ import torch
 from benchmarks.simulate import KEPT, RESULTS
 from deepspeed.accelerator import get_accelerator
 from deepspeed.simulator.machine import Machine, cards
-from deepspeed.simulator.recording import Recording
 from deepspeed.simulator.replay import replay
+from deepspeed.simulator.trace import Recording
 from deepspeed.testing import accelerator_checks
 
 NO_GPU = 2

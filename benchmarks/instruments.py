@@ -52,8 +52,8 @@ Round = dict[
 def make_side(name: str, stage: int, shape: Shape, folder: str) -> Callable[[torch.Tensor], None]:
     """One step of an engine with an instrument on."""
     import deepspeed
-    from deepspeed.comm.logging import comms_logger
-    from deepspeed.foundation.recorder import recorder
+    from deepspeed.comm.watchdog.comms_logger import comms_logger
+    from deepspeed.foundation.spans import recorder
     from deepspeed.profiling.flops_profiler import FlopsProfiler
     from deepspeed.profiling.timeline import ModuleSpans
 

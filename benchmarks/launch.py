@@ -33,7 +33,7 @@ CHECK = """
     from common import GPT, Shape
     import deepspeed
     from deepspeed import comm
-    from deepspeed.comm.trail import trail
+    from deepspeed.comm.watchdog.desync import trail
     stage, rounds = int(sys.argv[-2]), int(sys.argv[-1])
     shape = Shape(layers=8, width=128, vocabulary=512, sequence=64, batch=2)
     model = GPT(shape)

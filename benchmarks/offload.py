@@ -82,17 +82,17 @@ def allocations(engine: Any, shape: Shape, step: int) -> int:
 def memory(case: dict[str, Any]) -> dict[str, Any]:
     """Train one case; bytes at rest against the prediction, and what moves afterwards."""
     import deepspeed
-    from deepspeed.engine import offloading
-    from deepspeed.zero.estimate import DEVICE, HOST
+    from deepspeed.engine import offload_plan
+    from deepspeed.zero.api.memory_estimate import DEVICE, HOST
 
     predictions: list[dict[str, float]] = []
-    announce = offloading.Offload.announce
+    announce = offload_plan.Offload.announce
 
     def note(self: Any, groups: Any) -> dict[str, float]:
         predictions.append(announce(self, groups))
         return predictions[-1]
 
-    offloading.Offload.announce = note  # type: ignore[method-assign]
+    offload_plan.Offload.announce = note  # type: ignore[method-assign]
     before_live, before_rss = live_bytes(), psutil.Process().memory_info().rss
     torch.manual_seed(0)
     shape = LARGE if case["large"] else SMALL

@@ -125,7 +125,7 @@ def engines(partition: str, schedule: str, ranks: int, micros: int) -> Side:
         },
         "steps_per_print": 10**9,
     }  # fmt: skip
-    from deepspeed.foundation.recorder import recorder
+    from deepspeed.foundation.spans import recorder
 
     engine: Any = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
     side = Side(lambda _: 0.0)
@@ -147,7 +147,7 @@ def engines(partition: str, schedule: str, ranks: int, micros: int) -> Side:
 
 def spent_in(spans: Sequence[Any], begun: int, ended: int) -> dict[str, Any]:
     """Seconds of a step: its length, waits, forward and backward by chunk, and what was done beside the schedule."""
-    from deepspeed.foundation.recorder import CALL, WAIT
+    from deepspeed.foundation.spans import CALL, WAIT
 
     own = [span for span in spans if span.thread == threading.get_ident()]
     actions = [(found, span) for span in own if (found := _ACTION.fullmatch(span.label))]
@@ -250,7 +250,7 @@ def longest(facts: list[dict[str, Any]]) -> float:
 def idle_of(name: str, ranks: int, micros: int, rounds: list[list[dict[str, Any]]]) -> dict[str, float]:
     """Idle share as it was seen, as simulation has it with what was seen of each part, and as the engine said it."""
     from deepspeed.pipe.schedule import make_schedule
-    from deepspeed.pipe.simulate import simulate
+    from deepspeed.pipe.schedule_simulator import simulate
 
     schedule = name.split()[1]
 

@@ -37,11 +37,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from deepspeed.planner.axes import Shape
-from deepspeed.planner.calibrate import calibrate
-from deepspeed.planner.clock import StepTime
-from deepspeed.planner.confirm import MOST, confirm
-from deepspeed.planner.plans import (
+from deepspeed.planner.confirm_plans import MOST, confirm
+from deepspeed.planner.machine_benchmark import calibrate
+from deepspeed.planner.mesh_options import Shape
+from deepspeed.planner.search import (
     ALL,
     ON_DEVICE,
     OPTIMIZER,
@@ -54,7 +53,8 @@ from deepspeed.planner.plans import (
     simulated,
     verdict,
 )
-from deepspeed.planner.source import model_named
+from deepspeed.planner.step_time import StepTime
+from deepspeed.planner.training_script import model_named
 from deepspeed.planner.trials import Limits, Outcome, run_trial, trial_config
 from deepspeed.simulator.machine import Machine
 
@@ -84,7 +84,7 @@ RANKS, NEAR, MOST_NEAR = 2, 1.10, 3
 TIMED = 3, 4  # updates: the third is like all that follow
 FIXED = {"MALLOC_MMAP_THRESHOLD_": "65536"}  # what a trial holds is then what it uses
 IMPORTED = [
-    "deepspeed.planner.training",
+    "deepspeed.planner.training_script",
     "deepspeed.planner.cli",
     "deepspeed.engine.initialize",
 ]  # and of each model its module

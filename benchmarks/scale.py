@@ -93,7 +93,7 @@ def main() -> None:
     args = parser.parse_args()
     os.environ.update(RANK="0", WORLD_SIZE=str(args.ranks), LOCAL_RANK="0")
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=args.ranks)
-    from deepspeed.comm import scalars
+    from deepspeed.comm.collectives import scalars
 
     scalars.current = scalars.Simulated()
     missed = False

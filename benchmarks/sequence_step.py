@@ -109,8 +109,8 @@ def make_side(name: str, width: int, batch: int, sequence: int) -> Step:
 
         return plain(model, part_of_loss)
     if name == "layers":
-        from deepspeed.comm.axis import world_axis
-        from deepspeed.sequence.ulysses import cut_sequence
+        from deepspeed.comm.process_groups.axis import world_axis
+        from deepspeed.sequence.transformers_adapter import cut_sequence
 
         cut_sequence(model, world_axis("sp"))
         return plain(model, lambda ids: model(**sliced(ids)).loss / dist.get_world_size())

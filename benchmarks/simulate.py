@@ -21,12 +21,12 @@ import torch
 
 from benchmarks.simulated_models import PER_HOST, SHAPES, Decoder, package_config
 from deepspeed.planner.memory import simulate
-from deepspeed.planner.program import Program
+from deepspeed.planner.train_program import Program
 from deepspeed.simulator.allocator import replay_memory
 from deepspeed.simulator.machine import Machine, cards
 from deepspeed.simulator.picture import draw
-from deepspeed.simulator.recording import COPY, DISK, HOST, KERNEL, MARK, Recording
 from deepspeed.simulator.replay import Timeline, repeated, replay
+from deepspeed.simulator.trace import COPY, DISK, HOST, KERNEL, MARK, Recording
 
 RESULTS = Path(__file__).parent / "results" / "simulated"
 KEPT = RESULTS / "recordings"  # of one card: `benchmarks/gpu.py` compares with them where there is one

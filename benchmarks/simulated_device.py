@@ -21,12 +21,12 @@ import torch.distributed as dist
 import deepspeed
 from benchmarks.device_recorder import DeviceRecorder
 from benchmarks.simulated_models import PER_HOST, SHAPES, Decoder, package_config
-from deepspeed.comm import scalars
-from deepspeed.comm.groups import destroy_process_group
+from deepspeed.comm.collectives import scalars
+from deepspeed.comm.process_groups.process_group import destroy_process_group
+from deepspeed.foundation.fake_mode import simulation
 from deepspeed.foundation.log import logger
-from deepspeed.foundation.simulation import simulation
-from deepspeed.ops.valueless import Valueless
-from deepspeed.simulator.recording import Recording
+from deepspeed.ops.fake_tensors import Valueless
+from deepspeed.simulator.trace import Recording
 
 PACKAGE, FSDP2, DDP = "package", "fsdp2", "ddp"
 WARM = {PACKAGE: 2, FSDP2: 1, DDP: 2}  # steps before the one that is recorded

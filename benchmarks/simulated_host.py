@@ -21,9 +21,9 @@ from torch.nn import functional as F
 import deepspeed
 from benchmarks import simulated_models
 from benchmarks.simulated_models import Decoder, llama, package_config
-from deepspeed.comm.simulated_world import simulated_world
-from deepspeed.simulator.recorder import Recorder
-from deepspeed.simulator.recording import KERNEL, Recording
+from deepspeed.comm.fake.fake_world import simulated_world
+from deepspeed.simulator.trace import KERNEL, Recording
+from deepspeed.simulator.trace_recorder import Recorder
 
 TINY = llama(24, 32, 2, 64, vocabulary=128)
 STEPS = 15

@@ -74,8 +74,8 @@ def make_side(name: str, width: int, ranks: int) -> Side:
                 if style in styles}  # fmt: skip
         return plain(parallelize_module(model, mesh, plan))
     if name == "layers":
-        from deepspeed.comm.mesh import mesh_for
-        from deepspeed.tensor_parallel.cut import cut_model
+        from deepspeed.comm.process_groups.mesh import mesh_for
+        from deepspeed.tensor_parallel.parallelize import cut_model
 
         cut_model(model, mesh_for({"tp": ranks}).axis("tp"))
         return plain(model)
@@ -97,7 +97,7 @@ def make_side(name: str, width: int, ranks: int) -> Side:
 def received_in_step(step: Callable[[Tensor], float], ids: Tensor) -> dict[int, int]:
     """Bytes that came from other ranks in one step, by the bytes of the message."""
     from deepspeed.comm import comms_logger
-    from deepspeed.comm.logging import received_in
+    from deepspeed.comm.watchdog.comms_logger import received_in
 
     comms_logger.reset()
     comms_logger.enabled = True

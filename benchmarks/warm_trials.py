@@ -88,7 +88,7 @@ class WarmCommand:
 
     Args:
         ranks: of it.
-        program: arguments of `deepspeed.planner.training`; `{config}` stands for the JSON of the trial.
+        program: arguments of `deepspeed.planner.training_script`; `{config}` stands for the JSON of the trial.
     """
 
     ranks: int
@@ -100,7 +100,7 @@ class WarmCommand:
         Args:
             config: path of the JSON.
         """
-        return ["deepspeed.planner.training", *(word.replace("{config}", config) for word in self.program)]
+        return ["deepspeed.planner.training_script", *(word.replace("{config}", config) for word in self.program)]
 
     def start(self, config: str, out: Any, err: Any) -> Forked:
         """Start a trial.
@@ -168,8 +168,8 @@ def _end(started: dict[int, int]) -> None:
 
 def _rank(rank: int, ranks: int, port: int, program: list[str]) -> int:
     """Fork a rank; gives its id."""
-    from deepspeed.launcher.place import Node
-    from deepspeed.planner import training
+    from deepspeed.launcher.environment import Node
+    from deepspeed.planner import training_script
 
     first, pid = os.getpid(), os.fork()
     if pid:
@@ -182,7 +182,7 @@ def _rank(rank: int, ranks: int, port: int, program: list[str]) -> int:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.environ |= Node(0, 1, 0, ranks, list(range(ranks))).variables(rank)
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        training.main(program)
+        training_script.main(program)
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 1 if end.code else 0

@@ -27,7 +27,7 @@ from benchmarks.common import write_json
 from deepspeed.config.sections.memory import Aio
 from deepspeed.inference import Generator, Request, Sampling
 from deepspeed.ops.aio.memory import aligned_bytes
-from deepspeed.storage.disk import Disk
+from deepspeed.storage.tensor_file import Disk
 
 MIB = 1 << 20
 VOCABULARY = 8192

@@ -5,22 +5,22 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from deepspeed.foundation.copies import warn_of_others
-from deepspeed.foundation.not_yet import install
+from deepspeed.foundation.duplicate_install import warn_of_others
+from deepspeed.foundation.unavailable import install
 from deepspeed.version import __version__
 
 # name: (module, attribute or None for the module itself); looked up on first use, so that importing costs nothing
 _LAZY: dict[str, tuple[str, str | None]] = {
     "initialize": ("deepspeed.engine.initialize", "initialize"),
     "add_config_arguments": ("deepspeed.engine.initialize", "add_config_arguments"),
-    "init_distributed": ("deepspeed.comm.init", "init_distributed"),
+    "init_distributed": ("deepspeed.comm.process_groups.init", "init_distributed"),
     "DeepSpeedEngine": ("deepspeed.engine.engine", "DeepSpeedEngine"),
-    "PipelineEngine": ("deepspeed.engine.pipeline", "PipelineEngine"),
+    "PipelineEngine": ("deepspeed.engine.pipeline_engine", "PipelineEngine"),
     "PipelineModule": ("deepspeed.pipe", "PipelineModule"),
-    "DeepSpeedDataLoader": ("deepspeed.engine.dataloader", "DeepSpeedDataLoader"),
+    "DeepSpeedDataLoader": ("deepspeed.engine.data_loading", "DeepSpeedDataLoader"),
     "DeepSpeedConfig": ("deepspeed.config", "DeepSpeedConfig"),
     "DeepSpeedConfigError": ("deepspeed.errors", "DeepSpeedConfigError"),
-    "DeepSpeedOptimizer": ("deepspeed.zero.optimizer", "ZeroOptimizer"),
+    "DeepSpeedOptimizer": ("deepspeed.zero.optimizer.optimizer", "ZeroOptimizer"),
     "tp_model_init": ("deepspeed.tensor_parallel.init", "tp_model_init"),
     "set_autotp_mode": ("deepspeed.tensor_parallel.init", "set_autotp_mode"),
     "init_inference": ("deepspeed.inference.engine", "init_inference"),

@@ -19,8 +19,8 @@ import torch
 
 from deepspeed import native
 from deepspeed.accelerator import get_accelerator
-from deepspeed.comm.init import choose_backend
-from deepspeed.comm.whereabouts import backend_settings
+from deepspeed.comm.process_groups.init import choose_backend
+from deepspeed.comm.watchdog.last_collective import backend_settings
 from deepspeed.config.schema import all_keys
 from deepspeed.errors import DeepSpeedError, NotAvailableError
 from deepspeed.ops.op_builder.all_ops import compatible_ops

@@ -54,7 +54,7 @@ def sizes_of(name: str) -> tuple[int, int]:
     import torch
     import transformers
 
-    from deepspeed.zero.units import units_of
+    from deepspeed.zero.layout.units import units_of
 
     family, sizes = MODELS[name]
     config = getattr(transformers, f"{family}Config")(**sizes)
@@ -68,19 +68,19 @@ def sizes_of(name: str) -> tuple[int, int]:
 
 def columns(ranks: int) -> dict[str, Callable[[int, int], tuple[float, float]]]:
     """What each column of a table has: bytes of device memory on a rank, and of host memory on the node."""
-    from deepspeed.zero import estimate
+    from deepspeed.zero.api import memory_estimate
 
     def whole(stage: int) -> Callable[[int, int], tuple[float, float]]:
         """Stages 0 and 1, for which there is no public estimate: states as stage 2's counts them, and a bucket."""
-        parts = estimate.state_bytes(stage, ranks)
-        return lambda total, _: (parts.total * total + 4 * min(total, estimate.REDUCE_BUCKET), 0.0)
+        parts = memory_estimate.state_bytes(stage, ranks)
+        return lambda total, _: (parts.total * total + 4 * min(total, memory_estimate.REDUCE_BUCKET), 0.0)
 
     def second(total: int, _: int, offload: bool = False) -> tuple[float, float]:
-        host, device = estimate.estimate_zero2_model_states_mem_needs(total, ranks, 1, offload, 1.0)
+        host, device = memory_estimate.estimate_zero2_model_states_mem_needs(total, ranks, 1, offload, 1.0)
         return device, host if offload else 0.0
 
     def third(total: int, largest: int, optimizer: bool = False, parameters: bool = False) -> tuple[float, float]:
-        host, device, _ = estimate.estimate_zero3_model_states_mem_needs(
+        host, device, _ = memory_estimate.estimate_zero3_model_states_mem_needs(
             total, largest, ranks, 1, optimizer, parameters, True, 1.0
         )
         return device, host if optimizer else 0.0

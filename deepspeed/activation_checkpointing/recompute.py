@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint  # bound here:
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.activation_checkpointing import rng
-from deepspeed.activation_checkpointing.saving import Saver
-from deepspeed.comm.axis import group_axis
+from deepspeed.activation_checkpointing.saved_inputs import Saver
+from deepspeed.comm.process_groups.axis import group_axis
 from deepspeed.config.sections.memory import ActivationCheckpointing
 from deepspeed.foundation.log import say, say_once
 

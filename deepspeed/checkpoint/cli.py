@@ -11,13 +11,13 @@ from pathlib import Path
 
 import torch
 
-from deepspeed.checkpoint import files
-from deepspeed.checkpoint.consolidate import in_dtype, open_source, rows_of
-from deepspeed.checkpoint.export import write_sharded
-from deepspeed.checkpoint.find import look, place_of, read_latest, tags_of
-from deepspeed.checkpoint.manifest import Manifest, read_manifest, state_field
-from deepspeed.checkpoint.source import NativeSource, Source
-from deepspeed.checkpoint.tensorfile import TensorFile
+from deepspeed.checkpoint.compat.zero_to_fp32 import in_dtype, open_source, rows_of
+from deepspeed.checkpoint.format import filesystem
+from deepspeed.checkpoint.format.manifest import Manifest, read_manifest, state_field
+from deepspeed.checkpoint.format.safetensors_file import TensorFile
+from deepspeed.checkpoint.huggingface import write_sharded
+from deepspeed.checkpoint.load.directory import look, place_of, read_latest, tags_of
+from deepspeed.checkpoint.load.reader import NativeSource, Source
 from deepspeed.errors import CheckpointCorruptError, CheckpointError
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "as-saved": None}
@@ -25,7 +25,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
 
 def list_tags(folder: Path) -> Iterator[str]:
     """One line for each tag of a folder."""
-    latest = read_latest(folder, files.LATEST)
+    latest = read_latest(folder, filesystem.LATEST)
     for tag in tags_of(folder):
         seen, path = look(folder, tag), place_of(folder, tag)
         mark = "*" if tag == latest else " "

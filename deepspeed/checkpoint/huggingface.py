@@ -1,25 +1,30 @@
-"""Folders of safetensors as Hugging Face writes them: read in place, range by range."""
+"""Reads and writes Hugging Face folders of safetensors, and plain state dicts."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+import math
+import re
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import save_file
 from torch import nn
 
-from deepspeed.checkpoint import restore
-from deepspeed.checkpoint.manifest import FROZEN, Manifest, Row
+from deepspeed.checkpoint.format.manifest import FROZEN, Manifest, Row
+from deepspeed.checkpoint.format.safetensors_file import Range, TensorFile, read_all
+from deepspeed.checkpoint.load import load
+from deepspeed.checkpoint.load.reader import Source, Wanted, byte_range, clear_padding, runs
 from deepspeed.checkpoint.ranks import Ranks
-from deepspeed.checkpoint.source import Source, Wanted, byte_range, clear_padding, runs
-from deepspeed.checkpoint.tensorfile import Range, TensorFile, read_all
-from deepspeed.errors import CheckpointCorruptError, CheckpointMissingError
+from deepspeed.errors import ArgumentError, CheckpointCorruptError, CheckpointMissingError
 from deepspeed.foundation.log import say
-from deepspeed.zero.boxes import copies
-from deepspeed.zero.param import is_managed
-from deepspeed.zero.shard_group import ShardGroup
-from deepspeed.zero.state_view import StateView
+from deepspeed.zero.api.state_view import StateView
+from deepspeed.zero.layout.regions import copies
+from deepspeed.zero.parameters.parameter import is_managed
+from deepspeed.zero.parameters.shard_group import ShardGroup
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -100,7 +105,75 @@ def load_pretrained(module: nn.Module, path: str | Path, strict: bool = True) ->
     groups: list[ShardGroup] = list({id(p._ds_member.group): p._ds_member.group for p in managed.values()}.values())
     axis = groups[0].axis if groups else None
     view, source = StateView(module, groups, axis, None, None), FolderSource(Path(path), Ranks(axis))
-    rows, found = restore.compare(view, source, strict)
-    restore.load_values(view, source, rows)
+    rows, found = load.compare(view, source, strict)
+    load.load_values(view, source, rows)
     say(f"loaded {found.elements:,} of {found.total:,} elements from {path}")
     return found.elements
+
+
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def once(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Every tensor under its first name: safetensors files hold no aliases, and loaders tie them again."""
+    seen: dict[int, str] = {}
+    for name, one in state.items():
+        seen.setdefault(id(one), name)
+    return {name: one for name, one in state.items() if seen[id(one)] == name}
+
+
+def bytes_of(size: str | int | None) -> float:
+    """A size such as "5GB" as a number; None is no limit."""
+    if size is None:
+        return math.inf
+    found = re.fullmatch(r"\s*([\d.]+)\s*([a-zA-Z]*)\s*", str(size))
+    if found is None or found.group(2).upper() not in _UNITS:
+        raise ArgumentError(f"max_shard_size is {size!r}; write it as '5GB', '200MB' or a number of bytes")
+    return float(found.group(1)) * _UNITS[found.group(2).upper()]
+
+
+def _numel_bytes(one: Any) -> int:
+    return torch.Size(one.shape).numel() * one.dtype.itemsize
+
+
+def write_sharded(state: Mapping[str, Any], folder: Path, max_shard_size: str | int | None, safe: bool) -> list[Path]:
+    """Write tensors into one file, or several with an index, as Hugging Face libraries name them.
+
+    Args:
+        state: tensors by name, or objects with `shape`, `dtype` and `contiguous()`; one shard is in memory at a time.
+        folder: made if it is not there.
+        max_shard_size: largest file.
+        safe: safetensors (without aliases) instead of `torch.save`.
+
+    Returns:
+        The files.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    limit = bytes_of(max_shard_size)
+    listed = once(state) if safe else dict(state)
+    shards: list[list[str]] = []
+    filled, total, seen = math.inf, 0, set()
+    for name, one in listed.items():
+        size = 0 if id(one) in seen else _numel_bytes(one)
+        seen.add(id(one))
+        if filled + size > limit:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled, total = filled + size, total + size
+    stem, suffix = ("model", "safetensors") if safe else ("pytorch_model", "bin")
+    written, weight_map = [], {}
+    for number, names in enumerate(shards, 1):
+        file = f"{stem}.{suffix}" if len(shards) == 1 else f"{stem}-{number:05d}-of-{len(shards):05d}.{suffix}"
+        real: dict[int, torch.Tensor] = {id(listed[name]): listed[name].contiguous() for name in names}
+        made = OrderedDict((name, real[id(listed[name])]) for name in names)
+        if safe:
+            save_file(made, folder / file, {"format": "pt"})
+        else:
+            torch.save(made, folder / file)
+        written.append(folder / file)
+        weight_map |= dict.fromkeys(names, file)
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / f"{stem}.{suffix}.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    return written

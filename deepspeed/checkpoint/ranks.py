@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from deepspeed import comm
-from deepspeed.comm.axis import Axis
+from deepspeed.comm.process_groups.axis import Axis
 from deepspeed.errors import CheckpointError, CommError
 
 

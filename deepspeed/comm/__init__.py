@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch.distributed import ProcessGroup, ReduceOp
 
-from deepspeed.comm.api import (
+from deepspeed.comm.collectives.torch_api import (
     P2POp,
     all_gather,
     all_gather_coalesced,
@@ -40,7 +40,8 @@ from deepspeed.comm.api import (
     send,
     timed_op,
 )
-from deepspeed.comm.groups import (
+from deepspeed.comm.process_groups.init import init_distributed
+from deepspeed.comm.process_groups.process_group import (
     destroy_process_group,
     get_all_ranks_from_group,
     get_backend,
@@ -66,8 +67,7 @@ from deepspeed.comm.groups import (
     patch_aws_sm_env_for_torch_nccl_backend,
     set_backend,
 )
-from deepspeed.comm.init import init_distributed
-from deepspeed.comm.logging import comms_logger, configure
+from deepspeed.comm.watchdog.comms_logger import comms_logger, configure
 
 __all__ = [
     "P2POp",

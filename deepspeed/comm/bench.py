@@ -20,9 +20,9 @@ import torch
 
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
-from deepspeed.comm.logging import calc_bw_log, convert_size, trimmed_mean
+from deepspeed.comm.watchdog.comms_logger import calc_bw_log, convert_size, trimmed_mean
 from deepspeed.errors import ArgumentError, NotAvailableError
-from deepspeed.foundation.recorder import now
+from deepspeed.foundation.spans import now
 
 OPERATIONS = ("all_reduce", "all_gather", "all_to_all", "pt2pt", "broadcast", "reduce_scatter")
 _FORMULA = {

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.compression.experts import expert_shrinks
-from deepspeed.compression.families import Shrink, on_meta, shapes_of
-from deepspeed.compression.layers import block_lists
-from deepspeed.compression.plan import Plan
-from deepspeed.compression.report import report
-from deepspeed.compression.twin import kept_per_block, layers_of, with_layers
+from deepspeed.compression.compare import report
+from deepspeed.compression.pruning.experts import expert_shrinks
+from deepspeed.compression.pruning.layer_selection import block_lists
+from deepspeed.compression.pruning.pruning_plan import Plan
+from deepspeed.compression.pruning.transformers_groups import Shrink, on_meta, shapes_of
+from deepspeed.compression.pruning.verify import kept_per_block, layers_of, with_layers
 from deepspeed.errors import CompressionError, DeepSpeedError
 
 _MIB = 2**20

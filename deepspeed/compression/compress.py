@@ -10,20 +10,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.comm.axis import Axis
+from deepspeed.comm.process_groups.axis import Axis
 from deepspeed.compression.basic_layer import plain_module
 from deepspeed.compression.controller import CALLED, removable
-from deepspeed.compression.depth import REDUCED
-from deepspeed.compression.fake import FakeQuantizers
+from deepspeed.compression.fake_quantize import FakeQuantizers
 from deepspeed.compression.helper import compression_preparation, recursive_getattr
-from deepspeed.compression.masks import Masks
-from deepspeed.compression.plan import Plan
-from deepspeed.compression.remove import removal_of, remove_from
-from deepspeed.compression.rules import Rule, matched, rules_of
+from deepspeed.compression.pruning.layer_reduction import REDUCED
+from deepspeed.compression.pruning.masks import Masks
+from deepspeed.compression.pruning.pruning_plan import Plan
+from deepspeed.compression.pruning.rules import Rule, matched, rules_of
+from deepspeed.compression.pruning.structured_removal import removal_of, remove_from
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.sections.compression import CompressionTraining, LayerReduction, QuantizeTraining
 from deepspeed.errors import ArgumentError, CompressionError
-from deepspeed.zero.param import is_managed
+from deepspeed.zero.parameters.parameter import is_managed
 
 
 def check_deepspeed_config(config: Any) -> dict[str, Any]:
@@ -112,7 +112,7 @@ def _student(student: nn.Module, teacher: nn.Module, section: LayerReduction) ->
 
 
 def _copy(student: nn.Module, teacher: nn.Module, name: str) -> None:
-    from deepspeed.zero.gathered import GatheredParameters
+    from deepspeed.zero.api.gathered_parameters import GatheredParameters
 
     theirs = dict(teacher.named_parameters())
     mine = dict(student.named_parameters())

@@ -8,22 +8,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.compression.depth import REDUCED, Depth
 from deepspeed.compression.distill import Distiller
-from deepspeed.compression.fake import FakeQuantizers
-from deepspeed.compression.inside import left_on
-from deepspeed.compression.masks import Masks
-from deepspeed.compression.owned import Exchange
-from deepspeed.compression.plan import Plan
-from deepspeed.compression.remove import Removal, removal_of
-from deepspeed.compression.rules import Rule, rules_of
-from deepspeed.compression.select import kept_of
-from deepspeed.compression.units import CONV, out_axis
+from deepspeed.compression.fake_quantize import FakeQuantizers
+from deepspeed.compression.pruning.dependency_groups import CONV, out_axis
+from deepspeed.compression.pruning.distributed_topk import kept_of
+from deepspeed.compression.pruning.layer_reduction import REDUCED, Depth
+from deepspeed.compression.pruning.masks import Masks
+from deepspeed.compression.pruning.pruning_plan import Plan
+from deepspeed.compression.pruning.rules import Rule, rules_of
+from deepspeed.compression.pruning.sharded_view import Exchange
+from deepspeed.compression.pruning.structured_removal import Removal, removal_of
+from deepspeed.compression.pruning.unwrap import left_on
 from deepspeed.config.sections.compression import CompressionTraining, QuantizeTraining
 from deepspeed.errors import CompressionError
 from deepspeed.foundation.log import say
-from deepspeed.zero.holders import Axes
-from deepspeed.zero.optimizer import ZeroOptimizer
+from deepspeed.zero.optimizer.optimizer import ZeroOptimizer
+from deepspeed.zero.parameters.parallel_groups import Axes
 
 CALLED = "_ds_compression"  # on a model: the section it was prepared with by the old calls
 

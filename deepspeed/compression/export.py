@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.compression.families import config_of, dense_class, on_meta
-from deepspeed.compression.inside import inside, plain_state
-from deepspeed.compression.units import CONV
+from deepspeed.compression.pruning.dependency_groups import CONV
+from deepspeed.compression.pruning.transformers_groups import config_of, dense_class, on_meta
+from deepspeed.compression.pruning.unwrap import inside, plain_state
 from deepspeed.errors import CompressionError, NotAvailableError
 from deepspeed.foundation.log import say
 

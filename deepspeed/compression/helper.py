@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from deepspeed.compression.basic_layer import compress_module, plain_module
-from deepspeed.compression.rules import compressible
+from deepspeed.compression.pruning.rules import compressible
 from deepspeed.errors import ArgumentError
-from deepspeed.zero.param import is_managed
+from deepspeed.zero.parameters.parameter import is_managed
 
 
 def recursive_getattr(model: Any, module_name: str) -> Any:

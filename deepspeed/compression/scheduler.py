@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from deepspeed.compression.compress import section_of
-from deepspeed.compression.fake import FakeQuantizers
+from deepspeed.compression.fake_quantize import FakeQuantizers
 
 
 class compression_scheduler:  # noqa: N801

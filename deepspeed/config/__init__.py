@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from deepspeed.config.auto import Facts
 from deepspeed.config.config import DeepSpeedConfig
-from deepspeed.config.source import load_raw
+from deepspeed.config.load import load_raw
 from deepspeed.errors import BatchSizeError, DeepSpeedConfigError
 
 __all__ = ["BatchSizeError", "DeepSpeedConfig", "DeepSpeedConfigError", "Facts", "load_raw"]

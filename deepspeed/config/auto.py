@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from deepspeed.config.fields import is_number
-from deepspeed.config.problems import wrong
-from deepspeed.config.reader import AUTO, Reading
+from deepspeed.config.base_model import is_number
+from deepspeed.config.errors import wrong
+from deepspeed.config.parse import AUTO, Reading
 from deepspeed.config.sections.optimizer import DEFAULT_LR
 
 _USUAL_LR = 1e-3

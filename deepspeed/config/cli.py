@@ -9,8 +9,7 @@ from pathlib import Path
 
 from deepspeed.config.auto import Facts
 from deepspeed.config.config import DeepSpeedConfig
-from deepspeed.config.explain import as_text
-from deepspeed.config.reference import reference
+from deepspeed.config.docs import as_text, reference
 from deepspeed.errors import DeepSpeedError
 
 

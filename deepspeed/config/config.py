@@ -5,17 +5,17 @@ from __future__ import annotations
 from typing import Any, cast
 
 from deepspeed.config.auto import BATCH, Facts, resolve_autos
+from deepspeed.config.autotuned_stage import with_plan
+from deepspeed.config.base_model import Section
 from deepspeed.config.batch import MICRO, STEPS, TRAIN, Batch, derive_batch, elastic_batch
-from deepspeed.config.check import conflicts, to_sections, unavailable
-from deepspeed.config.explain import Row, rows
-from deepspeed.config.fields import Section
-from deepspeed.config.plan import with_plan
-from deepspeed.config.problems import Problem, nearest, raise_for
-from deepspeed.config.reader import Reading, read
+from deepspeed.config.docs import Row, rows
+from deepspeed.config.errors import Problem, nearest, raise_for
+from deepspeed.config.load import load_raw
+from deepspeed.config.parse import Reading, read
 from deepspeed.config.schema import spellings
 from deepspeed.config.sections.monitor import MonitorSections
 from deepspeed.config.sections.top import TopLevel
-from deepspeed.config.source import load_raw
+from deepspeed.config.validate import conflicts, to_sections, unavailable
 from deepspeed.errors import ArgumentError, DeepSpeedConfigError
 from deepspeed.foundation.log import warn_once
 

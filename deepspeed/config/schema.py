@@ -11,7 +11,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from deepspeed.config.fields import Kwargs, Note, Section, note_of
+from deepspeed.config.base_model import Kwargs, Note, Section, note_of
 from deepspeed.config.sections.top import TopLevel
 
 Shape = Literal["block", "list", "named", "kwargs"]

@@ -12,15 +12,15 @@ from torch import nn
 from torch.nn import Parameter
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.comm.collectives import broadcast_tensors
-from deepspeed.comm.fetch import release_abandoned
-from deepspeed.comm.lockstep import Lockstep
+from deepspeed.comm.collectives.collectives import broadcast_tensors
+from deepspeed.comm.collectives.one_sided import release_abandoned
+from deepspeed.comm.collectives.same_error import Lockstep
 from deepspeed.config import DeepSpeedConfig, Facts
-from deepspeed.engine.advice import tells_what_fits
-from deepspeed.engine.clients import tell_dtypes
-from deepspeed.engine.offloading import Offload, accumulator_dtype, master_dtype, state_of_group
+from deepspeed.engine.client_support import tell_dtypes
+from deepspeed.engine.memory.suggestions import tells_what_fits
+from deepspeed.engine.offload_plan import Offload, accumulator_dtype, master_dtype, state_of_group
 from deepspeed.engine.optimizer_setup import traits_of
-from deepspeed.engine.staging import limits_of_stages
+from deepspeed.engine.pipeline_setup import limits_of_stages
 from deepspeed.errors import ArgumentError, OptimizerError, SchedulerError, ShardedParameterError, UsageError
 from deepspeed.foundation.log import say, say_once
 from deepspeed.foundation.module_tree import own_state
@@ -29,21 +29,21 @@ from deepspeed.optim.build import build_optimizer, leave_embeddings_to_adam, nee
 from deepspeed.optim.lr_schedules import build_scheduler
 from deepspeed.optim.precision import DTYPES, InputCaster, cast_buffers, check_policies, compute_dtypes
 from deepspeed.optim.separability import UpdateTraits
-from deepspeed.zero.accumulation import AccumulationWindow
-from deepspeed.zero.buckets import ReduceSettings
-from deepspeed.zero.gather_order import GatherOrder
-from deepspeed.zero.grouping import GroupingPlan, build_group, cut, named_parameters, plan_groups
-from deepspeed.zero.holders import Axes, Relations, Signature, equalise, find_tied, signatures_of
-from deepspeed.zero.late_publish import LatePublish
-from deepspeed.zero.leaf import mark_leaves
-from deepspeed.zero.lifecycle import Hook, Lifecycle
-from deepspeed.zero.optimizer import StepSettings, ZeroOptimizer
-from deepspeed.zero.param import is_managed
-from deepspeed.zero.policy import policy_for
-from deepspeed.zero.prefetch import Keeper, Limits
-from deepspeed.zero.reducer import Reducer
-from deepspeed.zero.resettle import refuse_served
-from deepspeed.zero.shard_group import ShardGroup, State
+from deepspeed.zero.api.reshard import refuse_served
+from deepspeed.zero.gradients.accumulation import AccumulationWindow
+from deepspeed.zero.gradients.buckets import ReduceSettings
+from deepspeed.zero.gradients.reducer import Reducer
+from deepspeed.zero.layout.stages import policy_for
+from deepspeed.zero.layout.units import mark_leaves
+from deepspeed.zero.optimizer.optimizer import StepSettings, ZeroOptimizer
+from deepspeed.zero.parameters.collective_order import GatherOrder
+from deepspeed.zero.parameters.deferred_all_gather_hooks import LatePublish
+from deepspeed.zero.parameters.grouping import GroupingPlan, build_group, cut, named_parameters, plan_groups
+from deepspeed.zero.parameters.module_hooks import Hook, Lifecycle
+from deepspeed.zero.parameters.parallel_groups import Axes, Relations, Signature, equalise, find_tied, signatures_of
+from deepspeed.zero.parameters.parameter import is_managed
+from deepspeed.zero.parameters.prefetch import Keeper, Limits
+from deepspeed.zero.parameters.shard_group import ShardGroup, State
 
 
 @dataclass

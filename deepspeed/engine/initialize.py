@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from deepspeed.comm import init as comm_init
+from deepspeed.comm.process_groups import init as comm_init
 from deepspeed.engine.engine import DeepSpeedEngine
-from deepspeed.engine.pipeline import PipelineEngine
-from deepspeed.engine.reporting import say_info
-from deepspeed.engine.staging import is_pipelined
+from deepspeed.engine.logging import say_info
+from deepspeed.engine.pipeline_engine import PipelineEngine
+from deepspeed.engine.pipeline_setup import is_pipelined
 from deepspeed.errors import ArgumentError, DeepSpeedConfigError
-from deepspeed.foundation.tested import say_untested
-from deepspeed.zero.init_context import suspended
+from deepspeed.foundation.tested_versions import say_untested
+from deepspeed.zero.api.init_context import suspended
 
 
 def initialize(
@@ -40,7 +40,7 @@ def initialize(
         training_data: a dataset; a distributed loader is made of it.
         lr_scheduler: a scheduler or a callable that makes one of the optimizer.
         distributed_port: of a process group made here.
-        mpu: a client's model-parallel unit, or a `deepspeed.comm.mesh.Mesh`.
+        mpu: a client's model-parallel unit, or a `deepspeed.comm.process_groups.mesh.Mesh`.
         dist_init_required: False: the process group is there already.
         collate_fn: for the loader.
         config: dict, path or base64 of the JSON.

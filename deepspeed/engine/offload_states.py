@@ -1,4 +1,4 @@
-"""`engine.offload_states`: the device is emptied of training state for a while, as between phases of a larger loop."""
+"""`engine.offload_states`: moves training state off the device for a while."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.engine.state import EngineState
+from deepspeed.engine.engine_state import EngineState
 from deepspeed.errors import ArgumentError, UsageError
 from deepspeed.storage.buffer_pool import BufferPool
-from deepspeed.storage.resident import RESIDENT, Resident
-from deepspeed.zero.shard_group import meet_before_change
+from deepspeed.storage.device_tier import RESIDENT, Resident
+from deepspeed.zero.parameters.shard_group import meet_before_change
 
 
 class OffloadDeviceEnum(str, enum.Enum):

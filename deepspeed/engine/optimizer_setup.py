@@ -8,7 +8,7 @@ from deepspeed.config import DeepSpeedConfig
 from deepspeed.errors import OptimizerError
 from deepspeed.foundation.log import warn_once
 from deepspeed.optim.separability import UpdateTraits, update_traits
-from deepspeed.zero.holders import Axes
+from deepspeed.zero.parameters.parallel_groups import Axes
 
 
 def traits_of(optimizer: torch.optim.Optimizer | None, config: DeepSpeedConfig, axes: Axes) -> UpdateTraits:

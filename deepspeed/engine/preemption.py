@@ -1,4 +1,4 @@
-"""SIGTERM, SIGUSR1 and SIGHUP: all ranks agree on a step, save there and exit with 85, which means: start me again."""
+"""Preemption signals: all ranks agree on a step, save and exit with code 85."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import threading
 import weakref
 from typing import Any
 
-from deepspeed.comm import watch
-from deepspeed.comm.stopping import stopping
-from deepspeed.engine.checkpoint_io import CheckpointIO
-from deepspeed.engine.state import EngineState
+from deepspeed.comm.watchdog import watchdog
+from deepspeed.comm.watchdog.graceful_stop import stopping
+from deepspeed.engine.checkpointing import CheckpointIO
+from deepspeed.engine.engine_state import EngineState
 from deepspeed.foundation.log import say, say_once
 
 REQUEUE = 85
@@ -68,7 +68,7 @@ class Preemption:
         Raises:
             SystemExit: with code 85.
         """
-        number = watch.end_of_step()
+        number = watchdog.end_of_step()
         if number == 0:
             return
         for each in list(_listening):
@@ -100,7 +100,7 @@ def _on_signal(number: int, _: Any) -> None:
         stopping.ask(number)
         _end_after(float(os.environ.get("DS_GRACE") or GRACE_S), number)
         return
-    left = watch.ends_by_itself()
+    left = watchdog.ends_by_itself()
     if left and os.getpid() == _process[0]:
         _end_after(left, number)  # the launcher ends what another's death has left: this rank's report comes first
         return

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from deepspeed.foundation.log import warn_once
-from deepspeed.zero.param import StandIn
-from deepspeed.zero.shard_group import ShardGroup
+from deepspeed.zero.parameters.parameter import StandIn
+from deepspeed.zero.parameters.shard_group import ShardGroup
 
 _METHOD = "save_pretrained"
 _windows: weakref.WeakKeyDictionary[nn.Module, SaveWindow] = weakref.WeakKeyDictionary()

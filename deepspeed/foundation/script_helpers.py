@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import numpy
 import torch
 
-from deepspeed.foundation.tree import map_tensors
+from deepspeed.foundation.pytree import map_tensors
 
 T = TypeVar("T")
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from deepspeed.inference.generator import Generator, Load, packable
-    from deepspeed.inference.requests import Logprob, Output, Request, Sampling
+    from deepspeed.inference.request import Logprob, Output, Request, Sampling
     from deepspeed.inference.v2 import (
         DeepSpeedTPConfig,
         InferenceEngineV2,
@@ -19,10 +19,10 @@ _PLACES = {
     "Generator": "generator",
     "Load": "generator",
     "packable": "generator",
-    "Logprob": "requests",
-    "Output": "requests",
-    "Request": "requests",
-    "Sampling": "requests",
+    "Logprob": "request",
+    "Output": "request",
+    "Request": "request",
+    "Sampling": "request",
     "DeepSpeedTPConfig": "v2",
     "InferenceEngineV2": "v2",
     "RaggedInferenceEngineConfig": "v2",

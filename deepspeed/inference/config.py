@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from pydantic import Field, field_validator
 
-from deepspeed.config.model import DeepSpeedConfigModel
+from deepspeed.config.base_model import DeepSpeedConfigModel
 from deepspeed.errors import ArgumentError, NotAvailableError
 
 

@@ -10,20 +10,19 @@ import torch
 from torch import nn
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.comm.axis import Axis, group_axis
-from deepspeed.comm.collectives import broadcast_tensors
-from deepspeed.comm.mesh import mesh_for, ranks_started, resolve
+from deepspeed.comm.collectives.collectives import broadcast_tensors
+from deepspeed.comm.process_groups.axis import Axis, group_axis
+from deepspeed.comm.process_groups.mesh import mesh_for, ranks_started, resolve
 from deepspeed.errors import ArgumentError, TensorParallelError, UsageError
 from deepspeed.foundation.log import say, say_once, warn_once
-from deepspeed.foundation.tested import say_untested
-from deepspeed.foundation.tree import map_tensors
+from deepspeed.foundation.pytree import map_tensors
+from deepspeed.foundation.tested_versions import say_untested
 from deepspeed.foundation.wrapper import ModuleWrapper
 from deepspeed.inference.config import DeepSpeedInferenceConfig, merged, moot_lines, refuse_later
-from deepspeed.inference.lengths import check_length, new_tokens, prompt_length
-from deepspeed.inference.limits import length_limit
-from deepspeed.inference.loading import load_checkpoint, save_checkpoint
-from deepspeed.inference.quantization.packed import PackedWeight
+from deepspeed.inference.quantization.packed_weight import PackedWeight
 from deepspeed.inference.quantization.quantization import apply_section, quantize_linears
+from deepspeed.inference.request import check_length, length_limit, new_tokens, prompt_length
+from deepspeed.inference.weight_loading import load_checkpoint, save_checkpoint
 from deepspeed.tensor_parallel.init import tp_model_init
 
 
@@ -217,7 +216,7 @@ class InferenceEngine(ModuleWrapper):
 def _injected(model: nn.Module, lossless: bool) -> Any:
     """What answers greedy calls in native passes; None where nothing can."""
     try:
-        from deepspeed.inference.injected import Injected
+        from deepspeed.inference.kernel_inject import Injected
     except ImportError as error:  # Transformers, which plain modules do without
         warn_once(f"init_inference: replace_with_kernel_inject: nothing is replaced: {error}")
         return None

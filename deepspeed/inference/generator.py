@@ -16,18 +16,17 @@ from torch import nn
 
 from deepspeed.errors import RequestError, UsageError
 from deepspeed.foundation.log import warn_once
-from deepspeed.foundation.tested import say_untested
-from deepspeed.inference.batch import Batch, Span
-from deepspeed.inference.choice import choose, device_of, packable, passing, warn_of
-from deepspeed.inference.drafts import Drafter
-from deepspeed.inference.limits import length_limit, packed_limit, vocabulary
-from deepspeed.inference.native import largest
-from deepspeed.inference.pages import Pages
-from deepspeed.inference.requests import Logprob, Output, Request, Sampling
-from deepspeed.inference.sampling import Sampler
+from deepspeed.foundation.tested_versions import say_untested
+from deepspeed.inference.detokenizer import StopStrings
+from deepspeed.inference.executors.hf_generate import Thread
+from deepspeed.inference.executors.native_tensors import largest
+from deepspeed.inference.executors.ragged_batch import Batch, Span
+from deepspeed.inference.executors.select import choose, device_of, packable, passing, warn_of
+from deepspeed.inference.kv_cache import Pages
+from deepspeed.inference.request import Logprob, Output, Request, Sampling, length_limit, packed_limit, vocabulary
+from deepspeed.inference.sampler import Sampler
 from deepspeed.inference.scheduler import Scheduler, Share, Track
-from deepspeed.inference.stopping import StopStrings
-from deepspeed.inference.through import Thread
+from deepspeed.inference.speculative import Drafter
 
 __all__ = ["Generator", "Load", "packable"]
 

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
-from deepspeed.inference.pages import Node, Pages
+from deepspeed.inference.kv_cache import Node, Pages
 
 
 @dataclass(eq=False)

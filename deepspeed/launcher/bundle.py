@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed.errors import LaunchError
-from deepspeed.launcher.given import WORDS, Given, hide, kept, names_a_secret
-from deepspeed.launcher.logs import jobs
-from deepspeed.launcher.variables import environment_files
+from deepspeed.launcher.environment import environment_files
+from deepspeed.launcher.job import WORDS, Given, hide, kept, names_a_secret
+from deepspeed.launcher.rank_logs import jobs
 
 LOG_BYTES = 1 << 20
 """That is taken from the end of each file."""

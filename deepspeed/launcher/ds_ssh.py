@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from deepspeed.errors import DeepSpeedError
-from deepspeed.launcher.hostfile import read_hostfile
-from deepspeed.launcher.pool import DLTS_HOSTFILE
-from deepspeed.launcher.starters import CONNECT_SECONDS, CONNECTING_AT_ONCE
+from deepspeed.launcher.hosts import DLTS_HOSTFILE, read_hostfile
+from deepspeed.launcher.multinode_runner import CONNECT_SECONDS, CONNECTING_AT_ONCE
 
 
 def main(args: Sequence[str] | None = None) -> int:

@@ -13,11 +13,11 @@ from deepspeed.elasticity import compute_elastic_config, elasticity_enabled
 from deepspeed.elasticity.batch import SCHEDULER_VIEW
 from deepspeed.errors import LaunchError
 from deepspeed.foundation.log import logger
-from deepspeed.launcher.control import Control
-from deepspeed.launcher.hostfile import is_this_machine
+from deepspeed.launcher.controller import Control
+from deepspeed.launcher.exit_codes import REQUEUE
+from deepspeed.launcher.host_state import Peer
+from deepspeed.launcher.hosts import is_this_machine
 from deepspeed.launcher.job import Elastic
-from deepspeed.launcher.meanings import REQUEUE
-from deepspeed.launcher.peers import Peer
 from deepspeed.version import __version__
 
 RETRY_SECONDS = 3.0

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from deepspeed.errors import DeepSpeedError, LaunchError
 from deepspeed.launcher import runner
-from deepspeed.launcher.hostfile import Hosts
-from deepspeed.launcher.options import add_rank_options, parse
+from deepspeed.launcher.arguments import add_rank_options, parse
+from deepspeed.launcher.hosts import Hosts
 
 
 def encode_world(hosts: Hosts) -> str:

@@ -12,17 +12,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from deepspeed.errors import DeepSpeedError, LaunchError
-from deepspeed.launcher import callers, pool, starters
-from deepspeed.launcher.boot import own_folder
-from deepspeed.launcher.control import Control
+from deepspeed.launcher import hosts as launcher_hosts
+from deepspeed.launcher import multinode_runner, node_rendezvous
+from deepspeed.launcher.agent import own_folder
+from deepspeed.launcher.arguments import DLTS_HOSTFILE, parse, program, set_log_level
+from deepspeed.launcher.autotuning import hand_over
+from deepspeed.launcher.controller import Control
 from deepspeed.launcher.elastic import ElasticControl, valid_sizes
-from deepspeed.launcher.front import run_behind
-from deepspeed.launcher.hostfile import Hosts, fetch_hostfile, is_this_machine, select
+from deepspeed.launcher.environment import DEEPSPEED_ENVIRONMENT_NAME, EXPORT_ENVS, declared, exported_variables
+from deepspeed.launcher.foreground import run_behind
+from deepspeed.launcher.hosts import Hosts, fetch_hostfile, is_this_machine, select
 from deepspeed.launcher.job import Elastic, Job
-from deepspeed.launcher.options import DLTS_HOSTFILE, parse, program, set_log_level
-from deepspeed.launcher.output import terminal_size
-from deepspeed.launcher.tuning import hand_over
-from deepspeed.launcher.variables import DEEPSPEED_ENVIRONMENT_NAME, EXPORT_ENVS, declared, exported_variables
+from deepspeed.launcher.rank_logs import terminal_size
 from deepspeed.monitor.progress import VARIABLE as PROGRESS
 
 __all__ = [
@@ -76,7 +77,7 @@ def run(options: argparse.Namespace, known: Hosts | None = None) -> int:
     """
     _check(options)
     set_log_level(options)
-    found = _pool(options) if known is None else pool.Pool(known, "--world_info")
+    found = _pool(options) if known is None else launcher_hosts.Pool(known, "--world_info")
     hosts = _narrow(options, found)
     every = options.no_ssh or found.own is not None  # each host runs this command
     here = not every and not options.force_multi and len(hosts) == 1 and is_this_machine(next(iter(hosts)))
@@ -84,11 +85,11 @@ def run(options: argparse.Namespace, known: Hosts | None = None) -> int:
     kind = Control if job.elastic is None else ElasticControl
     if every:
         own = options.node_rank if options.node_rank >= 0 else found.own or 0
-        return run_behind(lambda front: callers.run(job, own, _print(job), front))
+        return run_behind(lambda front: node_rendezvous.run(job, own, _print(job), front))
     if here:
-        return run_behind(lambda front: kind(job, starters.Fork(), front).run())
-    settings = starters.Settings(shlex.split(options.launcher_args), options.ssh_port)
-    starter = starters.make(options.launcher or found.launcher, settings)
+        return run_behind(lambda front: kind(job, multinode_runner.Fork(), front).run())
+    settings = multinode_runner.Settings(shlex.split(options.launcher_args), options.ssh_port)
+    starter = multinode_runner.make(options.launcher or found.launcher, settings)
     if job.elastic is not None and starter.name != "ssh":
         raise LaunchError(f"--elastic_training starts lost hosts again, and {starter.name} cannot: use ssh or --no_ssh")
     return run_behind(lambda front: kind(job, starter, front).run())
@@ -117,15 +118,17 @@ def choose_hosts(options: argparse.Namespace) -> Hosts:
     return _narrow(options, _pool(options))
 
 
-def _pool(options: argparse.Namespace) -> pool.Pool:
-    found = pool.find(options.hostfile, options.num_gpus)
+def _pool(options: argparse.Namespace) -> launcher_hosts.Pool:
+    found = launcher_hosts.find(options.hostfile, options.num_gpus)
     if options.no_ssh and len(found.hosts) == 1 and options.num_nodes > 1:  # containers without any list of hosts
         slots = next(iter(found.hosts.values()))
-        return pool.Pool({f"node{index}": slots for index in range(options.num_nodes)}, "--num_nodes", counted=False)
+        return launcher_hosts.Pool(
+            {f"node{index}": slots for index in range(options.num_nodes)}, "--num_nodes", counted=False
+        )
     return found
 
 
-def _narrow(options: argparse.Namespace, found: pool.Pool) -> Hosts:
+def _narrow(options: argparse.Namespace, found: launcher_hosts.Pool) -> Hosts:
     hosts = select(found.hosts, options.include, options.exclude)
     if options.num_nodes > len(hosts):
         raise LaunchError(f"--num_nodes {options.num_nodes}, but {_named(options, found)} gives {list(hosts)}")
@@ -139,11 +142,11 @@ def _narrow(options: argparse.Namespace, found: pool.Pool) -> Hosts:
     return hosts
 
 
-def _named(options: argparse.Namespace, found: pool.Pool) -> str:
+def _named(options: argparse.Namespace, found: launcher_hosts.Pool) -> str:
     return f"the hostfile {options.hostfile}" if found.source == "this machine" else found.source
 
 
-def _job(options: argparse.Namespace, hosts: Hosts, here: bool, found: pool.Pool) -> Job:
+def _job(options: argparse.Namespace, hosts: Hosts, here: bool, found: launcher_hosts.Pool) -> Job:
     every = options.no_ssh or found.own is not None
     known = set(hosts) | set(found.hosts)
     exports = declared(options.export, several_hosts=not here and not every, hosts=known)

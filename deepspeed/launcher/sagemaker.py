@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from deepspeed.launcher import runner
-from deepspeed.launcher.front import last_errors
+from deepspeed.launcher.foreground import last_errors
 
 ROOT = Path("/opt/ml")
 FAILURE_BYTES = 1024

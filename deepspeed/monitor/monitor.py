@@ -13,9 +13,8 @@ from typing import Any
 from deepspeed.foundation.log import current_rank, say
 from deepspeed.monitor.base import Event, Monitor, folder_of
 from deepspeed.monitor.config import DeepSpeedMonitorConfig
-from deepspeed.monitor.feed import Feed, close_all
-from deepspeed.monitor.live import LivePage
-from deepspeed.monitor.writer import MONITORS, monitor_class
+from deepspeed.monitor.live_status import LivePage
+from deepspeed.monitor.monitor_process import MONITORS, Feed, close_all, monitor_class
 
 __all__ = ["Event", "Monitor", "MonitorMaster"]
 

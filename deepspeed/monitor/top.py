@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from deepspeed.monitor.live import FOLDER, read_pages
+from deepspeed.monitor.live_status import FOLDER, read_pages
 
 _LATE = 3.0  # times the usual seconds of an update: then a rank is called late
 _CLEAR = "\x1b[H\x1b[2J"

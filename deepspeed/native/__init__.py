@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 
+from deepspeed.foundation.fake_mode import simulating
 from deepspeed.foundation.log import say
-from deepspeed.foundation.simulation import simulating
 from deepspeed.native.simulated import simulated_library
 
 __all__ = ["INSTRUCTION_SETS", "KINDS", "library", "state", "threads"]

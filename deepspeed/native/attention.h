@@ -11,7 +11,7 @@ namespace ds {
 
 constexpr int64_t QUERIES = 32;  // of one cached head, taken through its keys together
 constexpr int64_t KEYS = 16;     // scored together; they begin at a multiple of it
-constexpr int64_t LARGEST = 512;  // elements of a head, LARGEST_HEAD in deepspeed/inference/fused.py
+constexpr int64_t LARGEST = 512;  // elements of a head, LARGEST_HEAD in deepspeed/inference/executors/native.py
 
 // Rows of one sequence and one cached head.
 struct Work {

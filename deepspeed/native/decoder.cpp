@@ -12,7 +12,7 @@ enum Activation : int32_t { SILU, GELU, GELU_TANH, RELU };
 
 constexpr int64_t CHUNK = 128;  // rows of the feed-forward part at a time: what lies between its products stays in cache
 
-// Mirrored by `Norm` in deepspeed/inference/native.py.
+// Mirrored by `Norm` in deepspeed/inference/executors/native_tensors.py.
 struct Norm {
     const void* weight;  // [width], null: no norm
     const void* bias;    // or null
@@ -21,7 +21,7 @@ struct Norm {
     float eps;
 };
 
-// Mirrored by `Layer` in deepspeed/inference/native.py.
+// Mirrored by `Layer` in deepspeed/inference/executors/native_tensors.py.
 struct Layer {
     Norm before, after, query, key;
     Matrix q, k, v, out, gate, up, down;

@@ -5,7 +5,7 @@
 
 namespace ds {
 
-// Mirrored by `Pass` in deepspeed/inference/native.py.
+// Mirrored by `Pass` in deepspeed/inference/executors/native_tensors.py.
 struct Pass {
     float* x;               // [rows, width], changed in place
     const int64_t* spans;   // [sequences, 4]: first row, rows, position of the first, place of its first page in `pages`
@@ -16,7 +16,7 @@ struct Pass {
     int32_t threads;
 };
 
-// Mirrored by `Heads` in deepspeed/inference/native.py.
+// Mirrored by `Heads` in deepspeed/inference/executors/native_tensors.py.
 struct Heads {
     void* keys;    // [slots, cached heads, size]
     void* values;  // the same

@@ -15,7 +15,7 @@
 
 namespace ds {
 
-// Mirrored by `_Leaf` in deepspeed/ops/host_step.py.
+// Mirrored by `_Leaf` in deepspeed/ops/cpu_optimizer.py.
 struct Leaf {
     int64_t count;
     void* param;

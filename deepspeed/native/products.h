@@ -8,12 +8,12 @@
 
 namespace ds {
 
-// In the order of FORMS in deepspeed/inference/native.py.
+// In the order of FORMS in deepspeed/inference/executors/native_tensors.py.
 enum Form : int32_t { WHOLE, HALF, SIGNED8, UNSIGNED8, UNSIGNED4, LOSSLESS };
 
 inline bool halves(Form form) { return form == HALF || form == LOSSLESS; }
 
-// Mirrored by `Matrix` in deepspeed/inference/native.py.
+// Mirrored by `Matrix` in deepspeed/inference/executors/native_tensors.py.
 struct Matrix {
     const void* weights;  // [outputs, inputs] in rows without gaps; 4 bits: the even column is the low half of a byte;
                           // LOSSLESS: [outputs / 4, inputs / 64, 4, 96], as lossless.h has it

@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.foundation.log import say_once
 from deepspeed.foundation.module_tree import layer_dtypes, own_state
-from deepspeed.foundation.tree import map_tensors
+from deepspeed.foundation.pytree import map_tensors
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

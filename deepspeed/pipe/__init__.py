@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from deepspeed.pipe.grid import PipelineParallelGrid
 from deepspeed.pipe.module import LayerSpec, PipelineModule, TiedLayerSpec
-from deepspeed.pipe.topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
+from deepspeed.pipe.topology import (
+    PipeDataParallelTopology,
+    PipelineParallelGrid,
+    PipeModelDataParallelTopology,
+    ProcessTopology,
+)
 
 __all__ = [
     "LayerSpec",

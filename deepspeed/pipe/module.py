@@ -15,14 +15,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.comm.groups import get_rank, is_initialized
-from deepspeed.comm.mesh import Mesh, current_mesh, ranks_started
+from deepspeed.comm.process_groups.mesh import Mesh, current_mesh, ranks_started
+from deepspeed.comm.process_groups.process_group import get_rank, is_initialized
 from deepspeed.errors import ArgumentError, MeshError, PipelineError
 from deepspeed.foundation.partition import partition_balanced, partition_uniform
-from deepspeed.pipe.measure import Layer, LayerCost, agreed, deal_layers, measure
+from deepspeed.pipe.partition_cost import Layer, LayerCost, agreed, deal_layers, measure
 from deepspeed.pipe.topology import PipeDataParallelTopology, ProcessTopology
-from deepspeed.zero.init_context import suspended
-from deepspeed.zero.placement import Placement, Relation, place
+from deepspeed.zero.api.init_context import suspended
+from deepspeed.zero.layout.placement import Placement, Relation, place
 
 
 class LayerSpec:

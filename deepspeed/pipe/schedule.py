@@ -4,7 +4,7 @@ A line per stage, a word per action: `F3` and `B3` compute forward and backward 
 and send an activation, `<B3` and `>B3` its gradient. Where a row has `W3`, `B3` leaves the gradients of weights to it
 (`deepspeed/pipe/split_backward.py`). `F3.1` is chunk 1 of a stage that holds several. Chunk c of stage s is the
 (c * stages + s)-th part of the model. Sends do not wait; what is sent from one stage to another arrives in order.
-`deepspeed/pipe/simulate.py` validates a schedule, `deepspeed/pipe/executor.py` runs any.
+`deepspeed/pipe/schedule_simulator.py` validates a schedule, `deepspeed/pipe/executor.py` runs any.
 """
 
 from __future__ import annotations

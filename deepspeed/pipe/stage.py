@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from torch import nn
 
-from deepspeed.pipe.layout import Layout, View, slot_of, stand_ins_of
-from deepspeed.zero.placement import Relation, place, placement_of
+from deepspeed.pipe.split_model import Layout, View, slot_of, stand_ins_of
+from deepspeed.zero.layout.placement import Relation, place, placement_of
 
 
 def holders(model: nn.Module, layout: Layout, stages: int) -> list[set[str]]:

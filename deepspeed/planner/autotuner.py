@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed.errors import ArgumentError, DeepSpeedError
-from deepspeed.planner.calibrate import INTERPRETER, calibrate
 from deepspeed.planner.cli import how_known, say_trial
-from deepspeed.planner.confirm import MOST, Answer, confirm
-from deepspeed.planner.plans import STAGES, Judged, Plan, legal_plans, table
-from deepspeed.planner.probe import INFO, JOB, PLANS, is_allowed
-from deepspeed.planner.script import Script, flags_of, inside
+from deepspeed.planner.confirm_plans import MOST, Answer, confirm
+from deepspeed.planner.machine_benchmark import INTERPRETER, calibrate
+from deepspeed.planner.script_probe import INFO, JOB, PLANS, is_allowed
+from deepspeed.planner.search import STAGES, Judged, Plan, legal_plans, table
+from deepspeed.planner.training_script import Script, flags_of, inside
 from deepspeed.planner.trials import METRICS, Limits, Outcome, run_trial, trial_config
 from deepspeed.simulator.machine import Machine
 
@@ -128,7 +128,7 @@ class Autotuner:
         }
         (folder / JOB).write_text(json.dumps(job, indent=2) + "\n")
         (folder / PLANS).unlink(missing_ok=True)
-        command = [sys.executable, "-m", "deepspeed.planner.probe", str(folder.absolute())]
+        command = [sys.executable, "-m", "deepspeed.planner.script_probe", str(folder.absolute())]
         with open(folder / "stdout.log", "wb") as out, open(folder / "stderr.log", "wb") as err:
             try:
                 subprocess.run(command, stdout=out, stderr=err, timeout=_SCRIPT_S + _SEARCH_S, check=True)

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from deepspeed.config.source import load_raw
+from deepspeed.config.load import load_raw
 from deepspeed.errors import DeepSpeedError
-from deepspeed.planner.axes import unjudged
-from deepspeed.planner.calibrate import INTERPRETER, calibrate
-from deepspeed.planner.confirm import MOST, Answer, confirm
-from deepspeed.planner.plans import Judged, Plan, Task, search, table
-from deepspeed.planner.source import model_named
+from deepspeed.planner.confirm_plans import MOST, Answer, confirm
+from deepspeed.planner.machine_benchmark import INTERPRETER, calibrate
+from deepspeed.planner.mesh_options import unjudged
+from deepspeed.planner.search import Judged, Plan, Task, search, table
+from deepspeed.planner.training_script import model_named
 from deepspeed.planner.trials import Command, Limits, Outcome, run_trial, trial_config
 from deepspeed.simulator.machine import Machine
 
@@ -81,7 +81,7 @@ def _confirmed(options: argparse.Namespace, judged: list[Judged], config: dict[s
     if not most or not (judged[0].fits or judged[0].perhaps):
         return confirm(judged, lambda _plan: Outcome(None), 0)
     print(f"predicted best: {judged[0].plan.name}; trying the best {min(most, MOST)}", flush=True)
-    program = ["--module", "deepspeed.planner.training", options.model, "--length", str(options.length)]
+    program = ["--module", "deepspeed.planner.training_script", options.model, "--length", str(options.length)]
     command = Command(["--num_gpus", str(machine.ranks), "--grace", "1"], [*program, "--deepspeed_config", "{config}"])
     limits = Limits(options.trial_seconds, machine.memory + INTERPRETER)
 

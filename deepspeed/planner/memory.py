@@ -13,20 +13,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.comm.absent import UnheardError, is_of_an_absent_peer
-from deepspeed.comm.shared_memory import is_of_a_peer
-from deepspeed.comm.simulated_world import simulated_world
-from deepspeed.engine.categories import GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS, POOLS, category_of
+from deepspeed.comm.fake.fake_p2p import UnheardError, is_of_an_absent_peer
+from deepspeed.comm.fake.fake_world import simulated_world
+from deepspeed.comm.shared_memory.transport import is_of_a_peer
 from deepspeed.engine.initialize import initialize
-from deepspeed.engine.memory import holdings
-from deepspeed.engine.report import bytes_of
+from deepspeed.engine.memory.categories import GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS, POOLS, category_of
+from deepspeed.engine.memory.report import holdings
+from deepspeed.engine.state_size import bytes_of
 from deepspeed.errors import ArgumentError
 from deepspeed.foundation.log import logger
 from deepspeed.ops.device_kernels import device_kernels
-from deepspeed.ops.valueless import Valueless
-from deepspeed.planner.program import Loss, Program
+from deepspeed.ops.fake_tensors import Valueless
+from deepspeed.planner.train_program import Loss, Program
 from deepspeed.profiling.live_memory import LiveMemory
-from deepspeed.storage.resident import RESIDENT
+from deepspeed.storage.device_tier import RESIDENT
 
 Beside = Callable[[], contextlib.AbstractContextManager[Any]]
 

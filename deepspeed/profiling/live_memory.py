@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from deepspeed.foundation.tree import tensors_in
+from deepspeed.foundation.pytree import tensors_in
 from deepspeed.ops.dispatch import DispatchMode
 
 

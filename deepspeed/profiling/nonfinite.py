@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from deepspeed.foundation.tree import tensors_in
+from deepspeed.foundation.pytree import tensors_in
 from deepspeed.ops.dispatch import DispatchMode
-from deepspeed.profiling.attribution import FORWARD, OUTSIDE, Attribution
+from deepspeed.profiling.module_attribution import FORWARD, OUTSIDE, Attribution
 
 INPUT, UPDATE, OF_LOSS = "input", "update", "the loss, outside of the model"
 _DIRECTIONS = ("forward", "backward", "forward again, in backward")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from deepspeed.zero.optimizer import ZeroOptimizer as DeepSpeedOptimizer
-from deepspeed.zero.optimizer import ZeroOptimizer as ZeROOptimizer
+from deepspeed.zero.optimizer.optimizer import ZeroOptimizer as DeepSpeedOptimizer
+from deepspeed.zero.optimizer.optimizer import ZeroOptimizer as ZeROOptimizer
 
 __all__ = ["DeepSpeedOptimizer", "ZeROOptimizer"]

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from deepspeed.zero.optimizer import ZeroOptimizer as BF16_Optimizer
+from deepspeed.zero.optimizer.optimizer import ZeroOptimizer as BF16_Optimizer
 
 __all__ = ["BF16_Optimizer"]

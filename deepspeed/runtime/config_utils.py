@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from deepspeed.config.model import (
+from deepspeed.config.base_model import (
     DeepSpeedConfigModel,
     dict_raise_error_on_duplicate_keys,
     get_dict_param,

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from deepspeed.engine.dataloader import DeepSpeedDataLoader, RepeatingLoader
+from deepspeed.engine.data_loading import DeepSpeedDataLoader, RepeatingLoader
 
 __all__ = ["DeepSpeedDataLoader", "RepeatingLoader"]

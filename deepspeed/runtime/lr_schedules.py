@@ -9,12 +9,10 @@ from deepspeed.optim.lr_schedules import (
     WarmupCosineLR,
     WarmupDecayLR,
     WarmupLR,
-    get_torch_optimizer,
-)
-from deepspeed.optim.tuning_arguments import (
     add_tuning_arguments,
     get_config_from_args,
     get_lr_from_config,
+    get_torch_optimizer,
     override_params,
     parse_arguments,
 )

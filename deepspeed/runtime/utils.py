@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from deepspeed.accelerator.instruments import empty_cache, get_ma_status, memory_status, see_memory_usage
-from deepspeed.comm.partitioned import PartitionedTensor
+from deepspeed.comm.collectives.partitioned_tensor import PartitionedTensor
 from deepspeed.foundation.partition import partition_balanced, partition_uniform
 from deepspeed.foundation.script_helpers import (
     DummyOptim,
@@ -13,8 +13,7 @@ from deepspeed.foundation.script_helpers import (
     noop_decorator,
     set_random_seed,
 )
-from deepspeed.optim.grad_norm import clip_grad_norm_, get_global_norm, get_grad_norm
-from deepspeed.optim.overflow import CheckOverflow
+from deepspeed.optim.grad_norm import CheckOverflow, clip_grad_norm_, get_global_norm, get_grad_norm
 
 __all__ = [
     "CheckOverflow",

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from deepspeed.comm.api import told_by_all
-from deepspeed.comm.axis import Axis, group_axis
-from deepspeed.comm.same_batches import SameBatches
+from deepspeed.comm.collectives.same_error import SameBatches
+from deepspeed.comm.collectives.torch_api import told_by_all
+from deepspeed.comm.process_groups.axis import Axis, group_axis
 from deepspeed.errors import DataError
 
 IGNORED = -100  # a label that counts nothing

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from deepspeed.comm.axis import group_axis
-from deepspeed.comm.differentiable import gather_to
+from deepspeed.comm.collectives.autograd import gather_to
+from deepspeed.comm.process_groups.axis import group_axis
 
 
 def vocab_sequence_parallel_cross_entropy(logits: torch.Tensor, target: torch.Tensor, sp_group: Any) -> torch.Tensor:

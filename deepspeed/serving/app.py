@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from deepspeed.serving.asked import Chat, Completion, Refusal, parse
+from deepspeed.serving.protocol import Chat, Completion, Refusal, parse
 from deepspeed.serving.service import Call, Service
 
 

@@ -14,9 +14,9 @@ from typing import Any
 
 from deepspeed.errors import DeepSpeedError
 from deepspeed.foundation.log import logger
-from deepspeed.foundation.tested import say_untested
+from deepspeed.foundation.tested_versions import say_untested
+from deepspeed.serving.arguments import ServeOptions, parse
 from deepspeed.serving.engine import EngineProcess
-from deepspeed.serving.options import ServeOptions, parse
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -13,8 +13,8 @@ from typing import Any
 from deepspeed.errors import UsageError
 from deepspeed.foundation.log import logger
 from deepspeed.serving import worker
-from deepspeed.serving.messages import Cancel, Failed, Part, Ready, Refused, Step, Stop, Submit
-from deepspeed.serving.options import EngineOptions
+from deepspeed.serving.arguments import EngineOptions
+from deepspeed.serving.ipc import Cancel, Failed, Part, Ready, Refused, Step, Stop, Submit
 
 
 class EngineGone(UsageError):

@@ -8,13 +8,13 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
-from deepspeed.serving.answers import DONE, Choice, Form, event
-from deepspeed.serving.asked import Chat, Completion, Refusal
+from deepspeed.serving.arguments import ServeOptions
 from deepspeed.serving.engine import EngineGone, EngineProcess
-from deepspeed.serving.messages import Part, Refused
+from deepspeed.serving.ipc import Part, Refused
 from deepspeed.serving.metrics import Metrics
-from deepspeed.serving.options import ServeOptions
-from deepspeed.serving.text import TextStream
+from deepspeed.serving.protocol import Chat, Completion, Refusal
+from deepspeed.serving.responses import DONE, Choice, Form, event
+from deepspeed.serving.text_stream import TextStream
 
 _LONG = 20_000  # characters from which a prompt is cut into tokens beside the event loop
 

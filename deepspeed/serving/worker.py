@@ -9,8 +9,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from deepspeed.serving.messages import Cancel, Failed, Part, Ready, Refused, Step, Stop, Submit
-from deepspeed.serving.options import EngineOptions
+from deepspeed.serving.arguments import EngineOptions
+from deepspeed.serving.ipc import Cancel, Failed, Part, Ready, Refused, Step, Stop, Submit
 
 BEAT = 0.5  # seconds between two signs of life while there is nothing to do
 
@@ -21,7 +21,7 @@ def load(options: EngineOptions) -> tuple[Any, Any]:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
     from deepspeed.inference.engine import init_inference
-    from deepspeed.inference.quantization.stored import unread
+    from deepspeed.inference.quantization.compressed_tensors import unread
 
     if options.threads:
         torch.set_num_threads(options.threads)
@@ -117,7 +117,7 @@ class _Engine:
                 self.ending = True
 
     def _submit(self, message: Submit) -> None:
-        from deepspeed.inference.requests import Request, Sampling
+        from deepspeed.inference.request import Request, Sampling
 
         try:
             self.generator.submit(Request(message.ident, message.tokens, Sampling(**message.sampling)))

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from deepspeed.errors import ArgumentError
 from deepspeed.simulator.machine import Machine
-from deepspeed.simulator.recording import EMPTIED, Block, Recording
 from deepspeed.simulator.replay import Timeline, replay
+from deepspeed.simulator.trace import EMPTIED, Block, Recording
 
 _ROUND, _SMALL, _LARGE = 512, 1 << 20, 10 << 20
 _SMALL_SEGMENT, _LARGE_SEGMENT, _ROUND_SEGMENT = 2 << 20, 20 << 20, 2 << 20

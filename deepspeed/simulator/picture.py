@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from deepspeed.simulator.recording import COPY, DISK, HOST, KERNEL, MESSAGE
 from deepspeed.simulator.replay import Piece, Timeline, joined
+from deepspeed.simulator.trace import COPY, DISK, HOST, KERNEL, MESSAGE
 
 _COLORS = {KERNEL: "#4477aa", MESSAGE: "#ee6677", COPY: "#ccbb44", DISK: "#aa3377", HOST: "#228833"}
 _WORDS = {KERNEL: "kernels", MESSAGE: "messages", COPY: "host and device", DISK: "disk", HOST: "host's arithmetic"}

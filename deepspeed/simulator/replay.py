@@ -7,19 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from deepspeed.simulator.machine import Machine
-from deepspeed.simulator.recording import (
-    COPY,
-    DISK,
-    HOST,
-    KERNEL,
-    MARK,
-    MESSAGE,
-    NOTHING,
-    ORDER,
-    WAIT,
-    Entry,
-    Recording,
-)
+from deepspeed.simulator.trace import COPY, DISK, HOST, KERNEL, MARK, MESSAGE, NOTHING, ORDER, WAIT, Entry, Recording
 
 _ORDER_COST = 0.2  # of a launch: an event is recorded or waited for without a kernel
 

@@ -7,9 +7,9 @@ import os
 import torch
 
 from deepspeed.config.sections.memory import Aio
-from deepspeed.foundation.simulation import simulating
+from deepspeed.foundation.fake_mode import simulating
 from deepspeed.ops.aio.files import ALIGNMENT
-from deepspeed.storage.disk import Disk, Extent, Transfer
+from deepspeed.storage.tensor_file import Disk, Extent, Transfer
 
 
 class _Over(Transfer):

@@ -8,14 +8,14 @@ import torch
 from torch import nn
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.comm import init as comm_init
-from deepspeed.comm.axis import Axis, group_axis, world_axis
-from deepspeed.comm.groups import is_initialized
-from deepspeed.comm.mesh import mesh_for, ranks_started, resolve
+from deepspeed.comm.process_groups import init as comm_init
+from deepspeed.comm.process_groups.axis import Axis, group_axis, world_axis
+from deepspeed.comm.process_groups.mesh import mesh_for, ranks_started, resolve
+from deepspeed.comm.process_groups.process_group import is_initialized
 from deepspeed.errors import ArgumentError, MeshError
 from deepspeed.foundation.log import warn_once
-from deepspeed.tensor_parallel.cut import cut_over, is_cut
 from deepspeed.tensor_parallel.layers import Slot, become_column, become_row, even_segments, is_linear, is_transposed
+from deepspeed.tensor_parallel.parallelize import cut_over, is_cut
 
 
 def tp_model_init(

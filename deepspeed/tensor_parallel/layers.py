@@ -15,13 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from deepspeed.comm.axis import Axis
-from deepspeed.comm.differentiable import enter, gather_from, reduce_from
+from deepspeed.comm.collectives.autograd import enter, gather_from, reduce_from
+from deepspeed.comm.process_groups.axis import Axis
 from deepspeed.errors import ArgumentError
-from deepspeed.foundation.heap import LARGE, mapped
+from deepspeed.foundation.fake_mode import simulating
+from deepspeed.foundation.malloc import LARGE, mapped
 from deepspeed.foundation.partition import partition_uniform
-from deepspeed.foundation.simulation import simulating
-from deepspeed.zero.placement import Cut, Placement, Relation, place
+from deepspeed.zero.layout.placement import Cut, Placement, Relation, place
 
 
 class Slot:

@@ -1,10 +1,16 @@
-"""The plan: which matrices of a model are cut, how, and why others stay whole; printed before anything moves."""
+"""The tensor-parallel plan: which matrices are split, how, and why others are not.
+
+The plan does not follow it: most classes have none, and those that have one leave experts, fused layouts and heads that
+do not divide to layers of Transformers. Where the two differ, the plan's table says so.
+
+Layouts are found, never told: `row` and `column` are claims that the plan is compared with.
+"""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
@@ -13,17 +19,107 @@ import torch
 from torch import nn
 
 from deepspeed.errors import TensorParallelError
-from deepspeed.foundation.log import in_words
-from deepspeed.foundation.simulation import simulating, with_values
-from deepspeed.tensor_parallel.dropout import Draws
-from deepspeed.tensor_parallel.fit import Numbers, fit
-from deepspeed.tensor_parallel.inputs import all_calls, handed_states, inputs_of, quiet
-from deepspeed.tensor_parallel.own_plan import said_by
-from deepspeed.tensor_parallel.packed import fit_packed, share_packed
-from deepspeed.tensor_parallel.regions import Region, around, block, by_module, find_regions, join, lies_in, owner
-from deepspeed.tensor_parallel.shares import Call, Segments, Shares, drawn, heads_in, share_out
-from deepspeed.tensor_parallel.specs import Specs
-from deepspeed.tensor_parallel.trace import Trace
+from deepspeed.foundation.fake_mode import simulating, with_values
+from deepspeed.foundation.log import in_words, say
+from deepspeed.tensor_parallel.channel_dependencies import Call, Segments, Shares, drawn, heads_in, share_out
+from deepspeed.tensor_parallel.example_inputs import all_calls, handed_states, inputs_of, quiet
+from deepspeed.tensor_parallel.module_attributes import Numbers, fit
+from deepspeed.tensor_parallel.packed_experts import fit_packed, share_packed
+from deepspeed.tensor_parallel.rng import Draws
+from deepspeed.tensor_parallel.trace import Region, Trace, around, block, by_module, find_regions, join, lies_in, owner
+
+_STYLES = {
+    "colwise": "column", "packed_colwise": "column", "colwise_gather_output": "column", "rowwise": "row",
+    "rowwise_split_input": "row", "packed_rowwise": "row",
+}  # fmt: skip
+
+
+def said_by(model: Any, matrices: Iterable[str]) -> dict[str, str]:
+    """By which of its dims a model wants a matrix cut, "row" or "column", by name of its parameter.
+
+    Args:
+        model: of any kind; one that says nothing gives nothing.
+        matrices: names of its parameters.
+    """
+    rules = getattr(model, "tp_plan", None)
+    found: dict[str, str] = {}
+    known = [
+        (re.compile(re.escape(pattern).replace(r"\*", r"\d+")), _STYLES[style])
+        for pattern, style in (rules.items() if isinstance(rules, dict) else ())
+        if style in _STYLES
+    ]
+    for name in matrices if known else ():
+        places = (name, owner(name)) if name.endswith(".weight") else (name,)
+        how = next((how for pattern, how in known if any(map(pattern.fullmatch, places))), None)
+        if how is not None:
+            found[name] = how
+    return found
+
+
+SKIP = "skip"
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One entry.
+
+    Args:
+        patterns: regular expressions, searched for in names of parameters.
+        how: "row", "column" or "skip".
+    """
+
+    patterns: tuple[re.Pattern[str], ...]
+    how: str
+
+
+class Specs:
+    """All entries; the first that fits a name counts.
+
+    Args:
+        entries: in the order of the JSON.
+        others: whether matrices that no entry names are cut too.
+    """
+
+    def __init__(self, entries: Sequence[Spec] = (), others: bool = True) -> None:
+        self._entries, self._others = tuple(entries), others
+
+    def _of(self, name: str) -> str:
+        found = (one.how for one in self._entries if any(pattern.search(name) for pattern in one.patterns))
+        return next(found, "")
+
+    def reason_to_skip(self, region: Region) -> str:
+        """Why a region stays whole; empty: it does not."""
+        said = {self._of(name) for name in [*region.columns, *region.rows]}
+        if SKIP in said:
+            return "partition_config says so"
+        return "" if self._others or said != {""} else "partition_config names others, and use_default_specs is off"
+
+    def check(self, cut: Mapping[str, str], whole: Mapping[str, str], matrices: Sequence[str]) -> None:
+        """Compare the entries with a plan.
+
+        Args:
+            cut: "row" or "column", by name of a matrix.
+            whole: why others stay whole.
+            matrices: all of the model.
+
+        Raises:
+            TensorParallelError: a matrix cannot be cut as an entry wants it.
+        """
+        for name in matrices:
+            wanted, found = self._of(name), cut.get(name, "")
+            if wanted in ("", SKIP, found):
+                continue
+            why = f"it is cut by {found}: {_OTHER[found]}" if found else whole.get(name, "no block has a pair for it")
+            raise TensorParallelError(f"partition_config wants '{name}' cut by {wanted}: {why}")
+        for pattern in (pattern for one in self._entries for pattern in one.patterns):
+            if not any(pattern.search(name) for name in matrices):
+                say(f"partition_config: the pattern '{pattern.pattern}' is in no matrix's name")
+
+
+_OTHER = {
+    "row": "its inputs are channels that other matrices of its block make",
+    "column": "its outputs are channels that only other matrices of its block read",
+}
 
 
 @dataclass

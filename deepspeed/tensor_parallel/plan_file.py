@@ -15,28 +15,28 @@ from typing import Any
 
 from torch import nn
 
-from deepspeed.comm.api import told_by_all
-from deepspeed.comm.axis import Axis
+from deepspeed.comm.collectives.torch_api import told_by_all
+from deepspeed.comm.process_groups.axis import Axis
 from deepspeed.errors import TensorParallelError
-from deepspeed.tensor_parallel.fit import Numbers
-from deepspeed.tensor_parallel.inputs import all_calls, inputs_of
+from deepspeed.tensor_parallel.channel_dependencies import Call, Segments, Share, Shares, largest_part
+from deepspeed.tensor_parallel.example_inputs import all_calls, inputs_of
 from deepspeed.tensor_parallel.layers import is_linear, is_transposed
-from deepspeed.tensor_parallel.own_plan import said_by
+from deepspeed.tensor_parallel.module_attributes import Numbers
 from deepspeed.tensor_parallel.plan import (
     Fitted,
     Plan,
+    Specs,
     Unit,
     by_pattern,
     dropped_in,
     make_plan,
     renamed,
+    said_by,
     shapes_of,
     starred,
     unnamed,
 )
-from deepspeed.tensor_parallel.regions import Region, by_module, join, lies_in, owner
-from deepspeed.tensor_parallel.shares import Call, Segments, Share, Shares, largest_part
-from deepspeed.tensor_parallel.specs import Specs
+from deepspeed.tensor_parallel.trace import Region, by_module, join, lies_in, owner
 
 FORMAT, VERSION = "deepspeed tensor plan", 1
 

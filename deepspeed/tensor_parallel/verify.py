@@ -13,18 +13,18 @@ import numpy as np
 import torch
 from torch import nn
 
-from deepspeed.comm.api import told_by_all
-from deepspeed.comm.axis import Axis
-from deepspeed.comm.differentiable import summed
-from deepspeed.comm.together import Ended, run_together
+from deepspeed.comm.collectives.autograd import summed
+from deepspeed.comm.collectives.same_error import Ended, run_together
+from deepspeed.comm.collectives.torch_api import told_by_all
+from deepspeed.comm.process_groups.axis import Axis
 from deepspeed.errors import TensorParallelError
+from deepspeed.foundation.fake_mode import simulating
 from deepspeed.foundation.log import say
-from deepspeed.foundation.simulation import simulating
-from deepspeed.foundation.tree import map_leaves, map_tensors, tensors_in
+from deepspeed.foundation.pytree import map_leaves, map_tensors, tensors_in
+from deepspeed.tensor_parallel.channel_dependencies import Call, floating, same_draws
+from deepspeed.tensor_parallel.gradient_sketch import Sketches, Watch, dims_of, part_of, sketches
 from deepspeed.tensor_parallel.plan import Unit
-from deepspeed.tensor_parallel.shares import Call, floating, same_draws
-from deepspeed.tensor_parallel.sketch import Sketches, Watch, dims_of, part_of, sketches
-from deepspeed.zero.placement import Relation, placement_of
+from deepspeed.zero.layout.placement import Relation, placement_of
 
 # Of the largest value, by the precision of what is computed.
 TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 6e-2, torch.float16: 2e-2}
@@ -288,7 +288,7 @@ def compare_models(model: nn.Module, plan: Any, axis: Axis) -> None:
     Raises:
         TensorParallelError: they differ.
     """
-    from deepspeed.tensor_parallel.inputs import quiet
+    from deepspeed.tensor_parallel.example_inputs import quiet
 
     def differs() -> str:
         with quiet(model):

@@ -125,7 +125,7 @@ def _environment(accelerator: Any) -> None:
 
 @_shows("communication_backend_name")
 def _backend(accelerator: Any) -> None:
-    from deepspeed.comm.init import choose_backend
+    from deepspeed.comm.process_groups.init import choose_backend
 
     name = accelerator.communication_backend_name()
     try:

@@ -4,20 +4,11 @@ from __future__ import annotations
 
 from deepspeed.accelerator.instruments import instrument_w_nvtx
 from deepspeed.comm import init_distributed
-from deepspeed.engine.dataloader import RepeatingLoader
+from deepspeed.engine.data_loading import RepeatingLoader
 from deepspeed.foundation.log import log_dist, logger
 from deepspeed.foundation.script_helpers import OnDevice
 from deepspeed.utils import comms_logging, groups, logging, timer, torch
-from deepspeed.zero.leaf import (
-    get_z3_leaf_modules,
-    set_z3_leaf_module,
-    set_z3_leaf_modules,
-    set_z3_leaf_modules_by_name,
-    set_z3_leaf_modules_by_suffix,
-    unset_z3_leaf_modules,
-    z3_leaf_module,
-)
-from deepspeed.zero.tensor_access import (
+from deepspeed.zero.api.tensor_access import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
     safe_get_full_optimizer_state,
@@ -30,6 +21,15 @@ from deepspeed.zero.tensor_access import (
     safe_set_local_fp32_param,
     safe_set_local_grad,
     safe_set_local_optimizer_state,
+)
+from deepspeed.zero.layout.units import (
+    get_z3_leaf_modules,
+    set_z3_leaf_module,
+    set_z3_leaf_modules,
+    set_z3_leaf_modules_by_name,
+    set_z3_leaf_modules_by_suffix,
+    unset_z3_leaf_modules,
+    z3_leaf_module,
 )
 
 __all__ = [

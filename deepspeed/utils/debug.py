@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from deepspeed.profiling.names import (
+from deepspeed.profiling.debug_names import (
     debug_clear_module_and_param_names,
     debug_extract_module_and_param_names,
     debug_module2name,

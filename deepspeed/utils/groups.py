@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from deepspeed.comm.mesh import ask_current
+from deepspeed.comm.process_groups.mesh import ask_current
 
 _get_data_parallel_group = get_data_parallel_group = ask_current("data_parallel", "group")
 _get_data_parallel_rank = get_data_parallel_rank = ask_current("data_parallel", "rank")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from deepspeed.accelerator.instruments import SynchronizedWallClockTimer, ThroughputTimer
-from deepspeed.engine.step_timers import (
+from deepspeed.engine.metrics import (
     BACKWARD_GLOBAL_TIMER,
     BACKWARD_INNER_GLOBAL_TIMER,
     BACKWARD_INNER_MICRO_TIMER,

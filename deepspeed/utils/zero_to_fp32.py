@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from deepspeed.checkpoint.consolidate import (
+from deepspeed.checkpoint.compat.zero_to_fp32 import (
     GatheredTensor,
     convert_zero_checkpoint_to_fp32_state_dict,
     convert_zero_checkpoint_to_state_dict,

@@ -6,13 +6,13 @@ import importlib
 from typing import Any
 
 _LAZY = {
-    "Init": "deepspeed.zero.init_context",
-    "GatheredParameters": "deepspeed.zero.gathered",
-    "register_external_parameter": "deepspeed.zero.gathered",
-    "unregister_external_parameter": "deepspeed.zero.gathered",
-    "unwrap_model_for_generation": "deepspeed.zero.gathered",
-    "ZeroParamStatus": "deepspeed.zero.client_surface",
-    "set_z3_leaf_modules": "deepspeed.zero.leaf",
+    "Init": "deepspeed.zero.api.init_context",
+    "GatheredParameters": "deepspeed.zero.api.gathered_parameters",
+    "register_external_parameter": "deepspeed.zero.api.gathered_parameters",
+    "unregister_external_parameter": "deepspeed.zero.api.gathered_parameters",
+    "unwrap_model_for_generation": "deepspeed.zero.api.gathered_parameters",
+    "ZeroParamStatus": "deepspeed.zero.parameters.ds_attributes",
+    "set_z3_leaf_modules": "deepspeed.zero.layout.units",
 }
 __all__ = sorted(_LAZY)
 

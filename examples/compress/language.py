@@ -26,11 +26,11 @@ from torch.utils.data import Subset
 import deepspeed
 from deepspeed import comm
 from deepspeed.compression import init_compression, redundancy_clean
+from deepspeed.compression.compare import Exported
 from deepspeed.compression.export import export
-from deepspeed.compression.plan import Plan
-from deepspeed.compression.remove import removal_of, remove_from
-from deepspeed.compression.report import Exported
-from deepspeed.compression.twin import flags_at_random
+from deepspeed.compression.pruning.pruning_plan import Plan
+from deepspeed.compression.pruning.structured_removal import removal_of, remove_from
+from deepspeed.compression.pruning.verify import flags_at_random
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bytes_lm"))
 from corpus import Windows, library_files, split

@@ -19,7 +19,7 @@ from transformers import GPTNeoConfig, GPTNeoForCausalLM
 
 import deepspeed
 from deepspeed import comm
-from deepspeed.comm.mesh import current_mesh
+from deepspeed.comm.process_groups.mesh import current_mesh
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bytes_lm"))
 from corpus import VOCABULARY, Windows, library_files, split  # noqa: E402

@@ -13,7 +13,7 @@ DOTTED = re.compile(r"deepspeed(\.[A-Za-z_]\w*)+")
 # Strings of this form that name something else.
 OTHERS = {"deepspeed.accelerators", "deepspeed.meet.owner", "deepspeed.pt", "deepspeed.status"}
 # They name what is not there: what comes later; what upstream pickles.
-ABSENT = ("foundation/not_yet.py", "checkpoint/unpickle.py")
+ABSENT = ("foundation/unavailable.py", "checkpoint/compat/upstream_read.py")
 
 
 def _strings(tree: ast.Module) -> Iterator[tuple[int, str]]:

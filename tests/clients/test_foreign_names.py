@@ -14,7 +14,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 
 from deepspeed.errors import NotAvailableError
 from deepspeed.foundation.hf_forward import counts_items
-from deepspeed.sequence.ulysses import _whole_loss
+from deepspeed.sequence.transformers_adapter import _whole_loss
 from tests.architecture.sources import trees
 
 CLIENTS = ("transformers", "accelerate", "lightning", "peft", "trl")
@@ -45,7 +45,7 @@ def test_every_name_that_is_imported_is_there() -> None:
     names = set(_imported())
     missing = [f"{path}: {module}.{name}" for path, module, name in sorted(names)
                if not hasattr(importlib.import_module(module), name)]  # fmt: skip
-    assert not missing and ("inference/paged.py", "transformers.cache_utils", "Cache") in names
+    assert not missing and ("inference/executors/paged.py", "transformers.cache_utils", "Cache") in names
 
 
 @pytest.mark.parametrize("owner", READ, ids=lambda owner: owner.__name__)

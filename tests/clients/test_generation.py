@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache, DynamicCache
 import deepspeed
 from deepspeed.foundation import hf_forward, log
 from deepspeed.inference import Generator, Sampling
-from deepspeed.inference.fused import FusedExecutor
+from deepspeed.inference.executors.native import FusedExecutor
 from tests.unit.inference.toys import alone, llama, prompts
 
 SIZES = {

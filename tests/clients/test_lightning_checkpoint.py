@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import deepspeed
-from deepspeed.checkpoint import files
+from deepspeed.checkpoint.format import filesystem
 from tests.parallel.checkpointing import everything, make, mixed, train
 
 
@@ -42,7 +42,7 @@ def trainer_state() -> dict[str, Any]:
     return {key: value for key, value in saved.items() if key not in ("state_dict", "optimizer_states")}
 
 
-class Killed(files.FileSystem):
+class Killed(filesystem.FileSystem):
     def rename(self, old: Path, new: Path) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -56,7 +56,7 @@ def saved_twice(folder: str, stage: int) -> tuple[dict[str, Any], dict[str, torc
         state = everything(engine)
         child = os.fork()
         if not child:
-            files.current = Killed()
+            filesystem.current = Killed()
             engine.save_checkpoint(folder, "checkpoint", client_state={"epoch": -1})
         assert os.waitpid(child, 0)[1] == signal.SIGKILL
         engine.save_checkpoint(folder, "checkpoint", client_state=client)

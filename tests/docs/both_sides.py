@@ -18,7 +18,7 @@ import torch._dynamo
 import torch.distributed.fsdp
 
 import deepspeed.engine.initialize
-import deepspeed.zero.init_context  # noqa: F401
+import deepspeed.zero.api.init_context  # noqa: F401
 from tests.docs.diffs import sides
 
 

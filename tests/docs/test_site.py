@@ -57,7 +57,11 @@ def test_every_row_of_the_memory_tables_is_current() -> None:
 def test_messages_are_found_with_their_places() -> None:
     found = {message.text: message for message in errors.messages()}
     message = found["stage is …; use 0, 1, 2 or 3"]
-    assert (message.error, message.file, message.guide) == ("ArgumentError", "deepspeed/zero/estimate.py", "zero")
+    assert (message.error, message.file, message.guide) == (
+        "ArgumentError",
+        "deepspeed/zero/api/memory_estimate.py",
+        "zero",
+    )
     assert len(found) > 400
     assert "stage is …; use 0, 1, 2 or 3" in errors.page()
 

@@ -334,11 +334,11 @@ def _install() -> None:
 
 def watch_host() -> None:
     """From now on, host code that touches page-locked memory in use is reported; after `faulthandler.enable`."""
-    from deepspeed.storage import disk
-    from deepspeed.storage.disk import BlockQueue  # noqa: F401  the room is there
+    from deepspeed.storage import tensor_file
+    from deepspeed.storage.tensor_file import BlockQueue  # noqa: F401  the room is there
 
     native.watch_host()
-    plain = disk.block_queue
+    plain = tensor_file.block_queue
 
     def watched(*args: Any) -> Any:
         queue = plain(*args)
@@ -352,7 +352,7 @@ def watch_host() -> None:
         queue.submit = checked
         return queue
 
-    disk.block_queue = watched  # type: ignore[assignment]
+    tensor_file.block_queue = watched  # type: ignore[assignment]
 
 
 _install()

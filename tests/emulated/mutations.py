@@ -19,7 +19,7 @@ class Mutation:
 
     Args:
         what: what is wrong.
-        place: module and function, "deepspeed.storage.mover:Mover.copy".
+        place: module and function, "deepspeed.storage.async_copy:Mover.copy".
         before: text of the function, there once.
         after: what it becomes.
         cell: a run that takes the path.
@@ -45,7 +45,7 @@ TWO = Cell(stage=2, ranks=2, small_buckets=True)
 GATHERS = Cell(stage=3, ranks=2, small_buckets=True)
 NVME = Cell(stage=3, ranks=1, tier="nvme-nvme", small_buckets=True)
 
-MOVER, NCCL = "deepspeed.storage.mover", "deepspeed.comm.collectives"
+MOVER, NCCL = "deepspeed.storage.async_copy", "deepspeed.comm.collectives.collectives"
 MUTATIONS = [
     Mutation(
         "a wait of the copying stream removed",
@@ -54,7 +54,7 @@ MUTATIONS = [
         "pass",
         HOST,
         "RACE on device",
-        ("storage/mover.py", "zero/buckets.py"),
+        ("storage/async_copy.py", "zero/gradients/buckets.py"),
     ),
     Mutation(
         "an event recorded before its copy",
@@ -63,7 +63,7 @@ MUTATIONS = [
         "event = self._accelerator.Event()\n        event.record()\n        target.copy_(source, non_blocking=True)",
         HOST,
         "HOST RACE",
-        ("storage/mover.py", "deepspeed/"),
+        ("storage/async_copy.py", "deepspeed/"),
     ),
     Mutation(
         "a record removed",
@@ -72,7 +72,7 @@ MUTATIONS = [
         "pass",
         HOST,
         "HOST RACE",
-        ("storage/mover.py", "deepspeed/"),
+        ("storage/async_copy.py", "deepspeed/"),
     ),
     Mutation(
         "an event not waited for by the host",
@@ -81,7 +81,7 @@ MUTATIONS = [
         "pass",
         HOST,
         "HOST RACE",
-        ("storage/mover.py", "deepspeed/"),
+        ("storage/async_copy.py", "deepspeed/"),
     ),
     Mutation(
         "an event not waited for by the stream",
@@ -90,16 +90,16 @@ MUTATIONS = [
         "pass",
         HOST_BF16,
         "RACE on device",
-        ("storage/mover.py", "tests/"),
+        ("storage/async_copy.py", "tests/"),
     ),
     Mutation(
         "a loan ended before its copy",
-        "deepspeed.zero.local_shard:LocalShard.deliver_staged",
+        "deepspeed.zero.parameters.local_shard:LocalShard.deliver_staged",
         "pool.put(staged, after=arrival)",
         "pool.put(staged)",
         HOST_BF16,
         "HOST RACE",
-        ("storage/mover.py", "ops/host_step.py"),
+        ("storage/async_copy.py", "ops/cpu_optimizer.py"),
     ),
     Mutation(
         "a source not kept for its copy",
@@ -108,25 +108,25 @@ MUTATIONS = [
         "self._event, self._source = event, None",
         HOST,
         "FREED",
-        ("zero/buckets.py", "storage/mover.py"),
+        ("zero/gradients/buckets.py", "storage/async_copy.py"),
     ),
     Mutation(
         "a host read added",
-        "deepspeed.zero.buckets:Bucket.leave_device",
+        "deepspeed.zero.gradients.buckets:Bucket.leave_device",
         "def landed() -> None:",
         "(total if staged is None else staged).sum()\n\n    def landed() -> None:",
         HOST,
         "HOST RACE",
-        ("zero/buckets.py", "storage/mover.py"),
+        ("zero/gradients/buckets.py", "storage/async_copy.py"),
     ),
     Mutation(
         "a gather not waited for",
-        "deepspeed.zero.shard_group:ShardGroup.finish_gather",
+        "deepspeed.zero.parameters.shard_group:ShardGroup.finish_gather",
         "self._handle.wait()",
         "pass",
         GATHERS,
         "RACE on device",
-        ("tests/", "comm/collectives.py"),
+        ("tests/", "comm/collectives/collectives.py"),
     ),
     Mutation(
         "messages not waited for",
@@ -135,25 +135,25 @@ MUTATIONS = [
         "        for work in () if label.startswith('reduce') else works:\n            work.wait()",
         TWO,
         "RACE on device",
-        ("comm/collectives.py", "comm/collectives.py"),
+        ("comm/collectives/collectives.py", "comm/collectives/collectives.py"),
     ),
     Mutation(
         "another order on one rank",
-        "deepspeed.zero.waves:start_publish",
+        "deepspeed.zero.optimizer.update:start_publish",
         "for group in groups:",
         "for group in (list(groups)[::-1] if groups[0].axis.rank else groups):",
         TWO,
         "MISMATCH",
-        ("comm/collectives.py", "comm/collectives.py"),
+        ("comm/collectives/collectives.py", "comm/collectives/collectives.py"),
     ),
     Mutation(
         "a transit buffer used again at once",
-        "deepspeed.zero.wire:Wire.depart",
+        "deepspeed.zero.gradients.reduce_scatter:Wire.depart",
         "if not self.settings.overlap:",
         "self._pool[bucket.group.axis, current.buffer.dtype].append(current.buffer)\n    if not self.settings.overlap:",
         Cell(stage=3, ranks=2),
         "RACE on device",
-        ("comm/collectives.py", "zero/"),
+        ("comm/collectives/collectives.py", "zero/"),
     ),
 ]
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepspeed.comm import axis as axes
-from deepspeed.comm.across_hosts import reduce_to_owners
-from deepspeed.comm.routes import forget_routes
-from deepspeed.comm.sums import sum_in_rank_order
+from deepspeed.comm.collectives.collectives import sum_in_rank_order
+from deepspeed.comm.collectives.dispatch import forget_routes
+from deepspeed.comm.collectives.hierarchical import reduce_to_owners
+from deepspeed.comm.process_groups import axis as axes
 from tests.emulated import runs
 from tests.emulated.cells import Cell
 from tests.emulated.needs import LIMIT, need_compiler

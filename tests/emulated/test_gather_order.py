@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from deepspeed.errors import UsageError
-from deepspeed.zero import gather_order
-from deepspeed.zero.accumulation import Purpose
+from deepspeed.zero.gradients.accumulation import Purpose
+from deepspeed.zero.parameters import collective_order
 from tests.emulated.needs import LIMIT, need_compiler
 from tests.emulated.runs import observed
 
@@ -169,7 +169,7 @@ def comparisons(zero: dict[str, Any]) -> list[int]:
 
 def test_gathers_are_compared_at_first_and_where_their_order_changes(emulated):
     for found in emulated(2).run(comparisons, {}, timeout=LIMIT):
-        early, alike, after = found[: gather_order.STEPS], found[gather_order.STEPS : 14], found[14:]
+        early, alike, after = found[: collective_order.STEPS], found[collective_order.STEPS : 14], found[14:]
         assert min(early) >= DEPTH and alike == [0] * 4
         assert sum(after) > 0 and after[-1] == 0  # what is gathered ahead follows the last pass
 

@@ -33,7 +33,7 @@ if rank == 1:
     time.sleep(600)
 group = engine._components.groups[0]
 if {stage} == 3:
-    from deepspeed.comm.collectives import spread
+    from deepspeed.comm.collectives.collectives import spread
     values = group.full.new_zeros(group.numel)
     handle = spread(group.axis, values, group.layout.cuts, 0, f"gather of {{group.name}}")
 else:

@@ -12,8 +12,8 @@ from unittest import mock
 import pytest
 import torch
 
-from deepspeed.zero.arriving import Arriving, ArrivingParameter
-from deepspeed.zero.param import ManagedParameter
+from deepspeed.zero.parameters.deferred_all_gather import Arriving, ArrivingParameter
+from deepspeed.zero.parameters.parameter import ManagedParameter
 from tests.emulated import runs
 from tests.emulated.cells import Cell
 from tests.emulated.needs import LIMIT, need_compiler

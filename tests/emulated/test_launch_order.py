@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from deepspeed.zero.launch_order import LaunchOrder
+from deepspeed.zero.parameters.collective_order import LaunchOrder
 from tests.emulated.needs import LIMIT, need_compiler
 from tests.emulated.runs import observed
 

@@ -8,7 +8,7 @@ from unittest import mock
 
 import torch
 
-from deepspeed.storage.nvme import _OnDisk
+from deepspeed.storage.nvme_tier import _OnDisk
 from tests.emulated import runs
 from tests.emulated.cells import Cell
 from tests.emulated.needs import LIMIT, need_compiler

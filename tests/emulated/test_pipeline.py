@@ -19,8 +19,9 @@ need_compiler()
 
 def staged(pp: int, stage: int, settings: Any, own_stream: bool, lengths: bool, late: bool) -> runs.Seen:
     import deepspeed
-    from deepspeed.comm import collectives, get_rank
-    from deepspeed.comm.mesh import current_mesh
+    from deepspeed.comm import get_rank
+    from deepspeed.comm.collectives import collectives
+    from deepspeed.comm.process_groups.mesh import current_mesh
     from tests.parallel.dense import momentum
     from tests.parallel.pipeline_runs import batches, config_of, deep, replica
 
@@ -87,7 +88,7 @@ class Mirror(nn.Module):
 def mirrored(stage: int, settings: Any, own_stream: bool) -> runs.Seen:
     """The first stage uses tied layers A and B, the last one B and A: their gradients come in opposite orders."""
     import deepspeed
-    from deepspeed.comm.mesh import current_mesh
+    from deepspeed.comm.process_groups.mesh import current_mesh
     from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
     from tests.parallel.dense import momentum
     from tests.parallel.pipeline_runs import config_of, replica

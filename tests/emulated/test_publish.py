@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from deepspeed.zero import waves
-from deepspeed.zero.wire import Wire
+from deepspeed.zero.gradients.reduce_scatter import Wire
+from deepspeed.zero.optimizer import update
 from tests.emulated import runs
 from tests.emulated.cells import Cell
 from tests.emulated.needs import LIMIT, need_compiler
@@ -23,11 +23,11 @@ need_compiler()
 
 def cut(cell: Cell, piece: int, traced: bool) -> runs.Seen:
     """A cell whose update is cut into pieces of so many elements."""
-    before, waves.PIECE = waves.PIECE, piece
+    before, update.PIECE = update.PIECE, piece
     try:
         return one_step(cell, traced=True) if traced else runs.train(cell)
     finally:
-        waves.PIECE = before
+        update.PIECE = before
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def watched_steps(piece: int) -> tuple[int, int, list[float]]:
     import deepspeed
     from tests.parallel.tiny import tiny
 
-    model, calls, before = tiny(), [0, 0], waves.PIECE
+    model, calls, before = tiny(), [0, 0], update.PIECE
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     zero = {"stage": 2, "reduce_bucket_size": 40}
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
@@ -77,12 +77,12 @@ def watched_steps(piece: int) -> tuple[int, int, list[float]]:
 
     optimizer.step = counted
     handle = register_optimizer_step_pre_hook(slower)
-    waves.PIECE = piece
+    update.PIECE = piece
     try:
         engine.backward(engine(torch.ones(2, 6, device=engine.device)).sum())
         engine.step()
     finally:
-        waves.PIECE = before
+        update.PIECE = before
         handle.remove()
     engine.destroy()
     return calls[0], calls[1], [group["lr"] for group in optimizer.param_groups]

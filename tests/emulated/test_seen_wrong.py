@@ -61,7 +61,7 @@ def test_finite_gradients_have_a_finite_norm(workers, emulated):
 
 
 def launches_of_a_sum(dtype: torch.dtype, add: bool, together: bool = False) -> int:
-    from deepspeed.comm.collectives import sum_in_rank_order
+    from deepspeed.comm.collectives.collectives import sum_in_rank_order
 
     size = 1 << 20
     if together:
@@ -152,7 +152,7 @@ def test_sums_are_in_rank_order_by_key(emulated, stage):
 
 def what_is_rounded(stage: int) -> tuple[bool, list[bool]]:
     """Whether the host's optimizer is the one that folds, and for each leaf whether its pass rounds too."""
-    from deepspeed.ops.host_step import HostOptimizer
+    from deepspeed.ops.cpu_optimizer import HostOptimizer
 
     engine, found = runs.engine_of(Cell(stage=stage, ranks=2, dtype="bf16", tier="cpu")), []
     inner = engine.optimizer.optimizer
@@ -240,7 +240,7 @@ def test_reload_states_gives_its_pinned_memory_back(emulated):
 
 
 def movers() -> list[int]:
-    from deepspeed.storage.mover import mover_of
+    from deepspeed.storage.async_copy import mover_of
 
     target = torch.zeros(8, device="cuda:1")
     mover_of(torch.device("cuda:1")).copy(target, torch.ones(8).pin_memory()).wait()
@@ -306,7 +306,7 @@ def test_what_is_on_the_wire_is_bounded_where_waiting_does_not_block(emulated):
 
 def told_when_memory_runs_out(pieces: bool) -> str:
     from deepspeed.errors import MemoryExhaustedError
-    from deepspeed.zero.exhaustion import suggests_offload
+    from deepspeed.zero.out_of_memory import suggests_offload
 
     native = emulates()
     torch.cuda.empty_cache()

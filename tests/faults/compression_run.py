@@ -34,7 +34,7 @@ def configuration(stage: int) -> dict[str, Any]:
 
 def main() -> None:
     import deepspeed
-    from deepspeed.engine.shrinking import Shrinking
+    from deepspeed.engine.compression import Shrinking
     from tests.parallel.test_compression_removal import llama, state_of, train
 
     folder, stage, steps = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])

@@ -15,9 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepspeed.checkpoint import files
-from deepspeed.checkpoint.beside import SCRIPTS
-from deepspeed.checkpoint.manifest import read_manifest
+from deepspeed.checkpoint.compat.upstream_write import SCRIPTS
+from deepspeed.checkpoint.format import filesystem
+from deepspeed.checkpoint.format.manifest import read_manifest
 from deepspeed.checkpoint.ranks import Ranks
 from deepspeed.errors import CheckpointError, CheckpointMissingError, UsageError
 from tests.harness.pool import free_port
@@ -27,7 +27,7 @@ from tests.parallel.tiny import raises, said, with_words
 OPERATIONS = ("make_folder", "create", "write", "sync", "sync_folder", "rename", "remove")
 
 
-class Planted(files.FileSystem):
+class Planted(filesystem.FileSystem):
     """The real operations up to the n-th, which fails, writes half of its bytes and fails, or kills the process."""
 
     def __init__(self, at: int, how: str) -> None:
@@ -53,7 +53,7 @@ class Planted(files.FileSystem):
 
 def save_with(engine: Any, folder: str, tag: str, at: int, how: str) -> bool:
     """Save with a fault planted at one operation; whether it went through."""
-    files.current = Planted(at, how)
+    filesystem.current = Planted(at, how)
     try:
         if how == "kill":
             child = os.fork()
@@ -68,7 +68,7 @@ def save_with(engine: Any, folder: str, tag: str, at: int, how: str) -> bool:
     except (OSError, CheckpointError):
         return False
     finally:
-        files.current = files.FileSystem()
+        filesystem.current = filesystem.FileSystem()
 
 
 def every_operation(folder: str, how: str, tag: str, victim: int) -> int:
@@ -202,12 +202,12 @@ def fails_on_one_rank(folder: str) -> None:
         train(engine, iter(engine.training_dataloader), 1)
         engine.save_checkpoint(folder, "first")
         if dist.get_rank() == 1:
-            files.current = Planted(1, "fail")
+            filesystem.current = Planted(1, "fail")
         try:
             with raises((OSError, CheckpointError), "No space left"):
                 engine.save_checkpoint(folder, "second")
         finally:
-            files.current = files.FileSystem()
+            filesystem.current = filesystem.FileSystem()
         assert Path(engine.load_checkpoint(folder)[0]).name == "first"
 
 
@@ -215,28 +215,28 @@ def test_a_failure_of_one_rank_is_one_of_all(workers: Any, tmp_path: Path) -> No
     workers(2).run(fails_on_one_rank, str(tmp_path), timeout=120)
 
 
-class Roomless(files.FileSystem):
+class Roomless(filesystem.FileSystem):
     def free_bytes(self, path: Path) -> int:
         return 1000
 
 
-class Boastful(files.FileSystem):
+class Boastful(filesystem.FileSystem):
     def free_bytes(self, path: Path) -> int:
         return 1 << 40
 
 
 def full_disk(folder: str) -> None:
     with make(0) as engine:
-        files.current = Roomless()
+        filesystem.current = Roomless()
         with raises(CheckpointError, "MiB free", "nothing was written"):
             engine.save_checkpoint(folder, "first")
         assert not [path for path in Path(folder).iterdir() if path.name != "filler"]
-        files.current = Boastful()
+        filesystem.current = Boastful()
         engine.save_checkpoint(folder, "first")
         Path(folder, "filler").write_bytes(bytes(os.statvfs(folder).f_bavail * os.statvfs(folder).f_bsize - 8192))
         with raises(OSError, "No space left"):
             engine.save_checkpoint(folder, "second")
-        files.current = files.FileSystem()
+        filesystem.current = filesystem.FileSystem()
         assert Path(engine.load_checkpoint(folder)[0]).name == "first"
 
 

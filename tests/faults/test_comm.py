@@ -150,7 +150,7 @@ dist.all_reduce(x, log_name="reduce layer.1.weight")
 def test_a_wait_that_the_backend_never_ends():
     ends = diverge(
         """
-from deepspeed.comm import watch
+from deepspeed.comm.watchdog import watchdog as watch
 from tests.harness.pool import PATIENCE
 watch.note("a wait of its own kind" if rank == 0 else "another one")
 time.sleep(100)

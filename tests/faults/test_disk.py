@@ -22,7 +22,7 @@ from deepspeed.errors import StorageError
 from deepspeed.native import library
 from deepspeed.ops.aio import queue
 from deepspeed.storage.buffer_pool import BufferPool
-from deepspeed.storage.disk import Disk, Extent
+from deepspeed.storage.tensor_file import Disk, Extent
 from tests.unit.comm.ranks import Ended, run_ranks
 
 MB = 2**20

@@ -15,9 +15,9 @@ CYCLES = 20
 SETUP = """
 import collections, gc, threading
 import torch.distributed as plain
-from deepspeed.comm import fetch
-from deepspeed.comm.axis import group_axis, make_axes
-from deepspeed.comm.mesh import current_mesh
+from deepspeed.comm.collectives.collectives import one_sided as fetch
+from deepspeed.comm.process_groups.axis import group_axis, make_axes
+from deepspeed.comm.process_groups.mesh import current_mesh
 
 def here():
     gc.collect()

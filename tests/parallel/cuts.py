@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.comm.mesh import Mesh
-from deepspeed.zero.placement import Cut, Placement, Relation, place
+from deepspeed.comm.process_groups.mesh import Mesh
+from deepspeed.zero.layout.placement import Cut, Placement, Relation, place
 
 WIDTH, VOCABULARY, INNER = 6, 10, 12
 TIED = "embed.weight"

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.comm.mesh import Mesh
+from deepspeed.comm.process_groups.mesh import Mesh
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
-from deepspeed.zero.placement import placement_of
+from deepspeed.zero.layout.placement import placement_of
 
 LossOf = Callable[[Any, int, int], torch.Tensor]  # model, micro-step, data-parallel rank
 

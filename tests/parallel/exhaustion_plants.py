@@ -16,7 +16,7 @@ import psutil
 import torch
 from torch import nn
 
-from deepspeed.engine.advice import setting_of
+from deepspeed.engine.memory.suggestions import setting_of
 from deepspeed.errors import MemoryExhaustedError
 
 MB = 1 << 20

@@ -12,14 +12,14 @@ from torch import nn
 
 import deepspeed
 from deepspeed.comm import get_rank
-from deepspeed.comm.mesh import current_mesh
+from deepspeed.comm.process_groups.mesh import current_mesh
 from deepspeed.engine import engine as engine_module
-from deepspeed.engine import slicing
+from deepspeed.engine import tensor_parallel
 from deepspeed.errors import CommError, NotAvailableError, PipelineError, TensorParallelError, UsageError
 from deepspeed.pipe import PipelineModule
 from deepspeed.profiling.live_memory import LiveMemory
 from deepspeed.utils import safe_get_full_fp32_param
-from deepspeed.zero import resettle
+from deepspeed.zero.api import reshard
 from tests.parallel.dense import Dense, momentum
 from tests.parallel.pipeline_runs import apart, batches, config_of, deep, replica
 from tests.parallel.tensor_runs import loss_of
@@ -188,7 +188,7 @@ def alone(place: str) -> tuple[float, float]:
             if hasattr(one, "_init_weights"):
                 patch.setattr(one, "_init_weights", fails)
         if place != "rule" and last:
-            patch.setattr(*((slicing, "lay") if place == "slices" else (resettle, "release")), fails)
+            patch.setattr(*((tensor_parallel, "lay") if place == "slices" else (reshard, "release")), fails)
         with raises(MemoryError if last else TensorParallelError if place == "slices" else CommError, "planted"):
             deepspeed.initialize(model=model, optimizer=momentum(model.parameters()), config=config)
     return begun[0], time.monotonic()

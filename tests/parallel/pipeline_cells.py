@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import deepspeed
-from deepspeed.comm.mesh import current_mesh
+from deepspeed.comm.process_groups.mesh import current_mesh
 from deepspeed.errors import MeshError, NotAvailableError
 from deepspeed.pipe import PipelineModule
 from tests.parallel import pipeline_layers as layers

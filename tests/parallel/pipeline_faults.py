@@ -9,7 +9,7 @@ import torch
 from deepspeed.comm import get_rank
 from deepspeed.errors import DataError, PipelineError
 from deepspeed.pipe import stage as stages
-from deepspeed.zero.placement import Relation
+from deepspeed.zero.layout.placement import Relation
 from tests.parallel.dense import momentum
 from tests.parallel.pipeline_layers import batch_of as labelled
 from tests.parallel.pipeline_layers import start
@@ -58,15 +58,15 @@ def other_models() -> None:
 
 def dropped() -> None:
     """A block that belongs to no stage."""
-    from deepspeed.pipe import layout
+    from deepspeed.pipe import split_model
 
-    before = layout.deal
-    layout.deal = lambda costs, stages, chunks: [0, 1, 3]
+    before = split_model.deal
+    split_model.deal = lambda costs, stages, chunks: [0, 1, 3]
     try:
         with raises(PipelineError, "bounds [0, 1, 3] do not deal the 4 blocks"):
             deep_cut()
     finally:
-        layout.deal = before
+        split_model.deal = before
 
 
 def deep_cut() -> None:

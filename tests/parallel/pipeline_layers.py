@@ -12,7 +12,7 @@ from torch import nn
 
 import deepspeed
 from deepspeed.comm import get_rank
-from deepspeed.comm.mesh import current_mesh
+from deepspeed.comm.process_groups.mesh import current_mesh
 from deepspeed.errors import ArgumentError, DataError, DeepSpeedError, PipelineError
 from deepspeed.pipe import LayerSpec, PipeDataParallelTopology, PipelineModule, ProcessTopology, TiedLayerSpec
 from deepspeed.utils import safe_get_full_fp32_param
@@ -180,7 +180,7 @@ def unmeasured() -> str:
 
 def limited() -> list[int]:
     """Bounds of layers on ranks of which one may hold less than the other."""
-    from deepspeed.pipe.measure import LayerCost, agreed, deal_layers
+    from deepspeed.pipe.partition_cost import LayerCost, agreed, deal_layers
 
     costs = [LayerCost(1.0, 0, 100)] * 4
     return deal_layers(*_split(agreed(lambda: costs, 300.0 if get_rank() else 400.0)))
@@ -223,7 +223,7 @@ def gridded() -> tuple[Any, ...]:
 
 def looked_up(stage: int, precision: str, watched: bool) -> tuple[int, list[torch.Tensor], list[torch.Tensor]]:
     """How often a large table's gradient came by rows; parameters with that, and with whole gradients."""
-    from deepspeed.zero import reducer
+    from deepspeed.zero.gradients import reducer
 
     calls, add = [0], reducer.add_rows
 
@@ -235,7 +235,7 @@ def looked_up(stage: int, precision: str, watched: bool) -> tuple[int, list[torc
     for few in (4, 10**9):
         with MonkeyPatch.context() as patch:
             patch.setattr(reducer, "add_rows", counted)
-            patch.setattr(deepspeed.zero.rows, "_FEW", few)
+            patch.setattr(deepspeed.zero.gradients.buckets, "_FEW", few)
             made.append(_with_a_large_table(stage, precision, watched))
     return calls[0], *made
 

@@ -60,11 +60,11 @@ def stage_and_compare(name: str, stages: int) -> dict[str, Any]:
 
 def stage_toy(model: Any, stages: int) -> dict[str, Any]:
     """Cut a toy into stages, by a rank of a group, and compare it with itself."""
-    from deepspeed.comm.mesh import mesh_for
+    from deepspeed.comm.process_groups.mesh import mesh_for
     from deepspeed.errors import DeepSpeedError
-    from deepspeed.pipe.layout import find_layout
+    from deepspeed.pipe.split_model import find_layout
     from deepspeed.pipe.stage import keep_stage
-    from deepspeed.tensor_parallel.inputs import inputs_of
+    from deepspeed.tensor_parallel.example_inputs import inputs_of
 
     warnings.simplefilter("ignore")
     for module in model.modules():  # Phimoe's routers draw; a stage and the whole model draw at other times
@@ -85,7 +85,7 @@ def compare(model: Any, dense: Any, parts: list[Any], axis: Any) -> dict[str, An
     from deepspeed.comm import all_gather_object, all_reduce
     from deepspeed.pipe.executor import Executor
     from deepspeed.pipe.schedule import make_schedule
-    from deepspeed.zero.placement import Relation, placement_of
+    from deepspeed.zero.layout.placement import Relation, placement_of
 
     batches = [batch(dense, step) for step in range(MICROS)]
     theirs = [dense(**one).loss for one in batches]

@@ -11,14 +11,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.comm import all_gather_object, all_reduce, collectives
-from deepspeed.comm.mesh import mesh_for
+from deepspeed.comm import all_gather_object, all_reduce
+from deepspeed.comm.collectives import collectives
+from deepspeed.comm.process_groups.mesh import mesh_for
 from deepspeed.pipe.executor import Executor
-from deepspeed.pipe.layout import Layout, find_layout
 from deepspeed.pipe.schedule import make_schedule
-from deepspeed.pipe.simulate import simulate
+from deepspeed.pipe.schedule_simulator import simulate
+from deepspeed.pipe.split_model import Layout, find_layout
 from deepspeed.pipe.stage import keep_stage
-from deepspeed.zero.placement import Relation, placement_of
+from deepspeed.zero.layout.placement import Relation, placement_of
 from tests.parallel.pipeline_models import Plain
 
 WORDS, WIDTH = 11, 4

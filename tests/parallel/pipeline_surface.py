@@ -14,7 +14,7 @@ import torch
 
 import deepspeed
 from deepspeed.comm import get_rank
-from deepspeed.comm.mesh import current_mesh
+from deepspeed.comm.process_groups.mesh import current_mesh
 from deepspeed.errors import ArgumentError, DataError, PipelineError, UsageError
 from deepspeed.pipe import PipelineModule
 from tests.parallel import pipeline_layers as layers

@@ -14,7 +14,7 @@ import torch.distributed as dist
 @contextlib.contextmanager
 def stale_mask() -> Iterator[None]:
     """Masks are those of the weights that the model had at the start."""
-    from deepspeed.compression.masks import Masks
+    from deepspeed.compression.pruning.masks import Masks
 
     form, seen = Masks._form, {}
 
@@ -37,8 +37,8 @@ def stale_mask() -> Iterator[None]:
 @contextlib.contextmanager
 def per_rank_top_k() -> Iterator[None]:
     """Every rank keeps the largest of its own slice."""
-    from deepspeed.compression import masks
-    from deepspeed.compression.select import largest_units
+    from deepspeed.compression.pruning import masks
+    from deepspeed.compression.pruning.distributed_topk import largest_units
 
     def own(sets: Any, keep: Any, score: Any, exchange: Any) -> Any:
         found: dict[str, torch.Tensor] = {}
@@ -56,8 +56,8 @@ def per_rank_top_k() -> Iterator[None]:
 @contextlib.contextmanager
 def revival_by_momentum() -> Iterator[None]:
     """A mask acts once: on the weights of the moment, not on moments and what steps make of them."""
-    from deepspeed.compression.masks import Masks
-    from deepspeed.compression.owned import Owned
+    from deepspeed.compression.pruning.masks import Masks
+    from deepspeed.compression.pruning.sharded_view import Owned
 
     def updated(self: Any, groups: Any) -> None:
         self._updated |= {id(group) for group in groups}

@@ -101,9 +101,9 @@ def compare_cut(model: Any, ranks: int) -> dict[str, Any]:
 
 
 def _compared(model: Any, ranks: int) -> dict[str, Any]:
-    from deepspeed.comm.mesh import mesh_for
+    from deepspeed.comm.process_groups.mesh import mesh_for
     from deepspeed.errors import DeepSpeedError
-    from deepspeed.tensor_parallel.cut import cut_model
+    from deepspeed.tensor_parallel.parallelize import cut_model
 
     dense, started = copy.deepcopy(model), time.process_time()
     axis = mesh_for({"tp": ranks}).axis("tp")
@@ -137,8 +137,8 @@ def part(model: Any, dense: Any) -> float:
 def compare(model: Any, dense: Any) -> dict[str, Any]:
     """Losses, gradients and generated tokens of both."""
     from deepspeed.comm import all_reduce
-    from deepspeed.comm.mesh import current_mesh
-    from deepspeed.zero.placement import Relation, placement_of
+    from deepspeed.comm.process_groups.mesh import current_mesh
+    from deepspeed.zero.layout.placement import Relation, placement_of
     from tests.parallel.dense import share_of
 
     losses = []

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from deepspeed.comm.mesh import current_mesh
+from deepspeed.comm.process_groups.mesh import current_mesh
 from tests.parallel.dense import Dense, compared, momentum
 from tests.unit.compression.architectures import architecture
 

@@ -123,7 +123,7 @@ def imported_ahead() -> None:
     from transformers.generation import GenerationMixin, utils  # noqa: F401
     from transformers.models.llama import modeling_llama  # noqa: F401
 
-    import deepspeed.tensor_parallel.cut  # noqa: F401
+    import deepspeed.tensor_parallel.parallelize  # noqa: F401
 
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)

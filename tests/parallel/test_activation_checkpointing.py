@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from deepspeed.activation_checkpointing.saving import Saved
+from deepspeed.activation_checkpointing.saved_inputs import Saved
 from tests.parallel.tiny import raises, start
 
 RANKS, ROWS, WIDTH, BLOCKS = 2, 6, 8, 4

@@ -87,14 +87,14 @@ def run_program(stage: int, calls: list[Call], wanted: dict[str, torch.Tensor] |
 
 def outcome(file: str, stage: int, programs: list[list[Call]], wanted: dict[str, torch.Tensor] | None) -> None:
     """Run a program; every rank writes how and when it ended, since one that is told too late is ended."""
-    from deepspeed.comm import watch
+    from deepspeed.comm.watchdog import watchdog
 
-    rank, usual = dist.get_rank(), watch._here.timeout
-    watch._here.timeout = timedelta(seconds=TIMEOUT)
+    rank, usual = dist.get_rank(), watchdog._here.timeout
+    watchdog._here.timeout = timedelta(seconds=TIMEOUT)
     try:
         ended = run_program(stage, programs[rank], wanted)
     finally:
-        watch._here.timeout = usual
+        watchdog._here.timeout = usual
     Path(f"{file}-{rank}").write_text(json.dumps({"ended": ended, "at": time.monotonic()}))
     if "Error" in ended and not ended.startswith(DISAGREE):
         raise RuntimeError("the ranks are apart; the next program needs new processes")

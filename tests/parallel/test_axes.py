@@ -15,12 +15,20 @@ import torch
 import torch.distributed as dist
 
 from deepspeed import comm
-from deepspeed.comm import waiting
-from deepspeed.comm.axis import Axis, axis_of, forget_axes, group_axis, hybrid_axes, make_axes, world_axis
-from deepspeed.comm.mesh import current_mesh, mesh_for
-from deepspeed.comm.routes import forget_routes
-from deepspeed.comm.shared_memory import require
-from deepspeed.comm.waiting import groups
+from deepspeed.comm.collectives.dispatch import forget_routes
+from deepspeed.comm.process_groups.axis import (
+    Axis,
+    axis_of,
+    forget_axes,
+    group_axis,
+    hybrid_axes,
+    make_axes,
+    world_axis,
+)
+from deepspeed.comm.process_groups.mesh import current_mesh, mesh_for
+from deepspeed.comm.shared_memory import doorbell
+from deepspeed.comm.shared_memory.doorbell import groups
+from deepspeed.comm.shared_memory.transport import require
 from deepspeed.errors import ArgumentError, UsageError
 from deepspeed.native import library
 from tests.parallel.tiny import micro_step, raises, start
@@ -98,9 +106,9 @@ def test_no_mesh_answers_with_axes_that_were_forgotten(workers: Any) -> None:
 
 
 INTERLEAVED = """
-    from deepspeed.comm.axis import group_axis, world_axis
-    from deepspeed.comm.collectives import EXCHANGE, reduce_to_owners, tag_of
-    from deepspeed.comm.sums import sum_in_rank_order
+    from deepspeed.comm.process_groups.axis import group_axis, world_axis
+    from deepspeed.comm.collectives.collectives import EXCHANGE, reduce_to_owners, tag_of
+    from deepspeed.comm.collectives.collectives import sum_in_rank_order
 
     dist.init_distributed("gloo")
     rank, every, pair = dist.get_rank(), dist.new_group([0, 1, 2]), dist.new_group([0, 1])
@@ -151,7 +159,7 @@ class Reader:
 
 def a_wait_serves_every_group(turns: int) -> list[float]:
     """Rank 0 waits in one group for rank 1, which waits for rank 3, which waits for rank 0 in another group."""
-    rank, patience, waiting.NAP_US = dist.get_rank(), waiting.NAP_US, 30_000_000
+    rank, patience, doorbell.NAP_US = dist.get_rank(), doorbell.NAP_US, 30_000_000
     try:
         # Opened now, with that patience: no other test cuts the world like this.
         left, right = make_axes([[0, 1, 2], [3]], "left"), make_axes([[0, 1, 3], [2]], "right")
@@ -160,7 +168,7 @@ def a_wait_serves_every_group(turns: int) -> list[float]:
             return [0.0, 0.0]
         return [_one_wait(rank, left, right, turns, native) for native in (False, True)]
     finally:
-        waiting.NAP_US = patience
+        doorbell.NAP_US = patience
 
 
 def _one_wait(rank: int, left: Axis, right: Axis, turns: int, native: bool) -> float:
@@ -272,7 +280,7 @@ def test_forked_children_leave_the_memory_of_their_parent_alone(workers: Any) ->
 
 ENDING = """
     import threading
-    from deepspeed.comm.axis import group_axis, world_axis
+    from deepspeed.comm.process_groups.axis import group_axis, world_axis
     import deepspeed
 
     dist.init_distributed("gloo")

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from deepspeed.checkpoint import cli, files
+from deepspeed.checkpoint import cli
+from deepspeed.checkpoint.format import filesystem
 from deepspeed.errors import CheckpointError, CheckpointMissingError
 from tests.parallel.checkpointing import differences, everything, make, mixed, train
 from tests.parallel.tiny import raises
@@ -256,7 +257,7 @@ def test_tags_must_agree(workers: Any, tmp_path: Path) -> None:
 # -- async, retention, peers ------------------------------------------------------------------------------------------
 
 
-class Failing(files.FileSystem):
+class Failing(filesystem.FileSystem):
     def sync(self, fd: int) -> None:
         raise OSError(5, "planted")
 
@@ -276,11 +277,11 @@ def asynchronous(folder: str, stage: int) -> None:
         _, client = engine.load_checkpoint(folder, "one")
         assert not differences(everything(engine), wanted) and torch.equal(client["average"], torch.ones(3))
         if dist.get_rank() == 1:
-            files.current = Failing()
+            filesystem.current = Failing()
         engine.save_checkpoint(folder, "three")
         with raises(CheckpointError, "was not saved", "planted"):
             engine.save_checkpoint(folder, "four")
-        files.current = files.FileSystem()
+        filesystem.current = filesystem.FileSystem()
         dist.barrier()
         assert Path(engine.load_checkpoint(folder)[0]).name == "two"
 

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import nn
 
 from deepspeed.checkpoint import cli
-from deepspeed.checkpoint.consolidate import get_fp32_state_dict_from_zero_checkpoint
+from deepspeed.checkpoint.compat.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from deepspeed.errors import CheckpointError
-from deepspeed.zero.gathered import GatheredParameters
-from deepspeed.zero.placement import Cut, Placement, Relation, place
+from deepspeed.zero.api.gathered_parameters import GatheredParameters
+from deepspeed.zero.layout.placement import Cut, Placement, Relation, place
 from tests.parallel.tiny import adamw, raises, start
 
 Mesh = tuple[int, int, int]  # stages, data-parallel ranks, slices

@@ -77,8 +77,8 @@ def in_both_layouts(folder: str, stage: int, precision: str) -> tuple[dict[str, 
 
 @pytest.mark.parametrize("cell", CELLS)
 def test_both_layouts_of_one_save_are_equal(workers: Any, tmp_path: Path, cell: str) -> None:
-    from deepspeed.checkpoint.foreign import open_foreign
-    from deepspeed.checkpoint.manifest import MANIFEST
+    from deepspeed.checkpoint.compat.upstream_read import open_foreign
+    from deepspeed.checkpoint.format.manifest import MANIFEST
 
     stage, precision = int(cell[5]), cell.partition("-")[2]
     (state, losses), _ = workers(2).run(in_both_layouts, str(tmp_path), stage, precision, timeout=120)

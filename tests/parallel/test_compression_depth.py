@@ -190,7 +190,7 @@ def test_blocks_that_are_never_seen_stay(workers: Any) -> None:
 
 def test_what_overflows_does_not_count() -> None:
     """A block of which one step overflows in fp16 is judged by the others."""
-    from deepspeed.compression.layers import InfluenceWatch
+    from deepspeed.compression.pruning.layer_selection import InfluenceWatch
 
     blocks = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
     watch = InfluenceWatch(blocks, training=True)

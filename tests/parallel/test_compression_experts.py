@@ -178,8 +178,8 @@ def test_experts_that_no_token_takes_are_not_missed() -> None:
     """The router's correction of scores follows: what is left chooses among the same experts as before."""
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
-    from deepspeed.compression.plan import Plan
-    from deepspeed.compression.remove import removal_of, remove_from
+    from deepspeed.compression.pruning.pruning_plan import Plan
+    from deepspeed.compression.pruning.structured_removal import removal_of, remove_from
 
     heads = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
     experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}

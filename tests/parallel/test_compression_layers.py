@@ -33,7 +33,7 @@ def settings(stage: int, tier: str = "none", precision: str = "fp32", **layers: 
 
 def plain(keep: list[int], cut: int = CUT) -> tuple[list[float], Any]:
     """What plain torch makes of the batches of all ranks: the losses of this rank's, and the model."""
-    from deepspeed.compression.layers import keep_layers
+    from deepspeed.compression.pruning.layer_selection import keep_layers
 
     model, losses = llama(num_hidden_layers=4), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
@@ -110,7 +110,7 @@ def chosen(stage: int) -> list[Any]:
 
 def influence_is_that_of_all_ranks() -> None:
     """One choice at every stage, from the batches of all ranks."""
-    from deepspeed.compression.layers import InfluenceWatch, by_influence
+    from deepspeed.compression.pruning.layer_selection import InfluenceWatch, by_influence
 
     model = llama(num_hidden_layers=4)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)

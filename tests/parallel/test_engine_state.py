@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from deepspeed.activation_checkpointing.checkpointing import get_cuda_rng_tracker
-from deepspeed.comm.axis import world_axis
-from deepspeed.comm.fetch import release_abandoned
+from deepspeed.comm.collectives.one_sided import release_abandoned
+from deepspeed.comm.process_groups.axis import world_axis
 from tests.parallel.tiny import adamw, micro_step, rows, start
 
 

@@ -137,7 +137,7 @@ def reads_one_by_one(stage: int) -> None:
     """Reading every gradient packs what ranks compare once, and keeps none of them."""
     import gc
 
-    from deepspeed.zero import buckets
+    from deepspeed.zero.gradients import buckets
 
     with start(stage) as engine:
         params = list(engine.module.parameters())

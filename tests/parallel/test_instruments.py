@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 
 from deepspeed.errors import UsageError
-from deepspeed.monitor.live import read_pages
+from deepspeed.monitor.live_status import read_pages
 from deepspeed.profiling.flops_profiler import FlopsProfiler
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_get_local_grad, safe_set_full_grad
-from deepspeed.zero import norm
-from deepspeed.zero import optimizer as zero_optimizer
+from deepspeed.zero.gradients import grad_norm
+from deepspeed.zero.optimizer import optimizer as zero_optimizer
 from tests.harness.pool import WorkerPool
 from tests.parallel.tiny import STAGES, Tiny, loss_of, masters, micro_step, raises, reference, rows, start, tiny
 from tests.unit.profiling.architectures import CASES, CELLS
@@ -194,8 +194,8 @@ def norms_before_a_change(stage: int) -> None:
             whole = [safe_get_full_grad(param).double() for param in engine.module.parameters()]
             wanted = sum(float(gradient.square().sum()) for gradient in whole) ** 0.5
             with (
-                mock.patch.object(norm, "_squares", wraps=norm._squares) as read,
-                mock.patch.object(zero_optimizer, "global_norm", wraps=norm.global_norm) as met,
+                mock.patch.object(grad_norm, "_squares", wraps=grad_norm._squares) as read,
+                mock.patch.object(zero_optimizer, "global_norm", wraps=grad_norm.global_norm) as met,
             ):
                 engine.step()
             assert change is not None or not read.called
@@ -214,7 +214,7 @@ def norms_before_a_change_of_one_rank(stage: int) -> None:
             if changing and dist.get_rank() == 1:
                 with bucket.total.borrowed() as total:
                     bucket.own(total).mul_(1000)
-            with mock.patch.object(zero_optimizer, "global_norm", wraps=norm.global_norm) as met:
+            with mock.patch.object(zero_optimizer, "global_norm", wraps=grad_norm.global_norm) as met:
                 engine.step()
             assert met.called == changing
             wanted = sum(one**2 for one in before.values()) ** 0.5

@@ -13,8 +13,8 @@ from torch import nn
 
 import deepspeed
 from deepspeed.errors import DeepSpeedError
-from deepspeed.zero.param import ShardedParameter
-from deepspeed.zero.shard_group import State
+from deepspeed.zero.parameters.parameter import ShardedParameter
+from deepspeed.zero.parameters.shard_group import State
 from tests.parallel.tiny import (
     STAGES,
     WIDTH,
@@ -267,7 +267,7 @@ def test_the_breakdown_counts_retained_buffers(workers: Any) -> None:
 def destroyed_with_a_lost_write(slow: int) -> None:
     """A view is written to after its parameter was freed, and one rank is slow to serve: destroy says so on all ranks,
     and no rank leaves while another still pulls."""
-    from deepspeed.comm import collectives
+    from deepspeed.comm.collectives import collectives
     from tests.parallel.test_order import by_messages
 
     with by_messages(True):

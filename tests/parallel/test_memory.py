@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from deepspeed.zero.estimate import estimate_zero3_model_states_mem_needs, state_bytes
+from deepspeed.zero.api.memory_estimate import estimate_zero3_model_states_mem_needs, state_bytes
 from tests.parallel.tiny import STAGES, adamw, start
 
 WIDTH, BLOCKS = 128, 12

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed import utils, zero
-from deepspeed.comm.mesh import Mesh, mesh_for
+from deepspeed.comm.process_groups.mesh import Mesh, mesh_for
 from deepspeed.errors import DeepSpeedError, MeshError
 from tests.parallel.cuts import TIED, Slices, Twin, share_of
 from tests.parallel.tiny import raises, said
@@ -176,7 +176,7 @@ class Unit:
 
 def with_unit(family: str, tp: int, pp: int, stage: int) -> tuple[float, ...]:
     import deepspeed
-    from deepspeed.comm.mesh import mesh_of_unit
+    from deepspeed.comm.process_groups.mesh import mesh_of_unit
 
     unit = Unit(tp, pp, family)
     mesh = mesh_of_unit(unit)
@@ -252,8 +252,8 @@ def seen_from_outside(stage: int) -> None:
     import copy
     import io
 
-    from deepspeed.zero.estimate import estimate_zero3_model_states_mem_needs_all_live as estimate
-    from deepspeed.zero.placement import WHOLE, placement_of
+    from deepspeed.zero.api.memory_estimate import estimate_zero3_model_states_mem_needs_all_live as estimate
+    from deepspeed.zero.layout.placement import WHOLE, placement_of
 
     with said() as lines, built("dp2-tp2", stage, 0.0, True) as (mesh, _, engine):
         model = engine.module

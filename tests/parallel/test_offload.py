@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from deepspeed.errors import UsageError
-from deepspeed.storage.mover import mover_of
+from deepspeed.storage.async_copy import mover_of
 from tests.parallel.test_hard_models import misses
 from tests.parallel.tiny import adamw, loss_of, masters, micro_step, raises, rows, said, start, tiny, with_words
 from tests.parity.cases import CASES

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from deepspeed.zero import wire
+from deepspeed.zero.gradients import reduce_scatter
 from tests.parallel.pipeline_layers import described, failed, gridded, limited, looked_up, refused, timed, unmeasured
 from tests.parallel.pipeline_models import stage_and_compare
 
@@ -47,7 +47,7 @@ def _described(stage: int, pp: int, steps: int, chunks: int, module: Any) -> Any
 
 def _tied_in_small_buckets(overlap: bool) -> Any:
     small = {"zero": {"overlap_comm": overlap, "reduce_bucket_size": 1}}
-    with mock.patch.object(wire, "warn_once") as waited:
+    with mock.patch.object(reduce_scatter, "warn_once") as waited:
         found = described(0, 2, 6, 1, settings=small)
     assert not waited.called, "a sum of tied layers was waited for, which another stage sends later"
     return found

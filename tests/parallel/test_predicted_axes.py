@@ -10,7 +10,7 @@ import pytest
 from deepspeed import comm
 from deepspeed.planner import measure_memory, predict_memory
 from deepspeed.planner.memory import simulate
-from deepspeed.planner.program import Program
+from deepspeed.planner.train_program import Program
 from tests.harness.pool import WorkerPool
 from tests.parallel.memory_models import MODELS
 from tests.parallel.test_predicted_memory import config_of

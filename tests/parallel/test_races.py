@@ -50,7 +50,7 @@ def train(stage: int) -> dict[str, torch.Tensor]:
 
 def differing_schedules(stage: int, seeds: range) -> tuple[list[str], list[str]]:
     """Schedules whose parameters differ from those without delays, and the kinds of places that were delayed."""
-    from deepspeed.comm import collectives
+    from deepspeed.comm.collectives import collectives
 
     wanted, found, labels = train(stage), [], set()
     for seed in seeds:

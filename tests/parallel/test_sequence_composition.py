@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed.comm.mesh import current_mesh
+from deepspeed.comm.process_groups.mesh import current_mesh
 from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF, UlyssesSPDataLoaderAdapter
 from deepspeed.sequence.batches import slice_batch
 from deepspeed.utils import safe_get_full_fp32_param

@@ -11,10 +11,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from deepspeed.comm.axis import world_axis
-from deepspeed.comm.differentiable import all_to_all
-from deepspeed.comm.logging import comms_logger
-from deepspeed.comm.mesh import mesh_for
+from deepspeed.comm.collectives.autograd import all_to_all
+from deepspeed.comm.process_groups.axis import world_axis
+from deepspeed.comm.process_groups.mesh import mesh_for
+from deepspeed.comm.watchdog.comms_logger import comms_logger
 from deepspeed.errors import ArgumentError, MeshError, SequenceParallelError
 from deepspeed.sequence.cross_entropy import vocab_sequence_parallel_cross_entropy
 from deepspeed.sequence.layer import DistributedAttention, _SeqAllToAll, repeats

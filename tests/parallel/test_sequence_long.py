@@ -10,8 +10,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from deepspeed.comm.mesh import current_mesh
-from deepspeed.foundation.tree import tensors_in
+from deepspeed.comm.process_groups.mesh import current_mesh
+from deepspeed.foundation.pytree import tensors_in
 from deepspeed.sequence.batches import slice_batch
 from tests.parallel.dense import momentum
 from tests.parallel.sequence_runs import Tiled, config_of, start, tile

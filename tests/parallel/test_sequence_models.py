@@ -10,12 +10,12 @@ import torch
 import transformers
 from transformers import BertConfig, BertForMaskedLM, BertForTokenClassification, LlamaForTokenClassification
 
-from deepspeed.comm.mesh import current_mesh, mesh_for
+from deepspeed.comm.process_groups.mesh import current_mesh, mesh_for
 from deepspeed.errors import DeepSpeedError, NotAvailableError, SequenceParallelError
-from deepspeed.sequence import ulysses
+from deepspeed.sequence import transformers_adapter
 from deepspeed.sequence.batches import UlyssesSPDataLoaderAdapter, slice_batch
-from deepspeed.sequence.register import UlyssesSPAttentionHF
-from deepspeed.sequence.ulysses import cut_sequence, sequence_models
+from deepspeed.sequence.parallel_state import UlyssesSPAttentionHF
+from deepspeed.sequence.transformers_adapter import cut_sequence, sequence_models
 from tests.parallel.dense import Dense, compared, momentum
 from tests.parallel.sequence_runs import batch_of, close, config_of, start
 from tests.parallel.tensor_runs import model_of
@@ -149,7 +149,7 @@ def masked_losses() -> None:
                 with raises(NotAvailableError, "Weighted", "loss of one rank's slice"):
                     model(**slice_batch(batch, axis))
                 assert (
-                    not made._entered and ulysses._current.get() is None
+                    not made._entered and transformers_adapter._current.get() is None
                 )  # the next forward is not taken for one inside
         made.remove()
 

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler
 
-from deepspeed.comm.mesh import current_mesh, mesh_for
+from deepspeed.comm.process_groups.mesh import current_mesh, mesh_for
 from deepspeed.errors import DataError, MeshError, NotAvailableError, SequenceParallelError, UsageError
-from deepspeed.sequence import ulysses
+from deepspeed.sequence import transformers_adapter
 from deepspeed.sequence.batches import UlyssesSPDataLoaderAdapter, slice_batch
 from tests.parallel.sequence_runs import batch_of, config_of, start
 from tests.parallel.tensor_runs import model_of
@@ -95,7 +95,7 @@ def one_rank_alone_raises(sizes: dict[str, int], zero: dict[str, Any], place: st
     raised = [0.0]
 
     def fails(*_: Any) -> None:
-        slices = ulysses._current.get() is not None
+        slices = transformers_adapter._current.get() is not None
         if dist.get_rank() == last and not raised[0] and slices == (place != "whole"):
             raised[0] = time.monotonic()
             raise Alone("planted")

@@ -12,8 +12,8 @@ import torch
 from torch.distributed.nn.functional import all_gather
 
 import deepspeed
-from deepspeed.comm.mesh import current_mesh
-from deepspeed.engine import sequencing
+from deepspeed.comm.process_groups.mesh import current_mesh
+from deepspeed.engine import sequence_parallel
 from deepspeed.errors import ArgumentError, DataError, MeshError, SequenceParallelError, UsageError
 from deepspeed.runtime.sequence_parallel.parallel_state_sp import (
     get_data_parallel_world_size,
@@ -88,7 +88,7 @@ def of_its_own() -> None:
     model = torch.nn.Linear(4, 4)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     engine, *_ = deepspeed.initialize(model=model, optimizer=sgd, config=config_of(SP, 1))
-    with mock.patch.object(sequencing, "warn_once") as warned:
+    with mock.patch.object(sequence_parallel, "warn_once") as warned:
         engine.backward(engine(torch.ones(2, 4)).square().mean())
         engine.step()
     assert "each computes all of it" in warned.call_args.args[0]

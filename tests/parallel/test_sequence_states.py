@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed.comm.logging import comms_logger
-from deepspeed.comm.mesh import current_mesh
-from deepspeed.tensor_parallel.cut import plan_of
-from deepspeed.zero.estimate import state_bytes
+from deepspeed.comm.process_groups.mesh import current_mesh
+from deepspeed.comm.watchdog.comms_logger import comms_logger
+from deepspeed.tensor_parallel.parallelize import plan_of
+from deepspeed.zero.api.memory_estimate import state_bytes
 from tests.parallel.checkpointing import differences, everything
 from tests.parallel.dense import adamw
 from tests.parallel.sequence_runs import LENGTH, config_of, loss_of, start

@@ -168,7 +168,7 @@ def test_functions_that_never_accept_a_parameter(workers: Any, calls: tuple[set[
 
 def is_sharded(parameter: nn.Parameter) -> bool:
     """Whether the values are away and their memory is given back."""
-    from deepspeed.zero.param import ShardedParameter
+    from deepspeed.zero.parameters.parameter import ShardedParameter
 
     return isinstance(parameter, ShardedParameter) and not parameter._ds_member.group.full.untyped_storage().nbytes()
 

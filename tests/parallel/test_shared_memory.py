@@ -11,10 +11,17 @@ import pytest
 import torch
 
 from deepspeed import comm
-from deepspeed.comm.axis import world_axis
-from deepspeed.comm.collectives import EXCHANGE, SPREAD, Handle, reduce_to_owners, share, tag_of
-from deepspeed.comm.shared_allocator import SharedAllocator
-from deepspeed.comm.sums import sum_in_rank_order
+from deepspeed.comm.collectives.collectives import (
+    EXCHANGE,
+    SPREAD,
+    Handle,
+    reduce_to_owners,
+    share,
+    sum_in_rank_order,
+    tag_of,
+)
+from deepspeed.comm.process_groups.axis import world_axis
+from deepspeed.comm.shared_memory.allocator import SharedAllocator
 from deepspeed.native import library
 
 # Empty, one element, odd, more than one slot, more than all slots of a stream.

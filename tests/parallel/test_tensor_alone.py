@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from deepspeed.comm.axis import world_axis
-from deepspeed.comm.differentiable import copy_to, gathered, reduce_from, summed
-from deepspeed.comm.mesh import mesh_for
-from deepspeed.comm.together import run_together
+from deepspeed.comm.collectives.autograd import copy_to, gathered, reduce_from, summed
+from deepspeed.comm.collectives.same_error import run_together
+from deepspeed.comm.process_groups.axis import world_axis
+from deepspeed.comm.process_groups.mesh import mesh_for
 from deepspeed.errors import TensorParallelError
-from deepspeed.tensor_parallel import cut
+from deepspeed.tensor_parallel import parallelize
 from deepspeed.tensor_parallel.layers import RowParallel
 from tests.parallel.tensor_runs import config_of, model_of
 from tests.parallel.tiny import raises
@@ -117,7 +117,7 @@ def planted(place: str, layer: int = 1) -> Any:
 def cut_with(place: str) -> tuple[float, float]:
     model = planted(place)
     with raises(TensorParallelError, "'model.layers.1.mlp'", "rank 1: Alone: planted"):
-        cut.cut_model(model, mesh_for({"tp": 2}).axis("tp"))
+        parallelize.cut_model(model, mesh_for({"tp": 2}).axis("tp"))
     return Planted.raised, time.monotonic()
 
 
@@ -167,7 +167,7 @@ def vocabulary() -> None:
 
     model.model.embed_tokens.forward = forward
     with raises(TensorParallelError, "vocabulary", "rank 1: Alone: planted"):
-        cut.cut_model(model, mesh_for({"tp": 2}).axis("tp"), vocabulary=True)
+        parallelize.cut_model(model, mesh_for({"tp": 2}).axis("tp"), vocabulary=True)
 
 
 def test_a_vocabulary_that_raises_on_one_rank_ends_all(workers: Any) -> None:

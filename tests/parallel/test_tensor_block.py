@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from deepspeed.comm.mesh import Mesh, mesh_for
+from deepspeed.comm.process_groups.mesh import Mesh, mesh_for
 from deepspeed.tensor_parallel.layers import Slot, become_column, become_row, even_segments
 from tests.parallel.dense import Dense, compared, momentum
 

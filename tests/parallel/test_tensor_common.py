@@ -12,14 +12,14 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from deepspeed.comm.api import told_by_all
-from deepspeed.comm.collectives import broadcast_tensors
-from deepspeed.comm.mesh import mesh_for
-from deepspeed.foundation.heap import LARGE
+from deepspeed.comm.collectives.collectives import broadcast_tensors
+from deepspeed.comm.collectives.torch_api import told_by_all
+from deepspeed.comm.process_groups.mesh import mesh_for
+from deepspeed.foundation.malloc import LARGE
 from deepspeed.tensor_parallel import verify
-from deepspeed.tensor_parallel.cut import cut_model
+from deepspeed.tensor_parallel.gradient_sketch import Watch, sketches
 from deepspeed.tensor_parallel.layers import cut_tensor, mark_partial, take
-from deepspeed.tensor_parallel.sketch import Watch, sketches
+from deepspeed.tensor_parallel.parallelize import cut_model
 from tests.parallel.test_tensor_units import WIDTH, Pair, Stack, same_as
 
 

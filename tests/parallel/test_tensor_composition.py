@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepspeed.comm.mesh import current_mesh
+from deepspeed.comm.process_groups.mesh import current_mesh
 from deepspeed.errors import DataError, DeepSpeedError, MeshError, OptimizerError, TensorParallelError, UsageError
 from deepspeed.tensor_parallel.plan import shapes_of
 from deepspeed.utils import safe_get_full_fp32_param

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from deepspeed.comm.mesh import mesh_for
+from deepspeed.comm.process_groups.mesh import mesh_for
 from deepspeed.errors import TensorParallelError
-from deepspeed.tensor_parallel.cut import cut_model
+from deepspeed.tensor_parallel.parallelize import cut_model
 from tests.parallel.tensor_runs import batch_of, model_of
 from tests.parallel.tiny import raises
 

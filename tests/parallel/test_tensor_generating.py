@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import nn
 from transformers import GenerationConfig
 
-from deepspeed.comm.axis import Axis, world_axis
-from deepspeed.comm.same_batches import digest
+from deepspeed.comm.collectives.same_error import digest
+from deepspeed.comm.process_groups.axis import Axis, world_axis
 from deepspeed.errors import DataError, NotAvailableError
-from deepspeed.tensor_parallel.generating import guard_generating
+from deepspeed.tensor_parallel.parallelize import guard_generating
 from tests.parallel.tensor_runs import model_of
 from tests.parallel.tiny import raises
 

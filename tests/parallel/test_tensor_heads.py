@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from deepspeed.comm import all_reduce
-from deepspeed.comm.mesh import current_mesh, mesh_for
-from deepspeed.tensor_parallel.cut import cut_model
-from deepspeed.zero.placement import Relation, placement_of
+from deepspeed.comm.process_groups.mesh import current_mesh, mesh_for
+from deepspeed.tensor_parallel.parallelize import cut_model
+from deepspeed.zero.layout.placement import Relation, placement_of
 from tests.parallel.dense import Dense, compared, momentum, share_of
 from tests.parallel.tensor_runs import batch_of, config_of, model_of
 

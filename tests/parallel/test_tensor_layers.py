@@ -11,8 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from deepspeed.comm.axis import Axis, world_axis
-from deepspeed.comm.differentiable import (
+from deepspeed.comm.collectives.autograd import (
     copy_to,
     enter,
     gather_from,
@@ -21,11 +20,12 @@ from deepspeed.comm.differentiable import (
     reduce_scatter,
     scatter_to,
 )
+from deepspeed.comm.process_groups.axis import Axis, world_axis
 from deepspeed.errors import ArgumentError
 from deepspeed.foundation.log import in_words
 from deepspeed.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, even_sizes
-from deepspeed.tensor_parallel.vocabulary import VocabParallelEmbedding, vocab_parallel_cross_entropy
-from deepspeed.zero.placement import placement_of
+from deepspeed.tensor_parallel.vocab_parallel import VocabParallelEmbedding, vocab_parallel_cross_entropy
+from deepspeed.zero.layout.placement import placement_of
 from tests.parallel.tiny import raises
 
 

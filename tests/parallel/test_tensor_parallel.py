@@ -112,9 +112,9 @@ def test_bf16_is_no_further_off_than_dense_bf16(workers: Any, family: str, dp: i
 def held(stage: int, dp: int) -> tuple[float, float]:
     """Bytes of state on this rank, and what the plan says."""
     import deepspeed
-    from deepspeed.comm.mesh import current_mesh
-    from deepspeed.tensor_parallel.cut import plan_of
-    from deepspeed.zero.estimate import state_bytes
+    from deepspeed.comm.process_groups.mesh import current_mesh
+    from deepspeed.tensor_parallel.parallelize import plan_of
+    from deepspeed.zero.api.memory_estimate import state_bytes
 
     model = model_of("Llama", hidden_size=96, intermediate_size=256, num_hidden_layers=4)
     dense = sum(param.numel() for param in model.parameters())
@@ -145,7 +145,7 @@ def moved() -> None:
     """Bytes that a rank gets in one step, by axis, beside the formulas."""
     import deepspeed
     from deepspeed.comm import comms_logger
-    from deepspeed.comm.mesh import current_mesh
+    from deepspeed.comm.process_groups.mesh import current_mesh
 
     model = model_of("Llama")
     engine, *_ = deepspeed.initialize(

@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed.comm.mesh import current_mesh, mesh_for
+from deepspeed.comm.process_groups.mesh import current_mesh, mesh_for
 from deepspeed.errors import DeepSpeedError, TensorParallelError
-from deepspeed.tensor_parallel.cut import cut_model
-from deepspeed.tensor_parallel.plan import make_plan
+from deepspeed.tensor_parallel.parallelize import cut_model
+from deepspeed.tensor_parallel.plan import Spec, Specs, make_plan
 from deepspeed.tensor_parallel.plan_file import read_plan, write_plan
-from deepspeed.tensor_parallel.specs import Spec, Specs
 from tests.parallel.dense import Dense, compared, momentum
 from tests.parallel.tensor_runs import config_of, loss_of, model_of
 from tests.parallel.tiny import raises, said

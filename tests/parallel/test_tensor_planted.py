@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from deepspeed.comm.mesh import mesh_for
+from deepspeed.comm.process_groups.mesh import mesh_for
 from deepspeed.errors import TensorParallelError
-from deepspeed.tensor_parallel import cut, dropout, head, layers
+from deepspeed.tensor_parallel import layers, parallelize, rng, vocab_parallel
 from tests.parallel.tensor_runs import model_of
 from tests.parallel.tiny import said
 
@@ -100,10 +100,11 @@ def alike(right: Any) -> Any:
 # what, family, changes of its config, where, how, words of the error
 MISTAKES: dict[str, tuple[str, dict[str, Any], list[tuple[Any, str, Any]], tuple[str, ...]]] = {
     "query and key swapped": (
-        "Llama", {"num_key_value_heads": 4}, [(cut, "cut_region", swapped)], ("model.layers.0.self_attn", "rank"),
+        "Llama", {"num_key_value_heads": 4}, [(parallelize, "cut_region", swapped)], ("model.layers.0.self_attn",
+        "rank"),
     ),
     "heads off by one group": (
-        "Llama", {}, [(cut, "cut_region", one_group_off)], ("model.layers.0.self_attn",),
+        "Llama", {}, [(parallelize, "cut_region", one_group_off)], ("model.layers.0.self_attn",),
     ),
     "row not summed": (
         "Llama", {}, [(layers.RowParallel, "forward", unreduced)], ("model.layers.0.self_attn", "output 0"),
@@ -112,16 +113,16 @@ MISTAKES: dict[str, tuple[str, dict[str, Any], list[tuple[Any, str, Any]], tuple
         "GPTNeoX", {}, [(layers.RowParallel, "forward", bias_twice)], ("gpt_neox.layers.0.attention", "output 0"),
     ),
     "rows of another vocabulary": (
-        "Llama", {}, [(head, "become_vocabulary_slice", next_rows)], ("model.embed_tokens",),
+        "Llama", {}, [(vocab_parallel, "become_vocabulary_slice", next_rows)], ("model.embed_tokens",),
     ),
     "wrong half of gate and up": (
-        "Phi3", {}, [(cut, "cut_region", wrong_half)], ("model.layers.0.mlp",),
+        "Phi3", {}, [(parallelize, "cut_region", wrong_half)], ("model.layers.0.mlp",),
     ),
     "Conv1D as a linear layer": (
         "GPT2", {}, [(layers, "is_transposed", untransposed)], ("transformer.h.0",),
     ),
     "equal seeds": (
-        "GPT2", {"attn_pdrop": 0.1}, [(dropout.Forks, "own_seed", alike)], ("ranks 0 and 1", "alike"),
+        "GPT2", {"attn_pdrop": 0.1}, [(rng.Forks, "own_seed", alike)], ("ranks 0 and 1", "alike"),
     ),
 }  # fmt: skip
 
@@ -138,7 +139,7 @@ def planted(what: str, dtype: torch.dtype) -> None:
         for owner, name, made in patches:
             stack.enter_context(patched(owner, name, made))
         try:
-            cut.cut_model(model, axis, vocabulary=what == "rows of another vocabulary")
+            parallelize.cut_model(model, axis, vocabulary=what == "rows of another vocabulary")
         except TensorParallelError as error:
             missing = [word for word in words if word not in str(error)]
             assert not missing, f"{missing} not in: {error}"
@@ -160,13 +161,13 @@ def routed() -> None:
     """Rounding of bf16 would send tokens to other experts; what draws numbers draws the same; chaos is named."""
     axis = mesh_for({"tp": 2}).axis("tp")
     for seed in range(4):
-        cut.cut_model(model_of("Mixtral", seed=seed).bfloat16(), axis)
+        parallelize.cut_model(model_of("Mixtral", seed=seed).bfloat16(), axis)
     for kind in (Noisy, Chaotic):
         model = model_of("Llama")
         for layer in model.model.layers:
             layer.mlp.__class__ = kind
         with said() as lines:
-            plan = cut.cut_model(model, axis)
+            plan = parallelize.cut_model(model, axis)
         assert not plan.whole, plan.table()
         named = any("'model.layers.0.mlp' is not compared" in line for line in lines)
         assert named == (kind is Chaotic and axis.rank == 0), (kind, lines)
@@ -190,7 +191,7 @@ def unplanted() -> None:
     """The same models, cut rightly, pass."""
     axis = mesh_for({"tp": 2}).axis("tp")
     for family in ("Llama", "GPTNeoX", "Phi3", "GPT2"):
-        found = cut.cut_model(model_of(family), axis, check="model", vocabulary=family == "Llama")
+        found = parallelize.cut_model(model_of(family), axis, check="model", vocabulary=family == "Llama")
         assert not found.whole and found.part() <= 0.55, found.table()
 
 
@@ -212,13 +213,13 @@ def spoiled(right: Any) -> Any:
 def compared_as_told() -> None:
     """`off` compares nothing, `units` each unit, `model` what is between them too."""
     axis = mesh_for({"tp": 2}).axis("tp")
-    unit, between = (layers.RowParallel, "forward", unreduced), (cut, "install", spoiled)
+    unit, between = (layers.RowParallel, "forward", unreduced), (parallelize, "install", spoiled)
     found = {}
     for check in ("off", "units", "model"):
         for what, (owner, name, made) in {"unit": unit, "between": between}.items():
             with patched(owner, name, made):
                 try:
-                    cut.cut_model(model_of("Llama"), axis, check=check)
+                    parallelize.cut_model(model_of("Llama"), axis, check=check)
                 except TensorParallelError as error:
                     found[check, what] = str(error)
     assert sorted(found) == [("model", "between"), ("model", "unit"), ("units", "unit")], found

@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import LlamaConfig
 
-from deepspeed.comm.mesh import mesh_for
+from deepspeed.comm.process_groups.mesh import mesh_for
 from deepspeed.errors import TensorParallelError
-from deepspeed.tensor_parallel import shares
-from deepspeed.tensor_parallel.cut import cut_model
+from deepspeed.tensor_parallel import channel_dependencies
+from deepspeed.tensor_parallel.parallelize import cut_model
 from deepspeed.tensor_parallel.plan import make_plan
-from deepspeed.zero.placement import Relation, placement_of
+from deepspeed.zero.layout.placement import Relation, placement_of
 from tests.parallel.dense import share_of
 
 WIDTH, HEADS, SIZE = 8, 4, 6
@@ -314,12 +314,12 @@ class Unread(nn.Module):
 
 
 def test_what_nobody_reads_is_not_drawn_for_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    inner, draws = shares._masks, []
+    inner, draws = channel_dependencies._masks, []
 
     def counted(*args: Any) -> Any:
         draws.append(args[-1])
         return inner(*args)
 
-    monkeypatch.setattr(shares, "_masks", counted)
+    monkeypatch.setattr(channel_dependencies, "_masks", counted)
     make_plan(Unread(), 2, 0)
-    assert shares.DRAWS <= max(draws) + 1 < shares.MOST_DRAWS / 2
+    assert channel_dependencies.DRAWS <= max(draws) + 1 < channel_dependencies.MOST_DRAWS / 2

@@ -13,16 +13,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from deepspeed.comm.differentiable import reduce_from
-from deepspeed.comm.mesh import mesh_for
+from deepspeed.comm.collectives.autograd import reduce_from
+from deepspeed.comm.process_groups.mesh import mesh_for
 from deepspeed.errors import TensorParallelError
 from deepspeed.profiling.live_memory import LiveMemory
-from deepspeed.tensor_parallel import cut
+from deepspeed.tensor_parallel import parallelize
+from deepspeed.tensor_parallel.gradient_sketch import Watch, dims_of, part_of, sketches
 from deepspeed.tensor_parallel.layers import RowParallel
 from deepspeed.tensor_parallel.plan import make_plan
 from deepspeed.tensor_parallel.plan_file import read_plan, write_plan
-from deepspeed.tensor_parallel.sketch import Watch, dims_of, part_of, sketches
-from deepspeed.zero.placement import Cut, Placement, place
+from deepspeed.zero.layout.placement import Cut, Placement, place
 from tests.parallel.tensor_runs import model_of
 from tests.parallel.tiny import raises
 
@@ -96,7 +96,7 @@ def inner_region(path: str) -> None:
     for file in (None, path):
         model = Scaled()
         dense = copy.deepcopy(model)
-        plan = cut.cut_model(model, mesh_for({"tp": 2}).axis("tp"), plan_file=file)
+        plan = parallelize.cut_model(model, mesh_for({"tp": 2}).axis("tp"), plan_file=file)
         assert not plan.whole and [unit.name for unit in plan.units] == ["blocks.0", "blocks.1"], plan.table()
         inner = next(one for one in plan.units[0].regions if one.shares.region.home)
         assert list(inner.shares.inputs) == ["gate"]
@@ -149,7 +149,7 @@ class Masked(nn.Module):
 def flagged() -> None:
     model = Masked()
     dense, ids = copy.deepcopy(model), torch.arange(10)[None]
-    plan = cut.cut_model(model, mesh_for({"tp": 2}).axis("tp"))
+    plan = parallelize.cut_model(model, mesh_for({"tp": 2}).axis("tp"))
     assert not plan.whole, plan.table()
     same_as(model, dense, input_ids=ids)
     same_as(model, dense, input_ids=ids, attention_mask=torch.ones_like(ids))
@@ -178,7 +178,7 @@ def planted() -> None:
         model.blocks[1].__class__ = Planted
         setattr(model.blocks[1], what, factor)
         with raises(TensorParallelError, "'blocks.1'", "in way 2 of 2", "output 0" if what == "result" else "gradient"):
-            cut.cut_model(model, mesh_for({"tp": 2}).axis("tp"))
+            parallelize.cut_model(model, mesh_for({"tp": 2}).axis("tp"))
 
 
 def test_what_is_wrong_beside_padding_alone_is_found(workers: Any) -> None:
@@ -196,7 +196,7 @@ def own_gradient() -> None:
     RowParallel.forward = doubled  # type: ignore[method-assign]
     try:
         with raises(TensorParallelError, "'blocks.0'", "the gradient of down.weight differs by 1 of"):
-            cut.cut_model(Stack(), mesh_for({"tp": 2}).axis("tp"))
+            parallelize.cut_model(Stack(), mesh_for({"tp": 2}).axis("tp"))
     finally:
         RowParallel.forward = right  # type: ignore[method-assign]
 
@@ -223,9 +223,9 @@ def unpadded(path: str) -> None:
             model.raising = raising
             if len(raising) == 1:
                 with raises(TensorParallelError, "with padding", "rank 1: ValueError: planted"):
-                    cut.cut_model(model, mesh_for({"tp": 2}).axis("tp"), plan_file=file)
+                    parallelize.cut_model(model, mesh_for({"tp": 2}).axis("tp"), plan_file=file)
                 continue
-            plan = cut.cut_model(model, mesh_for({"tp": 2}).axis("tp"), plan_file=file)
+            plan = parallelize.cut_model(model, mesh_for({"tp": 2}).axis("tp"), plan_file=file)
             assert bool(plan.unpadded) is bool(raising)
 
 
@@ -323,7 +323,7 @@ def growth() -> list[tuple[int, float]]:
     """(ways of the first unit, what comparing takes beside the dense units, over one of them), of units cut at once."""
     model = model_of("Llama", hidden_size=768, intermediate_size=2112, num_hidden_layers=2, head_dim=192)
     found: list[tuple[int, float]] = []
-    right = cut._cut_units
+    right = parallelize._cut_units
 
     def measured(units: Any, *args: Any) -> None:
         dense = [sum(p.nbytes for p in module.parameters()) for module in units]
@@ -335,11 +335,11 @@ def growth() -> list[tuple[int, float]]:
             right(units, *args)
         found.append((ways, (live.peak - sum(dense)) / min(dense)))
 
-    cut._cut_units = measured
+    parallelize._cut_units = measured
     try:
-        cut.cut_model(model, mesh_for({"tp": 2}).axis("tp"))
+        parallelize.cut_model(model, mesh_for({"tp": 2}).axis("tp"))
     finally:
-        cut._cut_units = right
+        parallelize._cut_units = right
     return found
 
 

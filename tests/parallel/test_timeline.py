@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from deepspeed.errors import NotAvailableError
-from deepspeed.foundation.recorder import recorder
+from deepspeed.foundation.spans import recorder
 from tests.harness.pool import WorkerPool
 from tests.parallel import pipeline_layers
 from tests.parallel.tiny import STAGES, loss_of, raises, start
@@ -82,7 +82,7 @@ class Samples(torch.utils.data.Dataset):
 @contextlib.contextmanager
 def slow_collective(group: str) -> Iterator[None]:
     """What is sent of a group takes long to start."""
-    from deepspeed.comm import collectives
+    from deepspeed.comm.collectives import collectives
 
     real = collectives.post
 
@@ -104,9 +104,9 @@ def slow_collective(group: str) -> Iterator[None]:
 @contextlib.contextmanager
 def slow_disk(what: str) -> Iterator[None]:
     """Reads and writes of a tensor take long to end."""
-    from deepspeed.storage import disk
+    from deepspeed.storage import tensor_file
 
-    real = disk.Transfer.wait
+    real = tensor_file.Transfer.wait
 
     def wait(self: Any) -> None:
         if self._job is not None and what in self._extent.label:
@@ -120,11 +120,11 @@ def slow_disk(what: str) -> Iterator[None]:
             self._job = Slowly()
         real(self)
 
-    disk.Transfer.wait = wait  # type: ignore[method-assign]
+    tensor_file.Transfer.wait = wait  # type: ignore[method-assign]
     try:
         yield
     finally:
-        disk.Transfer.wait = real  # type: ignore[method-assign]
+        tensor_file.Transfer.wait = real  # type: ignore[method-assign]
 
 
 class SlowAdamW(torch.optim.AdamW):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import deepspeed
-from deepspeed.engine.feeding import Feeding
+from deepspeed.engine.train_loop import Feeding
 
 
 def held() -> list[tuple[int, int]]:

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from deepspeed.comm.logging import comms_logger
-from deepspeed.foundation.recorder import FLIGHT, recorder
+from deepspeed.comm.watchdog.comms_logger import comms_logger
+from deepspeed.foundation.spans import FLIGHT, recorder
 from tests.harness.pool import WorkerPool
 from tests.parallel.tiny import STAGES, start
 

@@ -12,7 +12,7 @@ from torch import nn
 import deepspeed
 from deepspeed import utils
 from deepspeed.errors import ArgumentError, ShardedParameterError, UsageError
-from deepspeed.zero.param import ShardedParameter
+from deepspeed.zero.parameters.parameter import ShardedParameter
 from tests.parallel.tiny import (
     STAGES,
     WIDTH,

@@ -12,9 +12,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import deepspeed
-from deepspeed.comm.mesh import current_mesh
+from deepspeed.comm.process_groups.mesh import current_mesh
 from deepspeed.errors import DeepSpeedError, NotAvailableError
-from deepspeed.foundation.tree import tensors_in
+from deepspeed.foundation.pytree import tensors_in
 from deepspeed.pipe.split_backward import SplitBackward
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from tests.parallel.dense import adamw

@@ -152,7 +152,7 @@ def build_engine(cell: Cell) -> Any:
 
 def masters(engine: Any) -> dict[str, torch.Tensor]:
     """The full fp32 masters of what is trained now, by name, on every rank."""
-    from deepspeed.zero.tensor_access import safe_get_full_fp32_param
+    from deepspeed.zero.api.tensor_access import safe_get_full_fp32_param
 
     trained = {name: p for name, p in engine.module.named_parameters() if p.requires_grad}
     return {name: safe_get_full_fp32_param(p).clone() for name, p in trained.items()}

@@ -163,7 +163,7 @@ def test_layout_settings_change_no_bit(workers: Any, stage: int, precision: str)
 
 
 def sum_instead_of_mean(patch: pytest.MonkeyPatch) -> None:
-    from deepspeed.zero.entry import Entries
+    from deepspeed.zero.gradients.reducer import Entries
 
     form = Entries._form
 
@@ -175,7 +175,7 @@ def sum_instead_of_mean(patch: pytest.MonkeyPatch) -> None:
 
 
 def drop_one_bucket(patch: pytest.MonkeyPatch) -> None:
-    from deepspeed.zero.wire import Wire
+    from deepspeed.zero.gradients.reduce_scatter import Wire
 
     launch = Wire.launch
 
@@ -188,9 +188,9 @@ def drop_one_bucket(patch: pytest.MonkeyPatch) -> None:
 
 
 def publish_nothing(patch: pytest.MonkeyPatch) -> None:
-    from deepspeed.zero import waves
+    from deepspeed.zero.optimizer import update
 
-    patch.setattr(waves, "start_publish", lambda *_: [])
+    patch.setattr(update, "start_publish", lambda *_: [])
 
 
 def run_with(fault: Callable[[pytest.MonkeyPatch], None], cell: Cell) -> Record:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from deepspeed.config.fields import Int, Section, TagValidation, key, later, moot
+from deepspeed.config.base_model import Int, Section, TagValidation, key, later, moot
 
 _STREAMED = "one writer streams tensors from where they lie"
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
-from deepspeed.config.fields import Int, Names, Section, key, later, moot
+from deepspeed.config.base_model import Int, Names, Section, key, later, moot
 
 _TECHNIQUE_SWITCH = "shared_parameters.enabled"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from deepspeed.config.fields import Int, Section, key, later
+from deepspeed.config.base_model import Int, Section, key, later
 
 
 class CurriculumMetric(Section):

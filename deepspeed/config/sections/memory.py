@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import BeforeValidator
 
-from deepspeed.config.fields import Int, Names, Section, key, later, moot
+from deepspeed.config.base_model import Int, Names, Section, key, later, moot
 
 _OWN_THREAD = "every request in flight has its own thread and is submitted when that one is free"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from deepspeed.config.fields import Int, Names, Section, key, moot
+from deepspeed.config.base_model import Int, Names, Section, key, moot
 
 
 class CommsLogger(Section):

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import ConfigDict
 
-from deepspeed.config.fields import Int, Kwargs, Section, key, later, moot
+from deepspeed.config.base_model import Int, Kwargs, Section, key, later, moot
 
 # Their class-default learning rate, for `"lr": "auto"`; every other class takes 1e-3.
 DEFAULT_LR = {"adagrad": 1e-2, "lion": 1e-4}

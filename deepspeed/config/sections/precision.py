@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from deepspeed.config.fields import Dtype, Int, LowDtype, Names, Section, key, later, moot
+from deepspeed.config.base_model import Dtype, Int, LowDtype, Names, Section, key, later, moot
 
 
 class FP16(Section):

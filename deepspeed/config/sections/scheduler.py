@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import ConfigDict
 
-from deepspeed.config.fields import Int, Kwargs, NumberOrList, Section, key
+from deepspeed.config.base_model import Int, Kwargs, NumberOrList, Section, key
 
 _WARMUP = {"warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type", "last_batch_iteration"}
 _TEST = {f"lr_range_test_{name}" for name in ("min_lr", "step_size", "step_rate", "staircase")}

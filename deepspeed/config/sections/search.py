@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from deepspeed.config.fields import Int, Section, key, later, moot
+from deepspeed.config.base_model import Int, Section, key, later, moot
 
 _PREDICTED = "all plans are predicted without a run, the best are tried"
 _WITHOUT_VALUES = "the model itself is run without values"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from deepspeed.config.fields import AllreduceOp, Dtype, Int, Interval, LogLevel, Section, key, later, moot
+from deepspeed.config.base_model import AllreduceOp, Dtype, Int, Interval, LogLevel, Section, key, later, moot
 from deepspeed.config.sections.checkpoint import Checkpoint, Nebula
 from deepspeed.config.sections.compression import CompressionTraining, QuantizeTraining
 from deepspeed.config.sections.data import CurriculumLearning, DataEfficiency, Eigenvalue, ProgressiveLayerDrop

@@ -6,7 +6,7 @@ import sys
 from enum import IntEnum
 from typing import Any, Literal
 
-from deepspeed.config.fields import Int, Names, Section, key, later, moot
+from deepspeed.config.base_model import Int, Names, Section, key, later, moot
 
 _IN_PLACE = "gradients are formed in flat buckets at every stage"
 _PICKED = "the collective is picked by a fixed table (operation, dtype, size, rank count)"

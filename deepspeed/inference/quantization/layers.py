@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.inference.quantization.lossless import LosslessWeight, Room
-from deepspeed.inference.quantization.packed import PackedWeight
+from deepspeed.inference.quantization.lossless_bf16 import LosslessWeight, Room
+from deepspeed.inference.quantization.packed_weight import PackedWeight
 
 
 class PackedLinear(nn.Module):

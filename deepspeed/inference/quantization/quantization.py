@@ -19,9 +19,9 @@ from deepspeed.inference.quantization.layers import (
     matrix_of,
     packed_layer,
 )
-from deepspeed.inference.quantization.lossless import LosslessWeight, Room
-from deepspeed.inference.quantization.packed import Form, PackedWeight
-from deepspeed.zero.param import is_managed
+from deepspeed.inference.quantization.lossless_bf16 import LosslessWeight, Room
+from deepspeed.inference.quantization.packed_weight import Form, PackedWeight
+from deepspeed.zero.parameters.parameter import is_managed
 
 _KEYS = {"num_bits", "group_size", "group_dim", "symmetric"}
 

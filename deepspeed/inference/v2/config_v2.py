@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field, PositiveInt, field_validator
 
-from deepspeed.config.model import DeepSpeedConfigModel
+from deepspeed.config.base_model import DeepSpeedConfigModel
 from deepspeed.errors import NotAvailableError
 from deepspeed.inference.v2.ragged.manager_configs import DSStateManagerConfig
 

@@ -15,10 +15,10 @@ from torch import nn
 
 from deepspeed.errors import ArgumentError, MemoryExhaustedError, NotAvailableError
 from deepspeed.foundation.log import logger
-from deepspeed.inference.batch import Batch, Span
-from deepspeed.inference.choice import choose, device_of, passing, warn_of
-from deepspeed.inference.limits import length_limit, packed_limit, vocabulary
-from deepspeed.inference.pages import Pages
+from deepspeed.inference.executors.ragged_batch import Batch, Span
+from deepspeed.inference.executors.select import choose, device_of, passing, warn_of
+from deepspeed.inference.kv_cache import Pages
+from deepspeed.inference.request import length_limit, packed_limit, vocabulary
 from deepspeed.inference.v2.config_v2 import RaggedInferenceEngineConfig
 from deepspeed.inference.v2.scheduling_utils import SchedulingError, SchedulingResult
 

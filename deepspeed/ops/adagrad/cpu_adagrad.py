@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from deepspeed.errors import OptimizerError
-from deepspeed.ops.group_step import State
-from deepspeed.ops.host_step import HostOptimizer
+from deepspeed.ops.cpu_optimizer import HostOptimizer
+from deepspeed.ops.group_optimizer import State
 
 
 class DeepSpeedCPUAdagrad(HostOptimizer):

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from deepspeed.errors import ArgumentError, OptimizerError, UsageError
 from deepspeed.ops.adam.update import adam_update, undo_adam
-from deepspeed.ops.group_step import State
-from deepspeed.ops.host_step import Fold, HostOptimizer
+from deepspeed.ops.cpu_optimizer import Fold, HostOptimizer
+from deepspeed.ops.group_optimizer import State
 
 
 class DeepSpeedCPUAdam(HostOptimizer):

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from deepspeed.errors import NotAvailableError
 from deepspeed.ops.adam.update import adam_update
-from deepspeed.ops.group_step import GroupOptimizer, State
+from deepspeed.ops.group_optimizer import GroupOptimizer, State
 
 
 class FusedAdam(GroupOptimizer):

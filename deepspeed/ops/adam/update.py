@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim.adam import adam
 
-from deepspeed.ops.group_step import State
+from deepspeed.ops.group_optimizer import State
 
 FUSED_DEVICES = ("cpu", "cuda", "xpu", "mps")
 # A step count at which 1 - beta ** step is 1 for every beta below one: both bias corrections vanish.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.errors import NotAvailableError, OptimizerError
-from deepspeed.ops.group_step import GroupOptimizer, State
+from deepspeed.ops.group_optimizer import GroupOptimizer, State
 
 
 class FusedLamb(GroupOptimizer):

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed.ops.group_step import State
-from deepspeed.ops.host_step import HostOptimizer
+from deepspeed.ops.cpu_optimizer import HostOptimizer
+from deepspeed.ops.group_optimizer import State
 from deepspeed.ops.lion.update import lion_update
 
 

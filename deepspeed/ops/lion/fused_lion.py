@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from deepspeed.ops.group_step import GroupOptimizer, State
+from deepspeed.ops.group_optimizer import GroupOptimizer, State
 from deepspeed.ops.lion.update import lion_update
 
 

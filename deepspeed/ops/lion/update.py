@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed.ops.group_step import State
+from deepspeed.ops.group_optimizer import State
 
 
 def lion_update(group: dict[str, Any], params: list[Tensor], grads: list[Tensor], states: list[State]) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from deepspeed.errors import OptimizerError
 from deepspeed.ops.adam.update import adam_update
-from deepspeed.ops.group_step import GroupOptimizer, State
+from deepspeed.ops.group_optimizer import GroupOptimizer, State
 
 NS_METHODS = ("gram", "standard")
 # The quintic of Jordan et al. 2024: steepest at zero, at the price of singular values in about [0.7, 1.2].

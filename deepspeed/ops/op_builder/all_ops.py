@@ -66,7 +66,7 @@ class ShareMemCommBuilder(OpBuilder):
     """Collectives of one machine's CPU ranks."""
 
     NAME = "deepspeed_shm_comm"
-    MODULE = "deepspeed.comm.shared_memory"
+    MODULE = "deepspeed.comm.shared_memory.transport"
     INSTEAD = "collectives of one machine's CPU ranks"
 
     def is_compatible(self, verbose: bool = False) -> bool:

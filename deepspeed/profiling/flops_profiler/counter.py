@@ -12,7 +12,7 @@ from torch import nn
 
 from deepspeed.ops.dispatch import DispatchMode
 from deepspeed.ops.flop_formulas import computed_again, formulas
-from deepspeed.profiling.attribution import AGAIN, OUTSIDE, Attribution
+from deepspeed.profiling.module_attribution import AGAIN, OUTSIDE, Attribution
 
 
 class _Mode(DispatchMode):

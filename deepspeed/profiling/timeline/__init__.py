@@ -1,7 +1,7 @@
 """What ranks do and when: recorded spans as shares of the step, a trace and a picture."""
 
 from deepspeed.profiling.timeline.modules import ModuleSpans
-from deepspeed.profiling.timeline.pieces import RankRecord
+from deepspeed.profiling.timeline.segments import RankRecord
 from deepspeed.profiling.timeline.timeline import Limit, Timeline
 
 __all__ = ["Limit", "ModuleSpans", "RankRecord", "Timeline"]

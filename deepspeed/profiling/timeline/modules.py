@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from torch.autograd import Variable
 
-from deepspeed.foundation.recorder import BACKWARD, FORWARD, RECOMPUTE, now, recorder
-from deepspeed.foundation.tree import tensors_in
+from deepspeed.foundation.pytree import tensors_in
+from deepspeed.foundation.spans import BACKWARD, FORWARD, RECOMPUTE, now, recorder
 
 _MARK = "_ds_span"  # on outputs: some module's span begins with the gradient that they had at this version
 _core: Any = torch._C

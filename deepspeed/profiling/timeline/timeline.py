@@ -8,11 +8,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from deepspeed.foundation.recorder import FLIGHT, TRANSFER
-from deepspeed.profiling.timeline.advice import ADVICE
-from deepspeed.profiling.timeline.chrome import trace
-from deepspeed.profiling.timeline.picture import draw
-from deepspeed.profiling.timeline.pieces import (
+from deepspeed.foundation.spans import FLIGHT, TRANSFER
+from deepspeed.profiling.timeline.report import ADVICE, draw, table, trace
+from deepspeed.profiling.timeline.segments import (
     CATEGORIES,
     COMMUNICATION,
     WAITING,
@@ -23,8 +21,7 @@ from deepspeed.profiling.timeline.pieces import (
     pieces_of,
     union,
 )
-from deepspeed.profiling.timeline.table import table
-from deepspeed.profiling.timeline.waits import Charge, Waits, usual
+from deepspeed.profiling.timeline.stragglers import Charge, Waits, usual
 
 _MUCH = 0.05  # of the step that is waited for one rank: then that rank limits it
 

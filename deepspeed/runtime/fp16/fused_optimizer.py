@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from deepspeed.zero.optimizer import ZeroOptimizer as FP16_Optimizer
+from deepspeed.zero.optimizer.optimizer import ZeroOptimizer as FP16_Optimizer
 
 __all__ = ["FP16_Optimizer"]

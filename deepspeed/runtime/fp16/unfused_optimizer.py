@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from deepspeed.zero.optimizer import ZeroOptimizer as FP16_UnfusedOptimizer
+from deepspeed.zero.optimizer.optimizer import ZeroOptimizer as FP16_UnfusedOptimizer
 
 __all__ = ["FP16_UnfusedOptimizer"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from deepspeed.engine.pipeline import PipelineEngine
+from deepspeed.engine.pipeline_engine import PipelineEngine
 from deepspeed.errors import PipelineError
 
 __all__ = ["PipelineEngine", "PipelineError"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from deepspeed.pipe.instructions import (
+from deepspeed.pipe.legacy_schedule import (
     BackwardPass,
     BufferOpInstruction,
     DataParallelSchedule,

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from deepspeed.pipe import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
-from deepspeed.pipe.grid import PipelineParallelGrid
+from deepspeed.pipe.topology import PipelineParallelGrid
 
 __all__ = ["PipeDataParallelTopology", "PipeModelDataParallelTopology", "PipelineParallelGrid", "ProcessTopology"]

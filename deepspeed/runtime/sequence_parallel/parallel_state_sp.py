@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from deepspeed.sequence.register import initialize_sequence_parallel
+from deepspeed.sequence.parallel_state import initialize_sequence_parallel
 from deepspeed.utils.groups import (
     get_data_parallel_group,
     get_data_parallel_rank,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from deepspeed.sequence.batches import UlyssesSPDataLoaderAdapter
-from deepspeed.sequence.register import UlyssesSPAttentionHF
+from deepspeed.sequence.parallel_state import UlyssesSPAttentionHF
 from deepspeed.sequence.tiled import SequenceTiledCompute, TiledFusedLogitsLoss, TiledMLP, sequence_tiled_compute
 
 __all__ = [

@@ -11,14 +11,14 @@ from deepspeed.runtime.zero import (
     stage3,
     stage_1_and_2,
 )
-from deepspeed.zero.client_surface import ZeroParamStatus, ZeroParamType
-from deepspeed.zero.gathered import (
+from deepspeed.zero.api.gathered_parameters import (
     GatheredParameters,
     register_external_parameter,
     unregister_external_parameter,
     unwrap_model_for_generation,
 )
-from deepspeed.zero.init_context import Init
+from deepspeed.zero.api.init_context import Init
+from deepspeed.zero.parameters.ds_attributes import ZeroParamStatus, ZeroParamType
 
 __all__ = [
     "GatheredParameters",

@@ -1,13 +1,19 @@
-"""Old address of `zero.Init`: the very module `deepspeed.zero.init_context`, so that a name patched here is in use."""
+"""Old address of `zero.Init`: the very module `deepspeed.zero.api.init_context`, so that a name patched here is in
+use.
+"""
 
 from __future__ import annotations
 
 import sys
 
-from deepspeed.zero import init_context
-from deepspeed.zero.client_surface import ZeroParamStatus, ZeroParamType
-from deepspeed.zero.gathered import GatheredParameters, register_external_parameter, unregister_external_parameter
-from deepspeed.zero.init_context import Init, get_accelerator
+from deepspeed.zero.api import init_context
+from deepspeed.zero.api.gathered_parameters import (
+    GatheredParameters,
+    register_external_parameter,
+    unregister_external_parameter,
+)
+from deepspeed.zero.api.init_context import Init, get_accelerator
+from deepspeed.zero.parameters.ds_attributes import ZeroParamStatus, ZeroParamType
 
 __all__ = [
     "GatheredParameters",

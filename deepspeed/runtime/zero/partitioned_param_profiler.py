@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from deepspeed.zero.gather_profile import PartitionedParameterProfiler
+from deepspeed.zero.parameters.all_gather_stats import PartitionedParameterProfiler
 
 __all__ = ["PartitionedParameterProfiler"]

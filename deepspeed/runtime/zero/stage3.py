@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from deepspeed.zero.estimate import (
+from deepspeed.zero.api.memory_estimate import (
     estimate_zero3_model_states_mem_needs,
     estimate_zero3_model_states_mem_needs_all_cold,
     estimate_zero3_model_states_mem_needs_all_live,
 )
-from deepspeed.zero.optimizer import ZeroOptimizer as DeepSpeedZeroOptimizer_Stage3
+from deepspeed.zero.optimizer.optimizer import ZeroOptimizer as DeepSpeedZeroOptimizer_Stage3
 
 __all__ = [
     "DeepSpeedZeroOptimizer_Stage3",

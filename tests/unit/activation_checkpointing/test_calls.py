@@ -14,7 +14,7 @@ from torch import nn
 import deepspeed
 from deepspeed import checkpointing
 from deepspeed.activation_checkpointing.recompute import calls
-from deepspeed.activation_checkpointing.saving import Saved
+from deepspeed.activation_checkpointing.saved_inputs import Saved
 from deepspeed.errors import ArgumentError, DeepSpeedConfigError
 
 FLAGS: list[dict[str, Any]] = [

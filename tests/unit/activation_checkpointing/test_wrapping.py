@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from deepspeed import checkpointing
-from deepspeed.activation_checkpointing.wrapping import BlockForward, Wrapping, wrap
+from deepspeed.activation_checkpointing.apply import BlockForward, Wrapping, wrap
 from deepspeed.config.sections.memory import ActivationCheckpointing
 from deepspeed.errors import DeepSpeedConfigError
 from tests.parallel.tiny import said, with_words

@@ -11,15 +11,15 @@ from pathlib import Path
 
 import torch
 
-from deepspeed.checkpoint.capture import Captured, _add
-from deepspeed.checkpoint.manifest import VALUE, Manifest, Row, StateRule, rank_file, state_field
-from deepspeed.checkpoint.offers import Offer, take
+from deepspeed.checkpoint.format.manifest import VALUE, Manifest, Row, StateRule, rank_file, state_field
+from deepspeed.checkpoint.format.safetensors_file import write_tensors
+from deepspeed.checkpoint.load.reader import NativeSource, Wanted
 from deepspeed.checkpoint.ranks import Ranks
-from deepspeed.checkpoint.source import NativeSource, Wanted
-from deepspeed.checkpoint.tensorfile import write_tensors
-from deepspeed.zero.boxes import Box, BoxRange
-from deepspeed.zero.placement import Cut, Placement
-from deepspeed.zero.state_view import LAYOUT_RULES, Slot
+from deepspeed.checkpoint.save.save_plan import Offer, take
+from deepspeed.checkpoint.save.snapshot import Captured, _add
+from deepspeed.zero.api.state_view import LAYOUT_RULES, Slot
+from deepspeed.zero.layout.placement import Cut, Placement
+from deepspeed.zero.layout.regions import Box, BoxRange
 
 FIELDS = (VALUE, state_field("exp_avg"))
 RULE = StateRule({"exp_avg": torch.bfloat16}, {}, {"step": 3.0})

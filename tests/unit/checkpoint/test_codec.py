@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from deepspeed.checkpoint.codec import Decoder, Encoder
+from deepspeed.checkpoint.format.json_codec import Decoder, Encoder
 from deepspeed.errors import CheckpointError
 
 

@@ -13,13 +13,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed.checkpoint.manifest import Manifest, Row, StateRule
-from deepspeed.checkpoint.offers import Offer, Reports, Taken, take
-from deepspeed.checkpoint.tensorfile import Seal
+from deepspeed.checkpoint.format.manifest import Manifest, Row, StateRule
+from deepspeed.checkpoint.format.safetensors_file import Seal
+from deepspeed.checkpoint.save.save_plan import Offer, Reports, Taken, take
 from deepspeed.errors import CheckpointCorruptError
-from deepspeed.zero.boxes import Box, BoxRange
-from deepspeed.zero.placement import Cut
-from deepspeed.zero.state_view import LAYOUT_RULES
+from deepspeed.zero.api.state_view import LAYOUT_RULES
+from deepspeed.zero.layout.placement import Cut
+from deepspeed.zero.layout.regions import Box, BoxRange
 
 HIDDEN, INNER, WORDS, LAYERS = 8192, 28672, 128256, 80
 ADAM = StateRule({"exp_avg": torch.float32, "exp_avg_sq": torch.float32}, {}, {"step": 1.0})

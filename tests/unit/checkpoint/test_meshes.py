@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from deepspeed.checkpoint.capture import fixed
-from deepspeed.checkpoint.manifest import LEFT_OUT, Manifest, Row, rank_file
-from deepspeed.checkpoint.offers import Offer, take
+from deepspeed.checkpoint.format.manifest import LEFT_OUT, Manifest, Row, rank_file
+from deepspeed.checkpoint.format.safetensors_file import TensorFile, write_tensors
+from deepspeed.checkpoint.load.reader import NativeSource, Wanted
 from deepspeed.checkpoint.ranks import Ranks
-from deepspeed.checkpoint.source import NativeSource, Wanted
-from deepspeed.checkpoint.tensorfile import TensorFile, write_tensors
+from deepspeed.checkpoint.save.save_plan import Offer, take
+from deepspeed.checkpoint.save.snapshot import fixed
 from deepspeed.errors import CheckpointError
-from deepspeed.zero.boxes import Box, BoxRange
-from deepspeed.zero.placement import Cut
+from deepspeed.zero.layout.placement import Cut
+from deepspeed.zero.layout.regions import Box, BoxRange
 from tests.unit.checkpoint.simulated_mesh import FIELDS, MODEL, Mesh, load, save, values_of
 
 

@@ -10,9 +10,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from deepspeed.checkpoint import tensorfile
-from deepspeed.checkpoint.capture import fixed
-from deepspeed.checkpoint.tensorfile import Range, TensorFile, read_all, write_tensors
+from deepspeed.checkpoint.format import safetensors_file
+from deepspeed.checkpoint.format.safetensors_file import Range, TensorFile, read_all, write_tensors
+from deepspeed.checkpoint.save.snapshot import fixed
 from deepspeed.errors import CheckpointCorruptError
 
 
@@ -109,7 +109,7 @@ def test_lent_tensors_are_copied_in_bounded_memory(tmp_path: Path) -> None:
         def __exit__(self, *_: object) -> None:
             held[-1].zero_()
 
-    lent = tensorfile.Entry("b", values.dtype, (values.numel(),), lambda: held[-1], Hold)
+    lent = safetensors_file.Entry("b", values.dtype, (values.numel(),), lambda: held[-1], Hold)
     wanted = values.clone()
     seal = write_tensors(tmp_path / "x", [lent], {})
     with TensorFile(tmp_path / "x", seal) as file:

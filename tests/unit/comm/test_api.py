@@ -8,7 +8,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from deepspeed.comm.logging import CommsLogger, as_table, calc_bw_log, convert_size, read_curve, trimmed_mean
+from deepspeed.comm.watchdog.comms_logger import (
+    CommsLogger,
+    as_table,
+    calc_bw_log,
+    convert_size,
+    read_curve,
+    trimmed_mean,
+)
 from deepspeed.errors import ArgumentError
 from tests.unit.comm.ranks import run_ranks
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from deepspeed.comm.bench import OPERATIONS, measure, parser
-from deepspeed.comm.logging import read_curve
+from deepspeed.comm.watchdog.comms_logger import read_curve
 from deepspeed.errors import ArgumentError
 from tests.harness.pool import WorkerPool
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from deepspeed.comm.logging import CommsLogger, received_in
+from deepspeed.comm.watchdog.comms_logger import CommsLogger, received_in
 
 
 def test_the_total_is_of_as_many_calls_as_are_counted() -> None:

@@ -7,9 +7,9 @@ from datetime import timedelta
 
 import pytest
 
-from deepspeed.comm import init
-from deepspeed.comm.discovery import World, discover
-from deepspeed.comm.init import choose_backend, default_timeout
+from deepspeed.comm.process_groups import init
+from deepspeed.comm.process_groups.init import choose_backend, default_timeout
+from deepspeed.comm.process_groups.launch_env import World, discover
 from deepspeed.errors import ArgumentError, NotAvailableError
 from tests.unit.comm.ranks import LAUNCHERS
 

@@ -8,7 +8,7 @@ import socket
 
 import pytest
 
-from deepspeed.comm.discovery import World, discover, meeting_address
+from deepspeed.comm.process_groups.launch_env import World, discover, meeting_address
 from deepspeed.errors import ArgumentError
 from tests.unit.comm.ranks import LAUNCHERS
 

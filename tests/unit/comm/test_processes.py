@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from deepspeed.comm.init import _limit_of
+from deepspeed.comm.process_groups.init import _limit_of
 from tests.unit.comm.ranks import run_ranks, torchrun
 
 
@@ -62,7 +62,7 @@ def test_an_existing_group_is_adopted_with_its_timeout():
         torch.distributed.init_process_group("gloo", timeout=datetime.timedelta(seconds=77))
         dist.init_distributed()
         dist.barrier()
-        from deepspeed.comm import watch
+        from deepspeed.comm.watchdog import watchdog as watch
         print(watch.timeout().total_seconds(), dist.get_world_group() is torch.distributed.group.WORLD)
         torch.distributed.destroy_process_group()
         """,

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from deepspeed.comm import axis as axes
+from deepspeed.comm.process_groups import axis as axes
 from deepspeed.planner.memory import simulate
-from deepspeed.planner.program import Program
+from deepspeed.planner.train_program import Program
 
 
 def test_hosts_share_sums_where_that_saves_bytes():

@@ -5,11 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 
-from deepspeed.comm import collectives
-from deepspeed.comm.axis import Axis
-from deepspeed.comm.collectives import EXCHANGE, PULL, READ, SMALL, SPREAD, Handle, tag_of
-from deepspeed.comm.scalars import Scalars, Simulated
-from deepspeed.comm.sums import sum_in_rank_order
+from deepspeed.comm.collectives import collectives
+from deepspeed.comm.collectives.collectives import (
+    EXCHANGE,
+    PULL,
+    READ,
+    SMALL,
+    SPREAD,
+    Handle,
+    sum_in_rank_order,
+    tag_of,
+)
+from deepspeed.comm.collectives.scalars import Scalars, Simulated
+from deepspeed.comm.process_groups.axis import Axis
 
 ALONE = Axis("dp", (0,), 0, None, True)
 THREE = Axis("dp", (4, 5, 6), 1, None, True)

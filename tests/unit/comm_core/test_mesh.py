@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from deepspeed.comm.mesh import DIMS, UNITS, Mesh, resolve
+from deepspeed.comm.process_groups.mesh import DIMS, UNITS, Mesh, resolve
 from deepspeed.errors import MeshError
 
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from deepspeed.comm.shared_allocator import SharedAllocator
+from deepspeed.comm.shared_memory.allocator import SharedAllocator
 
 
 class Knot:

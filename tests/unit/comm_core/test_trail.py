@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from deepspeed.comm.trail import Trail, parting
+from deepspeed.comm.watchdog.desync import Trail, parting
 
 OWNER = object()
 

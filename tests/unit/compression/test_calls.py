@@ -18,7 +18,7 @@ from deepspeed.compression import (
 from deepspeed.compression.basic_layer import LinearLayer_Compress
 from deepspeed.compression.compress import get_module_name
 from deepspeed.compression.distill import Distiller, divergence
-from deepspeed.compression.layers import block_influence, by_influence
+from deepspeed.compression.pruning.layer_selection import block_influence, by_influence
 from deepspeed.config.sections.compression import Distillation
 from deepspeed.errors import CompressionError, DeepSpeedConfigError, UsageError
 from tests.unit.compression.architectures import architecture

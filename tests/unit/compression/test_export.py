@@ -13,8 +13,8 @@ import torch
 from safetensors import safe_open
 
 from deepspeed.compression.export import export, packable
-from deepspeed.compression.fake import FakeQuantizers
-from deepspeed.compression.twin import build, inputs_for
+from deepspeed.compression.fake_quantize import FakeQuantizers
+from deepspeed.compression.pruning.verify import build, inputs_for
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.errors import CompressionError
 from tests.parallel.tiny import said, with_words

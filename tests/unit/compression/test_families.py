@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from deepspeed.compression.export import export
-from deepspeed.compression.families import Shrink
-from deepspeed.compression.layers import block_lists, keep_layers
-from deepspeed.compression.plan import Plan
-from deepspeed.compression.remove import removal_of, remove_from
-from deepspeed.compression.twin import build, distance, flags_at_random, inputs_for, masked, outputs
+from deepspeed.compression.pruning.layer_selection import block_lists, keep_layers
+from deepspeed.compression.pruning.pruning_plan import Plan
+from deepspeed.compression.pruning.structured_removal import removal_of, remove_from
+from deepspeed.compression.pruning.transformers_groups import Shrink
+from deepspeed.compression.pruning.verify import build, distance, flags_at_random, inputs_for, masked, outputs
 from deepspeed.errors import CompressionError
 from tests.unit.compression.architectures import FAMILIES, architecture
 

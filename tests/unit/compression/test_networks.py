@@ -12,9 +12,9 @@ from torch import nn
 from deepspeed.compression import init_compression, redundancy_clean
 from deepspeed.compression.compress import section_of
 from deepspeed.compression.controller import removable
-from deepspeed.compression.plan import Plan
-from deepspeed.compression.rules import rules_of
-from deepspeed.compression.select import kept_of
+from deepspeed.compression.pruning.distributed_topk import kept_of
+from deepspeed.compression.pruning.pruning_plan import Plan
+from deepspeed.compression.pruning.rules import rules_of
 from deepspeed.errors import CompressionError
 from tests.unit.compression import networks
 from tests.unit.compression.networks import KINDS, lively

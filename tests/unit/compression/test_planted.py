@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-from deepspeed.compression import basic_layer, export, layers, remove
+from deepspeed.compression import basic_layer, export
 from deepspeed.compression.distill import Distiller
-from deepspeed.compression.families import head_shrinks
-from deepspeed.compression.twin import build, prove
-from deepspeed.compression.units import Family, Slot
+from deepspeed.compression.pruning import layer_selection, structured_removal
+from deepspeed.compression.pruning.dependency_groups import Family, Slot
+from deepspeed.compression.pruning.transformers_groups import head_shrinks
+from deepspeed.compression.pruning.verify import build, prove
 from deepspeed.errors import CompressionError
 from tests.unit.compression import test_calls as calls
 from tests.unit.compression import test_families as families
@@ -41,7 +42,7 @@ def test_an_untied_head() -> None:
 def test_an_untied_head_after_a_removal(tmp_path: Path) -> None:
     """What is cut is put into new parameters."""
 
-    def untied(param: torch.Tensor, values: torch.Tensor, given: Any = remove.reshape) -> None:
+    def untied(param: torch.Tensor, values: torch.Tensor, given: Any = structured_removal.reshape) -> None:
         given(param, values)
         for module in model.modules():
             if module._parameters.get("weight") is param and isinstance(module, nn.Linear):
@@ -50,11 +51,11 @@ def test_an_untied_head_after_a_removal(tmp_path: Path) -> None:
     model = calls.Branch()
     model.head.weight = model.up[0].weight = nn.Parameter(torch.randn(10, 8))
     model.up[0].bias = nn.Parameter(torch.zeros(10))
-    kept = remove.Removal({"up.0.weight": [(0, torch.arange(4))]})
-    remove.remove_from(model, kept)
+    kept = structured_removal.Removal({"up.0.weight": [(0, torch.arange(4))]})
+    structured_removal.remove_from(model, kept)
     assert model.head.weight is model.up[0].weight and model.head.weight.shape == (4, 8)
-    with mock.patch.object(remove, "reshape", untied):
-        remove.remove_from(model, remove.Removal({"up.0.weight": [(0, torch.arange(2))]}))
+    with mock.patch.object(structured_removal, "reshape", untied):
+        structured_removal.remove_from(model, structured_removal.Removal({"up.0.weight": [(0, torch.arange(2))]}))
     assert model.head.weight is not model.up[0].weight, "the check above sees it"
 
 
@@ -99,7 +100,7 @@ def test_an_old_layer_index(tmp_path: Path) -> None:
     """Layers leave, and those that stay keep their numbers."""
     families.layers_leave("Llama", tmp_path / "right")
     with (
-        mock.patch.object(layers, "_follow", lambda *_: None),
+        mock.patch.object(layer_selection, "_follow", lambda *_: None),
         pytest.raises((AssertionError, IndexError)),
     ):
         families.layers_leave("Llama", tmp_path / "wrong")

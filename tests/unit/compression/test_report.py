@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from deepspeed.compression.cli import main
+from deepspeed.compression.compare import Exported, report
 from deepspeed.compression.export import export
-from deepspeed.compression.layers import keep_layers
-from deepspeed.compression.report import Exported, report
-from deepspeed.compression.twin import build
+from deepspeed.compression.pruning.layer_selection import keep_layers
+from deepspeed.compression.pruning.verify import build
 from deepspeed.errors import CompressionError
 from tests.unit.compression.architectures import architecture
 

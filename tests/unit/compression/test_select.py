@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from deepspeed.comm.axis import Axis
-from deepspeed.compression import bits, select
-from deepspeed.compression.owned import Exchange, Owned
-from deepspeed.compression.select import exact_sums, keep_largest, kept_of, largest_units, ordered
+from deepspeed.comm.process_groups.axis import Axis
+from deepspeed.compression.pruning import bitmask, distributed_topk
+from deepspeed.compression.pruning.distributed_topk import exact_sums, keep_largest, kept_of, largest_units, ordered
+from deepspeed.compression.pruning.sharded_view import Exchange, Owned
 from deepspeed.compression.utils import asymmetric, binary, quantize, straight_through, symmetric, ternary
 
 ALONE = Axis("alone", (0,), 0, None, True)
@@ -22,14 +22,14 @@ def exchange() -> Exchange:
 @pytest.mark.parametrize("numel", [1, 7, 8, 1001, 140_000])
 def test_bits_are_the_flags(numel: int) -> None:
     keep = torch.rand(numel) > 0.4
-    packed = bits.pack(keep)
+    packed = bitmask.pack(keep)
     assert packed.numel() == -(-numel // 8)
-    assert torch.equal(bits.unpack(packed, numel), keep)
+    assert torch.equal(bitmask.unpack(packed, numel), keep)
     values = torch.randn(numel)
     expected = values * keep
-    bits.apply(packed, values)
+    bitmask.apply(packed, values)
     assert torch.equal(values, expected)
-    assert bits.count_dropped(packed) == int((~keep).sum())
+    assert bitmask.count_dropped(packed) == int((~keep).sum())
 
 
 @pytest.mark.parametrize("ratio", [0.01, 0.3, 0.5, 1.0])
@@ -39,7 +39,7 @@ def test_the_threshold_is_exact_with_ties_by_index(
     ratio: float, levels: int, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
-    monkeypatch.setattr(select, "_CHUNK", chunk)
+    monkeypatch.setattr(distributed_topk, "_CHUNK", chunk)
     params = [nn.Parameter((torch.randn(13, n) * levels).round() / levels) for n in (3, 8, 5)]
     owned = [Owned(str(at), p, ALONE, None) for at, p in enumerate(params)]
     flat = torch.cat([p.detach().abs().view(-1) for p in params])

@@ -9,7 +9,7 @@ import pytest
 
 from deepspeed.config import DeepSpeedConfig, Facts
 from deepspeed.config.cli import main
-from deepspeed.config.reference import reference
+from deepspeed.config.docs import reference
 from deepspeed.config.schema import all_keys
 
 GIVEN = {

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from deepspeed.config import DeepSpeedConfig, DeepSpeedConfigError
-from deepspeed.config.source import load_raw
+from deepspeed.config.load import load_raw
 from tests.parallel.tiny import said, with_words
 
 KINDS = {path.stem: path for path in sorted((Path(__file__).parent / "kinds").glob("*.json"))}

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed.comm import collectives, shared_allocator, shared_memory
-from deepspeed.comm.axis import Axis
-from deepspeed.engine import categories, engine
-from deepspeed.engine.categories import (
+from deepspeed.comm.collectives import collectives
+from deepspeed.comm.process_groups.axis import Axis
+from deepspeed.comm.shared_memory import allocator, transport
+from deepspeed.engine import engine
+from deepspeed.engine.memory import categories
+from deepspeed.engine.memory.categories import (
     ACTIVATIONS,
     GATHERED,
     GRADIENTS,
@@ -23,11 +25,12 @@ from deepspeed.engine.categories import (
     category_of,
     innermost,
 )
-from deepspeed.ops import aio, host_step
+from deepspeed.ops import aio, cpu_optimizer
 from deepspeed.storage import buffer_pool
-from deepspeed.zero import buckets, prefetch, reducer, wire
-from deepspeed.zero.local_shard import LocalShard
-from deepspeed.zero.shard_group import ShardGroup
+from deepspeed.zero.gradients import buckets, reduce_scatter, reducer
+from deepspeed.zero.parameters import prefetch
+from deepspeed.zero.parameters.local_shard import LocalShard
+from deepspeed.zero.parameters.shard_group import ShardGroup
 
 
 def _frame(where: ModuleType | FunctionType, back: Any = None) -> Any:
@@ -41,17 +44,17 @@ def _frame(where: ModuleType | FunctionType, back: Any = None) -> Any:
     ("where", "category"),
     [
         (prefetch, GATHERED),
-        (wire, TRANSIT),
+        (reduce_scatter, TRANSIT),
         (collectives, TRANSIT),
         (buckets, GRADIENTS),
         (reducer, GRADIENTS),
         (importlib.import_module(torch.optim.Adam.__module__), OPTIMIZER),
-        (host_step, OPTIMIZER),
+        (cpu_optimizer, OPTIMIZER),
         (importlib.import_module(aio.aio_handle.__module__), POOLS),
         (buffer_pool, POOLS),
         (LocalShard.round_masters, MASTERS),
         (ShardGroup.finish_gather.__wrapped__, GATHERED),  # type: ignore[attr-defined]
-        (shared_allocator, ACTIVATIONS),
+        (allocator, ACTIVATIONS),
         (Axis.empty, ACTIVATIONS),
         (engine, ACTIVATIONS),
     ],
@@ -67,7 +70,7 @@ def test_who_asks_for_shared_memory_is_who_calls() -> None:
 
 
 def test_messages_are_for_whoever_sends_them() -> None:
-    assert innermost([_frame(prefetch), _frame(shared_memory)]) == GATHERED
+    assert innermost([_frame(prefetch), _frame(transport)]) == GATHERED
     assert innermost([_frame(importlib.import_module(torch.optim.Adam.__module__)), _frame(collectives)]) == TRANSIT
 
 

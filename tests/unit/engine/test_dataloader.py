@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from deepspeed.engine.dataloader import DeepSpeedDataLoader, RepeatingLoader
-from deepspeed.engine.loop import count_samples, equal_steps
+from deepspeed.engine.data_loading import DeepSpeedDataLoader, RepeatingLoader
+from deepspeed.engine.train_loop import count_samples, equal_steps
 from deepspeed.errors import DataError
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import deepspeed
-from deepspeed.foundation.copies import other_copies, warn_of_others
+from deepspeed.foundation.duplicate_install import other_copies, warn_of_others
 
 PACKAGE = deepspeed.__path__[0]
 REPOSITORY = str(Path(PACKAGE).parent)

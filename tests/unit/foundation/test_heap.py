@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from deepspeed.comm.shared_allocator import SharedAllocator
-from deepspeed.foundation.heap import PAGE, at_a_page, huge_pages, own_pages, resident
+from deepspeed.comm.shared_memory.allocator import SharedAllocator
+from deepspeed.foundation.malloc import PAGE, at_a_page, huge_pages, own_pages, resident
 
 PROGRAM = """
 import contextlib, sys, psutil, torch
-from deepspeed.foundation.heap import mapped, own_pages
+from deepspeed.foundation.malloc import mapped, own_pages
 
 def resident():
     return psutil.Process().memory_info().rss >> 20
@@ -50,7 +50,7 @@ def test_large_blocks_leave_nothing_behind() -> None:
 
 PLACES = """
 import torch
-from deepspeed.foundation.heap import PAGE, at_a_page, own_pages
+from deepspeed.foundation.malloc import PAGE, at_a_page, own_pages
 
 for numel in (7_654_321, 40_000_000):
     made = at_a_page(numel, torch.bfloat16)

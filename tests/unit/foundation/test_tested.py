@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import deepspeed
-from deepspeed.foundation import log, tested
+from deepspeed.foundation import log, tested_versions
 
 REQUIRED = [
     "torch>=2.11", 'flights>=1.0; extra == "clients"', 'some-client<=2.10.1,>=2.0; extra == "clients"',
@@ -23,13 +23,13 @@ REQUIRED = [
 def stated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(metadata, "requires", lambda name: REQUIRED)
     monkeypatch.setattr(log, "_said", set())
-    tested.newest_tested.cache_clear()
+    tested_versions.newest_tested.cache_clear()
     yield
-    tested.newest_tested.cache_clear()
+    tested_versions.newest_tested.cache_clear()
 
 
 def test_bounds_are_read_from_the_metadata() -> None:
-    assert tested.newest_tested() == {"some_client": "2.10.1", "h5py": "3"}
+    assert tested_versions.newest_tested() == {"some_client": "2.10.1", "h5py": "3"}
 
 
 @pytest.mark.parametrize(
@@ -40,8 +40,8 @@ def test_only_a_newer_release_is_named(
     version: str, newer: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "some_client", SimpleNamespace(__version__=version))  # type: ignore[misc]
-    tested.say_untested()
-    tested.say_untested()
+    tested_versions.say_untested()
+    tested_versions.say_untested()
     lines = [line for line in capfd.readouterr().err.splitlines() if "some_client" in line]
     assert len(lines) == newer and all(f"{version} is newer" in line and "2.10.1" in line for line in lines)
 
@@ -57,4 +57,4 @@ def test_a_tree_without_metadata_says_nothing(monkeypatch: pytest.MonkeyPatch) -
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "requires", missing)
-    assert tested.newest_tested() == {}
+    assert tested_versions.newest_tested() == {}

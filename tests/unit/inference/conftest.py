@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from deepspeed.inference.native import functions
+from deepspeed.inference.executors.native_tensors import functions
 from deepspeed.native import INSTRUCTION_SETS
 from tests.harness.kernels import forms
 

@@ -13,12 +13,13 @@ import torch
 
 import deepspeed
 from deepspeed.errors import ArgumentError, PackingError
-from deepspeed.inference import Generator, Sampling, choice, fused
-from deepspeed.inference.batch import Batch, Span
-from deepspeed.inference.native import functions, matrix_of, product, rows_of
-from deepspeed.inference.quantization import lossless
+from deepspeed.inference import Generator, Sampling
+from deepspeed.inference.executors import native, select
+from deepspeed.inference.executors.native_tensors import functions, matrix_of, product, rows_of
+from deepspeed.inference.executors.ragged_batch import Batch, Span
+from deepspeed.inference.quantization import lossless_bf16
 from deepspeed.inference.quantization.layers import LosslessEmbedding, LosslessLinear
-from deepspeed.inference.quantization.lossless import RAREST, LosslessWeight, lossless_twin
+from deepspeed.inference.quantization.lossless_bf16 import RAREST, LosslessWeight, lossless_twin
 from deepspeed.inference.quantization.quantization import pack_lossless
 from deepspeed.inference.v2 import (
     InferenceEngineV2,
@@ -54,7 +55,7 @@ def matrix(outputs: int, inputs: int, escapes: int = 0) -> torch.Tensor:
 
 def packed(weight: torch.Tensor) -> LosslessWeight:
     """Whatever it holds, whether it pays or not."""
-    with mock.patch("deepspeed.inference.quantization.lossless.RAREST", 1):
+    with mock.patch("deepspeed.inference.quantization.lossless_bf16.RAREST", 1):
         return LosslessWeight(weight)
 
 
@@ -104,21 +105,21 @@ def test_an_escape_that_is_lost_is_seen() -> None:
     right = product(matrix_of(one), x, 1)
     one.values.fill_(0x4000)
     assert not torch.equal(right, product(matrix_of(one), x, 1))
-    native = lossless.functions()
+    native = lossless_bf16.functions()
 
     def forgetful(*given) -> None:
         native.ds_pack(*given)
         (ctypes.c_int32 * 17).from_address(given[5])[:] = [0] * 17
 
     faulty = mock.Mock(ds_exponents=native.ds_exponents, ds_unpack=native.ds_unpack, ds_pack=forgetful)
-    with mock.patch.object(lossless, "functions", lambda: faulty), pytest.raises(PackingError, match="other bits"):
+    with mock.patch.object(lossless_bf16, "functions", lambda: faulty), pytest.raises(PackingError, match="other bits"):
         packed(whole)
 
 
 def logits(model, count: int, **options) -> torch.Tensor:
     """Of a pass of prompts, and of one of the next token of each."""
-    executor, why = choice.choose(model, **options)
-    assert isinstance(executor, fused.FusedExecutor), why
+    executor, why = select.choose(model, **options)
+    assert isinstance(executor, native.FusedExecutor), why
     executor.store = executor.store.resized(3 * count, 16)
     prompts = [list(range(3 + i, 10 + 2 * (i % 9))) or [5] for i in range(count)]
     pages = [[3 * i, 3 * i + 1, 3 * i + 2] for i in range(count)]
@@ -218,7 +219,7 @@ def test_a_failed_packing_leaves_what_was_there() -> None:
     layer = LosslessWeight(right := matrix(8, 64))
     with mock.patch.object(LosslessWeight, "_unpacked", lambda self, rows: torch.zeros(len(rows), 64).bfloat16()):
         with pytest.raises(PackingError, match="other bits"):
-            layer.pack(right * 2, lossless.Room())
+            layer.pack(right * 2, lossless_bf16.Room())
     assert torch.equal(layer.dense(), right)
 
 
@@ -229,7 +230,7 @@ def test_layers_with_hooks_and_those_cut_between_fours_stay_whole() -> None:
     odd = phi3(intermediate_size=98).bfloat16()
     right = logits(copy.deepcopy(odd), 8)
     assert torch.equal(bits(logits(odd, 8, packed=True)), bits(right))
-    executor, _ = choice.choose(phi3(intermediate_size=98).bfloat16(), packed=True)
+    executor, _ = select.choose(phi3(intermediate_size=98).bfloat16(), packed=True)
     assert executor.structure.blocks  # its passes are native still
     layer = odd.model.layers[0]
     assert isinstance(layer.self_attn.qkv_proj, LosslessLinear) and type(layer.mlp.gate_up_proj) is torch.nn.Linear

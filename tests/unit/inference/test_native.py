@@ -9,10 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from deepspeed.inference import Generator, Request, Sampling, choice, fused
-from deepspeed.inference.batch import Batch, Span
-from deepspeed.inference.native import functions, matrix_of, product, product_twin, rows_of
-from deepspeed.inference.quantization.packed import Form, PackedWeight
+from deepspeed.inference import Generator, Request, Sampling
+from deepspeed.inference.executors import native as executors_native
+from deepspeed.inference.executors import select
+from deepspeed.inference.executors.native_tensors import functions, matrix_of, product, product_twin, rows_of
+from deepspeed.inference.executors.ragged_batch import Batch, Span
+from deepspeed.inference.quantization.packed_weight import Form, PackedWeight
 from deepspeed.inference.quantization.quantization import quantize_linears
 from tests.unit.inference.test_planted import windowed
 from tests.unit.inference.toys import alone, llama, phi3, prompts, scale
@@ -66,8 +68,8 @@ def test_what_is_not_finite_shows(form, rows: int) -> None:
 
 def executors(model):
     """(the fused executor of a model, its other way), or why there is none."""
-    found, why = choice.choose(model)
-    assert isinstance(found, fused.FusedExecutor), why
+    found, why = select.choose(model)
+    assert isinstance(found, executors_native.FusedExecutor), why
     return found, found.plain
 
 
@@ -174,7 +176,7 @@ def all_ways(model, count: int, lengths: int, new: int, room: int, chosen: tuple
     ways = {**WAYS, "preempted": {"max_sequences": 8, "page_size": 2, "cache_bytes": room * each}}
     for name, options in {name: ways[name] for name in chosen or ways}.items():
         generator = Generator(model, **options)
-        assert isinstance(generator._executor, fused.FusedExecutor)
+        assert isinstance(generator._executor, executors_native.FusedExecutor)
         found = logits_of(generator, requests)
         assert (generator.load().preemptions > 0) == (name == "preempted"), name
         assert found.keys() == wanted.keys(), name
@@ -284,8 +286,8 @@ ODD = {
 def test_another_structure_goes_through_its_modules(change, log_lines) -> None:
     model = phi3() if change is with_halves_exchanged else llama()
     change(model)
-    found, _ = choice.choose(model)
-    assert type(found) is not fused.FusedExecutor
+    found, _ = select.choose(model)
+    assert type(found) is not executors_native.FusedExecutor
     assert any(ODD[change] in line for line in log_lines()), log_lines()
     piece = prompts((20,))[0]
     assert Generator(model).generate([piece], Sampling(max_new_tokens=8, ignore_eos=True))[0] == alone(model, piece, 8)
@@ -295,7 +297,10 @@ def test_another_structure_goes_through_its_modules(change, log_lines) -> None:
 def log_lines():
     """What the package said."""
     lines: list[str] = []
-    with mock.patch.object(choice, "warn_once", lines.append), mock.patch.object(fused, "warn_once", lines.append):
+    with (
+        mock.patch.object(select, "warn_once", lines.append),
+        mock.patch.object(executors_native, "warn_once", lines.append),
+    ):
         yield lambda: lines
 
 
@@ -310,7 +315,7 @@ def test_other_families_go_through_their_modules(kind, log_lines) -> None:
         sizes |= {"intermediate_size": 96, "num_key_value_heads": 4, "head_dim": 16}
     sizes |= {"residual_multiplier": 0.97} if kind == "Granite" else {}
     model = scale(getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**sizes)), 0.1)
-    assert type(choice.choose(model)[0]) is not fused.FusedExecutor
+    assert type(select.choose(model)[0]) is not executors_native.FusedExecutor
     assert len(log_lines()) == 1 and "goes through its own modules, not through native passes: " in log_lines()[0]
 
 
@@ -318,7 +323,7 @@ def stretched():
     return llama(rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0})
 
 
-def lost(executor, rotary, end, real=fused.FusedExecutor._turn) -> None:
+def lost(executor, rotary, end, real=executors_native.FusedExecutor._turn) -> None:
     """Rotations of four times the positions."""
     if not len(executor._cosines):
         real(executor, rotary, 1024)
@@ -326,8 +331,8 @@ def lost(executor, rotary, end, real=fused.FusedExecutor._turn) -> None:
 
 
 FAULTS = {
-    "window ignored": (windowed, mock.patch.object(fused, "_window", lambda *_: 0)),
-    "rotation scaling lost": (stretched, mock.patch.object(fused.FusedExecutor, "_turn", lost)),
+    "window ignored": (windowed, mock.patch.object(executors_native, "_window", lambda *_: 0)),
+    "rotation scaling lost": (stretched, mock.patch.object(executors_native.FusedExecutor, "_turn", lost)),
 }
 
 
@@ -339,7 +344,7 @@ def test_a_planted_fault_shows(fault) -> None:
     wanted = [alone(model, piece, 12) for piece in pieces]
     sampling = Sampling(max_new_tokens=12, ignore_eos=True)
     assert Generator(model).generate(pieces, sampling) == wanted
-    with mock.patch.object(choice, "prove", lambda *_: None), plant:
+    with mock.patch.object(select, "prove", lambda *_: None), plant:
         made = unproven(model)
         with mock.patch("deepspeed.inference.generator.choose", lambda *_, **__: (made, "")):
             assert Generator(model).generate(pieces, sampling) != wanted
@@ -351,26 +356,26 @@ def test_roundings_that_grow_are_no_fault_and_a_fault_is_none_of_them(log_lines)
     model = scale(llama(num_hidden_layers=10), 0.15)
     model = model.to(torch.bfloat16)
     quantize_linears(model, 8, 1, torch.bfloat16)
-    sequences = choice._sequences(model)
+    sequences = select._sequences(model)
     with torch.no_grad():
-        wanted = [choice._alone(model, tokens) for tokens in sequences]
-        noise = choice._noise(model, sequences, wanted)
+        wanted = [select._alone(model, tokens) for tokens in sequences]
+        noise = select._noise(model, sequences, wanted)
     largest = max(float(one.float().abs().max()) for one in wanted)
-    assert choice.COARSE * largest < noise < choice.NOISIEST * largest, (noise, largest)
-    found = choice.choose(model)[0]
-    assert isinstance(found, fused.FusedExecutor), log_lines()
-    broken = mock.patch.object(fused, "_window", lambda *_: 4)
+    assert select.COARSE * largest < noise < select.NOISIEST * largest, (noise, largest)
+    found = select.choose(model)[0]
+    assert isinstance(found, executors_native.FusedExecutor), log_lines()
+    broken = mock.patch.object(executors_native, "_window", lambda *_: 4)
     with broken:
-        assert not isinstance(choice.choose(model)[0], fused.FusedExecutor)
+        assert not isinstance(select.choose(model)[0], executors_native.FusedExecutor)
     assert "of layer 0" in log_lines()[-1]
 
 
 def unproven(model):
-    with mock.patch.object(choice, "_probe", lambda *given: PROBE(*given) and None):
-        return choice.choose(model)[0]
+    with mock.patch.object(select, "_probe", lambda *given: PROBE(*given) and None):
+        return select.choose(model)[0]
 
 
-PROBE = choice._probe
+PROBE = select._probe
 
 
 # -- weights that change -----------------------------------------------------------------------------------------------
@@ -423,7 +428,7 @@ def test_a_changed_model_is_served_as_it_is(change) -> None:
     wanted = [alone(model, piece, 12) for piece in pieces]
     assert generator.generate(pieces, sampling) == wanted
     assert change is cast or wanted != before
-    assert isinstance(generator._executor, fused.FusedExecutor)
+    assert isinstance(generator._executor, executors_native.FusedExecutor)
     assert bool(generator._executor.structure.blocks) == (change is not wrapped)
 
 
@@ -464,6 +469,6 @@ def test_bf16_of_110_m_parameters_is_as_near_to_fp32_as_the_modules_are(large, l
 
 
 def test_without_the_library_the_modules_do_it() -> None:
-    with mock.patch.object(choice, "library", lambda: None):
-        found, why = choice.choose(llama())
+    with mock.patch.object(select, "library", lambda: None):
+        found, why = select.choose(llama())
     assert type(found).__name__ == "PagedExecutor" and not why

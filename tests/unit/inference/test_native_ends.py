@@ -9,11 +9,12 @@ import torch
 from torch import nn
 
 from deepspeed.errors import RequestError
-from deepspeed.inference import Generator, structure
-from deepspeed.inference.batch import Batch, Span
-from deepspeed.inference.native import functions, largest, largest_twin
+from deepspeed.inference import Generator
+from deepspeed.inference.executors import decoder_structure
+from deepspeed.inference.executors.native_tensors import functions, largest, largest_twin
+from deepspeed.inference.executors.ragged_batch import Batch, Span
 from deepspeed.inference.quantization.layers import PackedEmbedding
-from deepspeed.inference.quantization.packed import Form, PackedWeight
+from deepspeed.inference.quantization.packed_weight import Form, PackedWeight
 from tests.unit.inference.test_native import CPU, PACKINGS, native
 from tests.unit.inference.toys import llama
 
@@ -40,7 +41,7 @@ def test_rows_of_a_table_are_those_of_the_embedding(form, kind, dtype) -> None:
     torch.manual_seed(0)
     table = nn.Embedding(37, 192).to(dtype)
     module = table if kind == "plain" else PackedEmbedding(PackedWeight(table.weight, PACKINGS[kind]), None, None)
-    matrix, rounded = structure._table(module)
+    matrix, rounded = decoder_structure._table(module)
     at = array("q", [36, 0, 5, 5, 17])
     made = torch.empty(len(at), 192)
     functions().ds_rows(matrix, at.buffer_info()[0], len(at), rounded, made.data_ptr())
@@ -48,8 +49,8 @@ def test_rows_of_a_table_are_those_of_the_embedding(form, kind, dtype) -> None:
 
 
 def test_a_table_that_does_more_than_give_rows_is_asked_itself() -> None:
-    assert structure._table(nn.Embedding(8, 32, max_norm=1.0)) == (None, 0)
-    assert structure._table(PackedEmbedding(PackedWeight(torch.randn(8, 32), Form()), None, 2.0)) == (None, 0)
+    assert decoder_structure._table(nn.Embedding(8, 32, max_norm=1.0)) == (None, 0)
+    assert decoder_structure._table(PackedEmbedding(PackedWeight(torch.randn(8, 32), Form()), None, 2.0)) == (None, 0)
 
 
 def test_tokens_outside_the_table_are_refused() -> None:

@@ -14,8 +14,8 @@ import torch
 
 from deepspeed.errors import RequestError, UsageError
 from deepspeed.inference import Generator, Request, Sampling
-from deepspeed.inference.pages import Pages
-from deepspeed.inference.sampling import Sampler
+from deepspeed.inference.kv_cache import Pages
+from deepspeed.inference.sampler import Sampler
 from deepspeed.inference.scheduler import Scheduler, Track
 from tests.unit.inference.toys import alone, llama, mamba, prompts, scale
 

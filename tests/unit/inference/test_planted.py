@@ -9,18 +9,8 @@ from unittest import mock
 import pytest
 import torch
 
-from deepspeed.inference import (
-    Generator,
-    Request,
-    Sampling,
-    batch,
-    choice,
-    generator,
-    paged,
-    pages,
-    sampling,
-    scheduler,
-)
+from deepspeed.inference import Generator, Request, Sampling, generator, kv_cache, sampler, scheduler
+from deepspeed.inference.executors import paged, ragged_batch, select
 from tests.unit.inference.test_generator import run
 from tests.unit.inference.toys import alone, gpt_neo, llama, prompts, scale
 
@@ -32,7 +22,7 @@ TIGHT = {"page_size": 4, "max_batch_tokens": 16, "prompt_chunk": 16}
 @pytest.fixture(autouse=True)
 def modules() -> Iterator[None]:
     """Faults of a pass are put into the one through the model's modules; test_native.py has those of the fused one."""
-    with mock.patch.object(choice, "_fused", lambda executor, *_: executor):
+    with mock.patch.object(select, "_fused", lambda executor, *_: executor):
         yield
 
 
@@ -80,7 +70,7 @@ def unchecked(*given) -> None:
         PROBE(*given)
 
 
-PROBE = choice._probe
+PROBE = select._probe
 
 
 def stale_page() -> Iterator[None]:
@@ -91,25 +81,25 @@ def stale_page() -> Iterator[None]:
         del self._nodes[page], self._kept[page]
         self._free.append(page)
 
-    with mock.patch.object(pages.Pages, "_forget", forget):
+    with mock.patch.object(kv_cache.Pages, "_forget", forget):
         yield
 
 
 def position_after_chunk() -> Iterator[None]:
     """Every chunk counts positions from 0."""
-    real = batch.Batch.__init__
+    real = ragged_batch.Batch.__init__
 
     def init(self, spans, *rest, **named):
         real(self, spans, *rest, **named)
         self.positions = torch.tensor([at for span in spans for at in range(len(span.tokens))])
 
-    with mock.patch.object(batch.Batch, "__init__", init):
+    with mock.patch.object(ragged_batch.Batch, "__init__", init):
         yield
 
 
 def colliding_hash() -> Iterator[None]:
     """Pages are found by a number made of their tokens, and these are not compared."""
-    real = pages.Pages.match, pages.Pages.remember
+    real = kv_cache.Pages.match, kv_cache.Pages.remember
 
     def number(tokens):
         return (sum(tokens) % 3,)
@@ -120,12 +110,12 @@ def colliding_hash() -> Iterator[None]:
             node = node.children[number(tokens[at : at + self.size])]
             nodes.append(node)
             at += self.size
-        return pages.Match(nodes)
+        return kv_cache.Match(nodes)
 
     with (
-        mock.patch.object(pages.Pages, "match", match),
+        mock.patch.object(kv_cache.Pages, "match", match),
         mock.patch.object(
-            pages.Pages, "remember", lambda self, n, tokens, page: real[1](self, n, number(tokens), page)
+            kv_cache.Pages, "remember", lambda self, n, tokens, page: real[1](self, n, number(tokens), page)
         ),
     ):
         yield
@@ -178,13 +168,13 @@ def wrong_draft() -> Iterator[None]:
 def seed_shared() -> Iterator[None]:
     """All requests draw from one generator."""
     one = torch.Generator().manual_seed(3)
-    real = sampling.Sampler.__init__
+    real = sampler.Sampler.__init__
 
     def init(self, *given):
         real(self, *given)
         self._generator = one if self._generator is not None else None
 
-    with mock.patch.object(sampling.Sampler, "__init__", init):
+    with mock.patch.object(sampler.Sampler, "__init__", init):
         yield
 
 
@@ -194,8 +184,8 @@ def pad_attended() -> Iterator[None]:
     def mask(self, function):
         return None if self.rows.shape[1] == 1 else real(self, function)
 
-    real = batch.Group._mask
-    with mock.patch.object(batch.Group, "_mask", mask):
+    real = ragged_batch.Group._mask
+    with mock.patch.object(ragged_batch.Group, "_mask", mask):
         yield
 
 
@@ -303,7 +293,7 @@ def test_a_fault_shows(fault) -> None:
     assert not SEEN_BY[fault]()
     plant = fault()
     unseen = mock.patch.object(paged.PagedExecutor, "forgets", lambda *_: None)  # which sees a window that is lost
-    with mock.patch.object(choice, "_probe", unchecked), unseen:
+    with mock.patch.object(select, "_probe", unchecked), unseen:
         next(plant)
         try:
             shows = SEEN_BY[fault]()
@@ -320,14 +310,14 @@ def test_a_fault_of_the_pass_is_found_when_the_generator_is_made(fault) -> None:
     plant = fault()
     next(plant)
     try:
-        assert choice.choose(llama())[0] is None or choice.choose(llama())[0].kind != "packed"
+        assert select.choose(llama())[0] is None or select.choose(llama())[0].kind != "packed"
     finally:
         next(plant, None)
 
 
 def test_gathered_padding_is_masked() -> None:
     """The same of executor 2: with its mask of ones, tokens differ."""
-    from deepspeed.inference import gathered
+    from deepspeed.inference.executors import gathered
 
     real = gathered.GatheringCache.__init__
 
@@ -337,7 +327,7 @@ def test_gathered_padding_is_masked() -> None:
 
     assert not greedy_differs(gpt_neo)
     with (
-        mock.patch.object(choice, "_probe", unchecked),
+        mock.patch.object(select, "_probe", unchecked),
         mock.patch.object(gathered.GatheringCache, "__init__", init),
     ):
         assert greedy_differs(gpt_neo)

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from deepspeed.errors import RequestError
-from deepspeed.inference.requests import Request, Sampling
-from deepspeed.inference.sampling import Sampler
-from deepspeed.inference.stopping import StopStrings
+from deepspeed.inference.detokenizer import StopStrings
+from deepspeed.inference.request import Request, Sampling
+from deepspeed.inference.sampler import Sampler
 
 
 def chances(logits, options: Sampling, prompt=(), made=(), ends=()) -> list[float]:

@@ -8,7 +8,7 @@ import pytest
 
 from deepspeed.errors import MemoryExhaustedError, UsageError
 from deepspeed.inference import Generator
-from deepspeed.inference.pages import Pages
+from deepspeed.inference.kv_cache import Pages
 from deepspeed.inference.scheduler import Scheduler, Track
 from tests.unit.inference.toys import llama
 

@@ -9,11 +9,12 @@ import pytest
 import torch
 
 import deepspeed
-from deepspeed.inference import Generator, Sampling, choice
-from deepspeed.inference.batch import Batch, Span
-from deepspeed.inference.native import functions
-from deepspeed.inference.quantization.lossless import Room
-from deepspeed.inference.quantization.packed import Form, PackedWeight
+from deepspeed.inference import Generator, Sampling
+from deepspeed.inference.executors import select
+from deepspeed.inference.executors.native_tensors import functions
+from deepspeed.inference.executors.ragged_batch import Batch, Span
+from deepspeed.inference.quantization.lossless_bf16 import Room
+from deepspeed.inference.quantization.packed_weight import Form, PackedWeight
 from deepspeed.inference.quantization.quantization import quantize_linears
 from tests.unit.inference.toys import llama
 
@@ -47,20 +48,20 @@ def test_integers_move_once_and_logits_stay(num_bits: int, monkeypatch) -> None:
     before, values = parts(model), [part.clone() for part in parts(model)]
     with monkeypatch.context() as patch:
         patch.setattr(PackedWeight, "settle", lambda self, take: 0)
-        right = logits(choice.choose(copy.deepcopy(model))[0])
-    found = choice.choose(model)[0]
+        right = logits(select.choose(copy.deepcopy(model))[0])
+    found = select.choose(model)[0]
     assert all(a is b for a, b in zip(parts(model), before, strict=True)), "whoever holds a parameter holds the new one"
     assert all(torch.equal(a, b) for a, b in zip(parts(model), values, strict=True))
     assert not any(part.untyped_storage().resizable() for part in parts(model)), "they lie where torch put them"
     assert torch.equal(logits(found), right)
     places = [part.data_ptr() for part in parts(model)]
-    choice.choose(model)
+    select.choose(model)
     assert [part.data_ptr() for part in parts(model)] == places
 
 
 def test_a_settled_model_is_saved_copied_cast_and_loaded_as_before() -> None:
     plain, model = packed_llama(), packed_llama()
-    found = choice.choose(model)[0]
+    found = select.choose(model)[0]
     sizes = []
     for one in (plain, model):
         file = io.BytesIO()
@@ -77,7 +78,7 @@ def test_a_settled_model_is_saved_copied_cast_and_loaded_as_before() -> None:
         for part in parts(twin):
             part.copy_(part.flip(0))
     model.load_state_dict(twin.state_dict())
-    assert torch.equal(logits(found), logits(choice.choose(twin)[0])), "a pass reads the values as they are now"
+    assert torch.equal(logits(found), logits(select.choose(twin)[0])), "a pass reads the values as they are now"
 
 
 def test_what_others_own_stays_where_it_lies() -> None:
@@ -117,7 +118,7 @@ def test_a_settled_model_can_be_sharded() -> None:
     model, ids = llama(), torch.tensor([[5, 9, 3]])
     quantize_linears(model, 8, 1, torch.float32)
     right = copy.deepcopy(model)(ids).logits
-    choice.choose(model)
+    select.choose(model)
     engine, *_ = deepspeed.initialize(
         model=model, config={"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
     )

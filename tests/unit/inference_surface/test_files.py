@@ -12,7 +12,7 @@ from torch import nn
 
 import deepspeed
 from deepspeed.errors import CheckpointCorruptError, CheckpointError
-from deepspeed.inference.quantization.packed import Form, PackedWeight
+from deepspeed.inference.quantization.packed_weight import Form, PackedWeight
 
 
 def model() -> nn.Module:

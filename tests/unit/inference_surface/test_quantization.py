@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import deepspeed
 from deepspeed.errors import NotAvailableError
 from deepspeed.inference.quantization.layers import PackedEmbedding, PackedLinear
-from deepspeed.inference.quantization.packed import Form, PackedWeight
+from deepspeed.inference.quantization.packed_weight import Form, PackedWeight
 from deepspeed.inference.quantization.quantization import (
     _init_group_wise_weight_quantization,
     quantize_linears,

@@ -16,9 +16,9 @@ import deepspeed
 from deepspeed.compression.export import export, packable
 from deepspeed.errors import ArgumentError, CheckpointError, NotAvailableError
 from deepspeed.inference import Generator, Sampling
-from deepspeed.inference.native import functions, matrix_of
+from deepspeed.inference.executors.native_tensors import functions, matrix_of
 from deepspeed.inference.quantization.layers import PackedLinear
-from deepspeed.inference.quantization.packed import Form, PackedWeight
+from deepspeed.inference.quantization.packed_weight import Form, PackedWeight
 from deepspeed.inference.quantization.quantization import quantize
 from tests.unit.inference.toys import llama, prompts
 

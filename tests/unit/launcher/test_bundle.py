@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from deepspeed.launcher.bundle import known_secrets, variables, without_secrets, write
-from deepspeed.launcher.given import kept
+from deepspeed.launcher.job import kept
 
 SECRETS = {
     "AWS_SECRET_ACCESS_KEY": "wJalrXUtnFEMI/K7MDENG",

@@ -11,7 +11,7 @@ import pytest
 from deepspeed.errors import LaunchError
 from deepspeed.launcher import devices, launch
 from deepspeed.launcher.agent import device_variable
-from deepspeed.launcher.place import nodes_of, parse_cores
+from deepspeed.launcher.environment import nodes_of, parse_cores
 
 
 @pytest.fixture

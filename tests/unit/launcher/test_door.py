@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from deepspeed.errors import LaunchError
-from deepspeed.launcher import door as doors
-from deepspeed.launcher.control import Control
-from deepspeed.launcher.door import Door, identify
+from deepspeed.launcher import callback_server as doors
+from deepspeed.launcher.callback_server import Door, identify
+from deepspeed.launcher.channel import MAGIC, Channel
+from deepspeed.launcher.controller import Control
+from deepspeed.launcher.event_loop import OWN_DESCRIPTORS, make_room
+from deepspeed.launcher.host_state import Peer
 from deepspeed.launcher.job import Job
-from deepspeed.launcher.loop import OWN_DESCRIPTORS, make_room
-from deepspeed.launcher.peers import Peer
-from deepspeed.launcher.starters import Fork
-from deepspeed.launcher.wire import MAGIC, Channel
+from deepspeed.launcher.multinode_runner import Fork
 
 
 @pytest.fixture

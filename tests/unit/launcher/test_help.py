@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed.launcher.options import parse
+from deepspeed.launcher.arguments import parse
 
 ROOT = Path(__file__).resolve().parents[3]
 

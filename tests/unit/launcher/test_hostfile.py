@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from deepspeed.errors import LaunchError
-from deepspeed.launcher.hostfile import read_hostfile, select
+from deepspeed.launcher.hosts import read_hostfile, select
 
 POOL = {"a": [0, 1, 2, 3], "b": [0, 1], "c": [0]}
 

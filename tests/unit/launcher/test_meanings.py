@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed.launcher.meanings import LOST_ANOTHER, Memory, machine_memory, meaning
+from deepspeed.launcher.exit_codes import LOST_ANOTHER, Memory, machine_memory, meaning
 
 MIB = 1 << 20
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from deepspeed.config import DeepSpeedConfig
-from deepspeed.launcher.new import main
+from deepspeed.launcher.project_template import main
 
 ROOT = Path(__file__).resolve().parents[3]
 OPTIONS = [

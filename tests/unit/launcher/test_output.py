@@ -7,8 +7,8 @@ import os
 
 import pytest
 
-from deepspeed.launcher.children import Rank
-from deepspeed.launcher.output import TAIL_BYTES, Stream, open_channel, terminal_size
+from deepspeed.launcher.rank_logs import TAIL_BYTES, Stream, open_channel, terminal_size
+from deepspeed.launcher.rank_process import Rank
 
 TRACEBACK = "Traceback (most recent call last):\n  File 'x'\n{}"
 CAUSE = "\nThe above exception was the direct cause of the following exception:\n\n"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from deepspeed.errors import LaunchError
-from deepspeed.launcher.pool import DLTS_HOSTFILE, find, nodes_of_slurm
+from deepspeed.launcher.hosts import DLTS_HOSTFILE, find, nodes_of_slurm
 
 SALLOC = {"SLURM_JOB_NODELIST": "gpu[08-09],login1", "SLURM_NODEID": "0", "SLURM_PROCID": "0"}
 STEP = {**SALLOC, "SLURM_STEP_NODELIST": "gpu[08-09]", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NODEID": "1"}

@@ -6,7 +6,7 @@ import pytest
 
 from deepspeed.errors import LaunchError
 from deepspeed.launcher import runner
-from deepspeed.launcher.options import parse, program
+from deepspeed.launcher.arguments import parse, program
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,7 @@ import pytest
 
 from deepspeed.errors import NotAvailableError
 from deepspeed.foundation.log import logger
-from deepspeed.monitor import feed
+from deepspeed.monitor import monitor_process
 from deepspeed.monitor.base import Monitor
 from deepspeed.monitor.config import get_monitor_config
 from deepspeed.monitor.monitor import MonitorMaster
@@ -97,7 +97,7 @@ def test_a_package_that_is_missing_is_named_with_the_line_that_installs_it() -> 
 
 
 def test_a_writer_that_blocks_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feed, "LIMIT", 1.0)
+    monkeypatch.setattr(monitor_process, "LIMIT", 1.0)
     (tmp_path / "run").mkdir()
     os.mkfifo(tmp_path / "run" / "events.jsonl")  # to open it waits for a reader, who never comes
     before = psutil.Process().children()
@@ -113,8 +113,8 @@ def test_a_writer_that_blocks_is_not_waited_for(tmp_path: Path, monkeypatch: pyt
 
 
 def test_one_that_cannot_keep_up_loses_events_with_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feed, "LIMIT", 1.0)
-    monkeypatch.setattr(feed, "_KEPT", 1 << 16)
+    monkeypatch.setattr(monitor_process, "LIMIT", 1.0)
+    monkeypatch.setattr(monitor_process, "_KEPT", 1 << 16)
     (tmp_path / "run").mkdir()
     os.mkfifo(tmp_path / "run" / "events.jsonl")
     monitor = master(tmp_path, "jsonl_monitor")

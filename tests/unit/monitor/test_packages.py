@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed.monitor import feed
+from deepspeed.monitor import monitor_process
 from deepspeed.monitor.monitor import MonitorMaster
 from tests.harness.pool import PATIENCE, free_port
 from tests.unit.monitor.test_monitors import master, until, warnings
@@ -26,7 +26,7 @@ LATER = [("Train/Samples/lr", 0.25, 8)]
 @pytest.fixture(autouse=True)
 def _busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Packages take long to import beside other work."""
-    monkeypatch.setattr(feed, "LIMIT", feed.LIMIT * PATIENCE)
+    monkeypatch.setattr(monitor_process, "LIMIT", monitor_process.LIMIT * PATIENCE)
 
 
 def needs(module: str) -> pytest.MarkDecorator:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed.monitor.live import FOLDER, LivePage, read_pages
+from deepspeed.monitor.live_status import FOLDER, LivePage, read_pages
 from deepspeed.monitor.top import table
 
 

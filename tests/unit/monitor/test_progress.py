@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed.launcher.output import open_channel
+from deepspeed.launcher.rank_logs import open_channel
 from deepspeed.monitor.progress import Progress
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from deepspeed.native import INSTRUCTION_SETS, library
-from deepspeed.optim import clip
-from deepspeed.optim.clip import sum_of_squares
+from deepspeed.optim import grad_norm
+from deepspeed.optim.grad_norm import sum_of_squares
 from tests.harness.kernels import forms
 
 TORCH = "torch"
@@ -21,7 +21,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     found = library()
     if found is None or request.param == TORCH:
-        monkeypatch.setattr(clip, "library", lambda: None)
+        monkeypatch.setattr(grad_norm, "library", lambda: None)
     else:
         found.ds_instruction_set(INSTRUCTION_SETS.index(request.param))
     yield request.param
@@ -58,6 +58,6 @@ def test_threads_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     values = torch.randn(500_001, generator=torch.Generator().manual_seed(0))
     found = set()
     for count in (1, 2, 3, 7):
-        monkeypatch.setattr(clip, "threads", lambda count=count: count)
+        monkeypatch.setattr(grad_norm, "threads", lambda count=count: count)
         found.add(sum_of_squares(values, True).item())
     assert len(found) == 1

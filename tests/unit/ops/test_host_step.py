@@ -15,10 +15,10 @@ from torch import Tensor
 
 from deepspeed.errors import OptimizerError
 from deepspeed.native import INSTRUCTION_SETS, library
-from deepspeed.ops import host_step
+from deepspeed.ops import cpu_optimizer
 from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from deepspeed.ops.adam import DeepSpeedCPUAdam
-from deepspeed.ops.host_step import Fold
+from deepspeed.ops.cpu_optimizer import Fold
 from deepspeed.ops.lion import DeepSpeedCPULion
 from tests.harness.kernels import forms
 
@@ -53,7 +53,7 @@ def using(form: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     found = library()
     with monkeypatch.context() as patch:
         if found is None or form == TORCH:
-            patch.setattr(host_step, "library", lambda: None)
+            patch.setattr(cpu_optimizer, "library", lambda: None)
         else:
             found.ds_instruction_set(INSTRUCTION_SETS.index(form))
         yield

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from deepspeed.ops.valueless import Valueless
+from deepspeed.ops.fake_tensors import Valueless
 
 SIDE = 64  # squared, more elements than what is computed
 

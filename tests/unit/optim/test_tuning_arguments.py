@@ -7,9 +7,10 @@ import argparse
 import pytest
 import torch
 
-from deepspeed.optim.lr_schedules import OneCycle, build_scheduler
-from deepspeed.optim.tuning_arguments import (
+from deepspeed.optim.lr_schedules import (
+    OneCycle,
     add_tuning_arguments,
+    build_scheduler,
     get_config_from_args,
     get_lr_from_config,
     override_params,

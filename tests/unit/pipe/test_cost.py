@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import nn
 
-from deepspeed.pipe.cost import costs_of_parts, deal, operations, seconds
-from deepspeed.pipe.layout import find_layout
+from deepspeed.pipe.partition_cost import costs_of_parts, deal, operations, seconds
 from deepspeed.pipe.schedule import make_schedule
-from deepspeed.pipe.simulate import simulate
-from deepspeed.tensor_parallel.inputs import inputs_of
+from deepspeed.pipe.schedule_simulator import simulate
+from deepspeed.pipe.split_model import find_layout
+from deepspeed.tensor_parallel.example_inputs import inputs_of
 
 WIDTH = 8
 
@@ -177,7 +177,7 @@ def test_measured_costs_and_what_is_beside_the_schedule_count_in_simulation() ->
 
 def test_counting_loads_no_compiler() -> None:
     code = (
-        "import sys, torch; from torch import nn; from deepspeed.pipe.cost import operations; "
+        "import sys, torch; from torch import nn; from deepspeed.pipe.partition_cost import operations; "
         "model = nn.Sequential(nn.Linear(2, 2)); operations(model, list(model), {'input': torch.ones(1, 2)}); "
         "print('torch._dynamo' in sys.modules)"
     )

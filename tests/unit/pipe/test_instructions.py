@@ -8,7 +8,7 @@ import pytest
 
 from deepspeed.errors import ArgumentError
 from deepspeed.pipe.schedule import Action, Schedule
-from deepspeed.pipe.simulate import simulate
+from deepspeed.pipe.schedule_simulator import simulate
 from deepspeed.runtime.pipe import schedule as old
 
 OPS = {
@@ -66,7 +66,7 @@ def test_what_scripts_ask_of_a_schedule() -> None:
 
 
 def test_a_schedule_is_simulated_once_however_long_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    from deepspeed.pipe import instructions
+    from deepspeed.pipe import legacy_schedule
 
     calls = list[str]()
 
@@ -74,7 +74,7 @@ def test_a_schedule_is_simulated_once_however_long_it_is(monkeypatch: pytest.Mon
         return lambda *args: (calls.append(name), function(*args))[1]
 
     for name in ("simulate", "make_schedule"):
-        monkeypatch.setattr(instructions, name, counted(name, getattr(instructions, name)))
+        monkeypatch.setattr(legacy_schedule, name, counted(name, getattr(legacy_schedule, name)))
     stages, micros = 3, 29  # asked for by no other test
     for stage in range(stages):
         assert sum(map(len, old.TrainSchedule(micros, stages, stage))) > 2 * micros

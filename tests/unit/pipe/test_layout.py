@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from deepspeed.errors import PipelineError
-from deepspeed.pipe.layout import find_layout
+from deepspeed.pipe.split_model import find_layout
 
 
 class _Own(torch.autograd.Function):

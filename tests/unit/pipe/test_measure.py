@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from deepspeed.errors import ArgumentError
-from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec, layout
-from deepspeed.pipe.measure import LayerCost, deal_layers, measure
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec, split_model
+from deepspeed.pipe.partition_cost import LayerCost, deal_layers, measure
 
 WIDTH = 16
 
@@ -131,5 +131,5 @@ def test_metrics_of_a_loss_keep_no_graph() -> None:
 
 
 def test_metrics_of_a_model_are_numbers_and_no_small_tensors() -> None:
-    assert layout._is_number(torch.tensor(1.0))
-    assert not any(map(layout._is_number, (torch.zeros(1, 1), torch.zeros(1), torch.tensor(1), 1.0)))
+    assert split_model._is_number(torch.tensor(1.0))
+    assert not any(map(split_model._is_number, (torch.zeros(1, 1), torch.zeros(1), torch.tensor(1), 1.0)))

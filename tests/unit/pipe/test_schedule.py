@@ -9,7 +9,7 @@ import pytest
 
 from deepspeed.errors import ArgumentError, PipelineError
 from deepspeed.pipe.schedule import NAMES, Action, Row, Schedule, make_schedule, parse
-from deepspeed.pipe.simulate import peak_by_formula, put_off_by_formula, simulate, time_by_formula
+from deepspeed.pipe.schedule_simulator import peak_by_formula, put_off_by_formula, simulate, time_by_formula
 
 FAST = [(1, 1), (1, 5), (2, 1), (2, 2), (2, 5), (3, 3), (4, 2), (4, 8), (5, 10), (8, 16), (16, 4)]
 ALL = [(stages, micros) for stages in range(1, 17) for micros in range(1, 65)]

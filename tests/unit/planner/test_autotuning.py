@@ -14,10 +14,10 @@ import torch
 import deepspeed
 from deepspeed.autotuning import Autotuner
 from deepspeed.errors import ArgumentError
-from deepspeed.launcher.tuning import own_options
-from deepspeed.planner.plans import legal_plans
-from deepspeed.planner.probe import batches, listen
-from deepspeed.planner.script import Script
+from deepspeed.launcher.autotuning import own_options
+from deepspeed.planner.script_probe import batches, listen
+from deepspeed.planner.search import legal_plans
+from deepspeed.planner.training_script import Script
 from tests.harness.pool import PATIENCE
 from tests.unit.planner.test_plans import ADAMW, MACHINE, Net
 

@@ -15,9 +15,9 @@ from torch import nn
 from benchmarks.planner import plan_of
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.planner import cli
-from deepspeed.planner.axes import Shape, unjudged
-from deepspeed.planner.calibrate import calibrate
-from deepspeed.planner.plans import WHOLE, Judged, Plan, Task, judge, legal_plans, mesh_plans, search, table
+from deepspeed.planner.machine_benchmark import calibrate
+from deepspeed.planner.mesh_options import Shape, unjudged
+from deepspeed.planner.search import WHOLE, Judged, Plan, Task, judge, legal_plans, mesh_plans, search, table
 from tests.unit.planner.toys import ADAMW, LAYERS, MACHINE, TOKENS, WIDTH, Net, rows
 
 

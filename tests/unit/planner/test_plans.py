@@ -12,7 +12,7 @@ from torch import nn
 
 from deepspeed.errors import ArgumentError, UsageError
 from deepspeed.planner import cli, predict_memory
-from deepspeed.planner.plans import (
+from deepspeed.planner.search import (
     ALL,
     HOST_ALL,
     HOST_OPTIMIZER,
@@ -282,7 +282,7 @@ def test_allocator_events_agree_with_the_count() -> None:
     """A ruler that shares no code with ours: what torch's own allocator says it has lent."""
     from torch.profiler import ProfilerActivity, profile
 
-    from deepspeed.ops.valueless import Valueless
+    from deepspeed.ops.fake_tensors import Valueless
     from deepspeed.profiling.live_memory import LiveMemory
 
     def train() -> None:

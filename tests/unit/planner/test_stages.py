@@ -9,10 +9,10 @@ import torch
 
 from deepspeed.errors import ArgumentError
 from deepspeed.pipe.schedule import make_schedule
-from deepspeed.planner.axes import Shape
-from deepspeed.planner.clock import StepTime
-from deepspeed.planner.plans import Plan, Task, judge, search, simulated
-from deepspeed.planner.stages import enough, schedule_of, window_time
+from deepspeed.planner.mesh_options import Shape
+from deepspeed.planner.pipeline_time import enough, schedule_of, window_time
+from deepspeed.planner.search import Plan, Task, judge, search, simulated
+from deepspeed.planner.step_time import StepTime
 from tests.unit.planner import toys
 from tests.unit.planner.toys import ADAMW, TOKENS, WIDTH, Net, rows
 

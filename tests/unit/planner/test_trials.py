@@ -17,10 +17,10 @@ import psutil
 import pytest
 
 from deepspeed.planner import cli
-from deepspeed.planner.clock import StepTime
-from deepspeed.planner.confirm import MOST, confirm
+from deepspeed.planner.confirm_plans import MOST, confirm
 from deepspeed.planner.memory import MemoryCount
-from deepspeed.planner.plans import Judged, Plan, by_worth, table
+from deepspeed.planner.search import Judged, Plan, by_worth, table
+from deepspeed.planner.step_time import StepTime
 from deepspeed.planner.trials import METRICS, Command, Limits, Outcome, run_trial, trial_config
 from tests.harness.pool import PATIENCE
 from tests.unit.planner.test_plans import MACHINE
@@ -183,7 +183,7 @@ def test_trials_that_are_forked_end_as_launched_ones_do(tmp_path: Path, monkeypa
     script, _ = _toy(tmp_path)
     monkeypatch.setenv("PYTHONPATH", os.getcwd())
     monkeypatch.setenv("PLANT", json.dumps({"4": "memory", "2": "hang", "1": "crash"}))
-    warm_trials.warm(["deepspeed.planner.training", "deepspeed.engine.initialize"])
+    warm_trials.warm(["deepspeed.planner.training_script", "deepspeed.engine.initialize"])
     command = warm_trials.WarmCommand(2, (f"{script}:factory", "--deepspeed_config", "{config}"))
     found = {}
     for micro in (8, 4, 2, 1):
@@ -212,7 +212,7 @@ def test_a_rank_whose_first_process_died_before_it_asked_to_die_with_it_ends(mon
         plain(option, value)
 
     monkeypatch.setattr(warm_trials, "_prctl", late)
-    monkeypatch.setattr("deepspeed.planner.training.main", lambda _program: time.sleep(60))
+    monkeypatch.setattr("deepspeed.planner.training_script.main", lambda _program: time.sleep(60))
     read, write = os.pipe()
     first = os.fork()
     if not first:

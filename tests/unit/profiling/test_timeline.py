@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from deepspeed.foundation.recorder import (
+from deepspeed.foundation.spans import (
     BACKWARD,
     CALL,
     FLIGHT,
@@ -26,8 +26,8 @@ from deepspeed.foundation.recorder import (
     recorder,
 )
 from deepspeed.profiling.timeline import ModuleSpans, RankRecord, Timeline
-from deepspeed.profiling.timeline.chrome import lanes
-from deepspeed.profiling.timeline.pieces import COMMUNICATION, OUTSIDE, WAITING, common, length, union
+from deepspeed.profiling.timeline.report import lanes
+from deepspeed.profiling.timeline.segments import COMMUNICATION, OUTSIDE, WAITING, common, length, union
 
 MS = 1_000_000
 

@@ -10,7 +10,7 @@ import pytest
 
 import deepspeed
 from deepspeed.errors import NotAvailableError
-from deepspeed.zero import init_context
+from deepspeed.zero.api import init_context
 
 BY_ATTRIBUTE = """
 import deepspeed

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import deepspeed
-from deepspeed.comm.mesh import forget_meshes
+from deepspeed.comm.process_groups.mesh import forget_meshes
 from deepspeed.runtime import utils
 from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 from deepspeed.runtime.engine import DeepSpeedEngine

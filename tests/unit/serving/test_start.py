@@ -19,11 +19,11 @@ from transformers import AutoTokenizer
 from deepspeed.compression.export import export, packable
 from deepspeed.errors import ArgumentError
 from deepspeed.inference import Generator, Sampling
+from deepspeed.inference.detokenizer import StopStrings
+from deepspeed.inference.quantization.compressed_tensors import unread
 from deepspeed.inference.quantization.layers import PackedLinear
-from deepspeed.inference.quantization.stored import unread
-from deepspeed.inference.stopping import StopStrings
-from deepspeed.serving.options import EngineOptions, parse
-from deepspeed.serving.text import TextStream
+from deepspeed.serving.arguments import EngineOptions, parse
+from deepspeed.serving.text_stream import TextStream
 from deepspeed.serving.worker import load
 from tests.harness.pool import PATIENCE
 from tests.unit.inference_surface.test_stored import packed, stored
@@ -230,7 +230,7 @@ def test_end_tokens_of_the_folder_hold_for_weights_from_elsewhere(folder: Path, 
 
 
 LOADERS = {
-    "server": "from deepspeed.serving.worker import load; from deepspeed.serving.options import EngineOptions; "
+    "server": "from deepspeed.serving.worker import load; from deepspeed.serving.arguments import EngineOptions; "
               "load(EngineOptions({!r}))",
     "engine": "from deepspeed.inference import build_hf_engine, RaggedInferenceEngineConfig as C; "
               "build_hf_engine({!r}, C())",

@@ -7,7 +7,7 @@ import pytest
 from deepspeed.errors import ArgumentError
 from deepspeed.simulator.allocator import CachingAllocator, replay_memory
 from deepspeed.simulator.machine import Machine
-from deepspeed.simulator.recording import EMPTIED, KERNEL, Block, Entry, Recording
+from deepspeed.simulator.trace import EMPTIED, KERNEL, Block, Entry, Recording
 
 MIB = 1 << 20
 

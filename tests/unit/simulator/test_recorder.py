@@ -6,9 +6,9 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from deepspeed.ops.valueless import Valueless
-from deepspeed.simulator.recorder import Recorder
-from deepspeed.simulator.recording import KERNEL, MARK, Entry, Recording
+from deepspeed.ops.fake_tensors import Valueless
+from deepspeed.simulator.trace import KERNEL, MARK, Entry, Recording
+from deepspeed.simulator.trace_recorder import Recorder
 
 
 def recorded_step() -> Recording:

@@ -9,8 +9,8 @@ import pytest
 from deepspeed.errors import ArgumentError
 from deepspeed.simulator.machine import Machine, cards
 from deepspeed.simulator.picture import draw
-from deepspeed.simulator.recording import COPY, DISK, HOST, KERNEL, MARK, MESSAGE, ORDER, WAIT, Entry, Recording
 from deepspeed.simulator.replay import repeated, replay
+from deepspeed.simulator.trace import COPY, DISK, HOST, KERNEL, MARK, MESSAGE, ORDER, WAIT, Entry, Recording
 
 CARD = Machine(
     ranks=8, memory=1 << 36, matrix={"fp32": [[0, 1e12]], "bf16": [[0, 1e13]]}, bandwidth=1e12, overhead=0.0,

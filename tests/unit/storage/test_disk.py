@@ -14,7 +14,7 @@ import torch
 from deepspeed.config.sections.memory import Aio
 from deepspeed.errors import StorageError, UsageError
 from deepspeed.storage.buffer_pool import BufferPool
-from deepspeed.storage.disk import Disk
+from deepspeed.storage.tensor_file import Disk
 
 BLOCK = 64 * 1024
 SETTINGS = Aio(block_size=BLOCK, queue_depth=4)

@@ -11,10 +11,10 @@ import torch
 from deepspeed.config.sections.memory import Aio
 from deepspeed.ops.aio.memory import aligned_bytes
 from deepspeed.storage.buffer_pool import BufferPool
-from deepspeed.storage.disk import Disk
-from deepspeed.storage.host import HostTier
-from deepspeed.storage.nvme import NvmeTier
-from deepspeed.storage.resident import ResidentTier
+from deepspeed.storage.device_tier import ResidentTier
+from deepspeed.storage.host_tier import HostTier
+from deepspeed.storage.nvme_tier import NvmeTier
+from deepspeed.storage.tensor_file import Disk
 from deepspeed.storage.tier import Stored, Tier
 
 DEVICE = torch.device("cpu")

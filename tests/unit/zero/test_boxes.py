@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed.zero.boxes import Box, BoxRange, copies, uncovered
-from deepspeed.zero.placement import Cut, Placement, place, placement_of
+from deepspeed.zero.layout.placement import Cut, Placement, place, placement_of
+from deepspeed.zero.layout.regions import Box, BoxRange, copies, uncovered
 
 
 @st.composite

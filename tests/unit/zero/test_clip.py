@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from deepspeed.optim.clip import clip_factor, sum_of_squares
+from deepspeed.optim.grad_norm import clip_factor, sum_of_squares
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from deepspeed.errors import ArgumentError
-from deepspeed.zero.estimate import (
+from deepspeed.zero.api.memory_estimate import (
     estimate_zero2_model_states_mem_needs,
     estimate_zero2_model_states_mem_needs_all_cold,
     estimate_zero2_model_states_mem_needs_all_live,

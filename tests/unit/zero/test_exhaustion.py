@@ -8,7 +8,7 @@ import sys
 _THREADS = """
 import resource, threading, time
 import psutil
-from deepspeed.zero.exhaustion import is_exhaustion
+from deepspeed.zero.out_of_memory import is_exhaustion
 room = psutil.Process().memory_info().vms + (256 << 20)
 before = resource.getrlimit(resource.RLIMIT_AS)
 resource.setrlimit(resource.RLIMIT_AS, (room, before[1]))

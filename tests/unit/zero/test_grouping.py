@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from deepspeed.zero.grouping import GroupingPlan, cut, named_parameters, plan_groups
-from deepspeed.zero.leaf import set_z3_leaf_modules
-from deepspeed.zero.policy import KEPT_WHOLE, policy_for
-from deepspeed.zero.units import repeated_blocks
+from deepspeed.zero.layout.stages import KEPT_WHOLE, policy_for
+from deepspeed.zero.layout.units import repeated_blocks, set_z3_leaf_modules
+from deepspeed.zero.parameters.grouping import GroupingPlan, cut, named_parameters, plan_groups
 
 
 class Model(nn.Module):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed.zero.layout import ALIGN, Layout, ParamRange, by_group, by_owner
+from deepspeed.zero.layout.layout import ALIGN, Layout, ParamRange, by_group, by_owner
 
 SIZES = st.lists(st.integers(1, 200), min_size=1, max_size=8)
 RANKS = st.integers(1, 7)

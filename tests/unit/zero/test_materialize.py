@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from deepspeed.comm.mesh import REPLICATED, mesh_for
+from deepspeed.comm.process_groups.mesh import REPLICATED, mesh_for
 from deepspeed.errors import UsageError
-from deepspeed.zero.gathered import GatheredParameters
-from deepspeed.zero.materialize import is_without_values, materialize
-from deepspeed.zero.resettle import is_born, resettle
+from deepspeed.zero.api.gathered_parameters import GatheredParameters
+from deepspeed.zero.api.materialize import is_without_values, materialize
+from deepspeed.zero.api.reshard import is_born, resettle
 
 
 class Net(nn.Module):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from deepspeed.errors import ArgumentError
-from deepspeed.zero.policy import KEPT_WHOLE, Policy, policy_for, stage_of
+from deepspeed.zero.layout.stages import KEPT_WHOLE, Policy, policy_for, stage_of
 
 QUESTIONS = ("gathers_before_use", "reduces_as_gradients_arrive", "owns_a_slice", "publishes_after_step")
 ANSWERS = {

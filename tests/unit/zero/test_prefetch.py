@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed.zero.prefetch import Keeper, Limits, Trace
-from deepspeed.zero.shard_group import State
+from deepspeed.zero.parameters.prefetch import Keeper, Limits, Trace
+from deepspeed.zero.parameters.shard_group import State
 
 
 @dataclass(eq=False)

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from deepspeed.errors import OptimizerError
-from deepspeed.zero import waves
+from deepspeed.zero.optimizer import update
 
 
 def optimizer_of(leaf: nn.Parameter) -> torch.optim.SGD:
@@ -36,7 +36,7 @@ def test_hooks_run_once_and_what_they_set_holds_for_all_waves(count: int) -> Non
         register_optimizer_step_post_hook(lambda *_: calls.append("post")),
     ]
     try:
-        waves.update(optimizer, [waves.Wave([], [], []) for _ in range(count)], 1.0)
+        update.update(optimizer, [update.Wave([], [], []) for _ in range(count)], 1.0)
     finally:
         for handle in handles:
             handle.remove()
@@ -57,10 +57,10 @@ def test_what_looks_at_steps_is_seen_and_a_scheduler_is_none_of_it() -> None:
     wrapped.step = lambda closure=None: step(closure)
     both.step = MethodType(lambda self, closure=None: type(self).step(self, closure), both)
     LambdaLR(both, lambda _: 1.0)
-    assert [waves._is_watched(one) for one in (plain(), scheduled)] == [False, False]
-    assert all(waves._is_watched(one) for one in (hooked, after, wrapped, both))
+    assert [update._is_watched(one) for one in (plain(), scheduled)] == [False, False]
+    assert all(update._is_watched(one) for one in (hooked, after, wrapped, both))
     handle = register_optimizer_step_post_hook(lambda *_: None)
-    assert waves._is_watched(plain())
+    assert update._is_watched(plain())
     handle.remove()
 
 
@@ -86,7 +86,7 @@ def test_a_step_around_the_optimizers_own_runs_once(count: int) -> None:
     leaf, calls, sent = nn.Parameter(torch.zeros(2)), list[str](), list[Any]()
     optimizer = wrapped(leaf, calls, 1)
     for _ in range(2):
-        waves.update(optimizer, [waves.Wave([], [], []) for _ in range(count)], 1.0, sent.append)
+        update.update(optimizer, [update.Wave([], [], []) for _ in range(count)], 1.0, sent.append)
     assert calls == ["begin", "after", "end"] * 2 and len(sent) == 2 * count
     assert leaf.tolist() == [-0.5 * count] * 2  # each of these waves has all leaves
     assert len(optimizer._optimizer_step_pre_hooks) == len(optimizer._optimizer_step_post_hooks) == 1
@@ -94,7 +94,7 @@ def test_a_step_around_the_optimizers_own_runs_once(count: int) -> None:
 
 def test_a_step_around_the_optimizers_own_may_leave_it_out_and_not_repeat_it() -> None:
     leaf, calls, sent = nn.Parameter(torch.zeros(2)), list[str](), list[Any]()
-    waves.update(wrapped(leaf, calls, 0), [waves.Wave([], [], []) for _ in range(2)], 1.0, sent.append)
+    update.update(wrapped(leaf, calls, 0), [update.Wave([], [], []) for _ in range(2)], 1.0, sent.append)
     assert leaf.tolist() == [0.0, 0.0] and len(sent) == 2 and calls == ["begin", "end"]
     with pytest.raises(OptimizerError, match="several times"):
-        waves.update(wrapped(leaf, calls, 2), [waves.Wave([], [], []) for _ in range(2)], 1.0)
+        update.update(wrapped(leaf, calls, 2), [update.Wave([], [], []) for _ in range(2)], 1.0)

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
-from deepspeed.config.model import DeepSpeedConfigModel
+from deepspeed.config.base_model import DeepSpeedConfigModel
 from deepspeed.errors import NotAvailableError
 
 

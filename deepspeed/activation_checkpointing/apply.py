@@ -1,0 +1,224 @@
+"""Applies activation checkpointing to the repeated blocks of a model if the JSON asks for it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextvars import Token
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from deepspeed.activation_checkpointing.recompute import Checkpointer, calls, inside_checkpoint
+from deepspeed.config.sections.memory import ActivationCheckpointing
+from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.foundation.log import say, say_once
+from deepspeed.zero.layout.units import repeated_blocks
+from deepspeed.zero.parameters.module_hooks import Hook
+
+_TRANSFORMERS = "_gradient_checkpointing_func"  # on every module Transformers checkpoints, when it does
+
+
+def flags_set(flags: ActivationCheckpointing) -> list[str]:
+    """The true flags that ask for checkpoints."""
+    names = ("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization")
+    return [name for name in names if getattr(flags, name)]
+
+
+class BlockForward:
+    """Stands in for the `forward` of a block; a copy of the block, or its pickle, gets its own `forward` back."""
+
+    def __init__(self, block: nn.Module, checkpointer: Checkpointer) -> None:
+        self.inner: Callable[..., Any] = block.forward
+        functools.update_wrapper(self, self.inner)  # the signature is looked at
+        self._checkpointer = checkpointer
+        self._norms = [m for m in block.modules() if isinstance(m, _NormBase)]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled() or inside_checkpoint():
+            return self.inner(*args, **kwargs)
+        args, kwargs = _without_caches(args), _without_caches(kwargs)
+        return self._checkpointer.run(self.inner, args, kwargs, self._statistics_kept)
+
+    @contextlib.contextmanager
+    def _statistics_kept(self) -> Iterator[None]:
+        """Running statistics have seen the batch already: the second call leaves them alone."""
+        before = []
+        for norm in self._norms:
+            if norm.training and norm.num_batches_tracked is not None:
+                before.append((norm, norm.momentum, norm.num_batches_tracked))
+                norm.momentum, norm.num_batches_tracked = 0.0, norm.num_batches_tracked.clone()
+        try:
+            yield
+        finally:
+            for norm, momentum, seen in before:
+                norm.momentum, norm.num_batches_tracked = momentum, seen
+
+    def __reduce__(self) -> Any:
+        return _itself, (self.inner,)
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+def _without_caches(arguments: Any) -> Any:
+    """Key-value caches are left out: the second call would append to them again."""
+
+    def keep(value: Any) -> Any:
+        if hasattr(value, "get_seq_length"):
+            say_once("activation checkpointing: key-value caches are not filled while training")
+            return None
+        return value
+
+    if isinstance(arguments, dict):
+        return {name: keep(value) for name, value in arguments.items()}
+    return tuple(keep(value) for value in arguments)
+
+
+def compile_block(block: nn.Module, **how: Any) -> None:
+    """Compile what a block computes, inside of its checkpoint when it has one.
+
+    Args:
+        block: its `forward` is replaced.
+        how: keywords of torch.compile.
+    """
+    if isinstance(block.forward, BlockForward):
+        block.forward.inner = torch.compile(block.forward.inner, **how)
+    else:
+        block.forward = torch.compile(block.forward, **how)
+
+
+class Wrapping:
+    """What the JSON asks for one model: wrapped blocks, or flags on the model's own checkpoints.
+
+    Args:
+        model: the root.
+        flags: the section `activation_checkpointing` of the JSON.
+        mpu: a client's model-parallel unit; None: that of `deepspeed.checkpointing.configure`.
+
+    Raises:
+        DeepSpeedConfigError: `enabled` is true and the model has no repeated blocks.
+    """
+
+    def __init__(self, model: nn.Module, flags: ActivationCheckpointing, mpu: Any) -> None:
+        self._model = model
+        self._wants = flags.enabled if flags.enabled is not None else bool(flags_set(flags))
+        if mpu is None and calls.configured is not None:
+            mpu = calls.configured.mpu
+        blocks = repeated_blocks(model)
+        if flags.number_checkpoints is None and blocks:
+            flags = flags.model_copy(update={"number_checkpoints": len(blocks)})
+        self.checkpointer = Checkpointer(flags, mpu)
+        self._wrapped: list[nn.Module] = []
+        self._governed: list[tuple[nn.Module, Any]] = []
+        self._tokens: list[Token[Any]] = []
+        self._first = True
+        self._calls_before = 0
+        if self._wants and not self._govern_transformers():
+            self._wrap(blocks)
+        self._handles = [
+            model.register_forward_pre_hook(Hook(self._enter), prepend=True),
+            model.register_forward_hook(Hook(self._leave), always_call=True),
+        ]
+
+    def _wrap(self, blocks: list[nn.Module]) -> None:
+        if not blocks:
+            text = (
+                f"no repeated blocks are in {type(self._model).__name__} (several modules of one class in a "
+                f"ModuleList, ModuleDict or Sequential)"
+            )
+            if self.checkpointer.flags.enabled:
+                raise DeepSpeedConfigError(
+                    f"activation_checkpointing.enabled is true, but {text}; put the blocks into a ModuleList, or leave "
+                    f"the key out and call deepspeed.checkpointing.checkpoint in forward"
+                )
+            say(f"activation checkpointing: {text}; the flags hold for calls of deepspeed.checkpointing.checkpoint")
+            return
+        for block in blocks:
+            block.forward = BlockForward(block, self.checkpointer)
+        self._wrapped = list(blocks)
+        kinds = ", ".join(f"{n} {kind}" for kind, n in Counter(type(b).__name__ for b in blocks).items())
+        flags = ", ".join(flags_set(self.checkpointer.flags))
+        say(
+            f"activation checkpointing: {len(blocks)} blocks ({kinds}) are computed again in backward"
+            + (f"; {flags}" if flags else "")
+        )
+
+    def _unwrap(self) -> None:
+        for block in self._wrapped:
+            inner = vars(block).pop("forward").inner
+            if getattr(inner, "__func__", None) is not type(block).forward:
+                block.forward = inner
+        self._wrapped.clear()
+
+    def _govern_transformers(self) -> bool:
+        """Whether Transformers' gradient checkpointing is on; the flags then hold for its calls."""
+        on = [m for m in self._model.modules() if getattr(m, "gradient_checkpointing", False) is True]
+        for module in on:
+            theirs = vars(module).get(_TRANSFORMERS)
+            if theirs is not None and not isinstance(theirs, _Governed):
+                setattr(module, _TRANSFORMERS, _Governed(theirs, self.checkpointer))
+                self._governed.append((module, theirs))
+        if self._governed:
+            self._unwrap()
+            say("activation checkpointing: the model's gradient checkpointing is on; its blocks are not wrapped again")
+        return bool(self._governed)
+
+    # -- around the model's forward -------------------------------------------------------------------------------
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        if self._first and self._wants and not self._governed:
+            self._govern_transformers()
+        self._calls_before = calls.made
+        self._tokens.append(calls.running.set(self.checkpointer))
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        calls.running.reset(self._tokens.pop())
+        if not self._first or not torch.is_grad_enabled():
+            return
+        self._first = False
+        if self._wrapped and calls.made > self._calls_before:
+            self._unwrap()
+            say(
+                "activation checkpointing: the model calls deepspeed.checkpointing.checkpoint itself; its blocks are "
+                "no longer wrapped, the flags hold for those calls"
+            )
+
+    def remove(self) -> None:
+        """Give the model back as it was."""
+        self._unwrap()
+        for module, theirs in self._governed:
+            setattr(module, _TRANSFORMERS, theirs)
+        for handle in self._handles:
+            handle.remove()
+
+
+class _Governed:
+    """A model's own checkpointing function under the flags."""
+
+    def __init__(self, theirs: Callable[..., Any], checkpointer: Checkpointer) -> None:
+        self._theirs, self._checkpointer = theirs, checkpointer
+
+    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self._checkpointer.governed("a block of the model"):
+            return self._theirs(function, *args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return _itself, (self._theirs,)
+
+
+def wrap(model: nn.Module, flags: ActivationCheckpointing, mpu: Any) -> Wrapping | None:
+    """What the JSON asks for; None when it asks for nothing, as with a block that is all false.
+
+    Args:
+        model: the root.
+        flags: the section `activation_checkpointing` of the JSON.
+        mpu: a client's model-parallel unit, or None.
+    """
+    asks = flags.enabled or flags_set(flags) or flags.profile or flags.synchronize_checkpoint_boundary
+    return Wrapping(model, flags, mpu) if asks else None

@@ -1,0 +1,1 @@
+"""Reads and writes formats of other libraries."""

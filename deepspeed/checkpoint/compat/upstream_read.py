@@ -1,0 +1,343 @@
+"""Reads checkpoints in upstream's layout, through a restricted unpickler."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deepspeed.checkpoint.format.manifest import (
+    BUFFER,
+    FROZEN,
+    LEFT_OUT,
+    TRAINED,
+    VALUE,
+    Row,
+    StateRule,
+    entry_name,
+    state_field,
+)
+from deepspeed.checkpoint.format.safetensors_file import NAMES
+from deepspeed.checkpoint.load.reader import Chunk, TensorSource
+from deepspeed.errors import CheckpointCorruptError, CheckpointError, CheckpointMissingError
+
+
+class Inert:
+    """Holds the attributes of an object of upstream's; has no behaviour."""
+
+
+class InertNumber(int):
+    """Holds the value of an enumeration of upstream's."""
+
+
+# Classes that upstream's checkpoints are known to hold, by where their pickles say they are.
+_KNOWN: dict[str, type] = {
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler": Inert,
+    "deepspeed.runtime.fp16.loss_scaler.LossScalerBase": Inert,
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": Inert,
+    "deepspeed.runtime.zero.config.ZeroStageEnum": InertNumber,
+    "deepspeed.utils.tensor_fragment.fragment_address": Inert,
+}
+
+
+def load_pt(path: Path) -> Any:
+    """The contents of a file that `torch.save` wrote; tensors stay in the file until they are read.
+
+    Raises:
+        CheckpointError: it names a class that is not admitted; nothing of the file has run.
+        CheckpointCorruptError: it cannot be read.
+    """
+    admitted: list[Any] = [(made, name) for name, made in _KNOWN.items()]
+    try:
+        with torch.serialization.safe_globals(admitted):
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{path} names something else than tensors, plain values and {len(_KNOWN)} known classes, and is refused: "
+            f"opening it could run code ({str(error).splitlines()[0][:300]})"
+        ) from error
+    except (RuntimeError, EOFError, OSError, KeyError, ValueError) as error:
+        raise CheckpointCorruptError(f"{path} cannot be read: {error}") from error
+
+
+# What upstream itself puts beside the user's keys in a model file.
+_OWN_KEYS = frozenset(
+    "module buffer_names optimizer param_shapes frozen_param_shapes shared_params frozen_param_fragments lr_scheduler "
+    "data_sampler random_ltd sparse_tensor_module_names csr_tensor_module_names skipped_steps global_steps "
+    "global_samples dp_world_size mp_world_size checkpoint_parallel_dimensions ds_config ds_version "
+    "universal_checkpoint_info num_experts".split()
+)
+
+
+def open_foreign(path: Path, trained: Iterable[str] = ()) -> TensorSource:
+    """A source over a folder in upstream's layout; tensors stay in its files until they are read.
+
+    Args:
+        path: the folder of a tag, or a universal folder.
+        trained: names of the parameters in the order of the engine's optimizer; stage 0 files have numbers only.
+
+    Raises:
+        CheckpointError: a pickle in it names a class that is not admitted, or it is of a kind that is not known.
+        CheckpointCorruptError: files are missing or broken.
+    """
+    return _Reading(path, list(trained)).source()
+
+
+def _numbered(path: Path, pattern: str) -> list[Path]:
+    """Files in the order of their data-parallel rank."""
+    files = {int(re.search(r"pp_rank_(\d+)", file.name).group(1)): file for file in path.glob(pattern)}  # type: ignore[union-attr]
+    if sorted(files) != list(range(len(files))):
+        raise CheckpointCorruptError(f"{path}: {pattern} has ranks {sorted(files)}; some are missing")
+    return [files[rank] for rank in sorted(files)]
+
+
+class _Reading:
+    """Rows and chunks as they are found."""
+
+    def __init__(self, path: Path, trained: list[str]) -> None:
+        self.path, self.trained = path, trained
+        self.rows: dict[str, Row] = {}
+        self.chunks: dict[str, list[Chunk]] = {}
+        self.states: list[StateRule] = []
+        self.optimizer: dict[str, Any] | None = None
+
+    def source(self) -> TensorSource:
+        """Read the small parts of all files."""
+        if list(self.path.glob("*mp_rank_01*")):
+            raise CheckpointError(f"{self.path} is of several model-parallel ranks; convert it to the universal form")
+        models = [load_pt(file) for file in self._model_files()]
+        model = models[0]
+        if (self.path / "zero").is_dir():
+            self._universal(model)
+        elif model.get("param_shapes") is None:
+            self._unsharded(model)
+        else:
+            self._sharded(models)
+        self._rest(models)
+        run = {key: model[key] for key in ("global_steps", "skipped_steps", "global_samples") if key in model}
+        engine = {"counters": run, "scheduler": model.get("lr_scheduler"), "optimizer": self.optimizer}
+        client = {key: value for key, value in model.items() if key not in _OWN_KEYS}
+        about = {"aliases": dict(model.get("shared_params") or {}), "stage": self._stage}
+        about["package"] = model.get("ds_version")
+        state = {"engine": engine, "client_state": client}
+        return TensorSource(self.path, list(self.rows.values()), self.chunks, self.states, state, about)
+
+    def _model_files(self) -> list[Path]:
+        found = _numbered(self.path, "zero_pp_rank_*_mp_rank_00_model_states.pt")
+        found = found or list(self.path.glob("mp_rank_00_model_states.pt"))
+        if not found:
+            raise CheckpointMissingError(f"{self.path} has no *_model_states.pt")
+        return found
+
+    # -- stage 0 --------------------------------------------------------------------------------------------------
+
+    def _unsharded(self, model: dict[str, Any]) -> None:
+        self._stage = 0
+        saved = model.get("optimizer")
+        if not saved or not self.trained:
+            return
+        inner = saved.get("optimizer_state_dict", saved)
+        groups = inner["param_groups"]
+        numbers = [number for group in groups for number in group["params"]]
+        if len(numbers) != len(self.trained):
+            raise CheckpointError(
+                f"{self.path} has {len(numbers)} parameters in its optimizer, the engine has {len(self.trained)}"
+            )
+        masters = self._masters(saved, [model["module"][name].shape for name in self.trained], groups)
+        of_group = {number: index for index, group in enumerate(groups) for number in group["params"]}
+        for order, (name, number) in enumerate(zip(self.trained, numbers, strict=True)):
+            values = masters[order] if masters else model["module"][name]
+            state = inner["state"].get(number, {})
+            self._add(name, values.shape, [(0, values.reshape(-1))], (order, of_group[number]))
+            self._add_state(name, [(0, values.numel(), state)])
+        scaler = {"scale": saved["cur_scale"]} if "cur_scale" in saved else None
+        self._take_groups(groups, scaler)
+
+    def _masters(self, saved: dict[str, Any], shapes: list[torch.Size], groups: list[Any]) -> list[torch.Tensor]:
+        """Masters in the order of the optimizer; none for fp32 training."""
+        if "fp32_groups" in saved:
+            return [tensor for group in saved["fp32_groups"] for tensor in group]
+        made, at = [], 0
+        for group, flat in zip(groups, saved.get("fp32_groups_flat", ()), strict=False):
+            mine, at = shapes[at : at + len(group["params"])], at + len(group["params"])
+            offset = 0
+            for shape in mine:
+                made.append(flat[offset : offset + shape.numel()].view(shape))
+                offset += shape.numel()
+        return made
+
+    # -- stages 1 to 3 --------------------------------------------------------------------------------------------
+
+    def _sharded(self, models: list[dict[str, Any]]) -> None:
+        ranks = [load_pt(file)["optimizer_state_dict"] for file in self._optimizer_files()]
+        first, shapes = ranks[0], models[0]["param_shapes"]
+        self._stage = int(first.get("zero_stage", 1))
+        count = first["partition_count"]
+        if (count if isinstance(count, int) else max(count)) != len(ranks):
+            raise CheckpointCorruptError(f"{self.path} has the optimizer files of {len(ranks)} of {count} ranks")
+        order = 0
+        for group, named in enumerate(shapes):
+            cut = self._by_parameter if self._stage == 3 else self._by_group
+            for name, chunks in cut(ranks, group, {n: torch.Size(s) for n, s in named.items()}):
+                self._add(name, torch.Size(named[name]), [(at, values) for at, values, _ in chunks], (order, group))
+                self._add_state(name, [(at, values.numel(), state) for at, values, state in chunks])
+                order += 1
+        inner = first["optimizer_state_dict" if self._stage == 3 else "base_optimizer_state"]
+        self._take_groups(inner["param_groups"], _scaler(first.get("loss_scaler")))
+
+    def _optimizer_files(self) -> list[Path]:
+        for pattern in ("bf16_zero_pp_rank_*_mp_rank_00_optim_states.pt", "zero_pp_rank_*_mp_rank_00_optim_states.pt"):
+            found = _numbered(self.path, pattern)
+            if found:
+                return found
+        raise CheckpointMissingError(f"{self.path} has no *_optim_states.pt")
+
+    def _by_group(
+        self, ranks: list[dict[str, Any]], group: int, shapes: dict[str, torch.Size]
+    ) -> Iterator[tuple[str, list[tuple[int, torch.Tensor, dict[str, Any]]]]]:
+        """Stages 1 and 2: the concatenation of a group's parameters is cut into equal parts."""
+        parts = [rank["single_partition_of_fp32_groups"][group] for rank in ranks]
+        states = [rank["base_optimizer_state"]["state"].get(group, {}) for rank in ranks]
+        offset = 0
+        for name, shape in shapes.items():
+            chunks, at = [], 0
+            for part, state in zip(parts, states, strict=True):
+                low, high = max(offset, at), min(offset + shape.numel(), at + part.numel())
+                if low < high:
+                    cut = {k: v[low - at : high - at] if _cut(v, part) else v for k, v in state.items()}
+                    chunks.append((low - offset, part[low - at : high - at], cut))
+                at += part.numel()
+            yield name, chunks
+            offset += shape.numel()
+
+    def _by_parameter(
+        self, ranks: list[dict[str, Any]], group: int, shapes: dict[str, torch.Size]
+    ) -> Iterator[tuple[str, list[tuple[int, torch.Tensor, dict[str, Any]]]]]:
+        """Stage 3: every parameter is cut into equal parts, the last one padded."""
+        parts = [_joined(rank, group) for rank in ranks]
+        at = 0
+        for name, shape in shapes.items():
+            step, chunks = -(-shape.numel() // len(ranks)), []
+            for rank, (part, state) in enumerate(parts):
+                start = rank * step
+                size = min(step, shape.numel() - start)
+                if size > 0:
+                    cut = {k: v[at : at + size] if _cut(v, part) else v for k, v in state.items()}
+                    chunks.append((start, part[at : at + size], cut))
+            yield name, chunks
+            at += step
+
+    # -- universal ------------------------------------------------------------------------------------------------
+
+    def _universal(self, model: dict[str, Any]) -> None:
+        self._stage = 0
+        shapes = {name: torch.Size(s) for group in model.get("param_shapes") or [] for name, s in group.items()}
+        groups = {name: i for i, group in enumerate(model.get("param_shapes") or []) for name in group}
+        for order, name in enumerate(shapes):
+            folder = self.path / "zero" / name
+            if not folder.is_dir():
+                raise CheckpointMissingError(f"{folder} is missing")
+            tensors = {file.stem: _bare(load_pt(file)) for file in sorted(folder.glob("*.pt")) if file.stem != "step"}
+            step = folder / "step.pt"
+            state = {key: value for key, value in tensors.items() if key != "fp32"}
+            if step.exists():
+                state["step"] = torch.as_tensor(_bare(load_pt(step))).float()
+            values = tensors["fp32"].reshape(-1)
+            self._add(name, shapes[name], [(0, values)], (order, groups[name]))
+            self._add_state(name, [(0, values.numel(), state)])
+        saved = self.path / "zero" / "optimizer_state.pt"
+        if saved.exists():
+            self._take_groups(load_pt(saved)["param_groups"], None)
+
+    # -- rows -----------------------------------------------------------------------------------------------------
+
+    def _add(self, name: str, shape: torch.Size, chunks: list[Chunk], place: tuple[int, int]) -> None:
+        dtype = chunks[0][1].dtype if chunks else torch.float32
+        self.rows[name] = Row(name, tuple(shape), dtype, TRAINED, None, *place)
+        self.chunks[entry_name(VALUE, name)] = chunks
+
+    def _add_state(self, name: str, chunks: list[tuple[int, int, dict[str, Any]]]) -> None:
+        """Optimizer state of a parameter: tensors as long as their chunk are cut with it, others are values."""
+        rule = StateRule({}, {}, {})
+        for start, numel, state in chunks:
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor) and value.dim() and value.numel() == numel:
+                    rule.sliced[key] = value.dtype
+                    self.chunks.setdefault(entry_name(state_field(key), name), []).append((start, value.reshape(-1)))
+                elif isinstance(value, torch.Tensor):
+                    rule.values[key] = {"number": value.item(), "dtype": NAMES[value.dtype]}
+                else:
+                    rule.values[key] = value
+        if rule.sliced or rule.values:
+            if rule not in self.states:
+                self.states.append(rule)
+            row = self.rows[name]
+            self.rows[name] = Row(
+                row.name, row.shape, row.dtype, row.kind, self.states.index(rule), row.order, row.group
+            )
+
+    def _take_groups(self, groups: list[dict[str, Any]], scaler: dict[str, Any] | None) -> None:
+        settings = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+        self.optimizer = {"groups": settings, "scaler": scaler}
+
+    def _rest(self, models: list[dict[str, Any]]) -> None:
+        """Frozen parameters, whole or in chunks, and buffers."""
+        model = models[0]
+        frozen = model.get("frozen_param_shapes") or {}
+        for name, shape in frozen.items():
+            at, chunks = 0, []
+            for one in models:
+                fragment = (one.get("frozen_param_fragments") or {}).get(name)
+                if fragment is not None:
+                    values = fragment.reshape(-1)[: torch.Size(shape).numel() - at]
+                    chunks.append((at, values))
+                    at += values.numel()
+            kind = FROZEN if chunks else LEFT_OUT
+            self.rows[name] = Row(name, tuple(shape), chunks[0][1].dtype if chunks else torch.float32, kind)
+            self.chunks[entry_name(VALUE, name)] = chunks
+        aliases, buffers = model.get("shared_params") or {}, set(model.get("buffer_names") or ())
+        for name, value in (model.get("module") or {}).items():
+            if name not in self.rows and name not in aliases and isinstance(value, torch.Tensor):
+                kind = BUFFER if name in buffers else FROZEN
+                self.rows[name] = Row(name, tuple(value.shape), value.dtype, kind)
+                self.chunks[entry_name(VALUE, name)] = [(0, value.reshape(-1))]
+
+
+def _cut(value: Any, part: torch.Tensor) -> bool:
+    """Whether a state tensor is cut as the values are; some are saved with their padding, the values without."""
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() >= part.numel()
+
+
+def _bare(loaded: Any) -> Any:
+    return loaded["param"] if isinstance(loaded, dict) else loaded
+
+
+def _joined(rank: dict[str, Any], group: int) -> tuple[torch.Tensor, dict[str, Any]]:
+    """The flat values and state of one optimizer group at stage 3, whose sub-groups follow each other."""
+    flat, states = rank["fp32_flat_groups"], rank["optimizer_state_dict"]["state"]
+    groups = len(rank["optimizer_state_dict"]["param_groups"])
+    if len(flat) == groups:
+        return flat[group], states.get(group, {})
+    if groups != 1:
+        raise CheckpointError(f"a stage 3 file has {groups} optimizer groups in {len(flat)} sub-groups: not known here")
+    state = dict(states.get(0, {}))
+    for key, value in state.items():
+        if _cut(value, flat[0]):
+            state[key] = torch.cat([states[number][key] for number in range(len(flat))])
+    return torch.cat(flat), state
+
+
+def _scaler(saved: Any) -> dict[str, Any] | None:
+    """The state of our loss scaler from the attributes of upstream's."""
+    values = vars(saved) if hasattr(saved, "__dict__") else {}
+    if "cur_scale" not in values:
+        return None
+    made = {"scale": float(values["cur_scale"])}
+    if "cur_iter" in values:
+        made["clean_steps"] = values["cur_iter"] - values.get("last_overflow_iter", -1) - 1
+        made["hysteresis_left"] = values.get("cur_hysteresis", 1)
+    return made

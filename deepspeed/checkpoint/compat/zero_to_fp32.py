@@ -1,0 +1,229 @@
+"""Consolidates a checkpoint of any kind into whole fp32 weights, without an engine."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.checkpoint.compat.upstream_read import open_foreign
+from deepspeed.checkpoint.format import filesystem
+from deepspeed.checkpoint.format.manifest import FROZEN, LEFT_OUT, MANIFEST, Row
+from deepspeed.checkpoint.huggingface import write_sharded
+from deepspeed.checkpoint.load.directory import Finder, read_latest
+from deepspeed.checkpoint.load.reader import Source
+from deepspeed.checkpoint.ranks import Ranks
+from deepspeed.errors import CheckpointMissingError
+from deepspeed.foundation.log import say
+
+
+def open_source(folder: str | Path, tag: str | None = None) -> Source:
+    """A checkpoint for reading by this process alone.
+
+    Args:
+        folder: holds the tags, or is the folder of a tag itself.
+        tag: which; None: what `latest` names, or the newest that is complete.
+
+    Raises:
+        CheckpointMissingError: there is none.
+        CheckpointCorruptError: it is broken.
+    """
+    path = Path(folder)
+    if tag is None and ((path / MANIFEST).exists() or any(path.glob("*_model_states.pt"))):
+        path, tag = path.absolute().parent, path.absolute().name
+    finder = Finder(path, Ranks())
+    tag = tag or read_latest(path, filesystem.LATEST)
+    if tag is not None:
+        found = finder.named(filesystem.checked_tag(tag))
+        return found if isinstance(found, Source) else open_foreign(found)
+    newest = finder.newest(set())
+    if newest is None:
+        raise CheckpointMissingError(
+            f"Unable to find 'latest' file at {path / filesystem.LATEST}, or any checkpoint there"
+        )
+    return newest
+
+
+def rows_of(source: Source, exclude_frozen: bool) -> Iterator[Row]:
+    """The rows whose values are stored."""
+    for row in source.manifest.rows:
+        if row.kind != LEFT_OUT and not (exclude_frozen and row.kind == FROZEN):
+            yield row
+
+
+def in_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """A floating tensor in a dtype (None: its own); others as they are."""
+    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+
+
+class GatheredTensor:
+    """A tensor of a checkpoint that is read when `contiguous()` is called.
+
+    Args:
+        source: the checkpoint.
+        row: what of it.
+        dtype: what it becomes.
+    """
+
+    def __init__(self, source: Source, row: Row, dtype: torch.dtype) -> None:
+        self._source, self._row = source, row
+        self.shape = torch.Size(row.shape)
+        self.dtype = dtype if row.dtype.is_floating_point else row.dtype
+
+    def contiguous(self) -> torch.Tensor:
+        """The tensor."""
+        return in_dtype(self._source.whole(self._row.name), self.dtype)
+
+
+def get_fp32_state_dict_from_zero_checkpoint(
+    checkpoint_dir: str | Path,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+    lazy_mode: bool = False,
+) -> OrderedDict[str, Any]:
+    """The weights of a checkpoint in fp32, on the CPU.
+
+    Args:
+        checkpoint_dir: holds the tags.
+        tag: which; None: what `latest` names.
+        exclude_frozen_parameters: leave parameters out that did not require a gradient.
+        lazy_mode: give objects that read their tensor when `contiguous()` is called.
+
+    Returns:
+        Tensors by name; tied parameters under each of their names.
+    """
+    return _state_dict(open_source(checkpoint_dir, tag), torch.float32, exclude_frozen_parameters, lazy_mode)
+
+
+def _state_dict(source: Source, dtype: torch.dtype, exclude_frozen: bool, lazy: bool) -> OrderedDict[str, Any]:
+    made: OrderedDict[str, Any] = OrderedDict()
+    for row in rows_of(source, exclude_frozen):
+        one = GatheredTensor(source, row, dtype)
+        made[row.name] = one if lazy else one.contiguous()
+    for alias, name in source.manifest.aliases.items():
+        if name in made:
+            made[alias] = made[name]
+    return made
+
+
+def convert_zero_checkpoint_to_state_dict(
+    checkpoint_dir: str | Path,
+    output_dir: str | Path,
+    max_shard_size: str = "5GB",
+    safe_serialization: bool = False,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Write the weights of a checkpoint into files that torch or Hugging Face libraries open.
+
+    Args:
+        checkpoint_dir: holds the tags.
+        output_dir: made if it is not there.
+        max_shard_size: largest file, as "5GB"; None for one file.
+        safe_serialization: safetensors instead of `torch.save`.
+        tag: which; None: what `latest` names.
+        exclude_frozen_parameters: leave parameters out that did not require a gradient.
+        dtype: of the weights.
+    """
+    state = _state_dict(open_source(checkpoint_dir, tag), dtype, exclude_frozen_parameters, lazy=True)
+    write_sharded(state, Path(output_dir), max_shard_size, safe_serialization)
+
+
+def convert_zero_checkpoint_to_fp32_state_dict(
+    checkpoint_dir: str | Path,
+    output_dir: str | Path,
+    max_shard_size: str = "5GB",
+    safe_serialization: bool = False,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> None:
+    """`convert_zero_checkpoint_to_state_dict` in fp32."""
+    convert_zero_checkpoint_to_state_dict(
+        checkpoint_dir, output_dir, max_shard_size, safe_serialization, tag, exclude_frozen_parameters
+    )
+
+
+def load_state_dict_from_zero_checkpoint(
+    model: nn.Module, checkpoint_dir: str | Path, tag: str | None = None
+) -> nn.Module:
+    """Load the fp32 weights of a checkpoint into a plain model on the CPU.
+
+    Args:
+        model: moved to the CPU.
+        checkpoint_dir: holds the tags.
+        tag: which; None: what `latest` names.
+
+    Returns:
+        The model.
+    """
+    model = model.cpu()
+    model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
+    return model
+
+
+def get_model_state_file(checkpoint_dir: str | Path, zero_stage: int) -> str:
+    """The file with rank 0's model states in a tag's folder.
+
+    Raises:
+        CheckpointMissingError: it is not there.
+    """
+    name = "zero_pp_rank_0_mp_rank_00_model_states.pt" if int(zero_stage) == 3 else "mp_rank_00_model_states.pt"
+    path = Path(checkpoint_dir) / name
+    if not path.exists():
+        raise CheckpointMissingError(f"can't find model states file at '{path}'")
+    return str(path)
+
+
+def get_checkpoint_files(checkpoint_dir: str | Path, glob_pattern: str) -> list[str]:
+    """Files of a tag's folder in natural order.
+
+    Raises:
+        CheckpointMissingError: there is none.
+    """
+    found = [str(path) for path in Path(checkpoint_dir).glob(glob_pattern)]
+    if not found:
+        raise CheckpointMissingError(f"can't find {glob_pattern} files in directory '{checkpoint_dir}'")
+    return sorted(found, key=lambda name: [int(p) if p.isdigit() else p for p in re.split(r"(\d+)", name)])
+
+
+def get_optim_files(checkpoint_dir: str | Path) -> list[str]:
+    """The files with optimizer states in a tag's folder."""
+    return get_checkpoint_files(checkpoint_dir, "*_optim_states.pt")
+
+
+def get_model_state_files(checkpoint_dir: str | Path) -> list[str]:
+    """The files with model states in a tag's folder."""
+    return get_checkpoint_files(checkpoint_dir, "*_model_states.pt")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """`python zero_to_fp32.py CHECKPOINT_DIR OUTPUT_DIR`."""
+    parser = argparse.ArgumentParser(description="Write the fp32 weights of a checkpoint into plain files.")
+    parser.add_argument("checkpoint_dir", help="folder of checkpoints, or of one tag")
+    parser.add_argument("output_dir", help="folder for the weights")
+    parser.add_argument("--max_shard_size", default="5GB", help="largest file")
+    parser.add_argument("--safe_serialization", action="store_true", help="write safetensors")
+    parser.add_argument("-t", "--tag", default=None, help="which checkpoint; default: the latest")
+    parser.add_argument("--exclude_frozen_parameters", action="store_true", help="leave frozen parameters out")
+    parser.add_argument("-d", "--debug", action="store_true", help="list the tensors")
+    given = parser.parse_args(arguments)
+    convert_zero_checkpoint_to_fp32_state_dict(
+        given.checkpoint_dir,
+        given.output_dir,
+        given.max_shard_size,
+        given.safe_serialization,
+        given.tag,
+        given.exclude_frozen_parameters,
+    )
+    if given.debug:
+        for name, one in get_fp32_state_dict_from_zero_checkpoint(
+            given.checkpoint_dir, given.tag, given.exclude_frozen_parameters, lazy_mode=True
+        ).items():
+            say(f"{name}: {tuple(one.shape)} {one.dtype}")

@@ -1,0 +1,158 @@
+"""Every change that a checkpoint makes on disk, so that tests can make each of them fail."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from deepspeed.errors import CheckpointError
+
+LATEST = "latest"
+LATEST_UNIVERSAL = "latest_universal"
+
+# A tag is one plain name: it never leaves the folder, and is never one of the hidden names of a save under way.
+_TAG = re.compile(r"[^/\\\x00-\x1f]{1,200}")
+_STAGING, _REPLACED = ".saving", ".replaced"
+
+# Linux only; elsewhere the disk starts when the file is synced.
+_START_WRITING = getattr(ctypes.CDLL(None) if os.name == "posix" else None, "sync_file_range", None)
+if _START_WRITING is not None:
+    _START_WRITING.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
+_SYNC_FILE_RANGE_WRITE = 2
+
+
+class FileSystem:
+    """The file operations of a save."""
+
+    def make_folder(self, path: Path) -> None:
+        """Make a folder and the ones above it."""
+        path.mkdir(parents=True, exist_ok=True)
+
+    def create(self, path: Path) -> int:
+        """Open a new, empty file for writing; gives its descriptor."""
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+
+    def write(self, fd: int, data: memoryview, offset: int) -> None:
+        """Write all of `data` at `offset`; the disk begins with it at once, so that little is left to `sync`."""
+        first = offset
+        while len(data):
+            done = os.pwrite(fd, data, offset)
+            data, offset = data[done:], offset + done
+        if _START_WRITING is not None:
+            _START_WRITING(fd, first, offset - first, _SYNC_FILE_RANGE_WRITE)  # a hint: what it says is of no interest
+
+    def sync(self, fd: int) -> None:
+        """Wait until the file is on the disk."""
+        os.fsync(fd)
+
+    def sync_folder(self, path: Path) -> None:
+        """Wait until the names in a folder are on the disk."""
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def rename(self, old: Path, new: Path) -> None:
+        """Rename in one step; a file in the way is replaced."""
+        os.replace(old, new)
+
+    def remove(self, path: Path) -> None:
+        """Remove a file or a folder with all that is in it."""
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+    def free_bytes(self, path: Path) -> int:
+        """Bytes that may still be written below `path`."""
+        return shutil.disk_usage(path).free
+
+
+# Tests put a file system that fails here.
+current = FileSystem()
+
+
+@contextmanager
+def created(path: Path) -> Iterator[int]:
+    """A new file; on leaving it is on the disk, in full."""
+    fd = current.create(path)
+    try:
+        yield fd
+        current.sync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_files(contents: Mapping[Path, bytes]) -> None:
+    """Write small files in full, then sync them together: one commit of the file system's journal serves all.
+
+    Args:
+        contents: by path; a file that begins with `#!` can be executed.
+    """
+    with ExitStack() as stack:
+        for path, data in contents.items():
+            fd = stack.enter_context(created(path))
+            current.write(fd, memoryview(data), 0)
+            os.fchmod(fd, 0o755 if data.startswith(b"#!") else 0o644)
+
+
+def checked_tag(tag: object) -> str:
+    """A tag as text.
+
+    Raises:
+        CheckpointError: it is not one plain, visible name.
+    """
+    text = str(tag)
+    if not _TAG.fullmatch(text) or text.startswith(".") or text in (LATEST, LATEST_UNIVERSAL):
+        raise CheckpointError(
+            f"checkpoint tag {text!r} cannot be used: a tag is one folder name without '/', not beginning with '.', "
+            f"and not '{LATEST}'"
+        )
+    return text
+
+
+def staging_of(folder: Path, tag: str) -> Path:
+    """Where a save is written before it gets its name."""
+    return folder / f".{tag}{_STAGING}"
+
+
+def replaced_of(folder: Path, tag: str) -> Path:
+    """Where the checkpoint that had the name goes in the instant before."""
+    return folder / f".{tag}{_REPLACED}"
+
+
+def tag_under_way(name: str) -> str | None:
+    """The tag of a staging folder's name, or None."""
+    for suffix in (_STAGING, _REPLACED):
+        if name.startswith(".") and name.endswith(suffix):
+            return name[1 : -len(suffix)]
+    return None
+
+
+def publish(folder: Path, tag: str, beside: Mapping[str, bytes]) -> None:
+    """Give a complete staging folder its name; what had it before stays whole until then.
+
+    Args:
+        folder: holds the tags.
+        tag: a checked tag.
+        beside: small files of `folder`, such as `latest`, each replaced in one step once the tag is there.
+    """
+    final, old = folder / tag, replaced_of(folder, tag)
+    hidden = {name: folder / f".{name}{_STAGING}" for name in beside}
+    write_files({hidden[name]: data for name, data in beside.items()})
+    if old.exists():
+        current.remove(old)
+    if final.exists():
+        current.rename(final, old)
+    current.rename(staging_of(folder, tag), final)
+    for name, path in hidden.items():
+        current.rename(path, folder / name)
+    current.sync_folder(folder)
+    if old.exists():
+        current.remove(old)

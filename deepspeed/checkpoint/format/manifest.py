@@ -1,0 +1,381 @@
+"""The manifest: what a checkpoint holds and how it is sharded.
+
+[Note: formats] In format 2 a group names its rows, the box of each in the global tensor, and the file of each slice.
+Format 1 knew whole tensors only, and slice r was in the file of rank r; it is read for ever and written no more.
+"""
+
+from __future__ import annotations
+
+import bisect
+import json
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deepspeed.checkpoint.format.safetensors_file import DTYPES, NAMES, Seal
+from deepspeed.errors import CheckpointCorruptError, CheckpointError
+from deepspeed.zero.api.state_view import LAYOUT_RULES
+from deepspeed.zero.layout.layout import Layout
+from deepspeed.zero.layout.placement import Cut
+from deepspeed.zero.layout.regions import Box, BoxRange, Copy, copies, extent
+
+MANIFEST = "manifest.json"
+# Files of the small state of a run.
+STATE, STATE_TENSORS, STATE_PICKLE = "state.json", "state.safetensors", "state.pickle"
+VERSION = 2
+_PREFIX = '{"crc32": "%08x",\n"manifest": '
+
+# Kinds of rows.
+TRAINED, FROZEN, LEFT_OUT, BUFFER = "trained", "frozen", "left out", "buffer"
+# Fields that are cut as the parameter is; those of the optimizer are `state/<key>`.
+VALUE, GRADIENT = "value", "gradient"
+
+
+def rank_file(rank: int) -> str:
+    """The tensor file of a rank."""
+    return f"rank-{rank:05d}.safetensors"
+
+
+def entry_name(field_: str, name: str) -> str:
+    """What a piece of a parameter is called in a rank's file."""
+    return f"{field_}/{name}"
+
+
+def state_field(key: str) -> str:
+    """The field of a tensor of the optimizer state."""
+    return f"state/{key}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One parameter or buffer.
+
+    Args:
+        name: qualified name in the module.
+        shape: global shape.
+        dtype: of the stored value: that of the master where there is one.
+        kind: `trained`, `frozen`, `left out` (frozen, and its values were not stored) or `buffer`.
+        state: which of the optimizer states; None: it has none (yet).
+        order: position in the optimizer, counted over all its groups; -1 outside.
+        group: group of the optimizer; -1 outside.
+        place: in the module of the rank that describes it, which orders the rows; not stored.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    kind: str = TRAINED
+    state: int | None = None
+    order: int = -1
+    group: int = -1
+    place: int = field(default=-1, compare=False)
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return torch.Size(self.shape).numel()
+
+    @property
+    def everything(self) -> BoxRange:
+        """All of its elements."""
+        return BoxRange(Box(self.shape), 0, self.numel)
+
+
+@dataclass(frozen=True)
+class StateRule:
+    """The optimizer state of parameters that have equal ones.
+
+    Args:
+        sliced: tensors of the parameter's shape, cut as it is: dtype by key.
+        whole: tensors of another shape, in the file of the parameter's first element: (dtype, shape) by key.
+        values: numbers and the like, in typed JSON.
+    """
+
+    sliced: dict[str, torch.dtype]
+    whole: dict[str, tuple[torch.dtype, tuple[int, ...]]]
+    values: dict[str, Any]
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON."""
+        whole = {key: [NAMES[dtype], list(shape)] for key, (dtype, shape) in self.whole.items()}
+        return {"sliced": {k: NAMES[d] for k, d in self.sliced.items()}, "whole": whole, "values": self.values}
+
+    @staticmethod
+    def from_json(made: dict[str, Any]) -> StateRule:
+        """From JSON."""
+        whole = {key: (DTYPES[dtype], tuple(shape)) for key, (dtype, shape) in made["whole"].items()}
+        return StateRule({k: DTYPES[d] for k, d in made["sliced"].items()}, whole, made["values"])
+
+
+@dataclass(frozen=True)
+class CutGroup:
+    """Tensors that are cut together: slices of the concatenation of one rank's boxes.
+
+    Args:
+        rows: which, as positions in the manifest.
+        boxes: what the flattened tensors are of the global ones.
+        rule: `equal` slices of their concatenation, or cuts `between` them.
+        files: slice r is in the r-th.
+        stored: False for a tensor whose equal copy another group stores; empty: all are stored.
+        states: optimizer states as in `Row`, where they are not those of the rows; empty otherwise.
+    """
+
+    rows: tuple[int, ...]
+    boxes: tuple[Box, ...]
+    rule: str
+    files: tuple[str, ...]
+    stored: tuple[bool, ...] = ()
+    states: tuple[int | None, ...] = ()
+
+    @cached_property
+    def layout(self) -> Layout:
+        """Where the concatenation is cut, padding included."""
+        return LAYOUT_RULES[self.rule]([box.numel for box in self.boxes], len(self.files))
+
+    @cached_property
+    def _offsets(self) -> tuple[int, ...]:
+        return self.layout.offsets
+
+    def pieces(self, index: int, low: int, high: int) -> Iterator[tuple[str, BoxRange]]:
+        """The stored pieces of a tensor, as (file, range of its packed box), that have elements of [low, high) there.
+
+        Args:
+            index: position in the group.
+            low: first element of the flattened packed box.
+            high: one past the last.
+        """
+        box, cuts, offset = self.boxes[index], self.layout.cuts, self._offsets[index]
+        end = offset + box.numel
+        for rank in range(max(bisect.bisect_right(cuts, offset) - 1, 0), len(self.files)):
+            if cuts[rank] >= end:
+                break
+            start, stop = (box.packed_index(min(max(cut, offset), end) - offset) for cut in cuts[rank : rank + 2])
+            if max(start, low) < min(stop, high):
+                yield self.files[rank], BoxRange(box.packed, start, stop)
+
+
+@dataclass(frozen=True)
+class Read:
+    """Elements of one stored piece, and where they go.
+
+    Args:
+        file: file name.
+        copy: from the piece to the destination.
+    """
+
+    file: str
+    copy: Copy
+
+
+@dataclass
+class Manifest:
+    """The contents of `manifest.json`.
+
+    Args:
+        rows: parameters and buffers.
+        groups: how they are cut and where they lie; none where the values are elsewhere.
+        states: the different optimizer states; rows refer to them by number.
+        files: every file beside the manifest, with its seal.
+        about: everything else: counters, who saved, typed JSON of small state.
+    """
+
+    rows: list[Row]
+    groups: list[CutGroup]
+    states: list[StateRule]
+    files: dict[str, Seal]
+    about: dict[str, Any]
+    _numbers: dict[str, int] = field(init=False, repr=False)
+    _stored: dict[str, list[tuple[CutGroup, int]]] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._numbers = {row.name: number for number, row in enumerate(self.rows)}
+        self._stored = {}
+        for group in self.groups:
+            for index, number in enumerate(group.rows):
+                if not group.stored or group.stored[index]:
+                    self._stored.setdefault(self.rows[number].name, []).append((group, index))
+
+    # -- asking ---------------------------------------------------------------------------------------------------
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        """Other names of tied parameters."""
+        return self.about.get("aliases", {})
+
+    def row(self, name: str) -> Row | None:
+        """The row of a parameter or buffer, by any of its names."""
+        number = self._numbers.get(self.aliases.get(name, name))
+        return None if number is None else self.rows[number]
+
+    def state_of(self, row: Row, box: Box | None = None) -> StateRule | None:
+        """The optimizer state of a parameter; of one box, where boxes have different ones.
+
+        Args:
+            row: the parameter.
+            box: None: any.
+        """
+        found = None if box is None else self._find(row, box)
+        number = row.state if found is None or not found[0].states else found[0].states[found[1]]
+        return None if number is None else self.states[number]
+
+    def is_whole(self, field_: str, row: Row) -> bool:
+        """Whether a field of a parameter has a shape of its own and is not cut."""
+        rule = self.state_of(row)
+        return rule is not None and any(field_ == state_field(key) for key in rule.whole)
+
+    def _find(self, row: Row, box: Box) -> tuple[CutGroup, int] | None:
+        stored = self._stored.get(row.name, ())
+        return next(((group, index) for group, index in stored if group.boxes[index] == box), None)
+
+    def has_box(self, row: Row, box: Box) -> bool:
+        """Whether a box is stored as it is, so that state that cannot be cut fits it."""
+        return self._find(row, box) is not None if self.groups else box.whole
+
+    def reads(self, row: Row, wanted: BoxRange) -> Iterator[Read]:
+        """What must be read for a range of any box of a parameter; the same for every field that is cut as it is."""
+        for group, index in self._stored.get(row.name, ()):
+            low, high = extent(group.boxes[index].packed, wanted)
+            for file, piece in group.pieces(index, low, high):
+                for copy in copies(piece, wanted):
+                    yield Read(file, copy)
+
+    def home(self, row: Row, box: Box) -> str:
+        """The file that holds the first element of a box, and its state that is not cut."""
+        found = self._find(row, box)
+        if found is None:
+            raise CheckpointError(f"the checkpoint does not hold '{row.name}' cut as it is here")
+        for file, _ in found[0].pieces(found[1], 0, 1):
+            return file
+        return found[0].files[0]
+
+    # -- on disk --------------------------------------------------------------------------------------------------
+
+    def to_bytes(self) -> bytes:
+        """The file's contents."""
+        boxes, files = _Numbers({(): 0}), _Numbers()
+        groups = [[list(g.rows), list(_signed(g, boxes)), g.rule, files(g.files), list(g.states)] for g in self.groups]
+        body = {
+            "format": "deepspeed",
+            "version": VERSION,
+            **self.about,
+            "files": {name: [seal.nbytes, f"{seal.crc32:08x}"] for name, seal in sorted(self.files.items())},
+            "states": [state.to_json() for state in self.states],
+            "columns": ["name", "shape", "dtype", "kind", "state", "order", "group"],
+        }
+        lines = {
+            "boxes": [[[cut.dim, cut.size, cut.segments] for cut in cuts] for cuts in boxes.seen],
+            "slices": list(files.seen),
+            "groups": groups,
+            "rows": [[r.name, r.shape, NAMES[r.dtype], r.kind, r.state, r.order, r.group] for r in self.rows],
+        }
+        text = json.dumps(body, indent=1)[:-2]
+        for key, listed in lines.items():
+            text += f',\n "{key}": [\n' + ",\n".join("  " + json.dumps(one) for one in listed) + "\n ]"
+        encoded = (text + "\n}").encode()
+        return (_PREFIX % zlib.crc32(encoded)).encode() + encoded + b"}\n"
+
+    @staticmethod
+    def from_bytes(data: bytes, where: Path) -> Manifest:
+        """Parse the file's contents.
+
+        Raises:
+            CheckpointCorruptError: they are not what was written, or of a version that is not known here.
+        """
+        size = len(_PREFIX % 0)
+        try:
+            told = int(data[len('{"crc32": "') :][:8], 16)
+            if zlib.crc32(data[size:-2]) != told or data[:size] != (_PREFIX % told).encode() or data[-2:] != b"}\n":
+                raise CheckpointCorruptError(f"{where} differs from what was written (its checksum does not hold)")
+            body = json.loads(data[size:-2])
+            version = body.pop("version")
+            if body.pop("format") != "deepspeed" or version not in _READERS:
+                raise CheckpointCorruptError(f"{where} was written by a newer version of this package")
+            rows = [Row(r[0], tuple(r[1]), DTYPES[r[2]], *r[3:]) for r in body.pop("rows")]
+            groups = list(_READERS[version](rows, body))
+            states = [StateRule.from_json(state) for state in body.pop("states")]
+            seals = {name: Seal(size, int(crc, 16)) for name, (size, crc) in body.pop("files").items()}
+            body.pop("columns")
+        except (ValueError, KeyError, TypeError, IndexError) as error:
+            if isinstance(error, CheckpointCorruptError):
+                raise
+            raise CheckpointCorruptError(f"{where} cannot be read as a manifest: {error!r}") from error
+        if any("/" in name or name.startswith(".") for name in seals):
+            raise CheckpointCorruptError(f"{where} names files outside of its folder")
+        return Manifest(rows, groups, states, seals, body)
+
+
+class _Numbers:
+    """Numbers things in the order in which they are seen."""
+
+    def __init__(self, seen: dict[Any, int] | None = None) -> None:
+        self.seen = seen or {}
+
+    def __call__(self, one: Any) -> int:
+        return self.seen.setdefault(one, len(self.seen))
+
+
+def _signed(group: CutGroup, boxes: _Numbers) -> Iterator[int]:
+    """The number of each tensor's box; -1 minus it where the tensor is stored by another group."""
+    stored = group.stored or [True] * len(group.rows)
+    for box, here in zip(group.boxes, stored, strict=True):
+        number = boxes(box.cuts)
+        yield number if here else -1 - number
+
+
+def _groups_of_format_2(rows: list[Row], body: dict[str, Any]) -> Iterator[CutGroup]:
+    cuts = [
+        tuple(Cut(dim, size, tuple((start, length) for start, length in segments)) for dim, size, segments in box)
+        for box in body.pop("boxes")
+    ]
+    slices = [tuple(files) for files in body.pop("slices")]
+    for numbers, signed, rule, files, states in body.pop("groups"):
+        stored = () if all(number >= 0 for number in signed) else tuple(number >= 0 for number in signed)
+        positions = (number if number >= 0 else -1 - number for number in signed)
+        boxes = tuple(Box(rows[n].shape, cuts[at]) for n, at in zip(numbers, positions, strict=True))
+        yield CutGroup(tuple(numbers), boxes, rule, slices[files], stored, tuple(states))
+
+
+def _groups_of_format_1(rows: list[Row], body: dict[str, Any]) -> Iterator[CutGroup]:
+    at = 0
+    for count, rule, ranks in body.pop("groups"):
+        numbers = tuple(range(at, at + count))
+        boxes = tuple(Box(row.shape) for row in rows[at : at + count])
+        yield CutGroup(numbers, boxes, rule, tuple(map(rank_file, range(ranks))))
+        at += count
+
+
+_READERS = {1: _groups_of_format_1, VERSION: _groups_of_format_2}
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest in a checkpoint's folder.
+
+    Raises:
+        CheckpointCorruptError: there is none, or it is broken.
+    """
+    path = folder / MANIFEST
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise CheckpointCorruptError(f"{folder} is not complete: no readable {MANIFEST} ({error.strerror})") from error
+    return Manifest.from_bytes(data, path)
+
+
+def check_files(folder: Path, manifest: Manifest) -> None:
+    """See that every file is there in its full length.
+
+    Raises:
+        CheckpointCorruptError: one is not.
+    """
+    for name, seal in manifest.files.items():
+        try:
+            size = (folder / name).stat().st_size
+        except OSError:
+            raise CheckpointCorruptError(f"{folder / name} is missing") from None
+        if size != seal.nbytes:
+            raise CheckpointCorruptError(f"{folder / name} has {size} bytes; {seal.nbytes} were written")

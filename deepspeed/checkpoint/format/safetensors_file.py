@@ -1,0 +1,499 @@
+"""A safetensors file with a checksum per block: written as a stream, read in any ranges.
+
+[Note: blocks] The first tensor of the file is `checksums`: one CRC-32 for each MiB of what follows it. The manifest
+holds a CRC-32 over the header and this table, so a reader that wants a few bytes verifies a few blocks, and every byte
+of the file is covered. Tensors are ordered by the size of their elements, so no element crosses the edge of a block.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+import json
+import math
+import os
+import zlib
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+
+from deepspeed.checkpoint.format import filesystem
+from deepspeed.errors import CheckpointCorruptError, CheckpointError
+from deepspeed.foundation.malloc import limits_addresses
+from deepspeed.native import library
+
+
+def crc32(data: torch.Tensor) -> int:
+    """The CRC-32 of some bytes.
+
+    Args:
+        data: 1-D, uint8, contiguous, on the CPU.
+    """
+    native = _native()
+    return zlib.crc32(data.numpy().data) if native is None else native(data.data_ptr(), data.numel())
+
+
+@functools.cache
+def _native() -> Callable[[int, int], int] | None:
+    loaded = library()
+    if loaded is None or not loaded.ds_crc32_is_fast():
+        return None
+    function = loaded.ds_crc32
+    function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_uint64], ctypes.c_uint32
+    return function
+
+
+BLOCK = 1 << 20
+_CHUNK = 4 * BLOCK  # bytes handed to one write
+_WRITERS, _READERS = 2, 4  # threads; they spend their time in the kernel and in crc32, which release the GIL
+_FEW = 8  # blocks that are not worth another reader
+_SCRATCH = _WRITERS + 1  # chunks in memory at most, where tensors are not written from their place
+_TABLE = "checksums"
+_MOST_HEADER = 1 << 28
+
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
+    "BOOL": torch.bool, "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64, "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def name_of(dtype: torch.dtype, what: str) -> str:
+    """The name of a dtype in a safetensors file.
+
+    Raises:
+        CheckpointError: it has none.
+    """
+    if dtype not in NAMES:
+        raise CheckpointError(f"{what} is of {dtype}, which safetensors files cannot hold; convert it before saving")
+    return NAMES[dtype]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor that is to be written.
+
+    Args:
+        name: in the file.
+        dtype: of its elements.
+        shape: of the tensor.
+        values: gives the values: contiguous, of that many elements.
+        hold: must be entered around `values` and its use; None: they stay where they are until the file is written.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    values: Callable[[], torch.Tensor]
+    hold: Callable[[], AbstractContextManager[None]] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the values."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Seal:
+    """What the manifest keeps of a file.
+
+    Args:
+        nbytes: its length.
+        crc32: over header and checksums of a tensor file; over everything of any other.
+    """
+
+    nbytes: int
+    crc32: int
+
+
+def file_bytes(entries: Iterable[Entry]) -> int:
+    """About how long the file of these entries becomes: tensors, checksums and a generous header."""
+    listed = list(entries)
+    body = sum(entry.nbytes for entry in listed)
+    return body + 4 * (body // BLOCK + 2) + sum(200 + len(entry.name) for entry in listed) + 4096
+
+
+# -- writing ----------------------------------------------------------------------------------------------------------
+
+
+def write_tensors(path: Path, entries: Iterable[Entry], metadata: dict[str, str]) -> Seal:
+    """Write a new file; it is on the disk when this returns.
+
+    Args:
+        path: the file.
+        entries: in any order; large ones are written from where they lie.
+        metadata: text for the header.
+    """
+    ordered = sorted(entries, key=lambda entry: -entry.dtype.itemsize)
+    body = sum(entry.nbytes for entry in ordered)
+    blocks = -(-body // BLOCK)
+    blocks += blocks % 2  # an even number of them keeps what follows aligned to eight bytes
+    header = _header(ordered, blocks, metadata)
+    base = len(header) + 4 * blocks
+    with filesystem.created(path) as fd:
+        table = _Stream(fd, base, blocks).write(ordered)
+        head = header + table
+        filesystem.current.write(fd, memoryview(head), 0)
+    return Seal(base + body, zlib.crc32(head))
+
+
+def _header(entries: list[Entry], blocks: int, metadata: dict[str, str]) -> bytes:
+    described: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
+    at = 4 * blocks
+    described[_TABLE] = {"dtype": "U32", "shape": [blocks], "data_offsets": [0, at]}
+    for entry in entries:
+        end = at + entry.nbytes
+        name = name_of(entry.dtype, entry.name)
+        described[entry.name] = {"dtype": name, "shape": list(entry.shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(described, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor, in place."""
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+class _Stream:
+    """The body of a file on its way: chunks go to a few threads that checksum and write them."""
+
+    def __init__(self, fd: int, base: int, blocks: int) -> None:
+        self._fd, self._base = fd, base
+        self._crcs = [0] * blocks
+        self._pool = ThreadPoolExecutor(_WRITERS, "deepspeed-save")
+        self._pending: list[Future[None]] = []
+        self._free: SimpleQueue[torch.Tensor] = SimpleQueue()
+        self._made = 0
+        self._at = 0  # bytes of the body that were handed to threads
+        self._scratch: torch.Tensor | None = None
+        self._filled = 0
+
+    def write(self, entries: list[Entry]) -> bytes:
+        """Write all entries; gives the table of checksums."""
+        try:
+            for hold, together in itertools.groupby(entries, lambda entry: entry.hold):
+                with hold() if hold is not None else nullcontext():
+                    for entry in together:
+                        self._add(_bytes_of(entry.values()), hold is None)
+            self._flush()
+            self._settle(0)
+        finally:
+            self._pool.shutdown(cancel_futures=True)
+        return b"".join(crc.to_bytes(4, "little") for crc in self._crcs)
+
+    def _add(self, data: torch.Tensor, stays: bool) -> None:
+        at = 0
+        while at < data.numel():
+            left = data.numel() - at
+            if stays and data.device.type == "cpu" and not self._filled and left >= _CHUNK:
+                self._submit(data[at : at + _CHUNK], None)
+                at += _CHUNK
+                continue
+            scratch = self._room()
+            take = min(left, _CHUNK - self._filled)
+            scratch[self._filled : self._filled + take].copy_(data[at : at + take])
+            self._filled += take
+            at += take
+            if self._filled == _CHUNK:
+                self._flush()
+
+    def _room(self) -> torch.Tensor:
+        if self._scratch is None:
+            if self._free.empty() and self._made < _SCRATCH:
+                self._made += 1
+                self._free.put(torch.empty(_CHUNK, dtype=torch.uint8))
+            self._scratch = self._free.get()
+        return self._scratch
+
+    def _flush(self) -> None:
+        scratch, filled = self._scratch, self._filled
+        self._scratch, self._filled = None, 0
+        if scratch is not None and filled:
+            self._submit(scratch[:filled], scratch)
+
+    def _submit(self, chunk: torch.Tensor, scratch: torch.Tensor | None) -> None:
+        self._settle(2 * _WRITERS)
+        self._pending.append(self._pool.submit(self._write, chunk, self._at, scratch))
+        self._at += chunk.numel()
+
+    def _settle(self, most: int) -> None:
+        """Wait until at most so many chunks are on their way; raise what went wrong."""
+        while len(self._pending) > most:
+            self._pending.pop(0).result()
+
+    def _write(self, chunk: torch.Tensor, at: int, scratch: torch.Tensor | None) -> None:
+        try:
+            for start in range(0, chunk.numel(), BLOCK):
+                self._crcs[(at + start) // BLOCK] = crc32(chunk[start : start + BLOCK])
+            filesystem.current.write(self._fd, chunk.numpy().data, self._base + at)
+        finally:
+            if scratch is not None:
+                self._free.put(scratch)
+
+
+# -- reading ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Where a tensor lies in a file: dtype, shape, and first and last byte counted in the file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+class TensorFile:
+    """A safetensors file, ours or anyone's, open for reading.
+
+    Args:
+        path: the file.
+        seal: what the manifest says of it; None for files without checksums.
+
+    Raises:
+        CheckpointCorruptError: it is shorter or longer than it was, or header and table are not what was written.
+    """
+
+    def __init__(self, path: Path, seal: Seal | None = None) -> None:
+        self.path = path
+        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            self._read_header(seal)
+        except BaseException:
+            self.close()
+            raise
+
+    def _read_header(self, seal: Seal | None) -> None:
+        size = os.fstat(self._fd).st_size
+        if seal is not None and size != seal.nbytes:
+            raise CheckpointCorruptError(f"{self.path} has {size} bytes; {seal.nbytes} were written")
+        prefix = os.pread(self._fd, 8, 0)
+        length = int.from_bytes(prefix, "little")
+        if len(prefix) < 8 or length > min(size, _MOST_HEADER):
+            raise CheckpointCorruptError(f"{self.path} is no safetensors file: it has {size} bytes")
+        text = os.pread(self._fd, length, 8)
+        try:
+            described = json.loads(text)
+            self.metadata: dict[str, str] = described.pop("__metadata__", {})
+            base = 8 + length
+            self.entries = {name: _stored(entry, base, size) for name, entry in described.items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointCorruptError(f"{self.path}: its header cannot be read ({error})") from error
+        self._base, self._table = base, b""
+        if seal is not None:
+            table = self.entries.pop(_TABLE)
+            self._base, self._table = table.end, os.pread(self._fd, table.end - table.begin, table.begin)
+            if zlib.crc32(self._table, zlib.crc32(prefix + text)) != seal.crc32:
+                raise CheckpointCorruptError(f"{self.path}: header or checksums differ from what was written")
+        self._end = size
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._fd)
+
+    def __enter__(self) -> TensorFile:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    def find(self, name: str) -> Stored:
+        """Where a tensor lies.
+
+        Raises:
+            CheckpointCorruptError: it is not in the file.
+        """
+        if name not in self.entries:
+            raise CheckpointCorruptError(f"{self.path} does not hold {name!r}")
+        return self.entries[name]
+
+    def load(self, name: str) -> torch.Tensor:
+        """A tensor, whole."""
+        stored = self.find(name)
+        made = torch.empty(stored.shape, dtype=stored.dtype)
+        read_all({self: [Range(stored.begin, stored.end, stored.dtype, made.reshape(-1))]})
+        return made
+
+    def verify(self) -> None:
+        """Read every byte and compare.
+
+        Raises:
+            CheckpointCorruptError: a block differs; the message names the tensors in it.
+        """
+        scratch = torch.empty(BLOCK, dtype=torch.uint8)
+        for begin in range(self._base, self._end, BLOCK):
+            self._fill(self._fd, scratch[: min(BLOCK, self._end - begin)], begin)
+
+    def _fill(self, fd: int, block: torch.Tensor, begin: int) -> None:
+        """Read one block and compare its checksum."""
+        buffer, done = block.numpy().data, 0
+        while done < len(buffer):
+            got = os.preadv(fd, [buffer[done:]], begin + done)
+            if not got:
+                raise CheckpointCorruptError(f"{self.path} ends at byte {begin + done}")
+            done += got
+        if self._table:
+            number = (begin - self._base) // BLOCK
+            if crc32(block) != int.from_bytes(self._table[4 * number : 4 * number + 4], "little"):
+                end = begin + len(buffer)
+                inside = [name for name, e in self.entries.items() if e.begin < end and e.end > begin]
+                raise CheckpointCorruptError(
+                    f"{self.path}: bytes {begin} to {end} differ from what was written; they hold "
+                    f"{', '.join(inside[:4])}{' …' if len(inside) > 4 else ''}"
+                )
+
+    def blocks(self, begin: int, end: int) -> Iterable[tuple[int, int]]:
+        """The blocks that cover some bytes, as (first byte, last byte); files without checksums need not be aligned."""
+        first = self._base + (begin - self._base) // BLOCK * BLOCK if self._table else begin
+        for start in range(first, end, BLOCK):
+            yield start, min(start + BLOCK, self._end if self._table else end)
+
+
+def _stored(entry: dict[str, Any], base: int, size: int) -> Stored:
+    begin, end = entry["data_offsets"]
+    dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
+    if not 0 <= begin <= end <= size - base or end - begin != math.prod(shape) * dtype.itemsize:
+        raise ValueError("an entry lies outside the file or is not as long as its shape")
+    return Stored(dtype, shape, base + begin, base + end)
+
+
+@dataclass(frozen=True)
+class Range:
+    """Bytes of a file and where they go: one run of elements, or rows of them at equal distances.
+
+    Args:
+        begin: first byte in the file.
+        end: one past the last, of the last row.
+        dtype: of the elements there.
+        into: tensor of any dtype and device: 1-D of as many elements, or (rows, elements of a row).
+        stride: bytes from the beginning of a row to that of the next; 0 for one run.
+    """
+
+    begin: int
+    end: int
+    dtype: torch.dtype
+    into: torch.Tensor
+    stride: int = 0
+
+    @property
+    def row(self) -> int:
+        """Bytes of a row."""
+        return self.into.shape[-1] * self.dtype.itemsize
+
+    def rows_in(self, begin: int, end: int) -> tuple[int, int]:
+        """The rows with bytes in [begin, end) of the file, as (first, one past the last)."""
+        if not self.stride:
+            return 0, int(self.begin < end and begin < self.end)
+        first = max(-(-(begin - self.begin - self.row + 1) // self.stride), 0)
+        return first, min((end - 1 - self.begin) // self.stride + 1, self.into.shape[0])
+
+    def row_at(self, number: int) -> tuple[int, torch.Tensor]:
+        """The first byte of a row, and where it goes."""
+        return self.begin + number * self.stride, self.into[number] if self.stride else self.into
+
+
+_Block = tuple[int, int, list[Range]]  # first byte in the file, one past the last, what is wanted of them
+
+
+def read_all(wanted: dict[TensorFile, list[Range]]) -> None:
+    """Read ranges of files into tensors; every block that is touched is verified.
+
+    Args:
+        wanted: the ranges of each file.
+
+    Raises:
+        CheckpointCorruptError: a block differs from what was written.
+    """
+    runs: list[tuple[TensorFile, list[_Block]]] = []
+    for file, ranges in wanted.items():
+        blocks: dict[tuple[int, int], list[Range]] = {}
+        for one in ranges:
+            for block in file.blocks(one.begin, one.end):
+                first, last = one.rows_in(*block)
+                if first < last:  # else the block lies between two rows
+                    blocks.setdefault(block, []).append(one)
+        runs.append((file, [(begin, end, inside) for (begin, end), inside in sorted(blocks.items())]))
+    most = max(_FEW, -(-sum(len(run) for _, run in runs) // _READERS))
+    tasks = [(file, run[at : at + most]) for file, run in runs for at in range(0, len(run), most)]
+    # Stacks and heaps of threads are addresses, and what C libraries keep of them stays when the threads are gone.
+    if len(tasks) <= 1 or limits_addresses():
+        for file, run in tasks:
+            _read_run(file, run)
+        return
+    with ThreadPoolExecutor(_READERS, "deepspeed-load") as pool:
+        futures = [pool.submit(_read_run, file, run) for file, run in tasks]
+        wait(futures, return_when="FIRST_EXCEPTION")
+        for future in futures:
+            future.cancel()
+        for future in futures:
+            if not future.cancelled():
+                future.result()
+
+
+def _read_run(file: TensorFile, run: list[_Block]) -> None:
+    """Read ascending blocks of a file, through a descriptor of its own: the kernel reads ahead for each of them."""
+    fd = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        _read_blocks(file, fd, run)
+    finally:
+        os.close(fd)
+
+
+def _read_blocks(file: TensorFile, fd: int, run: list[_Block]) -> None:
+    scratch = torch.empty(BLOCK, dtype=torch.uint8)
+    for begin, end, inside in run:
+        place = _in_place(inside[0], begin, end) if len(inside) == 1 else None
+        if place is not None:
+            file._fill(fd, place, begin)
+            continue
+        block = scratch[: end - begin]
+        file._fill(fd, block, begin)
+        for one in inside:
+            _take(one, block, begin, end)
+
+
+def _in_place(one: Range, begin: int, end: int) -> torch.Tensor | None:
+    """The bytes of the destination that a block is read into as it is; None when it must be taken apart."""
+    first, last = one.rows_in(begin, end)
+    at, into = one.row_at(first)
+    if last - first != 1 or at > begin or at + one.row < end:
+        return None
+    if into.dtype != one.dtype or into.device.type != "cpu" or not into.is_contiguous():
+        return None
+    return _bytes_of(into)[begin - at : end - at]
+
+
+def _take(one: Range, block: torch.Tensor, begin: int, end: int) -> None:
+    """Copy what a range wants of a block: rows within it in one go, those that cross its edges one by one."""
+    first, last = one.rows_in(begin, end)
+    whole_first = first + (one.row_at(first)[0] < begin)
+    whole_last = last - (one.row_at(last - 1)[0] + one.row > end)
+    for number in {first, last - 1}:
+        if not whole_first <= number < whole_last:
+            at, into = one.row_at(number)
+            low, high, size = max(begin, at), min(end, at + one.row), one.dtype.itemsize
+            into[(low - at) // size : (high - at) // size].copy_(block[low - begin : high - begin].view(one.dtype))
+    if whole_first >= whole_last:
+        return
+    at, into = one.row_at(whole_first)
+    if not one.stride:
+        into.copy_(block[at - begin : at - begin + one.row].view(one.dtype))
+        return
+    rows = whole_last - whole_first
+    values = block[at - begin : at - begin + (rows - 1) * one.stride + one.row].view(one.dtype)
+    strided = values.as_strided((rows, one.into.shape[1]), (one.stride // one.dtype.itemsize, 1))
+    one.into[whole_first:whole_last].copy_(strided)

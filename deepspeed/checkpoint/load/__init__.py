@@ -1,0 +1,1 @@
+"""Finds and loads checkpoints of the native format."""

@@ -1,0 +1,188 @@
+"""Finds the checkpoint to load, and removes old ones by the retention rule."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from deepspeed.checkpoint.format import filesystem
+from deepspeed.checkpoint.format.manifest import MANIFEST, Manifest, check_files, read_manifest
+from deepspeed.checkpoint.load.reader import NativeSource, Source, missing
+from deepspeed.checkpoint.ranks import Ranks
+from deepspeed.errors import CheckpointCorruptError, CheckpointError, CheckpointMissingError
+from deepspeed.foundation.log import logger, say
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one rank sees of a tag.
+
+    Args:
+        kind: `native`, `foreign`, or empty: nothing that can be loaded.
+        problem: why not.
+        saved_at: when it was saved, in ns.
+        crc32: of the manifest.
+        absent: files it names that are not there in full length.
+    """
+
+    kind: str = ""
+    problem: str = ""
+    saved_at: int = 0
+    crc32: int = 0
+    absent: frozenset[str] = frozenset()
+
+
+def place_of(folder: Path, tag: str) -> Path:
+    """The folder of a tag; when a crash came between the two renames of a save, the hidden one that is whole."""
+    final = folder / tag
+    if not final.exists():
+        for other in (filesystem.staging_of(folder, tag), filesystem.replaced_of(folder, tag)):
+            if (other / MANIFEST).exists():
+                return other
+    return final
+
+
+def look(folder: Path, tag: str) -> Seen:
+    """What this rank sees of a tag."""
+    path = place_of(folder, tag)
+    if not path.is_dir():
+        return Seen(problem=f"there is no folder {path}")
+    if not (path / MANIFEST).exists() and is_foreign(path):
+        return Seen("foreign")
+    try:
+        manifest = read_manifest(path)
+    except CheckpointCorruptError as error:
+        return Seen(problem=str(error))
+    absent = frozenset(name for name, seal in manifest.files.items() if _size(path / name) != seal.nbytes)
+    return Seen("native", "", manifest.about["saved_at"], zlib.crc32((path / MANIFEST).read_bytes()), absent)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return -1
+
+
+def is_foreign(path: Path) -> bool:
+    """Whether a folder holds a checkpoint in upstream's layout, or its universal form."""
+    if any(path.glob("rank-*.safetensors")):
+        return False  # a native one that has lost its manifest; the small files beside it hold no weights
+    return any(path.glob("*_model_states.pt")) or (path / "zero").is_dir()
+
+
+def tags_of(folder: Path) -> list[str]:
+    """The tags in a folder, those of an interrupted save included."""
+    if not folder.is_dir():
+        return []
+    found = {entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith(".")}
+    hidden = {filesystem.tag_under_way(entry.name) for entry in folder.iterdir() if entry.is_dir()}
+    return sorted(found | {tag for tag in hidden if tag})
+
+
+def read_latest(folder: Path, name: str) -> str | None:
+    """The tag that `latest` names, or None."""
+    try:
+        return filesystem.checked_tag((folder / name).read_text().strip())
+    except (OSError, UnicodeDecodeError, CheckpointError):
+        return None
+
+
+class Finder:
+    """Finds a checkpoint for all ranks; they call together and get the same one.
+
+    Args:
+        folder: holds the tags.
+        ranks: who loads.
+        allow_pickle: of the checkpoint that is found.
+    """
+
+    def __init__(self, folder: Path, ranks: Ranks, allow_pickle: bool = False) -> None:
+        self.folder, self.ranks, self._allow_pickle = folder, ranks, allow_pickle
+        self.skipped: dict[str, str] = {}
+
+    def named(self, tag: str) -> Source | Path:
+        """The checkpoint of a tag; a path when it is not in the native format.
+
+        Raises:
+            CheckpointMissingError: there is none.
+            CheckpointCorruptError: it is broken.
+        """
+        return self._open(tag, self.ranks.gather(look(self.folder, tag)))
+
+    def latest(self, name: str = filesystem.LATEST) -> str | None:
+        """The tag that `latest` names, on the first rank that has one."""
+        return next((tag for tag in self.ranks.gather(read_latest(self.folder, name)) if tag), None)
+
+    def newest(self, without: set[str]) -> Source | None:
+        """The newest complete native checkpoint, and a line for each that was skipped; None when there is none."""
+        mine = {tag: look(self.folder, tag) for tag in tags_of(self.folder) if tag not in without}
+        told = self.ranks.gather(mine)
+        tags = {tag for one in told for tag, seen in one.items() if seen.kind == "native" or seen.problem}
+        views = {tag: [one.get(tag, Seen(problem="not there")) for one in told] for tag in tags}
+        for tag in sorted(tags, key=lambda t: -max(seen.saved_at for seen in views[t])):
+            try:
+                found = self._open(tag, views[tag])
+            except CheckpointError as error:
+                self.skip(tag, str(error))
+                continue
+            if isinstance(found, Source):
+                return found
+        return None
+
+    def skip(self, tag: str, why: str) -> None:
+        """Note that a checkpoint is passed over."""
+        self.skipped[tag] = why
+        if self.ranks.rank == 0:
+            logger.warning("checkpoint '%s' is skipped: %s", tag, why)
+
+    def _open(self, tag: str, seen: list[Seen]) -> Source | Path:
+        path = place_of(self.folder, tag)
+        native = [one for one in seen if one.kind == "native"]
+        if not native:
+            if all(one.kind == "foreign" for one in seen):
+                return path
+            problem = next(one.problem for one in seen if one.problem)
+            absent = all(one.problem.startswith("there is no folder") for one in seen)
+            raise (CheckpointMissingError if absent else CheckpointCorruptError)(problem)
+        chosen = max(native, key=lambda one: (one.saved_at, one.crc32))
+        fits = [one.kind == "native" and one.crc32 == chosen.crc32 for one in seen]
+        data = (path / MANIFEST).read_bytes() if fits[self.ranks.rank] else b""
+        if not all(fits):
+            data = self.ranks.gather(data)[fits.index(True)]
+        manifest = Manifest.from_bytes(data, path)
+        every = set(manifest.files)
+        views = [every - one.absent if fit else set() for one, fit in zip(seen, fits, strict=True)]
+        absent = sorted(every - set().union(*views))
+        if absent:
+            raise missing(manifest, absent, path)
+        return NativeSource(path, manifest, self.ranks, views, self._allow_pickle)
+
+
+def prune(folder: Path, newest: str, keep_last: int, keep_every: int | None) -> None:
+    """Remove complete native checkpoints beyond the newest ones; nothing else in the folder is touched.
+
+    Args:
+        folder: holds the tags.
+        newest: the tag that was just saved; always kept.
+        keep_last: how many are kept (`checkpoint.keep_last`).
+        keep_every: those whose step is a multiple stay too (`checkpoint.keep_every`).
+    """
+    found = []
+    for entry in folder.iterdir():
+        if entry.name == newest or entry.name.startswith(".") or not entry.is_dir() or entry.is_symlink():
+            continue
+        try:
+            manifest = read_manifest(entry)
+            check_files(entry, manifest)
+        except CheckpointCorruptError:
+            continue
+        found.append((manifest.about["saved_at"], manifest.about.get("global_steps", 0), entry))
+    for _, step, entry in sorted(found, reverse=True)[keep_last - 1 :]:
+        if keep_every is None or step % keep_every:
+            # A half-removed checkpoint must not look like one.
+            hidden = filesystem.replaced_of(folder, entry.name)
+            filesystem.current.rename(entry, hidden)
+            filesystem.current.remove(hidden)
+            say(f"checkpoint '{entry.name}' is removed (checkpoint.keep_last: {keep_last})")

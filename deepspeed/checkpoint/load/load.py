@@ -1,0 +1,347 @@
+"""Loads a checkpoint into an engine's tensors: each rank reads what it needs, in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from deepspeed.checkpoint.format.json_codec import Decoder
+from deepspeed.checkpoint.format.manifest import GRADIENT, LEFT_OUT, VALUE, Row, StateRule, entry_name, state_field
+from deepspeed.checkpoint.format.safetensors_file import DTYPES
+from deepspeed.checkpoint.load.reader import Source, Wanted
+from deepspeed.checkpoint.ranks import Ranks
+from deepspeed.errors import CheckpointCorruptError, CheckpointError
+from deepspeed.zero.api.state_view import Slot, StateView
+from deepspeed.zero.layout.placement import Cut
+from deepspeed.zero.layout.regions import Box, BoxRange, copies
+from deepspeed.zero.parameters.record import Member
+from deepspeed.zero.parameters.shard_group import ShardGroup
+
+
+@dataclass
+class Loaded:
+    """What a load found.
+
+    Args:
+        missing: names of the model that the checkpoint does not have.
+        unexpected: names of the checkpoint that the model does not have.
+        left_out: frozen parameters the save left out.
+        elements: elements of parameters and buffers that were loaded.
+        total: elements the model has.
+    """
+
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    elements: int = 0
+    total: int = 0
+
+
+Slots = list[tuple[str, Row, Slot]]  # field, where it is stored, where it goes
+
+
+def _read(source: Source, slots: Slots) -> None:
+    """Read into slots that have values now. All ranks call together."""
+    with torch.no_grad():
+        wanted = [(field_, row, BoxRange(s.box, s.start, s.stop), s.values()) for field_, row, s in slots]
+        source.read([Wanted(*one) for one in wanted])
+
+
+def _read_all(
+    view: StateView, source: Source, slots_of: Callable[[ShardGroup], Slots], more: Slots, rounded: bool = False
+) -> None:
+    """Read the slots of all groups: those in memory at once, the others group by group. All ranks call together.
+
+    Args:
+        view: the state.
+        source: the checkpoint.
+        slots_of: gives the slots of a group; it is called, and they are read, while the group is held.
+        more: slots of no group.
+        rounded: values are rounded to the dtype of their group's parameters.
+    """
+
+    def read(groups: Iterable[ShardGroup], others: Slots) -> None:
+        slots = [(group, slot) for group in groups for slot in slots_of(group)]
+        _read(source, others + [slot for _, slot in slots])
+        for group, (field_, _, slot) in slots if rounded else ():
+            if field_ == VALUE:
+                slot.values().copy_(slot.values().to(group.dtype))
+
+    read((group for group in view.groups if view.hold_of(group) is None), more)
+    elsewhere = [(group, hold) for group in view.groups if (hold := view.hold_of(group)) is not None]
+    for group, hold in elsewhere:
+        with hold(changed=True):
+            read([group], [])
+    for _ in range(source.most(len(elsewhere)) - len(elsewhere)):
+        _read(source, [])  # another stage has more groups
+
+
+def compare(
+    view: StateView, source: Source, strict: bool, elsewhere: Collection[str] = ()
+) -> tuple[dict[str, Row], Loaded]:
+    """Match names and shapes of the model and the checkpoint.
+
+    Args:
+        view: the model.
+        source: the checkpoint.
+        strict: any difference of names is an error.
+        elsewhere: names of the model that other ranks hold.
+
+    Returns:
+        The rows by the model's names, and the differences.
+
+    Raises:
+        CheckpointError: names differ and `strict`, or a shape differs.
+    """
+    shapes = {name: view.box(name).shape for name in (*view.members, *view.plain, *view.buffers)}
+    rows, found = {}, Loaded(total=sum(torch.Size(shape).numel() for shape in shapes.values()))
+    wrong = []
+    for name, shape in shapes.items():
+        others = (alias for alias, of in view.aliases.items() if of == name)
+        row = next((row for row in map(source.manifest.row, (name, *others)) if row is not None), None)
+        if row is None:
+            found.missing.append(name)
+        elif row.kind == LEFT_OUT:
+            found.left_out.append(name)
+        elif row.shape != shape:
+            wrong.append(f"{name}: {row.shape} in the checkpoint, {shape} in the model")
+        else:
+            rows[name] = row
+            found.elements += row.numel
+    known = {row.name for row in rows.values()} | set(found.left_out) | set(view.aliases) | set(elsewhere)
+    found.unexpected = [row.name for row in source.manifest.rows if row.name not in known and row.name not in shapes]
+    if wrong:
+        raise CheckpointError(f"{source.path} does not fit the model: {'; '.join(wrong[:8])}")
+    if strict and (found.missing or found.unexpected):
+        raise CheckpointError(
+            f"{source.path} and the model do not have the same parameters: missing in the checkpoint "
+            f"{found.missing[:8]}, unknown to the model {found.unexpected[:8]}; without strict, what fits is loaded"
+        )
+    return rows, found
+
+
+def load_values(
+    view: StateView,
+    source: Source,
+    rows: dict[str, Row],
+    settings: list[dict[str, Any]] | None = None,
+    rounded: bool = False,
+) -> None:
+    """Read parameters and buffers, and make them those of every rank. All ranks call together.
+
+    Args:
+        view: the state.
+        source: the checkpoint.
+        rows: by the model's names.
+        settings: of each optimizer group, as they were saved: the optimizer's state is read in the same pass.
+        rounded: masters become what the parameters are, which are rounded to 16 bits.
+    """
+
+    def slots_of(group: ShardGroup) -> Slots:
+        ranges = [range_ for range_ in view.held_ranges(group) if range_[0].name in rows]
+        slots = [(VALUE, rows[m.name], view.value(m, start, stop)) for m, start, stop in ranges]
+        return slots if settings is None else slots + _optimizer_slots(view, source, rows, group)
+
+    if settings is not None:
+        _take_settings(view, settings)
+    plain = [(VALUE, rows[name], view.plain_value(name)) for name in (*view.plain, *view.buffers) if name in rows]
+    _read_all(view, source, slots_of, plain, rounded)
+    for _, _, slot in plain:
+        view.write_back(slot)
+    view.publish()
+
+
+# -- optimizer --------------------------------------------------------------------------------------------------------
+
+
+def load_optimizer(view: StateView, source: Source, rows: dict[str, Row], settings: list[dict[str, Any]]) -> None:
+    """Read the optimizer's state alone, and take over the settings of its groups. All ranks call together.
+
+    Args:
+        view: the engine's state, which `check_optimizer` has found to fit.
+        source: the checkpoint.
+        rows: by the model's names.
+        settings: of each optimizer group, as they were saved.
+    """
+    _take_settings(view, settings)
+    _read_all(view, source, lambda group: _optimizer_slots(view, source, rows, group), [])
+
+
+def _optimizer_slots(view: StateView, source: Source, rows: dict[str, Row], group: ShardGroup) -> Slots:
+    members = [member for member in group.members if member.name in rows]
+    return [slot for member in members for slot in _prepare(view, source, member, rows[member.name])]
+
+
+def _take_settings(view: StateView, settings: list[dict[str, Any]]) -> None:
+    groups = [] if view.optimizer is None else view.optimizer.param_groups
+    for group, saved in zip(groups, settings, strict=True):
+        for key, value in saved.items():
+            _set(group, key, value)
+
+
+def _set(group: dict[str, Any], key: str, value: Any) -> None:
+    """Set a setting of an optimizer group; a tensor keeps its identity (a learning rate that others hold)."""
+    there: Any = group.get(key)
+    if isinstance(there, torch.Tensor) and isinstance(value, (torch.Tensor, float, int)):
+        there.fill_(value)
+    else:
+        group[key] = value
+
+
+def check_optimizer(view: StateView, source: Source, rows: dict[str, Row], settings: list[dict[str, Any]]) -> None:
+    """See that an optimizer's state can be loaded; nothing is changed.
+
+    Args:
+        view: the engine's state.
+        source: the checkpoint.
+        rows: by the model's names.
+        settings: of each optimizer group, as they were saved.
+
+    Raises:
+        CheckpointError: the groups are not the ones that were saved, or a state cannot be cut as it is here.
+    """
+    have = len(view.optimizer.param_groups) if view.optimizer is not None else 0
+    advice = "build the optimizer as it was, or pass load_optimizer_states=False"
+    if have != len(settings):
+        raise CheckpointError(f"the checkpoint has {len(settings)} optimizer groups, the engine has {have}; {advice}")
+    numbers = view.group_numbers()
+    for name, row in rows.items():
+        fragments = view.fragments_of(view.members[name]) if name in view.members else []
+        for fragment in fragments:
+            box = view.box(name)
+            rule = source.manifest.state_of(row, box)
+            whole = fragment.range.numel == box.numel and source.manifest.has_box(row, box)
+            if rule is not None and rule.whole and not whole:
+                raise CheckpointError(
+                    f"the optimizer keeps {sorted(rule.whole)} of '{name}' in shapes that cannot be cut, and here the "
+                    f"parameter is cut in another way; load with the optimizer and the model slices it was saved with, "
+                    f"or pass load_optimizer_states=False"
+                )
+            now = numbers.get(id(fragment.leaf), -1)
+            if row.group not in (-1, now):
+                raise CheckpointError(
+                    f"'{name}' was in optimizer group {row.group} and is in group {now} now; {advice}"
+                )
+
+
+def _prepare(view: StateView, source: Source, member: Member, row: Row) -> Slots:
+    """Give a parameter an optimizer state of the saved form; its tensors, still to be read."""
+    rule, slots = source.manifest.state_of(row, view.box(member.name)), []
+    view.note_state(member, rule is not None)
+    for fragment in view.fragments_of(member):
+        if rule is None:
+            view.set_state(fragment, {})
+            continue
+        rest = dict(_numbers(rule))
+        for key, (dtype, shape) in rule.whole.items():
+            rest[key] = torch.zeros(shape, dtype=dtype, device=fragment.leaf.device)
+        view.set_state(fragment, view.prepare_state(fragment, rule.sliced, rest))
+        slots += [(state_field(key), row, view.whole_state(fragment, key)) for key in rule.whole]
+        span = (fragment.range.start, fragment.range.stop)
+        slots += [(state_field(key), row, view.state(fragment, key, *span)) for key in rule.sliced]
+    return slots
+
+
+def _numbers(rule: StateRule) -> Iterator[tuple[str, Any]]:
+    decoder = Decoder(lambda _: torch.empty(0))
+    for key, value in rule.values.items():
+        if isinstance(value, dict) and set(value) == {"number", "dtype"}:
+            yield key, torch.tensor(decoder.decode(value["number"]), dtype=DTYPES[value["dtype"]])
+        else:
+            yield key, decoder.decode(value)
+
+
+# -- the middle of a window -------------------------------------------------------------------------------------------
+
+
+def load_window(
+    view: StateView, source: Source, rows: dict[str, Row], ranks: Ranks, private: dict[str, Any]
+) -> tuple[bool, list[str]]:
+    """Put the gradients of an open window back. All ranks call together.
+
+    On the topology of the save every buffer becomes what it was; on another one the gradients so far are added up.
+
+    Args:
+        view: the engine's state.
+        source: the checkpoint.
+        rows: by the model's names.
+        ranks: who loads.
+        private: this rank's own state of the save; empty on another mesh.
+
+    Returns:
+        Whether it is the topology of the save, and the parameters that had a gradient.
+    """
+    about = source.manifest.about
+    same = all(ranks.gather(_same_groups(view, about, private)))
+    filled = set(about["filled"])
+
+    def slots_of(group: ShardGroup) -> Slots:
+        ranges = [range_ for range_ in view.held_ranges(group) if range_[0].name in filled]
+        return [(GRADIENT, rows[m.name], view.gradient(m, start, stop)) for m, start, stop in ranges]
+
+    for group in view.groups:
+        if not same or group.members[0].name in filled:
+            view.fill(group)
+    _read_all(view, source, slots_of, [])
+    if same:
+        _open_rounds(view, source, ranks.rank, private["rounds"])
+        return True, private["touched"]
+    return False, _add_rounds(view, source)
+
+
+def _same_groups(view: StateView, about: dict[str, Any], private: dict[str, Any]) -> bool:
+    """Whether the groups of this rank are those that saved its own state."""
+    if "groups" in private:
+        return private["groups"] == view.topology()
+    named = [[group.name, group.layout.ranks] for group in view.groups]
+    return bool(private) and named == about["group_names"] and not view.cut  # format 1
+
+
+def _open_rounds(view: StateView, source: Source, rank: int, rounds: list[dict[str, Any]]) -> None:
+    groups = {group.name: group for group in view.groups}
+    wanted: dict[str, torch.Tensor] = {}
+    for one in rounds:
+        dtype = DTYPES[one["dtype"]]
+        places = view.open_round(groups[one["group"]], dtype, one["at_owner"], one["names"], one["fresh"])
+        wanted |= {entry_name("round", name): place for name, place in places.items()}
+    source.private_tensors(rank, wanted)
+
+
+def _add_rounds(view: StateView, source: Source) -> list[str]:
+    """Add what every rank of the save had not sent yet to the reduced part of this rank; the names with a gradient."""
+    touched: set[str] = set()
+    for rank in range(source.manifest.about["ranks"]):
+        own = source.private(rank)
+        touched |= set(own.get("touched", ()))
+        for one in own.get("rounds", ()):
+            added = {name: _saved_round(source, one, name) for name in one["names"]}
+            wanted = {entry_name("round", name): whole for name, (_, whole) in added.items()}
+            source.private_tensors(rank, wanted)
+            for name, (box, whole) in added.items():
+                if name in view.members and name in one.get("once", one["names"]):
+                    _add(view, view.members[name], BoxRange(box, 0, box.numel), whole, one["at_owner"])
+    return sorted(touched & set(view.members))
+
+
+def _saved_round(source: Source, one: dict[str, Any], name: str) -> tuple[Box, torch.Tensor]:
+    """What a rank of the save had of a tensor, and room for its gradient."""
+    row = source.manifest.row(name)
+    if row is None:
+        raise CheckpointCorruptError(f"{source.path} holds a gradient of '{name}', which its manifest does not name")
+    box = Box(row.shape, tuple(Cut(*cut) for cut in one.get("cuts", {}).get(name, ())))
+    return box, torch.empty(box.numel, dtype=DTYPES[one["dtype"]])
+
+
+def _add(view: StateView, member: Member, saved: BoxRange, gradient: torch.Tensor, factor: float) -> None:
+    hold = view.hold_of(member.group)
+    with hold(changed=True) if hold is not None else nullcontext():
+        for other, start, stop in view.held_ranges(member.group):
+            if other is member:
+                slot = view.gradient(member, start, stop)
+                here = slot.values()
+                for copy in copies(saved, BoxRange(slot.box, start, stop)):
+                    copy(gradient, here, add=factor)

@@ -1,0 +1,376 @@
+"""Reads checkpoints: native ones from disk or through peers, and state dicts in memory."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deepspeed.checkpoint.format.json_codec import Decoder
+from deepspeed.checkpoint.format.manifest import (
+    BUFFER,
+    FROZEN,
+    STATE,
+    STATE_PICKLE,
+    STATE_TENSORS,
+    VALUE,
+    Manifest,
+    Read,
+    Row,
+    StateRule,
+    entry_name,
+    rank_file,
+)
+from deepspeed.checkpoint.format.safetensors_file import Range, Stored, TensorFile, read_all
+from deepspeed.checkpoint.ranks import Ranks
+from deepspeed.errors import CheckpointCorruptError, CheckpointError, CheckpointMissingError
+from deepspeed.zero.layout.regions import Box, BoxRange, Copy, copies
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Elements of a field of a parameter, and where they go.
+
+    Args:
+        field: `value`, `gradient`, `state/<key>`.
+        row: the parameter.
+        range: which elements of which box; of state with a shape of its own: all of it, and whose.
+        into: 1-D tensor of as many elements, any dtype and device. Padding of the box becomes zero.
+    """
+
+    field: str
+    row: Row
+    range: BoxRange
+    into: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """Elements of one entry of one file: a run, or rows at a distance.
+
+    Args:
+        file: file name.
+        entry: name in the file.
+        start: first element.
+        into: 1-D, or (rows, elements of a row).
+        distance: elements from the beginning of a row to that of the next.
+    """
+
+    file: str
+    entry: str
+    start: int
+    into: torch.Tensor = field(compare=False)
+    distance: int = 0
+
+    @property
+    def stop(self) -> int:
+        """One past the last element."""
+        return self.start + self.distance * (self.into.shape[0] - 1 if self.distance else 0) + self.into.shape[-1]
+
+
+def byte_range(stored: Stored, start: int, distance: int, into: torch.Tensor) -> Range:
+    """Elements of a stored tensor as bytes of its file; rows of `into` as in `Fetch`."""
+    size, rows = stored.dtype.itemsize, into.shape[0] if distance else 1
+    begin = stored.begin + start * size
+    end = begin + ((rows - 1) * distance + into.shape[-1]) * size
+    return Range(begin, end, stored.dtype, into, distance * size)
+
+
+def runs(copy: Copy, into: torch.Tensor) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """A copy as what `Fetch` takes: (start, distance, place), of one run or of rows."""
+    for start, distance, place in copy.rows(into):
+        yield (start, distance, place) if place.shape[0] > 1 else (start, 0, place[0])
+
+
+def clear_padding(wanted: Wanted) -> None:
+    """Make the elements zero that no checkpoint holds."""
+    if wanted.range.box.packed is not wanted.range.box:
+        wanted.into.zero_()
+
+
+class Source:
+    """What every kind of checkpoint offers a reader.
+
+    Args:
+        path: the folder.
+        manifest: rows and states.
+    """
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self.path, self.manifest = path, manifest
+
+    def read(self, wanted: Iterable[Wanted]) -> None:
+        """Read elements into tensors. All ranks that share the source call together."""
+        raise NotImplementedError
+
+    def most(self, count: int) -> int:
+        """The largest count of any rank that reads; all ranks that share the source call together."""
+        return count
+
+    def state(self) -> dict[str, Any]:
+        """The small state of the run: `engine`, `client` and so on."""
+        raise NotImplementedError
+
+    def private(self, rank: int) -> dict[str, Any]:
+        """The own state of a rank of the run that saved; empty when there is none."""
+        return {}
+
+    def private_tensors(self, rank: int, wanted: dict[str, torch.Tensor]) -> None:
+        """Read a saved rank's own tensors into the ones given, by entry name."""
+
+    def whole(self, name: str, field_: str = "value") -> torch.Tensor:
+        """One tensor in its true shape and stored dtype."""
+        row = self.manifest.row(name)
+        if row is None:
+            raise CheckpointError(f"{self.path} holds no {name!r}")
+        rule = self.manifest.state_of(row)
+        key = field_.removeprefix("state/")
+        dtype = rule.sliced[key] if rule is not None and key != field_ else row.dtype
+        made = torch.empty(row.shape, dtype=dtype)
+        self.read([Wanted(field_, row, row.everything, made.reshape(-1))])
+        return made
+
+
+class NativeSource(Source):
+    """A checkpoint in this package's format.
+
+    Args:
+        path: its folder on this rank's disk.
+        manifest: what it holds.
+        ranks: who reads together.
+        seen: by rank, the files that it can read; one rank reads for another what that one cannot.
+        allow_pickle: the pickle of a client's objects may be opened (`checkpoint.client_state_pickle`).
+    """
+
+    def __init__(
+        self, path: Path, manifest: Manifest, ranks: Ranks, seen: list[set[str]], allow_pickle: bool = False
+    ) -> None:
+        super().__init__(path, manifest)
+        self.ranks, self._seen, self._allow_pickle = ranks, seen, allow_pickle
+        self._here = seen[ranks.rank]
+        self._everywhere = all(one == seen[0] for one in seen)
+
+    def read(self, wanted: Iterable[Wanted]) -> None:
+        """Read elements into tensors; blocks are verified on the way. All ranks call together.
+
+        Raises:
+            CheckpointCorruptError: bytes differ from what was written.
+            CheckpointMissingError: a file is on no rank's disk.
+        """
+        found: dict[tuple[str, BoxRange], list[Read]] = {}  # the same for all fields of a parameter
+        fetches = []
+        for one in wanted:
+            name = entry_name(one.field, one.row.name)
+            if self.manifest.is_whole(one.field, one.row):
+                fetches.append(Fetch(self.manifest.home(one.row, one.range.box), name, 0, one.into))
+                continue
+            clear_padding(one)
+            key = (one.row.name, one.range)
+            if key not in found:
+                found[key] = list(self.manifest.reads(one.row, one.range))
+            for read in found[key]:
+                places = runs(read.copy, one.into)
+                fetches += [Fetch(read.file, name, start, place, distance) for start, distance, place in places]
+        self._fetch(fetches)
+
+    def _fetch(self, fetches: list[Fetch]) -> None:
+        with self.ranks.together("reading the checkpoint"):
+            self._read_here([fetch for fetch in fetches if fetch.file in self._here])
+        if not self._everywhere:
+            self._read_through_peers([fetch for fetch in fetches if fetch.file not in self._here])
+
+    def _read_here(self, fetches: list[Fetch]) -> None:
+        with ExitStack() as stack:
+            opened: dict[str, TensorFile] = {}
+            wanted: dict[TensorFile, list[Range]] = {}
+            for fetch in fetches:
+                if fetch.file not in opened:
+                    seal = self.manifest.files.get(fetch.file)
+                    if seal is None:
+                        raise CheckpointCorruptError(f"the manifest of {self.path} does not name {fetch.file}")
+                    opened[fetch.file] = stack.enter_context(TensorFile(self.path / fetch.file, seal))
+                file = opened[fetch.file]
+                stored = file.find(fetch.entry)
+                if fetch.stop > (stored.end - stored.begin) // stored.dtype.itemsize:
+                    raise CheckpointCorruptError(f"{file.path}: {fetch.entry} is shorter than the manifest says")
+                wanted.setdefault(file, []).append(byte_range(stored, fetch.start, fetch.distance, fetch.into))
+            read_all(wanted)
+
+    def _read_through_peers(self, far: list[Fetch]) -> None:
+        """Everybody's wishes are known to all, and served in one order by the first rank that sees the file."""
+        mine = [(f.file, f.entry, f.start, f.distance, tuple(f.into.shape), f.into.dtype) for f in far]
+        wishes = self.ranks.gather(mine)
+        for rank, listed in enumerate(wishes):
+            for number, (file, entry, start, distance, shape, dtype) in enumerate(listed):
+                server = self.server(file)
+                if self.ranks.rank == server:
+                    values = torch.empty(shape, dtype=dtype)
+                    self._read_here([Fetch(file, entry, start, values, distance)])
+                    self.ranks.send(values, rank)
+                elif self.ranks.rank == rank:
+                    values = torch.empty(shape, dtype=dtype)
+                    self.ranks.receive(values, server)
+                    far[number].into.copy_(values)
+
+    def most(self, count: int) -> int:
+        """The largest count of any rank."""
+        return max(self.ranks.gather(count))
+
+    def server(self, file: str) -> int:
+        """The rank that reads a file for those that do not see it.
+
+        Raises:
+            CheckpointMissingError: nobody sees it.
+        """
+        for rank, seen in enumerate(self._seen):
+            if file in seen:
+                return rank
+        raise missing(self.manifest, [file], self.path)
+
+    # -- small state ----------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """The small state of the run. All ranks call together.
+
+        Raises:
+            CheckpointError: it holds a pickle, and pickles are not allowed here.
+        """
+        server = self.server(STATE)
+        small: dict[str, bytes] = {}
+        tensors: dict[str, torch.Tensor] = {}
+        with self.ranks.together("reading the state of the run"):
+            if self.ranks.rank == server or self._everywhere:
+                small = {name: self._small(name) for name in (STATE, STATE_PICKLE) if name in self.manifest.files}
+                if STATE_TENSORS in self.manifest.files:
+                    with TensorFile(self.path / STATE_TENSORS, self.manifest.files[STATE_TENSORS]) as file:
+                        tensors = {name: file.load(name) for name in file.entries}
+        if not self._everywhere:
+            small, tensors = self.ranks.gather((small, tensors))[server]
+        pickled = self._unpickle(small[STATE_PICKLE]) if STATE_PICKLE in small else None
+        return Decoder(lambda number: tensors[str(number)], pickled).decode(json.loads(small[STATE]))
+
+    def _small(self, name: str) -> bytes:
+        data = (self.path / name).read_bytes()
+        if zlib.crc32(data) != self.manifest.files[name].crc32:
+            raise CheckpointCorruptError(f"{self.path / name} differs from what was written")
+        return data
+
+    def _unpickle(self, data: bytes) -> list[Any]:
+        if not self._allow_pickle:
+            raise CheckpointError(
+                f"{self.path / STATE_PICKLE} is a pickle, which runs code when it is opened: load with "
+                f"checkpoint.client_state_pickle: true if you trust where it comes from"
+            )
+        return pickle.loads(data)
+
+    def private(self, rank: int) -> dict[str, Any]:
+        """The own state of a rank of the run that saved. All ranks call together, each with a rank of its choice."""
+        name = rank_file(rank)
+        text, tensors = "{}", {}
+        with self.ranks.together("reading the ranks' own state"):
+            if name in self._here:
+                text, tensors = self._private_here(name)
+        if not self._everywhere:
+            wishes = self.ranks.gather(name)
+            mine = {wish: self._private_here(wish) for wish in wishes if self._serves(wish)}
+            for told in self.ranks.gather(mine):
+                text, tensors = told.get(name, (text, tensors))
+        return Decoder(lambda number: tensors[f"rank/{number}"]).decode(json.loads(text))
+
+    def _serves(self, file: str) -> bool:
+        return any(file in seen for seen in self._seen) and self.server(file) == self.ranks.rank
+
+    def _private_here(self, name: str) -> tuple[str, dict[str, torch.Tensor]]:
+        with TensorFile(self.path / name, self.manifest.files[name]) as file:
+            own = {entry: file.load(entry) for entry in file.entries if entry.startswith("rank/")}
+            return file.metadata.get("rank", "{}"), own
+
+    def private_tensors(self, rank: int, wanted: dict[str, torch.Tensor]) -> None:
+        """Read a saved rank's own tensors, by entry name, whole. All ranks call together."""
+        self._fetch([Fetch(rank_file(rank), entry, 0, into) for entry, into in wanted.items()])
+
+
+def missing(manifest: Manifest, names: list[str], path: Path) -> CheckpointMissingError:
+    """The error for files that no rank can see: each with the host that wrote it."""
+    hosts = manifest.about.get("hosts", [])
+    homes = {rank_file(rank): host for rank, host in enumerate(hosts)}
+    listed = ", ".join(f"{name} (written by host {homes.get(name, hosts[0] if hosts else '?')})" for name in names[:8])
+    return CheckpointMissingError(
+        f"no rank can read {listed}{' …' if len(names) > 8 else ''} of {path} in full length: start a rank where it "
+        f"is, or copy it"
+    )
+
+
+Chunk = tuple[int, torch.Tensor]  # first element in the flattened parameter, 1-D values
+
+
+class TensorSource(Source):
+    """Values in memory, or mapped from files.
+
+    Args:
+        path: what they came from, for reports.
+        rows: parameters and buffers.
+        chunks: by `entry_name`, in any order.
+        states: as in `Manifest`.
+        state: what `state()` gives.
+        about: as in `Manifest`.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        rows: list[Row],
+        chunks: Mapping[str, list[Chunk]],
+        states: Iterable[StateRule] = (),
+        state: dict[str, Any] | None = None,
+        about: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(path, Manifest(rows, [], list(states), {}, about or {}))
+        self._chunks, self._state = chunks, state or {}
+
+    def read(self, wanted: Iterable[Wanted]) -> None:
+        """Copy elements.
+
+        Raises:
+            CheckpointCorruptError: some are in no chunk.
+        """
+        for one in wanted:
+            name, copied = entry_name(one.field, one.row.name), 0
+            own_shape = self.manifest.is_whole(one.field, one.row)
+            stored = Box((one.into.numel(),)) if own_shape else Box(one.row.shape)
+            range_ = BoxRange(stored, 0, one.into.numel()) if own_shape else one.range
+            clear_padding(one)
+            for start, values in self._chunks.get(name, ()):
+                for copy in copies(BoxRange(stored, start, start + values.numel()), range_):
+                    copy(values, one.into)
+                    copied += copy.numel
+            if copied != range_.real_numel:
+                raise CheckpointCorruptError(
+                    f"{self.path}: elements {range_.start} to {range_.stop} of {name} are not all there ({copied} are)"
+                )
+
+    def state(self) -> dict[str, Any]:
+        """The small state of the run."""
+        return self._state
+
+
+def from_state_dict(state_dict: Mapping[str, Any], what: str) -> TensorSource:
+    """A source over the tensors of a state dict.
+
+    Args:
+        state_dict: tensors by name; other values are left alone.
+        what: it is, for reports.
+    """
+    tensors = {name: value.detach() for name, value in state_dict.items() if isinstance(value, torch.Tensor)}
+    rows = [
+        Row(name, tuple(t.shape), t.dtype, FROZEN if t.is_floating_point() else BUFFER) for name, t in tensors.items()
+    ]
+    chunks = {entry_name(VALUE, name): [(0, tensor.reshape(-1))] for name, tensor in tensors.items()}
+    return TensorSource(Path(what), rows, chunks)

@@ -1,0 +1,1 @@
+"""Saves checkpoints, in the native format."""

@@ -1,0 +1,218 @@
+"""The save plan: which rank stores which shard; of equal copies the lowest rank's is stored.
+
+Copies are told by name and box alone, so replicas of hybrid sharding, tied weights of two stages and copied key-value
+heads need no rule of their own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from deepspeed.checkpoint.format.manifest import LEFT_OUT, CutGroup, Row, StateRule, rank_file
+from deepspeed.checkpoint.ranks import Ranks
+from deepspeed.errors import CheckpointError
+from deepspeed.zero.api.state_view import StateView
+from deepspeed.zero.layout.regions import Box, BoxRange, copies, uncovered
+
+
+def join_slices(
+    view: StateView, held: dict[str, torch.Tensor], ranks: Ranks
+) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Send every slice to the first rank, one tensor at a time. All ranks call together.
+
+    Args:
+        view: the model of this rank.
+        held: this rank's tensors on the CPU, by name; empty on ranks whose slices another rank sends.
+        ranks: all of them.
+
+    Returns:
+        Whole tensors and all aliases on the first rank; nothing of use on the others.
+    """
+    mine = {name: (view.box(name), tensor.dtype) for name, tensor in held.items()}
+    told = ranks.gather((mine, view.aliases))
+    whole: dict[str, torch.Tensor] = {}
+    seen: set[tuple[str, Box]] = set()
+    for rank, (listed, _) in enumerate(told):
+        for name, (box, dtype) in listed.items():
+            if (name, box.packed) in seen:
+                continue
+            seen.add((name, box.packed))
+            if ranks.rank == rank and rank:
+                ranks.send(held[name].contiguous(), 0)
+            if ranks.rank:
+                continue
+            values = held[name] if rank == 0 else torch.empty(box.local_shape, dtype=dtype)
+            if rank:
+                ranks.receive(values, rank)
+            into = whole.setdefault(name, torch.zeros(box.shape, dtype=dtype))
+            for copy in copies(BoxRange(box, 0, box.numel), BoxRange(Box(box.shape), 0, into.numel())):
+                copy(values.reshape(-1), into.reshape(-1))
+    return whole, {alias: name for _, aliases in reversed(told) for alias, name in aliases.items()}
+
+
+@dataclass(frozen=True)
+class Offer:
+    """Tensors that some ranks hold together, cut by one rule.
+
+    Args:
+        rows: parameters or buffers, without their optimizer state.
+        boxes: of each, on these ranks.
+        rule: as in `CutGroup`.
+        ranks: global ranks, in the order of the slices; the first speaks for all.
+        filled: the window has a reduced part of their gradients.
+        at: the mesh coordinates of the first rank.
+        alone: by name, the mesh axes along which no other rank has a copy.
+    """
+
+    rows: list[Row]
+    boxes: list[Box]
+    rule: str
+    ranks: tuple[int, ...]
+    filled: bool = False
+    at: Mapping[str, int] = field(default_factory=dict)
+    alone: Mapping[str, frozenset[str]] = field(default_factory=dict)
+
+    @property
+    def leader(self) -> int:
+        """The rank that speaks for all."""
+        return self.ranks[0]
+
+
+# From the rank of a parameter's first element: its optimizer state (JSON) and its optimizer group, by name and leader.
+Reports = Mapping[tuple[str, int], tuple[str | None, int]]
+
+
+@dataclass
+class Taken:
+    """What is stored of all offers.
+
+    Args:
+        rows: every parameter and buffer once, in the order of the ranks, and of a rank's module.
+        groups: how they are cut and where they lie.
+        leaders: by name, the leaders whose boxes are stored.
+        filled: parameters whose window has a reduced part.
+    """
+
+    rows: list[Row] = field(default_factory=list)
+    groups: list[CutGroup] = field(default_factory=list)
+    leaders: dict[str, set[int]] = field(default_factory=dict)
+    filled: list[str] = field(default_factory=list)
+    _by_group: list[Offer] = field(default_factory=list)
+
+    def with_states(self, reports: Iterable[Reports]) -> tuple[list[Row], list[CutGroup], list[StateRule]]:
+        """Rows and groups with their optimizer states, and the different states.
+
+        Args:
+            reports: of all ranks.
+        """
+        return _with_states(self, {key: report for one in reports for key, report in one.items()})
+
+
+def take(offers: Sequence[Offer], numbers: Sequence[int]) -> Taken:
+    """Decide what is stored; every rank finds the same.
+
+    Args:
+        offers: of all ranks, in rank order.
+        numbers: the global ranks that save together; rank files are numbered by their position here.
+
+    Raises:
+        CheckpointError: offers of one name do not fit each other, or some elements are in none.
+    """
+    position = {rank: at for at, rank in enumerate(numbers)}
+    made, row_of, taken = Taken(), {}, {}
+    for offer in offers:
+        stored = []
+        for row, box in zip(offer.rows, offer.boxes, strict=True):
+            known = taken.setdefault(row.name, {})
+            _check(row, offer, next(iter(known.values()), None), made.rows[row_of[row.name]] if known else row)
+            stored.append(box.packed not in known)
+            if row.name not in row_of:
+                row_of[row.name] = len(made.rows)
+                made.rows.append(row)
+            if stored[-1]:
+                known[box.packed] = offer
+                made.leaders.setdefault(row.name, set()).add(offer.leader)
+        if not any(stored):
+            continue
+        made.filled += [row.name for row, here in zip(offer.rows, stored, strict=True) if here and offer.filled]
+        rows = tuple(row_of[row.name] for row in offer.rows)
+        files = tuple(rank_file(position[rank]) for rank in offer.ranks)
+        made.groups.append(CutGroup(rows, tuple(offer.boxes), offer.rule, files, () if all(stored) else tuple(stored)))
+        made._by_group.append(offer)
+    made.filled = list(dict.fromkeys(made.filled))
+    _check_covered(made, taken)
+    _in_order(made, {name: next(iter(known.values())).leader for name, known in taken.items()})
+    return made
+
+
+def _in_order(made: Taken, ranks: Mapping[str, int]) -> None:
+    """Rows as users list them: each rank's, in the order of the rank's module."""
+    order = sorted(range(len(made.rows)), key=lambda at: (ranks[made.rows[at].name], made.rows[at].place))
+    place = {at: new for new, at in enumerate(order)}
+    made.rows = [made.rows[at] for at in order]
+    made.groups = [replace(group, rows=tuple(place[at] for at in group.rows)) for group in made.groups]
+
+
+def _check(row: Row, offer: Offer, other: Offer | None, first: Row) -> None:
+    """See that two offers of one name are of one tensor."""
+    if other is None:
+        return
+    ranks = f"rank {other.leader} and rank {offer.leader}"
+    if (row.shape, row.dtype) != (first.shape, first.dtype):
+        raise CheckpointError(
+            f"'{row.name}' is {first.shape} {first.dtype} on rank {other.leader} and {row.shape} {row.dtype} on rank "
+            f"{offer.leader}: one name must mean one global tensor on all ranks"
+        )
+    apart = [axis for axis in offer.alone.get(row.name, ()) if offer.at.get(axis) != other.at.get(axis)]
+    if apart:
+        raise CheckpointError(
+            f"{ranks} both have '{row.name}', whose placement says that no other rank along {apart[0]} does: names "
+            f"must be those of the whole model, as a stage's layers numbered by their place in it"
+        )
+
+
+def _check_covered(made: Taken, taken: Mapping[str, Mapping[Box, Offer]]) -> None:
+    known: dict[tuple[Box, ...], tuple[int, ...] | None] = {}
+    for row in made.rows:
+        boxes = tuple(taken[row.name])
+        if any(box.whole for box in boxes) or row.kind == LEFT_OUT:
+            continue
+        if boxes not in known:  # layers repeat
+            known[boxes] = uncovered(boxes)
+        gap = known[boxes]
+        if gap is not None:
+            raise CheckpointError(
+                f"no rank has element {list(gap)} of '{row.name}' {row.shape}: the placements on "
+                f"{len(boxes)} rank(s) leave it out, and a checkpoint without it could not be loaded"
+            )
+
+
+def _with_states(taken: Taken, told: Reports) -> tuple[list[Row], list[CutGroup], list[StateRule]]:
+    numbers: dict[str, int] = {}
+    found: dict[int, tuple[int | None, int]] = {}
+    groups = []
+    for group, offer in zip(taken.groups, taken._by_group, strict=True):
+        states: list[int | None] = []
+        for index, at in enumerate(group.rows):
+            text, number = told.get((taken.rows[at].name, offer.leader), (None, -1))
+            state = None if text is None else numbers.setdefault(text, len(numbers))
+            if not group.stored or group.stored[index]:
+                found.setdefault(at, (state, number))
+            states.append(state)
+        groups.append((group, states))
+    rows = [
+        Row(r.name, r.shape, r.dtype, r.kind, found[at][0], r.order, found[at][1]) for at, r in enumerate(taken.rows)
+    ]
+    made = [_with_own(group, states, rows) for group, states in groups]
+    return rows, made, [StateRule.from_json(json.loads(text)) for text in numbers]
+
+
+def _with_own(group: CutGroup, states: list[int | None], rows: list[Row]) -> CutGroup:
+    """The group with its own states, where its boxes' are not those of the rows."""
+    if all(state == rows[at].state for at, state in zip(group.rows, states, strict=True)):
+        return group
+    return CutGroup(group.rows, group.boxes, group.rule, group.files, group.stored, tuple(states))

@@ -1,0 +1,215 @@
+"""Collectives as autograd functions.
+
+| function         | forward        | backward       | where                                                   |
+|------------------|----------------|----------------|---------------------------------------------------------|
+| `copy_to`        | –              | sum            | equal values go into computations of each rank's own    |
+| `reduce_from`    | sum            | –              | parts of a sum come out of them                         |
+| `gather_from`    | all-gather     | own slice      | slices become whole, and ranks go on alike              |
+| `scatter_to`     | own slice      | all-gather     | the other way                                           |
+| `gather_to`      | all-gather     | reduce-scatter | slices become whole for computations of each rank's own |
+| `reduce_scatter` | reduce-scatter | all-gather     | parts of a sum come out of them as slices               |
+| `all_to_all`     | all-to-all     | all-to-all     | one dim becomes whole while another one is cut          |
+
+All ranks of the axis call in one order, forward and backward. A second derivative is refused by torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.utils.weak import TensorWeakRef
+
+from deepspeed.comm.collectives.same_error import meet_before
+from deepspeed.comm.collectives.torch_api import all_gather_into_tensor, all_reduce, all_to_all_single
+from deepspeed.comm.process_groups.axis import Axis
+from deepspeed.foundation.fake_mode import message
+
+_Way = Callable[[torch.Tensor], torch.Tensor]
+
+
+class _Collective(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, there: _Way, back: _Way) -> torch.Tensor:  # type: ignore[override]
+        ctx.back = back
+        return there(tensor)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        return ctx.back(gradient), None, None
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view_as(tensor)
+
+
+def _call(tensor: torch.Tensor, axis: Axis, there: _Way, back: _Way) -> torch.Tensor:
+    if axis.size == 1:
+        return tensor
+    return _Collective.apply(tensor, there, back)  # type: ignore[no-any-return]
+
+
+def summed(tensor: torch.Tensor, axis: Axis, label: str = "") -> torch.Tensor:
+    """A new tensor: the sum over the axis; autograd does not see it."""
+    out = tensor.detach().clone(memory_format=torch.contiguous_format)
+    if axis.group is not None and out.numel():
+        label = label or f"sum over {axis.name}"
+        meet_before(axis, label)
+        all_reduce(out, group=axis.group, log_name=label)
+    elif axis.size > 1:
+        message("all_reduce", out.nbytes, axis.ranks)
+    return out
+
+
+def gathered(
+    tensor: torch.Tensor, axis: Axis, dim: int, sizes: Sequence[int] | None = None, label: str = ""
+) -> torch.Tensor:
+    """A new tensor: the ranks' slices one after the other; autograd does not see it.
+
+    Args:
+        tensor: this rank's slice, any dtype.
+        axis: ranks that have one.
+        dim: along which they are joined.
+        sizes: of each rank's slice along it; None: all alike.
+        label: for reports.
+    """
+    if axis.size == 1:
+        return tensor.detach().clone()
+    sizes = [tensor.shape[dim]] * axis.size if sizes is None else list(sizes)
+    longest, mine = max(sizes), tensor.detach().movedim(dim, 0).contiguous()
+    if mine.shape[0] < longest:
+        mine = torch.cat([mine, mine.new_zeros(longest - mine.shape[0], *mine.shape[1:])])
+    every = mine.new_empty(axis.size * longest, *mine.shape[1:])
+    if axis.group is not None:
+        label = label or f"gather over {axis.name}"
+        meet_before(axis, label)
+        all_gather_into_tensor(every, mine, group=axis.group, log_name=label)
+    else:
+        message("all_gather", every.nbytes, axis.ranks)
+        if not mine.is_floating_point():  # the other ranks would say the same
+            every.view(axis.size, *mine.shape).copy_(mine)
+    if min(sizes) < longest:
+        every = torch.cat([every[at * longest : at * longest + size] for at, size in enumerate(sizes)])
+    return every.movedim(0, dim).contiguous()
+
+
+def exchanged(tensor: torch.Tensor, axis: Axis, cut: int, join: int, label: str = "") -> torch.Tensor:
+    """A new tensor: cut along one dim, whole along another; autograd does not see it.
+
+    Args:
+        tensor: whole along `cut`, which the ranks divide; this rank's slice along `join`, all alike; any dtype.
+        axis: ranks that have one.
+        cut: dim of which each rank keeps its slice.
+        join: dim along which the ranks' slices come together.
+        label: for reports.
+    """
+    if axis.size == 1:
+        return tensor.detach().clone()
+    cut, join = cut % tensor.dim(), join % tensor.dim()
+    parts = tensor.detach().unflatten(cut, (axis.size, -1)).movedim(cut, 0)
+    packed = axis.empty(tensor.numel(), tensor.dtype, tensor.device).view(parts.shape).copy_(parts)
+    every = torch.empty_like(packed)
+    if axis.group is not None:
+        label = label or f"all-to-all over {axis.name}"
+        meet_before(axis, label)
+        all_to_all_single(every, packed, group=axis.group, log_name=label)
+    else:
+        message("all_to_all", every.nbytes, axis.ranks)
+    return every.movedim(0, join).flatten(join, join + 1).contiguous()  # of one entry for each rank it is a view
+
+
+def _own(tensor: torch.Tensor, axis: Axis, dim: int, sizes: Sequence[int] | None) -> torch.Tensor:
+    """This rank's slice."""
+    sizes = [tensor.shape[dim] // axis.size] * axis.size if sizes is None else list(sizes)
+    return tensor.narrow(dim, sum(sizes[: axis.rank]), sizes[axis.rank]).contiguous()
+
+
+def _ways(axis: Axis, dim: int, sizes: Sequence[int] | None, label: str) -> tuple[_Way, _Way, _Way]:
+    """(slices joined, the own slice of what is equal everywhere, the own slice of the sum)."""
+    return (
+        lambda part: gathered(part, axis, dim, sizes, label),
+        lambda whole: _own(whole, axis, dim, sizes),
+        lambda whole: _own(summed(whole, axis, label), axis, dim, sizes),
+    )
+
+
+def copy_to(tensor: torch.Tensor, axis: Axis, label: str = "") -> torch.Tensor:
+    """The tensor; its gradient is the sum of the ranks' gradients."""
+    return _call(tensor, axis, _same, lambda gradient: summed(gradient, axis, label))
+
+
+def reduce_from(tensor: torch.Tensor, axis: Axis, label: str = "") -> torch.Tensor:
+    """The sum over the ranks; each rank's part has the sum's gradient."""
+    return _call(tensor, axis, lambda part: summed(part, axis, label), _same)
+
+
+def gather_from(
+    tensor: torch.Tensor, axis: Axis, dim: int = -1, sizes: Sequence[int] | None = None, label: str = ""
+) -> torch.Tensor:
+    """The ranks' slices joined along `dim`, for computations that are equal on all of them."""
+    join, own, _ = _ways(axis, dim, sizes, label)
+    return _call(tensor, axis, join, own)
+
+
+def scatter_to(
+    tensor: torch.Tensor, axis: Axis, dim: int = -1, sizes: Sequence[int] | None = None, label: str = ""
+) -> torch.Tensor:
+    """This rank's slice of a tensor that is equal on all ranks."""
+    join, own, _ = _ways(axis, dim, sizes, label)
+    return _call(tensor, axis, own, join)
+
+
+def gather_to(
+    tensor: torch.Tensor, axis: Axis, dim: int = -1, sizes: Sequence[int] | None = None, label: str = ""
+) -> torch.Tensor:
+    """The ranks' slices joined along `dim`, for computations of each rank's own: their gradients are summed."""
+    join, _, own_of_sum = _ways(axis, dim, sizes, label)
+    return _call(tensor, axis, join, own_of_sum)
+
+
+def reduce_scatter(
+    tensor: torch.Tensor, axis: Axis, dim: int = -1, sizes: Sequence[int] | None = None, label: str = ""
+) -> torch.Tensor:
+    """This rank's slice of the sum over the ranks."""
+    join, _, own_of_sum = _ways(axis, dim, sizes, label)
+    return _call(tensor, axis, own_of_sum, join)
+
+
+def all_to_all(tensor: torch.Tensor, axis: Axis, cut: int, join: int, label: str = "") -> torch.Tensor:
+    """This rank's slice along `cut` of what the ranks' slices along `join` are together; see `exchanged`."""
+    there: _Way = lambda part: exchanged(part, axis, cut, join, label)  # noqa: E731
+    back: _Way = lambda gradient: exchanged(gradient, axis, join, cut, label)  # noqa: E731
+    return _call(tensor, axis, there, back)
+
+
+_entered: list[torch.Tensor] = []
+"""The copy that was made last: layers whose weights are frozen do not hold what they read."""
+
+
+def enter(tensor: torch.Tensor, axis: Axis, label: str = "") -> torch.Tensor:
+    """`copy_to`, once for all layers that read one tensor: their gradients are added here and travel as one sum.
+
+    A second layer that gets the same tensor object, unchanged, gets the same copy of it, while a graph needs it or
+    nothing else was entered since.
+    """
+    if axis.size == 1 or not tensor.requires_grad or not torch.is_grad_enabled():
+        return tensor
+    key = (axis.ranks, tensor._version)
+    known = getattr(tensor, "_ds_entered", None)
+    copy = known[1]() if known is not None and known[0] == key else None
+    if copy is not None:
+        return copy
+
+    def back(gradient: torch.Tensor) -> torch.Tensor:
+        _entered.clear()
+        return summed(gradient, axis, label)
+
+    entered = _call(tensor, axis, _same, back)
+    if not tensor.is_leaf:  # a leaf is held by its graph, which the copy holds: they would keep each other for ever
+        # So would these two, by the copy's base, where no collector looks: the tensor knows its copy weakly.
+        tensor._ds_entered = (key, TensorWeakRef(entered))  # type: ignore[attr-defined]
+        _entered[:] = [entered]
+    return entered

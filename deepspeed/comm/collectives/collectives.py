@@ -1,0 +1,578 @@
+"""Collectives built from point-to-point messages, with fp32 sums in rank order.
+
+[Note: fixed table] What moves which way is fixed here and never timed at run time:
+
+| operation          | one machine's CPU ranks   | tagged axis (gloo, CPU)       | other axes (NCCL)                |
+|--------------------|---------------------------|-------------------------------|----------------------------------|
+| reduce to owners   | post, owners sum in place | a message per owner, sum there| reduce-scatter in fp32, else     |
+|                    |                           |                               | all-to-all, fp32 sum there; over |
+|                    |                           |                               | hosts, see
+`comm/collectives/hierarchical`   |
+| spread (all-gather)| stream through slots      | a message to each other rank  | all-gather, broadcasts if uneven |
+| share (spread in   | post, others copy         | as spread                     | as spread                        |
+| any order)         |                           |                               |                                  |
+| all-reduce, fp32   | reduce to owners, share   | –                             | two ranks: the backend's own     |
+| swap (two ranks)   | post, both read           | a message each way            | –                                |
+
+The left column is `comm/shared_memory/transport`, taken where ranks share memory. All but the backend's own
+reduce-scatter, and sums that are formed within hosts first, give the same bits: the fp32 sum in rank order.
+"""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from deepspeed.comm.process_groups.axis import Axis
+from deepspeed.comm.shared_memory.transport import SharedMemory, Until, sum_natively
+from deepspeed.comm.watchdog import watchdog
+from deepspeed.comm.watchdog.comms_logger import comms_logger
+from deepspeed.comm.watchdog.desync import trail
+from deepspeed.comm.watchdog.last_collective import underway
+from deepspeed.foundation.spans import CALL, FLIGHT, REDUCE, WAIT, now, recorder
+
+# Sums run over pieces that stay in the second-level cache.
+_BLOCK = 1 << 16
+
+
+def sum_in_rank_order(
+    parts: Sequence[torch.Tensor], out: torch.Tensor, scale: float, add: bool, any_order: bool = False
+) -> None:
+    """out (+)= scale * (parts[0] + parts[1] + …), each term and the sum in fp32.
+
+    Args:
+        parts: one contribution per rank, any floating dtype.
+        out: the accumulator, any floating dtype.
+        scale: factor on the sum.
+        add: add to what `out` holds instead of replacing it.
+        any_order: on a device, one kernel may add parts that lie behind each other in an order of its own, which is the
+            same in every run; a kernel per part reads and writes several times as much.
+    """
+    if out.device.type != "cpu":
+        _sum_on_device(parts, out, scale, add, any_order)
+        return
+    exact = out.dtype == torch.float32 and all(p.dtype == torch.float32 for p in parts)
+    aliased = any(p.data_ptr() == out.data_ptr() for p in parts[2:])  # `out` may be the own part: read it first
+    if not add and scale == 1.0 and exact and not aliased:
+        if len(parts) == 1:
+            out.copy_(parts[0])
+        else:
+            torch.add(parts[0], parts[1], out=out)
+            for part in parts[2:]:
+                out.add_(part)
+        return
+    if sum_natively(parts, out, scale, add):
+        return
+    total = torch.empty(min(_BLOCK, out.numel()), dtype=torch.float32, device=out.device)
+    term = torch.empty_like(total)
+    aliased = any(p.data_ptr() == out.data_ptr() for p in parts)
+    in_place = not add and not aliased and out.dtype == torch.float32
+    for start in range(0, out.numel(), _BLOCK):
+        stop = min(start + _BLOCK, out.numel())
+        o, u = out[start:stop], term[: stop - start]
+        t = o if in_place else total[: stop - start]
+        t.copy_(parts[0][start:stop])
+        for part in parts[1:]:
+            t.add_(u.copy_(part[start:stop]))
+        if scale != 1.0:
+            t.mul_(scale)
+        if add:
+            t.add_(u.copy_(o))
+        if t is not o:
+            o.copy_(t)
+
+
+def _sum_on_device(parts: Sequence[torch.Tensor], out: torch.Tensor, scale: float, add: bool, any_order: bool) -> None:
+    """The same bits in one kernel per term: a launch costs more there than memory traffic it could save."""
+    table = _as_table(parts) if any_order else None
+    if table is not None and not add and out.dtype == torch.float32:
+        torch.sum(table, 0, dtype=torch.float32, out=out)
+        if scale != 1.0:
+            out.mul_(scale)
+        return
+    total = parts[0].to(torch.float32, copy=True) if table is None else table.sum(0, dtype=torch.float32)
+    for part in parts[1:] if table is None else ():
+        total.add_(part)
+    if scale != 1.0:
+        total.mul_(scale)
+    if add:
+        total.add_(out)
+    out.copy_(total)
+
+
+def _as_table(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Parts that lie behind each other in one storage as its rows; None where they do not."""
+    first, count = parts[0], parts[0].numel()
+    if len(parts) < 2 or not count or not all(part.is_contiguous() and part.numel() == count for part in parts):
+        return None
+    begin, key = first.storage_offset(), first.untyped_storage()._cdata
+    for row, part in enumerate(parts):
+        if part.untyped_storage()._cdata != key or part.storage_offset() != begin + row * count:
+            return None
+    return first.as_strided((len(parts), count), (count, 1))
+
+
+# Kinds of messages on one channel; with the channel and a sequence number they make the tag.
+EXCHANGE, SPREAD, PULL, READ, SMALL = range(5)
+
+# Tests plant delays here; called with the label before each message, wait and hook.
+PLANTED_DELAY: Callable[[str], None] | None = None
+
+Scratch = Callable[[torch.Tensor], torch.Tensor]
+
+# torch's functions by the newest of their names: the older one warns in a newer torch.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def tag_of(channel: int, kind: int, seq: int) -> int:
+    """The 31-bit message tag of a channel, kind and sequence number; clients have the tags below 2^30."""
+    return 1 << 30 | (channel % (1 << 17)) << 13 | kind << 10 | seq % (1 << 10)
+
+
+def has_host_backend(axis: Axis) -> bool:
+    """Whether messages of an axis on a device can also start in host memory ("cpu:gloo,cuda:nccl")."""
+    return axis.group is not None and torch.device("cpu") in axis.group._device_types
+
+
+def delay(label: str) -> None:
+    """A point where tests may plant a delay."""
+    if PLANTED_DELAY is not None:
+        PLANTED_DELAY(label)
+
+
+class Handle:
+    """Messages in flight, and what is to be done once they are there.
+
+    Args:
+        axis: where they travel; names the ranks in error reports.
+        label: what is moved, for error reports.
+        works: the backend's handles.
+        then: called once, when all messages have arrived; may return the handle of a next phase.
+        payload: the tensor that travels.
+        received: bytes that come from other ranks.
+        began: when it did, on the recorder's clock; now, unless it is over already.
+    """
+
+    def __init__(
+        self,
+        axis: Axis,
+        label: str,
+        works: list[Any],
+        then: Callable[[], Handle | None] | None = None,
+        payload: torch.Tensor | None = None,
+        received: int = 0,
+        began: int = 0,
+    ) -> None:
+        self.axis, self.label, self.works, self.then = axis, label, works, then
+        self.done = False
+        self._size = payload.numel() * payload.itemsize if payload is not None and axis.size > 1 else 0
+        self._received = received
+        self._on_device = payload if works and not axis.tagged else None
+        self._began = began or now()
+        self._clock = comms_logger.begin(payload) if self._on_device is not None and comms_logger.enabled else None
+        self._waiter: threading.Thread | None = None
+        self._failure: RuntimeError | None = None
+
+    def ready(self, patience: float) -> bool:
+        """Whether `advance` would return at once, after waiting for it up to `patience` seconds.
+
+        gloo's messages say that they are complete only when waited for, and cannot be waited for twice or in part: so
+        a thread waits, and `advance` joins it.
+        """
+        if self.done or not self.works or not self.axis.tagged:
+            return True  # NCCL: `advance` orders the current stream and does not block; it must not be another thread's
+        if not patience:
+            return self._ready(patience)
+        with recorder.span(WAIT, self.label):
+            return self._ready(patience)
+
+    def _ready(self, patience: float) -> bool:
+        if isinstance(self.works[0], Until):
+            return self.works[0].within(patience)
+        if self._waiter is None:
+            self._waiter = threading.Thread(target=self._wait_aside, name="deepspeed-wait", daemon=True)
+            self._waiter.start()
+        self._waiter.join(patience)
+        return not self._waiter.is_alive()
+
+    def _wait_aside(self) -> None:
+        try:
+            for work in self.works:
+                work.wait()
+        except RuntimeError as error:
+            self._failure = error
+
+    def advance(self) -> Handle | None:
+        """Wait for the messages of this phase, do what follows, and return the next phase if there is one.
+
+        Raises:
+            CommError: when a message failed or did not arrive in time; it names every rank's last label.
+        """
+        if self.done:
+            return None
+        if self._waiter is None:
+            wait_all(self.axis, self.label, self.works)
+        else:
+            watchdog.note(self.label)
+            self._waiter.join()
+            watchdog.note_done()
+            if self._failure is not None:
+                raise watchdog.failed(self.label, self._failure, list(self.axis.ranks)) from self._failure
+        if self._on_device is not None:
+            underway.add(self.label, self._on_device)
+        self.done, self.works, self._on_device = True, [], None
+        then, self.then = self.then, None
+        if then is None or not recorder.on:
+            following = None if then is None else then()
+        else:
+            with recorder.span(REDUCE, self.label):
+                following = then()
+        if self._size:
+            self._record()
+        return following
+
+    def _record(self) -> None:
+        """Tell the comms logger and the recorder of a message that is over: what arrived has been taken in."""
+        operation = self.label.partition(" ")[0]
+        if comms_logger.enabled and comms_logger.wants(operation, False):
+            begun = self._began if self._clock is None else self._clock
+            comms_logger.end(begun, operation, self._size, self.axis.size, self.label, self._received)
+            comms_logger.arrived(self.axis.ranks, self._received)
+        if recorder.on:
+            recorder.add(self._began, FLIGHT, self.label, "", self._received)
+
+    def unrecorded(self) -> Handle:
+        """This handle, out of the comms logger: a phase of a call that is recorded as a whole."""
+        self._size = 0
+        return self
+
+    def followed_by(self, then: Callable[[], Handle | None]) -> Handle:
+        """This handle, with `then` called when all its phases are over."""
+        inner = self.then
+
+        def next_phase() -> Handle | None:
+            following = inner() if inner is not None else None
+            return then() if following is None else following.followed_by(then)
+
+        self.then = next_phase
+        return self
+
+    def wait(self) -> None:
+        """Wait until all phases are over."""
+        following = self.advance()
+        while following is not None:
+            following = following.advance()
+
+
+def wait_all(axis: Axis, label: str, works: Sequence[Any]) -> None:
+    """Wait for backend handles; a failure becomes the labelled report."""
+    delay(label)
+    if not works:
+        return
+    watchdog.note(label)
+    try:
+        for work in works:
+            work.wait()
+    except RuntimeError as error:
+        raise watchdog.failed(label, error, list(axis.ranks)) from error
+    finally:
+        watchdog.note_done()
+
+
+def post(axis: Axis, label: str, start: Callable[[], list[Any]]) -> list[Any]:
+    """Start messages under a label; a failure to start becomes the labelled report."""
+    delay(label)
+    watchdog.note(label, CALL)
+    try:
+        return start()
+    except RuntimeError as error:
+        raise watchdog.failed(label, error, list(axis.ranks)) from error
+    finally:
+        watchdog.note_done()
+
+
+def exchange(
+    axis: Axis, flat: torch.Tensor, cuts: Sequence[int], tag: int, label: str, scratch: Scratch = torch.empty_like
+) -> tuple[list, list]:
+    """Send every peer its slice of `flat`, receive theirs of mine.
+
+    Args:
+        axis: ranks that take part.
+        flat: 1-D, all slices, any dtype.
+        cuts: size + 1 boundaries; rank r owns [cuts[r], cuts[r + 1]).
+        tag: the message tag.
+        label: for reports.
+        scratch: makes the buffers to receive into, like the tensor it is given.
+
+    Returns:
+        (backend handles, the contributions to the own slice in rank order, the own one a view of `flat`).
+    """
+    own, group = flat[cuts[axis.rank] : cuts[axis.rank + 1]], axis.group
+    if group is not None and not axis.tagged and own.numel() and is_even(cuts):
+        parts = list(scratch(flat[: cuts[-1]]).split(own.numel()))  # one buffer, which one kernel can sum
+    else:
+        parts = [own if r == axis.rank else scratch(own) for r in range(axis.size)]
+    if group is None:
+        return [], parts
+
+    def start() -> list[Any]:
+        if not axis.tagged:
+            sends = [flat[cuts[r] : cuts[r + 1]] for r in range(axis.size)]
+            if parts[axis.rank] is own:
+                parts[axis.rank] = scratch(own)  # the backend writes every output
+            return [dist.all_to_all(parts, sends, group=group, async_op=True)]
+        works = [group.recv([parts[r]], r, tag) for r in axis.peers if own.numel()]
+        sends = [(flat[cuts[r] : cuts[r + 1]], r) for r in axis.peers]
+        return works + [group.send([part], r, tag) for part, r in sends if part.numel()]
+
+    return post(axis, label, start), parts
+
+
+def is_even(cuts: Sequence[int]) -> bool:
+    """Whether every rank owns as much, from the first element on."""
+    share = cuts[1]
+    return all(cut == r * share for r, cut in enumerate(cuts))
+
+
+def reduce_to_owners(
+    axis: Axis,
+    flat: torch.Tensor,
+    cuts: Sequence[int],
+    tag: int,
+    label: str,
+    finish: Callable[[list], Handle | None],
+    scratch: Scratch = torch.empty_like,
+    in_rank_order: bool = False,
+) -> Handle:
+    """Bring every rank's contribution to each slice to its owner.
+
+    Args:
+        axis: ranks that take part.
+        flat: 1-D contribution of this rank, not to be touched until the handle is done.
+        cuts: slice boundaries.
+        tag: the message tag.
+        label: for reports.
+        finish: called with the contributions in rank order; sums them (`sum_in_rank_order`).
+        scratch: makes the buffers to receive into.
+        in_rank_order: also where the backend has a reduction of its own, whose order nobody promises.
+    """
+    if axis.shared is not None:
+        return _read_posts(axis, axis.shared, flat, cuts, tag, label, finish)
+    native = not in_rank_order and not axis.tagged and axis.group is not None
+    if native and flat.dtype == torch.float32 and is_even(cuts):
+        own = flat[cuts[axis.rank] : cuts[axis.rank + 1]]
+        flat = flat[: cuts[-1]]
+        works = post(axis, label, lambda: [_reduce_scatter(own, flat, group=axis.group, async_op=True)])  # in place
+        return Handle(axis, label, works, lambda: finish([own]), flat, own.nbytes * (axis.size - 1))
+    works, parts = exchange(axis, flat, cuts, tag, label, scratch)
+    return Handle(axis, label, works, lambda: finish(parts), flat, parts[axis.rank].nbytes * (axis.size - 1))
+
+
+def _read_posts(
+    axis: Axis,
+    shared: SharedMemory,
+    flat: torch.Tensor,
+    cuts: Sequence[int],
+    tag: int,
+    label: str,
+    finish: Callable[[list], Handle | None],
+) -> Handle:
+    """`reduce_to_owners` in shared memory: each owner sums its slice of everybody's buffer where it lies."""
+    low, high = cuts[axis.rank], cuts[axis.rank + 1]
+    takers = [r for r in axis.peers if cuts[r + 1] > cuts[r]]
+    givers = axis.peers if high > low else []
+
+    def arrived() -> Handle:
+        parts = [flat if r == axis.rank or not givers else shared.read(r, tag, flat.dtype) for r in range(axis.size)]
+        following = finish([part[low:high] for part in parts])
+        shared.acknowledge(tag, givers)
+        return Handle(axis, label, [shared.acknowledged(tag, takers)], lambda: following)
+
+    works = post(axis, label, lambda: shared.post(tag, flat, takers) or [shared.posted(tag, givers)])
+    return Handle(axis, label, works, arrived, flat, len(givers) * (high - low) * flat.itemsize)
+
+
+def spread(axis: Axis, full: torch.Tensor, cuts: Sequence[int], tag: int, label: str) -> Handle:
+    """Every owner sends its slice of `full` to all others (an all-gather in place). All ranks call in one order.
+
+    Args:
+        axis: ranks that take part.
+        full: 1-D; holds the own slice, receives the others.
+        cuts: slice boundaries.
+        tag: the message tag.
+        label: for reports.
+    """
+    trail.enter(axis, "internal", lambda: axis.ranks, label, full.numel())
+    return _spread(axis, full, cuts, tag, label)
+
+
+def _spread(axis: Axis, full: torch.Tensor, cuts: Sequence[int], tag: int, label: str) -> Handle:
+    group = axis.group
+    if group is None:
+        return Handle(axis, label, [])
+    slices = [full[cuts[r] : cuts[r + 1]] for r in range(axis.size)]
+    own, shared = slices[axis.rank], axis.shared
+
+    def start() -> list[Any]:
+        if shared is not None:
+            shared.all_gather(full, cuts, own, tag)
+            return []
+        if axis.tagged:
+            works = [group.recv([slices[r]], r, tag) for r in axis.peers if slices[r].numel()]
+            return works + [group.send([own], r, tag) for r in axis.peers if own.numel()]
+        if len({s.numel() for s in slices}) == 1:
+            # In place, but for gloo, which is given small tables of the host.
+            return [_all_gather(full[: cuts[-1]], own if full.is_cuda else own.clone(), group=group, async_op=True)]
+        return [
+            dist.broadcast(s, src=axis.ranks[r], group=group, async_op=True) for r, s in enumerate(slices) if s.numel()
+        ]
+
+    began = now()
+    return Handle(axis, label, post(axis, label, start), None, full, _others(slices, own), began)
+
+
+def _others(slices: Sequence[torch.Tensor], own: torch.Tensor) -> int:
+    """Bytes of everybody's slices but the own one."""
+    return sum(part.nbytes for part in slices) - own.nbytes
+
+
+def share(axis: Axis, full: torch.Tensor, cuts: Sequence[int], tag: int, label: str) -> Handle:
+    """`spread` for ranks that may call in different orders, where the axis allows it."""
+    shared = axis.shared
+    if shared is None:
+        return _spread(axis, full, cuts, tag, label)
+    slices = [full[cuts[r] : cuts[r + 1]] for r in range(axis.size)]
+    own = slices[axis.rank]
+    givers = [r for r in axis.peers if slices[r].numel()]
+    takers = axis.peers if own.numel() else []
+
+    def arrived() -> Handle:
+        for r in givers:
+            slices[r].copy_(shared.read(r, tag, full.dtype))
+        shared.acknowledge(tag, givers)
+        return Handle(axis, label, [shared.acknowledged(tag, takers)])
+
+    works = post(axis, label, lambda: shared.post(tag, own, takers) or [shared.posted(tag, givers)])
+    return Handle(axis, label, works, arrived, full, _others(slices, own))
+
+
+def swap(
+    axis: Axis,
+    flat: torch.Tensor,
+    tag: int,
+    label: str,
+    finish: Callable[[list], Handle | None],
+    scratch: Scratch = torch.empty_like,
+) -> Handle:
+    """Two ranks exchange the whole of `flat`; `finish` gets both contributions in rank order."""
+    group, peer, shared = axis.group, 1 - axis.rank, axis.shared
+    if shared is not None:
+
+        def arrived() -> Handle:
+            theirs = shared.read(peer, tag, flat.dtype)
+            following = finish([flat, theirs] if axis.rank == 0 else [theirs, flat])
+            shared.acknowledge(tag, [peer])
+            return Handle(axis, label, [shared.acknowledged(tag, [peer])], lambda: following)
+
+        posted = post(axis, label, lambda: shared.post(tag, flat, [peer]) or [shared.posted(tag, [peer])])
+        return Handle(axis, label, posted, arrived, flat, flat.nbytes)
+    other = scratch(flat)
+    parts = [flat, other] if axis.rank == 0 else [other, flat]
+    if group is None:
+        raise RuntimeError("swap needs two ranks")
+    works = post(axis, label, lambda: [group.recv([other], peer, tag), group.send([flat], peer, tag)])
+    return Handle(axis, label, works, lambda: finish(parts), flat, flat.nbytes)
+
+
+def can_all_reduce(axis: Axis, dtype: torch.dtype) -> bool:
+    """Whether `all_reduce_sum` gives the sum in rank order, whatever order the ranks launch rounds in.
+
+    The backend's own has no tags, and ranks whose branches differ launch in other orders: it is for axes without tags.
+    """
+    return axis.shared is not None or (dtype == torch.float32 and axis.size == 2 and not axis.tagged)
+
+
+def all_reduce_sum(
+    axis: Axis,
+    flat: torch.Tensor,
+    cuts: Sequence[int],
+    tags: tuple[int, int],
+    label: str,
+    then: Callable[[], Handle | None],
+) -> Handle:
+    """The sum in place, where `can_all_reduce` says so: the backend's own, or reduce to owners, then share.
+
+    Args:
+        axis: ranks that take part.
+        flat: 1-D.
+        cuts: who sums what.
+        tags: of the two phases.
+        label: for reports.
+        then: called once, when `flat` holds the sum.
+    """
+    if axis.shared is not None:
+        # In place: a rank's slice is read by that rank alone until it holds the sum.
+        def add(parts: list[torch.Tensor]) -> Handle:
+            sum_in_rank_order(parts, flat[cuts[axis.rank] : cuts[axis.rank + 1]], 1.0, add=False)
+            return share(axis, flat, cuts, tags[1], label).followed_by(then)
+
+        return reduce_to_owners(axis, flat, cuts, tags[0], label, add)
+    works = post(axis, label, lambda: [dist.all_reduce(flat, group=axis.group, async_op=True)])
+    return Handle(axis, label, works, then, flat, flat.nbytes)
+
+
+def broadcast(axis: Axis, flat: torch.Tensor, src: int, label: str) -> None:
+    """Axis rank `src` sends `flat` to all, blocking."""
+    shared, group = axis.shared, axis.group
+    trail.enter(axis, "internal", lambda: axis.ranks, label, flat.numel())
+    if shared is not None:
+        post(axis, label, lambda: shared.broadcast(flat, src, zlib.crc32(label.encode())) or [])
+    elif group is not None:
+        works = post(axis, label, lambda: [dist.broadcast(flat, src=axis.ranks[src], group=group, async_op=True)])
+        wait_all(axis, label, works)
+        underway.add(label, flat)
+
+
+def broadcast_tensors(axis: Axis, tensors: Sequence[torch.Tensor], label: str, chunk: int = 1 << 23) -> None:
+    """Everybody gets the values of axis rank 0, dtype by dtype: large tensors as they lie, others in flat pieces.
+
+    Args:
+        axis: ranks that take part.
+        tensors: changed in place on all but rank 0.
+        label: for reports.
+        chunk: elements per message of small ones; a tensor of a sixteenth of it is large.
+    """
+    if axis.size == 1:
+        return
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        by_dtype.setdefault(tensor.dtype, []).append(tensor.detach())
+    for same in by_dtype.values():
+        large = [tensor for tensor in same if tensor.numel() >= chunk // 16]
+        small = [tensor for tensor in same if tensor.numel() < chunk // 16]
+        for batch in [[tensor] for tensor in large] + _batches(small, chunk):
+            # Of one that lies as it is, this is no copy; on some ranks it may lie otherwise.
+            flat = batch[0].reshape(-1) if len(batch) == 1 else torch.cat([tensor.reshape(-1) for tensor in batch])
+            broadcast(axis, flat, 0, label)
+            if axis.rank and flat.data_ptr() != batch[0].data_ptr():
+                for tensor, part in zip(batch, flat.split([tensor.numel() for tensor in batch]), strict=True):
+                    tensor.copy_(part.view(tensor.shape))
+
+
+def _batches(tensors: Sequence[torch.Tensor], limit: int) -> list[list[torch.Tensor]]:
+    """Neighbours, of at most `limit` elements together."""
+    found: list[list[torch.Tensor]] = []
+    filled = limit + 1
+    for tensor in tensors:
+        if filled + tensor.numel() > limit:
+            found.append([])
+            filled = 0
+        found[-1].append(tensor)
+        filled += tensor.numel()
+    return found

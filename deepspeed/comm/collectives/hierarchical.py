@@ -1,0 +1,157 @@
+"""Hierarchical reduction of low-precision gradients: within each host first, then between hosts in fp32.
+
+[Note: two steps] An all-to-all brings each slice straight to its owner, and nearly all of it comes through the owner's
+own network adapter. With `n` ranks, `g` on each of `h` hosts, and `S` bytes in 16 bits, an adapter receives
+
+| way                                          | from other hosts        | 64 ranks, 8 a host | from its own host |
+|----------------------------------------------|-------------------------|--------------------|-------------------|
+| one all-to-all in 16 bits, fp32 sum at owner | `S (n - g) / n`         | 0.875 S            | `S (g - 1) / n`   |
+| a ring in fp32, twice as wide                | `2 S / g * (h - 1) / h` | 0.219 S            | `2 S (n - 1) / n` |
+| a ring in 16 bits: partial sums are rounded  | `S / g * (h - 1) / h`   | 0.109 S            | `S (n - 1) / n`   |
+| two steps                                    | `2 S / g * (h - 1) / h` | 0.219 S            | `S (g - 1) / g`   |
+
+So two steps send over the network what a ring in fp32 does, half as much over the links of a host, and round nothing.
+First, each rank receives, from all of its host, the slices of those owners that have its place on their hosts, and
+sums them in fp32. Then each owner receives one sum from each host. The slices of a host's ranks lie behind each other,
+so the first step is an all-to-all for each host's stretch, in one group of calls, and nothing is packed. The order of
+all sums is the same in every run.
+
+Both are launched at once, from a stream of their own on which the first sum waits for the first message (`aside`):
+neither the host nor what is computed meanwhile waits for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.collectives import collectives
+from deepspeed.comm.collectives.collectives import Handle, Scratch, is_even, post, sum_in_rank_order
+from deepspeed.comm.process_groups.axis import Axis, Hosts
+
+_all_to_all: Any = dist.all_to_all_single
+_together: Any = dist.distributed_c10d._coalescing_manager  # what torch's own batches of messages use
+
+
+def reduce_to_owners(
+    axis: Axis,
+    flat: torch.Tensor,
+    cuts: Sequence[int],
+    tag: int,
+    label: str,
+    finish: Callable[[list], Handle | None],
+    scratch: Scratch = torch.empty_like,
+    in_rank_order: bool = False,
+) -> Handle:
+    """`collectives.reduce_to_owners`; in two steps where hosts share the work, and no order of the sum is asked for.
+
+    `finish` then gets one fp32 contribution per host instead of one per rank.
+    """
+    hosts = None if in_rank_order or flat.dtype.itemsize > 2 or not is_even(cuts) else axis.hosts
+    if hosts is None:
+        return collectives.reduce_to_owners(axis, flat, cuts, tag, label, finish, scratch, in_rank_order)
+    return _in_two_steps(axis, hosts, flat[: cuts[-1]], cuts[1], label, finish, scratch)
+
+
+def _in_two_steps(
+    axis: Axis,
+    hosts: Hosts,
+    flat: torch.Tensor,
+    share: int,
+    label: str,
+    finish: Callable[[list], Handle | None],
+    scratch: Scratch,
+) -> Handle:
+    within, count = hosts.within, hosts.count
+    sums = torch.empty(share * count, dtype=torch.float32, device=flat.device)
+    received = scratch(sums)
+    with aside(flat.device):
+        table = torch.empty_like(flat)  # by host, and what comes from each rank of this one
+        collectives.wait_all(within, label, post(within, label, lambda: _each_hosts(within, table, flat, count)))
+        torch.sum(table.view(count, within.size, share), 1, dtype=torch.float32, out=sums.view(count, share))
+        alike = [share if position % within.size == within.rank else 0 for position in range(axis.size)]
+        works = post(axis, label, lambda: [_all_to_all(received, sums, alike, alike, group=axis.group, async_op=True)])
+    kept = [sums]  # until it has been sent
+
+    def arrived() -> Handle | None:
+        kept.clear()
+        return finish(list(received.split(share)))
+
+    nbytes = flat.nbytes // within.size * (within.size - 1) + sums.nbytes // count * (count - 1)
+    return Handle(axis, label, works, arrived, flat, nbytes)
+
+
+def reduce_to_copies(
+    axis: Axis,
+    copies: Axis,
+    flat: torch.Tensor,
+    cuts: Sequence[int],
+    label: str,
+    scale: float,
+    finish: Callable[[list], Handle | None],
+    in_rank_order: bool = False,
+) -> Handle:
+    """Sum slices at their owners, and then over the ranks that own a copy of the slice, where messages have no tags.
+
+    Args:
+        axis: ranks that share a copy.
+        copies: ranks that own this slice; the sum over them is in fp32, with equal bits on all of them.
+        flat: 1-D contribution of this rank, not to be touched until the handle is done.
+        cuts: slice boundaries.
+        label: for reports.
+        scale: factor on the first sum.
+        finish: called with the sum, fp32, as the only contribution; in rank order with the first sum of each copy.
+        in_rank_order: both sums, for which the second is formed by this rank and not by the backend.
+    """
+    total = torch.empty(cuts[axis.rank + 1] - cuts[axis.rank], dtype=torch.float32, device=flat.device)
+
+    def add(parts: list[torch.Tensor]) -> None:
+        sum_in_rank_order(parts, total, scale, add=False, any_order=not in_rank_order)
+
+    def send() -> list[Any]:
+        if in_rank_order:
+            return [dist.all_gather_into_tensor(table, total, group=copies.group, async_op=True)]
+        return [dist.all_reduce(table, group=copies.group, async_op=True)]
+
+    table = total.new_empty(total.numel() * copies.size) if in_rank_order else total
+    with aside(flat.device):  # `wait` orders this stream, and does not block the host
+        reduce_to_owners(axis, flat, cuts, 0, label, add, in_rank_order=in_rank_order).wait()
+        across = f"reduce across copies: {label}"
+        works = post(copies, across, send)
+    nbytes = total.nbytes * (copies.size - 1 if in_rank_order else 1)
+    return Handle(copies, across, works, lambda: finish(list(table.split(total.numel()))), total, nbytes)
+
+
+def _each_hosts(within: Axis, table: torch.Tensor, flat: torch.Tensor, count: int) -> list[Any]:
+    """The ranks of a host exchange the slices of each host's ranks."""
+    with _together(within.group, flat.device, async_ops=True) as group:
+        for out, stretch in zip(table.chunk(count), flat.chunk(count), strict=True):
+            _all_to_all(out, stretch, group=within.group, async_op=True)
+    return group.works
+
+
+@contextlib.contextmanager
+def aside(device: torch.device) -> Iterator[None]:
+    """Inside, the current stream of a device is one where sums are formed beside what is computed.
+
+    It begins behind what was current before. What is allocated inside is that stream's memory: it is used again there,
+    and may not outlive the block.
+    """
+    accelerator, stream = get_accelerator(), _stream(device)
+    before = accelerator.current_stream(device)
+    if before != stream:
+        stream.wait_stream(before)
+    with accelerator.stream(stream):
+        yield
+
+
+@cache
+def _stream(device: torch.device) -> Any:
+    accelerator = get_accelerator()  # a simulation's device may be the CPU, whose streams have no device
+    return accelerator.Stream() if device.type == "cpu" else accelerator.Stream(device=device)

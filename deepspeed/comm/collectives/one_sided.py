@@ -1,0 +1,357 @@
+"""One-sided all-gather: a rank reads the shards it needs, whatever the other ranks run.
+
+[Note: any graph] When ranks take different branches they need different groups, so a gather that every rank must join
+would hang. Here the rank that needs a group asks each owner over a socket; a small thread of the owner answers with a
+tagged message. Nobody else takes part, so no agreement is needed: a branch taken on one rank costs the others nothing.
+A request carries the version it wants, and one from a rank that is already a version ahead waits for the owner to
+arrive there. A slice changes only where all ranks have met since their last pull: inside `step`, which agrees on
+gradients first, and behind `meet` for edits and loads. So nobody reads the future; who would, fails and says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import hmac
+import os
+import secrets
+import selectors
+import socket
+import struct
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from deepspeed.comm.collectives.collectives import PULL, SMALL, Handle, delay, post, spread, tag_of
+from deepspeed.comm.process_groups.axis import Axis
+from deepspeed.comm.shared_memory.transport import require
+from deepspeed.comm.shutdown import Phase, released_in
+from deepspeed.comm.watchdog import watchdog
+from deepspeed.errors import CommError, StorageError
+from deepspeed.foundation.fake_mode import simulating
+from deepspeed.foundation.log import logger
+
+_REQUEST = struct.Struct("<iiqq")  # requesting rank, channel, version, sequence number
+_TOKEN_BYTES = 16
+_PATIENCE_S = 5.0
+_FUTURE = "rank {} of the group reads a slice that has changed since: an edit or load was not called by all ranks"
+
+
+# A slice in memory, or what lends one for as long as it takes to send it.
+Served = torch.Tensor | Callable[[], AbstractContextManager[torch.Tensor]]
+
+
+@dataclass
+class _Served:
+    """A slice others may ask for, and its version."""
+
+    slice: Served
+    version: int = 0
+    waiting: list[tuple[int, int, int]] = field(default_factory=list)  # (version, rank, seq)
+
+
+class FetchService:
+    """Serves the slices of this rank and pulls those of others.
+
+    Args:
+        axis: a tagged axis of more than one rank.
+    """
+
+    def __init__(self, axis: Axis) -> None:
+        self.axis = axis
+        self._served: dict[int, _Served] = {}
+        self._lock = threading.Lock()
+        # Kept until long complete, by channel; gloo says so only when waited for.
+        self._sent: deque[tuple[int, Any]] = deque(maxlen=4096)
+        self._seq = 0
+        self._peers: dict[int, socket.socket] = {}
+        self._selector = selectors.DefaultSelector()
+        self._wake_out, self._wake_in = socket.socketpair()
+        self._selector.register(self._wake_in, selectors.EVENT_READ)
+        self._meet()
+        self._thread = threading.Thread(target=self._serve, name="deepspeed-fetch", daemon=True)
+        self._thread.start()
+
+    def _meet(self) -> None:
+        """Listen, exchange addresses and a token, connect to every rank on first need."""
+        host = os.environ.get("DEEPSPEED_FETCH_HOST") or _own_address()
+        self._listener = socket.create_server((host, 0), backlog=self.axis.size)
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        mine = (host, self._listener.getsockname()[1], secrets.token_hex(_TOKEN_BYTES))
+        rows: list[Any] = [None] * self.axis.size
+        dist.all_gather_object(rows, mine, group=self.axis.group)
+        self._addresses = rows
+        self._token = bytes.fromhex(mine[2])
+
+    def serve(self, channel: int, slice_: Served) -> None:
+        """Let others pull `slice_` on `channel`."""
+        with self._lock:
+            self._served[channel] = _Served(slice_)
+
+    def withdraw(self, channel: int) -> None:
+        """Stop serving `channel`; what was sent on it, and holds its slice, is let go."""
+        with self._lock:
+            self._served.pop(channel, None)
+            self._sent = deque((entry for entry in self._sent if entry[0] != channel), self._sent.maxlen)
+
+    @property
+    def serves(self) -> bool:
+        """Whether anything may be pulled."""
+        return bool(self._served)
+
+    def advance(self, channel: int) -> None:
+        """The own slice of `channel` has its next version; requests that waited for it are answered."""
+        with self._lock:
+            served = self._served[channel]
+            served.version += 1
+            due = [w for w in served.waiting if w[0] <= served.version]
+            served.waiting = [w for w in served.waiting if w[0] > served.version]
+            for _, rank, seq in due:
+                self._send(channel, served, rank, seq)
+
+    def version(self, channel: int) -> int:
+        """The version of the own slice."""
+        return self._served[channel].version
+
+    def pull(self, channel: int, full: torch.Tensor, cuts: tuple[int, ...], label: str) -> Handle:
+        """Ask every owner for its slice of `full`.
+
+        Args:
+            channel: the group's channel.
+            full: 1-D; the slices of the others are received into it.
+            cuts: slice boundaries.
+            label: for reports.
+        """
+        self._seq += 1
+        seq, version, group = self._seq, self.version(channel), self.axis.group
+        if group is None:
+            raise CommError("pull needs an axis of several ranks")
+
+        def start() -> list[Any]:
+            works = []
+            for rank in self.axis.peers:
+                part = full[cuts[rank] : cuts[rank + 1]]
+                if part.numel():
+                    works.append(group.recv([part], rank, tag_of(channel, PULL, seq)))
+                    self._ask(rank, _REQUEST.pack(self.axis.rank, channel, version, seq), label)
+            return works
+
+        return Handle(self.axis, label, post(self.axis, label, start), None, full, _of_others(self.axis, full, cuts))
+
+    def _ask(self, rank: int, request: bytes, label: str) -> None:
+        try:
+            if rank not in self._peers:
+                host, port, token = self._addresses[rank]
+                sock = socket.create_connection((host, port), timeout=30)
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                sock.sendall(bytes.fromhex(token))
+                self._peers[rank] = sock
+            self._peers[rank].sendall(request)
+        except OSError as error:
+            raise watchdog.failed(label, RuntimeError(f"rank {self.axis.ranks[rank]} is gone: {error}")) from error
+
+    # -- the answering thread -------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        strangers: set[socket.socket] = set()
+        while True:
+            for key, _ in self._selector.select():
+                sock: Any = key.fileobj
+                if sock is self._wake_in:
+                    return
+                try:
+                    if sock is self._listener:
+                        accepted, _ = sock.accept()
+                        accepted.settimeout(_PATIENCE_S)  # a stranger must not block the thread
+                        strangers.add(accepted)
+                        self._selector.register(accepted, selectors.EVENT_READ)
+                        continue
+                    self._read(sock, strangers)
+                except (OSError, CommError, RuntimeError) as error:
+                    if not isinstance(error, ConnectionResetError):
+                        logger.debug("fetch service: %s", error)
+                    self._selector.unregister(sock)
+                    sock.close()
+
+    def _read(self, sock: socket.socket, strangers: set[socket.socket]) -> None:
+        if sock in strangers:
+            if not hmac.compare_digest(_exactly(sock, _TOKEN_BYTES), self._token):
+                raise CommError("a stranger knocked at the fetch service")
+            strangers.discard(sock)
+            return
+        rank, channel, version, seq = _REQUEST.unpack(_exactly(sock, _REQUEST.size))
+        delay(f"serve channel {channel}")
+        with self._lock:
+            served = self._served.get(channel)
+            if served is None:
+                return
+            if version > served.version:
+                served.waiting.append((version, rank, seq))
+            elif version < served.version:
+                raise watchdog.failed(f"serve of a slice on channel {channel}", RuntimeError(_FUTURE.format(rank)))
+            else:
+                self._send(channel, served, rank, seq)
+
+    def _send(self, channel: int, served: _Served, rank: int, seq: int) -> None:
+        group, slice_ = self.axis.group, served.slice
+        if group is not None and not isinstance(slice_, torch.Tensor):
+            try:
+                with slice_() as lent:
+                    group.send([lent], rank, tag_of(channel, PULL, seq)).wait()
+            except StorageError as error:  # the rank that asked would wait for ever
+                raise watchdog.failed(f"serve of a slice on channel {channel}", RuntimeError(str(error))) from error
+        elif group is not None and isinstance(slice_, torch.Tensor):
+            self._sent.append((channel, group.send([slice_], rank, tag_of(channel, PULL, seq))))
+
+    def close(self) -> None:
+        """Stop the thread and close the sockets. All ranks have finished pulling when they call this."""
+        self._wake_out.send(b"x")
+        self._thread.join(timeout=5)
+        for sock in [*self._peers.values(), self._listener, self._wake_in, self._wake_out]:
+            with contextlib.suppress(OSError):
+                sock.close()
+        for key in list(self._selector.get_map().values()):
+            with contextlib.suppress(OSError):
+                key.fileobj.close()  # type: ignore[union-attr]
+        self._selector.close()
+        self._served.clear()
+
+
+def _exactly(sock: socket.socket, count: int) -> bytes:
+    data = sock.recv(count, socket.MSG_WAITALL)
+    if len(data) != count:
+        raise ConnectionResetError("closed by the other rank")
+    return data
+
+
+def _own_address() -> str:
+    """The address the other ranks reach this host by: the one that leads to the master."""
+    master = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((master, 9))
+            return probe.getsockname()[0]
+    except OSError:
+        return "127.0.0.1"
+
+
+class _SimulatedService(FetchService):
+    """The service of an axis whose other ranks are not there: each would pull when this one does."""
+
+    def __init__(self, axis: Axis) -> None:
+        self.axis, self._served, self._lock, self._sent = axis, {}, threading.Lock(), deque()
+
+    def pull(self, channel: int, full: torch.Tensor, cuts: tuple[int, ...], label: str) -> Handle:
+        """Lend the own slice as a peer would have it, and have the others'."""
+        slice_ = self._served[channel].slice
+        if not isinstance(slice_, torch.Tensor):
+            with slice_():
+                pass
+        return Handle(self.axis, label, [], None, full, _of_others(self.axis, full, cuts))
+
+    def close(self) -> None:
+        """Nothing was opened."""
+
+
+class SharedSlices:
+    """The same where the ranks share memory: slices are read where they lie, and nobody has to answer.
+
+    Args:
+        axis: an axis with a shared.
+    """
+
+    def __init__(self, axis: Axis) -> None:
+        self.axis, self._window = axis, require(axis.shared)
+
+    def serve(self, channel: int, slice_: torch.Tensor) -> None:
+        """Let others pull `slice_` on `channel`."""
+        self._window.serve(channel, slice_)
+
+    def withdraw(self, channel: int) -> None:
+        """Nobody pulls any more."""
+        self._window.serving.pop(channel, None)
+
+    def advance(self, channel: int) -> None:
+        """The own slice of `channel` has its next version."""
+        self._window.advance(channel)
+
+    def pull(self, channel: int, full: torch.Tensor, cuts: tuple[int, ...], label: str) -> Handle:
+        """Copy every owner's slice into `full` once it has this rank's version; arguments as above."""
+        shared = self._window
+        givers = [r for r in self.axis.peers if cuts[r + 1] > cuts[r]]
+
+        def copy() -> None:
+            for r in givers:
+                full[cuts[r] : cuts[r + 1]].copy_(shared.served(r, channel, full.dtype))
+                if not shared.level(r, channel):
+                    raise watchdog.failed(label, RuntimeError(_FUTURE.format(shared.rank)), list(self.axis.ranks))
+
+        received = _of_others(self.axis, full, cuts)
+        return Handle(self.axis, label, [shared.reached(channel, givers)], copy, full, received)
+
+
+def _of_others(axis: Axis, full: torch.Tensor, cuts: tuple[int, ...]) -> int:
+    """Bytes of the others' slices."""
+    return (cuts[-1] - cuts[0] - cuts[axis.rank + 1] + cuts[axis.rank]) * full.itemsize
+
+
+def meet(axis: Axis, channel: int, seq: int, label: str) -> None:
+    """Wait until every rank has come to this point: what they pulled before it, they have. All ranks call together.
+
+    Args:
+        axis: the ranks that pull from each other.
+        channel: of a group.
+        seq: tells meetings on the channel apart, the same on all ranks.
+        label: for reports.
+    """
+    here = torch.zeros(axis.size, dtype=torch.float64, device="cpu")
+    spread(axis, here, range(axis.size + 1), tag_of(channel, SMALL, seq), label).wait()
+
+
+def release_abandoned(axes: Iterable[Axis]) -> None:
+    """Withdraw the slices whose groups every rank has let go without an end. All ranks of each axis call together.
+
+    A rank that has dropped its engine must serve on: others, which have not, may still pull.
+    """
+    for axis in dict.fromkeys(axes):
+        if axis.group is not None and axis.tagged:
+            _release(axis, _services.get(id(axis)))
+
+
+def _release(axis: Axis, service: FetchService | None) -> None:
+    shared = axis.shared
+    if (shared is not None and shared.serving) or (service is not None and service.serves):
+        gc.collect()  # dropped engines are cycles; a rank whose next collection is far away keeps all others waiting
+    abandoned: list[Any] = [None] * axis.size
+    mine, group = list(axis.abandoned), axis.group
+    post(axis, "release of dropped engines", lambda: dist.all_gather_object(abandoned, mine, group=group) or [])
+    for channel in sorted(set.intersection(*map(set, abandoned))):
+        axis.abandoned.remove(channel)
+        if shared is not None:
+            shared.serving.pop(channel, None)
+        if service is not None:
+            service.withdraw(channel)
+
+
+_services: dict[int, FetchService] = {}
+
+
+def service_of(axis: Axis) -> FetchService:
+    """The service of an axis, started on first use; the engines on the axis share it."""
+    if id(axis) not in _services:
+        _services[id(axis)] = _SimulatedService(axis) if simulating() else FetchService(axis)
+    return _services[id(axis)]
+
+
+@released_in(Phase.CONNECTIONS)
+def close_all() -> None:
+    """Close every service; called before the process group goes."""
+    for service in list(_services.values()):
+        service.close()
+    _services.clear()

@@ -1,0 +1,338 @@
+"""Sends nested values between two ranks of an axis, in order: pipeline activations and their gradients.
+
+A message is a notice of two numbers, a header (the nest without its tensors, their shapes and dtypes) where it is
+another than that of the last message, and the tensors. Ranks that share memory read all of it where the sender has put
+it, and say so when the last tensor over it is gone; elsewhere it goes through gloo, by tag. Between devices the tensors
+go over a communicator of their own for each direction, and the rest over the gloo half. A send never waits.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import weakref
+from collections import deque
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from deepspeed.comm.collectives.collectives import (
+    EXCHANGE,
+    READ,
+    SMALL,
+    delay,
+    has_host_backend,
+    post,
+    tag_of,
+    wait_all,
+)
+from deepspeed.comm.process_groups.axis import Axis
+from deepspeed.comm.watchdog.last_collective import underway
+from deepspeed.errors import CommError, NotAvailableError
+
+_ALIGN = 64
+_NOTICE = 16  # bytes: length of the header, or 0 where it is the last one; bytes of the tensors
+
+
+class _Leaf(NamedTuple):
+    """A tensor in a header."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    differentiable: bool
+    offset: int
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a message says of itself.
+
+    Args:
+        tree: the nest, pickled, with numbers for tensors.
+        leaves: the tensors.
+    """
+
+    tree: bytes
+    leaves: tuple[_Leaf, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors, each at a multiple of `_ALIGN`."""
+        return _end(self.leaves[-1]) if self.leaves else 0
+
+
+class _Writer(pickle.Pickler):
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self.tensors: list[torch.Tensor] = []
+        self._places: dict[int, int] = {}
+
+    def persistent_id(self, obj: Any) -> int | None:
+        if not isinstance(obj, torch.Tensor):
+            return None
+        if id(obj) not in self._places:
+            self._places[id(obj)] = len(self.tensors)
+            self.tensors.append(obj)
+        return self._places[id(obj)]
+
+
+class _Reader(pickle.Unpickler):
+    def __init__(self, tree: bytes, tensors: list[torch.Tensor]) -> None:
+        super().__init__(io.BytesIO(tree))
+        self._tensors = tensors
+
+    def persistent_load(self, pid: int) -> torch.Tensor:
+        return self._tensors[pid]
+
+
+def take_apart(value: Any) -> tuple[Header, list[torch.Tensor]]:
+    """A nest as its header and its tensors.
+
+    Raises:
+        CommError: something in it cannot be pickled.
+    """
+    file = io.BytesIO()
+    writer = _Writer(file)
+    try:
+        writer.dump(value)
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        raise CommError(f"a {type(value).__name__} cannot be sent to another rank: {error}") from error
+    leaves: list[_Leaf] = []
+    for tensor in writer.tensors:
+        offset = -(-(_end(leaves[-1]) if leaves else 0) // _ALIGN) * _ALIGN
+        leaves.append(_Leaf(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, offset))
+    return Header(file.getvalue(), tuple(leaves)), writer.tensors
+
+
+def _end(leaf: _Leaf) -> int:
+    numel = 1
+    for size in leaf.shape:
+        numel *= size
+    return leaf.offset + numel * leaf.dtype.itemsize
+
+
+def put_together(header: Header, tensors: list[torch.Tensor]) -> Any:
+    """The nest again."""
+    return _Reader(header.tree, tensors).load()
+
+
+@dataclass(frozen=True)
+class Wire:
+    """Carries tensors from one device to another, in one direction.
+
+    Args:
+        group: of the two ranks; nothing else travels on it.
+        device: of this rank.
+    """
+
+    group: Any
+    device: torch.device
+
+
+class Sender:
+    """Sends to one rank.
+
+    Args:
+        axis: of both.
+        peer: position of the receiver.
+        channel: the receiver has the same.
+        wire: between devices; None: tensors are in host memory.
+    """
+
+    def __init__(self, axis: Axis, peer: int, channel: int, wire: Wire | None = None) -> None:
+        _check(axis, wire)
+        self.axis, self.peer, self.channel, self.wire = axis, peer, channel, wire
+        self.bytes_sent = self.headers_sent = 0
+        self._sequence = 0
+        self._last: Header | None = None
+        self._idle: list[torch.Tensor] = []  # buffers that nobody reads; never more than were underway at once
+        self._underway: deque[tuple[list[Any], torch.Tensor]] = deque()
+
+    def send(self, header: Header, tensors: list[torch.Tensor], label: str) -> None:
+        """Send a nest that `take_apart` has taken apart; its tensors may be changed at once.
+
+        Args:
+            header: of the nest.
+            tensors: in it.
+            label: for reports.
+        """
+        told = b"" if header == self._last else pickle.dumps(header)
+        self._last = header
+        self._sequence += 1
+        self.headers_sent += bool(told)
+        self.bytes_sent += header.nbytes
+        self._collect()
+        wire, start = self.wire, -(-(_NOTICE + len(told)) // _ALIGN) * _ALIGN
+        whole = self._buffer(start + header.nbytes) if wire is None else torch.empty(start, dtype=torch.uint8)
+        buffer = whole[: start + header.nbytes]  # between devices: what describes the message, and no tensor
+        buffer[:_NOTICE].view(torch.int64).copy_(torch.tensor([len(told), header.nbytes]))
+        if told:
+            buffer[_NOTICE : _NOTICE + len(told)] = torch.frombuffer(bytearray(told), dtype=torch.uint8)
+        kept = self._buffer(header.nbytes) if wire is not None and header.nbytes else buffer[start:]
+        payload = kept[: header.nbytes]
+        for leaf, tensor in zip(header.leaves, tensors, strict=True):
+            place(payload, leaf).copy_(tensor.detach())
+        self._underway.append((post(self.axis, label, lambda: self._start(buffer, len(told), start)), whole))
+        if wire is not None and header.nbytes:
+            target = self.axis.ranks[self.peer]
+            works = post(self.axis, label, lambda: [dist.isend(payload, target, group=wire.group)])
+            self._underway.append((works, kept))
+
+    def _start(self, buffer: torch.Tensor, told: int, start: int) -> list[Any]:
+        shared, group = self.axis.shared, self.axis.group
+        if shared is not None:
+            tag = tag_of(self.channel, EXCHANGE, self._sequence)
+            shared.post(tag, buffer, [self.peer])
+            return [shared.acknowledged(tag, [self.peer])]
+        pieces = {SMALL: buffer[:_NOTICE], READ: buffer[_NOTICE : _NOTICE + told], EXCHANGE: buffer[start:]}
+        if group is None:
+            raise RuntimeError("nothing can be sent without a process group")
+        return [
+            group.send([piece], self.peer, tag_of(self.channel, kind, self._sequence))
+            for kind, piece in pieces.items()
+            if piece.numel()
+        ]
+
+    def _buffer(self, nbytes: int) -> torch.Tensor:
+        """Memory for a message, which peers may read in place.
+
+        Shapes may change with every message: the smallest idle buffer that is large enough is taken, and where there is
+        none a smaller one gives way, so that a run of many lengths keeps no more buffers than a run of one.
+        """
+        large = [at for at, kept in enumerate(self._idle) if kept.numel() >= nbytes]
+        if large:
+            return self._idle.pop(min(large, key=lambda at: self._idle[at].numel()))
+        if self._idle:
+            self._idle.pop()
+        return self.axis.empty(nbytes, torch.uint8, self._device)
+
+    @property
+    def _device(self) -> torch.device:
+        return torch.device("cpu") if self.wire is None else self.wire.device
+
+    def _collect(self) -> None:
+        """Take back the buffers that have been read."""
+        if self.axis.shared is not None:
+            self.axis.shared.drain()
+        left: deque[tuple[list[Any], torch.Tensor]] = deque()
+        for works, buffer in self._underway:
+            if all(_is_over(work) for work in works):
+                self._keep(buffer)
+            else:
+                left.append((works, buffer))
+        self._underway = left
+
+    def settle(self, label: str) -> None:
+        """Wait until everything was taken, where the backend says so only to who waits."""
+        if self.axis.shared is not None:
+            return
+        for works, buffer in self._underway:
+            if buffer.device.type == "cpu":
+                wait_all(self.axis, label, works)
+                self._keep(buffer)
+        # A device goes on by itself: its messages are looked at again with the next one.
+        self._underway = deque(entry for entry in self._underway if entry[1].device.type != "cpu")
+
+    def _keep(self, buffer: torch.Tensor) -> None:
+        if buffer.device.type == self._device.type:
+            self._idle.append(buffer)
+
+
+class Receiver:
+    """Receives from one rank, in the order of its sends; arguments as those of `Sender`."""
+
+    def __init__(self, axis: Axis, peer: int, channel: int, wire: Wire | None = None) -> None:
+        _check(axis, wire)
+        self.axis, self.peer, self.channel, self.wire = axis, peer, channel, wire
+        self._sequence = 0
+        self._header: Header | None = None
+        self._read: deque[int] = deque()  # tags whose memory nothing refers to any more
+
+    def receive(self, label: str) -> tuple[Header, list[torch.Tensor]]:
+        """The next message; see `put_together`. Its tensors may lie in the sender's memory, and are this rank's alone.
+
+        Args:
+            label: for reports.
+
+        Raises:
+            CommError: it did not come in time; says what all ranks were doing.
+        """
+        delay(label)
+        self._sequence += 1
+        payload = self._from_memory(label) if self.axis.shared is not None else self._from_group(label)
+        header = self._header
+        if header is None:
+            raise CommError(f"{label}: the first message has no header")
+        return header, [place(payload, leaf) for leaf in header.leaves]
+
+    def _from_memory(self, label: str) -> torch.Tensor:
+        shared, tag = self.axis.shared, tag_of(self.channel, EXCHANGE, self._sequence)
+        if shared is None:
+            raise RuntimeError("these ranks share no memory")
+        self.release()
+        wait_all(self.axis, label, [shared.posted(tag, [self.peer])])
+        try:
+            array = shared.read(self.peer, tag, torch.uint8).numpy()
+        except CommError as error:  # posted, but its sender has ended since
+            raise CommError(f"{label}: {error}") from error
+        buffer = torch.from_numpy(array)
+        # Whoever holds a tensor of the message holds this array. It may go at any moment, in any thread.
+        weakref.finalize(array, self._read.append, tag).atexit = False
+        told, nbytes = buffer[:_NOTICE].view(torch.int64).tolist()
+        if told:
+            self._learn(buffer[_NOTICE : _NOTICE + told])
+        start = -(-(_NOTICE + told) // _ALIGN) * _ALIGN
+        return buffer[start : start + nbytes]
+
+    def _from_group(self, label: str) -> torch.Tensor:
+        notice = torch.empty(2, dtype=torch.int64)
+        self._take(notice, SMALL, label)
+        told, nbytes = notice.tolist()
+        if told:
+            header = torch.empty(told, dtype=torch.uint8)
+            self._take(header, READ, label)
+            self._learn(header)
+        wire = self.wire
+        payload = torch.empty(nbytes, dtype=torch.uint8, device="cpu" if wire is None else wire.device)
+        if nbytes and wire is None:
+            self._take(payload, EXCHANGE, label)
+        elif nbytes and wire is not None:
+            source = self.axis.ranks[self.peer]
+            wait_all(self.axis, label, post(self.axis, label, lambda: [dist.irecv(payload, source, group=wire.group)]))
+            underway.add(label, payload)  # the host goes on: it would block where it reads the first value
+        return payload
+
+    def _take(self, into: torch.Tensor, kind: int, label: str) -> None:
+        group, tag = self.axis.group, tag_of(self.channel, kind, self._sequence)
+        if group is None:
+            raise RuntimeError("nothing can be received without a process group")
+        works = post(self.axis, label, lambda: [group.recv([into.view(torch.uint8)], self.peer, tag)])
+        wait_all(self.axis, label, works)
+
+    def _learn(self, told: torch.Tensor) -> None:
+        self._header = pickle.loads(told.numpy().tobytes())
+
+    def release(self) -> None:
+        """Tell the sender what has been read to its end."""
+        shared = self.axis.shared
+        while self._read and shared is not None:
+            shared.acknowledge(self._read.popleft(), [self.peer])
+
+
+def place(buffer: torch.Tensor, leaf: _Leaf) -> torch.Tensor:
+    """A tensor of a message: where it lies in the bytes of all."""
+    return buffer[leaf.offset : _end(leaf)].view(leaf.dtype).view(leaf.shape)
+
+
+def _is_over(work: Any) -> bool:
+    return work.ready() if hasattr(work, "ready") else work.is_completed()
+
+
+def _check(axis: Axis, wire: Wire | None) -> None:
+    if not axis.tagged and not (wire is not None and has_host_backend(axis)):
+        raise NotAvailableError(
+            "stages of a pipeline send what describes their messages from host to host, and the process group has no "
+            'backend for that: start it with init_distributed(dist_backend="cpu:gloo,cuda:nccl")'
+        )

@@ -1,0 +1,85 @@
+"""A tensor of which each rank of a group keeps a part; it can be gathered again."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from deepspeed.comm.collectives.torch_api import all_gather_into_tensor
+from deepspeed.comm.process_groups.process_group import get_rank, get_world_size
+from deepspeed.errors import ArgumentError
+from deepspeed.foundation.partition import partition_uniform
+
+
+class PartitionedTensor:
+    """This rank's part of a tensor that all ranks of a group have; parts are runs of the flat tensor.
+
+    Args:
+        tensor: the whole, the same on all ranks.
+        group: of the ranks that share it.
+    """
+
+    def __init__(self, tensor: torch.Tensor, group: Any = None) -> None:
+        self.group, self.orig_size, self.orig_device = group, list(tensor.shape), tensor.device
+        self.num_parts, self.rank = get_world_size(group), get_rank(group)
+        self.partition = partition_uniform(tensor.numel(), self.num_parts)
+        low, high = self.partition[self.rank : self.rank + 2]
+        self.local_data = tensor.detach().reshape(-1)[low:high].clone()
+
+    @classmethod
+    def from_meta(
+        cls, meta: torch.Tensor, local_part: torch.Tensor, group: Any, device: torch.device | None = None
+    ) -> PartitionedTensor:
+        """The same from what `to_meta` and `data` gave, as after they were sent to another rank.
+
+        Args:
+            meta: see `to_meta`.
+            local_part: 1-D, the part of this rank.
+            group: of the ranks that share it now, as many as it was cut for.
+            device: where `full` puts the whole; None: where the part is.
+
+        Raises:
+            ArgumentError: the part or the group is not what the meta says.
+        """
+        numbers = meta.tolist()
+        dims = numbers[0]
+        made = object.__new__(cls)
+        made.group, made.orig_size = group, numbers[1 : 1 + dims]
+        made.orig_device = local_part.device if device is None else device
+        made.num_parts, made.rank = numbers[1 + dims], get_rank(group)
+        made.partition, made.local_data = numbers[3 + dims :], local_part
+        low, high = made.partition[made.rank : made.rank + 2]
+        if made.num_parts != get_world_size(group) or local_part.numel() != high - low:
+            raise ArgumentError(
+                f"a part of {local_part.numel()} elements for rank {made.rank} of {get_world_size(group)}: the meta is "
+                f"of {made.num_parts} parts, that one of {high - low} elements"
+            )
+        return made
+
+    def to_meta(self) -> torch.Tensor:
+        """What another rank needs besides the part: int64, [dims, *shape, parts, rank, *bounds of the parts]."""
+        return torch.tensor([len(self.orig_size), *self.orig_size, self.num_parts, self.rank, *self.partition])
+
+    def data(self) -> torch.Tensor:
+        """This rank's part, 1-D."""
+        return self.local_data
+
+    def local_size(self) -> torch.Size:
+        """The shape of the part."""
+        return self.local_data.shape
+
+    def full_size(self) -> list[int]:
+        """The shape of the whole."""
+        return self.orig_size
+
+    def full(self, device: torch.device | None = None) -> torch.Tensor:
+        """The whole tensor; all ranks of the group call together."""
+        widest = max(high - low for low, high in pairwise(self.partition))
+        mine = self.local_data.new_zeros(widest)
+        mine[: self.local_data.numel()] = self.local_data
+        parts = mine.new_empty(self.num_parts, widest)
+        all_gather_into_tensor(parts.view(-1), mine, group=self.group)
+        runs = [parts[i, : high - low] for i, (low, high) in enumerate(pairwise(self.partition))]
+        return torch.cat(runs).view(self.orig_size).to(self.orig_device if device is None else device)

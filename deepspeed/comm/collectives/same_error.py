@@ -1,0 +1,362 @@
+"""Raises the same error on all ranks: of failed functions, of different operations, of different batches.
+
+Without this the others would wait in the next collective until the watch's limit. Inside, each collective of
+`deepspeed/comm/collectives/autograd.py` begins with a meeting: every rank says which collective it has come to, or that
+it has ended. Where they do not all say the same, none begins. So ranks that take different ways are found too. Gathers
+of sharded parameters that all ranks join do the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import itertools
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.collectives.collectives import SMALL, has_host_backend, spread, tag_of
+from deepspeed.comm.collectives.torch_api import all_gather_into_tensor, told_by_all
+from deepspeed.comm.process_groups.axis import Axis
+from deepspeed.comm.watchdog import watchdog
+from deepspeed.errors import CommError, DataError, DeepSpeedError, OrderError
+from deepspeed.foundation.fake_mode import simulating
+from deepspeed.foundation.log import in_words
+
+T = TypeVar("T")
+_END = "the end"
+_MOST = 200  # characters of an error
+
+
+class _Apart(Exception):
+    """Another rank is elsewhere; what each said is in the run."""
+
+
+@dataclass
+class Ended(Generic[T]):
+    """How a computation ended.
+
+    Args:
+        result: of the action; None where it raised, or was left because another rank did.
+        texts: by position on the axis, what a rank raised, or where it was while others were elsewhere; empty: nothing.
+        error: of this rank, if it raised.
+    """
+
+    result: T | None
+    texts: list[str]
+    error: Exception | None = None
+
+    @property
+    def well(self) -> bool:
+        """Whether all ranks have a result."""
+        return not any(self.texts)
+
+    def given(self, wrong: Callable[[list[str]], Exception]) -> T:
+        """This rank's result.
+
+        Args:
+            wrong: the error that all ranks raise where one has none; gets `texts`.
+
+        Raises:
+            Exception: `wrong`, on every rank, from what this one raised.
+        """
+        if self.well:
+            return self.result  # type: ignore[return-value]
+        raise wrong(self.texts) from self.error
+
+
+class _Run:
+    def __init__(self, axis: Axis) -> None:
+        self.axis, self.texts = axis, [""] * axis.size
+        self.ranks = frozenset(axis.ranks)
+
+    def meet(self, label: str, error: str = "") -> None:
+        """Before a collective, and at the end.
+
+        Raises:
+            _Apart: not all ranks are here; nothing more may be sent in this run.
+        """
+        if any(self.texts):
+            raise _Apart
+        axis = self.axis
+        if axis.group is None or simulating():
+            self.texts[axis.rank] = error
+            return
+        device = "cpu" if axis.tagged else get_accelerator().current_device_name()
+        here = torch.tensor([int(bool(error)), zlib.crc32(label.encode())], device=device)
+        every = here.new_empty(axis.size * 2)
+        all_gather_into_tensor(every, here, group=axis.group, log_name=f"meeting before {label}")
+        if bool((every.view(-1, 2) == torch.tensor([0, int(here[1])], device=device)).all()):
+            return
+        said = told_by_all(axis, (error, label))
+        raised = any(text for text, _ in said)
+        self.texts = [text if raised else f"it has come to {place}" for text, place in said]
+        raise _Apart
+
+
+_underway: list[_Run] = []
+
+
+def meet_before(axis: Axis, label: str) -> None:
+    """A collective of `axis` is about to begin; nothing happens outside of a `run_together` of its ranks, or more."""
+    if _underway and _underway[-1].ranks.issuperset(axis.ranks):
+        _underway[-1].meet(label)
+
+
+def run_together(axis: Axis, action: Callable[[], T]) -> Ended[T]:
+    """Call `action` on all ranks of an axis; what one rank raises ends it on all, at its next collective there.
+
+    Args:
+        axis: its ranks call together.
+        action: its collectives over `axis`, or over rows that `axis` consists of, are those of `differentiable` and
+            gathers of sharded parameters; in one order on all ranks.
+
+    Raises:
+        CommError: a rank is gone.
+    """
+    run, result, error = _Run(axis), None, None
+    _underway.append(run)
+    try:
+        try:
+            result = action()
+        except (_Apart, CommError):
+            raise
+        except Exception as why:
+            error = why
+        run.meet(_END, "" if error is None else in_words(error, _MOST))
+    except _Apart:
+        result = None
+    finally:
+        _underway.pop()
+    return Ended(result, run.texts, error)
+
+
+def sent_among(axis: Axis) -> int:
+    """How many collectives this process has begun, of anybody's, in groups with another rank of the axis."""
+    if axis.group is None:
+        return 0
+    count, of_axis = 0, set(axis.ranks)
+    for group, ranks in dist.distributed_c10d._world.pg_group_ranks.items():
+        # torch lists groups that this rank is not in too, under a number.
+        if isinstance(group, dist.ProcessGroup) and len(of_axis.intersection(ranks)) > 1:
+            with contextlib.suppress(RuntimeError):  # a backend that does not count
+                count += group._get_sequence_number_for_group()  # type: ignore[attr-defined]
+    return count
+
+
+def in_step(axis: Axis, action: Callable[[], T], elsewhere: Callable[[int, str], Exception]) -> T:
+    """What an action returns, where it raises on no rank; all ranks of the axis call together.
+
+    Args:
+        axis: its ranks do not meet inside, or all raise before they do.
+        action: of this rank.
+        elsewhere: the error of this rank where another one raised; gets its global rank, and its words.
+
+    Raises:
+        Exception: what the action raised here, or `elsewhere`.
+        CommError: a rank is gone.
+    """
+    result: Any = None
+    error: Exception | None = None
+    try:
+        result = action()
+    except CommError:
+        raise
+    except Exception as why:
+        error = why
+    mine = "" if error is None else (isinstance(error, DeepSpeedError) and str(error)) or in_words(error, 300)
+    texts = told_by_all(axis, mine)
+    if error is not None:
+        raise error
+    other = next((pair for pair in zip(axis.ranks, texts, strict=True) if pair[1]), None)
+    if other is not None:
+        raise elsewhere(*other)
+    return result
+
+
+@contextlib.contextmanager
+def alarmed(label: Callable[[], str], alike: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+    """What a rank raises inside ends the others too, wherever they wait: for computations whose ranks do not meet.
+
+    Nothing can be sent between the ranks afterwards.
+
+    Args:
+        label: what was being done, in the others' reports.
+        alike: errors that all ranks raise, of which none has to be told.
+    """
+    try:
+        yield
+    except (CommError, *alike):
+        raise
+    except Exception as error:
+        watchdog.failed(label(), error)
+        raise
+
+
+_CHANNEL = (1 << 17) - 1  # counted channels begin at the other end
+_BYTES = 512  # of a message: a digest, and as much of the words as there is room for
+_DIGEST = 8
+
+
+class Lockstep:
+    """Comparisons of the ranks of one axis, over the host's backend, whose messages carry tags.
+
+    Args:
+        axis: of a device, with a backend for the host too (`possible`).
+    """
+
+    def __init__(self, axis: Axis) -> None:
+        self.axis = Axis(axis.name, axis.ranks, axis.rank, axis.group, tagged=True)
+        self._numbers = itertools.count()
+        self.compared = 0  # so far
+
+    @staticmethod
+    def possible(axis: Axis) -> bool:
+        """Whether the ranks of an axis can and need to compare."""
+        return axis.size > 1 and not axis.tagged and has_host_backend(axis)
+
+    def compare(self, what: str) -> None:
+        """All ranks are about to do the same. All of them call together, and all of them raise.
+
+        Args:
+            what: in words, equal on all ranks.
+
+        Raises:
+            OrderError: they are not; it says what each rank is about to do.
+        """
+        self.compared += 1
+        if simulating():  # the other ranks would say the same
+            return
+        axis, words = self.axis, what.encode()
+        own = hashlib.blake2b(words, digest_size=_DIGEST).digest() + words[: _BYTES - _DIGEST]
+        table = torch.zeros(axis.size * _BYTES, dtype=torch.uint8)
+        table[axis.rank * _BYTES :][: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+        cuts = [rank * _BYTES for rank in range(axis.size + 1)]
+        spread(axis, table, cuts, tag_of(_CHANNEL, SMALL, next(self._numbers)), f"comparison before {what}").wait()
+        rows = [bytes(row) for row in table.view(axis.size, _BYTES).tolist()]
+        if len(set(rows)) > 1:
+            raise OrderError(_difference(axis, rows))
+
+
+def _difference(axis: Axis, rows: list[bytes]) -> str:
+    by_words: dict[bytes, list[str]] = {}
+    for rank, row in zip(axis.ranks, rows, strict=True):
+        by_words.setdefault(row, []).append(str(rank))
+    told = "; ".join(
+        f"rank {', '.join(ranks)}: {row[_DIGEST:].rstrip(bytes(1)).decode(errors='replace')}"
+        for row, ranks in by_words.items()
+    )
+    return (
+        f"ranks are about to do different things where all must do the same, because the device's messages carry no "
+        f"names: {told}. Let every rank use the same modules in the same order (a module that a rank does not need "
+        f"can run on zeros); on stages 0 to 2 ranks may differ"
+    )
+
+
+COMPARED = 10  # micro-batches
+
+
+class SameBatches:
+    """Compares what the ranks of an axis are given.
+
+    Args:
+        axis: ranks of one data-parallel coordinate.
+        share: what they do, for the error.
+    """
+
+    def __init__(self, axis: Axis, share: str = "share the model's matrices (tp)") -> None:
+        self._axis, self._share, self.left = axis, share, COMPARED if axis.size > 1 else 0
+
+    def compare(self, inputs: Any, in_parts: bool = False) -> None:
+        """One micro-batch. All ranks of the axis call together.
+
+        Args:
+            inputs: arguments of forward.
+            in_parts: a rank may have None for what it does not need, the whole or an entry of it; the rest is compared.
+
+        Raises:
+            DataError: two ranks have other values, on all ranks of the axis.
+        """
+        self.left -= 1
+        everyone = told_by_all(self._axis, _digests(inputs) if in_parts else {"": digest(inputs)})
+        first: dict[str, tuple[int, int]] = {}  # by entry: who had it first, and its digest
+        for rank, theirs in zip(self._axis.ranks, everyone, strict=True):
+            for entry, found in theirs.items():
+                other, wanted = first.setdefault(entry, (rank, found))
+                if found == wanted:
+                    continue
+                raise DataError(
+                    f"ranks {other} and {rank} {self._share} and were given different batches"
+                    f"{f' ({entry})' if entry else ''} in micro-batch {COMPARED - self.left}: a loader deals samples "
+                    f"to data-parallel ranks, so give it engine.get_data_parallel_rank() of engine.dp_world_size, or "
+                    f"pass training_data to initialize"
+                )
+
+
+def first_difference(axis: Axis, lines: Sequence[Any]) -> tuple[int, Any, Any] | None:
+    """What a rank of an axis lists otherwise than its first one; all call together.
+
+    Args:
+        axis: ranks that should list the same.
+        lines: of this rank; they travel only where their digests differ.
+
+    Returns:
+        Position of the rank, the first line in which it differs as the first rank has it, and its own; None for a line
+        that is not there. None where all are the same.
+    """
+    if len(set(told_by_all(axis, digest(list(lines))))) == 1:
+        return None
+    everyone = told_by_all(axis, lines)
+    at = next(at for at, theirs in enumerate(everyone) if theirs != everyone[0])
+    return at, *next(pair for pair in itertools.zip_longest(everyone[0], everyone[at]) if pair[0] != pair[1])
+
+
+def _digests(inputs: Any) -> dict[str, int]:
+    """A digest for each entry of a batch that is not None."""
+    entries = (
+        inputs.items() if isinstance(inputs, dict) else enumerate(inputs) if isinstance(inputs, (list, tuple)) else ()
+    )
+    found = {f"entry {name!r}": digest(value) for name, value in entries if value is not None}
+    return found or ({} if inputs is None else {"": digest(inputs)})
+
+
+def digest(value: Any) -> int:
+    """A number that tells values apart: tensors and arrays by their bytes, containers by what is in them, objects by
+    what they say of themselves (`to_dict`, the fields of a dataclass), any other by the name of its type."""
+    if isinstance(value, torch.Tensor):
+        data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return zlib.crc32(data, zlib.crc32(f"{tuple(value.shape)} {value.dtype}".encode()))
+    if isinstance(value, (np.ndarray, np.generic)):
+        data = repr(digest(value.tolist())).encode() if value.dtype.hasobject else value.tobytes()
+        return zlib.crc32(data, zlib.crc32(f"{value.shape} {value.dtype}".encode()))
+    if isinstance(value, Mapping):
+        return digest([[str(key), value[key]] for key in sorted(value, key=str)])
+    if isinstance(value, (list, tuple)):
+        return zlib.crc32(repr([digest(one) for one in value]).encode())
+    if isinstance(value, (set, frozenset)):
+        return zlib.crc32(repr(sorted(map(digest, value))).encode())
+    inside = _said(value)
+    if inside is not None:
+        return digest([type(value).__name__, inside])
+    plain = isinstance(value, (int, float, str, bytes, bool, type(None), torch.dtype, torch.device))
+    return zlib.crc32((repr(value) if plain else type(value).__name__).encode())
+
+
+def _said(value: Any) -> dict[str, Any] | None:
+    """What an object says is in it; None where it says nothing."""
+    if isinstance(value, type):
+        return None
+    try:
+        found = value.to_dict()
+    except Exception:  # it has none, or one of another kind
+        found = None
+    if not isinstance(found, dict) and dataclasses.is_dataclass(value):
+        return {one.name: getattr(value, one.name, None) for one in dataclasses.fields(value)}
+    return found if isinstance(found, dict) else None

@@ -1,0 +1,75 @@
+"""Reads numbers from tensors and exchanges them between ranks.
+
+A step decides by a handful of numbers (who had gradients, the norm, whether a loader has ended). All of them pass
+through `current`, so that a simulation, whose tensors have no values, can supply them.
+"""
+
+from __future__ import annotations
+
+from array import array
+
+import torch
+
+from deepspeed.comm.collectives.collectives import has_host_backend, spread
+from deepspeed.comm.process_groups.axis import Axis
+
+
+class Scalars:
+    """Real numbers from real tensors."""
+
+    device: torch.device | None = None  # where models live instead of on the accelerator
+
+    def value(self, tensor: torch.Tensor) -> float:
+        """The number in a 0-d tensor."""
+        return float(tensor)
+
+    def table(self, axis: Axis, row: list[float], tag: int, label: str, device: torch.device) -> list[list[float]]:
+        """Everybody's row of numbers, in rank order; all ranks of the axis call together.
+
+        Args:
+            axis: ranks that take part.
+            row: this rank's numbers (float64 on the wire), as many on every rank.
+            tag: the message tag.
+            label: for reports.
+            device: where messages start on axes without a backend for the CPU.
+        """
+        rows = self.rows(axis, array("d", row).tobytes(), tag, label, device)
+        return [array("d", told).tolist() for told in rows]
+
+    def rows(self, axis: Axis, row: bytes, tag: int, label: str, device: torch.device) -> list[bytes]:
+        """As `table`, of rows that are packed: what is equal everywhere need not be unpacked.
+
+        Args:
+            axis: ranks that take part.
+            row: this rank's, a multiple of eight bytes, as many on every rank.
+            tag: the message tag.
+            label: for reports.
+            device: where messages start on axes without a backend for the CPU.
+        """
+        if axis.group is None or not row:
+            return [row] * axis.size
+        n = len(row) // 8
+        # Beside the device's stream: a table through the device would make the host wait for all that is queued there.
+        where = torch.device("cpu") if axis.tagged or has_host_backend(axis) else device
+        flat = torch.empty(axis.size * n, dtype=torch.float64, device=where)
+        flat[axis.rank * n : (axis.rank + 1) * n] = torch.frombuffer(bytearray(row), dtype=torch.float64)
+        spread(axis, flat, [r * n for r in range(axis.size + 1)], tag, label).wait()
+        told = flat.cpu().numpy().tobytes()
+        return [told[at : at + len(row)] for at in range(0, len(told), len(row))]
+
+
+class Simulated(Scalars):
+    """For models on the meta device: every rank says what this one says, every number read is one."""
+
+    device = torch.device("meta")
+
+    def value(self, tensor: torch.Tensor) -> float:
+        """One."""
+        return 1.0
+
+    def rows(self, axis: Axis, row: bytes, tag: int, label: str, device: torch.device) -> list[bytes]:
+        """This rank's row for everybody."""
+        return [row] * axis.size
+
+
+current: Scalars = Scalars()

@@ -1,0 +1,285 @@
+"""The functions of torch.distributed, labelled for the watchdog and timed for the comms logger."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from functools import lru_cache, partial, wraps
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from deepspeed.comm.collectives import dispatch
+from deepspeed.comm.process_groups.axis import Axis
+from deepspeed.comm.process_groups.process_group import require_group
+from deepspeed.comm.watchdog import watchdog
+from deepspeed.comm.watchdog.comms_logger import comms_logger, received_in
+from deepspeed.comm.watchdog.desync import trail
+from deepspeed.foundation.fake_mode import simulating
+from deepspeed.foundation.spans import CALL
+
+# Arguments whose bytes are the size of the message; for operations not named here it is the first argument.
+_MESSAGE = {"reduce_scatter": 1, "reduce_scatter_tensor": 1}
+# What all ranks of a group call in one order, and of these those whose tensors may differ from rank to rank.
+_ORDERED = {
+    "all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter",
+    "reduce_scatter_tensor", "all_to_all", "all_to_all_single", "gather", "scatter", "barrier", "monitored_barrier",
+    "broadcast_object_list", "all_gather_object", "gather_object", "scatter_object_list",
+}  # fmt: skip
+_UNEVEN = {"all_to_all", "all_to_all_single"}
+# How the backends word a failure of the network or of another rank; other errors are the caller's own.
+_NETWORK = ("timed out", "timeout", "connection", "peer", "gloo/transport")
+
+
+class Pending:
+    """A collective in flight; `wait` ends it with its label, everything else is torch's handle."""
+
+    def __init__(self, work: Any, label: str, done: Callable[[], None]) -> None:
+        self._work, self._label, self._done = work, label, done
+
+    def wait(self, *args: Any) -> Any:
+        """Block until the collective is complete (on a device: until the current stream may use the result)."""
+        result = _guarded(f"wait for {self._label}", self._work.wait, *args)
+        self._done()
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+
+def timed_op(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Label and time a collective.
+
+    Args:
+        func: takes what the function of the same name in torch.distributed takes.
+
+    Returns:
+        The same function, which also takes `prof` (time this call), `log_name` (what the label calls it) and `debug`
+        (add the caller to the log line), and raises CommError or CommTimeoutError with every rank's last label.
+    """
+    operation = func.__name__
+    names = list(inspect.signature(func).parameters)
+    place = _MESSAGE.get(operation, 0)  # of the message among the arguments
+    name = names[place] if names else ""
+    group_place = names.index("group") if "group" in names else len(names)
+
+    @wraps(func)
+    def call(*args: Any, prof: bool = False, log_name: str | None = None, debug: Any = None, **kwargs: Any) -> Any:
+        require_group()
+        message = args[place] if len(args) > place else kwargs.get(name)
+        label = f"{log_name or operation} {_shape(message)}".rstrip()
+        finish = _nothing
+        if comms_logger.wants(operation, prof):
+            group = args[group_place] if len(args) > group_place else kwargs.get("group")
+            finish = _begin(operation, label, message, group, bool(debug))
+        if trail.interval and operation in _ORDERED:
+            group = args[group_place] if len(args) > group_place else kwargs.get("group")
+            _enter(group, log_name or operation if operation in _UNEVEN else label)
+        result = _guarded(label, func, *args, **kwargs)
+        if isinstance(result, dist.Work):
+            return Pending(result, label, finish)
+        finish()
+        return result
+
+    return call
+
+
+def _enter(group: Any, label: str) -> None:
+    """Enter a call into this rank's trail; a rank outside the group takes no part."""
+    group = dist.group.WORLD if group is None else group
+    if isinstance(group, dist.ProcessGroup) and dist.get_world_size(group) > 1:
+        trail.enter(group, "public", lambda: dist.get_process_group_ranks(group), label)
+
+
+def _guarded(label: str, action: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run one collective under the watch; a failure of the network or of another rank becomes a report."""
+    watchdog.note(label, CALL)
+    try:
+        return action(*args, **kwargs)
+    except RuntimeError as error:
+        if isinstance(error, dist.DistError) or any(word in str(error).lower() for word in _NETWORK):
+            raise watchdog.failed(label, error) from error
+        raise
+    finally:
+        watchdog.note_done()
+
+
+def _begin(operation: str, label: str, message: Any, group: Any, debug: bool) -> Callable[[], None]:
+    """Start the clock for the comms logger; returns what stops it."""
+    where = ""
+    if debug or comms_logger.debug:
+        caller = sys._getframe(2)
+        where = f" from {caller.f_code.co_filename}:{caller.f_lineno}"
+    begun, size = comms_logger.begin(message), _bytes(message)
+    count, group = dist.get_world_size(group), dist.group.WORLD if group is None else group
+    ranks = sorted(dist.get_process_group_ranks(group)) if count > 1 else []
+
+    def finish() -> None:
+        comms_logger.end(begun, operation, size, count, label + where)
+        if ranks:
+            comms_logger.arrived(ranks, received_in(operation, size, count))
+
+    return finish
+
+
+def _nothing() -> None:
+    """What ends a call that is not timed."""
+
+
+def _shape(message: Any) -> str:
+    """A tensor, or a list of them, in a few characters: "float32[4, 8]", "2 x float32[8]"."""
+    if isinstance(message, torch.Tensor):
+        return _shape_of(message.dtype, message.shape)
+    if isinstance(message, list) and message and isinstance(message[0], torch.Tensor):
+        return f"{len(message)} x {_shape(message[0])}"
+    return ""
+
+
+@lru_cache(maxsize=1024)
+def _shape_of(dtype: torch.dtype, shape: torch.Size) -> str:
+    return f"{str(dtype)[6:]}{list(shape)}"
+
+
+def _bytes(message: Any) -> int:
+    if isinstance(message, torch.Tensor):
+        return message.numel() * message.element_size()
+    return sum(map(_bytes, message)) if isinstance(message, list) else 0
+
+
+all_reduce = timed_op(dispatch.all_reduce)
+broadcast = timed_op(dispatch.broadcast)
+reduce = timed_op(dist.reduce)
+all_gather = timed_op(dist.all_gather)
+all_gather_into_tensor = timed_op(dispatch.all_gather_into_tensor)
+reduce_scatter = timed_op(dist.reduce_scatter)
+reduce_scatter_tensor = timed_op(dispatch.reduce_scatter_tensor)
+all_to_all = timed_op(dist.all_to_all)
+all_to_all_single = timed_op(dispatch.all_to_all_single)
+gather = timed_op(dist.gather)
+scatter = timed_op(dist.scatter)
+barrier = timed_op(dist.barrier)
+monitored_barrier = timed_op(dist.monitored_barrier)
+send = timed_op(dist.send)
+recv = timed_op(dist.recv)
+isend = timed_op(dist.isend)
+irecv = timed_op(dist.irecv)
+broadcast_object_list = timed_op(dist.broadcast_object_list)
+all_gather_object = timed_op(dist.all_gather_object)
+gather_object = timed_op(dist.gather_object)
+scatter_object_list = timed_op(dist.scatter_object_list)
+
+
+def told_by_all(axis: Axis, mine: Any) -> list[Any]:
+    """What each rank of an axis says, by position; they call together. Objects are pickled."""
+    everyone: list[Any] = [mine] * axis.size
+    if axis.size > 1 and not simulating():  # else the other ranks would say the same
+        all_gather_object(everyone, mine, group=axis.group)
+    return everyone
+
+
+allgather_fn = all_gather_into_tensor
+reduce_scatter_fn = reduce_scatter_tensor
+inference_all_reduce = all_reduce
+
+
+class P2POp(dist.P2POp):
+    """torch's P2POp, for `isend` and `irecv` of this module too."""
+
+    def __new__(cls, op: Callable[..., Any], *args: Any, **kwargs: Any) -> P2POp:
+        return super().__new__(cls, inspect.unwrap(op), *args, **kwargs)
+
+    def __init__(self, op: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        super().__init__(inspect.unwrap(op), *args, **kwargs)
+
+
+def batch_isend_irecv(p2p_op_list: list[dist.P2POp]) -> list[Pending]:
+    """Start all sends and receives at once; returns a handle for each (NCCL: one for all)."""
+    require_group()
+    label = f"batch_isend_irecv {len(p2p_op_list)} x {_shape(p2p_op_list[0].tensor)}"
+    return [Pending(work, label, _nothing) for work in _guarded(label, dist.batch_isend_irecv, p2p_op_list)]
+
+
+class _All:
+    """Several collectives in flight, waited for together."""
+
+    def __init__(self, pending: list[Pending]) -> None:
+        self._pending = pending
+
+    def wait(self) -> None:
+        for one in self._pending:
+            one.wait()
+
+    def is_completed(self) -> bool:
+        return all(one.is_completed() for one in self._pending)
+
+
+def all_reduce_coalesced(
+    tensors: list[torch.Tensor],
+    op: Any = dist.ReduceOp.SUM,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+    **labels: Any,
+) -> _All | None:
+    """`all_reduce` of every tensor, in place."""
+    return _together([partial(all_reduce, tensor, op, group, True, **labels) for tensor in tensors], async_op)
+
+
+def all_gather_coalesced(
+    output_tensors: list[torch.Tensor],
+    input_tensors: list[torch.Tensor],
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+    **labels: Any,
+) -> _All | None:
+    """`all_gather_into_tensor` for every pair of output and input."""
+    start = partial(all_gather_into_tensor, group=group, async_op=True, **labels)
+    pairs = zip(output_tensors, input_tensors, strict=True)
+    return _together([partial(start, output, mine) for output, mine in pairs], async_op)
+
+
+def _together(starts: list[Callable[[], Pending]], async_op: bool) -> _All | None:
+    pending = _All([start() for start in starts])
+    if async_op:
+        return pending
+    pending.wait()
+    return None
+
+
+def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
+    """Log a table of what was timed on rank 0: operation, bytes, count, time, speeds in Gbit/s.
+
+    Args:
+        show_straggler: a second table, of the time lost to waiting for the slowest rank; then all ranks must call.
+        return_dict: also return the figures.
+
+    Returns:
+        With `return_dict`, what `CommsLogger.log_all` gives; `comms_logger.summary()` has them by group size and in
+        bytes per second.
+    """
+    return _guarded("log_summary", comms_logger.log_all, True, show_straggler, return_dict)
+
+
+def get_logged_comm_ops() -> list[str]:
+    """Names of the operations that were timed."""
+    comms_logger.settle()
+    return sorted(comms_logger.times)
+
+
+def get_comm_operation_count(op_name: str | None = None) -> int:
+    """How many calls were timed, of one operation or of all."""
+    names = comms_logger.times if op_name is None else {op_name} & comms_logger.times.keys()
+    comms_logger.settle()
+    return sum(times.calls for name in names for times in comms_logger.times[name].values())
+
+
+def has_comm_data() -> bool:
+    """Whether any call was timed."""
+    comms_logger.settle()
+    return bool(comms_logger.times)
+
+
+def reset_log() -> None:
+    """Forget what was timed."""
+    comms_logger.reset()

@@ -1,0 +1,437 @@
+"""An axis: a set of ranks that share a state, and the point-to-point messages between them.
+
+[Note: one axis per set] The dimensions of a mesh often cover the same ranks (with two ranks, `dp` is the world and the
+client's own group too). Messages are told apart by channel, and channels are numbered per axis: so everything that
+travels between the same ranks goes through one `Axis`, whatever name or process group it was asked for by. Process
+groups are made once per set of ranks and live as long as the world: making one is a collective of all ranks and costs
+descriptors and threads that no engine may leave behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import socket
+from collections import deque
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from deepspeed.comm.shared_memory.fake_transport import SimulatedMemory
+from deepspeed.comm.shared_memory.transport import SharedMemory, forget_shared_memory, shared_memory_of
+from deepspeed.comm.shutdown import Phase, released_in
+from deepspeed.comm.watchdog import watchdog
+from deepspeed.comm.watchdog.desync import trail
+from deepspeed.errors import ArgumentError, UsageError
+from deepspeed.foundation.fake_mode import of_device, per_host, simulating
+from deepspeed.native import library
+
+PUBLIC = 1  # the channel of the public collectives of each axis
+# Ranks of a host from which on sums are formed within hosts first: with two, as many bytes cross hosts in fp32 (half
+# as many sums, twice as wide) as without.
+FEWEST_PER_HOST = 3
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """The ranks of an axis that spans hosts: neighbours on each, and as many.
+
+    Args:
+        count: of hosts.
+        within: the ranks of this rank's host, over a communicator of their own.
+    """
+
+    count: int
+    within: Axis
+
+
+@dataclass(eq=False)
+class Axis:
+    """The ranks of one mesh dimension, or of several that are the same ranks.
+
+    Args:
+        name: `dp`, `shard`, `replicate`, …; the names it was asked for by, joined with "+". For reports.
+        ranks: global ranks, ascending.
+        rank: position of this process in `ranks`.
+        group: the process group of `ranks`; None when nothing travels: one rank, or tensors without bytes.
+        tagged: messages carry tags (gloo on CPU), so their order may differ from rank to rank.
+        shared: the memory its ranks share, where they are on one machine's CPU.
+        hosts: its ranks by host, where sums over a device's ranks are to be formed within hosts first.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    rank: int
+    group: dist.ProcessGroup | None
+    tagged: bool
+    shared: SharedMemory | None = field(default=None, repr=False)
+    hosts: Hosts | None = field(default=None, repr=False)
+    abandoned: deque[int] = field(default_factory=deque, repr=False)  # channels served for groups that were dropped
+    _channels: itertools.count = field(default_factory=lambda: itertools.count(PUBLIC + 1), repr=False)
+    _public: itertools.count = field(default_factory=itertools.count, repr=False)
+    _reductions: Axis | None = field(default=None, repr=False)
+    _messages: dict[tuple[tuple[int, int], ...], list[dist.ProcessGroup]] = field(default_factory=dict, repr=False)
+
+    @property
+    def reductions(self) -> Axis:
+        """The same ranks, over the communicator of their own that `separate_reductions` has made; else this axis."""
+        return self._reductions or self
+
+    @property
+    def size(self) -> int:
+        """Number of ranks on the axis."""
+        return len(self.ranks)
+
+    @property
+    def peers(self) -> list[int]:
+        """Axis positions of the other ranks."""
+        return [r for r in range(self.size) if r != self.rank]
+
+    def channel(self) -> int:
+        """A new message channel. Ranks open channels in the same order, so numbers agree without a message."""
+        return next(self._channels)
+
+    def next_public(self) -> int:
+        """The number of the next message on the channel `PUBLIC`."""
+        return next(self._public)
+
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A 1-D tensor of any values, for what the other ranks are to read: without a copy, where memory is shared."""
+        if self.shared is not None and device.type == "cpu":
+            return self.shared.empty(numel, dtype)
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    def also(self, name: str) -> Axis:
+        """This axis, which is asked for by `name` now."""
+        if name not in self.name.split("+"):
+            self.name += f"+{name}"
+        return self
+
+
+def world_axis(name: str = "dp", device: torch.device | None = None) -> Axis:
+    """The axis of all ranks of the process group; of this process alone where there is no group."""
+    return axis_of(range(dist.get_world_size() if dist.is_initialized() else 1), name, device)
+
+
+def group_axis(name: str, group: dist.ProcessGroup, device: torch.device | None = None) -> Axis:
+    """The axis of the ranks of a client's process group (an mpu's or data_parallel_group); its ranks call together."""
+    ranks = tuple(sorted(dist.get_process_group_ranks(group)))
+    return _registry().axis(ranks, name, device, group)
+
+
+def axis_of(ranks: Sequence[int], name: str, device: torch.device | None = None) -> Axis:
+    """The axis of this process over exactly these ranks, which call together.
+
+    Args:
+        ranks: global ranks in any order, this one among them; all ranks, one rank, or a set that `make_axes` or
+            `group_axis` has met before.
+        name: what reports call it.
+        device: where its tensors live; None is the CPU.
+
+    Raises:
+        ArgumentError: `ranks` repeats a rank, leaves the world, or lacks this one.
+        UsageError: these ranks have no process group yet.
+    """
+    return _registry().axis(_checked(ranks, name), name, device)
+
+
+def make_axes(rows: Sequence[Sequence[int]], name: str, device: torch.device | None = None) -> Axis:
+    """Cut the world into rows, and get the axis of the own one. All ranks of the world call together.
+
+    Args:
+        rows: global ranks; every rank of the world is in exactly one row. The same on every rank.
+        name: what reports call the axes.
+        device: where tensors live; None is the CPU.
+
+    Raises:
+        ArgumentError: the rows are no partition of the world.
+    """
+    registry = _registry()
+    cut = [tuple(sorted(row)) for row in rows]
+    if sorted(rank for row in cut for rank in row) != list(range(registry.size)):
+        raise ArgumentError(f"axis {name!r}: {list(rows)} does not hold each of the {registry.size} ranks once")
+    where = "cpu" if device is None else device.type
+    if where != "meta" and not _of_nobody(where):
+        registry.make_groups(cut)
+    return registry.axis(next(row for row in cut if registry.rank in row), name, device)
+
+
+def hybrid_axes(shard_size: int, device: torch.device | None = None) -> tuple[Axis, Axis]:
+    """Split the world into a shard axis of `shard_size` neighbours and a replicate axis across them (MiCS, HSDP).
+
+    Args:
+        shard_size: ranks that hold one copy of the state together; must divide the world size.
+
+    Returns:
+        (shard axis, replicate axis) of this process.
+
+    Raises:
+        ArgumentError: when `shard_size` does not divide the world.
+    """
+    world = dist.get_world_size()
+    if shard_size < 1 or world % shard_size:
+        raise ArgumentError(f"mics_shard_size {shard_size} does not divide the world of {world} ranks")
+    shards = [range(i, i + shard_size) for i in range(0, world, shard_size)]
+    replicas = [range(i, world, shard_size) for i in range(shard_size)]
+    return make_axes(shards, "shard", device), make_axes(replicas, "replicate", device)
+
+
+def require_group() -> None:
+    """Raise UsageError when there is no process group."""
+    if not dist.is_initialized():
+        raise UsageError(
+            "DeepSpeed backend not set, there is no process group: call deepspeed.init_distributed() or "
+            "deepspeed.initialize() first."
+        )
+
+
+def make_group(ranks: list[int] | None, timeout: timedelta, backend: str | None = None, **options: Any) -> Any:
+    """torch's new_group under the watch; all ranks of the world call it in the same order."""
+    with _watched(f"new_group {ranks or 'of all ranks'}"):
+        return dist.new_group(ranks, timeout, backend, **options)
+
+
+@contextlib.contextmanager
+def _watched(label: str) -> Iterator[None]:
+    """A call of all ranks of the world, under the watch."""
+    watchdog.note(label)
+    trail.enter(dist.group.WORLD, "groups", lambda: range(dist.get_world_size()), label)
+    try:
+        yield
+    except RuntimeError as error:
+        raise watchdog.failed(label, error) from error
+    finally:
+        watchdog.note_done()
+
+
+def separate_reductions(axes: Iterable[Axis], everyone: Axis) -> None:
+    """Give reductions a communicator of their own: one runs its calls in order, so a gather would wait for them.
+
+    Where messages carry tags they pass each other anyway, and nothing is made. Ranks may need different ones (a stage
+    of a pipeline has none of another's), and torch names groups by how many there are: so all ranks say what they
+    need, and make all of it together.
+
+    Args:
+        axes: in any order; all of `everyone` call together.
+        everyone: all ranks of the engine. Where they are not the whole world, nothing is made.
+    """
+    backend, world = _device_backend(everyone.group), _registry().size
+    lacking = [axis for axis in dict.fromkeys(axes) if axis.size > 1 and axis._reductions is None]
+    if simulating() and not everyone.tagged:  # the other ranks would say the same, and nobody has to be asked
+        on_host = per_host() or int(os.environ.get("LOCAL_WORLD_SIZE") or world)
+        for axis in lacking:
+            rows = _by_host(axis.ranks, {rank: rank // on_host for rank in axis.ranks})
+            own = [row for row in rows if axis.ranks[axis.rank] in row]
+            made = {
+                (on, ranks): make_group(list(ranks), watchdog.timeout(), backend)
+                for on, ranks in _sets(axis.ranks, own)
+            }
+            axis._reductions = _reducing(axis, rows, made)
+        return
+    if everyone.tagged or everyone.size < world or backend in (None, "fake", "mpi"):
+        return
+    lacking = [axis for axis in lacking if _device_backend(axis.group) == backend]
+    asked: list[Any] = [None] * world
+    with _watched("all_gather_object of the axes that reduce"):
+        dist.all_gather_object(asked, (_own_place(), [axis.ranks for axis in lacking]))
+    hosts = _hosts([place for place, _ in asked])
+    wanted = {one for _, told in asked for ranks in told for one in _sets(ranks, _by_host(ranks, hosts))}
+    groups = {one: make_group(list(one[1]), watchdog.timeout(), backend) for one in sorted(wanted)}
+    for axis in lacking:
+        axis._reductions = _reducing(axis, _by_host(axis.ranks, hosts), groups)
+
+
+def _own_place() -> tuple[str, int]:
+    """The machine's name, and which of its ranks this is by its launcher: 0 too where that says nothing."""
+    return socket.gethostname(), int(os.environ.get("LOCAL_RANK") or 0)
+
+
+def _hosts(places: Sequence[tuple[str, int]]) -> dict[int, Hashable]:
+    """What the ranks of one host have in common, by rank: its name, and the first of them (containers share names).
+
+    A name of which all are the first says nothing by that: each sees one device, or no launcher numbers them.
+    """
+    numbered = {name for name, local in places if local}
+    return {rank: (name, rank - local if name in numbered else 0) for rank, (name, local) in enumerate(places)}
+
+
+def _by_host(ranks: Sequence[int], hosts: Mapping[int, Hashable]) -> list[tuple[int, ...]]:
+    """Ranks, host by host; none where sums gain nothing by it, or hosts are not alike: neighbours, and as many."""
+    rows = [tuple(row) for _, row in itertools.groupby(ranks, lambda rank: hosts[rank])]
+    alike = len({len(row) for row in rows}) == 1 and len(rows) == len({hosts[rank] for rank in ranks})
+    return rows if alike and len(rows) > 1 and len(rows[0]) >= FEWEST_PER_HOST else []
+
+
+def _sets(ranks: Sequence[int], rows: Iterable[Sequence[int]]) -> list[tuple[int, tuple[int, ...]]]:
+    """The communicators of an axis that reduces: of all of it (0), and of each host (1)."""
+    return [(0, tuple(ranks)), *((1, tuple(row)) for row in rows)]
+
+
+def _reducing(axis: Axis, rows: Sequence[tuple[int, ...]], groups: Mapping[tuple[int, tuple[int, ...]], Any]) -> Axis:
+    """An axis for reductions, over communicators that were made for it."""
+    hosts, me = None, axis.ranks[axis.rank]
+    for row in rows:
+        if me in row:
+            hosts = Hosts(len(rows), Axis(f"{axis.name} within a host", row, row.index(me), groups[1, row], False))
+    return replace(axis, group=groups[0, axis.ranks], hosts=hosts)
+
+
+def message_groups(axis: Axis, edges: Sequence[tuple[int, int]]) -> list[dist.ProcessGroup | None]:
+    """A communicator for each edge between two ranks of an axis. All ranks of the world call together.
+
+    Messages without tags pass each other only on different communicators: two stages that send to each other over one
+    would each wait for the other to receive first. Where messages carry tags nothing is made.
+
+    Args:
+        axis: of this rank; every rank of the world has one of this kind.
+        edges: (sender, receiver) as positions on the axis; the same on all ranks.
+
+    Returns:
+        By edge; None where messages carry tags.
+    """
+    if axis.tagged or axis.group is None:
+        return [None] * len(edges)
+    known = axis._messages.get(tuple(edges))
+    if known is None:
+        rows: list[Any] = [None] * _registry().size
+        with _watched("all_gather_object of the axes that send messages"):
+            dist.all_gather_object(rows, axis.ranks)
+        backend, known = _device_backend(axis.group), []
+        for ranks in sorted(set(rows)):
+            made = [make_group([ranks[one] for one in edge], watchdog.timeout(), backend) for edge in edges]
+            known = made if ranks == axis.ranks else known
+        axis._messages[tuple(edges)] = known
+    return list(known)
+
+
+def _device_backend(group: dist.ProcessGroup | None) -> str | None:
+    """What moves the tensors of a group's device; None where nothing does."""
+    devices = [] if group is None else [device for device in group._device_types if device.type != "cpu"]
+    return group._get_backend(devices[0]).name() if group is not None and devices else None
+
+
+def _checked(ranks: Sequence[int], name: str) -> tuple[int, ...]:
+    registry, found = _registry(), tuple(sorted(ranks))
+    if len(set(found)) < len(found) or not set(found) <= set(range(registry.size)) or registry.rank not in found:
+        raise ArgumentError(
+            f"axis {name!r}: {list(ranks)} must be different ranks of the world of {registry.size}, "
+            f"rank {registry.rank} among them"
+        )
+    return found
+
+
+class _Registry:
+    """The axes and groups of one world."""
+
+    def __init__(self, world: dist.ProcessGroup | None) -> None:
+        self.world = world
+        self.rank, self.size = (0, 1) if world is None else (dist.get_rank(), dist.get_world_size())
+        self.axes: dict[tuple[tuple[int, ...], str], Axis] = {}
+        self.made: dict[tuple[int, ...], Any] = {}  # groups made here, by ranks: the same sets on every rank
+
+    def make_groups(self, rows: Sequence[tuple[int, ...]]) -> None:
+        """Make the groups that are missing: every rank of the world makes each, in one order, as torch demands."""
+        for row in rows:
+            if 1 < len(row) < self.size and row not in self.made:
+                self.made[row] = make_group(list(row), watchdog.timeout())
+
+    def axis(
+        self, ranks: tuple[int, ...], name: str, device: torch.device | None, group: dist.ProcessGroup | None = None
+    ) -> Axis:
+        """The axis of `ranks`; its first call makes it, over the group at hand."""
+        where = "cpu" if device is None else device.type
+        known = self.axes.get((ranks, where))
+        if known is None or not _alive(known.group):
+            known = self.axes[ranks, where] = self._new(ranks, name, where, group)
+        return known.also(name)
+
+    def _new(self, ranks: tuple[int, ...], name: str, where: str, group: dist.ProcessGroup | None) -> Axis:
+        me = ranks.index(self.rank)
+        if len(ranks) == 1:
+            return Axis(name, ranks, 0, None, True)
+        if where == "meta":  # a simulation: nothing has bytes that could travel
+            return Axis(name, ranks, me, None, False)
+        if _of_nobody(where):
+            shared = SimulatedMemory(me, len(ranks)) if library() is not None else None
+            return Axis(name, ranks, me, None, True, shared)
+        group = self._group(ranks, name, where, group)
+        tagged = where == "cpu" and "fake" not in str(dist.get_backend(group))
+        return Axis(name, ranks, me, group, tagged, shared_memory_of(group) if tagged else None)
+
+    def _group(
+        self, ranks: tuple[int, ...], name: str, where: str, group: dist.ProcessGroup | None
+    ) -> dist.ProcessGroup:
+        """The world's group, one that was made here, one that another device's axis has, or the client's."""
+        others = [axis.group for (held, _), axis in self.axes.items() if held == ranks]
+        own = [self.world if len(ranks) == self.size else None, self.made.get(ranks), *others, group]
+        found = [one for one in own if one is not None and _alive(one)]
+        if not found:
+            raise UsageError(f"axis {name!r}: ranks {list(ranks)} have no process group; make_axes() makes it")
+        return next((one for one in found if _moves(one, where)), found[0])
+
+
+def _of_nobody(where: str) -> bool:
+    """Whether the ranks that are not there would share memory: a device's have a backend, which moves nothing here."""
+    return simulating() and where == "cpu" and not of_device()
+
+
+def _alive(group: dist.ProcessGroup | None) -> bool:
+    """Whether a group has not been destroyed by its maker."""
+    return group is None or group in dist.distributed_c10d._world.pg_map
+
+
+def _moves(group: dist.ProcessGroup, where: str) -> bool:
+    """Whether the group's backend moves tensors of that kind of device: a client's may where the world's does not."""
+    return where != "cpu" or any(name in str(dist.get_backend(group)) for name in ("gloo", "fake"))
+
+
+_registries: dict[dist.ProcessGroup | None, _Registry] = {}  # by world; one at a time
+
+
+def _registry() -> _Registry:
+    """The registry of this world; that of an earlier world goes."""
+    world = dist.distributed_c10d._get_default_group() if dist.is_initialized() else None
+    if world not in _registries:
+        forget_axes()
+        _registries[world] = _Registry(world)
+    return _registries[world]
+
+
+def axes_here() -> object:
+    """Stands for the axes of this world, until they are forgotten."""
+    return _registry()
+
+
+@released_in(Phase.AXES)
+def forget_axes() -> None:
+    """The process groups are gone, or are to be asked about anew; who keeps axes asks `axes_here`."""
+    _registries.clear()
+    forget_shared_memory()
+
+
+_groups: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # by world group: a new world has new groups
+
+
+def get_own_group() -> Any:
+    """The group that holds this process alone; made without the other ranks' help."""
+    require_group()
+    world = dist.distributed_c10d._get_default_group()
+    if world not in _groups:
+        _groups[world] = make_group([dist.get_rank()], watchdog.timeout(), use_local_synchronization=True)
+    return _groups[world]
+
+
+def get_own_rank() -> int:
+    """This process's rank in its own group."""
+    return 0
+
+
+def get_own_world_size() -> int:
+    """Number of processes in its own group."""
+    return 1

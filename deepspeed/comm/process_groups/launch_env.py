@@ -1,0 +1,368 @@
+"""Reads rank, world size and address from the environment of launchers, schedulers and platforms."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.errors import ArgumentError
+
+DEFAULT_PORT = 29500
+RESOURCES = "opt/ml/input/config/resourceconfig.json"  # below the root folder: SageMaker's list of hosts
+
+Environment = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class World:
+    """This process's place: rank of size, rank on its machine, where rank 0 listens, and who said so."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    address: str = "127.0.0.1"
+    port: int = DEFAULT_PORT
+    source: str = "no launcher"
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What one source says of this process.
+
+    Args:
+        source: who says so.
+        values: by the names RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as text.
+        names: the variables those were read from, for messages.
+    """
+
+    source: str
+    values: dict[str, str]
+    names: dict[str, str] = field(default_factory=dict[str, str])
+
+    def said(self, name: str) -> str:
+        """The value with the variable it came from."""
+        return f"{self.names.get(name, name)}={self.values.get(name, '(not set)')}"
+
+    def place(self) -> tuple[int, int] | None:
+        """Rank and size, when both are numbers."""
+        rank, size = self.values.get("RANK", ""), self.values.get("WORLD_SIZE", "")
+        return (int(rank), int(size)) if rank.isdigit() and size.isdigit() else None
+
+
+def discover(rank: int, size: int, port: int, look_further: bool, root: str = "/") -> World:
+    """This process's place, from the arguments, RANK and WORLD_SIZE, or whatever else started it; all are compared.
+
+    Args:
+        rank: the caller's, or negative.
+        size: the caller's, or not positive.
+        port: where rank 0 listens when no variable says so.
+        look_further: ask schedulers, MPI and platforms too.
+        root: folder of /opt.
+
+    Raises:
+        ArgumentError: a value is not a number or is missing, two sources contradict each other, or several ranks have
+            no address to meet at.
+    """
+    env = os.environ
+    found = Claim("arguments", {"RANK": str(rank), "WORLD_SIZE": str(size)}) if rank >= 0 and size > 0 else None
+    if found is None and (env.get("RANK") or env.get("WORLD_SIZE")):
+        found = Claim("RANK and WORLD_SIZE", {})
+    others = claims(env, root) if look_further else []
+    if found is not None:
+        found = _with_environment(found, env)
+        others = [] if _nested(env) else others
+    elif others:
+        found, others = others[0], others[1:]
+    if found is None:
+        if look_further:
+            _refuse_forgotten(env)
+        return World(port=port)
+    _compare(found, others)
+    for other in others:  # what one does not say, another may
+        found = Claim(found.source, {**other.values, **found.values}, {**other.names, **found.names})
+    place = _check({**found.values, **_set(env)}, found.source, port)
+    if place.size != size > 0 or (place.rank != rank >= 0):
+        raise ArgumentError(
+            f"init_distributed(rank={rank}, world_size={size}) contradicts the environment "
+            f"({found.source}: rank {place.rank} of {place.size}). Leave the arguments out or unset the variables."
+        )
+    env.update({key: value for key, value in found.values.items() if value and not env.get(key)})
+    return place
+
+
+def claims(env: Environment, root: str = "/") -> list[Claim]:
+    """What each source says, those that know the most about this process first."""
+    probes: tuple[Callable[[Environment], Claim | None], ...] = (
+        lambda e: from_sagemaker(e, root),
+        from_open_mpi,
+        from_mvapich,
+        from_jsm,
+        from_pmi,
+        from_slurm,
+        from_pods,
+        from_indexed_job,
+        from_mpi4py,
+    )
+    found: list[Claim] = []
+    for probe in probes:
+        if probe is from_mpi4py and found:
+            continue
+        claim = probe(env)
+        if claim is not None:
+            found.append(claim)
+    return found
+
+
+def _with_environment(found: Claim, env: Environment) -> Claim:
+    """RANK and WORLD_SIZE of the environment beside what the arguments say."""
+    named = {name: env[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if env.get(name)}
+    return Claim(found.source, {**named, **found.values})
+
+
+def _set(env: Environment) -> dict[str, str]:
+    return {key: value for key, value in env.items() if value}
+
+
+def _nested(env: Environment) -> bool:
+    """Whether a launcher stands between this process and what the scheduler started: its ranks are others, rightly."""
+    return bool(env.get("TORCHELASTIC_RUN_ID") or env.get("DS_JOB_ID"))
+
+
+def _compare(found: Claim, others: list[Claim]) -> None:
+    """Two sources that both know of several ranks must say the same."""
+    own = found.place()
+    others = [other for other in others if (other.place() or (0, 1))[1] > 1]  # one task of its own may hold any world
+    for other in others:
+        theirs = other.place()
+        if own is None or theirs is None or theirs == own:
+            continue
+        name = "WORLD_SIZE" if theirs[1] != own[1] else "RANK"
+        raise ArgumentError(
+            f"{found.said(name)} ({found.source}) contradicts {other.said(name)} ({other.source}): "
+            "this process cannot be both. Unset the wrong one, or start the script by one launcher only."
+        )
+
+
+def _refuse_forgotten(env: Environment) -> None:
+    """A batch script's own process is not rank 0 of the job: nobody has started the others."""
+    tasks = env.get("SLURM_NTASKS", "")
+    in_step = any(name.startswith("SLURM_STEP") for name in env)
+    if env.get("SLURM_PROCID") == "0" and not in_step and tasks.isdigit() and int(tasks) > 1:
+        raise ArgumentError(
+            f"SLURM_NTASKS={tasks}, and no SLURM_STEP_ID: this is the batch script itself, run once, not one of "
+            f"{tasks} tasks. Start it by `srun python …` or by `deepspeed …`; RANK=0 WORLD_SIZE=1 runs it alone."
+        )
+
+
+def _check(values: Mapping[str, str], source: str, port: int) -> World:
+    """Turn the words RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT into a World that makes sense."""
+
+    def number(name: str, default: int | None) -> int:
+        text = values.get(name) or (None if default is None else str(default))
+        if text is None:
+            raise ArgumentError(f"{name} is not set ({source}). Set it, or unset RANK and WORLD_SIZE to run alone.")
+        if not re.fullmatch(r"\s*\d+\s*", text):
+            raise ArgumentError(f"{name}={text!r} is not a whole number from 0 up ({source}).")
+        return int(text)
+
+    rank, size = number("RANK", None), number("WORLD_SIZE", None)
+    if rank >= size:
+        raise ArgumentError(f"RANK={rank} does not exist in WORLD_SIZE={size} ({source}): ranks are 0 to size - 1.")
+    listen = number("MASTER_PORT", port)
+    if listen > 65535:
+        raise ArgumentError(f"MASTER_PORT={listen} is not a port ({source}): ports end at 65535.")
+    local = number("LOCAL_RANK", rank % max(1, get_accelerator().device_count()))
+    return World(rank, size, local, values.get("MASTER_ADDR") or "", listen, source)
+
+
+def meeting_address(world: World, env: Environment = os.environ) -> str:
+    """Where rank 0 is met.
+
+    Raises:
+        ArgumentError: nothing says so, and the ranks are not known to share this machine.
+    """
+    if world.address:
+        return world.address
+    local = env.get("LOCAL_WORLD_SIZE") or env.get("LOCAL_SIZE") or ""
+    if world.size == 1 or local == str(world.size) or world.source == "arguments":
+        return "127.0.0.1"
+    raise ArgumentError(
+        f"MASTER_ADDR is not set, and WORLD_SIZE={world.size} ({world.source}) does not say where rank 0 is. Set "
+        "MASTER_ADDR to the address of rank 0's machine on every rank (127.0.0.1 when they all run on this one)."
+    )
+
+
+# -- sources -----------------------------------------------------------------------------------------------------------
+
+
+def from_sagemaker(env: Environment, root: str = "/") -> Claim | None:
+    """SageMaker: MPI's ranks where it runs one, else one process per host; the first of the hosts is the meeting point.
+
+    A container with an entry point of its own has the hosts in a file only.
+    """
+    named: list[str] = json.loads(env["SM_HOSTS"]) if env.get("SM_HOSTS") else []
+    try:
+        filed = json.loads(Path(root, RESOURCES).read_text())
+    except (OSError, ValueError):
+        filed = {}
+    hosts = sorted(named or filed.get("hosts", []), key=_natural)
+    current = env.get("SM_CURRENT_HOST") or filed.get("current_host", "")
+    if not hosts:
+        return None
+    if named and filed.get("hosts") and sorted(named) != sorted(filed["hosts"]):
+        raise ArgumentError(f"SM_HOSTS={named} contradicts the hosts of /{RESOURCES}: {filed['hosts']}.")
+    mpi = from_open_mpi(env)
+    if mpi is not None:
+        return Claim("SageMaker", {**mpi.values, "MASTER_ADDR": hosts[0]}, mpi.names)
+    if current not in hosts:
+        raise ArgumentError(f"SM_CURRENT_HOST={current!r} is none of SM_HOSTS={hosts}.")
+    names = {"RANK": "SM_CURRENT_HOST", "WORLD_SIZE": "SM_HOSTS"}
+    if not named:
+        names = {"RANK": f"current_host of /{RESOURCES}", "WORLD_SIZE": f"hosts of /{RESOURCES}"}
+    place = {"RANK": str(hosts.index(current)), "WORLD_SIZE": str(len(hosts)), "LOCAL_RANK": "0"}
+    return Claim("SageMaker", {**place, "MASTER_ADDR": hosts[0]}, names)
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """algo-2 before algo-10."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
+def _ranks(env: Environment, source: str, **names: str) -> Claim:
+    values = {ours: env[theirs] for ours, theirs in names.items() if env.get(theirs)}
+    return Claim(source, values, dict(names))
+
+
+def from_open_mpi(env: Environment) -> Claim | None:
+    """Open MPI's mpirun, Azure ML's use of it included."""
+    if "OMPI_COMM_WORLD_SIZE" not in env:
+        return None
+    prefix = "OMPI_COMM_WORLD_"
+    found = _ranks(
+        env, "Open MPI", RANK=f"{prefix}RANK", WORLD_SIZE=f"{prefix}SIZE", LOCAL_RANK=f"{prefix}LOCAL_RANK",
+        LOCAL_WORLD_SIZE=f"{prefix}LOCAL_SIZE",
+    )  # fmt: skip
+    local = found.values.get("LOCAL_WORLD_SIZE")
+    master, single = env.get("AZ_BATCH_MASTER_NODE"), env.get("AZ_BATCHAI_MPI_MASTER_NODE")
+    if master:
+        found.values["MASTER_ADDR"], _, port = master.partition(":")
+        found.values["MASTER_PORT"] = port or str(DEFAULT_PORT)
+    elif single:
+        found.values["MASTER_ADDR"] = "127.0.0.1" if single == "localhost" else single
+    elif local == found.values.get("WORLD_SIZE") or local is None:
+        found.values["MASTER_ADDR"] = "127.0.0.1"
+    elif "MASTER_ADDR" not in env:
+        asked = from_mpi4py(env)
+        found.values.update({} if asked is None else asked.values)
+    return found
+
+
+def from_mvapich(env: Environment) -> Claim | None:
+    """MVAPICH2's mpirun."""
+    if "MV2_COMM_WORLD_SIZE" not in env:
+        return None
+    prefix = "MV2_COMM_WORLD_"
+    names = {"RANK": "RANK", "WORLD_SIZE": "SIZE", "LOCAL_RANK": "LOCAL_RANK", "LOCAL_WORLD_SIZE": "LOCAL_SIZE"}
+    return _alone_here(_ranks(env, "MVAPICH2", **{ours: prefix + theirs for ours, theirs in names.items()}))
+
+
+def from_jsm(env: Environment) -> Claim | None:
+    """LSF's jsrun: the first host of the job that is no launch node is the meeting point."""
+    if "JSM_NAMESPACE_SIZE" not in env:
+        return None
+    prefix = "JSM_NAMESPACE_"
+    found = _ranks(env, "jsrun", RANK=f"{prefix}RANK", WORLD_SIZE=f"{prefix}SIZE", LOCAL_RANK=f"{prefix}LOCAL_RANK")
+    words = env.get("LSB_MCPU_HOSTS", "").split()
+    hosts = list(zip(words[::2], words[1::2], strict=False))
+    compute = [name for name, slots in hosts if slots != "1"] or [name for name, _ in hosts]
+    if compute:
+        found.values["MASTER_ADDR"] = compute[0]
+    return found
+
+
+def from_pmi(env: Environment) -> Claim | None:
+    """MPICH, Intel MPI and Cray PALS: hydra's variables."""
+    if "PMI_RANK" not in env or "PMI_SIZE" not in env:
+        return None
+    local = "PALS_LOCAL_RANKID" if "PALS_LOCAL_RANKID" in env else "MPI_LOCALRANKID"
+    source = "PALS" if "PALS_RANKID" in env else "hydra"
+    return _alone_here(
+        _ranks(
+            env, source, RANK="PMI_RANK", WORLD_SIZE="PMI_SIZE", LOCAL_RANK=local, LOCAL_WORLD_SIZE="MPI_LOCALNRANKS"
+        )
+    )
+
+
+def _alone_here(found: Claim) -> Claim:
+    """All ranks on this machine meet here."""
+    if found.values.get("LOCAL_WORLD_SIZE") == found.values.get("WORLD_SIZE"):
+        found.values["MASTER_ADDR"] = "127.0.0.1"
+    return found
+
+
+def from_slurm(env: Environment) -> Claim | None:
+    """srun: one process per task; rank 0 runs on the first node of the list ("gpu[003-007,12]" begins at gpu003)."""
+    size = "SLURM_STEP_NUM_TASKS" if env.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
+    if "SLURM_PROCID" not in env or size not in env:
+        return None
+    if size == "SLURM_NTASKS" and env["SLURM_PROCID"] == "0" and not any(n.startswith("SLURM_STEP") for n in env):
+        return None  # the batch script itself
+    found = _ranks(env, "SLURM", RANK="SLURM_PROCID", WORLD_SIZE=size, LOCAL_RANK="SLURM_LOCALID")
+    nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST") or ""
+    first = re.match(r"([^,\[]+)(?:\[(\d+))?(?:[^\]]*\]([^,\[]*))?", nodes)
+    if first:
+        found.values["MASTER_ADDR"] = first[1] + (first[2] or "") + ((first[3] or "") if first[2] else "")
+    return found
+
+
+def from_pods(env: Environment) -> Claim | None:
+    """Kubeflow's PyTorchJob and Trainer, whose numbers count pods: one process in each."""
+    if not (env.get("PET_NNODES", "").isdigit() and env.get("PET_NODE_RANK")):
+        return None
+    found = _ranks(env, "PyTorchJob", RANK="PET_NODE_RANK", WORLD_SIZE="PET_NNODES", MASTER_ADDR="PET_MASTER_ADDR",
+                   MASTER_PORT="PET_MASTER_PORT")  # fmt: skip
+    found.values["LOCAL_RANK"] = "0"
+    return found
+
+
+def from_indexed_job(env: Environment) -> Claim | None:
+    """A Kubernetes Indexed Job: the index is Kubernetes's, the number of pods is the manifest's to tell.
+
+    Pods are called <job>-<index>, so rank 0's name is known where a headless service makes it one.
+    """
+    index = env.get("JOB_COMPLETION_INDEX", "")
+    if not index:
+        return None
+    if not env.get("WORLD_SIZE"):
+        raise ArgumentError(
+            f"JOB_COMPLETION_INDEX={index} says that this is one pod of a job, and WORLD_SIZE is not set: only the "
+            "manifest knows how many there are. Set WORLD_SIZE there to `completions` (1 to run alone)."
+        )
+    found = _ranks(env, "Kubernetes", RANK="JOB_COMPLETION_INDEX", WORLD_SIZE="WORLD_SIZE")
+    found.values["LOCAL_RANK"] = "0"
+    name, dot, domain = socket.getfqdn().partition(".")
+    if name.endswith(f"-{index}"):
+        found.values["MASTER_ADDR"] = name[: -len(index)] + "0" + dot + domain
+    return found
+
+
+def from_mpi4py(env: Environment) -> Claim | None:
+    """Any MPI that has started this process, asked through mpi4py where that is installed."""
+    if not any(name.startswith(("PMI_", "PMIX_", "OMPI_")) for name in env):
+        return None
+    try:
+        mpi = importlib.import_module("mpi4py.MPI")
+    except ImportError:
+        return None
+    everyone = mpi.COMM_WORLD
+    host = everyone.bcast(mpi.Get_processor_name(), root=0)
+    local = everyone.Split_type(mpi.COMM_TYPE_SHARED).Get_rank()
+    place = {"RANK": everyone.Get_rank(), "WORLD_SIZE": everyone.Get_size(), "LOCAL_RANK": local}
+    return Claim("mpi4py", {**{name: str(value) for name, value in place.items()}, "MASTER_ADDR": host})

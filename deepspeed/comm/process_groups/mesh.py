@@ -1,0 +1,427 @@
+"""The device mesh: coordinates of every rank, and the ranks along any of its dimensions.
+
+Dims, outermost first: `pp` pipeline stages, `dp_replicate` copies of the sharded state (hybrid sharding), `dp_shard`
+ranks that share one copy, `sp` parts of a sequence, `tp` slices of a matrix. Neighbouring ranks differ in the innermost
+dim first. Ranks that differ in `dp_*` or `sp` only hold the same model slice, so ZeRO cuts over them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from deepspeed.comm.process_groups.axis import Axis, axes_here, get_own_group, make_axes
+from deepspeed.comm.shutdown import Phase, released_in
+from deepspeed.errors import MeshError
+
+DIMS = ("pp", "dp_replicate", "dp_shard", "sp", "tp")
+DATA = ("dp_replicate", "dp_shard")  # ranks along these see different samples
+REPLICATED = (*DATA, "sp")  # ranks along these hold the same model slice
+SHARD = ("dp_shard", "sp")  # ranks along these share one copy of the state
+MODEL = ("pp", "tp")  # ranks along these hold different slices of the model
+
+Asked = tuple[str, int, str]  # dim (or "dp", "shard"), size, who asked
+
+
+class Mesh:
+    """The coordinates of every rank.
+
+    It also is a model-parallel unit: it answers the names of both families of `mpu` that scripts use.
+
+    Args:
+        sizes: ranks along each dim; those left out have one.
+        ranks: global ranks in the order of their coordinates, the last dim fastest; None: 0, 1, 2, …
+        device: where messages start.
+
+    Example:
+        >>> mesh = Mesh({"dp_shard": 2, "tp": 2})  # on 4 ranks
+        >>> mesh.axis("tp").ranks
+        (0, 1)
+    """
+
+    def __init__(
+        self, sizes: Mapping[str, int], ranks: Sequence[int] | None = None, device: torch.device | None = None
+    ) -> None:
+        unknown = sorted(set(sizes) - set(DIMS))
+        if unknown:
+            raise MeshError(f"a mesh has no axis {unknown[0]!r}; its axes are {', '.join(DIMS)}")
+        self.sizes = {dim: int(sizes.get(dim, 1)) for dim in DIMS}
+        self.world = math.prod(self.sizes.values())
+        self.ranks = tuple(range(self.world)) if ranks is None else tuple(ranks)
+        here = ranks_started()
+        if self.world != here or sorted(self.ranks) != list(range(here)):
+            raise MeshError(f"a mesh of {self.describe()} has {self.world} ranks, and {here} were started")
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.device, self.world_axes = device, axes_here()
+        self._at = {rank: self._coordinates(index) for index, rank in enumerate(self.ranks)}
+        self._axes: dict[tuple[tuple[str, ...], frozenset[int] | None], Axis] = {}
+        for dims in (DIMS, DATA, REPLICATED, SHARD, MODEL, *((dim,) for dim in DIMS)):
+            self.axis(*dims)  # every rank makes every group, at one moment and in one order
+
+    def _coordinates(self, index: int) -> dict[str, int]:
+        found = {}
+        for dim in reversed(DIMS):
+            index, found[dim] = divmod(index, self.sizes[dim])
+        return found
+
+    @property
+    def coordinates(self) -> dict[str, int]:
+        """Where this rank stands, by dim."""
+        return self._at[self.rank]
+
+    def coordinates_of(self, rank: int) -> dict[str, int]:
+        """Where a global rank stands, by dim."""
+        return self._at[rank]
+
+    def size(self, *dims: str) -> int:
+        """Ranks along these dims together."""
+        return math.prod(self.sizes[dim] for dim in dims)
+
+    def axis(self, *dims: str, stages: frozenset[int] | None = None) -> Axis:
+        """The ranks that differ from this one in the named dims only. All ranks ask for an axis at the same moment.
+
+        Args:
+            dims: names of dims.
+            stages: with "pp" among the dims, the stages that take part; ranks of others stand alone. None: all.
+        """
+        key = (tuple(dim for dim in DIMS if dim in dims), stages)
+        known = self._axes.get(key)
+        if known is None:
+            known = self._axes[key] = make_axes(self.rows(*dims, stages=stages), _label(key[0]), self.device)
+        return known
+
+    def rows(self, *dims: str, stages: frozenset[int] | None = None) -> list[tuple[int, ...]]:
+        """All ranks, cut into the rows of ranks that differ in the named dims only; see `axis`."""
+        rows: dict[tuple[int, ...], list[int]] = {}
+        for rank in self.ranks:
+            at = self._at[rank]
+            alone = stages is not None and at["pp"] not in stages
+            rows.setdefault(tuple(at[dim] for dim in DIMS if alone or dim not in dims), []).append(rank)
+        return [tuple(sorted(row)) for row in rows.values()]
+
+    def experts(self, size: int) -> tuple[Axis, Axis]:
+        """Cut the ranks that hold the same model slice anew. All ranks call together.
+
+        Args:
+            size: ranks that the experts of a layer are shared out to (`ep`); divides dp x sp.
+
+        Returns:
+            Those ranks, neighbours; and the ranks that have the same experts.
+
+        Raises:
+            MeshError: it does not divide them.
+        """
+        rows = [[rank for rank in self.ranks if rank in row] for row in map(set, self.rows(*REPLICATED))]
+        length = len(rows[0])
+        if size < 1 or length % size:
+            fits = [n for n in range(1, length + 1) if length % n == 0]
+            raise MeshError(f"ep {size} does not divide the {length} rank(s) of dp x sp; sizes that do: {fits}")
+        among = [row[at : at + size] for row in rows for at in range(0, length, size)]
+        alike = [row[at::size] for row in rows for at in range(size)]
+        return make_axes(among, f"ep_{size}", self.device), make_axes(alike, f"ep_{size}_copies", self.device)
+
+    @property
+    def is_data_parallel(self) -> bool:
+        """Whether every rank holds the whole model."""
+        return self.size(*MODEL) == 1
+
+    def describe(self) -> str:
+        """The sizes in words, such as "dp_shard 4 x tp 2"."""
+        named = [f"{dim} {size}" for dim, size in self.sizes.items() if size > 1]
+        return " x ".join(named) or "one rank"
+
+    def table(self) -> str:
+        """Every dim, outermost first: its size, and the ranks along it that the first rank is one of."""
+        first, cells = self.ranks[0], []
+        for dim, size in self.sizes.items():
+            row = next(row for row in self.rows(dim) if first in row)
+            cells.append(f"{dim} {size}" + (f" ({_shortened(row)})" if size > 1 else ""))
+        return " | ".join(cells)
+
+    # -- the names by which scripts ask a model-parallel unit ------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Callable[[], Any]:
+        match = _unit_name(name)
+        if match is None:
+            raise AttributeError(f"a mesh has no {name!r}")
+        dims, what = match
+        return lambda: _ask(self.axis(*dims), what)
+
+
+# What both families of model-parallel units call their groups.
+UNITS = {
+    "data_parallel": DATA,
+    "model_parallel": MODEL,
+    "tensor_model_parallel": ("tp",),
+    "tensor_parallel": ("tp",),
+    "slice_parallel": ("tp",),
+    "pipeline_model_parallel": ("pp",),
+    "pipe_parallel": ("pp",),
+    "sequence_parallel": ("sp",),
+    "sequence_data_parallel": REPLICATED,
+}
+_QUESTIONS = ("group", "rank", "world_size")
+
+
+def _unit_name(name: str) -> tuple[tuple[str, ...], str] | None:
+    for question in _QUESTIONS:
+        unit = name.removeprefix("get_").removesuffix("_" + question)
+        if name == f"get_{unit}_{question}" and unit in UNITS:
+            return UNITS[unit], question
+    return None
+
+
+def ask_current(unit: str, question: str) -> Callable[[], Any]:
+    """A function that asks the mesh of the newest engine.
+
+    Args:
+        unit: a key of `UNITS`.
+        question: `group`, `rank` or `world_size`.
+    """
+
+    def ask() -> Any:
+        return _ask(current_mesh().axis(*UNITS[unit]), question)
+
+    ask.__name__ = f"get_{unit}_{question}"
+    return ask
+
+
+def _ask(axis: Axis, what: str) -> Any:
+    if what == "group":
+        return axis.group if axis.group is not None else get_own_group()
+    return axis.rank if what == "rank" else axis.size
+
+
+def _label(dims: tuple[str, ...]) -> str:
+    named = {DIMS: "world", DATA: "dp", REPLICATED: "dp_sp", SHARD: "shard", MODEL: "model"}
+    return named.get(dims) or {"dp_replicate": "replicate"}.get(dims[0], "_".join(dims))
+
+
+def _shortened(ranks: Sequence[int]) -> str:
+    """Ranks, with the middle of long rows left out."""
+    names = [str(rank) for rank in ranks]
+    return ",".join(names if len(names) <= 4 else [*names[:2], "…", names[-1]])
+
+
+# -- one mesh for the process ---------------------------------------------------------------------------------------
+
+_meshes: list[Mesh] = []  # the newest last
+
+
+def mesh_for(sizes: Mapping[str, int], ranks: Sequence[int] | None = None, device: torch.device | None = None) -> Mesh:
+    """The mesh of these sizes; the same object for equal ones. All ranks call together."""
+    _meshes[:] = [mesh for mesh in _meshes if mesh.world_axes is axes_here()]  # the axes of others have been forgotten
+    for known in _meshes:
+        same = all(known.sizes[dim] == sizes.get(dim, 1) for dim in DIMS) and known.device == device
+        if same and known.ranks == (tuple(range(known.world)) if ranks is None else tuple(ranks)):
+            break
+    else:
+        known = Mesh(sizes, ranks, device)
+    _meshes[:] = [*(mesh for mesh in _meshes if mesh is not known), known]
+    return known
+
+
+@released_in(Phase.MESHES)
+def forget_meshes() -> None:
+    """The process groups are gone."""
+    _meshes.clear()
+
+
+def current_mesh() -> Mesh:
+    """The mesh of the newest engine or `zero.Init`; one of data-parallel ranks only where there is none yet."""
+    if _meshes and _meshes[-1].world_axes is axes_here():
+        return _meshes[-1]
+    return mesh_for({"dp_shard": ranks_started()})
+
+
+def ranks_started() -> int:
+    """Ranks of the process group; one where there is none."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+# -- from a client's unit to a mesh ----------------------------------------------------------------------------------
+
+# The calls of a unit that name the ranks along a dim, the first that is there counts: Megatron's family, then the
+# older one, whose only model group is that of slices.
+_GROUPS = {
+    "tp": ("get_tensor_model_parallel_group", "get_slice_parallel_group", "get_model_parallel_group"),
+    "pp": ("get_pipeline_model_parallel_group", "get_pipe_parallel_group"),
+    "sp": ("get_sequence_parallel_group",),
+    "dp": ("get_data_parallel_group",),
+}
+
+
+def mesh_of_unit(mpu: Any, asked: Iterable[Asked] = (), device: torch.device | None = None) -> Mesh:
+    """The mesh that a client's model-parallel unit describes. All ranks call together.
+
+    Args:
+        mpu: a `Mesh`, or an object with `get_data_parallel_group` and, for each model-parallel dim, the call that names
+            its group.
+        asked: what was asked for besides, see `resolve`.
+        device: where messages start.
+
+    Raises:
+        MeshError: its groups are no mesh, or contradict what was asked for.
+    """
+    if isinstance(mpu, Mesh):
+        given = [
+            (dim, size, "mpu") for dim, size in mpu.sizes.items() if dim not in DATA or mpu.sizes["dp_replicate"] > 1
+        ]
+        return mesh_for(resolve(mpu.world, [*given, *asked]), mpu.ranks, device)
+    if not callable(getattr(mpu, "get_data_parallel_group", None)):
+        raise MeshError(
+            f"mpu is a {type(mpu).__name__} without get_data_parallel_group(): it says which ranks share the gradients"
+        )
+    mine = {dim: _ranks_of(mpu, calls) for dim, calls in _GROUPS.items()}
+    size = ranks_started()
+    if mpu.get_data_parallel_group() is None:  # it leaves data parallelism to us: what the other dims leave
+        named = [(dim, len(row), "mpu") for dim, row in mine.items() if dim != "dp"]
+        return mesh_for(resolve(size, [*named, *asked]), None, device)
+    everyone: list[Any] = [mine]
+    if size > 1:
+        everyone = [None] * size
+        dist.all_gather_object(everyone, mine)
+    places: dict[tuple[int, ...], int] = {}
+    for rank, rows in enumerate(everyone):
+        at = tuple(row.index(rank) for row in rows.values())
+        if places.setdefault(at, rank) != rank or any(len(rows[dim]) != len(mine[dim]) for dim in rows):
+            raise MeshError(
+                f"mpu ({type(mpu).__name__}) describes no mesh: ranks {places[at]} and {rank} both stand at "
+                f"{dict(zip(rows, at, strict=True))}, or their groups differ in size"
+            )
+    sizes = resolve(size, [*((dim, len(row), "mpu") for dim, row in mine.items()), *asked])
+    order = sorted(places, key=lambda at: (at[1], at[3], at[2], at[0]))  # pp, dp, sp, tp
+    return mesh_for(sizes, [places[at] for at in order], device)
+
+
+def _ranks_of(mpu: Any, calls: Sequence[str]) -> list[int]:
+    call: Any = next((found for name in calls if callable(found := getattr(mpu, name, None))), None)
+    group = call() if call is not None else None
+    if group is not None:
+        return list(dist.get_process_group_ranks(group))
+    if not dist.is_initialized():
+        return [0]
+    return list(range(dist.get_world_size())) if calls == _GROUPS["dp"] else [dist.get_rank()]
+
+
+# -- from what was asked to sizes -----------------------------------------------------------------------------------
+
+
+def resolve(world: int, asked: Iterable[Asked]) -> dict[str, int]:
+    """The sizes of a mesh.
+
+    Args:
+        world: ranks that were started.
+        asked: (what, size, who asked): a dim of `DIMS`, "dp" for both data-parallel dims together, or "shard" for
+            `dp_shard x sp` together. One dim may be -1: what is left.
+
+    Raises:
+        MeshError: two askers disagree (both are named), or the product cannot be had (the nearest ones are named).
+    """
+    sizes, origins = _merged(asked)
+    open_ = [dim for dim, size in sizes.items() if size == -1]
+    if len(open_) > 1:
+        raise MeshError(f"only one axis of a mesh may be -1, and {' and '.join(open_)} are")
+    for dim in ("pp", "sp", "tp"):
+        sizes.setdefault(dim, 1)
+    data = _data_size(world, sizes, origins)
+    replicate = sizes.get("dp_replicate")
+    if "shard" in sizes:
+        _fold_shard(sizes, origins, data)
+    shard = sizes.get("dp_shard", -1)
+    if shard == -1 or replicate == -1:
+        given = replicate if shard == -1 else shard
+        given = given if given and given > 0 else 1
+        if data % given:
+            raise _impossible(
+                world, (sizes, origins), f"{data} data-parallel rank(s) do not divide into {given}", data, given
+            )
+        shard, replicate = (data // given, given) if shard == -1 else (given, data // given)
+    replicate = data // shard if replicate is None and not data % shard else replicate
+    if replicate is None or shard * replicate != data:
+        raise _impossible(
+            world, (sizes, origins), f"dp_shard {shard} does not divide {data} data-parallel rank(s)", data, shard
+        )
+    found = {"pp": sizes["pp"], "dp_replicate": replicate, "dp_shard": shard, "sp": sizes["sp"], "tp": sizes["tp"]}
+    return {dim: found[dim] for dim in DIMS}
+
+
+def _merged(asked: Iterable[Asked]) -> tuple[dict[str, int], dict[str, str]]:
+    sizes: dict[str, int] = {}
+    origins: dict[str, str] = {}
+    for dim, size, origin in asked:
+        if dim not in (*DIMS, "dp", "shard"):
+            raise MeshError(f"{origin}: a mesh has no axis {dim!r}; its axes are {', '.join(DIMS)} (and dp)")
+        if size < 1 and size != -1:
+            raise MeshError(f"{origin}: axis {dim} has {size} ranks; a size is 1 or more, or -1 for what is left")
+        if sizes.setdefault(dim, size) != size:
+            raise MeshError(f"axis {dim} is {sizes[dim]} by {origins[dim]} and {size} by {origin}; drop one of them")
+        origins.setdefault(dim, origin)
+    return sizes, origins
+
+
+def _data_size(world: int, sizes: dict[str, int], origins: dict[str, str]) -> int:
+    """Data-parallel ranks; fills in the model dim that was left open."""
+    model = [dim for dim in ("pp", "sp", "tp") if sizes[dim] != -1]
+    known = math.prod(sizes[dim] for dim in model)
+    open_ = next((dim for dim in ("pp", "sp", "tp") if sizes[dim] == -1), None)
+    data = sizes.get("dp", -1)
+    both = [sizes.get(dim, -1) for dim in DATA]
+    if data == -1 and -1 not in both:
+        data = math.prod(both)
+        origins["dp"] = " and ".join(origins[dim] for dim in DATA)
+    if open_ is not None:
+        data = data if data != -1 else max(both[0], 1) * max(both[1], 1)
+        if world % (known * data):
+            why = f"{known * data} rank(s) of the other axes do not divide {world}"
+            raise _impossible(world, (sizes, origins), why, world, data)
+        sizes[open_] = world // (known * data)
+        return data
+    if world % known:
+        given = max(model, key=lambda dim: sizes[dim])
+        raise _impossible(
+            world,
+            (sizes, origins),
+            f"{' x '.join(f'{d} {sizes[d]}' for d in model if sizes[d] > 1)} does not divide {world} rank(s)",
+            world,
+            sizes[given],
+            given,
+        )
+    if data not in (-1, world // known):
+        raise MeshError(
+            f"axis dp is {data} by {origins['dp']}, and {world} rank(s) leave {world // known} for it "
+            f"(pp {sizes['pp']} x sp {sizes['sp']} x tp {sizes['tp']})"
+        )
+    return world // known
+
+
+def _fold_shard(sizes: dict[str, int], origins: dict[str, str], data: int) -> None:
+    """`mics_shard_size` counts dp_shard x sp."""
+    asked, sp = sizes.pop("shard"), sizes["sp"]
+    if asked % sp:
+        raise MeshError(
+            f"{origins['shard']} {asked} counts the {sp} rank(s) of a sequence, so it is a multiple of {sp}"
+        )
+    shard = min(asked // sp, data)
+    if sizes.setdefault("dp_shard", shard) not in (shard, -1):
+        raise MeshError(
+            f"axis dp_shard is {sizes['dp_shard']} by {origins['dp_shard']} and {shard} by {origins['shard']}; drop one"
+        )
+    sizes["dp_shard"] = shard
+    origins.setdefault("dp_shard", origins["shard"])
+
+
+def _impossible(
+    world: int, wanted: tuple[Mapping[str, int], Mapping[str, str]], why: str, of: int, near: int, dim: str = ""
+) -> MeshError:
+    fits = sorted((d for d in range(1, of + 1) if of % d == 0), key=lambda d: (abs(d - near), d))[:2]
+    sizes, origins = wanted
+    asked = ", ".join(f"{name} {size} (by {origins[name]})" for name, size in sizes.items() if name in origins)
+    return MeshError(
+        f"no mesh of {world} rank(s) has {asked}: {why}; the nearest sizes that fit"
+        f"{' for ' + dim if dim else ''} are {' and '.join(map(str, sorted(fits)))}"
+    )

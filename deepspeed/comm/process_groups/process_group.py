@@ -1,0 +1,193 @@
+"""Creates and destroys process groups: ranks, world sizes and backend capabilities."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.process_groups import init, launch_env
+from deepspeed.comm.process_groups.axis import make_group, require_group
+from deepspeed.comm.shutdown import wind_up
+from deepspeed.comm.watchdog import watchdog
+from deepspeed.errors import NotAvailableError
+from deepspeed.foundation.log import say
+
+
+def is_available() -> bool:
+    """Whether this torch can communicate."""
+    return dist.is_available()
+
+
+def is_initialized() -> bool:
+    """Whether there is a process group."""
+    return dist.is_initialized()
+
+
+def get_rank(group: dist.ProcessGroup | None = None) -> int:
+    """This process's rank in `group`, -1 outside it."""
+    require_group()
+    return dist.get_rank(group)
+
+
+def get_world_size(group: dist.ProcessGroup | None = None) -> int:
+    """Number of processes in `group`."""
+    require_group()
+    return dist.get_world_size(group)
+
+
+def get_local_rank() -> int:
+    """This process's rank on its machine: LOCAL_RANK, else the index of its device."""
+    return int(os.environ.get("LOCAL_RANK") or get_accelerator().current_device())
+
+
+def get_global_rank(group: dist.ProcessGroup | None = None, group_rank: int = 0) -> int:
+    """The rank in the world of the process with `group_rank` in `group`."""
+    require_group()
+    return group_rank if group is None else dist.get_global_rank(group, group_rank)
+
+
+def get_world_group() -> dist.ProcessGroup:
+    """The group of all processes."""
+    require_group()
+    return dist.distributed_c10d._get_default_group()
+
+
+def get_all_ranks_from_group(group: dist.ProcessGroup | None = None) -> list[int]:
+    """The ranks in the world of the members of `group`, in its order."""
+    require_group()
+    return list(dist.get_process_group_ranks(group))
+
+
+def get_backend(group: dist.ProcessGroup | None = None) -> str:
+    """The backend of `group`, as torch names it."""
+    require_group()
+    return dist.get_backend(group)
+
+
+def new_group(
+    ranks: Sequence[int] | None = None, timeout: timedelta | None = None, backend: str | None = None, **options: Any
+) -> Any:
+    """Make a group; every rank of the world calls this, in the same order.
+
+    Args:
+        ranks: its members; None means all.
+        timeout: longest time of one collective in it; None takes the world's.
+        backend: None takes the world's.
+        options: what torch.distributed.new_group takes besides.
+
+    Returns:
+        The group, or torch's mark of a non-member.
+    """
+    require_group()
+    limit = timeout or watchdog.timeout()
+    watchdog.allow(limit)
+    return make_group(None if ranks is None else list(ranks), limit, backend, **options)
+
+
+def destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
+    """End `group`; None ends all groups and the watch over them."""
+    if group is None or group == dist.group.WORLD:
+        wind_up()
+    if dist.is_initialized():
+        dist.destroy_process_group(group)
+
+
+def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[str]) -> DeviceMesh:
+    """A mesh of all ranks with named dims, such as (2, 4) and ("replicate", "shard").
+
+    Raises:
+        UsageError: there is no process group.
+    """
+    require_group()
+    return init_device_mesh(get_accelerator().device_name(), tuple(mesh_shape), mesh_dim_names=tuple(mesh_dim_names))
+
+
+def set_backend(backend: str) -> None:
+    """Accept the backend in use.
+
+    Raises:
+        NotAvailableError: another one is asked for; a process group keeps the backend it was made with.
+    """
+    if backend not in get_backend():
+        raise NotAvailableError(
+            f"set_backend({backend!r}): the process group runs on {get_backend()!r}. Name the backend in "
+            "init_distributed(dist_backend=...)."
+        )
+
+
+def init_deepspeed_backend(
+    ds_backend: str | None = None, timeout: timedelta | None = None, init_method: str | None = None
+) -> None:
+    """`init_distributed` with that backend."""
+    init.init_distributed(ds_backend, timeout=timeout, init_method=init_method)
+
+
+def in_aml() -> bool:
+    """Whether Azure ML started this process."""
+    return "AZUREML_EXPERIMENT_ID" in os.environ
+
+
+def in_aws_sm() -> bool:
+    """Whether SageMaker started this process."""
+    return "SM_TRAINING_ENV" in os.environ
+
+
+def in_dlts() -> bool:
+    """Whether a DLTS cluster started this process."""
+    return "DLTS_JOB_ID" in os.environ
+
+
+def mpi_discovery(distributed_port: int = launch_env.DEFAULT_PORT, verbose: bool = True) -> None:
+    """Set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT from what MPI says.
+
+    Raises:
+        NotAvailableError: no MPI started this process.
+    """
+    _export((launch_env.from_open_mpi, launch_env.from_mpi4py), distributed_port, verbose)
+
+
+def patch_aml_env_for_torch_nccl_backend(master_port: int = 6105, verbose: bool = True) -> None:
+    """`mpi_discovery` for Azure ML, whose master is AZ_BATCH_MASTER_NODE."""
+    _export((launch_env.from_open_mpi,), master_port, verbose)
+
+
+def patch_aws_sm_env_for_torch_nccl_backend(verbose: bool = True) -> None:
+    """`mpi_discovery` for SageMaker, whose master is the first of SM_HOSTS."""
+    _export((launch_env.from_sagemaker,), launch_env.DEFAULT_PORT, verbose)
+
+
+def _export(probes: Sequence[Callable[..., launch_env.Claim | None]], port: int, verbose: bool) -> None:
+    claim = next((claim for claim in (probe(os.environ) for probe in probes) if claim), None)
+    if claim is None:
+        raise NotAvailableError("no variables of Open MPI or SageMaker are set: this process was not started by them.")
+    found = {name: claim.values[name] for name in claim.values.keys() - {"LOCAL_WORLD_SIZE"}}
+    defaults = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ.update({**{k: v for k, v in defaults.items() if k not in os.environ}, **found})
+    if verbose:
+        say(f"environment set from {claim.source}: {found}")
+
+
+def has_all_gather_into_tensor() -> bool:
+    """True: every torch this package supports has it."""
+    return True
+
+
+def has_reduce_scatter_tensor() -> bool:
+    """True: every torch this package supports has it."""
+    return True
+
+
+def has_all_reduce_coalesced() -> bool:
+    """True: `all_reduce_coalesced` is made of single ones."""
+    return True
+
+
+def has_coalescing_manager() -> bool:
+    """Whether torch can fuse collectives into one launch."""
+    return hasattr(dist.distributed_c10d, "_coalescing_manager")

@@ -1,0 +1,148 @@
+"""Allocates tensors in memory that the other ranks of the machine can map."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import threading
+import weakref
+from bisect import bisect
+from collections import deque
+
+import numpy as np
+import torch
+
+_PAGE = 4096
+_REGION = 1 << 26  # bytes of a region at least: few regions, so few mappings in the peers
+_GIVE_BACK = 1 << 20  # freed blocks of so many bytes return their pages to the system
+
+
+def shared_memory(nbytes: int) -> tuple[int, mmap.mmap]:
+    """A mapped, zeroed memory file of fixed size that exists as long as somebody has it open or mapped."""
+    descriptor = os.memfd_create("deepspeed", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, nbytes)
+    # Nobody can cut it short under a reader.
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    return descriptor, _mapped(descriptor, nbytes)
+
+
+def open_shared(process: int, descriptor: int, nbytes: int) -> mmap.mmap:
+    """Map the memory file that another process has open.
+
+    Raises:
+        OSError: the process is gone or hidden from this one, or the file is not of that size.
+    """
+    path = f"/proc/{process}/fd/{descriptor}"
+    with open(path, "r+b", buffering=0) as file:
+        if os.fstat(file.fileno()).st_size != nbytes:
+            raise OSError(f"{path} is not the memory of {nbytes} bytes that was announced")
+        return _mapped(file.fileno(), nbytes)
+
+
+def _mapped(descriptor: int, nbytes: int) -> mmap.mmap:
+    mapped = mmap.mmap(descriptor, nbytes)
+    with contextlib.suppress(OSError, AttributeError):  # only faster
+        mapped.madvise(mmap.MADV_HUGEPAGE)
+    return mapped
+
+
+class _Region:
+    """One memory file, cut into blocks."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._owner = os.getpid()
+        self.descriptor, self.memory = shared_memory(nbytes)
+        weakref.finalize(self, os.close, self.descriptor).atexit = False
+        self.base = np.frombuffer(self.memory, dtype=np.uint8).ctypes.data
+        self.free: list[tuple[int, int]] = [(0, nbytes)]  # (offset, bytes), sorted, never touching each other
+        self._returned: deque[tuple[int, int]] = deque()  # free too, and not yet among them
+
+    def take(self, nbytes: int) -> int | None:
+        """The offset of a block, or None when no gap is large enough."""
+        for index, (offset, gap) in enumerate(self.free):
+            if gap >= nbytes:
+                self.free[index : index + 1] = [(offset + nbytes, gap - nbytes)] if gap > nbytes else []
+                return offset
+        return None
+
+    def put(self, offset: int, nbytes: int) -> None:
+        """A block is free. A collection may call this at any moment, in any thread, so it only notes the block."""
+        if os.getpid() != self._owner:
+            return  # a forked child (a loader's worker) drops its copy of a tensor that lives on in its parent
+        if nbytes >= _GIVE_BACK:
+            self.memory.madvise(mmap.MADV_REMOVE, offset, nbytes)
+        self._returned.append((offset, nbytes))
+
+    def collect(self) -> None:
+        """Join what was returned with the gaps beside it."""
+        while self._returned:
+            offset, nbytes = self._returned.popleft()
+            at = bisect(self.free, (offset, 0))
+            before = self.free[at - 1] if at else (0, -1)
+            if sum(before) == offset:
+                at, offset, nbytes = at - 1, before[0], before[1] + nbytes
+                del self.free[at]
+            after = self.free[at] if at < len(self.free) else (-1, 0)
+            if offset + nbytes == after[0]:
+                nbytes += after[1]
+                del self.free[at]
+            self.free.insert(at, (offset, nbytes))
+
+
+class SharedAllocator:
+    """Tensors in shared memory; a block is free again when the last tensor over it is gone. For any thread."""
+
+    def __init__(self) -> None:
+        self.regions: list[_Region] = []  # only ever longer
+        self._owner = os.getpid()
+        self._lock = threading.RLock()
+        self._busy = False
+
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A 1-D tensor with any values; in a forked child one of its own memory.
+
+        Args:
+            numel: elements.
+            dtype: any.
+        """
+        wanted = numel * dtype.itemsize
+        if wanted == 0 or os.getpid() != self._owner:
+            return torch.empty(numel, dtype=dtype)
+        nbytes = -(-wanted // _PAGE) * _PAGE
+        region, offset = self._block(nbytes)
+        array = np.frombuffer(region.memory, dtype=np.uint8, count=wanted, offset=offset)
+        weakref.finalize(array, region.put, offset, nbytes).atexit = False
+        return torch.from_numpy(array).view(dtype)
+
+    def _block(self, nbytes: int) -> tuple[_Region, int]:
+        with self._lock:
+            # A collection may run a client's destructor right here, which asks for memory itself: it gets a new region.
+            if self._busy:
+                return self._new_region(nbytes)
+            self._busy = True
+            try:
+                for region in self.regions:
+                    region.collect()
+                    offset = region.take(nbytes)
+                    if offset is not None:
+                        return region, offset
+                return self._new_region(nbytes)
+            finally:
+                self._busy = False
+
+    def _new_region(self, nbytes: int) -> tuple[_Region, int]:
+        region = _Region(max(nbytes, _REGION))
+        offset = region.take(nbytes) or 0  # before others can see it
+        self.regions.append(region)
+        return region, offset
+
+    def place(self, tensor: torch.Tensor) -> tuple[int, int, int] | None:
+        """Where a contiguous tensor lies: (descriptor, bytes of its memory file, offset), or None when elsewhere."""
+        address = tensor.data_ptr()
+        for region in self.regions:
+            if region.base <= address < region.base + region.nbytes:
+                return region.descriptor, region.nbytes, address - region.base
+        return None

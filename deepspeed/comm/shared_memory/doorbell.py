@@ -1,0 +1,191 @@
+"""Waits for other ranks of the machine: one futex-like bell per process.
+
+[Note: one bell] A process belongs to several groups (shards, replicas, the world), each with memory of its own. What a
+rank waits for in one group may hang on what a peer waits for in another, where this rank is the one that has to act. So
+all groups of a process share one bell, which peers ring whenever they leave something in any of them; and a rank that
+waits takes in the messages of all groups and lets all `workers` go on, whichever memory it waits in.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import select
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Protocol
+
+from deepspeed.comm.shared_memory.allocator import open_shared, shared_memory
+from deepspeed.comm.watchdog import watchdog
+
+NAP_US = 20_000  # sleep between two looks at whether the peers are alive
+_BRIEF_NAP_US = 500  # another thread takes in the messages, and need not ring for what it found
+_BELL_BYTES = 4096
+
+
+class Worker(Protocol):
+    """Something with work that peers may be waiting for."""
+
+    def progress(self) -> None:
+        """Do what can be done without waiting."""
+
+
+class Bell:
+    """The bell of this process, seen through one of its groups."""
+
+    def __init__(self, native: ctypes.CDLL, context: ctypes.c_void_p) -> None:
+        self._native, self._context = native, context
+
+    def rung(self) -> int:
+        """How often it has rung."""
+        return self._native.ds_shm_bell(self._context)
+
+    def nap(self, seen: int, microseconds: int) -> None:
+        """Sleep until it has rung more often than `seen`, or the time is over."""
+        self._native.ds_shm_nap(self._context, seen, microseconds)
+
+
+class Memory(Protocol):
+    """The shared memory of one group, as a wait sees it."""
+
+    bell: Bell
+    alive: Alive
+
+    def drain(self) -> bool:
+        """Take in the messages that have arrived; False when another thread is at it."""
+        ...
+
+
+class Groups:
+    """The memories of this process's groups, and who has something to do while one of them is waited in."""
+
+    def __init__(self) -> None:
+        self.memories: list[Memory] = []
+        self.workers: weakref.WeakSet[Worker] = weakref.WeakSet()
+        self._working = threading.RLock()
+        self._bell: tuple[int, int, mmap.mmap] | None = None  # process, descriptor, memory
+        self._bells: dict[tuple[int, int], mmap.mmap] = {}  # those of other processes
+
+    def bell(self) -> tuple[int, mmap.mmap]:
+        """The bell of this process: (descriptor, memory). It lasts as long as its groups."""
+        if self._bell is None or self._bell[0] != os.getpid():
+            self._bell = (os.getpid(), *shared_memory(_BELL_BYTES))
+        return self._bell[1:]
+
+    def bell_of(self, process: int, descriptor: int) -> mmap.mmap:
+        """The bell of another process, mapped once.
+
+        Raises:
+            OSError: the process is gone or hidden from this one.
+        """
+        if (process, descriptor) not in self._bells:
+            self._bells[process, descriptor] = open_shared(process, descriptor, _BELL_BYTES)
+        return self._bells[process, descriptor]
+
+    def forget(self) -> None:
+        """The process groups are gone; other processes may come under the numbers of the peers."""
+        self.memories.clear()
+        self._bells.clear()
+        if self._bell is not None:
+            os.close(self._bell[1])
+            self._bell = None
+
+    def drain(self) -> bool:
+        """Take in what has arrived in any group; False when another thread is at it in one."""
+        return all([memory.drain() for memory in self.memories])
+
+    def work(self) -> None:
+        """Let the workers go on, in one thread at a time: a nested wait of that thread does so too."""
+        if self._working.acquire(blocking=False):
+            try:
+                for worker in list(self.workers):
+                    worker.progress()
+            finally:
+                self._working.release()
+
+    def until(self, memory: Memory, ready: Callable[[], bool], deadline: float) -> bool:
+        """Wait in `memory` for `ready`, doing what peers may need meanwhile; False when the time is over.
+
+        Raises:
+            RuntimeError: a peer ended, or the group has.
+            CommError: another rank has reported a failure.
+        """
+        while True:
+            seen = memory.bell.rung()
+            drained = memory.drain()
+            if ready():
+                return True
+            drained = self.drain() and drained
+            self.work()
+            if ready():
+                return True
+            now = time.monotonic()
+            if now >= deadline:
+                return False
+            memory.alive.check()
+            watchdog.heed()
+            memory.bell.nap(seen, min(NAP_US if drained else _BRIEF_NAP_US, int((deadline - now) * 1e6) + 1))
+
+
+groups = Groups()
+
+
+class Until:
+    """Something that will have come true; takes the place of a backend's handle."""
+
+    def __init__(self, memory: Memory, comes_true: Callable[[], bool]) -> None:
+        self._memory, self._comes_true = memory, comes_true
+        self._is_true = False
+
+    def ready(self) -> bool:
+        """Whether it has come true, as far as this rank knows; once it has, it stays so."""
+        self._is_true = self._is_true or self._comes_true()
+        return self._is_true
+
+    def within(self, seconds: float) -> bool:
+        """Whether it comes true in that time; with 0 as far as is known, and nothing else is done."""
+        if seconds == 0:
+            return self.ready()
+        return groups.until(self._memory, self.ready, time.monotonic() + seconds)
+
+    def wait(self) -> None:
+        """Block until it is true.
+
+        Raises:
+            RuntimeError: time ran out or a peer ended.
+        """
+        limit = watchdog.timeout().total_seconds()
+        if not groups.until(self._memory, self.ready, time.monotonic() + limit):
+            raise RuntimeError(f"timed out after {limit:g} s")
+
+
+class Alive:
+    """Whether a group lives: it was not destroyed, and the processes of its peers run."""
+
+    def __init__(self, processes: Sequence[int]) -> None:
+        self._closed = False
+        self._poll, self._of = select.poll(), {}
+        for process in processes:
+            with suppress(OSError, AttributeError):  # an older system: the watch finds out, later
+                descriptor = os.pidfd_open(process)
+                self._of[descriptor] = process
+                self._poll.register(descriptor, select.POLLIN)
+
+    def check(self, ended: bool = True) -> None:
+        """Raise RuntimeError when the group was destroyed or, unless `ended` is False, a process has ended."""
+        if self._closed:
+            raise RuntimeError("connection closed: the process group was destroyed")
+        for descriptor, _ in self._poll.poll(0) if ended else ():
+            raise RuntimeError(f"connection closed: process {self._of[descriptor]} of another rank has ended")
+
+    def close(self) -> None:
+        """The group is destroyed."""
+        self._closed = True
+        for descriptor in self._of:
+            self._poll.unregister(descriptor)
+            os.close(descriptor)
+        self._of.clear()

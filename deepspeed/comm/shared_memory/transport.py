@@ -1,0 +1,435 @@
+"""Shared memory between the ranks of one machine: posted buffers that peers read in place, and fast collectives.
+
+[Note: shared memory] Ranks of one machine need not send what the others can read. A *post* tells the peers where a
+buffer lies; whoever needs it reads it there, in any order, and acknowledges, so that the sender may reuse it. An
+*ordered* collective streams through small slots of the native library (`native/shm.cpp`); all ranks call these in one
+order. Both give the fp32 sum in rank order. A rank that waits for one thing finishes others that peers may be waiting
+for (`comm/shared_memory/doorbell.py`). Memory is memfds opened through their owner's process
+(`comm/shared_memory/allocator.py`): nothing has a name, so no death leaves anything behind.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import secrets
+import struct
+import threading
+import time
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from mmap import mmap
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from deepspeed.comm.shared_memory import doorbell
+from deepspeed.comm.shared_memory.allocator import SharedAllocator, open_shared, shared_memory
+from deepspeed.comm.shared_memory.doorbell import Alive, Bell, Until, groups
+from deepspeed.comm.watchdog import watchdog
+from deepspeed.comm.watchdog.last_collective import boot
+from deepspeed.errors import CommError
+from deepspeed.foundation.log import say_once
+from deepspeed.native import KINDS, library
+
+_TOKEN = 16  # bytes at the end of a segment: containers number their processes alike
+_SLOT = 1 << 18  # bytes of a slot, so that a chunk stays in the second-level cache
+_CROWDED_SLOT = 1 << 20  # with more ranks than cores: fewer, longer turns
+_SPIN_NS = 400_000  # a waiting rank looks at the memory for so long before it sleeps; waking up takes about 60 us
+_MESSAGE = struct.Struct("=8Q")  # kind, tag, descriptor, bytes of the file, offset, bytes
+_POST, _ACK, _SERVE = range(1, 4)
+_MISMATCH = -1000
+_STOPPED = 1
+
+Location = tuple[int, int, int, int]  # descriptor, bytes of the file, offset, bytes
+
+
+class SharedMemory:
+    """This process's side of the shared memory of a group; made by `shared_memory_of`."""
+
+    def __init__(
+        self, rank: int, segments: Sequence[mmap], bells: Sequence[mmap], processes: Sequence[int], slot: int, spin: int
+    ) -> None:
+        native = library()
+        if native is None:
+            raise RuntimeError("shared memory needs the native library")
+        self.rank, self.size = rank, len(segments)
+        self.allocator = SharedAllocator()
+        self._native, self._processes = native, processes
+        self._kept = segments, bells  # mapped as long as native code may look at them
+        self._lock, self._pushing, self._draining = threading.RLock(), threading.Lock(), threading.Lock()
+        self._buffer = ctypes.create_string_buffer(_MESSAGE.size)
+        self._trouble: BaseException | None = None
+        self._deadline = 0.0  # of the running collective, once it has to wait
+        this = weakref.ref(self)
+        self._callback = ctypes.CFUNCTYPE(ctypes.c_int)(lambda: _while_waiting(this()))  # kept: native code calls it
+        self._context = ctypes.c_void_p(
+            native.ds_shm_open(
+                rank, self.size, slot, spin, doorbell.NAP_US, _addresses(segments), _addresses(bells), self._callback
+            )
+        )
+        weakref.finalize(self, native.ds_shm_close, self._context).atexit = False
+        self.bell = Bell(native, self._context)
+        self.peers = [r for r in range(self.size) if r != rank]
+        self._posts: list[dict[int, Location]] = [{} for _ in segments]
+        self._acks: dict[int, int] = defaultdict(int)
+        self._served: list[dict[int, Location]] = [{} for _ in segments]
+        self._staged: dict[int, torch.Tensor] = {}  # posted copies of buffers that lie elsewhere
+        self.serving: dict[int, torch.Tensor] = {}  # by channel: peers may read it as long as it is here
+        self._foreign: dict[tuple[int, int], torch.Tensor] = {}
+        self._mapped: list[tuple[int, int]] = []  # where they lie
+        self.alive = Alive([processes[r] for r in self.peers])
+        groups.memories.append(self)
+
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A 1-D tensor that posts without a copy, of any values."""
+        return self.allocator.empty(numel, dtype)
+
+    # -- waiting --------------------------------------------------------------------------------------------------
+
+    def while_waiting(self) -> int:
+        """What native code calls while a collective waits; anything but 0 ends it."""
+        try:
+            groups.drain()
+            groups.work()
+            self.alive.check()
+            watchdog.heed()
+            now, limit = time.monotonic(), watchdog.timeout().total_seconds()
+            self._deadline = self._deadline or now + limit
+            if now > self._deadline:
+                raise RuntimeError(f"timed out after {limit:g} s")
+        except BaseException as trouble:  # passed on to the caller of the collective
+            self._trouble = trouble
+            return _STOPPED
+        return 0
+
+    # -- posts ----------------------------------------------------------------------------------------------------
+
+    def _push(self, peer: int, *words: int) -> None:
+        message = _MESSAGE.pack(*words, *(0,) * (8 - len(words)))
+
+        def pushed() -> bool:
+            with self._pushing:  # two threads must not take one place of the ring
+                return bool(self._native.ds_shm_push(self._context, peer, message))
+
+        if not pushed():
+            Until(self, pushed).wait()
+
+    def drain(self) -> bool:
+        """Take in the messages that have arrived; False when another thread is at it."""
+        if not self._draining.acquire(blocking=False):
+            return False
+        try:
+            while (peer := self._native.ds_shm_pop(self._context, self._buffer)) >= 0:
+                kind, tag, *where = _MESSAGE.unpack(self._buffer.raw)
+                if kind == _ACK:
+                    self._acks[tag] += 1
+                else:
+                    (self._posts if kind == _POST else self._served)[peer][tag] = tuple(where[:4])
+        finally:
+            self._draining.release()
+        return True
+
+    def _locate(self, tensor: torch.Tensor) -> Location | None:
+        place = self.allocator.place(tensor)
+        return None if place is None else (*place, tensor.numel() * tensor.itemsize)
+
+    def post(self, tag: int, flat: torch.Tensor, peers: Sequence[int]) -> None:
+        """Let `peers` read `flat` where it lies (or a copy), until all have acknowledged.
+
+        Args:
+            tag: known to the peers; no other post under way has it.
+            flat: contiguous; not to be changed meanwhile.
+            peers: ranks of the group that will take it.
+        """
+        where = self._locate(flat)
+        if where is None:
+            copied = self._staged[tag] = self.empty(flat.numel(), flat.dtype)
+            copied.copy_(flat.reshape(-1))
+            where = self._locate(copied)
+        if where is not None:
+            for peer in peers:
+                self._push(peer, _POST, tag, *where)
+
+    def posted(self, tag: int, peers: Sequence[int]) -> Until:
+        """All of `peers` have posted under `tag`."""
+        return Until(self, lambda: all(tag in self._posts[peer] for peer in peers))
+
+    def read(self, peer: int, tag: int, dtype: torch.dtype) -> torch.Tensor:
+        """What a peer has posted, where it lies."""
+        return self._view(peer, self._posts[peer][tag]).view(dtype)
+
+    def acknowledge(self, tag: int, peers: Sequence[int]) -> None:
+        """What `peers` posted under `tag` has been read."""
+        for peer in peers:
+            del self._posts[peer][tag]
+            self._push(peer, _ACK, tag)
+
+    def acknowledged(self, tag: int, peers: Sequence[int]) -> Until:
+        """All of `peers` have read what this rank posted."""
+
+        def ready() -> bool:
+            if self._acks[tag] < len(peers):
+                return False
+            del self._acks[tag]
+            self._staged.pop(tag, None)
+            return True
+
+        return Until(self, ready)
+
+    def maps(self, storage: torch.UntypedStorage) -> bool:
+        """Whether a storage is memory of a peer."""
+        return any(low <= storage.data_ptr() < high for low, high in self._mapped)
+
+    def _view(self, peer: int, where: Location) -> torch.Tensor:
+        descriptor, size, offset, nbytes = where
+        key = (peer, descriptor)
+        if key not in self._foreign:
+            try:
+                memory = open_shared(self._processes[peer], descriptor, size)
+            except OSError as error:
+                if error.errno == errno.ENOMEM:  # this process may map no more: its peer is well
+                    raise
+                raise CommError(
+                    f"process {self._processes[peer]}, member {peer} of the group, ended: its memory is gone ({error})"
+                ) from error
+            array = np.frombuffer(memory, dtype=np.uint8)
+            self._mapped.append((array.ctypes.data, array.ctypes.data + array.nbytes))
+            self._foreign[key] = torch.from_numpy(array)
+        return self._foreign[key][offset : offset + nbytes]
+
+    # -- slices served to whoever asks ----------------------------------------------------------------------------
+
+    def can_serve(self, channel: int, tensor: torch.Tensor) -> bool:
+        """Whether peers can read `tensor` where it lies, whenever they want."""
+        return channel < self._native.ds_shm_channels() and (tensor.numel() == 0 or self._locate(tensor) is not None)
+
+    def serve(self, channel: int, tensor: torch.Tensor) -> None:
+        """Let all peers read `tensor` at any time as long as it is in `serving`."""
+        self.serving[channel] = tensor
+        where = self._locate(tensor)
+        for peer in self.peers if where else ():
+            self._push(peer, _SERVE, channel, *(where or ()))
+
+    def advance(self, channel: int) -> None:
+        """What is served on `channel` has its next version."""
+        self._native.ds_shm_advance(self._context, channel)
+
+    def reached(self, channel: int, peers: Sequence[int]) -> Until:
+        """The peers' slices have this rank's version."""
+        version = self._native.ds_shm_version
+
+        def ready() -> bool:
+            mine = version(self._context, self.rank, channel)
+            return all(channel in self._served[p] and version(self._context, p, channel) >= mine for p in peers)
+
+        return Until(self, ready)
+
+    def level(self, peer: int, channel: int) -> bool:
+        """Whether a peer's slice has this rank's version."""
+        version = self._native.ds_shm_version
+        return version(self._context, peer, channel) == version(self._context, self.rank, channel)
+
+    def served(self, peer: int, channel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A peer's slice, where it lies."""
+        return self._view(peer, self._served[peer][channel]).view(dtype)
+
+    # -- ordered collectives --------------------------------------------------------------------------------------
+
+    def _run(self, function: Callable[..., int], *args: Any) -> None:
+        with self._lock:
+            self._deadline = 0.0
+            self.alive.check(ended=False)
+            code = function(self._context, *args)
+            if code == 0:
+                return
+            trouble, self._trouble = self._trouble, None
+        if trouble is not None:
+            raise trouble
+        raise RuntimeError(f"peer rank {_MISMATCH - code} of the group runs another collective, or one of another size")
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """tensor = the sum over ranks, in place; contiguous, fp32, bf16 or fp16."""
+        self._run(self._native.ds_shm_all_reduce, tensor.data_ptr(), tensor.numel(), KINDS[tensor.dtype])
+
+    def reduce_scatter(self, flat: torch.Tensor, cuts: Sequence[int], out: torch.Tensor) -> None:
+        """out = the sum of everybody's contribution to the own slice.
+
+        Args:
+            flat: contiguous, all slices; fp32, bf16 or fp16.
+            cuts: size + 1 boundaries, in elements.
+            out: contiguous, of the own slice's size and the dtype of `flat`.
+        """
+        bounds = (ctypes.c_uint64 * len(cuts))(*cuts)
+        run = self._native.ds_shm_reduce_scatter
+        self._run(run, flat.data_ptr(), bounds, KINDS[flat.dtype], out.data_ptr())
+
+    def all_gather(self, full: torch.Tensor, cuts: Sequence[int], own: torch.Tensor, mark: int = 0) -> None:
+        """full = everybody's slices; any dtype.
+
+        Args:
+            full: contiguous.
+            cuts: size + 1 boundaries, in elements.
+            own: contiguous, this rank's slice; may lie in its place in `full`.
+            mark: tells collectives of one size apart, so that ranks that run different ones find out.
+        """
+        width = full.itemsize
+        bounds = (ctypes.c_uint64 * len(cuts))(*(cut * width for cut in cuts))
+        self._run(self._native.ds_shm_all_gather, full.data_ptr(), bounds, own.data_ptr(), mark)
+
+    def broadcast(self, tensor: torch.Tensor, src: int, mark: int = 0) -> None:
+        """tensor = that of group rank `src`; contiguous, any dtype."""
+        nbytes = tensor.numel() * tensor.itemsize
+        self._run(self._native.ds_shm_broadcast, tensor.data_ptr(), nbytes, src, mark)
+
+    def close(self) -> None:
+        """Let the peers' memory go; who waits here from now on gets an error."""
+        self.alive.close()
+        self._foreign.clear()
+        self._mapped.clear()
+        self.serving.clear()
+        if self in groups.memories:
+            groups.memories.remove(self)
+
+
+def _while_waiting(memory: SharedMemory | None) -> int:
+    return _STOPPED if memory is None else memory.while_waiting()
+
+
+def _addresses(mapped: Sequence[mmap]) -> ctypes.Array[ctypes.c_void_p]:
+    return (ctypes.c_void_p * len(mapped))(*(np.frombuffer(each, dtype=np.uint8).ctypes.data for each in mapped))
+
+
+def sum_natively(parts: Sequence[torch.Tensor], out: torch.Tensor, scale: float, add: bool) -> bool:
+    """`sums.sum_in_rank_order` in one pass; False where it cannot be done here."""
+    native = library()
+    kinds = [KINDS.get(part.dtype) for part in parts]
+    if native is None or out.dtype not in KINDS or len(set(kinds)) > 1 or kinds[0] is None or out.device.type != "cpu":
+        return False
+    pointers = (ctypes.c_void_p * len(parts))(*(part.data_ptr() for part in parts))
+    _declare(native)
+    native.ds_sum(pointers, len(parts), out.numel(), kinds[0], out.data_ptr(), KINDS[out.dtype], scale, add)
+    return True
+
+
+def _declare(native: ctypes.CDLL) -> None:
+    """The argument types of the functions used here."""
+    pointer, u64, i64, i32 = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int64, ctypes.c_int
+    functions: dict[str, tuple[list[Any], Any]] = {
+        "ds_shm_bytes": ([u64, u64], u64),
+        "ds_shm_open": ([u64, u64, u64, u64, i64, pointer, pointer, ctypes.CFUNCTYPE(i32)], pointer),
+        "ds_shm_close": ([pointer], None),
+        "ds_shm_push": ([pointer, u64, ctypes.c_char_p], i32),
+        "ds_shm_pop": ([pointer, pointer], i32),
+        "ds_shm_bell": ([pointer], ctypes.c_uint32),
+        "ds_shm_nap": ([pointer, ctypes.c_uint32, i64], None),
+        "ds_shm_advance": ([pointer, u64], None),
+        "ds_shm_version": ([pointer, u64, u64], u64),
+        "ds_shm_channels": ([], u64),
+        "ds_shm_all_reduce": ([pointer, pointer, u64, i32], i32),
+        "ds_shm_reduce_scatter": ([pointer, pointer, pointer, i32, pointer], i32),
+        "ds_shm_all_gather": ([pointer, pointer, pointer, pointer, u64], i32),
+        "ds_shm_broadcast": ([pointer, pointer, u64, u64, u64], i32),
+        "ds_sum": ([pointer, i32, u64, i32, pointer, i32, ctypes.c_float, i32], None),
+    }
+    for name, (arguments, result) in functions.items():
+        function = getattr(native, name)
+        function.argtypes, function.restype = arguments, result
+
+
+_shared_memories: dict[
+    int, tuple[Any, SharedMemory | None]
+] = {}  # by process group, with the group: ids are used again
+
+
+def shared_memory_of(group: dist.ProcessGroup) -> SharedMemory | None:
+    """The shared memory of a gloo group; None where its ranks share no memory. All ranks of the group call together.
+
+    Args:
+        group: at least two ranks.
+    """
+    known = _shared_memories.get(id(group))
+    if known is None or known[0] is not group:
+        known = _shared_memories[id(group)] = (group, _open(group))
+    return known[1]
+
+
+def _open(group: dist.ProcessGroup) -> SharedMemory | None:
+    native, size, rank = library(), dist.get_world_size(group), dist.get_rank(group)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    crowded = size > cores
+    slot = _CROWDED_SLOT if crowded else _SLOT
+    descriptor, mine, token = -1, None, secrets.token_bytes(_TOKEN)
+    if native is not None and hasattr(os, "memfd_create"):
+        _declare(native)
+        descriptor, mine = shared_memory(native.ds_shm_bytes(size, slot) + _TOKEN)
+        mine[-_TOKEN:] = token
+    bell = groups.bell() if mine is not None else (-1, None)
+    offer = _Offer(boot(), slot, os.getpid(), descriptor, len(mine) if mine else 0, bell[0], token)
+    offers: list[Any] = [None] * size
+    dist.all_gather_object(offers, offer, group=group)
+    mapped = _map(offers, rank, mine, bell[1])
+    votes: list[Any] = [None] * size
+    dist.all_gather_object(votes, mapped is not None, group=group)
+    if descriptor >= 0:
+        os.close(descriptor)  # everybody who can has mapped it
+    if mapped is None or not all(votes):
+        machines = len({offer.boot for offer in offers})
+        why = f"{machines} machines" if machines > 1 else "not every rank has the native library, or can map the others"
+        say_once(f"no shared memory among {size} CPU ranks ({why}): their messages go through gloo")
+        return None
+    return SharedMemory(rank, *mapped, [offer.process for offer in offers], slot, 0 if crowded else _SPIN_NS)
+
+
+class _Offer(NamedTuple):
+    """Where a rank's segment of a group and its bell are to be found."""
+
+    boot: str
+    slot: int
+    process: int
+    descriptor: int
+    nbytes: int
+    bell: int
+    token: bytes
+
+
+def _map(offers: list[_Offer], rank: int, mine: mmap | None, bell: mmap | None) -> tuple[list[mmap], list[mmap]] | None:
+    """Everybody's segment and bell, or None when one cannot be had."""
+    if mine is None or bell is None or len({offer[:2] for offer in offers}) > 1:
+        return None
+    segments, bells = [], []
+    for peer, offer in enumerate(offers):
+        try:
+            segment = mine if peer == rank else open_shared(offer.process, offer.descriptor, offer.nbytes)
+            if segment[-_TOKEN:] != offer.token:
+                return None
+            bells.append(bell if peer == rank else groups.bell_of(offer.process, offer.bell))
+        except OSError:
+            return None
+        segments.append(segment)
+    return segments, bells
+
+
+def forget_shared_memory() -> None:
+    """The process groups are gone."""
+    for _, shared in _shared_memories.values():
+        if shared is not None:
+            shared.close()
+    _shared_memories.clear()
+    groups.forget()
+
+
+def is_of_a_peer(storage: torch.UntypedStorage) -> bool:
+    """Whether a storage is memory of another rank, mapped here."""
+    return any(isinstance(memory, SharedMemory) and memory.maps(storage) for memory in groups.memories)
+
+
+def require(shared: SharedMemory | None) -> SharedMemory:
+    """The shared memory of an axis that has one."""
+    if shared is None:
+        raise CommError("these ranks share no memory")
+    return shared

@@ -1,0 +1,63 @@
+"""Releases what belongs to the process groups when the last one is destroyed.
+
+[Note: a notice in torch's table] Clients end groups with `torch.distributed.destroy_process_group`, which tells nobody.
+It empties its own tables then; so an object of ours lies in one of them, and when torch drops it, it says so.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from enum import IntEnum
+from typing import TypeVar
+
+import torch.distributed as dist
+
+Release = TypeVar("Release", bound=Callable[[], None])
+
+
+class Phase(IntEnum):
+    """The order in which what belongs to the process groups is released."""
+
+    CONNECTIONS = 0
+    ROUTES = 1
+    MESHES = 2
+    AXES = 3
+    WATCH = 4
+    STORES = 5
+
+
+_releases: dict[Phase, Callable[[], None]] = {}
+
+
+class _Notice:
+    """Lies in a table that torch empties when the last group ends; takes the place of a group there."""
+
+
+def released_in(phase: Phase) -> Callable[[Release], Release]:
+    """Have a function called in one phase of every end; a phase has one function.
+
+    Args:
+        phase: when, among the others.
+    """
+
+    def register(release: Release) -> Release:
+        _releases[phase] = release
+        return release
+
+    return register
+
+
+def wind_up() -> None:
+    """End threads, connections and shared memory, and forget the groups; nothing happens the second time."""
+    for phase in sorted(_releases):
+        _releases[phase]()
+
+
+def wind_up_with_the_groups() -> None:
+    """Have `wind_up` called when the last process group of torch ends."""
+    table: dict[object, list[object]] = dist.distributed_c10d._world.pg_coalesce_state  # type: ignore[assignment]
+    if not any(isinstance(one, _Notice) for one in table):
+        notice = _Notice()
+        weakref.finalize(notice, wind_up).atexit = False
+        table[notice] = []

@@ -1,0 +1,453 @@
+"""The comms logger: count, bytes, time and bandwidth of each collective."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.errors import ArgumentError
+from deepspeed.foundation.log import logger, say
+from deepspeed.foundation.spans import now
+from deepspeed.foundation.timer import trimmed_mean
+
+_SETTINGS = ("enabled", "prof_all", "prof_ops", "verbose", "debug", "curve")
+# A rank's message is one part of what each receives, or sends, in all.
+_OF_PARTS = {"all_gather", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor"}
+
+# Bytes on the busiest link per byte of the message, times n / (n - 1); the convention of nccl-tests.
+_BUS_FACTOR = {
+    "all_reduce": 2,
+    "all_gather": 1,
+    "all_gather_into_tensor": 1,
+    "reduce_scatter": 1,
+    "reduce_scatter_tensor": 1,
+    "all_to_all": 1,
+    "all_to_all_single": 1,
+}
+
+
+_KEPT = 1 << 13  # newest calls of one operation and size whose times are kept one by one
+
+
+class Calls(deque[float]):
+    """Milliseconds of the newest calls of one operation and size, in call order, and sums over all of them.
+
+    Attributes:
+        calls: how many there were in all.
+        total: milliseconds of all calls.
+        received: bytes that came from other ranks, where that is known.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(maxlen=_KEPT)
+        self.calls, self.total, self.received = 0, 0.0, 0
+
+    def note(self, milliseconds: float, received: int = 0) -> None:
+        """One more."""
+        self.append(milliseconds)
+        self.calls += 1
+        self.total += milliseconds
+        self.received += received
+
+
+@dataclass
+class CommsLogger:
+    """Times of collectives by operation and message size.
+
+    Args:
+        enabled: whether anything is timed (`comms_logger.enabled`). Nothing waits for that: what runs on a device is
+            timed by its events, which are read when they are over.
+        prof_all: time every operation (`comms_logger.prof_all`).
+        prof_ops: names of the operations to time when `prof_all` is false (`comms_logger.prof_ops`).
+        verbose: log a line for each operation (`comms_logger.verbose`).
+        debug: add the caller to that line (`comms_logger.debug`).
+        curve: file of `ds_bench`, whose bandwidth is printed beside (`comms_logger.curve`).
+    """
+
+    enabled: bool = False
+    prof_all: bool = True
+    prof_ops: Sequence[str] = ()
+    verbose: bool = False
+    debug: bool = False
+    curve: str | None = None
+    # operation → (bytes of the message, ranks) → its calls
+    times: dict[str, dict[tuple[int, int], Calls]] = field(default_factory=dict)
+    # global ranks that take part → bytes that came from the others
+    received: dict[tuple[int, ...], int] = field(default_factory=dict)
+    _underway: deque[tuple[Any, ...]] = field(default_factory=deque)  # what a device has not finished
+    _kinds: dict[str, str] = field(default_factory=dict)  # what was recorded under another name than the operation's
+
+    def configure(self, comms_config: Any = None, **settings: Any) -> None:
+        """Change the settings that are given and not None.
+
+        Args:
+            comms_config: an object with a `comms_logger` block, or the block itself; `settings` outrank it.
+            settings: by name.
+        """
+        block = getattr(comms_config, "comms_logger", comms_config)
+        of_block = {} if block is None else {name: getattr(block, name, None) for name in _SETTINGS}
+        for name, value in {**of_block, **settings}.items():
+            if value is not None:
+                setattr(self, name, value)
+
+    def start_profiling_comms(self) -> None:
+        """Time every operation from now on."""
+        self.enabled = self.prof_all = True
+
+    def stop_profiling_comms(self) -> None:
+        """Time only what `start_profiling_op` has named."""
+        self.prof_all = False
+
+    def start_profiling_op(self, op_name_list: Sequence[str]) -> None:
+        """Time these operations too."""
+        self.prof_ops = [*self.prof_ops, *(name for name in op_name_list if name not in self.prof_ops)]
+
+    def stop_profiling_op(self, op_name_list: Sequence[str]) -> None:
+        """Time these operations no longer."""
+        self.prof_ops = [name for name in self.prof_ops if name not in op_name_list]
+
+    def wants(self, operation: str, asked: bool) -> bool:
+        """Whether `operation` is to be timed; `asked` is the caller's `prof`."""
+        return self.enabled and (self.prof_all or asked or operation in self.prof_ops)
+
+    def begin(self, message: Any) -> Any:
+        """Start a clock for a call on a message; `end` stops it."""
+        if not isinstance(message, torch.Tensor) or message.device.type in ("cpu", "meta"):
+            return now()
+        event = get_accelerator().Event(enable_timing=True)
+        event.record()
+        return event
+
+    def end(self, begun: Any, operation: str, size: int, ranks: int, note: str, received: int = 0) -> None:
+        """Keep the call that `begin` gave `begun` for; on a device as soon as that has finished it. As `record`."""
+        if isinstance(begun, int):
+            self.record(operation, size, ranks, (now() - begun) / 1e9, note, received)
+            return
+        event = get_accelerator().Event(enable_timing=True)
+        event.record()
+        self._underway.append((begun, event, operation, size, ranks, note, received))
+        while self._underway and self._underway[0][1].query():
+            self._read_oldest()
+
+    def _read_oldest(self) -> None:
+        begun, ended, operation, size, ranks, note, received = self._underway.popleft()
+        ended.synchronize()
+        self.record(operation, size, ranks, begun.elapsed_time(ended) / 1e3, note, received)
+
+    def settle(self) -> None:
+        """Wait until every call that was begun has its time."""
+        while self._underway:
+            self._read_oldest()
+
+    def record(self, operation: str, size: int, ranks: int, seconds: float, note: str, received: int = 0) -> None:
+        """Keep one call on a message of `size` bytes, of which `received` came from other ranks."""
+        self.times.setdefault(operation, {}).setdefault((size, ranks), Calls()).note(seconds * 1e3, received)
+        if self.verbose:
+            logger.info("%s: %.3f ms, %.3f GB/s", note, seconds * 1e3, size / max(seconds, 1e-9) / 1e9)
+
+    def arrived(self, ranks: Sequence[int], nbytes: int) -> None:
+        """Count bytes that came from the other ranks of a set; the axes of a mesh are told apart by theirs."""
+        self.received[tuple(ranks)] = self.received.get(tuple(ranks), 0) + nbytes
+
+    def append(self, raw_name: str, record_name: str, latency: float, msg_size: int) -> None:
+        """Keep one call of the world's ranks.
+
+        Args:
+            raw_name: the operation.
+            record_name: what it is listed under.
+            latency: milliseconds.
+            msg_size: bytes.
+        """
+        self._kinds[record_name] = raw_name
+        self.record(record_name, msg_size, _world_size(), latency / 1e3, record_name)
+
+    @property
+    def comms_dict(self) -> dict[str, dict[int, list[Any]]]:
+        """What was timed: operation → bytes → [count, milliseconds, Gbit/s of the message, Gbit/s of the bus]."""
+        self.settle()
+        made: dict[str, dict[int, list[Any]]] = {}
+        for operation, sizes in self.times.items():
+            of_op = made.setdefault(operation, {})
+            for (size, ranks), times in sizes.items():
+                row = of_op.setdefault(size, [0, [], [], []])
+                speeds = [calc_bw_log(self._kinds.get(operation, operation), size, ms, ranks) for ms in times]
+                row[0] += times.calls
+                row[1] += times
+                row[2] += [one for one, _ in speeds]
+                row[3] += [bus for _, bus in speeds]
+        return made
+
+    def get_raw_data(self) -> dict[str, dict[int, list[Any]]]:
+        """See `comms_dict`; a copy."""
+        return self.comms_dict
+
+    def log_all(
+        self, print_log: bool = True, show_straggler: bool = False, return_dict: bool = False
+    ) -> dict[str, Any] | None:
+        """Log a table of what was timed on rank 0.
+
+        Args:
+            print_log: False says nothing.
+            show_straggler: a second table, of the time lost to waiting for the slowest rank; then all ranks call.
+            return_dict: give the figures.
+
+        Returns:
+            With `return_dict`: "summary" (operation → bytes → count, total_latency_ms, avg_latency_ms, tput_avg_gbps,
+            busbw_avg_gbps, msg_size_bytes, msg_size_str), "straggler_analysis" (None, or the same with count,
+            total_comm_lat_ms, total_straggler_ms, avg_comm_lat_ms, avg_straggler_ms and the size) and "metadata"
+            (world_size, rank, timestamp). Speeds are Gbit/s; averages leave out a tenth at each end.
+        """
+        self.settle()
+        waits = self._straggling(_fastest(self.times)) if show_straggler else None
+        summary = {
+            op: {size: _figures(size, *row) for size, row in rows.items()} for op, rows in self.comms_dict.items()
+        }
+        for operation, sizes in self.times.items():
+            for figures in summary[operation].values():
+                figures["total_latency_ms"] = 0.0
+            for (size, _), times in sizes.items():  # of all calls, as the count is; averages are of the newest
+                summary[operation][size]["total_latency_ms"] += times.total
+        if print_log:
+            rows = _rows(summary)
+            if self.curve:
+                curve = read_curve(self.curve)
+                sizes = [(op, size) for op, figures in sorted(summary.items()) for size in sorted(figures)]
+                for row, (op, size) in zip(rows, sizes, strict=True):
+                    row["ds_bench busbw (Gbps)"] = 8 * curve.busbw(self._kinds.get(op, op), size)
+            say("collectives of this rank\n" + as_table(rows))
+            if waits is not None:
+                say("time lost to waiting\n" + as_table(_rows(waits)))
+        if not return_dict:
+            return None
+        when = datetime.now().astimezone().isoformat()
+        about = {
+            "world_size": _world_size(),
+            "rank": dist.get_rank() if dist.is_initialized() else 0,
+            "timestamp": when,
+        }
+        return {"summary": summary, "straggler_analysis": waits, "metadata": about}
+
+    def _straggling(self, fastest: Mapping[tuple[str, int, int], Sequence[float]]) -> dict[str, dict[int, Any]]:
+        """What of each call's time was waiting: its own less the shortest that any rank had."""
+        made: dict[str, dict[int, Any]] = {}
+        for operation, sizes in self.times.items():
+            for (size, ranks), times in sizes.items():
+                shortest = list(fastest[operation, size, ranks])
+                lost = [mine - least for mine, least in zip(times, shortest, strict=False)]
+                made.setdefault(operation, {})[size] = {
+                    "count": times.calls,
+                    "total_comm_lat_ms": sum(shortest),
+                    "total_straggler_ms": sum(lost),
+                    "avg_comm_lat_ms": trimmed_mean(shortest),
+                    "avg_straggler_ms": trimmed_mean(lost),
+                    "msg_size_bytes": size,
+                    "msg_size_str": convert_size(size),
+                }
+        return made
+
+    def summary(self, fastest: Mapping[tuple[str, int, int], Sequence[float]] | None = None) -> list[dict[str, Any]]:
+        """One row per operation and size, in bytes per second and with the group's size.
+
+        Args:
+            fastest: for each row, the shortest time any rank had for each call; adds what was lost to waiting.
+
+        Returns:
+            Rows with op, bytes, ranks, count, total_ms, mean_ms, algbw_gbs, busbw_gbs (10⁹ bytes per second),
+            received_bytes (of the engine's own messages, from other ranks) and, with `fastest`, straggler_ms.
+        """
+        self.settle()
+        rows = []
+        for operation in sorted(self.times):
+            for (size, ranks), times in sorted(self.times[operation].items()):
+                total = times.total
+                speed = size * times.calls / max(total, 1e-9) / 1e6
+                factor = _BUS_FACTOR.get(operation, 0) * (ranks - 1) / ranks or 1.0
+                row = {"op": operation, "bytes": size, "ranks": ranks, "count": times.calls, "total_ms": total}
+                row |= {"mean_ms": total / times.calls, "algbw_gbs": speed, "busbw_gbs": speed * factor}
+                row["received_bytes"] = times.received
+                if fastest is not None:
+                    row["straggler_ms"] = sum(times) - sum(fastest[operation, size, ranks])
+                rows.append(row)
+        return rows
+
+    def reset(self) -> None:
+        """Forget every time."""
+        self.times.clear()
+        self.received.clear()
+        self._underway.clear()
+        self._kinds.clear()
+
+
+def received_in(operation: str, size: int, ranks: int) -> int:
+    """Bytes that a rank gets from the others in a collective on a message of `size` bytes, however it is made."""
+    if operation in ("broadcast", "recv", "irecv"):
+        return size
+    return size * _BUS_FACTOR.get(operation, 0) * (ranks - 1) // ranks
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _fastest(times: Mapping[str, Mapping[tuple[int, int], Sequence[float]]]) -> dict[tuple[str, int, int], list[float]]:
+    """The shortest time any rank had for each call; all ranks call."""
+    mine = {(operation, *key): list(calls) for operation, sizes in times.items() for key, calls in sizes.items()}
+    everyone: list[Any] = [mine]
+    if _world_size() > 1:
+        everyone *= _world_size()
+        dist.all_gather_object(everyone, mine)
+    return {
+        key: [min(calls) for calls in zip(*(other[key] for other in everyone if key in other), strict=False)]
+        for key in mine
+    }
+
+
+def _figures(size: int, count: int, times: list[float], speeds: list[float], bus: list[float]) -> dict[str, Any]:
+    return {
+        "count": count,
+        "total_latency_ms": sum(times),
+        "avg_latency_ms": trimmed_mean(times),
+        "tput_avg_gbps": trimmed_mean(speeds),
+        "busbw_avg_gbps": trimmed_mean(bus),
+        "msg_size_bytes": size,
+        "msg_size_str": convert_size(size),
+    }
+
+
+_TITLES = {
+    "count": "Count", "total_latency_ms": "Total Latency(ms)", "avg_latency_ms": "Avg Latency(ms)",
+    "tput_avg_gbps": "tput_avg (Gbps)", "busbw_avg_gbps": "busbw_avg (Gbps)", "total_comm_lat_ms": "Total comm lat(ms)",
+    "total_straggler_ms": "Total straggler(ms)", "avg_comm_lat_ms": "Avg comm lat(ms)",
+    "avg_straggler_ms": "Avg straggler(ms)",
+}  # fmt: skip
+
+
+def _rows(figures: Mapping[str, Mapping[int, Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    return [
+        {"Comm. Op": op, "Message Size": row["msg_size_str"], **{t: row[n] for n, t in _TITLES.items() if n in row}}
+        for op, sizes in sorted(figures.items())
+        for _, row in sorted(sizes.items())
+    ]
+
+
+class Curve:
+    """What `ds_bench` measured: bandwidths by operation and size.
+
+    Args:
+        rows: by operation: bytes and busbw (10⁹ bytes per second), the smallest first.
+    """
+
+    def __init__(self, rows: Mapping[str, Sequence[Mapping[str, float]]]) -> None:
+        self._rows = rows
+
+    def busbw(self, operation: str, size: int) -> float:
+        """10⁹ bytes per second of a message of `size` bytes, between the sizes that were measured; 0: not known.
+
+        Args:
+            operation: a collective, or the first word of an engine's own message (reduce, gather, publish, …).
+            size: bytes on a rank; of an all-gather what it gives.
+        """
+        rows = self._rows.get(_LIKE.get(operation, operation), ())
+        below = [row for row in rows if row["bytes"] <= size]
+        above = [row for row in rows if row["bytes"] >= size]
+        if not rows or not below or not above:
+            return float((below[-1] if below else above[0])["busbw"]) if rows else 0.0
+        low, high = below[-1], above[0]
+        if low["bytes"] == high["bytes"]:
+            return float(low["busbw"])
+        part = math.log(size / low["bytes"]) / math.log(high["bytes"] / low["bytes"])
+        return float(low["busbw"] ** (1 - part) * high["busbw"] ** part)
+
+
+# Which of ds_bench's operations a message is like.
+_LIKE = {
+    "all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter",
+    "all_to_all_single": "all_to_all", "send": "pt2pt", "recv": "pt2pt", "reduce": "reduce_scatter",
+    "gather": "all_gather", "publish": "all_gather", "share": "all_gather", "agreement": "all_gather",
+}  # fmt: skip
+
+
+def read_curve(path: str) -> Curve:
+    """The curve in a file of `ds_bench`.
+
+    Raises:
+        ArgumentError: it is not there, or holds something else.
+    """
+    try:
+        return Curve(json.loads(Path(path).read_text())["curve"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ArgumentError(f"comms_logger.curve {path!r} is no file that ds_bench has written: {error}") from None
+
+
+def convert_size(size_bytes: float) -> str:
+    """Bytes in words: `1.5 KB` (powers of 1024)."""
+    units = ("B", "KB", "MB", "GB", "TB", "PB")
+    place = min(int(math.log(size_bytes, 1024)), len(units) - 1) if size_bytes >= 1 else 0
+    return f"{round(size_bytes / 1024**place, 2)} {units[place]}"
+
+
+def calc_bw_log(comm_op: str, size: int, duration: float, ranks: int | None = None) -> tuple[float, float]:
+    """Speed of a collective in Gbit/s: of the message, and of the busiest link.
+
+    Args:
+        comm_op: its name.
+        size: bytes of the message on one rank.
+        duration: milliseconds.
+        ranks: that took part; None: all.
+    """
+    n = _world_size() if ranks is None else ranks
+    moved = {"all_reduce": 2.0}.get(comm_op, float(n) if comm_op in _OF_PARTS else 1.0)
+    share = (n - 1) / n if comm_op in _BUS_FACTOR else 1.0
+    speed = moved * size * 8 / max(duration, 1e-9) / 1e6
+    return speed, speed * share
+
+
+def as_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Rows as text, one line each under a heading."""
+    if not rows:
+        return "no collective was timed"
+    columns = list(rows[0])
+    cells = [columns, *([f"{v:.3f}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows)]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in cells)
+
+
+comms_logger = CommsLogger()  # of this process
+
+
+def configure(
+    deepspeed_config: Any = None,
+    enabled: bool | None = None,
+    prof_all: bool | None = None,
+    prof_ops: Sequence[str] | None = None,
+    verbose: bool | None = None,
+    debug: bool | None = None,
+) -> None:
+    """Set the comms logger.
+
+    Args:
+        deepspeed_config: a dict or parsed configuration with a `comms_logger` block; the other arguments outrank it.
+        enabled: time collectives.
+        prof_all: all of them.
+        prof_ops: only these.
+        verbose: a log line for each.
+        debug: name the caller in it.
+    """
+    given = {"enabled": enabled, "prof_all": prof_all, "prof_ops": prof_ops, "verbose": verbose, "debug": debug}
+    names = [*given, "curve"]
+    parsed = not isinstance(deepspeed_config, Mapping)
+    block = getattr(deepspeed_config, "comms_logger", None) if parsed else deepspeed_config.get("comms_logger")
+    if block is not None:
+        of_block = dict(block) if isinstance(block, Mapping) else {k: getattr(block, k, None) for k in names}
+        comms_logger.configure(**{k: of_block.get(k) for k in names})
+    comms_logger.configure(**given)

@@ -1,0 +1,219 @@
+"""Detects ranks that call different collectives: records the order of calls and compares it.
+
+[Note: comparing trails] Ranks that take different paths may meet in collectives of equal sizes: nothing fails, and sums
+of different things go into the model. So each rank may keep, for each set of ranks, a hash over all labels of the
+collectives so far. Every `interval` collectives it is marked; the watch's thread publishes the marks and compares them
+with those of the lowest rank of the set (`deepspeed/comm/watchdog/watchdog.py`). The main thread waits for nobody.
+Marks thin out with age, so that ranks whose threads look at different times still have some in common. The last entries
+are kept with the user's file and line: where two trails part is then known exactly. Only what has one order is entered:
+messages with tags (rounds of gradients) and one-sided gathers may differ from rank to rank, and are agreed on at each
+step.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+import threading
+import zlib
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
+from types import CodeType
+from typing import Any
+
+from deepspeed.comm.watchdog.last_collective import is_users
+
+_LEVELS = (1, 16, 256)  # of marks: every one, every 16th, every 256th
+_MARKS = 16  # of each level
+_LEAST_ENTRIES = 1024  # that are kept of a set of ranks
+_TOLD_SETS = 4  # of ranks, in a report
+_TOLD_RANKS = 8  # listed one by one where trails part
+
+Mark = tuple[int, int]
+"""Number of the collective, and the hash over all up to it."""
+
+
+class _Stream:
+    """The collectives of one set of ranks."""
+
+    def __init__(self, ranks: Sequence[int], entries: int) -> None:
+        self.ranks = tuple(ranks)
+        self.count = self.hash = 0
+        self.entries: deque[tuple[str, CodeType | None, int]] = deque(maxlen=entries)
+        self.marks: list[deque[Mark]] = [deque(maxlen=_MARKS) for _ in _LEVELS]
+
+
+class Trail:
+    """The trail of a process; off until `start`."""
+
+    def __init__(self) -> None:
+        self.interval = 0
+        self._lock = threading.Lock()
+        self._streams: dict[str, _Stream] = {}
+        self._known: dict[tuple[int, str], tuple[Any, _Stream]] = {}  # by owner, which is kept so that its id stays
+
+    def start(self, interval: int) -> None:
+        """Enter what follows; all ranks call at the same point of the program. The first interval stays."""
+        self.interval = self.interval or interval
+
+    def forget(self) -> None:
+        """Another world begins."""
+        with self._lock:
+            self._streams.clear()
+            self._known.clear()
+
+    def enter(self, owner: Any, kind: str, ranks: Callable[[], Sequence[int]], label: str, size: int = 0) -> None:
+        """Enter a collective, before it begins.
+
+        Args:
+            owner: axis or process group.
+            kind: who calls; each kind has an order of its own.
+            ranks: gives the global ranks of `owner`.
+            label: what travels, the same on every rank.
+            size: elements of it, the same on every rank; 0 where the label says it.
+        """
+        if not self.interval:
+            return
+        known = self._known.get((id(owner), kind))
+        stream = self._open(owner, kind, ranks()) if known is None else known[1]
+        code, line = _caller()
+        label = f"{label} [{size}]" if size else label
+        with self._lock:
+            stream.count += 1
+            stream.hash = zlib.crc32(label.encode(), stream.hash)
+            stream.entries.append((label, code, line))
+            number, past = divmod(stream.count, self.interval)
+            if not past:
+                for level, marks in zip(_LEVELS, stream.marks, strict=True):
+                    if number % level == 0:
+                        marks.append((stream.count, stream.hash))
+
+    def _open(self, owner: Any, kind: str, ranks: Sequence[int]) -> _Stream:
+        """The stream of an owner; owners of the same ranks share one."""
+        entries = max(_LEAST_ENTRIES, 4 * self.interval)
+        name = f"{kind} {len(ranks)} {zlib.crc32(repr(list(ranks)).encode()):x}"
+        with self._lock:
+            stream = self._streams.setdefault(name, _Stream(ranks, entries))
+            self._known[id(owner), kind] = (owner, stream)
+        return stream
+
+    def leaders(self, rank: int) -> dict[int, list[str]]:
+        """Streams by the rank that this one compares itself with: the lowest of the set, if that is another."""
+        found: dict[int, list[str]] = {}
+        with self._lock:
+            for name, stream in self._streams.items():
+                if stream.ranks[0] != rank:
+                    found.setdefault(stream.ranks[0], []).append(name)
+        return found
+
+    def marks(self) -> bytes:
+        """The marks of all streams, to be published."""
+        with self._lock:
+            held = {name: sorted({m for level in s.marks for m in level}) for name, s in self._streams.items()}
+        return json.dumps({name: marks for name, marks in held.items() if marks}).encode()
+
+    def differs(self, theirs: bytes, names: Sequence[str]) -> str:
+        """Where the marks of these streams are not those of another rank; empty where they agree."""
+        mine, others = json.loads(self.marks()), json.loads(theirs)
+        for name in names:
+            known = dict(map(tuple, others.get(name, ())))
+            for number, mark in mine.get(name, ()):
+                if known.get(number, mark) != mark:
+                    return f"the ranks took different paths, seen at collective {number} of {_set(self._of(name))}"
+        return ""
+
+    def _of(self, name: str) -> Sequence[int]:
+        with self._lock:
+            return self._streams[name].ranks
+
+    def latest(self, count: int = 3) -> list[str]:
+        """Lines about the last collectives of this rank, with the user's file and line, for what others cannot say."""
+        lines: list[str] = []
+        with self._lock:
+            for stream in list(self._streams.values())[:_TOLD_SETS]:
+                lines.append(f"The last collectives of {_set(stream.ranks)} that this rank entered:")
+                last = list(stream.entries)[-count:]
+                lines += [f"  {label!r} at {_place(code, at) or 'no line of the script'}" for label, code, at in last]
+        return lines
+
+    def recent(self) -> bytes:
+        """The last entries of all streams with host, file and line, for a report."""
+        told: dict[str, Any] = {}
+        with self._lock:
+            for name, stream in self._streams.items():
+                entries = [(label, _place(code, line)) for label, code, line in stream.entries]
+                told[name] = {"ranks": stream.ranks, "count": stream.count, "entries": entries}
+        return zlib.compress(json.dumps({"host": socket.gethostname(), "streams": told}).encode(), 1)
+
+
+trail = Trail()
+"""This process's."""
+
+
+def _caller() -> tuple[CodeType | None, int]:
+    """The innermost frame that is the user's."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        if is_users(frame.f_code.co_filename):
+            return frame.f_code, frame.f_lineno
+        frame = frame.f_back
+    return None, 0
+
+
+def _place(code: CodeType | None, line: int) -> str:
+    return "" if code is None else f"{code.co_filename}:{line} in {code.co_name}"
+
+
+def parting(told: Mapping[int, bytes]) -> str:
+    """Where trails part, in lines; empty where they do not, as far as is known.
+
+    Args:
+        told: what `Trail.recent` gave, by rank.
+    """
+    read = {rank: json.loads(zlib.decompress(text)) for rank, text in told.items()}
+    hosts = {rank: one["host"] for rank, one in read.items()}
+    found: list[tuple[bool, str]] = []
+    for name in dict.fromkeys(name for one in read.values() for name in one["streams"]):
+        streams = {rank: one["streams"][name] for rank, one in read.items() if name in one["streams"]}
+        part = _first_difference(streams, hosts)
+        if part is not None:
+            found.append(part)
+    # ranks that did different things say more than ranks that are not there yet
+    return "\n".join(text for _, text in sorted(found, key=lambda part: not part[0])[:_TOLD_SETS])
+
+
+def _first_difference(streams: Mapping[int, Any], hosts: Mapping[int, str]) -> tuple[bool, str] | None:
+    """(whether ranks did different things, lines about the first collective that not all ranks entered alike)."""
+    begins = {rank: one["count"] - len(one["entries"]) for rank, one in streams.items()}
+    ends = {rank: one["count"] for rank, one in streams.items()}
+    ranks = next(iter(streams.values()))["ranks"]
+    for number in range(max(begins.values()), max(ends.values())):
+        at = {r: streams[r]["entries"][number - begins[r]] if number < ends[r] else None for r in streams}
+        labels = {entry[0] for entry in at.values() if entry is not None}
+        if len(labels) > 1 or None in at.values():
+            head = f"The paths part at collective {number + 1} of {_set(ranks)}:"
+            return len(labels) > 1, "\n".join([head, *_odd_ones(at, hosts)])
+    return None
+
+
+def _odd_ones(at: Mapping[int, Any], hosts: Mapping[int, str]) -> list[str]:
+    """A line for each rank, the rare ways first; a few of those that went the way of the most."""
+    ways: dict[str | None, list[int]] = {}
+    for rank, entry in sorted(at.items()):
+        ways.setdefault(entry and entry[0], []).append(rank)
+    lines: list[str] = []
+    for label, ranks in sorted(ways.items(), key=lambda way: len(way[1])):
+        for rank in islice(ranks, _TOLD_RANKS):
+            entry = at[rank]
+            did = "has not entered it" if entry is None else f"{label!r} at {entry[1] or 'no line of the script'}"
+            lines.append(f"  rank {rank} on {hosts[rank]}: {did}")
+        if len(ranks) > _TOLD_RANKS:
+            lines.append(f"  and {len(ranks) - _TOLD_RANKS} more like rank {ranks[_TOLD_RANKS - 1]}")
+    return lines
+
+
+def _set(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:_TOLD_RANKS]))
+    return f"ranks {shown}" + (f" and {len(ranks) - _TOLD_RANKS} more" if len(ranks) > _TOLD_RANKS else "")

@@ -1,0 +1,190 @@
+"""Records a rank's last collective, where its main thread is, and the device work that is pending."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+import socket
+import struct
+import sys
+import threading
+import time
+from collections import deque
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from deepspeed.accelerator import get_accelerator
+
+OUTSIDE, INSIDE, LEFT = range(3)
+
+_SIZE = 1024  # bytes of a page; longer labels are cut
+_HEAD = struct.Struct("=QdBH16s")  # number of the collective, wall-clock second it began, state, label's length, token
+_STATE_AT = struct.calcsize("=Qd")
+
+
+class StatusPage:
+    """The page this process writes. One `write` costs under two microseconds."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self._token = secrets.token_bytes(16)
+        self._descriptor = -1
+        self._page: mmap.mmap | bytearray = bytearray(_SIZE)
+        self.write("start", OUTSIDE)
+
+    def write(self, label: str, state: int) -> None:
+        """Enter a collective (`INSIDE`) or another state, from now on."""
+        text = label.encode()[: _SIZE - _HEAD.size]
+        _HEAD.pack_into(self._page, 0, self.number, time.time(), state, len(text), self._token)
+        self._page[_HEAD.size : _HEAD.size + len(text)] = text
+
+    def turn(self, state: int) -> None:
+        """Change the state alone: the label stays, as that of the last collective."""
+        self._page[_STATE_AT] = state
+
+    @property
+    def inside(self) -> bool:
+        """Whether this process is in a collective."""
+        return self._page[_STATE_AT] == INSIDE
+
+    @property
+    def label(self) -> str:
+        """What was written last."""
+        return bytes(self.snapshot()[_HEAD.size :]).decode(errors="replace")
+
+    def snapshot(self) -> bytes:
+        """The page as it is now."""
+        return bytes(self._page[: _HEAD.size + _HEAD.unpack_from(self._page)[3]])
+
+    def share(self) -> str:
+        """Move the page to memory that neighbours can map; returns the address they need, "" where there is none."""
+        if not hasattr(os, "memfd_create"):
+            return ""
+        if self._descriptor < 0:
+            self._descriptor = os.memfd_create("deepspeed.status")
+            os.ftruncate(self._descriptor, _SIZE)
+            shared = mmap.mmap(self._descriptor, _SIZE)
+            shared[:] = bytes(self._page)
+            self._page = shared
+        return f"{os.getpid()} {self._descriptor} {self._token.hex()}"
+
+    def keep_to_itself(self) -> None:
+        """Move the page back to this process's own memory; who has mapped it keeps what it said last."""
+        if self._descriptor >= 0:
+            self._page = bytearray(self._page[:])
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def neighbour(address: str) -> mmap.mmap | None:
+    """The page at an address of `StatusPage.share`; None when its process is gone or hidden from this one."""
+    process, descriptor, token = address.split(" ")
+    try:
+        with open(f"/proc/{process}/fd/{descriptor}", "rb") as file:
+            page = mmap.mmap(file.fileno(), _SIZE, prot=mmap.PROT_READ)
+    except (OSError, ValueError):
+        return None
+    return page if _HEAD.unpack_from(page)[4].hex() == token else None  # containers number their processes alike
+
+
+def describe(page: bytes | mmap.mmap) -> tuple[str, int]:
+    """A place in words ("'all_reduce w' #7, 3.1 s ago") and its state."""
+    number, since, state, length, _ = _HEAD.unpack_from(page)
+    label = bytes(page[_HEAD.size : _HEAD.size + length]).decode(errors="replace")
+    return f"'{label}' #{number}, {max(0.0, time.time() - since):.1f} s ago", state
+
+
+@cache
+def boot() -> str:
+    """What tells this machine since its last start from all others; empty where the system does not say."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+_LIBRARIES = tuple(
+    f"{folder}{os.sep}" for folder in (Path(__file__).parents[2], Path(torch.__file__).parent, Path(os.__file__).parent)
+)
+
+
+def backend_settings() -> str:
+    """The variables of this process's environment that change how NCCL or gloo work, in one line; "" without any."""
+    found = sorted(name for name in os.environ if name.startswith(("NCCL_", "TORCH_NCCL_", "GLOO_", "TP_SOCKET_")))
+    return ", ".join(f"{name}={os.environ[name]}" for name in found)
+
+
+def whereabouts() -> str:
+    """`host, file:line` of the innermost frame of the main thread that is the user's; taken by another thread."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    own = _own(frame)
+    place = "" if own is None else f", {own.f_code.co_filename}:{own.f_lineno} in {own.f_code.co_name}"
+    return f"{socket.gethostname()}{place}"
+
+
+@cache
+def is_users(path: str) -> bool:
+    """Whether the code in a file is the user's: not of this package, of torch, of Python or of another package."""
+    return not path.startswith((*_LIBRARIES, "<frozen")) and "site-packages" not in path
+
+
+def _own(frame: FrameType | None) -> FrameType | None:
+    while frame is not None:
+        if is_users(frame.f_code.co_filename):
+            return frame
+        frame = frame.f_back
+    return None
+
+
+_MOST = 4096  # that are remembered: without a watch nobody takes them away
+
+
+class Underway:
+    """The messages of this process that its streams wait for, oldest first.
+
+    Threads that communicate add; one other thread, of the watch, looks.
+    """
+
+    def __init__(self) -> None:
+        self._entries: deque[tuple[str, Any, float]] = deque(maxlen=_MOST)
+        self._spent: deque[Any] = deque(maxlen=_MOST)  # events to be used again: making one costs more than recording
+
+    def add(self, label: str, tensor: torch.Tensor) -> None:
+        """The current stream has just been made to wait for a message.
+
+        Args:
+            label: of the message.
+            tensor: what travels; nothing is remembered of messages between hosts, which are awaited by the host.
+        """
+        if tensor.device.type in ("cpu", "meta"):
+            return
+        try:
+            event = self._spent.pop()
+        except IndexError:
+            event = get_accelerator().Event()
+        event.record()
+        self._entries.append((label, event, time.monotonic()))
+
+    def oldest(self) -> tuple[str, float] | None:
+        """The first message that is not over, and the seconds since it was asked for."""
+        while self._entries:
+            label, event, since = self._entries[0]
+            try:
+                over = event.query()
+            except RuntimeError:  # the device has failed, which whoever uses it next is told
+                return None
+            if not over:
+                return label, time.monotonic() - since
+            with suppress(IndexError):  # so many were added meanwhile that this one fell out
+                self._entries.popleft()
+            self._spent.append(event)
+        return None
+
+
+underway = Underway()

@@ -1,0 +1,531 @@
+"""The watchdog: ends a failed or hanging collective on every rank, with each rank's last label."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from mmap import mmap
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch.distributed as dist
+
+from deepspeed.comm.shutdown import Phase, released_in
+from deepspeed.comm.watchdog.desync import parting, trail
+from deepspeed.comm.watchdog.graceful_stop import stopping
+from deepspeed.comm.watchdog.last_collective import (
+    INSIDE,
+    LEFT,
+    OUTSIDE,
+    StatusPage,
+    backend_settings,
+    boot,
+    describe,
+    neighbour,
+    underway,
+    whereabouts,
+)
+from deepspeed.errors import CommError, CommTimeoutError
+from deepspeed.foundation.spans import WAIT, recorder
+
+_ADVICE = (
+    "The ranks took different paths, or one is slow or gone: compare the labels. "
+    "init_distributed(timeout=...) or DEEPSPEED_TIMEOUT (minutes) sets the limit."
+)
+
+
+def full_report(what: str, report: str) -> str:
+    """What happened, the lines of the ranks, what to do, and what is set for the backend."""
+    settings = backend_settings()
+    return f"{what}\nThe last collective of each rank:\n{report}\n{_ADVICE}" + (
+        f"\nSet: {settings}" if settings else ""
+    )
+
+
+def line_of(rank: int, page: bytes | mmap | None, answered: bool) -> str:
+    """The report's line for one rank, from its answer or else its last sign of life."""
+    if page is None:
+        return f"  rank {rank}: no answer (process gone or not started)"
+    where, state = describe(page)
+    if state == LEFT:
+        return f"  rank {rank}: has ended, after {where}"
+    if not answered:
+        return f"  rank {rank}: no answer (process gone or stuck); last {'in' if state == INSIDE else 'after'} {where}"
+    return f"  rank {rank}: in {where}" if state == INSIDE else f"  rank {rank}: in no collective, after {where}"
+
+
+def where_now() -> str:
+    """Where the main thread is, and what the device has not finished."""
+    late = underway.oldest()
+    return whereabouts() + (f", the device waits for '{late[0]}'" if late is not None else "")
+
+
+# [Note: the watch]
+# Each rank keeps its place in a page of memory and runs one daemon thread with its own connection to the group's store.
+# Twice a second the thread publishes the place (`seen/<rank>`, when it changed) and looks for the key `alarm`. A rank
+# whose collective fails, or stays in one for longer than the timeout, sets `alarm`; every watcher answers
+# (`answer/<rank>`), reads the answers of the others and composes the same report. A rank that was told and does not end
+# by itself is ended: the backend's connections are unusable by then, and a rank left alone would wait for ever. Ranks
+# on one machine map each other's pages, so the place of one that died without a word (gloo aborts the process when
+# sizes differ) is known exactly. The store lives in rank 0's process: before rank 0 leaves it tells the others
+# (`alarm` = "ending"), who copy what they need and go on without a store. Last of all a process waits until the
+# threads of the backend rest (`_at_exit`). The thread can be stopped from outside (`WatchThread.stop`), as test suites
+# that look for threads do: the rank's next collective starts it anew, and says then what it has missed.
+
+Store: TypeAlias = Any  # a store of torch.distributed, whose type stubs lack `clone`, `append` and values in bytes
+
+POLL_S = 0.5
+ANSWER_S = 2.5  # how long a report waits for ranks that do not answer
+GRACE_S = 1.0  # how long a rank that was told may take to end by its own exception
+LET_GO_S = 1.0  # how long the end of the process waits for the backend's threads
+FAREWELL_S = 1.5  # how long rank 0 waits until the others can do without the store
+DEFAULT_TIMEOUT = timedelta(minutes=10)
+_OF_LIMIT = 0.9  # of the timeout, for a device's messages: at the timeout NCCL ends the process, in its own words
+
+
+_ENDING = "ending"
+
+
+class _Here:
+    """What the threads of this process share with its watcher."""
+
+    def __init__(self) -> None:
+        self.page = StatusPage()
+        self.verdict: str | None = None  # another rank's alarm, raised by the next `note`
+        self.raised = False  # this process is already ending with a CommError
+        self.timeout = DEFAULT_TIMEOUT
+        self.watcher: _Watcher | None = None
+        self.resting = False  # the watcher's thread was stopped, and the next collective starts it anew
+        self.watches = 0
+
+
+_here = _Here()
+
+
+def note(label: str, category: str = WAIT) -> None:
+    """Enter a collective; call `note_done` on leaving it.
+
+    Args:
+        label: what travels (operation, parameter names, phase), as it should read in a report.
+        category: what the recorder calls it: it begins (CALL), or is waited for.
+
+    Raises:
+        CommError: another rank has reported a failure, so this collective could never complete.
+    """
+    if _here.resting:
+        _wake()
+    heed(label)
+    if recorder.on:
+        recorder.enter(category, label)
+    _here.page.number += 1
+    _here.page.write(label, INSIDE)
+
+
+def _wake() -> None:
+    """Start the watcher's thread anew."""
+    if _here.watcher is not None:
+        _here.watcher.go_on()
+
+
+def heed(label: str = "") -> None:
+    """Raise CommError when another rank has reported a failure, before `label` is started or while it waits."""
+    if _here.verdict is not None:
+        _here.raised = True
+        raise CommError(f"'{label}' was not started: {_here.verdict}" if label else _here.verdict)
+
+
+def noted() -> str:
+    """The label of the collective this process is in: that of its phases too."""
+    return _here.page.label
+
+
+def note_done() -> None:
+    """Leave a collective."""
+    _here.page.turn(OUTSIDE)
+    if recorder.on:
+        recorder.leave()
+
+
+def failed(label: str, error: BaseException, ranks: Sequence[int] | None = None) -> CommError:
+    """Raise the alarm, hear the other ranks and compose the error for the caller to raise.
+
+    Args:
+        label: the collective that failed.
+        error: what the backend raised.
+        ranks: ranks the report lists; None means all.
+
+    Returns:
+        CommTimeoutError when `error` says that time ran out, else CommError; after at most `ANSWER_S` + 2 seconds.
+    """
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    cause = re.sub(r"^\[\S+:\d+\] |\. This is typically .*", "", lines[0])  # the backend's source line and its guess
+    timed_out = isinstance(error, TimeoutError) or "timed out" in cause.lower()
+    what = f"'{label}' {'timed out' if timed_out else 'failed'}: {cause}"
+    _here.raised = True
+    report = _here.watcher.ask(what, ranks) if _here.watcher else line_of(0, _here.page.snapshot(), True)
+    note_done()
+    return (CommTimeoutError if timed_out else CommError)(full_report(what, report))
+
+
+def start(store: Store, rank: int, world: int, timeout: timedelta) -> None:
+    """Begin to watch, until `stop` or the end of the process; a world of one only keeps the timeout.
+
+    Args:
+        store: the store of the process group; the watch clones it.
+        rank: this process, of `world`.
+        timeout: how long one collective may take.
+    """
+    if _here.watcher is not None:
+        return
+    _here.timeout = timeout
+    _here.verdict, _here.raised = None, False
+    _here.page.turn(OUTSIDE)
+    trail.forget()
+    if world > 1:
+        _here.watches += 1
+        own = dist.PrefixStore(f"deepspeed.watch.{_here.watches}", store.clone())
+        _here.watcher = _Watcher(own, rank, world)
+        _here.watcher.go_on()
+    atexit.unregister(_at_exit)
+    atexit.register(_at_exit)
+
+
+def settle() -> None:
+    """Meet the neighbours, once every rank has started its watch: even an early death then leaves its place."""
+    if _here.watcher is not None:
+        _here.watcher.settle()
+
+
+def ends_by_itself() -> float:
+    """Longest time in seconds until this process ends with the report of a failure; 0 when none has been seen."""
+    return ANSWER_S + 2.0 if _here.raised else 0.0
+
+
+@released_in(Phase.WATCH)
+def stop() -> None:
+    """End the watch; rank 0 first makes sure that the others no longer need its store."""
+    watcher, _here.watcher = _here.watcher, None
+    if watcher is not None and watcher.leave():
+        _here.page.keep_to_itself()
+
+
+def _at_exit() -> None:
+    """End the watch, and let gloo's threads let go of the tensors of their last collectives.
+
+    They need the interpreter for that. One that asks for it while it ends is ended by it, inside C++ code that does not
+    allow this: the process aborts (torch 2.13). They are at rest once all have slept twice while it was free.
+    """
+    stop()
+    end, rests = time.monotonic() + LET_GO_S, 0
+    while rests < 2 and time.monotonic() < end:
+        time.sleep(0.002)
+        rests = 0 if _gloo_is_busy() else rests + 1
+
+
+def _gloo_is_busy() -> bool:
+    """Whether a thread of gloo's runs, or would if a core were free; only Linux tells."""
+    for thread in Path("/proc/self/task").glob("*"):
+        with suppress(OSError):  # it has ended
+            name, _, rest = (thread / "stat").read_text().partition("(")[2].rpartition(") ")
+            if "gloo" in name and not rest.startswith("S"):
+                return True
+    return False
+
+
+def end_of_step() -> int:
+    """The main thread has ended a step: 0, or the signal's number when all ranks have agreed to stop after it.
+
+    Raises:
+        CommError: another rank has failed.
+    """
+    watcher = _here.watcher
+    if watcher is None:
+        stopping.alone()
+    return stopping.step(heed, watcher.look_now if watcher is not None else stopping.alone)
+
+
+def allow(timeout: timedelta) -> None:
+    """Let one collective take `timeout`, where that is longer than what was allowed before."""
+    _here.timeout = max(_here.timeout, timeout)
+
+
+def timeout() -> timedelta:
+    """How long one collective may take."""
+    return _here.timeout
+
+
+class WatchThread(threading.Thread):
+    """The thread of a watch."""
+
+    def __init__(self, watcher: _Watcher) -> None:
+        super().__init__(name="deepspeed-watch", daemon=True)
+        self._watcher = watcher
+
+    def run(self) -> None:
+        """Look around until the watch is over, or stopped."""
+        self._watcher.look_around()
+
+    def stop(self) -> None:
+        """End the thread and wait for its end; this process's next collective starts another one."""
+        self._watcher.rest()
+
+
+class _Watcher:
+    """One rank's side of the watch. [Note: the watch]"""
+
+    def __init__(self, store: Store, rank: int, world: int) -> None:
+        self._thread: WatchThread | None = None
+        self._threads = threading.Lock()
+        self._store: Store | None = store
+        self._rank, self._world = rank, world
+        self._ranks: Sequence[int] = range(world)  # those a report lists
+        self._wake, self._looked = threading.Event(), threading.Event()
+        self._leaving = False
+        self._question: str | None = None
+        self._report = ""
+        self._reported = threading.Event()
+        self._published = b""
+        self._collective = (0, 0.0)  # the number last seen, and the second since when
+        self._neighbours: dict[int, mmap] = {}
+        self._heard: dict[int, bytes] = {}  # other ranks' places, from the store
+        self._answered: set[int] = set()
+        self._marks = b""  # of this rank's trail, as published
+        self._trails: dict[int, bytes] = {}  # that ranks said with their answers
+        self._where: dict[int, str] = {}  # host, file and line of the user's that ranks said with their answers
+        self._with_store(self._introduce)
+
+    def ask(self, what: str, ranks: Sequence[int] | None) -> str:
+        """The report on `ranks`; when the store does not respond, with what is known without it."""
+        self._ranks = sorted(ranks) if ranks else self._ranks
+        self._question = what
+        self.look_now()
+        self._reported.wait(ANSWER_S + 2.0)
+        return self._report or self._compose()
+
+    def settle(self) -> None:
+        """Let the thread look around once."""
+        self._looked.clear()
+        self.look_now()
+        self._looked.wait(POLL_S)
+
+    def look_now(self) -> None:
+        """Have the thread look around at once."""
+        if _here.resting:
+            self.go_on()
+        self._wake.set()
+
+    def go_on(self) -> None:
+        """Start the thread, at first and after a rest."""
+        with self._threads:
+            if self._thread is None or _here.resting:
+                _here.resting = False
+                self._thread = WatchThread(self)
+                self._thread.start()
+
+    def rest(self) -> None:
+        """End the thread until this process is in a collective again."""
+        with self._threads:
+            if self._thread is not None and self._thread.is_alive():
+                _here.resting = True
+                self._wake.set()
+                self._thread.join()
+
+    def leave(self) -> bool:
+        """Say goodbye and end the thread; whether it has ended."""
+        self._leaving = True
+        with self._threads:
+            thread, rested = self._thread, _here.resting
+            _here.resting = False
+            if rested:
+                self._round()
+            self._wake.set()
+            if thread is not None and thread is not threading.current_thread():
+                thread.join(FAREWELL_S + 4.0)  # inside the store when the interpreter ends it would abort the process
+            ended = thread is None or not thread.is_alive()
+        if ended:
+            self._store = None
+            self._neighbours.clear()
+        return ended
+
+    def look_around(self) -> None:
+        """Look around until the watch is over, or this rank's side of it rests."""
+        while not _here.resting and not self._round():
+            self._looked.set()
+            self._wake.wait(POLL_S)
+            self._wake.clear()
+
+    def _with_store(self, action: Callable[[Store], str | None]) -> str | None:
+        """Talk to the store; once it is gone with rank 0's process, go on with what is known."""
+        if self._store is None:
+            return None
+        try:
+            return action(self._store)
+        except RuntimeError:
+            self._store = None
+            return None
+
+    def _round(self) -> bool:
+        """One look; True when the watch is over."""
+        if self._question is not None:
+            self._sound(self._question)
+            return True
+        if self._leaving:
+            _here.page.turn(LEFT)
+            self._with_store(self._say_goodbye)
+            return True
+        what = self._trouble()
+        if what is not None:
+            self._sound(what)
+            self._end_process(what)
+            return True
+        alarm = self._with_store(self._listen)
+        if alarm is None:
+            self._with_store(lambda store: stopping.look(store, self._rank, self._world))
+            return self._has_parted()
+        if alarm == _ENDING:
+            self._with_store(self._copy)
+            self._store = None
+            return False
+        self._collect()
+        _here.verdict = full_report(alarm, self._report)
+        self._end_process(f"rank {self._rank} was told: {alarm}")
+        return True
+
+    def _has_parted(self) -> bool:
+        """Whether this rank's trail is not that of others; then all end."""
+        what = self._with_store(self._compare_trails) if trail.interval else None
+        if not what:
+            return False
+        self._sound(what)
+        _here.verdict = full_report(what, self._report)
+        self._end_process(what)
+        return True
+
+    def _compare_trails(self, store: Store) -> str | None:
+        """Publish the marks of this rank's trail, and compare them with those of the lowest rank of each set."""
+        marks = trail.marks()
+        if marks != self._marks:
+            store.set(f"marks/{self._rank}", marks)
+            self._marks = marks
+        for leader, names in trail.leaders(self._rank).items():
+            if store.check([f"marks/{leader}"]) and (what := trail.differs(store.get(f"marks/{leader}"), names)):
+                return what
+        return None
+
+    def _trouble(self) -> str | None:
+        """What has lasted for longer than the timeout: a collective, or a message that only the device waits for."""
+        number, now, limit = _here.page.number, time.monotonic(), _here.timeout.total_seconds()
+        if number != self._collective[0] or not _here.page.inside:
+            self._collective = (number, now)
+        if now - self._collective[1] > limit:
+            return f"rank {self._rank} still waits in {describe(_here.page.snapshot())[0]}; the limit is {limit:g} s"
+        late = underway.oldest()
+        if late is not None and late[1] > _OF_LIMIT * limit:
+            return (
+                f"the device of rank {self._rank} still waits for '{late[0]}', {late[1]:.1f} s ago; the limit is "
+                f"{_OF_LIMIT * limit:g} s, before the backend of the device ends the process"
+            )
+        return None
+
+    def _introduce(self, store: Store) -> None:
+        """Offer this rank's page to the others on the machine."""
+        address = _here.page.share()
+        if address and store.has_extended_api():
+            store.append(f"pages/{boot()}", f"{self._rank} {address}\n")
+
+    def _listen(self, store: Store) -> str | None:
+        """Publish this rank's place, map the pages of new neighbours, and return the alarm when there is one."""
+        place = _here.page.snapshot()
+        if place != self._published:
+            store.set(f"seen/{self._rank}", place)
+            self._published = place
+        if len(self._neighbours) < self._world - 1 and store.check([f"pages/{boot()}"]):
+            for entry in store.get(f"pages/{boot()}").decode().splitlines():
+                rank, address = entry.split(" ", 1)
+                page = None if int(rank) in {self._rank, *self._neighbours} else neighbour(address)
+                if page is not None:
+                    self._neighbours[int(rank)] = page
+        return store.get("alarm").decode() if store.check(["alarm"]) else None
+
+    def _sound(self, what: str) -> None:
+        """Set the alarm, unless another rank was first, and compose the report."""
+        self._with_store(lambda store: store.compare_set("alarm", "", what).decode())
+        self._collect()
+
+    def _collect(self) -> None:
+        """Answer, hear the others, and keep the report."""
+        self._with_store(self._hear)
+        self._report = self._compose()
+        self._reported.set()
+
+    def _compose(self) -> str:
+        """A line for each listed rank."""
+        lines = []
+        for rank in self._ranks:
+            answered = rank == self._rank or rank in self._answered
+            heard = _here.page.snapshot() if rank == self._rank else self._heard.get(rank)
+            line = line_of(rank, heard if answered else self._neighbours.get(rank, heard), answered)
+            where = where_now() if rank == self._rank else self._where.get(rank)
+            lines.append(f"{line} ({where})" if where else line)
+        if trail.interval:
+            part = parting({**self._trails, self._rank: trail.recent()})
+            lines += [part] if part else trail.latest()
+        return "\n".join(lines)
+
+    def _hear(self, store: Store) -> None:
+        """Answer, and wait at most `ANSWER_S` seconds for the answers of the listed ranks."""
+        store.set(f"where/{self._rank}", where_now())
+        if trail.interval:
+            store.set(f"trail/{self._rank}", trail.recent())
+        store.set(f"answer/{self._rank}", _here.page.snapshot())
+        end = time.monotonic() + ANSWER_S
+        answers = [f"answer/{rank}" for rank in self._ranks]
+        while not store.check(answers) and time.monotonic() < end:
+            time.sleep(0.05)
+        self._copy(store)
+
+    def _copy(self, store: Store) -> None:
+        """Read every rank's answer, or what it last published, and tell rank 0 that its store may go."""
+        for rank in range(self._world):
+            for key in (f"seen/{rank}", f"answer/{rank}"):
+                if store.check([key]):
+                    self._heard[rank] = store.get(key)
+                    if key.startswith("answer"):
+                        self._answered.add(rank)
+            if store.check([f"where/{rank}"]):
+                self._where[rank] = store.get(f"where/{rank}").decode()
+            if trail.interval and store.check([f"trail/{rank}"]):
+                self._trails[rank] = store.get(f"trail/{rank}")
+        store.set(f"free/{self._rank}", "")
+
+    def _say_goodbye(self, store: Store) -> None:
+        """Leave a last word; on rank 0, wait until the others have copied what they need."""
+        if trail.interval:
+            store.set(f"trail/{self._rank}", trail.recent())
+        store.set(f"answer/{self._rank}", _here.page.snapshot())
+        store.set(f"free/{self._rank}", "")
+        if self._rank == 0 and store.compare_set("alarm", "", _ENDING) == _ENDING.encode():
+            everyone = [f"free/{rank}" for rank in range(self._world)]
+            end = time.monotonic() + FAREWELL_S
+            while not store.check(everyone) and time.monotonic() < end:
+                time.sleep(0.02)
+
+    def _end_process(self, why: str) -> None:
+        """End this process non-zero, unless its own exception does so within the grace time."""
+        end = time.monotonic() + GRACE_S
+        while time.monotonic() < end:
+            if _here.raised or self._question is not None or self._leaving:
+                return
+            time.sleep(0.05)
+        with suppress(OSError, ValueError):  # nobody may be left to read
+            sys.stdout.flush()
+            sys.stderr.write(f"[deepspeed] {full_report(why, self._report)}\nThis process ends.\n")
+            sys.stderr.flush()
+        os._exit(1)

@@ -1,0 +1,217 @@
+"""Fake quantizers of an engine's modules, and their schedule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from deepspeed.compression.basic_layer import QuantAct, WeightQuantizer, compress_module, plain_module
+from deepspeed.compression.pruning.rules import compressible, matched
+from deepspeed.config.sections.compression import CompressionTraining, QuantizeTraining
+from deepspeed.errors import CompressionError
+from deepspeed.foundation.log import say
+
+
+@dataclass(eq=False)
+class _Weights:
+    """One group of quantized weights.
+
+    Args:
+        name: of the group.
+        quantizers: of its modules.
+        bits: (start, target); equal where there are no steps.
+        offset: applied steps before it starts.
+        period: steps until the first bit falls; the next period is twice as long.
+        mixed: by how much the full share falls per step; None: nothing is mixed in.
+        verbose: say when bits change.
+    """
+
+    name: str
+    quantizers: list[WeightQuantizer]
+    bits: tuple[int, int]
+    offset: int
+    period: int
+    mixed: float | None
+    verbose: bool
+
+    def at(self, step: int) -> tuple[int, float]:
+        """(bits, full share) after `step` applied steps."""
+        start, target = self.bits
+        if step < self.offset:
+            return 0, 0.0
+        bits, changed, period = start, self.offset, max(self.period, 1)
+        while bits > target and step >= changed + period:
+            changed, period, bits = changed + period, period * 2, bits - 1
+        share = 0.0 if self.mixed is None else max(1.0 - self.mixed * (step - changed), 0.0)
+        return bits, share
+
+    @property
+    def last(self) -> int:
+        """The step after which nothing changes."""
+        start, target = self.bits
+        falls = self.offset + max(self.period, 1) * (2 ** (start - target) - 1)
+        return falls + (0 if not self.mixed else int(1.0 / self.mixed))
+
+
+class FakeQuantizers:
+    """All quantizers of a model.
+
+    Args:
+        model: plain or sharded.
+        section: `compression_training`.
+        training: `quantize_training`.
+
+    Raises:
+        CompressionError: modules are not there, or cannot be quantized so.
+    """
+
+    def __init__(self, model: nn.Module, section: CompressionTraining, training: QuantizeTraining) -> None:
+        self._model = model
+        self._modules: list[nn.Module] = []
+        self._weights: list[_Weights] = []
+        self._inputs: list[tuple[int, list[QuantAct]]] = []
+        self._step = 0
+        if section.weight_quantization.shared_parameters.enabled:
+            self._add_weights(section)
+        if training.enabled:
+            self._add_all(training)
+        if section.activation_quantization.shared_parameters.enabled:
+            self._add_inputs(section)
+        self._tell_shared()
+
+    def _tell_shared(self) -> None:
+        """Say which quantized weights are another module's too, which is not quantized: exports hold them once."""
+        users: dict[int, list[str]] = {}
+        quantized: set[str] = set()
+        for name, module in self._model.named_modules():
+            weight = module._parameters.get("weight")
+            if weight is not None:
+                users.setdefault(id(weight), []).append(name)
+                quantized |= {name} if "_weigh" in module.__dict__ else set()
+        for names in users.values():
+            some = [name for name in names if name in quantized]
+            if some and len(some) < len(names):
+                others = ", ".join(name for name in names if name not in quantized)
+                say(f"{some[0]} is quantized and shares its weight with {others}: exports hold it quantized for all")
+
+    def _add_weights(self, section: CompressionTraining) -> None:
+        shared = section.weight_quantization.shared_parameters
+        taken: dict[str, str] = {}
+        for name, group in section.weight_quantization.different_groups.items():
+            found = dict.fromkeys((n, m) for _, n, m in matched(self._model, group.modules))
+            made = []
+            for where, module in found:
+                if where in taken:
+                    raise CompressionError(
+                        f"{where} is in weight_quantization.{taken[where]} and in {name}: name it once"
+                    )
+                taken[where] = name
+                made.append(
+                    self._quantizer(module, where, shared.quantization_type, shared.quantize_groups, shared.rounding)
+                )
+            start, target = group.params.start_bits or 8, group.params.target_bits or 8
+            mixed = shared.fp16_mixed_quantize
+            self._weights.append(
+                _Weights(
+                    name,
+                    made,
+                    (target if shared.quantize_weight_in_forward else start, target),
+                    shared.schedule_offset,
+                    group.params.quantization_period,
+                    mixed.quantize_change_ratio if mixed.enabled and not shared.quantize_weight_in_forward else None,
+                    shared.quantize_verbose,
+                )
+            )
+
+    def _add_all(self, training: QuantizeTraining) -> None:
+        algorithm = training.quantize_algo
+        kind = training.quantize_type if training.quantize_type != "symmetric" else algorithm.q_type
+        made = []
+        for name, module in self._model.named_modules():
+            if compressible(module):
+                made.append(self._quantizer(module, name, kind, training.quantize_groups, algorithm.rounding))
+        mixed, when = training.fp16_mixed_quantize, training.quantize_schedule
+        bits = (training.quantize_bits.start_bits, training.quantize_bits.target_bits)
+        share = mixed.quantize_change_ratio if mixed.enabled else None
+        self._weights.append(
+            _Weights("all", made, bits, when.schedule_offset, when.quantize_period, share, training.quantize_verbose)
+        )
+
+    def _quantizer(self, module: nn.Module, name: str, kind: str, groups: int, rounding: str) -> WeightQuantizer:
+        weight = module._parameters.get("weight")
+        if weight is None:
+            raise CompressionError(f"{name} has no weight of its own to quantize")
+        shape = getattr(weight, "ds_shape", weight.shape)
+        if isinstance(module, nn.Embedding):
+            groups = shape[0]  # one scale per row
+        if shape.numel() % groups:
+            raise CompressionError(
+                f"{name}.weight of {shape.numel()} elements is no multiple of {groups} quantize_groups"
+            )
+        self._modules.append(compress_module(module))
+        made = module.__dict__["_weigh"] = WeightQuantizer(kind, groups, rounding == "stochastic")
+        return made
+
+    def _add_inputs(self, section: CompressionTraining) -> None:
+        shared, taken = section.activation_quantization.shared_parameters, set[str]()
+        for group in section.activation_quantization.different_groups.values():
+            made = []
+            for _, name, module in matched(self._model, group.modules):
+                if isinstance(module, nn.Embedding):
+                    continue  # its inputs are indices
+                if name in taken:
+                    raise CompressionError(f"{name} is named twice in activation_quantization")
+                taken.add(name)
+                self._modules.append(compress_module(module))
+                running = shared.range_calibration == "static"
+                act = QuantAct(group.params.bits or 8, shared.quantization_type, running, module)
+                module.__dict__["_activation"] = act
+                made.append(act)
+            self._inputs.append((shared.schedule_offset, made))
+
+    def at_step(self, step: int) -> None:
+        """`step` optimizer steps were applied."""
+        self._step = step
+        for group in self._weights:
+            bits, share = group.at(step)
+            for one in group.quantizers:
+                if group.verbose and one is group.quantizers[0] and one.bits != bits:
+                    say(f"weight quantization '{group.name}': {bits} bits after {step} steps")
+                one.bits, one.full = bits if bits < 16 or share else 0, share
+        for offset, acts in self._inputs:
+            for act in acts:
+                act.on = step >= offset
+
+    def bake(self, state: dict[str, Any]) -> None:
+        """Replace weights of a whole state dict by what forward sees of them; of a shared one under all its names."""
+        names: dict[int, list[str]] = {}
+        for name, param in self._model.named_parameters(remove_duplicate=False):
+            names.setdefault(id(param), []).append(name)
+        for module in self._model.modules():
+            weigh = module.__dict__.get("_weigh")
+            if weigh is not None and weigh.bits:
+                there = [name for name in names[id(module._parameters["weight"])] if name in state]
+                made = weigh(state[there[0]].detach()) if there else None
+                state.update(dict.fromkeys(there, made))
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing changes any more."""
+        weights = all(self._step >= group.last for group in self._weights)
+        return weights and all(self._step >= offset for offset, _ in self._inputs)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The step; everything else follows from it."""
+        return {"step": self._step}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Take it back."""
+        self.at_step(saved["step"])
+
+    def remove(self) -> None:
+        """Give all modules the classes they had."""
+        for module in self._modules:
+            plain_module(module)
+        self._modules.clear()

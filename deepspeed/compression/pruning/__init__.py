@@ -1,0 +1,1 @@
+"""Removes parameters: masks, importance scores, dependency groups, structured removal."""

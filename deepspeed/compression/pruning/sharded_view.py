@@ -1,0 +1,183 @@
+"""This rank's elements of a compressed parameter, and sums of them over ranks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.comm.collectives.collectives import READ, SMALL, spread, tag_of
+from deepspeed.comm.process_groups.axis import Axis
+from deepspeed.zero.gradients.buckets import Bucket
+from deepspeed.zero.optimizer.optimizer import ZeroOptimizer
+from deepspeed.zero.parameters.parameter import is_managed
+from deepspeed.zero.parameters.record import Member
+
+
+class Exchange:
+    """Sums and maxima over the ranks that share a state; all ranks call together, in one order.
+
+    Args:
+        axis: those ranks.
+        device: where messages start on axes whose backend is not on the CPU.
+    """
+
+    def __init__(self, axis: Axis, device: torch.device) -> None:
+        self.axis, self.device = axis, device
+        self._channel, self._rounds = axis.channel(), 0
+
+    def rows(self, row: torch.Tensor, label: str) -> torch.Tensor:
+        """Everybody's row.
+
+        Args:
+            row: 1-D, as long on every rank.
+            label: for reports.
+
+        Returns:
+            [ranks, n] on the CPU.
+        """
+        axis, n = self.axis, row.numel()
+        if axis.group is None or not n:
+            return row.detach().cpu().view(1, -1).expand(axis.size, -1)
+        where = torch.device("cpu") if axis.tagged else self.device
+        flat = torch.empty(axis.size * n, dtype=row.dtype, device=where)
+        flat[axis.rank * n : (axis.rank + 1) * n] = row.to(where)
+        self._rounds += 1
+        tag = tag_of(self._channel, SMALL, self._rounds)
+        spread(axis, flat, [rank * n for rank in range(axis.size + 1)], tag, label).wait()
+        return flat.view(axis.size, n).cpu()
+
+    def sum(self, row: torch.Tensor, label: str) -> torch.Tensor:
+        """The sum of everybody's row, in rank order."""
+        return self.rows(row, label).sum(0)
+
+    def max(self, number: float, label: str) -> float:
+        """The largest of everybody's number."""
+        return float(self.rows(torch.tensor([number], dtype=torch.float64), label).max())
+
+    def whole(self, part: torch.Tensor, cuts: Sequence[int], label: str) -> torch.Tensor:
+        """A tensor of which every rank has a part.
+
+        Args:
+            part: this rank's.
+            cuts: ranks + 1 boundaries.
+            label: for reports.
+
+        Returns:
+            1-D.
+        """
+        axis = self.axis
+        flat = torch.empty(cuts[-1], dtype=part.dtype, device=part.device)
+        flat[cuts[axis.rank] : cuts[axis.rank + 1]] = part
+        if axis.group is not None:
+            self._rounds += 1
+            spread(axis, flat, cuts, tag_of(self._channel, READ, self._rounds), label).wait()
+        return flat
+
+
+class Owned:
+    """One parameter, as this rank holds it: elements [low, high) of the flattened tensor.
+
+    Args:
+        name: in the model.
+        param: the parameter.
+        axis: the ranks that share the state.
+        optimizer: where its moments and gradients are; None when nothing is trained.
+    """
+
+    def __init__(self, name: str, param: nn.Parameter, axis: Axis, optimizer: ZeroOptimizer | None) -> None:
+        self.name, self.param, self.axis, self.optimizer = name, param, axis, optimizer
+        self.member: Member | None = param._ds_member if is_managed(param) else None  # type: ignore[attr-defined]
+        self.shape = torch.Size(param.shape if self.member is None else self.member.shape)
+        self.numel = self.shape.numel()
+        if self.member is None:
+            self.cuts = tuple(self.numel * rank // axis.size for rank in range(axis.size + 1))
+        else:
+            self.cuts = self.member.group.layout.cuts_of(self.member.index)
+        whole = self.member is None or not self.member.group.policy.owns_a_slice
+        self.low, self.high = (0, self.numel) if whole else self.counted
+
+    @property
+    def counted(self) -> tuple[int, int]:
+        """The part that is this rank's in a sum over ranks: no element belongs to two."""
+        return self.cuts[self.axis.rank], self.cuts[self.axis.rank + 1]
+
+    @property
+    def trained(self) -> bool:
+        """Whether the optimizer updates it."""
+        return self.member is not None and self.optimizer is not None and self.member.uid in self.optimizer.fragments
+
+    @property
+    def span(self) -> slice:
+        """Where [low, high) lies in this rank's master and gradient accumulator."""
+        if self.member is None:
+            return slice(self.low, self.high)
+        at = self.member.offset - self.member.group.low + self.low
+        return slice(at, at + self.high - self.low)
+
+    @contextlib.contextmanager
+    def values(self, changed: bool = False) -> Iterator[torch.Tensor]:
+        """The best values of [low, high), 1-D: the master's, where there is one."""
+        if self.member is None:
+            yield self.param.data.view(-1)
+            return
+        with self.member.group.updated.borrowed(changed) as lent:
+            yield lent[self.span]
+
+    @property
+    def bucket(self) -> Bucket | None:
+        """The gradient side of its group."""
+        if self.optimizer is None or self.member is None or not self.trained:
+            return None
+        return self.optimizer.reducer.bucket_of(self.member.group)
+
+    @contextlib.contextmanager
+    def gradient(self, changed: bool = False) -> Iterator[torch.Tensor | None]:
+        """The window's gradient of [low, high); None where no rank had one."""
+        bucket = self.bucket
+        if bucket is None or self.optimizer is None or self.member is None or not bucket.filled:
+            yield None
+        elif not self.optimizer.reducer.touched(bucket, self.member):
+            yield None
+        else:
+            with bucket.total.borrowed(changed) as total:
+                yield total[self.span]
+
+    def moments(self) -> Iterator[torch.Tensor]:
+        """Tensors of the optimizer state that are cut as the parameter is; valid inside the shard's `at_hand`."""
+        if self.optimizer is None or self.member is None:
+            return
+        for fragment in self.optimizer.fragments.get(self.member.uid, []):
+            for value in self.optimizer.optimizer.state.get(fragment.leaf, {}).values():
+                if isinstance(value, torch.Tensor) and value.dim() and value.numel() == fragment.range.numel:
+                    yield value.view(-1)
+
+    def part(self, held: torch.Tensor) -> torch.Tensor:
+        """What of a tensor over [low, high) is counted here."""
+        start, stop = self.counted
+        return held[start - self.low : stop - self.low]
+
+
+def owned_parameters(
+    module: nn.Module, axis: Axis, optimizer: ZeroOptimizer | None, names: Sequence[str]
+) -> dict[str, Owned]:
+    """The named parameters; tied ones once, under their first name.
+
+    Args:
+        module: the model.
+        axis: ranks that share the state.
+        optimizer: of the engine.
+        names: of parameters, any of a tied one's.
+    """
+    wanted = set(names)
+    first: dict[int, str] = {}
+    found: dict[str, Owned] = {}
+    named: Any = module.named_parameters(remove_duplicate=False)
+    for name, param in named:
+        home = first.setdefault(id(param), name)
+        if name in wanted and home not in found:
+            found[home] = Owned(home, param, axis, optimizer)
+    return found

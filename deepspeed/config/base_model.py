@@ -1,0 +1,265 @@
+"""The base classes and value types of the typed configuration sections."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Annotated, Any, ClassVar, Literal, cast
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, model_validator
+from pydantic.fields import FieldInfo
+from pydantic_core import CoreSchema, core_schema
+
+from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.foundation.log import warn_once
+
+AUTO = "auto"
+
+
+class DeepSpeedConfigModel(BaseModel):
+    """A block of a configuration as a typed object: `class Mine(DeepSpeedConfigModel): size: int = 1`.
+
+    Unknown names are refused. A value "auto" stands for the field's default, unless `strict=True` is given. A field
+    whose `json_schema_extra` says `"deprecated": True` is accepted with one warning; with `"new_param": NAME` (dotted
+    where it lies in a block) its value counts for that field, mapped by `"new_param_fn"`.
+
+    Raises:
+        pydantic.ValidationError: a name, type or value is wrong; it is a ValueError.
+    """
+
+    model_config = ConfigDict(
+        validate_default=True,
+        validate_assignment=True,
+        use_enum_values=True,
+        populate_by_name=True,
+        extra="forbid",
+        arbitrary_types_allowed=True,
+        protected_namespaces=(),
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _respell(cls, data: Any) -> Any:
+        return cls.respelled(cast("dict[str, Any]", data)) if isinstance(data, dict) else data
+
+    @classmethod
+    def respelled(cls, data: dict[str, Any]) -> dict[str, Any]:
+        """What was given, under the names and values that the fields take."""
+        if data.get("strict") is True and "strict" not in cls.model_fields:
+            return {name: value for name, value in data.items() if name != "strict"}
+        taken = {name: value for name, value in data.items() if not _is_auto(value) and name != "strict"}
+        if "strict" in cls.model_fields and "strict" in data:
+            taken["strict"] = data["strict"]
+        for name, field in cls.model_fields.items():
+            extra = field.json_schema_extra
+            said = cast("dict[str, Any]", extra) if isinstance(extra, dict) else {}
+            spelled = next((one for one in (name, field.alias) if one in taken), None)
+            if spelled is not None and said.get("deprecated"):
+                _hand_on(cls, taken, spelled, said)
+        return taken
+
+
+def _is_auto(value: object) -> bool:
+    return isinstance(value, str) and value == AUTO
+
+
+def _hand_on(cls: type[BaseModel], taken: dict[str, Any], old: str, said: dict[str, Any]) -> None:
+    """Let the value of a deprecated field count for the one that took its place."""
+    new: str = said.get("new_param") or ""
+    advice = said.get("deprecated_msg") or (f"use {new}" if new else "leave it out")
+    warn_once(f"{cls.__name__}.{old} is deprecated: {advice}")
+    if not new or said.get("set_new_param") is False:
+        return
+    change: Callable[[Any], Any] = said.get("new_param_fn") or (lambda value: value)
+    *blocks, last = new.split(".")
+    home: Any = taken
+    for block in blocks:
+        home = home.setdefault(block, {})
+    if isinstance(home, dict) and last in home:
+        raise ValueError(f"{old} is deprecated, and {new}, which took its place, is given as well")
+    if isinstance(home, dict):
+        home[last] = change(taken[old])
+
+
+def get_scalar_param(param_dict: Mapping[str, Any], param_name: str, param_default_value: Any) -> Any:
+    """The value under a name, else the default."""
+    return param_dict.get(param_name, param_default_value)
+
+
+get_list_param = get_dict_param = get_scalar_param
+
+
+def dict_raise_error_on_duplicate_keys(ordered_pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """A dict of pairs, for `json.load(object_pairs_hook=…)`.
+
+    Raises:
+        DeepSpeedConfigError: a name stands twice.
+    """
+    made = dict(ordered_pairs)
+    if len(made) < len(ordered_pairs):
+        names = [name for name, _ in ordered_pairs]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        raise DeepSpeedConfigError(f"duplicate keys in one object: {', '.join(twice)}")
+    return made
+
+
+Status = Literal["implemented", "moot by design", "not available yet"]
+
+
+@dataclass(frozen=True)
+class Note:
+    """What the table of keys says of one field, beside its type and default.
+
+    Attributes:
+        meaning: one phrase.
+        status: the class of the key.
+        instead: for a moot key, what takes its place.
+        aliases: other spellings, accepted quietly.
+        deprecated: old spellings, accepted with one warning.
+        idle: values beside the default that ask for nothing.
+    """
+
+    meaning: str
+    status: Status = "implemented"
+    instead: str = ""
+    aliases: tuple[str, ...] = ()
+    deprecated: tuple[str, ...] = ()
+    idle: tuple[Any, ...] = ()
+
+
+class Section(DeepSpeedConfigModel):
+    """A block of the JSON: frozen, strict in its names and types.
+
+    `switch` names the key (dotted, inside the block) that turns the block on; at its default nothing in the block asks
+    for anything. With `open_names`, a name that no key of the block is near to is passed over with a warning.
+    """
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        protected_namespaces=(),
+        validate_default=False,
+        validate_assignment=False,
+        use_enum_values=False,
+        arbitrary_types_allowed=False,
+        populate_by_name=False,
+        defer_build=True,  # the schema is built at the first use, not at import
+    )
+    switch: ClassVar[str] = ""
+    open_names: ClassVar[bool] = False
+
+    @classmethod
+    def respelled(cls, data: dict[str, Any]) -> dict[str, Any]:
+        """Canonical names in place of aliases and deprecated spellings, values in place of enums."""
+        names = {old: name for name, field in cls.model_fields.items() for old in _spelled(field)}
+        given = {names.get(name, name): value for name, value in super().respelled(data).items()}
+        return {name: value.value if isinstance(value, Enum) else value for name, value in given.items()}
+
+
+def _spelled(field: FieldInfo) -> tuple[str, ...]:
+    note = note_of(field)
+    return (*note.aliases, *note.deprecated)
+
+
+def _field(default: Any, note: Note, limits: dict[str, Any]) -> Any:
+    extra: Any = {"note": note}
+    if isinstance(default, type) and issubclass(default, Section):
+        limits = {"default_factory": default}
+    else:
+        limits = {"default": default, **limits}
+    made: Any = Field(json_schema_extra=extra, **limits)
+    return made
+
+
+def key(
+    default: Any, meaning: str, *, aliases: Sequence[str] = (), deprecated: Sequence[str] = (), **limits: Any
+) -> Any:
+    """A key that does what it says; `limits` are pydantic's (`ge`, `gt`, `le`, `lt`). A section class is a block."""
+    return _field(default, Note(meaning, aliases=tuple(aliases), deprecated=tuple(deprecated)), limits)
+
+
+def moot(
+    default: Any,
+    meaning: str,
+    instead: str,
+    *,
+    aliases: Sequence[str] = (),
+    deprecated: Sequence[str] = (),
+    **limits: Any,
+) -> Any:
+    """A key that is accepted and has nothing left to decide; `instead` is what takes its place."""
+    note = Note(meaning, "moot by design", instead, aliases=tuple(aliases), deprecated=tuple(deprecated))
+    return _field(default, note, limits)
+
+
+def later(default: Any, meaning: str, *, idle: Sequence[Any] = (), aliases: Sequence[str] = (), **limits: Any) -> Any:
+    """A key whose feature is not there yet: refused when its value is neither the default nor one of `idle`."""
+    return _field(default, Note(meaning, "not available yet", aliases=tuple(aliases), idle=tuple(idle)), limits)
+
+
+def note_of(field: FieldInfo) -> Note:
+    """The note that `key`, `moot` or `later` left on a field."""
+    return cast(Note, cast("dict[str, Any]", field.json_schema_extra)["note"])
+
+
+def _whole(value: object) -> object:
+    """JSON writes large counts as 5e8, which parses as a float."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _dtype_name(value: object) -> object:
+    """One spelling per dtype; torch's own objects are recognised by their name, so torch is not imported."""
+    name = str(value).lower().removeprefix("torch.")
+    return _DTYPES.get(name, value)
+
+
+def _print_interval(value: object) -> float:
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
+        return float(value)
+    raise ValueError("expected a number above 0, inf, or null for no progress lines")
+
+
+def _one_of(*names: str) -> BeforeValidator:
+    """Fold the case of a name to the spelling of the list."""
+    folded = {name.lower(): name for name in names}
+    return BeforeValidator(lambda value: folded.get(value.lower(), value) if isinstance(value, str) else value)
+
+
+_DTYPES = {
+    "fp32": "fp32", "float32": "fp32", "float": "fp32",
+    "fp16": "fp16", "float16": "fp16", "half": "fp16",
+    "bf16": "bf16", "bfloat16": "bf16",
+}  # fmt: skip
+
+Int = Annotated[int, BeforeValidator(_whole)]
+Dtype = Annotated[Literal["fp32", "fp16", "bf16"], BeforeValidator(_dtype_name)]
+LowDtype = Annotated[Literal["fp16", "bf16"], BeforeValidator(_dtype_name)]
+Interval = Annotated[float, Field(allow_inf_nan=True), BeforeValidator(_print_interval)]
+AllreduceOp = Annotated[Literal["mean", "sum"], _one_of("mean", "sum")]
+LogLevel = Annotated[
+    Literal["debug", "info", "warning", "error", "critical"], _one_of("debug", "info", "warning", "error", "critical")
+]
+TagValidation = Annotated[Literal["Ignore", "Warn", "Fail"], _one_of("Ignore", "Warn", "Fail")]
+Names = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
+NumberOrList = float | list[float]
+
+
+@dataclass(frozen=True)
+class Kwargs:
+    """Marks a dict handed to a class as keyword arguments: the names in `model` are type-checked, others pass."""
+
+    model: type[Section]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Validate with the model, keep a plain dict of what was given."""
+        schema = handler.generate_schema(self.model)
+        return core_schema.no_info_after_validator_function(lambda model: model.model_dump(exclude_unset=True), schema)
+
+
+def is_number(value: object) -> bool:
+    """A finite int or float, and not a bool."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,0 +1,102 @@
+"""Collects the problems of a configuration, one line each, into one error."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from deepspeed.config.base_model import Section
+from deepspeed.config.schema import child_of, sections_by_path, spellings
+from deepspeed.errors import BatchSizeError, DeepSpeedConfigError, NotAvailableError
+
+_LONGEST_VALUE = 60
+_TYPO = 2  # so few edits from a key, and a name is that key, spelled wrong
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One wrong value: `text` is the whole line; `kind` decides the class of the error."""
+
+    text: str
+    kind: Literal["wrong", "batch", "unavailable"] = "wrong"
+
+
+def show(value: object) -> str:
+    """A value as the user would have written it in JSON, cut to one line."""
+    try:
+        text = json.dumps(value)
+    except (TypeError, ValueError, RecursionError):
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 3] + "..."
+
+
+def wrong(path: str, value: object, text: str) -> Problem:
+    """A problem with the value at a path."""
+    return Problem(f"{path} = {show(value)}: {text}")
+
+
+def nearest(name: str, section: type[Section]) -> str:
+    """Where an unknown key was meant to go: its home elsewhere, or the closest name."""
+    siblings = spellings(section)
+    homes = [path for path in _homes(name) if path]
+    close = difflib.get_close_matches(name, siblings, n=1, cutoff=0.75)
+    if homes and len(homes) <= 3:
+        return "it belongs at " + " or ".join(f'"{path}"' for path in homes)
+    if close:
+        return f'did you mean "{close[0]}"?'
+    everywhere = {spelling for found in sections_by_path().values() for spelling in spellings(found)}
+    close = difflib.get_close_matches(name, sorted(everywhere), n=1, cutoff=0.75)
+    if close:
+        return f'did you mean "{_homes(close[0])[0]}"?'
+    if section is sections_by_path()[""]:
+        return "no key has a similar name; see docs/configuration.md"
+    return "the keys here are " + ", ".join(sorted(section.model_fields))
+
+
+def near(name: str, value: object, section: type[Section]) -> str | None:
+    """The key of a section that a name is at most two edits from; a text where that key is a block is a remark."""
+    for spelling, (field, _) in spellings(section).items():
+        if abs(len(spelling) - len(name)) <= _TYPO and _edits(name, spelling) <= _TYPO:
+            child = child_of(section.model_fields[field])
+            if child is None or not isinstance(value, str):
+                return spelling
+    return None
+
+
+def _edits(left: str, right: str) -> int:
+    """Least number of letters put in, taken out or replaced that makes one text of the other."""
+    row = list(range(len(right) + 1))
+    for at, letter in enumerate(left, 1):
+        before, row = row, [at]
+        for to, other in enumerate(right, 1):
+            row.append(min(before[to] + 1, row[-1] + 1, before[to - 1] + (letter != other)))
+    return row[-1]
+
+
+def _homes(name: str) -> list[str]:
+    return [
+        f"{path}.{name}" if path else name for path, section in sections_by_path().items() if name in spellings(section)
+    ]
+
+
+def raise_for(problems: Sequence[Problem]) -> None:
+    """Raise one error that lists all problems.
+
+    Raises:
+        BatchSizeError: every problem is about the batch triple.
+        NotAvailableError: every problem asks for a feature that is not there.
+        DeepSpeedConfigError: anything else.
+    """
+    if not problems:
+        return
+    kinds = {problem.kind for problem in problems}
+    error = DeepSpeedConfigError
+    if len(kinds) == 1:
+        error = {"batch": BatchSizeError, "unavailable": NotAvailableError}.get(problems[0].kind, error)
+    lines = list(dict.fromkeys(problem.text for problem in problems))
+    if len(lines) == 1:
+        raise error(f"The configuration has a problem: {lines[0]}")
+    raise error(f"The configuration has {len(lines)} problems:\n  " + "\n  ".join(lines))

@@ -1,0 +1,571 @@
+"""Saves and loads checkpoints of an engine, with the small state of the run."""
+
+from __future__ import annotations
+
+import random
+import time
+import zlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.activation_checkpointing.rng import tracker
+from deepspeed.checkpoint.compat.upstream_read import open_foreign
+from deepspeed.checkpoint.compat.upstream_write import SCRIPTS, UpstreamWriter, plain, upstream_names
+from deepspeed.checkpoint.format import filesystem
+from deepspeed.checkpoint.format.manifest import LEFT_OUT, Manifest
+from deepspeed.checkpoint.format.safetensors_file import Seal
+from deepspeed.checkpoint.load import load
+from deepspeed.checkpoint.load.directory import Finder, prune
+from deepspeed.checkpoint.load.reader import NativeSource, Source
+from deepspeed.checkpoint.ranks import Ranks
+from deepspeed.checkpoint.save.async_save import Background
+from deepspeed.checkpoint.save.save import Contents, Saving, Target
+from deepspeed.checkpoint.save.snapshot import Captured, capture
+from deepspeed.comm.process_groups.process_group import get_local_rank
+from deepspeed.engine.data_loading import DeepSpeedDataLoader
+from deepspeed.engine.engine_state import EngineState
+from deepspeed.engine.state_dict_io import WeightsIO
+from deepspeed.errors import CheckpointCorruptError, CheckpointError
+from deepspeed.foundation.log import say, warn_once
+from deepspeed.foundation.malloc import own_pages
+from deepspeed.foundation.spans import SAVE, recorder
+from deepspeed.version import __version__
+from deepspeed.zero.api.gathered_parameters import GatheredParameters
+from deepspeed.zero.api.state_view import StateView
+from deepspeed.zero.gradients.accumulation import Way
+
+COUNTERS = ("global_steps", "micro_steps", "global_samples", "skipped_steps")
+
+
+def capture_run(state: EngineState) -> dict[str, Any]:
+    """The state that all ranks share.
+
+    Args:
+        state: of the engine.
+    """
+    optimizer, loader, window = state.components.optimizer, state.training_dataloader, state.window
+    made: dict[str, Any] = {
+        "counters": {name: getattr(state, name) for name in COUNTERS},
+        "window": {"seen": window.seen, "sums": bool(window.ways & Way.SUM)},
+        "batch": {"micro": window.micro, "gas": window.steps, "ranks": state.axes.data.size},
+        "data": loader.state_dict() if isinstance(loader, DeepSpeedDataLoader) else None,
+        "scheduler": state.lr_scheduler.state_dict() if hasattr(state.lr_scheduler, "state_dict") else None,
+    }
+    if state.compression is not None or state.removals:
+        more = {} if state.compression is None else state.compression.state_dict()
+        made["compression"] = {**more, "removals": [removal.to_json() for removal in state.removals]}
+    if optimizer is not None:
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        scaler = None if optimizer.scaler is None else optimizer.scaler.state_dict()
+        made["optimizer"] = {"class": type(optimizer.optimizer).__name__, "groups": groups, "scaler": scaler}
+    return made
+
+
+def capture_private(state: EngineState) -> dict[str, Any]:
+    """The state that belongs to this rank alone."""
+    optimizer, reducer = state.components.optimizer, state.components.reducer
+    made: dict[str, Any] = {"random": capture_random()}
+    window = state.window
+    if optimizer is not None and reducer is not None and window.seen + (not reducer.clean):
+        made["window"] = {"ways": window.ways, "items": window.items, "deferred": window.deferred}
+    return made
+
+
+def capture_random() -> dict[str, Any]:
+    """The states of all random generators of this process, those that `get_cuda_rng_tracker` has by name included."""
+    accelerator = get_accelerator()
+    made: dict[str, Any] = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+    made["named"] = tracker.get_states()
+    if accelerator.device_name() != "cpu":
+        made["device"] = accelerator.get_rng_state()
+    return made
+
+
+def restore_random(saved: dict[str, Any]) -> None:
+    """Put the random generators back; named states that the checkpoint lacks stay as they are."""
+    random.setstate(saved["python"])
+    np.random.set_state(saved["numpy"])
+    torch.set_rng_state(saved["torch"])
+    tracker.set_states(tracker.get_states() | saved.get("named", {}))
+    if "device" in saved and get_accelerator().device_name() != "cpu":
+        get_accelerator().set_rng_state(saved["device"])
+
+
+def restore_run(state: EngineState, saved: dict[str, Any]) -> None:
+    """Take back counters and data position; those of the window come with its gradients."""
+    for name, value in saved.get("counters", {}).items():
+        setattr(state, name, value)
+    loader = state.training_dataloader
+    if saved.get("data") is not None and isinstance(loader, DeepSpeedDataLoader):
+        loader.load_state_dict(saved["data"])
+
+
+def restore_optimizer(state: EngineState, saved: dict[str, Any]) -> None:
+    """Take back the loss scaler; say so when the optimizer is another one."""
+    optimizer = state.components.optimizer
+    if optimizer is None:
+        return
+    if optimizer.scaler is not None and saved.get("scaler") is not None:
+        optimizer.scaler.load_state_dict(saved["scaler"])
+    now, before = type(optimizer.optimizer).__name__, saved.get("class")
+    if before not in (None, now):
+        say(f"the checkpoint is of {before}, the engine has {now}: the state is taken over by its keys")
+
+
+def restore_scheduler(state: EngineState, saved: Any) -> None:
+    """Take back the schedule."""
+    if saved is None or state.lr_scheduler is None:
+        return
+    try:
+        state.lr_scheduler.load_state_dict(saved)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"the scheduler {type(state.lr_scheduler).__name__} does not take the saved state ({error!r}); load with "
+            f"load_lr_scheduler_states=False if it is meant to be another one"
+        ) from error
+
+
+def window_fits(state: EngineState, saved: dict[str, Any]) -> bool:
+    """Whether the micro-batches of a saved window are a whole number of micro-batches here, of an equal batch."""
+    then, seen = saved.get("batch"), saved.get("window", {}).get("seen", 0)
+    if then is None:
+        return False
+    now = (state.window.micro, state.axes.data.size)
+    samples = seen * then["micro"] * then["ranks"]
+    batch = then["micro"] * then["ranks"] * then["gas"]
+    return batch == now[0] * now[1] * state.window.steps and samples % (now[0] * now[1]) == 0
+
+
+def restore_window(state: EngineState, saved: dict[str, Any], window: dict[str, Any] | None, same_ranks: bool) -> None:
+    """Go on in the middle of a window, once its gradients are back.
+
+    Args:
+        state: of the engine.
+        saved: what `capture_run` gave.
+        window: this rank's own part of it.
+        same_ranks: as many ranks as saved.
+    """
+    then, now = saved["batch"], state.window
+    seen = saved["window"]["seen"] * then["micro"] * then["ranks"] // (now.micro * state.axes.data.size)
+    ways, items = int(Way.SUM if saved["window"]["sums"] else Way.NONE), 0.0
+    if window is not None and same_ranks:
+        ways, items = _counted(window, ways)
+    now.resume(seen, ways, items)
+
+
+def _counted(window: dict[str, Any], sums: int) -> tuple[int, float]:
+    """(ways of counting, items) of a rank's window; earlier checkpoints say (items, whether they count, backwards)."""
+    if "ways" in window:
+        return window["ways"], window["items"]
+    items, counts, backwards = window["counts"]
+    return int(Way.ITEMS) if counts else sums or int(Way.MEAN if backwards else Way.NONE), items
+
+
+def restart_window(state: EngineState, saved: dict[str, Any]) -> None:
+    """Go on from the beginning of a window: its gradients are dropped, its samples come again."""
+    seen, then = saved["window"]["seen"], saved["batch"]
+    loader = state.training_dataloader
+    if isinstance(loader, DeepSpeedDataLoader):
+        loader.rewind(seen * then["micro"] * then["ranks"])
+    state.micro_steps -= seen
+    say(
+        f"the checkpoint was saved after {seen} of {then['gas']} micro-batches of a window, which are no whole number "
+        f"of micro-batches on {state.axes.data.size} rank(s): the window starts again"
+    )
+
+
+@dataclass(frozen=True)
+class _What:
+    """What a load takes over; see `load_checkpoint`."""
+
+    strict: bool
+    optimizer: bool
+    scheduler: bool
+    run: bool
+    custom: Callable[..., Any] | None
+
+
+class CheckpointIO:
+    """The checkpoints of an engine.
+
+    Args:
+        state: of the engine.
+        weights: refuses what a load has left in pieces.
+    """
+
+    def __init__(self, state: EngineState, weights: WeightsIO) -> None:
+        self._state, self._weights = state, weights
+        self._background = Background()
+        self._extra_objects: list[Any] = []
+        self.replay_removals: Callable[[dict[str, Any]], None] = lambda _saved: None  # told of a save's removals
+        self.guard: Callable[[], AbstractContextManager[None]] = nullcontext  # around what makes state
+        self.remember: Callable[[Any, Any], None] = lambda _folder, _client_state: None  # told of every save and load
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Save and load the state of these objects with every checkpoint.
+
+        Args:
+            objects: each with `state_dict()` and `load_state_dict(state)`; the order counts.
+        """
+        for one in objects:
+            if not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict")):
+                raise CheckpointError(f"a {type(one).__name__} has no state_dict and load_state_dict to checkpoint")
+        self._extra_objects += objects
+
+    # -- saving ---------------------------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        save_dir: str,
+        tag: str | None = None,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write `<save_dir>/<tag>/`; all ranks call together.
+
+        A checkpoint of that tag stays whole until the new one is. With `checkpoint.async_save` this returns as soon
+        as the state is copied; a failure is raised by the next save, load or `destroy`.
+
+        Args:
+            save_dir: folder of checkpoints; made if it is not there.
+            tag: name of this one; None: `global_step<N>`.
+            client_state: values to get back from `load_checkpoint`; rank 0's count.
+            save_latest: loading without a tag finds this one.
+            exclude_frozen_parameters: leave parameters out that do not require a gradient.
+
+        Returns:
+            True.
+
+        Raises:
+            CheckpointError: something has no place in a checkpoint, the disk is too full, or writing failed; the
+                checkpoints that were there before are as they were.
+        """
+        with recorder.span(SAVE, "save"):
+            return self._save(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
+
+    def _save(
+        self,
+        save_dir: str,
+        tag: str | None,
+        client_state: dict[str, Any] | None,
+        save_latest: bool,
+        leave_out_frozen: bool,
+    ) -> bool:
+        """See `save_checkpoint`."""
+        started = time.perf_counter()
+        self.wait_for_checkpoint()
+        self._weights.check_whole()
+        settings = self._state.ds_config.top.checkpoint
+        ranks = Ranks(self._state.everyone)
+        self._check_format(ranks)
+        node_local = settings.use_node_local_storage and get_local_rank() == 0
+        target = Target(
+            Path(save_dir),
+            filesystem.checked_tag(tag if tag is not None else f"global_step{self._state.global_steps}"),
+            ranks.rank == 0 or node_local,
+            save_latest,
+            SCRIPTS,
+            settings.tag_validation,
+        )
+        self.remember(save_dir, client_state)
+        saving = Saving(target, self._contents(ranks, client_state or {}, leave_out_frozen), ranks)
+        saving.begin()
+        if settings.async_save or settings.writer.decoupled:
+            aside = self._background.ranks(self._state.everyone)
+            self._background.start(saving, aside, lambda: self._finish(saving, aside, started))
+        else:
+            saving.place()
+            saving.write()
+            self._finish(saving, ranks, started)
+        return True
+
+    def _finish(self, saving: Saving, ranks: Ranks, started: float) -> None:
+        """What follows once all tensors are written."""
+        settings, target = self._state.ds_config.top.checkpoint, saving.target
+        saving.commit(self._upstream_files(saving, ranks) if settings.format == "deepspeed" else None)
+        if settings.keep_last is not None:
+            with ranks.together("removing old checkpoints"):
+                if target.leads:
+                    prune(target.folder, target.tag, settings.keep_last, settings.keep_every)
+        if settings.writer.show_statistics:
+            seconds, mib = time.perf_counter() - started, sum(entry.nbytes for entry in saving.entries) / 2**20
+            say(f"checkpoint '{target.tag}': {mib:.0f} MiB per rank in {seconds:.2f} s, {mib / seconds:.0f} MiB/s")
+
+    def _upstream_files(self, saving: Saving, ranks: Ranks) -> Callable[[Path, Manifest], dict[str, Seal]]:
+        """What writes upstream's files next to the native ones of a save."""
+        run, client = saving.contents.state["engine"], saving.contents.state["client_state"]
+        counters = {name: run["counters"][name] for name in ("global_steps", "skipped_steps", "global_samples")}
+        shared = {**counters, "lr_scheduler": run["scheduler"], "ds_config": self._state.ds_config.raw, **plain(client)}
+        optimizer = run.get("optimizer", {})
+        settings, scale = optimizer.get("groups", []), (optimizer.get("scaler") or {}).get("scale", 1.0)
+
+        def write(folder: Path, manifest: Manifest) -> dict[str, Seal]:
+            source = NativeSource(folder, manifest, ranks, [set(manifest.files)] * ranks.size)
+            return UpstreamWriter(source, ranks, settings, scale, shared).write()
+
+        return write
+
+    def wait_for_checkpoint(self) -> None:
+        """Wait for a save that is under way, and raise what went wrong with it."""
+        self._background.wait()
+
+    def _check_format(self, ranks: Ranks) -> None:
+        """Upstream's files are of data-parallel ranks: refuse where another rank has another slice of the model."""
+        if self._state.ds_config.top.checkpoint.format == "deepspeed":
+            sliced = ranks.gather(self._state.view().cut)
+            if any(sliced) or self._state.sliced:
+                raise CheckpointError(
+                    "checkpoint.format: deepspeed cannot be written: ranks hold slices of the model, and the files of "
+                    "its layout here are those of whole models; save natively and export with ds_checkpoint"
+                )
+
+    def _contents(self, ranks: Ranks, client_state: dict[str, Any], leave_out_frozen: bool) -> Contents:
+        view = self._state.view()
+        view.settle()
+        view.settle_gradients(Ranks(self._state.axes.same_slice).gather)
+        captured = capture(view, leave_out_frozen)
+        captured.private |= capture_private(self._state)
+        self._add_own_buffers(captured, view, ranks)
+        state = {
+            "engine": capture_run(self._state),
+            "client_state": client_state,
+            "objects": [one.state_dict() for one in self._extra_objects],
+            "module": self._extra_state(ranks),
+        }
+        about = {
+            "package": __version__,
+            "ranks": ranks.size,
+            "global_steps": self._state.global_steps,
+            "stage": self._state.ds_config.zero.stage,
+            "precision": str(self._state.components.dtype).removeprefix("torch."),
+            "mesh": self._state.model_dims,
+            "aliases": view.aliases,
+            "has_gradients": any(ranks.gather(view.has_gradients)) if self._state.sliced else view.has_gradients,
+            "model_config": _model_config(self._state.module),
+        }
+        settings = self._state.ds_config.top.checkpoint
+        beside = {}
+        if ranks.rank == 0 and settings.format == "native":
+            beside = upstream_names(client_state, about, state["engine"]["counters"])
+        return Contents(captured, state, about, beside, settings.client_state_pickle)
+
+    def _add_own_buffers(self, captured: Captured, view: StateView, ranks: Ranks) -> None:
+        """Buffers that differ from the first rank's, as running statistics do, are this rank's own state."""
+        if not view.buffers and not self._state.sliced:
+            return
+        mine = {name: (view.box(name), _fingerprint(buffer)) for name, buffer in view.buffers.items()}
+        first: dict[Any, int] = {}
+        for told in ranks.gather(mine):
+            for name, (box, print_) in told.items():
+                first.setdefault((name, box), print_)
+        own = [name for name, (box, print_) in mine.items() if print_ != first[name, box]]
+        captured.private["buffers"] = {name: view.buffers[name].detach().clone() for name in own}
+
+    def _extra_state(self, ranks: Ranks) -> dict[str, Any]:
+        """What modules give as extra state, by module name; of all stages."""
+        mine = _extra_state(self._state.module)
+        told = ranks.gather(mine) if self._state.sliced else [mine]
+        return {name: state for one in reversed(told) for name, state in one.items()}
+
+    # -- loading --------------------------------------------------------------------------------------------------
+
+    def load_checkpoint(
+        self,
+        load_dir: str,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Read a checkpoint into the engine, whatever stage, precision and number of ranks it was saved with.
+
+        Args:
+            load_dir: folder of checkpoints.
+            tag: which; None: what `latest` names, or the newest that is complete.
+            load_module_strict: the same parameters and buffers must be on both sides.
+            load_optimizer_states: optimizer, loss scale and gradients of an open window too.
+            load_lr_scheduler_states: the schedule too.
+            load_module_only: weights and client state alone; counters stay.
+            custom_load_fn: called as `custom_load_fn(src=state_dict, dst=module)` instead of matching names.
+
+        Returns:
+            (folder that was read, client state and with it `ds_version`, the version of what saved it);
+            (None, None) when there is no checkpoint.
+
+        Raises:
+            CheckpointMissingError: the tag, or one of its files, is not there.
+            CheckpointCorruptError: it is broken.
+            CheckpointError: it does not fit the model.
+
+        A checkpoint that does not fit is refused before anything is changed. Bytes that turn out to be wrong are
+        found while tensors are replaced: the engine then raises `UsageError` until another load has gone through.
+        """
+        self.wait_for_checkpoint()
+        self.remember(load_dir, None)
+        ranks = Ranks(self._state.everyone)
+        finder = Finder(Path(load_dir), ranks, self._state.ds_config.top.checkpoint.client_state_pickle)
+        what = _What(
+            load_module_strict,
+            load_optimizer_states and not load_module_only,
+            load_lr_scheduler_states and not load_module_only,
+            not load_module_only,
+            custom_load_fn,
+        )
+        if tag is not None:
+            found = finder.named(filesystem.checked_tag(tag))
+            return self._load(found, ranks, what)
+        return self._load_latest(finder, ranks, what)
+
+    def _load_latest(self, finder: Finder, ranks: Ranks, what: _What) -> tuple[str | None, dict[str, Any] | None]:
+        name = filesystem.LATEST_UNIVERSAL if self._state.ds_config.top.checkpoint.load_universal else filesystem.LATEST
+        tag = finder.latest(name)
+        if tag is None and name == filesystem.LATEST_UNIVERSAL:
+            raise CheckpointError(f"{finder.folder} has no '{name}' (checkpoint.load_universal)")
+        if tag is not None:
+            try:
+                return self._load(finder.named(tag), ranks, what)
+            except CheckpointCorruptError as error:
+                finder.skip(tag, str(error))
+            except FileNotFoundError as error:
+                finder.skip(tag, str(error))
+        while True:
+            found = finder.newest(set(finder.skipped))
+            if found is None:
+                if finder.skipped:
+                    raise CheckpointCorruptError(f"no checkpoint in {finder.folder} can be loaded: {finder.skipped}")
+                warn_once(f"there is no checkpoint in {finder.folder}; nothing was loaded")
+                return None, None
+            try:
+                return self._load(found, ranks, what)
+            except CheckpointCorruptError as error:
+                finder.skip(found.path.name, str(error))
+
+    def _load(self, found: Source | Path, ranks: Ranks, what: _What) -> tuple[str, dict[str, Any]]:
+        source = self._opened(found, ranks)
+        view = self._state.view()
+        saved = source.state()
+        run = saved.get("engine", {})
+        elsewhere = self._state.names_elsewhere(view)
+        with ranks.together("comparing the checkpoint with the engine"):
+            rows, report = load.compare(view, source, what.strict and what.custom is None, elsewhere)
+            if what.custom is not None:
+                self._weights.check_custom(view)
+            optimizer = (
+                run.get("optimizer") if what.optimizer and self._state.components.optimizer is not None else None
+            )
+            settings = None if optimizer is None else optimizer["groups"]
+            if settings is not None:
+                load.check_optimizer(view, source, rows, settings)
+            if what.run:
+                self._check_objects(saved.get("objects", []))
+        # A load makes and drops copies of all that there is: they are not to leave holes in the heap.
+        with self._weights.replacing(optimizer is not None), self.guard(), own_pages():
+            self._state.forget_window()
+            if what.custom is None:
+                rounded = not self._state.ds_config.zero.load_from_fp32_weights
+                load.load_values(view, source, rows, settings, rounded)
+            else:
+                self._load_custom(source, view, what.custom)
+                if settings is not None:
+                    load.load_optimizer(view, source, rows, settings)
+            if optimizer is not None:
+                restore_optimizer(self._state, optimizer)
+            if what.scheduler:
+                restore_scheduler(self._state, run.get("scheduler"))
+            self._restore_modules(saved.get("module", {}))
+            compressed = run.get("compression", {})
+            if what.run and "training_steps" in compressed and self._state.compression is not None:
+                self._state.compression.load_state_dict(compressed)
+            if what.run:
+                self._restore_run(source, view, rows, run, what.optimizer)
+                for one, state in zip(self._extra_objects, saved.get("objects", []), strict=True):
+                    one.load_state_dict(state)
+        left = f", {len(report.left_out)} frozen parameters kept (the save left them out)" if report.left_out else ""
+        gone = f", missing {report.missing[:4]}" if report.missing else ""
+        more = f", not used {report.unexpected[:4]}" if report.unexpected else ""
+        say(f"loaded {report.elements:,} of {report.total:,} elements from {source.path}{left}{gone}{more}")
+        written_by = source.manifest.about.get("package")
+        return str(source.path), {**({"ds_version": written_by} if written_by else {}), **saved.get("client_state", {})}
+
+    def _restore_modules(self, saved: dict[str, Any]) -> None:
+        modules = dict(self._state.module.named_modules())
+        for name, state in saved.items():
+            if name in modules or not self._state.sliced:  # else it belongs to another stage
+                modules[name].set_extra_state(state)
+
+    def _opened(self, found: Source | Path, ranks: Ranks) -> Source:
+        """The source of a load; the model is what it was when that was saved, if units had been removed by then."""
+        if not isinstance(found, Source):
+            with ranks.together("opening the checkpoint"):
+                return open_foreign(found, self._state.view().optimizer_names())
+        self.replay_removals(found.state().get("engine", {}).get("compression", {}))
+        return found
+
+    def _restore_run(
+        self, source: Source, view: StateView, rows: dict[str, Any], run: dict[str, Any], gradients: bool
+    ) -> None:
+        """Counters, data position, this rank's randomness, and the gradients of an open window."""
+        restore_run(self._state, run)
+        ranks, about = Ranks(self._state.everyone), source.manifest.about
+        same_ranks = about.get("ranks") == ranks.size and about.get("mesh", {}) == self._state.model_dims
+        private = source.private(ranks.rank) if same_ranks else {}
+        if "random" in private:
+            restore_random(private["random"])
+        for name, values in private.get("buffers", {}).items():
+            if name in view.buffers:
+                view.buffers[name].copy_(values)
+        window = run.get("window", {})
+        has_gradients = bool(about.get("has_gradients"))
+        if not (window.get("seen") or has_gradients):
+            return
+        if not (gradients and window_fits(self._state, run)):
+            restart_window(self._state, run)
+            return
+        if has_gradients:
+            same, touched = load.load_window(view, source, rows, ranks, private)
+            view.resume_window(touched, private["window"]["deferred"] if same else self._state.window.steps > 1)
+        restore_window(self._state, run, private.get("window"), same_ranks)
+
+    def _check_objects(self, states: list[Any]) -> None:
+        if len(states) != len(self._extra_objects):
+            raise CheckpointError(
+                f"the checkpoint holds the state of {len(states)} registered objects, and {len(self._extra_objects)} "
+                f"are registered here; call register_for_checkpointing with the same objects before loading"
+            )
+
+    def _load_custom(self, source: Source, view: StateView, load: Callable[..., Any]) -> None:
+        """Hand the whole state dict and the gathered module to a client's function; rank 0's module counts."""
+        rows = [row for row in source.manifest.rows if row.kind != LEFT_OUT]
+        state = {row.name: source.whole(row.name) for row in rows}
+        state |= {alias: state[name] for alias, name in source.manifest.aliases.items() if name in state}
+        first = self._state.axes.same_slice.ranks[0]
+        with GatheredParameters(list(self._state.module.parameters()), modifier_rank=first):
+            load(src=state, dst=self._state.module)
+        view.settle()
+
+
+def _extra_state(module: torch.nn.Module) -> dict[str, Any]:
+    """What modules give as extra state, by module name."""
+    none = torch.nn.Module.get_extra_state
+    having = [(name, child) for name, child in module.named_modules() if type(child).get_extra_state != none]
+    return {name: child.get_extra_state() for name, child in having}
+
+
+def _model_config(module: torch.nn.Module) -> str | None:
+    """The JSON of a Hugging Face model's configuration, so that an export can be opened by its library."""
+    config: Any = getattr(module, "config", None)
+    return config.to_json_string(use_diff=False) if hasattr(config, "to_json_string") else None
+
+
+def _fingerprint(tensor: torch.Tensor) -> int:
+    return zlib.crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())

@@ -1,0 +1,123 @@
+"""Support for clients: shared models, divided losses, and statistics of BatchNorm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import Parameter
+
+from deepspeed.comm.collectives.collectives import broadcast_tensors
+from deepspeed.comm.process_groups.axis import Axis
+from deepspeed.errors import ArgumentError
+from deepspeed.foundation.log import say
+from deepspeed.foundation.module_tree import modules_of, running_statistics
+from deepspeed.zero.parameters.module_hooks import Hook
+
+_CLOSE = "_ds_close"
+
+
+def end_earlier(model: nn.Module) -> None:
+    """End the engine that has `model`, as Lightning's Trainer asks for when it validates after it has fitted."""
+    before: Any = vars(model).get(_CLOSE)
+    if before is not None:
+        say(f"{type(model).__name__} gets a new engine: the one it had is closed")
+        before()
+
+
+def take_over(model: nn.Module, close: Callable[[], None]) -> None:
+    """Note how the engine that has `model` now is ended, once it can be: one that was refused has nothing to end."""
+    vars(model)[_CLOSE] = Hook(close)
+
+
+def let_go(model: nn.Module) -> None:
+    """The engine of `model` is closed."""
+    vars(model).pop(_CLOSE, None)
+
+
+def tell_dtypes(model: nn.Module, dtypes: Mapping[Parameter, torch.dtype]) -> None:
+    """Modules of Lightning answer for their dtype from a note of their own, which a cast of parameters must change.
+
+    Args:
+        model: whose parameters have been cast.
+        dtypes: to which dtype; those that are not named kept theirs.
+    """
+    for module in model.modules():
+        if any(kind.__name__ == "_DeviceDtypeModuleMixin" for kind in type(module).__mro__):
+            dtype = next((dtypes[param] for param in module.parameters() if param in dtypes), None)
+            if dtype is not None:
+                vars(module)["_dtype"] = dtype
+
+
+def loss_is_divided(model: nn.Module) -> bool:
+    """Whether losses were divided by the accumulation steps before they reach the engine.
+
+    Lightning's Trainer does so in automatic optimization, and leaves the rest to the engine.
+    """
+    lightning = any(kind.__name__ == "LightningModule" for kind in type(model).__mro__)
+    return lightning and getattr(model, "_trainer", None) is not None and bool(model.automatic_optimization)
+
+
+def check_loss(loss: Any) -> None:
+    """Refuse what backward cannot begin with.
+
+    Raises:
+        ArgumentError: it is no tensor with one element and a graph.
+    """
+    if not isinstance(loss, torch.Tensor):
+        raise ArgumentError(
+            f"backward needs the loss as a tensor, got {type(loss).__name__}; models that return several values: "
+            f"pick the loss out first"
+        )
+    if loss.numel() != 1:
+        raise ArgumentError(f"backward needs a scalar loss, got shape {tuple(loss.shape)}; take .mean() or .sum()")
+    if not loss.requires_grad:
+        raise ArgumentError(
+            "the loss has no graph: it was detached, computed under no_grad, or no parameter that requires grad "
+            "took part in it"
+        )
+
+
+class RunningStatistics:
+    """Rank 0's running statistics on every rank, as of the last update.
+
+    They travel with the update, so that `eval()` itself sends nothing and one rank may evaluate alone.
+
+    Args:
+        module: the model.
+        axis: ranks that train it together.
+    """
+
+    def __init__(self, module: nn.Module, axis: Axis) -> None:
+        self._axis = axis
+        self._buffers = [
+            buffer
+            for child in module.modules()
+            if isinstance(child, nn.modules.batchnorm._NormBase) and child.track_running_stats and axis.size > 1
+            for buffer in child.buffers(recurse=False)
+        ]
+        if axis.size > 1:
+            self._buffers += [kept for child in modules_of(module) for kept in running_statistics(child)]
+        self._first = [buffer.detach().clone() for buffer in self._buffers]  # rank 0's
+        self._own: list[torch.Tensor] | None = None  # this rank's, while it evaluates
+
+    def publish(self) -> None:
+        """Send rank 0's statistics to all. All ranks call together."""
+        if self._buffers:
+            source = self._own or self._buffers
+            for kept, now in zip(self._first, source, strict=True):
+                kept.copy_(now)
+            broadcast_tensors(self._axis, self._first, "running statistics of rank 0")
+
+    def switch(self, training: bool) -> None:
+        """Put this rank's own statistics (training) or rank 0's (evaluation) in place."""
+        if not self._buffers or training == (self._own is None):
+            return
+        if training:
+            wanted, self._own = self._own or [], None
+        else:
+            wanted, self._own = self._first, [buffer.detach().clone() for buffer in self._buffers]
+        for buffer, value in zip(self._buffers, wanted, strict=True):
+            buffer.copy_(value)

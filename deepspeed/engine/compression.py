@@ -1,0 +1,432 @@
+"""`compression_training` in an engine: what happens after which applied step.
+
+No rank ever has more than one whole parameter: a parameter's master and moments are assembled, cut, and every rank
+keeps an equal part of what is left until the new groups are there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from deepspeed.checkpoint.ranks import Ranks
+from deepspeed.comm.collectives.collectives import READ
+from deepspeed.compression.basic_layer import plain_module
+from deepspeed.compression.controller import CALLED, Compression
+from deepspeed.compression.export import export
+from deepspeed.compression.pruning.layer_selection import have_left, keep_layers
+from deepspeed.compression.pruning.sharded_view import Exchange
+from deepspeed.compression.pruning.structured_removal import Removal, cut_buffers, reshape
+from deepspeed.compression.pruning.transformers_groups import shapes_of
+from deepspeed.compression.pruning.unwrap import left_on
+from deepspeed.engine.build import build
+from deepspeed.engine.checkpointing import CheckpointIO
+from deepspeed.engine.engine_state import EngineState
+from deepspeed.engine.state_dict_io import WeightsIO
+from deepspeed.engine.train_loop import Feeding
+from deepspeed.errors import ArgumentError, CheckpointError, NotAvailableError, UsageError
+from deepspeed.foundation.log import say
+from deepspeed.zero.api.state_view import StateView
+from deepspeed.zero.parameters.grouping import GroupingPlan, build_group
+from deepspeed.zero.parameters.parameter import is_managed
+from deepspeed.zero.parameters.record import Member
+from deepspeed.zero.parameters.shard_group import ShardGroup
+
+_VALUE = "value"
+
+
+@dataclass
+class _Facts:
+    """What ranks know of a parameter's optimizer state together.
+
+    Args:
+        group: number of its optimizer group; -1: in none.
+        sliced: dtypes of state tensors that are cut as the parameter is.
+        rest: other state values.
+    """
+
+    group: int = -1
+    sliced: dict[str, torch.dtype] = field(default_factory=dict)
+    rest: dict[str, Any] = field(default_factory=dict)
+
+
+class Shrinking:
+    """One removal from one engine. All ranks call together.
+
+    Args:
+        state: of an engine between two windows.
+        removal: what leaves.
+        agree: waits for all ranks.
+    """
+
+    def __init__(self, state: EngineState, removal: Removal, agree: Callable[[], Any]) -> None:
+        self.state, self.removal, self._agree = state, removal, agree
+        self._components = state.components
+        self._view = state.view()
+        self._new: StateView | None = None
+        self._exchange = Exchange(state.axes.shard, state.device)
+        self._agreed = False
+        self._aside: dict[tuple[str, str], tuple[torch.Tensor, int]] = {}
+        self._facts: dict[str, _Facts] = {}
+        self._order: list[str] = []
+        self._stay: set[int] = set()  # parameters that the model has afterwards
+        self._before: dict[int, list[str]] = {}  # names of all parameters
+        self._members = {id(member.param): member.name for member in self._view.members.values()}
+
+    def run(self) -> None:
+        """Put aside, lay out anew, bring back."""
+        state, components = self.state, self._components
+        self._view.settle()
+        if components.lifecycle is not None:
+            components.lifecycle.settle()
+            components.lifecycle.keeper.free_idle()
+        self._gather_facts()
+        for name, param in state.module.named_parameters(remove_duplicate=False):
+            self._before.setdefault(id(param), []).append(name)
+        for prefix, keep in self.removal.layers.items():
+            keep_layers(state.module, prefix, keep)
+        self._stay = {id(param) for param in state.module.parameters()}
+        with torch.no_grad():
+            for group in components.groups:
+                self._put_aside(group)
+        self._release()
+        with torch.no_grad():
+            for group in components.groups:
+                self._cut(group)
+            self._cut_plain()
+        self.removal.follow(state.module)
+        self._rebuild()
+        if state.compression is not None:
+            state.compression.removed(self.removal, state.components.optimizer, self._renamed())
+        with torch.no_grad():
+            for group in state.components.groups:
+                self._bring_back(group)
+        state.view().publish()
+
+    # -- what there is ------------------------------------------------------------------------------------------------
+
+    def _gather_facts(self) -> None:
+        view, mine = self._view, {}
+        numbers = view.group_numbers()
+        for name, member in view.members.items():
+            for fragment in view.fragments_of(member):
+                facts = mine.setdefault(name, _Facts(numbers.get(id(fragment.leaf), -1)))
+                for key, value in view.state_of(fragment).items():
+                    if isinstance(value, torch.Tensor) and value.dim() and value.numel() == fragment.range.numel:
+                        facts.sliced[key] = value.dtype
+                    elif not isinstance(value, torch.Tensor) or not value.dim():
+                        facts.rest[key] = value  # what has a shape of its own starts again
+        for told in Ranks(self.state.axes.shard).gather(mine):
+            for name, facts in told.items():
+                self._facts.setdefault(name, facts)
+        self._order = view.optimizer_names()
+
+    def _put_aside(self, group: ShardGroup) -> None:
+        hold = self._view.hold_of(group)
+        with hold() if hold is not None else contextlib.nullcontext():
+            for member in group.members:
+                if id(member.param) not in self._stay:
+                    continue
+                with group.updated.borrowed() as values:
+                    self._keep(member, _VALUE, self._whole(member, values))
+                for key, dtype in self._facts.get(member.name, _Facts()).sliced.items():
+                    here = torch.zeros(group.high - group.low, dtype=dtype, device=group.device)
+                    for fragment in self._view.fragments_of(member):
+                        here[fragment.span] = self._view.state_of(fragment)[key].reshape(-1).to(here.device)
+                    self._keep(member, key, self._whole(member, here))
+
+    def _whole(self, member: Member, part: torch.Tensor) -> torch.Tensor:
+        group = member.group
+        if not group.policy.owns_a_slice:
+            return part[member.offset : member.offset + member.numel].view(member.shape)
+        wire = part.to(torch.uint8) if part.dtype is torch.bool else part
+        whole = group.assemble(member, wire.to(group.device), READ, f"removal from {member.name}")
+        return whole.to(part.dtype).view(member.shape)
+
+    def _keep(self, member: Member, key: str, whole: torch.Tensor) -> None:
+        flat = self.removal.select(member.name, whole).reshape(-1)
+        axis, n = self._exchange.axis, flat.numel()
+        low, high = n * axis.rank // axis.size, n * (axis.rank + 1) // axis.size
+        self._aside[member.name, key] = (flat[low:high].clone(), n)
+
+    # -- the old groups go, new ones come -----------------------------------------------------------------------------
+
+    def _release(self) -> None:
+        components = self._components
+        for group in components.groups:
+            if group.policy.gathers_before_use:
+                group.fetch, mine = None, group.fetch
+                self._withdraw(group, mine)
+        if components.lifecycle is not None:
+            components.lifecycle.detach()
+        if components.optimizer is not None:
+            self._give_parameters_back(components.optimizer)
+            components.optimizer.reducer.detach()
+            components.optimizer._guard.remove()
+            for shard in components.optimizer.shards:
+                shard.drop()
+            components.optimizer.optimizer.state.clear()
+        if components.caster is not None:
+            components.caster.remove()
+
+    def _withdraw(self, group: ShardGroup, fetch: Any) -> None:
+        if fetch is not None:
+            if not self._agreed:
+                self._agree()
+                self._agreed = True
+            fetch.withdraw(group.channel)
+
+    def _give_parameters_back(self, optimizer: Any) -> None:
+        """The inner optimizer's groups hold parameters again, as at `initialize`."""
+        params = {name: member.param for name, member in self._view.members.items()}
+        for number, group in enumerate(optimizer.param_groups):
+            mine = (params[name] for name in self._order if self._facts[name].group == number)
+            group["params"] = [param for param in mine if id(param) in self._stay]
+
+    def _cut(self, group: ShardGroup) -> None:
+        """Give a group's parameters their new shapes; what is gathered before use is sharded again at once."""
+        shard = group.policy.gathers_before_use
+        group.finish_gather()
+        group.dissolve()
+        params = [member.param for member in group.members if id(member.param) in self._stay]
+        for member in group.members:
+            left = id(member.param) not in self._stay  # whoever still holds such a parameter holds no memory by it
+            values = member.param.data.flatten()[:0] if left else self.removal.select(member.name, member.param.data)
+            reshape(member.param, values.clone())
+        if shard and params:
+            names = {member.param: member.name for member in group.members}
+            build_group(group.holders, group.policy, params, names, GroupingPlan(), (group.dtype, None))
+        group.drop()
+
+    def _cut_plain(self) -> None:
+        for name, param in self.state.module.named_parameters():
+            if name in self.removal.cuts and not is_managed(param) and name not in self._view.members:
+                gradient, param.grad = param.grad, None  # no step clears it: nothing here updates the parameter
+                reshape(param, self.removal.select(name, param.data).clone())
+                param.grad = None if gradient is None else self.removal.select(name, gradient).clone()
+        cut_buffers(self.state.module, self.removal)
+
+    def _renamed(self) -> dict[str, str]:
+        """Names of parameters by those they had, without those that left."""
+        now = {id(param): name for name, param in self.state.module.named_parameters()}
+        return {old: now[ident] for ident, names in self._before.items() if ident in now for old in names}
+
+    def _was(self, member: Member) -> str:
+        """The name that a member had before layers left."""
+        return self._members[id(member.param)]
+
+    def _rebuild(self) -> None:
+        state, old = self.state, self._components.optimizer
+        inner = None if old is None else old.optimizer
+        made = build(state.module, inner, state.ds_config, state.axes, state.device, old)
+        state.components = made
+
+    # -- back again ---------------------------------------------------------------------------------------------------
+
+    def _bring_back(self, group: ShardGroup) -> None:
+        view = self._new = self._new or self.state.view()
+        hold = view.hold_of(group)
+        with hold(changed=True) if hold is not None else contextlib.nullcontext():
+            for member in group.members:
+                facts = self._facts.get(self._was(member), _Facts())
+                for fragment in view.fragments_of(member):
+                    view.set_state(fragment, view.prepare_state(fragment, facts.sliced, facts.rest))
+                for key in (_VALUE, *facts.sliced):
+                    self._write(view, member, key)
+
+    def _write(self, view: StateView, member: Member, key: str) -> None:
+        part, n = self._aside.pop((self._was(member), key))
+        size = self._exchange.axis.size
+        wire = part.to(torch.uint8) if part.dtype is torch.bool else part
+        cuts = [n * rank // size for rank in range(size + 1)]
+        flat = self._exchange.whole(wire, cuts, f"removal from {member.name}").to(part.dtype)
+        if key == _VALUE:
+            for other, start, stop in view.held_ranges(member.group):
+                if other is member:
+                    view.value(member, start, stop).values().copy_(flat[start:stop])
+            return
+        for fragment in view.fragments_of(member):
+            start, stop = fragment.range.start, fragment.range.stop
+            view.state(fragment, key, start, stop).values().copy_(flat[start:stop])
+
+
+class Compressing:
+    """What `compression_training` does to one engine.
+
+    Args:
+        state: of the engine.
+        weights: gives whole weights to export.
+        checkpoints: asks for the removals of a checkpoint to be done again.
+        feeding: agrees with the other ranks.
+        laid_out_anew: tells the engine that its groups are others than before.
+        make: makes another engine of a model and a configuration.
+    """
+
+    def __init__(
+        self,
+        state: EngineState,
+        weights: WeightsIO,
+        checkpoints: CheckpointIO,
+        feeding: Feeding,
+        laid_out_anew: Callable[[], None],
+        make: Callable[..., Any],
+    ) -> None:
+        self._state, self._weights, self._feeding, self._make = state, weights, feeding, make
+        self._laid_out_anew = laid_out_anew
+        self._exported = False
+        checkpoints.replay_removals = self.replay
+
+    @property
+    def compression_scheduler(self) -> Compression | None:
+        """What counts the applied steps of compression (`training_steps`); None without it."""
+        return self._state.compression
+
+    def start(self) -> None:
+        """Begin, if the JSON or the old calls ask for something. All ranks call together."""
+        top = self._state.ds_config.top
+        section, called = top.compression_training, left_on(self._state.module, CALLED)
+        if called is not None and not section.active:
+            section = called
+        elif called is not None and called != section:
+            raise ArgumentError(
+                "init_compression was called with another compression_training than initialize: pass both the same"
+            )
+        if section.active or top.quantize_training.enabled:
+            if self._state.sliced:
+                raise NotAvailableError(
+                    "compression_training where ranks hold slices of the model is not available yet"
+                )
+            self._state.compression = Compression(
+                self._state.module,
+                section,
+                top.quantize_training,
+                self._state.axes,
+                self._state.components.optimizer,
+            )
+            self._make_teacher()
+            self._let_layers_leave(self._state.compression)
+
+    def after_applied_step(self) -> None:
+        """An optimizer step was applied. All ranks call together."""
+        if self._state.compression is not None:
+            ended = self._state.compression.step()
+            if ended:
+                self._shrink(self._state.compression.removal(ended))
+            self._let_layers_leave(self._state.compression)
+            self._export_when_due()
+
+    def _let_layers_leave(self, compression: Compression) -> None:
+        removal = compression.leaving()
+        if removal is not None:
+            self._shrink(removal)
+
+    def set_teacher(self, teacher: Any) -> None:
+        """Learn from this teacher (`compression_training.distillation`): a module, or an engine with its own sharding.
+
+        Args:
+            teacher: called with the student's arguments without labels, in evaluation mode, without gradients.
+
+        Raises:
+            UsageError: distillation is not enabled.
+        """
+        if self._state.compression is None or self._state.compression.distiller is None:
+            raise UsageError("set_teacher needs compression_training.distillation.enabled")
+        self._state.compression.distiller.set_teacher(teacher)
+
+    def _make_teacher(self) -> None:
+        """The model before its cut, as a teacher that is sharded over all ranks."""
+        distiller = None if self._state.compression is None else self._state.compression.distiller
+        if distiller is None or distiller.section.teacher != "before":
+            return
+        micro = self._state.ds_config.train_micro_batch_size_per_gpu
+        block: dict[str, Any] = {"stage": 3, "stage3_param_persistence_threshold": 0}
+        precision = {
+            name: {"enabled": True} for name in ("bf16", "fp16") if getattr(self._state.ds_config, name).enabled
+        }
+        twin = copy.deepcopy(self._state.module)
+        for module in twin.modules():
+            plain_module(module)
+        made = self._make(twin, {"train_micro_batch_size_per_gpu": micro, "zero_optimization": block, **precision})
+        distiller.set_teacher(made)
+        distiller.close = made.destroy
+
+    def export_compressed(
+        self, folder: str, weights: str | None = None, group_size: int | None = None
+    ) -> dict[str, Any] | None:
+        """Write the folder that is handed over; plain Transformers loads it. All ranks call together.
+
+        Args:
+            folder: made if it is not there.
+            weights: `float`, `int8`, `int4` or `w8a8`; default: what `compression_training.export` says.
+            group_size: inputs that share a scale of int4; likewise.
+
+        Returns:
+            On rank 0 the report: bytes and parameters; None elsewhere.
+        """
+        section = self._state.ds_config.top.compression_training.export
+        state, report = self._weights._consolidated_16bit_state_dict(), None
+        with Ranks(self._state.axes.same_slice).together(f"exporting to {folder}"):
+            if state is not None:
+                if self._state.compression is not None:
+                    self._state.compression.quantizers.bake(state)
+                report = export(
+                    self._state.module, state, folder, weights or section.weights, group_size or section.group_size
+                )
+                say(f"exported to {folder}: {report['parameters']:,} parameters, {report['bytes']:,} bytes")
+        return report
+
+    def _export_when_due(self) -> None:
+        section, compression = self._state.ds_config.top.compression_training.export, self._state.compression
+        if section.folder is None or compression is None or self._exported:
+            return
+        if compression.ended and compression.training_steps >= section.after:
+            self._exported = True
+            self.export_compressed(section.folder)
+
+    def _shrink(self, removal: Removal) -> None:
+        """Take units out of the running engine. All ranks call together."""
+        before = sum(shape.numel() for shape in shapes_of(self._state.module).values())
+        agree = functools.partial(self._feeding.agree, 0, "all ranks are ready for a removal")
+        Shrinking(self._state, removal, agree).run()
+        self._state.removals.append(removal)
+        self._laid_out_anew()
+        if self._state.compression is not None:
+            self._state.compression.resume()
+        after = sum(shape.numel() for shape in shapes_of(self._state.module).values())
+        say(f"removed {removal.text} …: {before:,} parameters are now {after:,}")
+
+    def replay(self, saved: dict[str, Any]) -> None:
+        """Take out what was out of the model when a checkpoint was saved."""
+        wanted = [Removal.from_json(one) for one in saved.get("removals", ())]
+        done = self._state.removals
+        if len(done) > len(wanted):
+            raise CheckpointError(
+                f"{len(done)} removal(s) were done on this engine and the checkpoint was saved after {len(wanted)}: "
+                f"make the engine anew from the dense model, with a schedule_offset of 1 or more: what leaves at 0 has "
+                f"left before a checkpoint can be loaded"
+            )
+        for before, removal in zip(done, wanted, strict=False):
+            if before.layers != removal.layers:
+                raise CheckpointError(
+                    f"layers {before.layers or 'none'} stay in this engine, and {removal.layers or 'none'} in the "
+                    f"checkpoint: name the same ones (compression_training.layer_reduction)"
+                )
+        for removal in wanted[len(done) :]:
+            if not have_left(self._state.module, removal.layers):
+                self._shrink(removal)
+                continue
+            done.append(removal)  # the script has built the small model itself
+            if self._state.compression is not None:
+                self._state.compression.left(removal)
+
+    def stop(self) -> None:
+        """Take everything off the model."""
+        if self._state.compression is not None:
+            self._state.compression.remove()
+            self._state.compression = None

@@ -1,0 +1,105 @@
+"""The state that an engine's components share, as one typed object."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.checkpoint.ranks import Ranks
+from deepspeed.comm.process_groups.axis import Axis
+from deepspeed.comm.process_groups.mesh import DATA
+from deepspeed.compression.controller import Compression
+from deepspeed.compression.pruning.structured_removal import Removal
+from deepspeed.config import DeepSpeedConfig
+from deepspeed.engine.build import Components
+from deepspeed.foundation.timer import SynchronizedWallClockTimer
+from deepspeed.zero.api.state_view import StateView
+from deepspeed.zero.gradients.accumulation import AccumulationWindow
+from deepspeed.zero.parameters.parallel_groups import Axes
+
+
+@dataclass(eq=False)
+class EngineState:
+    """The configuration, model, parts and counters of one engine; fields have the engine's public names.
+
+    Args:
+        ds_config: resolved configuration.
+        module: the model.
+        device: where it computes.
+        mpu: a client's model-parallel unit.
+        components: groups, gradients, optimizer, window.
+        basic_optimizer: the torch optimizer inside.
+        timers: of forward, backward and step.
+        lr_scheduler: the schedule.
+        training_dataloader: the loader of `training_data`.
+        global_steps: updates so far, skipped ones too.
+        micro_steps: micro-batches so far.
+        global_samples: samples so far, over all ranks.
+        skipped_steps: updates that were skipped.
+        compression: what makes the model smaller; None without it.
+        removals: what has left the model, in order; a checkpoint of it is a checkpoint of what is left.
+    """
+
+    ds_config: DeepSpeedConfig
+    module: nn.Module
+    device: torch.device
+    mpu: Any
+    components: Components
+    basic_optimizer: torch.optim.Optimizer | None
+    timers: SynchronizedWallClockTimer
+    lr_scheduler: Any = None
+    training_dataloader: Any = None
+    global_steps: int = 0
+    micro_steps: int = 0
+    global_samples: int = 0
+    skipped_steps: int = 0
+    compression: Compression | None = None
+    removals: list[Removal] = field(default_factory=list)
+
+    @property
+    def axes(self) -> Axes:
+        """Who shares what."""
+        return self.components.axes
+
+    @property
+    def window(self) -> AccumulationWindow:
+        """The micro-batches between two updates."""
+        return self.components.window
+
+    @property
+    def everyone(self) -> Axis:
+        """All ranks of the engine, those with other slices of the model included."""
+        return self.axes.everyone
+
+    @property
+    def sliced(self) -> bool:
+        """Whether ranks have different slices of the model."""
+        return not self.axes.mesh.is_data_parallel
+
+    @property
+    def model_dims(self) -> dict[str, int]:
+        """Sizes of the mesh along which ranks have other slices or other parts of a sample."""
+        return {dim: size for dim, size in self.axes.mesh.sizes.items() if dim not in DATA and size > 1}
+
+    def view(self) -> StateView:
+        """The training state by name."""
+        parts, at = self.components, self.axes.mesh.coordinates
+        return StateView(self.module, parts.groups, self.axes.same_slice, parts.optimizer, parts.reducer, at)
+
+    def names_elsewhere(self, view: StateView) -> set[str]:
+        """Names of the model that other ranks hold. All ranks call together."""
+        if not self.sliced:
+            return set()
+        mine = [*view.members, *view.plain, *view.buffers, *view.aliases] if self.axes.same_slice.rank == 0 else []
+        return {name for names in Ranks(self.everyone).gather(mine) for name in names}
+
+    def forget_window(self) -> None:
+        """Drop the gradients of the window and what is gathered: other values are about to come. All ranks call."""
+        if self.components.optimizer is not None:
+            self.components.optimizer.zero_grad()
+        if self.components.lifecycle is not None:
+            self.components.lifecycle.keeper.free_idle()
+        self.window.restart()

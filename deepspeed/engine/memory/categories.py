@@ -1,0 +1,110 @@
+"""Categories of memory, by the code that allocates it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Iterator, Sequence
+from types import CodeType
+from typing import Any
+
+import torch
+
+from deepspeed import checkpoint, comm, ops
+from deepspeed.comm.process_groups.axis import Axis
+from deepspeed.comm.shared_memory import allocator
+from deepspeed.comm.shared_memory.fake_transport import SimulatedMemory
+from deepspeed.comm.shared_memory.transport import SharedMemory
+from deepspeed.ops import aio
+from deepspeed.storage import buffer_pool
+from deepspeed.zero.gradients import buckets, reduce_scatter, reducer
+from deepspeed.zero.optimizer import optimizer, optimizer_shard, update
+from deepspeed.zero.parameters import buffer_views, module_hooks, prefetch
+from deepspeed.zero.parameters.local_shard import LocalShard
+from deepspeed.zero.parameters.shard_group import ShardGroup
+
+ACTIVATIONS, TRANSIT, GATHERED, OPTIMIZER, GRADIENTS = "activations", "transit", "gathered", "optimizer", "gradients"
+PARAMETERS, MASTERS, POOLS = "parameters", "masters", "pools"
+# In which module memory ran out, innermost first: the category it was for.
+_BY_MODULE = {
+    allocator: "",
+    buffer_views: GATHERED, module_hooks: GATHERED, prefetch: GATHERED,
+    reduce_scatter: TRANSIT, buckets: GRADIENTS, reducer: GRADIENTS,
+    update: OPTIMIZER, optimizer_shard: OPTIMIZER, optimizer: OPTIMIZER, buffer_pool: POOLS,
+}  # fmt: skip
+# The same for whole packages; the first that a module lies in counts.
+_BY_PACKAGE = {comm: TRANSIT, torch.optim: OPTIMIZER, aio: POOLS, ops: OPTIMIZER, checkpoint: OPTIMIZER}
+# The same for functions, which count before their modules.
+_BY_FUNCTION = {
+    ShardGroup.expect_gather: GATHERED,
+    ShardGroup.start_gather: GATHERED,
+    ShardGroup.finish_gather: GATHERED,
+    ShardGroup.gather_together: GATHERED,
+    LocalShard.overwrite_master: MASTERS,
+    LocalShard.add_master: MASTERS,
+    LocalShard.split_master: MASTERS,
+    LocalShard.round_masters: MASTERS,
+    Axis.empty: "",  # for whoever asks there
+    SharedMemory.empty: "",
+    SimulatedMemory.empty: "",
+}
+_MODULES = {module.__name__: category for module, category in _BY_MODULE.items()}
+_PACKAGES = {package.__name__: category for package, category in _BY_PACKAGE.items()}
+_CODES = {inspect.unwrap(function).__code__: category for function, category in _BY_FUNCTION.items()}
+_COMM = comm.__name__
+
+
+def frames_of(error: BaseException) -> Iterator[Any]:
+    """Frames of an error and of what caused it, outermost first."""
+    trace = error.__traceback__
+    while trace is not None:
+        yield trace.tb_frame
+        trace = trace.tb_next
+    if error.__cause__ is not None:
+        yield from frames_of(error.__cause__)
+
+
+def innermost(frames: Sequence[Any], otherwise: str = ACTIVATIONS) -> str:
+    """What memory is asked for by the innermost function of ours, or of torch's optimizers.
+
+    Args:
+        frames: outermost first.
+        otherwise: the answer where none is known.
+    """
+    known = [(_is_within(_module_of(frame), _COMM), _of_frame(frame)) for frame in reversed(frames)]
+    sent = any(category for in_comm, category in known if in_comm)
+    # Messages are for whoever sends them: what a gather maps of its neighbours' memory, it gathers.
+    asks = next((category for in_comm, category in known if category and not in_comm), None)
+    return TRANSIT if sent and asks in (None, OPTIMIZER) else asks or otherwise
+
+
+def category_of(frame: Any) -> str:
+    """What memory is for that the code of a frame, or of one of its callers, asks for."""
+    while frame is not None:
+        category = _of_frame(frame)
+        if category:
+            return category
+        frame = frame.f_back
+    return ACTIVATIONS
+
+
+def _module_of(frame: Any) -> str:
+    return frame.f_globals.get("__name__", "")
+
+
+def _of_frame(frame: Any) -> str:
+    return _by_code(frame.f_code, _module_of(frame))
+
+
+@functools.cache
+def _by_code(code: CodeType, module: str) -> str:
+    """The category of a function of a module; empty where neither is known."""
+    if code in _CODES:
+        return _CODES[code]
+    if module in _MODULES:
+        return _MODULES[module]
+    return next((category for package, category in _PACKAGES.items() if _is_within(module, package)), "")
+
+
+def _is_within(module: str, package: str) -> bool:
+    return module == package or module.startswith(f"{package}.")

@@ -1,0 +1,282 @@
+"""Reports an engine's memory by category, and explains out-of-memory errors."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Any
+
+import psutil
+import torch
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.engine.build import Components
+from deepspeed.engine.engine_state import EngineState
+from deepspeed.engine.memory.categories import (
+    ACTIVATIONS,
+    GATHERED,
+    GRADIENTS,
+    MASTERS,
+    OPTIMIZER,
+    PARAMETERS,
+    POOLS,
+    TRANSIT,
+    frames_of,
+    innermost,
+)
+from deepspeed.engine.memory.suggestions import (
+    Advice,
+    Holding,
+    Shape,
+    advise_on_state,
+    free_bytes,
+    holding_of,
+    near_places,
+    setting_of,
+    units_in,
+)
+from deepspeed.engine.state_size import bytes_of, state_bytes, state_tensors
+from deepspeed.errors import MemoryExhaustedError
+from deepspeed.foundation.malloc import limits_addresses, resident
+from deepspeed.zero.api.memory_estimate import HOST
+from deepspeed.zero.layout.units import repeated_blocks
+from deepspeed.zero.optimizer.state_tensor import Away
+from deepspeed.zero.out_of_memory import is_exhaustion
+
+_ROOM = 0.8  # of what seems to fit
+_AT_ONCE = 5  # tensors as large as the one that was asked for, which its operator and its gradient take together
+
+
+def allocated(device: torch.device) -> int:
+    """Bytes that tensors hold on a device; on a CPU what the process has resident, which is more."""
+    if device.type == "cpu":
+        return psutil.Process().memory_info().rss
+    return get_accelerator().memory_allocated()
+
+
+def addresses() -> int:
+    """Bytes of addresses that this process has mapped."""
+    return psutil.Process().memory_info().vms
+
+
+class MemoryReport:
+    """Categories of an engine's memory.
+
+    Args:
+        state: of the engine.
+    """
+
+    def __init__(self, state: EngineState) -> None:
+        self._state = state
+        known = sum(self._known().values())
+        # What the process had besides. Sums that no gradient has reached yet have no pages on a CPU.
+        self._unwritten = known - self._resident() if state.device.type == "cpu" else 0
+        self._before = allocated(state.device) - known + self._unwritten
+        self._mapped = addresses() - known
+        self._left_by_forward = -1  # bytes of activations after the first one
+
+    def _known(self) -> dict[str, int]:
+        parts = self._state.components
+        found = state_bytes(parts)
+        found[TRANSIT] = 0 if parts.reducer is None else bytes_of(parts.reducer.wire.buffers())
+        return found
+
+    def _resident(self) -> int:
+        """Bytes of what is known that the system has provided."""
+        parts = self._state.components
+        found = [t for tensors in state_tensors(parts).values() for t in tensors if not isinstance(t, Away)]
+        return resident([*found, *([] if parts.reducer is None else parts.reducer.wire.buffers())])
+
+    def by_category(self) -> dict[str, int]:
+        """Bytes on this rank now: the kinds of `state_bytes`, transit buffers, and the rest since the engine was made.
+
+        The rest is called activations: between updates it is what the allocator keeps. On a CPU it is measured by what
+        is resident, so it has what the C library keeps for later.
+        """
+        found = self._known()
+        known = sum(found.values())
+        if self._unwritten > 0:  # until all has been written to, which is looked at no more then
+            self._unwritten = max(0, known - self._resident())
+        found[ACTIVATIONS] = max(0, allocated(self._state.device) - self._before - known + self._unwritten)
+        return found
+
+    def guard(self, inner: AbstractContextManager[Any], of_forward: bool = False) -> AbstractContextManager[None]:
+        """`inner`, out of which running out of memory comes as an error with a report.
+
+        Args:
+            inner: a part of a step.
+            of_forward: it is a forward; what the first one leaves to backward is measured.
+        """
+        return _Guard(self, inner, of_forward and self._left_by_forward < 0)
+
+    def note_forward(self) -> None:
+        """A forward is over."""
+        self._left_by_forward = self._live()
+
+    def _live(self) -> int:
+        """Bytes of activations; under a limit on addresses, of what is mapped for them, resident or not."""
+        if self._state.device.type == "cpu" and limits_addresses():
+            return max(0, addresses() - self._mapped - sum(self._known().values()))
+        return self.by_category()[ACTIVATIONS]
+
+    def exhausted(self, error: BaseException) -> MemoryExhaustedError:
+        """The error that says what held the memory, what it ran out for, and which key and value would help."""
+        frames = list(frames_of(error))
+        category = innermost(frames)
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        rows, advice = self.by_category(), self._advice(category, frames, _asked_for(error))
+        told = MemoryExhaustedError(f"memory ran out for {category} ({first}). {self._table(rows)}. {advice}")
+        told.category, told.suggestion = category, advice.settings
+        return told
+
+    def running_out(self, frames: Sequence[Any], free: int) -> str:
+        """What is said when the container's memory is nearly used up, which ends in a signal and no error.
+
+        Args:
+            frames: of the thread that trains, outermost first.
+            free: bytes that are left.
+        """
+        category = innermost(frames)
+        advice = self._advice(category, frames, 0)
+        left = f"memory of the container runs out for {category} ({free / 2**20:,.0f} MiB are left)"
+        return f"{left}. {self._table(self.by_category())}. {advice}"
+
+    @staticmethod
+    def _table(rows: dict[str, int]) -> str:
+        return "Held on this rank: " + ", ".join(f"{name} {count / 2**20:,.1f} MiB" for name, count in rows.items())
+
+    def _advice(self, category: str, frames: Sequence[Any], asked: int) -> Advice:
+        """The first of what helps a category that frees enough; `asked` is in bytes, 0 where it is not known."""
+        held, free = self._known(), free_bytes(self._state.device)
+        # What the first updates will still make of state is not free.
+        coming = self.holding().needs(setting_of(self._state.ds_config)) - sum(held.values())
+        later = max(0, free - int(max(0.0, coming)))
+        if category == TRANSIT and (found := self._smaller_buckets(held[TRANSIT] + free)):
+            return found
+        if category == POOLS and HOST not in near_places(self._state.device) and (found := self._fewer_buffers()):
+            return found
+        room = self._state.components.room or sum(held.values()) + free
+        # Where state alone does not fit, whatever asked last is not what has to go.
+        fits = self.holding().needs(setting_of(self._state.ds_config)) <= room
+        if category == ACTIVATIONS and fits:
+            found = self._less_activations(_progress(self._state.module, frames), later, asked)
+            if found:
+                return found
+        # State has to leave room for the activations that come with it.
+        beside = max(0, self._left_by_forward)
+        if category == ACTIVATIONS and (fits or self._left_by_forward < 0):
+            beside = self._live() + _AT_ONCE * asked
+        return self._on_state(category, room - beside)
+
+    def _smaller_buckets(self, room: int) -> Advice | None:
+        """Twice the bucket is under way where messages overlap backward; one group always is."""
+        bucket, groups = self._state.ds_config.zero.reduce_bucket_size, self._state.components.groups
+        width = max((group.dtype.itemsize for group in groups), default=4)
+        tensors = [member.numel for group in groups for member in group.members]
+        whole = [g.numel for g in groups if g.policy.gathers_before_use]
+        least = max([*whole, max(tensors, default=1)])  # what travels as one, whatever the bucket is
+        fits = int(_ROOM * room / (3 * width))
+        if fits < least or bucket <= least:
+            return None
+        then = max(least, min(fits, min(bucket, sum(tensors)) // 4))
+        why = f"at most {3 * then * width / 2**20:,.0f} MiB of gradients travel at once, of {room / 2**20:,.0f}"
+        return Advice({"zero_optimization": {"reduce_bucket_size": then}}, why)
+
+    def _fewer_buffers(self) -> Advice | None:
+        zero, keys = self._state.ds_config.zero, dict[str, Any]()
+        for name, part in (("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.offload_param)):
+            if part.device == "nvme" and part.buffer_count > 1:
+                keys[name] = {"buffer_count": 1}
+        return Advice({"zero_optimization": keys}, "one slice is read ahead, and one written behind") if keys else None
+
+    def _less_activations(self, progress: float, free: int, asked: int) -> Advice | None:
+        window, config = self._state.window, self._state.ds_config
+        micro, live = window.micro, self._live()
+        needed = max(live / progress, live + 3 * asked) + 2 * asked  # the latter in backward
+        fits = int(micro * _ROOM * min(1.0, (live + free) / max(needed, 1)))
+        divisor = next((size for size in range(min(fits, micro - 1), 0, -1) if micro % size == 0), 0)
+        keys: dict[str, Any] = {"train_micro_batch_size_per_gpu": divisor or 1}
+        keys["gradient_accumulation_steps"] = window.steps * micro // (divisor or 1)
+        if divisor:
+            return Advice(keys, f"of {micro} samples {fits} fitted; the global batch stays")
+        blocks = len(repeated_blocks(self._state.module))
+        # One block's at a time, and what lies between blocks.
+        if blocks > 1 and not config.top.activation_checkpointing.enabled:
+            if 2 * needed / micro / blocks <= _ROOM * (live + free):
+                again = {"activation_checkpointing": {"enabled": True}}
+                return Advice(again | (keys if micro > 1 else {}), "backward computes blocks again")
+        return None
+
+    def _on_state(self, category: str, room: float) -> Advice:
+        pipes = self._state.axes.mesh.size("pp") > 1
+        return advise_on_state(self._state.ds_config, self.holding(), room, not pipes, category)
+
+    def holding(self) -> Holding:
+        """What this engine's model makes state of."""
+        state, parts = self._state, self._state.components
+        updated = [] if parts.optimizer is None else parts.optimizer.fragments
+        members = [member for group in parts.groups for member in group.members]
+        sizes = {id(member.param): member.numel for member in members}
+        units = units_in(state.module, lambda param: sizes.get(id(param), param.numel()))
+        shape = Shape([(member.numel, member.uid in updated) for member in members], units, parts.given)
+        return holding_of(state.ds_config, shape, state.axes.same_slice.size, state.basic_optimizer, state.device)
+
+
+class _Guard:
+    """See `MemoryReport.guard`."""
+
+    __slots__ = ("_inner", "_measures", "_report")
+
+    def __init__(self, report: MemoryReport, inner: AbstractContextManager[Any], measures: bool) -> None:
+        self._report, self._inner, self._measures = report, inner, measures
+
+    def __enter__(self) -> None:
+        self._inner.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._inner.__exit__(kind, error, trace)
+        if error is not None and (isinstance(error, MemoryExhaustedError) or is_exhaustion(error)):
+            raise self._report.exhausted(error) from error
+        if self._measures and error is None:
+            self._report.note_forward()
+
+
+def holdings(engine: Any) -> list[tuple[str, list[torch.Tensor | None]]]:
+    """The tensors of an engine's training state by category; where one lies over several, the first is meant."""
+    parts: Components = engine._components
+    groups, buckets = parts.groups, [] if parts.reducer is None else parts.reducer.buckets
+    gathers = [group for group in groups if group.policy.gathers_before_use]
+    states = [] if parts.optimizer is None else parts.optimizer.state.of_leaves()
+    pools = {id(p): p for g in groups for p in (g.tiers.optimizer.pool, g.tiers.parameters.pool) if p is not None}
+    sums = [bucket.sum.memory for bucket in buckets if bucket.sum is not None]
+    return [
+        (PARAMETERS, [*(group.values.memory for group in groups), *engine.module.buffers()]),
+        (MASTERS, [group.master.memory for group in groups if group.master is not None]),
+        (GRADIENTS, [*sums, *(bucket.local for bucket in buckets)]),
+        (OPTIMIZER, [v for s in states for v in s.values() if isinstance(v, torch.Tensor) and not isinstance(v, Away)]),
+        (GATHERED, [group.full for group in gathers]),
+        (TRANSIT, [] if parts.reducer is None else list(parts.reducer.wire.buffers())),
+        (POOLS, [buffer for pool in pools.values() for buffer in pool.buffers()]),
+    ]
+
+
+def _asked_for(error: BaseException) -> int:
+    """Bytes that an allocator was asked for when it failed; 0 where its words do not say."""
+    found = re.search(r"allocate (\d+) bytes|allocate ([\d.]+) ([KMG])iB", str(error))
+    if found is None:
+        return 0
+    return int(found[1]) if found[1] else int(float(found[2]) * 1024 ** (" KMG".index(found[3])))
+
+
+def _progress(model: torch.nn.Module, frames: Sequence[Any]) -> float:
+    """The part of forward that was over when memory ran out, by the blocks; a half where that is not known."""
+    places = {block: at for at, block in enumerate(repeated_blocks(model))}
+    for frame in frames:
+        at = places.get(frame.f_locals.get("self")) if isinstance(frame.f_locals.get("self"), torch.nn.Module) else None
+        if at is not None:
+            return max(at, 0.5) / len(places)
+    return 0.5

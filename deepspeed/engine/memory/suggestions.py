@@ -1,0 +1,410 @@
+"""Suggests the keys that make training state fit into memory.
+
+[Note: what counts as near] Near is the memory that ran out: a device's, or on a CPU the process's own, where host
+buffers lie too. What rests on a disk is never near; what rests on the host is, on a CPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import resource
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import psutil
+import torch
+from torch.nn.parameter import is_lazy
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.config import DeepSpeedConfig
+from deepspeed.engine.memory.categories import GRADIENTS, MASTERS, PARAMETERS, POOLS, frames_of, innermost
+from deepspeed.engine.offload_plan import accumulator_dtype, master_dtype, moments_bytes
+from deepspeed.errors import MemoryExhaustedError
+from deepspeed.foundation.cgroup import Memory
+from deepspeed.foundation.malloc import IN_HEAP, heap, limits_addresses
+from deepspeed.optim.precision import DTYPES
+from deepspeed.zero.api.memory_estimate import DEVICE, HOST, NVME, GroupState, rest_bytes
+from deepspeed.zero.layout.stages import Policy, policy_for
+from deepspeed.zero.layout.units import units_of
+from deepspeed.zero.out_of_memory import is_exhaustion
+from deepspeed.zero.parameters.grouping import LEAST_BUCKETS, SMALLEST_SHARE, bins
+from deepspeed.zero.parameters.parameter import ManagedParameter, is_managed
+
+REGION = 1 << 26  # bytes of the regions in which ranks of a machine share memory
+_MARGIN = 1.05  # on what a setting is computed to take
+_TEMPORARIES = 2  # tensors of the size of the one that is updated, which torch's optimizers make
+_HOLES = 1 << 26  # bytes
+_BROADCAST = 1 << 25  # bytes in which a model is broadcast
+_IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
+_AWAY = "masters, gradient sums and optimizer state leave it"
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Keys that would fit.
+
+    Args:
+        settings: a part of the JSON, to be laid over the user's; empty where no key helps.
+        why: what they do, or why there are none.
+    """
+
+    settings: dict[str, Any]
+    why: str
+
+    def __str__(self) -> str:
+        return f"What would fit: {json.dumps(self.settings)}: {self.why}" if self.settings else self.why
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What decides how much state is near.
+
+    Args:
+        stage: of ZeRO.
+        optimizer: place of masters, gradient sums and optimizer state.
+        parameters: place of split parameters.
+        buffers: `buffer_count` of the disk.
+        live: most elements that are gathered at once (`stage3_max_live_parameters`); 0: two modules at a time.
+    """
+
+    stage: int
+    optimizer: str = DEVICE
+    parameters: str = DEVICE
+    buffers: int = 4
+    live: int = 0
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What a model makes state of.
+
+    Args:
+        trained: elements that are updated.
+        frozen: the others.
+        tensors: elements of each parameter that is updated.
+        units: elements of each module that is gathered as one.
+        widths: bytes of an element of parameters, master and accumulator.
+        moments: bytes of optimizer state per element.
+        ranks: that split it.
+        accumulates: windows have several micro-batches.
+        bucket: `reduce_bucket_size`.
+        near: places that are the memory that ran out.
+        addresses: what is limited are addresses of this process: what it maps of its neighbours' memory counts.
+        birth: bytes of the model as it was given, which is whole before anything is split.
+    """
+
+    trained: int
+    frozen: int
+    tensors: tuple[int, ...]
+    units: tuple[int, ...]
+    widths: tuple[int, int, int]
+    moments: float
+    ranks: int
+    accumulates: bool
+    bucket: int
+    near: frozenset[str] = field(default_factory=lambda: frozenset((DEVICE,)))
+    addresses: bool = False
+    birth: int = 0
+
+    def needs(self, setting: Setting) -> float:
+        """Bytes near, under a setting, at its fullest between micro-batches."""
+        policy = policy_for(setting.stage)
+        groups = self._groups(policy)
+        total = self._rest(setting, policy) + self._of_backward(setting, policy, max(groups, default=0))
+        total += self._of_update(setting, policy, groups)
+        # While it is laid out: what is broadcast, then a group beside the tensors that it takes over.
+        first = max(groups, default=0) * (self.widths[0] + self.widths[1] * (self.widths[0] != self.widths[1]))
+        staged = min(self.birth, 3 * _BROADCAST) if self.ranks > 1 else 0
+        return max(total, self.birth + max(staged, first if self.birth else 0))
+
+    def _slices(self, policy: Policy) -> int:
+        return self.ranks if policy.owns_a_slice else 1
+
+    @property
+    def pair(self) -> int:
+        """Elements of the two largest modules that are gathered as one."""
+        return sum(sorted(self.units)[-2:])
+
+    @property
+    def _tensor(self) -> int:
+        return max(self.tensors, default=0)
+
+    def _groups(self, policy: Policy) -> list[int]:
+        """Elements of each group."""
+        if policy.gathers_before_use:
+            return list(self.units)
+        limit = min(self.bucket, max((self.trained + self.frozen) // LEAST_BUCKETS, SMALLEST_SHARE))
+        return [sum(numels) for numels in bins(self.tensors[::-1], limit, int)]
+
+    def _rest(self, setting: Setting, policy: Policy) -> float:
+        itemsize, master, accumulator = self.widths
+        own = self.trained / self._slices(policy)
+        whole = not policy.owns_a_slice or (self.accumulates and not policy.reduces_as_gradients_arrive)
+        state = GroupState(
+            self.trained, own, policy.gathers_before_use, itemsize, master, accumulator, self.moments, whole
+        )
+        found = rest_bytes(state, setting.optimizer, setting.parameters)
+        total = sum(found.at(place) for place in self.near)
+        return total + self.frozen * itemsize / (self.ranks if policy.gathers_before_use else 1)
+
+    def _of_backward(self, setting: Setting, policy: Policy, group: int) -> float:
+        """What is gathered, and gradients: the one that autograd makes, those in a round, and those under way."""
+        itemsize, accumulator = self.widths[0], self.widths[2]
+        total = float(self._tensor * itemsize)
+        if policy.gathers_before_use:
+            total += max(self.pair, min(setting.live, self.trained)) * itemsize
+        if self.ranks == 1:  # what it collects is the sum, unless that rests elsewhere
+            return total + (group * itemsize if setting.optimizer != DEVICE or itemsize < accumulator else 0)
+        whole = not policy.owns_a_slice  # sent from where they are summed
+        posted = self.trained * accumulator if whole else self._under_way(group) * itemsize
+        if not self.addresses:
+            return total + (group * accumulator if whole else posted)
+        own = self.trained / self.ranks * itemsize if policy.gathers_before_use and setting.parameters == DEVICE else 0
+        mapped = self.ranks * -(-(posted + own) // REGION) * REGION
+        return total + mapped - (posted if whole else own)
+
+    def _under_way(self, group: int) -> int:
+        """Elements of rounds that are filled, sent and received at once."""
+        return min(self.trained, max(self.bucket, group)) + 2 * group
+
+    def _of_update(self, setting: Setting, policy: Policy, groups: Sequence[int]) -> float:
+        """What is lent for the update, and what an optimizer computes beside its state."""
+        master, slices = self.widths[1], self._slices(policy)
+        total = _TEMPORARIES * self._tensor / slices * master
+        if NVME in (setting.optimizer, setting.parameters) and HOST in self.near:
+            # What is read ahead, what is written behind, and what is updated: master, sum and state of a group have
+            # buffers, which serve what has their size. The first time, state is made beside them.
+            of_one, widest = master + self.widths[2] + self.moments, max(master, self.widths[2], self.moments)
+            counts = Counter(groups)
+            of_size = (size * min((2 * setting.buffers + 2) * widest, count * of_one) for size, count in counts.items())
+            total += (sum(of_size) + (self.moments + master) * max(groups, default=0)) / slices
+        if HOST in self.near:
+            # What a heap has free after some steps, in holes that nothing fits into.
+            widest = max(self.widths)
+            total += min(self.trained * widest, _HOLES) + 2 * min(max(groups, default=0) * widest, IN_HEAP)
+        return total
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes that this process may still take: of the device, or on a CPU under the limits of process and container."""
+    free = get_accelerator().available_memory()
+    if device.type != "cpu":
+        return free
+    container, held = Memory(), psutil.Process().memory_info()
+    bounds = [free]
+    if container.limit():
+        bounds.append(container.limit() - container.used())
+    for kind, taken in ((resource.RLIMIT_AS, held.vms), (resource.RLIMIT_DATA, getattr(held, "data", 0))):
+        limit = resource.getrlimit(kind)[0]
+        if limit != resource.RLIM_INFINITY:
+            bounds.append(limit - taken)
+    return max(0, min(bounds))
+
+
+def near_places(device: torch.device) -> frozenset[str]:
+    """See the note."""
+    return frozenset((DEVICE, HOST) if device.type == "cpu" else (DEVICE,))
+
+
+def _folder(config: DeepSpeedConfig) -> str:
+    """A folder on a disk: the JSON's own, else one for temporary files that does not lie in memory, or ""."""
+    zero = config.zero
+    named = [str(part.nvme_path) for part in (zero.offload_optimizer, zero.offload_param) if part.nvme_path]
+    mounted = {part.mountpoint: part.fstype for part in psutil.disk_partitions(all=True)}
+    for folder in (*named, tempfile.gettempdir(), os.getcwd()):
+        path = os.path.realpath(folder)
+        while path not in mounted and path != os.path.dirname(path):
+            path = os.path.dirname(path)
+        if mounted.get(path, "") not in _IN_MEMORY and os.access(folder, os.W_OK):
+            return folder
+    return ""
+
+
+def setting_of(config: DeepSpeedConfig) -> Setting:
+    """What a configuration has."""
+    places, zero = {"none": DEVICE, "cpu": HOST, "nvme": NVME}, config.zero
+    split = policy_for(zero.stage).gathers_before_use
+    parameters = places[zero.offload_param.device] if split else DEVICE
+    optimizer = places[zero.offload_optimizer.device]
+    live = zero.max_live_parameters if split else 0
+    return Setting(zero.stage, optimizer, parameters, zero.offload_optimizer.buffer_count, live)
+
+
+def _others(now: Setting, holding: Holding, stages: bool, disk: bool) -> Iterator[Setting]:
+    """Settings that take less than `now`, those that change least first."""
+    far = HOST if HOST not in holding.near else NVME
+    if policy_for(now.stage).gathers_before_use and now.live > holding.pair:
+        yield (now := replace(now, live=0))
+    top = [stage for stage in range(now.stage + 1, 4) if stages and holding.ranks > 1]
+    yield from (replace(now, stage=stage) for stage in top)
+    for place in dict.fromkeys((far, NVME)):
+        if place == NVME and not disk:
+            continue
+        for buffers in dict.fromkeys((now.buffers, 1)) if place == NVME else (now.buffers,):
+            for stage in (now.stage, *top):
+                if policy_for(stage).owns_a_slice and (now.optimizer, now.buffers) != (place, buffers):
+                    yield replace(now, stage=stage, optimizer=place, buffers=buffers)
+        if stages or now.stage == 3:
+            yield replace(now, stage=3, optimizer=place, parameters=place, buffers=1)
+
+
+def advise_on_state(
+    config: DeepSpeedConfig, holding: Holding, room: float, stages: bool = True, asked: str = "state"
+) -> Advice:
+    """The least change under which a model's state fits.
+
+    Args:
+        config: the user's.
+        holding: what there is state of.
+        room: bytes near that it may take.
+        stages: a higher stage may be suggested (a pipeline has none).
+        asked: what memory was asked for.
+    """
+    now, folder = setting_of(config), _folder(config)
+    near, mib = "device" if HOST not in holding.near else "memory", 2**20
+    least: tuple[float, Setting] | None = None
+    for setting in _others(now, holding, stages, bool(folder)):
+        if not _as_json(now, setting, folder, holding.pair):
+            continue
+        need = holding.needs(setting) * _MARGIN
+        if least is None or need < least[0]:
+            least = need, setting
+        if need <= room:
+            zero = _as_json(now, setting, folder, holding.pair)
+            split = f"stage {setting.stage} splits over {holding.ranks} ranks" if setting.stage > now.stage else ""
+            moved = _AWAY if setting.optimizer != now.optimizer else ""
+            fewer = "fewer buffers" if setting.buffers != now.buffers and not moved else ""
+            kept = "two modules are gathered at a time" if setting.live != now.live else ""
+            what = "; ".join(part for part in (split, moved, kept, fewer) if part)
+            takes = f"{asked} and the rest of the state take {need / mib:,.0f} MiB then, of {room / mib:,.0f}"
+            return Advice({"zero_optimization": zero}, f"{what}: {takes}")
+    if least is None:
+        return Advice(
+            {}, f"No stage and no place is left that leaves less of the state in this {near}: more ranks would"
+        )
+    keys = json.dumps(_as_json(now, least[1], folder, holding.pair))
+    return Advice(
+        {},
+        f"No stage and no place for state fits: the least, {keys} in zero_optimization, "
+        f"takes {least[0] / mib:,.0f} MiB of the {near}, and {room / mib:,.0f} are there; "
+        f"more ranks, or a cut of the model (tensor_parallel, pipeline), would",
+    )
+
+
+def _as_json(now: Setting, then: Setting, folder: str, pair: int) -> dict[str, Any]:
+    """The keys of `zero_optimization` that lead from one setting to another."""
+    names, found = {HOST: "cpu", NVME: "nvme"}, dict[str, Any]()
+    if then.stage != now.stage:
+        found["stage"] = then.stage
+    if policy_for(then.stage).gathers_before_use and (then.stage, then.live) != (now.stage, now.live):
+        found |= {"stage3_max_live_parameters": pair, "stage3_max_reuse_distance": 0}
+        found |= {"stage3_prefetch_bucket_size": 0, "stage3_param_persistence_threshold": 0}
+    changed = then.buffers != now.buffers
+    for key, was, place in (
+        ("offload_optimizer", now.optimizer, then.optimizer), ("offload_param", now.parameters, then.parameters)
+    ):  # fmt: skip
+        if place != DEVICE and (place != was or changed):
+            found[key] = {"device": names[place]}
+            if place == NVME:
+                found[key] |= {"nvme_path": folder, **({"buffer_count": then.buffers} if changed else {})}
+                found[key] |= {"max_in_cpu": 0} if key == "offload_param" else {}
+    return found
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a model's parameters.
+
+    Args:
+        parts: elements of each parameter, and whether it is updated, in the model's order.
+        units: see `Holding`.
+        birth: see `Holding`.
+    """
+
+    parts: Sequence[tuple[int, bool]]
+    units: tuple[int, ...]
+    birth: int = 0
+
+
+def units_in(model: torch.nn.Module, numel: Callable[[torch.nn.Parameter], int]) -> tuple[int, ...]:
+    """See `Holding.units`; `numel` gives the elements of a parameter."""
+    sizes: Counter[torch.nn.Module] = Counter()
+    for param, unit in units_of(model).items():
+        sizes[unit] += numel(param)
+    return tuple(sizes.values())
+
+
+def holding_of(
+    config: DeepSpeedConfig, shape: Shape, ranks: int, optimizer: torch.optim.Optimizer | None, device: torch.device
+) -> Holding:
+    """What a model makes state of.
+
+    Args:
+        config: resolved.
+        shape: of the model.
+        ranks: that split it.
+        optimizer: that updates it.
+        device: where it computes.
+    """
+    low = "fp16" if config.fp16.enabled else "bf16" if config.bf16.enabled else "fp32"
+    dtype = DTYPES[low]
+    master = master_dtype(config, dtype)
+    return Holding(
+        trained=sum(numel for numel, updated in shape.parts if updated),
+        frozen=sum(numel for numel, updated in shape.parts if not updated),
+        tensors=tuple(numel for numel, updated in shape.parts if updated),
+        units=shape.units,
+        widths=(dtype.itemsize, master.itemsize, accumulator_dtype(config).itemsize),
+        moments=moments_bytes(optimizer, master),
+        ranks=ranks,
+        accumulates=config.gradient_accumulation_steps > 1,
+        bucket=config.zero.reduce_bucket_size,
+        near=near_places(device),
+        addresses=device.type == "cpu" and limits_addresses(),
+        birth=shape.birth,
+    )
+
+
+def _numel(param: torch.nn.Parameter) -> int:
+    """Elements of a parameter, also of one that was born split."""
+    return param.ds_numel if isinstance(param, ManagedParameter) else param.numel()
+
+
+def tells_what_fits(build: Callable[..., Any]) -> Callable[..., Any]:
+    """`build`, whose running out of memory comes as an error with the keys under which the state would fit."""
+
+    @functools.wraps(build)
+    def told(model: Any, optimizer: Any, config: DeepSpeedConfig, axes: Any, device: torch.device, *more: Any) -> Any:
+        # The model's own parameters become state: their room is there too. Lazy ones are refused by `build`.
+        own = [p for p in model.parameters() if p.device == device and not (is_lazy(p) or is_managed(p))]
+        limited = device.type == "cpu" and limits_addresses()
+        stays = heap() if limited else range(0)  # what is freed there is no room for larger tensors
+        given = sum(p.numel() * p.element_size() for p in own if not limited or p.data_ptr() not in stays)
+        room = free_bytes(device) + given
+        trained = {p for group in optimizer.param_groups for p in group["params"]} if optimizer else set()
+        parts = [(0 if is_lazy(p) else _numel(p), p in trained) for p in model.parameters()]
+        try:
+            made = build(model, optimizer, config, axes, device, *more)
+            made.room, made.given = room, given
+            return made
+        except (RuntimeError, MemoryError, OSError) as error:
+            if not is_exhaustion(error):
+                raise
+            shape = Shape(parts, units_in(model, _numel), given)
+            holding = holding_of(config, shape, axes.same_slice.size, optimizer, device)
+            category = innermost(list(frames_of(error)), PARAMETERS)
+            category = category if category in (MASTERS, GRADIENTS, POOLS) else PARAMETERS
+            advice = advise_on_state(config, holding, room, axes.mesh.size("pp") == 1, category)
+            said = str(error).strip().splitlines()[0]
+            found = MemoryExhaustedError(
+                f"memory ran out for {category} while the training state of an engine was made ({said}). {advice}"
+            )
+            found.category, found.suggestion = category, advice.settings
+            raise found from error
+
+    return told

@@ -1,0 +1,665 @@
+"""Metrics of an engine: monitor events, step timers, the FLOPs profiler, the timeline and planner trials."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import resource
+import socket
+import statistics
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from deepspeed.accelerator.instruments import ThroughputTimer, see_memory_usage
+from deepspeed.comm.collectives import scalars
+from deepspeed.comm.collectives.collectives import SMALL, tag_of
+from deepspeed.comm.collectives.torch_api import all_gather_object, gather_object, told_by_all
+from deepspeed.comm.watchdog.last_collective import boot
+from deepspeed.engine.accessors import StateAccessors
+from deepspeed.engine.build import without_optimizer
+from deepspeed.engine.client_support import loss_is_divided
+from deepspeed.engine.engine_state import EngineState
+from deepspeed.engine.memory.report import MemoryReport, allocated
+from deepspeed.engine.memory.watchdog import PressureWatch
+from deepspeed.engine.nan_detector import NonFiniteFinder
+from deepspeed.errors import NotAvailableError
+from deepspeed.foundation.log import say
+from deepspeed.foundation.spans import Span, now, recorder
+from deepspeed.foundation.timer import SynchronizedWallClockTimer
+from deepspeed.monitor import progress
+from deepspeed.monitor.monitor import MonitorMaster
+from deepspeed.profiling.flops_profiler import FlopsProfiler
+from deepspeed.profiling.timeline import ModuleSpans, RankRecord, Timeline
+from deepspeed.zero.gradients.accumulation import Purpose
+from deepspeed.zero.gradients.grad_norm import squares_by_name
+from deepspeed.zero.gradients.reducer import Reducer
+
+FORWARD_MICRO_TIMER, FORWARD_GLOBAL_TIMER = "fwd_microstep", "fwd"
+BACKWARD_MICRO_TIMER, BACKWARD_GLOBAL_TIMER = "bwd_microstep", "bwd"
+BACKWARD_INNER_MICRO_TIMER, BACKWARD_INNER_GLOBAL_TIMER = "bwd_inner_microstep", "bwd_inner"
+BACKWARD_REDUCE_MICRO_TIMER, BACKWARD_REDUCE_GLOBAL_TIMER = "bwd_allreduce_microstep", "bwd_allreduce"
+STEP_MICRO_TIMER, STEP_GLOBAL_TIMER = "step_microstep", "step"
+
+FORWARD, BACKWARD, BACKWARD_INNER, BACKWARD_REDUCE, STEP = (
+    "forward", "backward", "backward_inner", "backward_allreduce", "step",
+)  # fmt: skip
+# What is timed: the timer of a micro-batch and that of a window.
+_PAIRS = {
+    FORWARD: (FORWARD_MICRO_TIMER, FORWARD_GLOBAL_TIMER),
+    BACKWARD: (BACKWARD_MICRO_TIMER, BACKWARD_GLOBAL_TIMER),
+    BACKWARD_INNER: (BACKWARD_INNER_MICRO_TIMER, BACKWARD_INNER_GLOBAL_TIMER),
+    BACKWARD_REDUCE: (BACKWARD_REDUCE_MICRO_TIMER, BACKWARD_REDUCE_GLOBAL_TIMER),
+    STEP: (STEP_MICRO_TIMER, STEP_GLOBAL_TIMER),
+}
+
+
+class StepTimers:
+    """Two stopwatches for each part of a step: of the micro-batch, and of the window it belongs to.
+
+    `backward_inner` is autograd alone, `backward_allreduce` the wait, within `step`, for gradients that were still on
+    their way when backward was over: what overlapped with it has no time of its own.
+
+    Args:
+        timers: where the stopwatches are.
+        active: measure; else nothing waits for the device, and nothing is said.
+        says: a line after each micro-batch, and one after each window, on rank 0.
+
+    Attributes:
+        last: milliseconds by name of the last window and its last micro-batch; empty before.
+    """
+
+    def __init__(self, timers: SynchronizedWallClockTimer, active: bool, says: bool) -> None:
+        self._timers, self.active, self._says = timers, active, says
+        self.last: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def timed(self, part: str) -> Iterator[None]:
+        """Inside, a part of the step runs; a part within itself counts once."""
+        pair = [self._timers(name) for name in _PAIRS[part]]
+        if not self.active or pair[0].started_:
+            yield
+            return
+        for timer in pair:
+            timer.start()
+        try:
+            yield
+        finally:  # a caller may go on after an error
+            for timer in reversed(pair):
+                timer.stop()
+
+    def elapsed(self) -> dict[str, float]:
+        """Milliseconds of the window so far, by part; those that have not run are left out."""
+        names = ((part, pair[1]) for part, pair in _PAIRS.items())
+        return {part: self._timers(name).elapsed(reset=False) for part, name in names if self._timers.has_timer(name)}
+
+    def end_micro_batch(self) -> None:
+        """A micro-batch is over."""
+        if self.active:
+            self._show(0)
+
+    def end_window(self) -> dict[str, float]:
+        """A window is over, and its last micro-batch; gives `elapsed()` of it."""
+        if not self.active:
+            return {}
+        found = self.elapsed()
+        timers = [self._timers(name) for pair in _PAIRS.values() for name in pair]
+        self.last = {timer.name_: timer.elapsed(reset=False) for timer in timers}
+        self._show(0)
+        self._show(1)
+        return found
+
+    def _show(self, which: int) -> None:
+        """A line of the micro-batch's (0) or the window's (1) timers, which begin anew."""
+        names = [pair[which] for pair in _PAIRS.values()]
+        if self._says:
+            for name in names:
+                self._timers(name)  # what has not run shows as 0.00
+            self._timers.log(names)
+        else:
+            for name in names:
+                self._timers(name).elapsed(reset=True)
+
+
+def _shapes(inputs: Any) -> list[Any]:
+    return [tuple(x.shape) if isinstance(x, torch.Tensor) else type(x) for x in tree_leaves(inputs)]
+
+
+class Profiling:
+    """Profiles the update `profile_step`, counted from 0, with a report for each of its micro-batches.
+
+    Operations are counted in the update before, once per shape of the inputs, since counting takes time.
+
+    Args:
+        state: of the engine.
+        engine: for the report.
+        elapsed: gives milliseconds of the window so far, by part.
+    """
+
+    def __init__(self, state: EngineState, engine: Any, elapsed: Callable[[], dict[str, float]]) -> None:
+        self._state, self._section = state, state.ds_config.flops_profiler_config
+        here = self._section.enabled and state.axes.everyone.rank == 0
+        self.profiler = FlopsProfiler(state.module, engine) if here else None
+        self._shapes: list[Any] | None = None  # of the inputs whose operations were counted
+        self._elapsed = elapsed
+        self._before: dict[str, float] = {}
+        self._due = False  # a report waits for the time of the step
+
+    def on_forward(self, inputs: Any) -> None:
+        """A micro-batch begins."""
+        ahead = self._section.profile_step - self._state.global_steps
+        if self.profiler is None or self.profiler.started or ahead not in (0, 1):
+            return
+        shapes = _shapes(inputs)
+        if shapes == self._shapes:
+            if ahead:
+                return
+            self.profiler.start_timing()
+        elif not ahead or self._shapes is None:
+            self.profiler.start_profile()
+            self._shapes = shapes
+        self._before = self._elapsed()
+
+    def on_step(self, boundary: bool) -> None:
+        """A micro-batch ends.
+
+        Args:
+            boundary: an update follows.
+        """
+        if self.profiler is not None and self.profiler.started:
+            self.profiler.stop_profile()
+            self._due = self._state.global_steps == self._section.profile_step
+            if self._due and not boundary:
+                self._print()
+
+    def after_update(self) -> None:
+        """The step was measured as well."""
+        if self._due:
+            self._print()
+
+    def close(self) -> None:
+        """Count no more."""
+        if self.profiler is not None:
+            self.profiler.stop_profile()
+
+    def _print(self) -> None:
+        profiler, section, self._due = self.profiler, self._section, False
+        if profiler is not None:
+            since = ((name, total - self._before.get(name, 0.0)) for name, total in self._elapsed().items())
+            profiler.times = {name: milliseconds / 1e3 for name, milliseconds in since}
+            profiler.print_model_profile(
+                section.profile_step, section.module_depth, section.top_modules, section.detailed, section.output_file
+            )
+
+
+_ROUNDS = 9  # of comparing clocks
+
+
+class Tracing:
+    """Records from the end of the update before `start_step`.
+
+    Args:
+        state: of the engine.
+        memory: by category, as counts of the trace.
+    """
+
+    def __init__(self, state: EngineState, memory: MemoryReport) -> None:
+        self._state, self._memory, self._section = state, memory, state.ds_config.top.timeline
+        self._marks: list[int] = []
+        self._modules: ModuleSpans | None = None
+        self._due = self._section.enabled
+        self.timeline: Timeline | None = None
+
+    def after_update(self) -> None:
+        """An update is over; `global_steps` counts it."""
+        if not self._due:
+            return
+        done, section = self._state.global_steps, self._section
+        if self._marks:
+            self._marks.append(now())
+            for kind, count in self._memory.by_category().items():
+                recorder.count(f"bytes of {kind}", count)
+            if done >= section.start_step + section.steps:
+                self._finish()
+        elif done >= section.start_step:
+            if section.modules:
+                self._modules = ModuleSpans(self._state.module)
+            recorder.start(section.ring)
+            self._marks = [now()]
+
+    def close(self) -> None:
+        """Record no more; an engine that ends early has no timeline."""
+        if self._modules is not None:
+            self._modules.remove()
+            self._modules = None
+        if self._due and self._marks:
+            recorder.stop()
+        self._due = False
+
+    def _finish(self) -> None:
+        """All ranks are here, since all count the same updates."""
+        self.close()
+        spans, lost = recorder.take()
+        axis = self._state.everyone
+        ahead = _ahead(axis.group) if axis.size > 1 else 0
+        spans = [s._replace(begin=s.begin - ahead, end=s.end - ahead) for s in spans]
+        marks = [mark - ahead for mark in self._marks]
+        mine = (axis.rank, [tuple(span) for span in spans], marks, threading.get_ident(), lost)
+        told: list[Any] | None = [mine]
+        if axis.size > 1:
+            told = [None] * axis.size if axis.rank == 0 else None
+            gather_object(mine, told, dst=axis.ranks[0], group=axis.group)
+        if told is not None:
+            records = [RankRecord(rank, [Span(*s) for s in kept], *rest) for rank, kept, *rest in told]
+            self.timeline = Timeline(records, self._state.global_steps - self._section.steps)
+            self._write(self.timeline)
+
+    def _write(self, timeline: Timeline) -> None:
+        folder = Path(self._section.output_path or ".").absolute() / self._section.job_name
+        folder.mkdir(parents=True, exist_ok=True)
+        base = folder / f"timeline_step{timeline.first}"
+        text = timeline.table()
+        base.with_suffix(".txt").write_text(text + "\n")
+        base.with_suffix(".json").write_text(json.dumps(timeline.chrome()))
+        try:
+            timeline.picture(base.with_suffix(".png"))
+        except NotAvailableError as error:
+            say(str(error))
+        say(f"{text}\nwritten: {base}.txt, .json (Perfetto, chrome://tracing), .png")
+
+
+def _ahead(group: Any) -> int:
+    """Nanoseconds by which this rank's clock is ahead of that of the group's first; all ranks call together.
+
+    Processes of one machine have one clock. Others compare theirs after meeting, in the middle of several rounds.
+    """
+    told: list[Any] = [None] * group.size()
+    all_gather_object(told, boot(), group=group)
+    if len(set(told)) == 1:
+        return 0
+    found = []
+    for _ in range(_ROUNDS):
+        all_gather_object(told, None, group=group)
+        all_gather_object(told, now(), group=group)
+        found.append(told[group.rank()] - told[0])
+    return int(statistics.median(found))
+
+
+class Trial:
+    """Times updates `start_profile_step` to `end_profile_step` of the `autotuning` block, then ends this process.
+
+    Args:
+        state: of the engine.
+        facts: answers about it.
+
+    Attributes:
+        active: whether this run is a trial: the block is enabled and says where the figures go.
+    """
+
+    def __init__(self, state: EngineState, facts: StateAccessors) -> None:
+        self._state, self._facts, self._section = state, facts, state.ds_config.top.autotuning
+        self.active = self._section.enabled and self._section.metric_path is not None
+        self._since = time.perf_counter()
+        self._spent: Counter[str] = Counter()  # milliseconds by part, of the updates that are timed
+        self._done = 0  # here: a script that goes on from a checkpoint begins with `global_steps` above 0
+
+    def after_update(self, samples: int, times: dict[str, float]) -> None:
+        """An update is over.
+
+        Args:
+            samples: of it, over all ranks.
+            times: milliseconds of its parts.
+
+        Raises:
+            SystemExit: with code 0, on all ranks alike, after the last timed update.
+        """
+        if not self.active:
+            return
+        self._done += 1
+        first = self._section.start_profile_step
+        if self._done == first - 1:
+            self._since, self._spent = time.perf_counter(), Counter()
+            return
+        self._spent.update(times)
+        if self._done >= max(first, self._section.end_profile_step):
+            self._end(self._done - first + 1, samples)
+
+    def _end(self, updates: int, samples: int) -> None:
+        seconds = (time.perf_counter() - self._since) / updates
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        told = told_by_all(self._state.everyone, (seconds, peak))  # nobody ends while a neighbour still needs it
+        if self._state.everyone.rank == 0:
+            slowest = max(one for one, _ in told)
+            found = {**self._parts(updates), "latency": slowest * 1e6, "throughput": samples / slowest, "rank": 0}
+            _write(Path(str(self._section.metric_path)), {**found, "peak_resident": max(held for _, held in told)})
+        raise SystemExit(0)
+
+    def _parts(self, updates: int) -> dict[str, float]:
+        """Microseconds of forward and backward of a micro-batch, and of the step."""
+        turns = self._state.window.steps
+        each = {name: self._spent[name] * 1e3 / updates for name in (FORWARD, BACKWARD, STEP)}
+        return {"fwd": each[FORWARD] / turns, "bwd": each[BACKWARD] / turns, "step": each[STEP]}
+
+
+def _write(path: Path, found: dict[str, Any]) -> None:
+    """Whoever waits for the file sees it whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.{os.getpid()}")
+    part.write_text(json.dumps(found, indent=2) + "\n")
+    part.replace(path)
+
+
+_NOTHING = contextlib.nullcontext()
+_NONE: Mapping[str, float] = MappingProxyType({})
+_SAMPLES, _MEMORY, _MS = "Train/Samples/", "Train/Memory/", "elapsed_time_ms_"
+
+
+def tokens_in(inputs: Iterable[Any]) -> int:
+    """Elements of the first tensor of whole numbers with two or more dims, as token ids are; 0 without one."""
+    for value in inputs:
+        if isinstance(value, dict):
+            found = tokens_in(value.values())
+            if found:
+                return found
+        elif isinstance(value, torch.Tensor) and value.dim() > 1 and not value.dtype.is_floating_point:
+            return value.numel() * (value.dtype != torch.bool)
+    return 0
+
+
+class Instruments:
+    """Collects the numbers of a window, and hands them to the monitors.
+
+    Args:
+        state: of the engine.
+        facts: answers about it.
+        engine: itself, for the profiler's report.
+
+    Attributes:
+        throughput: samples per second over all ranks, from forward to the end of `step`, from the third update on. It
+            waits for no device: an update ends with the norm on the host, so little is under way then. The line of
+            `steps_per_print` tells the current figure, so it logs none of its own.
+    """
+
+    def __init__(self, state: EngineState, facts: StateAccessors, engine: Any) -> None:
+        self._state, self._facts = state, facts
+        self._monitor = MonitorMaster(state.ds_config.monitor_config, state.everyone.rank)
+        self._profiling = Profiling(state, engine, lambda: self.times.elapsed())
+        self._memory = MemoryReport(state)
+        self.guard = partial(self._memory.guard, _NOTHING)  # running out of memory inside comes with a report
+        self._pressure = PressureWatch(self._memory)
+        self._tracing = Tracing(state, self._memory)
+        self._finder = NonFiniteFinder(state, engine)
+        self._trial = Trial(state, facts)
+        self._collects = self._monitor.enabled or self._finder.enabled
+        profiled = state.ds_config.wall_clock_breakdown or state.ds_config.flops_profiler_config.enabled
+        says = state.ds_config.wall_clock_breakdown
+        self.times = StepTimers(state.timers, profiled or self._trial.active, says)
+        unwaited = state.ds_config.timers.throughput.model_copy(update={"synchronized": False})
+        self.throughput = ThroughputTimer(unwaited, self._facts.train_batch_size())
+        self._loss: torch.Tensor | None = None
+        self._metrics = _NONE
+        self._weight, self._tokens = 0.0, 0
+        self._since: float | None = None  # when the window began
+        self._elapsed: dict[str, float] = {}
+        self._channel, self._asked = state.axes.one_copy.channel(), 0
+        self._names: tuple[list[str], list[str]] = ([], [])  # this rank's, and those of the whole model
+        self.progress: progress.Progress | None = None  # on rank 0, where a line is shown
+        if progress.asked():
+            self.start_progress(None)
+
+    def start_progress(self, batches: int | None) -> None:
+        """Show a live line on rank 0, instead of the one that is shown.
+
+        Args:
+            batches: that are to come; None where that is unknown.
+        """
+        self.stop_progress()
+        if self._state.everyone.rank == 0:
+            device = self._state.device
+            self.progress = progress.Progress(lambda: allocated(device), batches)
+
+    def stop_progress(self) -> None:
+        """End the line."""
+        shown, self.progress = self.progress, None
+        if shown is not None:
+            shown.close()
+
+    def span(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """A context that the timer and the recorder call `name`."""
+        watched = self.times.active or self._state.ds_config.memory_breakdown
+        return self._memory.guard(self._watched(name) if watched else recorder.span(name), name == FORWARD)
+
+    def _waiting(self) -> contextlib.AbstractContextManager[None]:
+        """The wait for gradients that are under way."""
+        return self.times.timed(BACKWARD_REDUCE)
+
+    def get_wall_clock_timers(self) -> dict[str, float]:
+        """Milliseconds of the last window and its last micro-batch by name, as `deepspeed.utils.timer` names them.
+
+        Empty unless `wall_clock_breakdown` (or a profiler) measures. The timers themselves are `engine.timers`.
+        """
+        return dict(self.times.last)
+
+    def inner(self) -> contextlib.AbstractContextManager[None]:
+        """Autograd itself, inside of backward."""
+        return self.times.timed(BACKWARD_INNER) if self.times.active else _NOTHING
+
+    def memory_by_category(self) -> dict[str, int]:
+        """See `MemoryReport.by_category`."""
+        return self._memory.by_category()
+
+    @contextlib.contextmanager
+    def _watched(self, name: str) -> Iterator[None]:
+        shows, reducer = self._state.ds_config.memory_breakdown, self._state.components.reducer
+        if reducer is not None and self.times.active:  # a layout made anew has another
+            reducer.timing = self._waiting
+        see_memory_usage(f"before {name}", force=shows)
+        with self.times.timed(name), recorder.span(name):
+            yield
+        see_memory_usage(f"after {name}", force=shows)
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """What the `timeline` block has recorded, on rank 0; None before, and elsewhere."""
+        return self._tracing.timeline
+
+    @property
+    def monitor(self) -> MonitorMaster:
+        """Where events go: `engine.monitor.write_events([(name, value, step), …])`."""
+        return self._monitor
+
+    @property
+    def flops_profiler(self) -> FlopsProfiler | None:
+        """What the `flops_profiler` block counts; None without it, and on all ranks but 0."""
+        return self._profiling.profiler
+
+    # -- the window -----------------------------------------------------------------------------------------------
+
+    def on_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A micro-batch begins."""
+        self.throughput.start()
+        self._profiling.on_forward((args, kwargs))
+        if self.progress is not None:
+            self.progress.on_batch()
+        self._finder.on_forward(args, kwargs)
+        if self._monitor.enabled:
+            self._since = self._since or time.perf_counter()
+            self._tokens += tokens_in([kwargs.get("input_ids"), *args, *kwargs.values()])
+
+    def on_loss(self, loss: torch.Tensor, num_items: float | None) -> None:
+        """Backward begins: the loss counts as its gradient does.
+
+        Args:
+            loss: mean over the micro-batch, or with `num_items` the sum over so many.
+            num_items: see `engine.backward`.
+        """
+        if self._finder.enabled:
+            self._finder.on_loss(loss, self._state.window.loss_scale)
+        if self.progress is not None:
+            shown = loss.detach()
+            self.progress.on_loss(shown / num_items if num_items else shown)
+        if self._collects:
+            window, share = self._state.window, 1.0
+            if num_items is None and loss_is_divided(self._state.module):
+                share = 1.0 / window.steps  # a client has done that
+            samples = 1.0 if window.samples is None else window.samples
+            found = loss.detach().double() * samples
+            self._loss = found if self._loss is None else self._loss + found
+            self._weight += num_items if num_items is not None else samples * share
+
+    def on_window(
+        self, loss: torch.Tensor, batches: Sequence[Any], stages: int, metrics: Mapping[str, float] = _NONE
+    ) -> None:
+        """A pipeline has run a window.
+
+        Args:
+            loss: its mean, the same on every rank.
+            metrics: what its last stage reports besides.
+            batches: micro-batches, where this rank counts them.
+            stages: how many ranks see the same ones.
+        """
+        if self.progress is not None:
+            self.progress.on_loss(loss.detach())
+        if self._monitor.enabled:
+            self._since = self._since or time.perf_counter()
+            self._loss, self._weight, self._metrics = loss.double(), 1.0, metrics
+            nests = [batch if isinstance(batch, (list, tuple)) else [batch] for batch in batches]
+            self._tokens += stages * sum(tokens_in(nest) for nest in nests)
+
+    def on_step(self, boundary: bool) -> bool:
+        """A micro-batch ends, with an update or without; gives which."""
+        self._profiling.on_step(boundary)
+        if not boundary:
+            self.times.end_micro_batch()
+            self.throughput.stop()
+        return boundary
+
+    def row(self) -> list[float]:
+        """This rank's numbers of the window, to go with the exchange of the gradient norm; and forget them."""
+        if not self._collects:
+            return []
+        loss = 0.0 if self._loss is None else scalars.current.value(self._loss)
+        row = [loss, self._weight, float(self._tokens)]
+        self._loss, self._weight, self._tokens = None, 0.0, 0
+        return row
+
+    def after_update(self, rows: list[list[float]], samples: int) -> None:
+        """Write the events of an update.
+
+        Args:
+            rows: what each rank gave as its `row`.
+            samples: of the window, over all ranks.
+        """
+        self.throughput.batch_size = samples
+        self.throughput.stop(global_step=True, report_speed=False)
+        self._profiling.after_update()
+        self._finder.forget()
+        self._tracing.after_update()
+        self._elapsed = self.times.end_window()
+        self._trial.after_update(samples, self._elapsed)
+        if self.progress is not None:
+            self.progress.on_update(self._state.global_steps, samples)
+        if not self._monitor.enabled:
+            return
+        state, now = self._state, time.perf_counter()
+        seconds, self._since = now - (self._since or now), now
+        self._tell(seconds)
+        if self._monitor.writes:
+            events = [*self._of_window(rows, samples, seconds), *self._of_update(), *self._times()]
+            self._monitor.write_events([(name, value, state.global_samples) for name, value in events])
+
+    def _tell(self, seconds: float, **more: Any) -> None:
+        """What `ds_top` shows of this rank."""
+        state = self._state
+        facts = {"host": socket.gethostname(), "update": state.global_steps, "seconds": seconds}
+        facts |= {"samples": state.global_samples, "skipped": state.skipped_steps}
+        norm = self._facts.get_global_grad_norm()
+        if norm is not None and math.isfinite(norm):
+            facts["gradient norm"] = norm
+        self._monitor.tell({**facts, "memory": self._memory.by_category(), **more})
+
+    def _of_window(self, rows: list[list[float]], samples: int, seconds: float) -> Iterator[tuple[str, float]]:
+        loss, weight, tokens = (sum(column) for column in zip(*rows, strict=True))
+        if weight:
+            yield f"{_SAMPLES}train_loss", loss / weight
+        yield from ((f"{_SAMPLES}{name}", value) for name, value in self._metrics.items())
+        if seconds > 0:
+            yield f"{_SAMPLES}samples_per_second", samples / seconds
+            if tokens:  # ranks that share matrices have seen the same ones
+                yield f"{_SAMPLES}tokens_per_second", tokens / len(rows) * self._state.axes.same_slice.size / seconds
+
+    def _of_update(self) -> Iterator[tuple[str, float]]:
+        rates, norm = self._facts.get_lr(), self._facts.get_global_grad_norm()
+        if rates:
+            yield f"{_SAMPLES}lr", rates[0]
+        if norm is not None:
+            yield f"{_SAMPLES}grad_norm", norm
+        yield f"{_SAMPLES}loss_scale", self._facts.loss_scale()
+        yield f"{_SAMPLES}skipped_steps", self._state.skipped_steps
+        yield from ((f"{_MEMORY}{kind}", count) for kind, count in self._memory.by_category().items())
+
+    def _times(self) -> Iterator[tuple[str, float]]:
+        """Milliseconds of the window, where they are measured."""
+        yield from ((f"{_SAMPLES}{_MS}{part}", value) for part, value in self._elapsed.items())
+
+    # -- gradients by name ----------------------------------------------------------------------------------------
+
+    def gradient_norms(self) -> dict[str, float]:
+        """The L2 norm of the window's mean gradient for each parameter, before clipping; all ranks call together.
+
+        Call it between `backward` and `step`. Under tensor parallelism it is the norm over all slices.
+
+        Returns:
+            Norm by name, in the model's order; those that no rank had a gradient for are left out.
+
+        Raises:
+            UsageError: the engine has no optimizer.
+        """
+        optimizer, reducer = self._state.components.optimizer, self._state.components.reducer
+        if optimizer is None or reducer is None:
+            raise without_optimizer("gradient_norms", self._state.components)
+        agreed = reducer.finish(Purpose.REDUCE)
+        found, factor = squares_by_name(reducer), abs(self._state.window.rescale(agreed))
+        names = self._all_names(reducer)
+        self._asked += 1
+        tag, axis = tag_of(self._channel, SMALL, self._asked), self._state.axes.one_copy
+        row = [found.get(name, -1.0) for name in names]  # below 0: no gradient here
+        row.append(reducer.squares.own(reducer.revision) or 0.0)
+        table = scalars.current.table(axis, row, tag, "agreement on gradient norms by name", reducer.device)
+        reducer.squares.total = sum(told.pop() for told in table)
+        columns = dict(zip(names, zip(*table, strict=True), strict=True))
+        touched = {name: [square for square in column if not square < 0] for name, column in columns.items()}
+        return {name: sum(squares) ** 0.5 * factor for name, squares in touched.items() if squares}
+
+    def _all_names(self, reducer: Reducer) -> list[str]:
+        """Names of parameters anywhere in a copy of the model, in one order on all ranks."""
+        members = sorted((m for b in reducer.buckets for m in b.group.members), key=lambda member: member.place)
+        mine = [member.name for member in members]
+        axis = self._state.axes.one_copy
+        if not self._state.sliced or axis.group is None:
+            return mine
+        if mine != self._names[0]:
+            told = told_by_all(axis, mine)
+            self._names = mine, list(dict.fromkeys(name for names in told for name in names))
+        return self._names[1]
+
+    def close(self) -> None:
+        """End what is under way."""
+        self.stop_progress()
+        self._profiling.close()
+        self._tracing.close()
+        self._pressure.close()
+        self._finder.close()
+        if self._monitor.enabled:
+            self._tell(0.0, ended=True)
+        self._monitor.close()

@@ -1,0 +1,251 @@
+"""The `non_finite` block: finds the operation that made the first NaN or infinity.
+
+Of every micro-batch its inputs are kept by reference, with the state of the random numbers. Backward is run again from
+the loss, where forward gave that; where it was computed outside, from the gradients of what forward gave, which are
+kept from the second time on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import weakref
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.collectives.torch_api import all_gather_object
+from deepspeed.engine.engine_state import EngineState
+from deepspeed.errors import NotAvailableError
+from deepspeed.foundation.log import say
+from deepspeed.foundation.pytree import tensors_in
+from deepspeed.optim.loss_scale import DynamicLossScaler
+from deepspeed.profiling.nonfinite import INPUT, OF_LOSS, UPDATE, Checker, Finding, describe, first_input, kinds_in
+
+_MOST = 4  # forwards for each micro-batch: who calls more without an update is not training
+_ORDER = {UPDATE: 0, INPUT: 1, "forward": 2, "forward again, in backward": 3, "backward": 3}
+
+
+@dataclass(eq=False)
+class _Micro:
+    """A micro-batch of the window.
+
+    Attributes:
+        inputs: of forward.
+        random: states of the random numbers of host and device before it.
+        outputs: differentiable tensors that forward gave, as long as they live.
+        loss: which of them was differentiated.
+        scale: of that loss.
+        gradients: of those outputs, by place.
+    """
+
+    inputs: tuple[tuple[Any, ...], dict[str, Any]]
+    random: tuple[torch.Tensor, Any]
+    outputs: list[Any] = field(default_factory=list)
+    loss: int | None = None
+    scale: float = 1.0
+    gradients: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+class NonFiniteFinder:
+    """Finds where values that are not finite come from.
+
+    Args:
+        state: of the engine.
+        engine: runs forward.
+    """
+
+    def __init__(self, state: EngineState, engine: Any) -> None:
+        self._state, self._engine, self._section = state, engine, state.ds_config.top.non_finite
+        self.enabled = self._section.enabled
+        if self.enabled and hasattr(type(engine), "train_batch"):
+            raise NotAvailableError("non_finite does not run the window of a pipeline again yet; drop the block")
+        self._window: list[_Micro] = []
+        self._keeps_gradients = self._replaying = False
+        self._left = self._section.reports
+        self._hook: Any = None
+        self.found: str | None = None
+
+    # -- what is kept -----------------------------------------------------------------------------------------------
+
+    def on_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A micro-batch begins."""
+        if not self.enabled or self._replaying or not self._left:
+            return
+        if self._hook is None:
+            after: Any = torch.compiler.disable(self._after_forward)
+            self._hook = self._state.module.register_forward_hook(after)
+            optimizer = self._state.components.optimizer
+            if optimizer is not None:
+                optimizer.inspect = self.inspect
+        self._window.append(_Micro((args, kwargs), _random_state(self._state.device)))
+        del self._window[: -_MOST * self._state.window.steps]
+
+    def _after_forward(self, _module: Any, _args: Any, output: Any) -> None:
+        training = self._engine.training and self._window
+        if self._replaying or not training or torch._C._current_graph_task_id() != -1:  # type: ignore[attr-defined]
+            return
+        micro = self._window[-1]
+        outputs = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
+        micro.outputs = [weakref.ref(tensor) for tensor in outputs]
+        for at, tensor in enumerate(outputs) if self._keeps_gradients else ():
+            tensor.register_hook(lambda gradient, at=at: micro.gradients.__setitem__(at, gradient))
+
+    def on_loss(self, loss: torch.Tensor, scale: float) -> None:
+        """Backward begins.
+
+        Args:
+            loss: that is differentiated.
+            scale: of the loss.
+        """
+        if self._window:
+            outputs = [reference() for reference in self._window[-1].outputs]
+            self._window[-1].loss = next((at for at, tensor in enumerate(outputs) if tensor is loss), None)
+            self._window[-1].scale = scale
+
+    def forget(self) -> None:
+        """The window is over."""
+        self._window.clear()
+
+    def close(self) -> None:
+        """Take the hook off."""
+        if self._hook is not None:
+            self._hook.remove()
+        self.forget()
+        self.enabled = False
+
+    # -- at the end of a window -------------------------------------------------------------------------------------
+
+    def inspect(self, norm: float | None, rows: list[list[float]]) -> None:
+        """Called by all ranks, with the same numbers, between norm and update.
+
+        Args:
+            norm: of the window's gradient.
+            rows: of each rank, beginning with the sum of its losses.
+        """
+        axes, scaler = self._state.axes, self._state.window.scaler
+        bad = norm is not None and not math.isfinite(norm)
+        if isinstance(scaler, DynamicLossScaler) and scaler.loss_scale > scaler.min_scale:
+            bad = False  # the scale is too large, which is no fault
+        if axes.one_copy.size == axes.everyone.size:  # else others have not seen the same rows
+            bad = bad or any(row and not math.isfinite(row[0]) for row in rows)
+        if bad and self._left:
+            self._left -= 1
+            self._report()
+
+    def _report(self) -> None:
+        state = self._state
+        at, finding = self._search()
+        told: list[Any] = [None] * state.everyone.size
+        summary = None if finding is None else (at, _ORDER.get(finding.direction, 3), *finding[:4])
+        outside = any(micro.loss is None and not micro.gradients for micro in self._window)
+        if state.everyone.size > 1:
+            all_gather_object(told, (summary, outside), group=state.everyone.group)
+        else:
+            told = [(summary, outside)]
+        step = state.global_steps
+        found = [(one, rank) for rank, (one, _) in enumerate(told) if one is not None]
+        if found:
+            first, rank = min(found, key=lambda pair: (*pair[0][:2], pair[1]))
+            micro, _, direction, module, operation, statistics = first
+            made = f" by {operation}" if operation else ""
+            self.found = (
+                f"update {step}, rank {rank}, micro-batch {micro}: first not finite in {direction}, "
+                f"{module or 'the model'}{made}: {statistics}"
+            )
+            if rank == state.everyone.rank and finding is not None:
+                self._dump(finding, self.found)
+        elif any(outside for _, outside in told):
+            self._keeps_gradients = True
+            self.found = (
+                f"update {step}: forward of the window is finite, and its loss was computed outside of the model; the "
+                "next time backward is looked at too"
+            )
+        else:
+            self.found = f"update {step}: not found again when the window was run once more"
+        say(self.found)
+
+    def _dump(self, finding: Finding, words: str) -> None:
+        """What the operation was given, as a file that torch.load reads."""
+        if self._section.output_path:
+            folder = Path(self._section.output_path)
+            folder.mkdir(parents=True, exist_ok=True)
+            path = folder / f"non_finite_step{self._state.global_steps}_rank{self._state.everyone.rank}.pt"
+            torch.save({"where": words, "inputs": [tensor.cpu() for tensor in finding.inputs]}, path)
+
+    def _search(self) -> tuple[int, Finding | None]:
+        """The first micro-batch of this rank with a finding; all ranks run all of theirs, since they may meet."""
+        first: tuple[int, Finding | None] = (0, self._of_parameters())
+        reducer, lifecycle = self._state.components.reducer, self._state.components.lifecycle
+        buffers = [(b, b.detach().clone()) for b in self._state.module.buffers()]
+        random = _random_state(self._state.device)
+        self._replaying = True
+        if reducer is not None:
+            reducer.muted = True
+        try:
+            for at, micro in enumerate(self._window):
+                finding = first_input(micro.inputs) or self._run_again(micro)
+                if first[1] is None:
+                    first = (at, finding)
+        finally:
+            self._replaying = False
+            if reducer is not None:
+                reducer.muted = False
+            if lifecycle is not None:
+                lifecycle.settle()
+            _set_random_state(random, self._state.device)
+            with torch.no_grad():
+                for buffer, value in buffers:
+                    buffer.copy_(value)
+        return first
+
+    def _of_parameters(self) -> Finding | None:
+        """The first of this rank's parameters that was not finite before the window."""
+        for group in self._state.components.groups:
+            whole = not group.policy.gathers_before_use
+            with contextlib.nullcontext(group.full) if whole else group.values.borrowed() as values:
+                if not any(kinds_in(values)):
+                    continue
+                low = 0 if whole else group.layout.cuts[group.axis.rank]
+                for member in group.members:
+                    begin, end = member.offset - low, member.offset + member.numel - low
+                    part = values[max(0, begin) : max(0, end)]
+                    if any(kinds_in(part)):
+                        return Finding(UPDATE, f"parameter '{member.name}'", "", describe(part), [part.clone()])
+        return None
+
+    def _run_again(self, micro: _Micro) -> Finding | None:
+        _set_random_state(micro.random, self._state.device)
+        args, kwargs = micro.inputs
+        with Checker(self._state.module) as checker:
+            with self._engine._autocast():
+                output = self._state.module(*args, **kwargs)
+            outputs = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
+            roots, given = self._roots(micro, outputs)
+            if roots and checker.found is None and any(any(kinds_in(gradient)) for gradient in given):
+                bad = next(gradient for gradient in given if any(kinds_in(gradient)))
+                checker.found = Finding("backward", OF_LOSS, "", describe(bad), [bad])
+            if roots:
+                torch.autograd.backward(roots, given)
+        return checker.found
+
+    def _roots(self, micro: _Micro, outputs: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Where backward begins again, and with which gradients."""
+        if micro.loss is not None and micro.loss < len(outputs):
+            loss = outputs[micro.loss]
+            return [loss], [torch.full_like(loss, micro.scale)]
+        kept = {at: gradient for at, gradient in micro.gradients.items() if at < len(outputs)}
+        return [outputs[at] for at in kept], list(kept.values())
+
+
+def _random_state(device: torch.device) -> tuple[torch.Tensor, Any]:
+    return torch.get_rng_state(), None if device.type == "cpu" else get_accelerator().get_rng_state()
+
+
+def _set_random_state(state: tuple[torch.Tensor, Any], device: torch.device) -> None:
+    torch.set_rng_state(state[0])
+    if state[1] is not None:
+        get_accelerator().set_rng_state(state[1])

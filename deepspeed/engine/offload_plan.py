@@ -1,0 +1,179 @@
+"""Chooses the storage tiers of an engine's state from `offload_optimizer` and `offload_param`."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch
+
+from deepspeed.config import DeepSpeedConfig
+from deepspeed.foundation.log import say
+from deepspeed.optim.precision import DTYPES
+from deepspeed.storage.buffer_pool import BufferPool
+from deepspeed.storage.device_tier import RESIDENT
+from deepspeed.storage.host_tier import HostTier
+from deepspeed.storage.nvme_tier import NvmeTier
+from deepspeed.storage.simulated import disk_in
+from deepspeed.storage.tier import Tier
+from deepspeed.zero.api.memory_estimate import DEVICE, HOST, NVME, GroupState, rest_bytes
+from deepspeed.zero.layout.layout import Layout
+from deepspeed.zero.layout.stages import Policy, policy_for
+from deepspeed.zero.parameters.tiers import Tiers
+
+_PLACES = {"none": DEVICE, "cpu": HOST, "nvme": NVME}
+
+
+class Offload:
+    """The tiers of one engine; state that rests in one place shares a tier, so that it may share memory.
+
+    Args:
+        config: resolved configuration.
+    """
+
+    def __init__(self, config: DeepSpeedConfig) -> None:
+        self.config = config
+        self.optimizer, self.parameters = config.zero.offload_optimizer, config.zero.offload_param
+        self._hosts: dict[bool, HostTier] = {}
+        self._disks: dict[str, NvmeTier] = {}
+        self._offloaded = self._seen = 0.0  # elements whose optimizer state is offloaded, and all so far
+        self._in_cpu = 0.0  # elements of slices kept in host memory with NVMe
+
+    @cached_property
+    def active(self) -> bool:
+        """Whether anything rests elsewhere than on the device."""
+        gathers = policy_for(self.config.zero.stage).gathers_before_use
+        return self.optimizer.device != "none" or (gathers and self.parameters.device != "none")
+
+    def place(self, state: GroupState) -> Tiers:
+        """Where the next group rests."""
+        offloads = state.master and self._offloads(state.numel)
+        optimizer = self._tier(self.optimizer.device, for_optimizer=True) if offloads else RESIDENT
+        parameters: Tier = RESIDENT
+        if state.gathered:
+            device = self.parameters.device
+            if device == "nvme" and self._in_cpu + state.own <= self.parameters.max_in_cpu:
+                device, self._in_cpu = "cpu", self._in_cpu + state.own
+            parameters = self._tier(device, for_optimizer=False)
+        return Tiers(optimizer, parameters)
+
+    def _offloads(self, numel: float) -> bool:
+        """Spread the offloaded groups evenly, so that their share of the elements so far is nearest to `ratio`."""
+        self._seen += numel
+        chosen = self._offloaded + numel / 2 < self.optimizer.ratio * self._seen
+        chosen |= self.optimizer.ratio == 1.0
+        self._offloaded += numel * chosen
+        return chosen and self.optimizer.device != "none"
+
+    def _tier(self, device: str, for_optimizer: bool) -> Tier:
+        section = self.optimizer if for_optimizer else self.parameters
+        if device == "none":
+            return RESIDENT
+        if device == "cpu":
+            if section.pin_memory not in self._hosts:
+                self._hosts[section.pin_memory] = HostTier(BufferPool(pin=section.pin_memory))
+            return self._hosts[section.pin_memory]
+        path = str(section.nvme_path)
+        if path not in self._disks:
+            sections = [s for s in (self.optimizer, self.parameters) if s.device == "nvme" and s.nvme_path == path]
+            self._disks[path] = NvmeTier(
+                disk_in(path, self.config.top.aio),
+                BufferPool(pin=any(s.pin_memory for s in sections)),
+                sum(s.buffer_count for s in sections),
+                self.optimizer.pipeline_read,
+                self.optimizer.pipeline_write,
+            )
+        return self._disks[path]
+
+    def announce(self, groups: Sequence[tuple[GroupState, Tiers]]) -> dict[str, float]:
+        """Say in one line what will rest where, and look whether the disks have room and how fast they are.
+
+        Args:
+            groups: what each group holds on this rank.
+
+        Returns:
+            Bytes by place.
+        """
+        needs: dict[str, float] = dict.fromkeys((DEVICE, HOST, NVME), 0.0)
+        on_disk: dict[int, float] = defaultdict(float)
+        for state, places in groups:
+            found = rest_bytes(state, _PLACES[places.optimizer.name], _PLACES[places.parameters.name])
+            for place in needs:
+                needs[place] += found.at(place)
+            on_disk[id(places.optimizer)] += found.optimizer.get(NVME, 0.0) + found.gradients.get(NVME, 0.0)
+            on_disk[id(places.parameters)] += found.params.get(NVME, 0.0)
+        if not self.active:
+            return needs
+        total = sum(state.numel for state, _ in groups) or 1
+        unit, name = (1e9, "GB") if sum(needs.values()) >= 1e9 else (1e6, "MB")
+        shown = [
+            f"{place} {held / unit:.2f} {name} ({held / total:.2f} B per parameter)" for place, held in needs.items()
+        ]
+        say(f"predicted for each rank at rest: {', '.join(shown)}")
+        if self.parameters.device == "nvme" and any(s.gathered for s, _ in groups) and not needs[NVME]:
+            say("nothing rests on nvme: all of it is within offload_param.max_in_cpu; 0 there puts it on the disk")
+        for tier in self._disks.values():
+            tier.disk.preflight(int(on_disk[id(tier)]))
+        return needs
+
+
+def _low_master(config: DeepSpeedConfig) -> torch.dtype | None:
+    """The low dtype in which parameters are updated and gradients summed, where the JSON asks for one."""
+    if config.fp16.enabled and config.fp16.fp16_master_weights_and_grads:
+        return torch.float16
+    return torch.bfloat16 if config.bf16.enabled and config.bf16.bf16_master_weights_and_grads else None
+
+
+def master_dtype(config: DeepSpeedConfig, dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which parameters of `dtype` are updated."""
+    return dtype if dtype in (_low_master(config), torch.float64) else torch.float32
+
+
+def accumulator_dtype(config: DeepSpeedConfig) -> torch.dtype:
+    """The dtype in which gradients are summed."""
+    return _low_master(config) or DTYPES[config.data_types.grad_accum_dtype]
+
+
+def state_of_group(
+    config: DeepSpeedConfig,
+    cut: tuple[Policy, Layout],
+    rank: int,
+    dtypes: tuple[torch.dtype, torch.dtype | None],
+    optimizer: torch.optim.Optimizer | None,
+) -> GroupState:
+    """What a group holds on this rank at rest.
+
+    Args:
+        config: resolved configuration.
+        cut: what is split, and how.
+        rank: this rank.
+        dtypes: (compute dtype, dtype that is updated or None).
+        optimizer: updates it.
+    """
+    (policy, layout), (dtype, master) = cut, dtypes
+    accumulates = config.gradient_accumulation_steps > 1
+    return GroupState(
+        numel=layout.padded,
+        own=layout.slice_numel(rank) if policy.owns_a_slice else layout.padded,
+        gathered=policy.gathers_before_use,
+        itemsize=dtype.itemsize,
+        master=master.itemsize if master is not None else 0,
+        accumulator=accumulator_dtype(config).itemsize,
+        moments=moments_bytes(optimizer, master),
+        sums_whole=not policy.owns_a_slice or (accumulates and not policy.reduces_as_gradients_arrive),
+    )
+
+
+_MOMENTS = {"SGD": 1, "Lion": 1, "FusedLion": 1, "DeepSpeedCPULion": 1, "Adagrad": 1, "DeepSpeedCPUAdagrad": 1}
+
+
+def moments_bytes(optimizer: torch.optim.Optimizer | None, master: torch.dtype | None) -> float:
+    """Bytes of optimizer state per element: two moments, where the class is not known to hold fewer."""
+    if optimizer is None or master is None:
+        return 0.0
+    count = _MOMENTS.get(type(optimizer).__name__, 2)
+    if type(optimizer) is torch.optim.SGD and not optimizer.defaults["momentum"]:
+        count = 0
+    wide = getattr(optimizer, "fp32_optimizer_states", False)
+    return float(count * (torch.float32.itemsize if wide else master.itemsize))

@@ -1,0 +1,248 @@
+"""The micro-batches of a pipeline's window, and their callbacks for the schedule's executor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from deepspeed.engine.train_loop import Window
+from deepspeed.errors import ArgumentError, DataError, PipelineError, UsageError
+from deepspeed.foundation.pytree import map_tensors
+from deepspeed.pipe.executor import Means, Part
+from deepspeed.zero.gradients.accumulation import AccumulationWindow, Way
+from deepspeed.zero.gradients.buckets import by_rows
+
+FAILED = -1  # instead of a number of micro-batches
+EVALUATES, TRAINS, REFUSED = 0.0, 1.0, 2.0  # what a rank was called for; or it cannot, as it stands
+
+
+class Said(NamedTuple):
+    """What a rank tells the others of its window; all are numbers.
+
+    Args:
+        found: micro-batches that it read, or `FAILED`.
+        wanted: that it was asked to run.
+        samples: whether they are of `loop`, which counts samples.
+        items: whether a function counts their items.
+        along: whether no part of its stage reads a batch, so that it does as the others do.
+        does: `EVALUATES`, `TRAINS` or `REFUSED`.
+    """
+
+    found: float
+    wanted: float
+    samples: float
+    items: float
+    along: float
+    does: float
+
+
+@dataclass
+class Fed:
+    """A window that all ranks have agreed on.
+
+    Args:
+        batches: of this rank; None for each where its stage reads none.
+        samples: of each, empty where this rank has no data; None without a loop.
+        items: whether a function counts items.
+    """
+
+    batches: list[Any]
+    samples: list[float] | None
+    items: bool
+
+
+def agree(
+    source: Any,
+    wanted: int,
+    items: bool,
+    read: Callable[[], list[Any]] | None,
+    tell: Callable[[Said], list[Said]],
+    trains: bool = True,
+    refused: Exception | None = None,
+) -> Fed:
+    """Read a window, unless a rank cannot. All ranks call together.
+
+    Args:
+        source: what the caller handed over.
+        wanted: micro-batches that the window takes, as this rank has it.
+        items: whether it was given a function that counts items.
+        read: gives at most `wanted`; None where no part of this stage reads a batch.
+        tell: gives what every rank says, in rank order; a collective.
+        trains: and does not evaluate.
+        refused: why this rank cannot do so as it stands; raised here once every rank knows.
+
+    Raises:
+        DataError: a rank's data ended or failed; a rank whose own data failed raises what it met.
+        UsageError: ranks ask for different windows, or `num_items` comes with a window of a loop.
+        PipelineError: another rank was refused.
+    """
+    problem = refused
+    batches: list[Any] = []
+    samples = source.samples if isinstance(source, Window) else None
+    try:
+        if (
+            read is not None and refused is None and not (samples is not None and items)
+        ):  # which is refused, and leaves the window whole
+            batches = read()
+    except Exception as error:  # raised once every rank knows
+        problem = error
+    found = FAILED if problem is not None else len(batches)
+    does = REFUSED if refused is not None else TRAINS if trains else EVALUATES
+    rows = tell(Said(found, wanted, samples is not None, items, read is None, does))
+    if problem is not None:
+        raise problem
+    _refuse_apart(rows)
+    leading = {rank: row for rank, row in enumerate(rows) if not row.along} or dict(enumerate(rows))
+    _refuse(leading)
+    first = next(iter(leading.values()))
+    count = int(first.wanted)
+    if read is None:
+        return Fed([None] * count, [] if first.samples else None, bool(first.items))
+    least = int(min(row.found for row in leading.values()))
+    if least < count:
+        here = f"this rank had {len(batches)}"
+        raise DataError(f"a window takes {count} micro-batches, and the data of a rank ended after {least}; {here}")
+    return Fed(batches, samples, bool(first.items))
+
+
+def _refuse_apart(rows: list[Said]) -> None:
+    """All train or all evaluate; the same on all ranks but those that have been refused."""
+    refused = [rank for rank, row in enumerate(rows) if row.does == REFUSED]
+    if refused:
+        raise PipelineError(f"rank {refused[0]} was refused this call; its traceback says why. No micro-batch was run")
+    other = next((rank for rank, row in enumerate(rows) if row.does != rows[0].does), None)
+    if other is not None:
+        calls = ("train_batch", "eval_batch") if rows[0].does == TRAINS else ("eval_batch", "train_batch")
+        raise UsageError(
+            f"rank 0 called {calls[0]}() and rank {other} {calls[1]}(); all ranks make the same calls. No micro-batch "
+            f"was run"
+        )
+
+
+def _refuse(leading: dict[int, Said]) -> None:
+    """Windows that cannot start; the same on all ranks."""
+    failed = [rank for rank, row in leading.items() if row.found == FAILED]
+    if failed:
+        raise DataError(f"the data of rank {failed[0]} failed; its traceback says why. No micro-batch was run")
+    rank, first = next(iter(leading.items()))
+    for other, row in leading.items():
+        if row[1:4] != first[1:4]:
+            raise UsageError(
+                f"ranks {rank} and {other} ask for different windows: {_words(first)} there, {_words(row)} here; "
+                f"hand over the same kind on all ranks that have data"
+            )
+    if first.samples and first.items:
+        raise UsageError("engine.loop already counts samples; do not pass num_items with a window of it")
+
+
+def _words(row: Said) -> str:
+    kind = "a window of engine.loop" if row.samples else "an iterator"
+    return f"{kind} for {int(row.wanted)} micro-batches{' with num_items' if row.items else ''}"
+
+
+def take(source: Any, count: int, through: Callable[[Any], Any] | None, device: torch.device) -> list[Any]:
+    """At most `count` micro-batches of an iterator, and none too many.
+
+    Args:
+        source: an iterator.
+        count: micro-batches.
+        through: what each goes through first.
+        device: where its tensors are to be.
+    """
+    if not hasattr(source, "__next__"):
+        raise ArgumentError(
+            f"train_batch and eval_batch take an iterator over micro-batches, such as iter(loader), and got a "
+            f"{type(source).__name__}"
+        )
+    found: Iterator[Any] = (through(batch) if through else batch for batch in source)
+    batches = [batch for _, batch in zip(range(count), found, strict=False)]
+    return [map_tensors(lambda tensor: tensor.to(device), batch) for batch in batches]
+
+
+class WindowDriver:
+    """What the executor asks of a training engine.
+
+    Args:
+        parts: of this stage, by chunk.
+        window: the micro-batches between two updates.
+        divided: the model divides its loss by the micro-batches itself.
+        lookups: tables of this stage whose gradients can come by rows.
+    """
+
+    def __init__(
+        self, parts: list[Part], window: AccumulationWindow, divided: bool, lookups: Sequence[torch.nn.Embedding] = ()
+    ) -> None:
+        self._parts, self._window, self._divided, self._lookups = parts, window, divided, lookups
+        self.ran = {"forward": 0, "backward": 0}  # chunks times micro-batches of the window so far
+        self.batches: list[Any] = []
+        self._counted: set[int] = set()  # micro-batches whose items are in the window's count
+        self.items: list[float] | None = None  # of each micro-batch, where losses are sums over items
+        self.samples: list[float] | None = None  # that the mean loss of each counts for, where a loop says so
+        self.means = Means()
+        self.training = True
+
+    def begin(self, batches: list[Any], training: bool) -> None:
+        """A window of micro-batches comes."""
+        self.batches, self.training, self.means = batches, training, Means()
+        self.ran = dict.fromkeys(self.ran, 0)
+        self._counted.clear()
+
+    @property
+    def costs(self) -> list[float]:
+        """Of all parts of the model, by simulation's unit; empty: not known."""
+        return self._parts[0].costs
+
+    def words(self, chunk: int) -> str:
+        """Which layers a chunk is."""
+        return self._parts[chunk].words
+
+    def forward(self, chunk: int, micro: int, received: Any) -> Any:
+        """Run a chunk; the last part gives its loss in training."""
+        part, batch = self._parts[chunk], self.batches[micro]
+        self.ran["forward"] += 1
+        with by_rows(self._lookups if self.training else (), batch):
+            made = part.run(received, batch)
+        if not (part.last and self.training):
+            return made
+        loss, weight = part.loss(made, batch), 1.0 if self.samples is None else self.samples[micro]
+        self.means.add(part.metrics, weight)
+        return loss if self.samples is None else loss * weight
+
+    def backward(
+        self, micro: int, roots: list[Any], gradients: list[torch.Tensor | None] | None, run: Callable[..., None]
+    ) -> None:
+        """Run backward; gradients travel in the window's last micro-batch, as a chunk sees it."""
+        window = self._window
+        self.ran["backward"] += 1
+        items = None if self.items is None else 0.0 if micro in self._counted else self.items[micro]
+        self._counted.add(micro)  # by its first chunk alone
+        window.count(self._way, items)
+        with self._pass(micro):
+            if gradients is None:
+                loss, scale = roots[0], window.loss_scale
+                if loss.requires_grad:
+                    run([loss.float() * scale if scale != 1.0 else loss])
+                return
+            pairs = [(root, given) for root, given in zip(roots, gradients, strict=True) if given is not None]
+            if pairs:
+                run([root for root, _ in pairs], [given for _, given in pairs])
+
+    def weights(self, micro: int, run: Callable[[], None]) -> None:
+        """Run what a backward has put off; its gradients enter as those that did not wait."""
+        with self._pass(micro):
+            run()
+
+    @property
+    def _way(self) -> Way:
+        return Way.MEAN if self.items is None else Way.ITEMS
+
+    @contextmanager
+    def _pass(self, micro: int) -> Iterator[None]:
+        """Around what gives gradients of a micro-batch."""
+        self._window.force(micro == len(self.batches) - 1)
+        with self._window.backward_pass(self._way, by_window=self._way is Way.MEAN and not self._divided):
+            yield

@@ -1,0 +1,492 @@
+"""The engine of a pipeline: whole windows instead of forward, backward and step.
+
+Between `train_batch` and its return a stage does what its row of the schedule says (`deepspeed/pipe/executor.py`), and
+then what any engine does at the end of a window.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from deepspeed.comm.collectives import scalars
+from deepspeed.comm.collectives.collectives import SMALL, tag_of
+from deepspeed.comm.collectives.same_error import SameBatches
+from deepspeed.comm.collectives.torch_api import told_by_all
+from deepspeed.comm.process_groups.mesh import DATA, REPLICATED, Mesh
+from deepspeed.engine.build import without_optimizer
+from deepspeed.engine.client_support import loss_is_divided
+from deepspeed.engine.engine import DeepSpeedEngine
+from deepspeed.engine.metrics import FORWARD
+from deepspeed.engine.pipeline_batches import Fed, Said, WindowDriver, agree, take
+from deepspeed.engine.pipeline_setup import check_model, generate, stage_model, staying
+from deepspeed.engine.train_loop import Window
+from deepspeed.errors import ArgumentError, NotAvailableError, PipelineError
+from deepspeed.foundation.fake_mode import STEP, enter
+from deepspeed.foundation.log import say
+from deepspeed.pipe.executor import Count, Executor, Part, check, check_shared, mean_loss
+from deepspeed.pipe.module import PipelineModule
+from deepspeed.pipe.schedule import Schedule, make_schedule
+from deepspeed.pipe.schedule_simulator import Simulated, simulate
+from deepspeed.zero.api.gathered_parameters import GatheredParameters
+from deepspeed.zero.api.materialize import materialize
+from deepspeed.zero.gradients.buckets import tables
+from deepspeed.zero.layout.placement import Relation, placement_of
+
+_REDUCTIONS = ("avg", "sum", None)
+
+
+@functools.lru_cache(maxsize=16)
+def validated(name: str, stages: int, micros: int, chunks: int) -> Schedule:
+    """A schedule that was run without processes once."""
+    schedule = make_schedule(name, stages, micros, chunks)
+    simulate(schedule)
+    return schedule
+
+
+def _say_held(schedule: Schedule) -> None:
+    """Where weights come later, stages hold more than their own place in the pipeline asks for."""
+    if schedule.splits:
+        found = simulate(schedule)
+        together, later = (", ".join(map(str, numbers)) for numbers in (found.peaks, found.put_off))
+        say(
+            f"{schedule.name}: stages hold at most {together} micro-batches (1f1b: {_peaks_of_1f1b(schedule)}). Of "
+            f"{later} of those backward is through, and what the gradients of weights need is held: inputs and "
+            f"gradients of matrix products"
+        )
+
+
+def _peaks_of_1f1b(schedule: Schedule) -> str:
+    return ", ".join(map(str, simulate(make_schedule("1f1b", schedule.stages, schedule.micros)).peaks))
+
+
+def _compare_shared(module: torch.nn.Module, mesh: Mesh) -> None:
+    """After a first update: what several stages hold is still the same on all of them. All ranks call together."""
+    shared: dict[str, torch.Tensor] = {
+        name: param
+        for name, param in module.named_parameters()
+        if placement_of(param).relations.get("pp") is Relation.PARTIAL
+    }
+    with GatheredParameters(list(shared.values())):
+        check_shared(shared, mesh.axis("pp"))
+
+
+class PipelineEngine(DeepSpeedEngine):
+    """Trains a model whose layers are dealt to stages; arguments as those of `DeepSpeedEngine`.
+
+    Example:
+        >>> engine, _, _, _ = deepspeed.initialize(model=model, config={"pipeline": {"stages": 2}, …})
+        >>> loss = engine.train_batch(iter(batches))
+    """
+
+    _parts: list[Part]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        mesh, section = self.mesh, self.ds_config.top.pipeline
+        axis = mesh.axis("pp")
+        self._chunks = len(self._parts)
+        self.num_stages, self.stage_id = axis.size, axis.rank
+        self._name = "interleaved" if self._chunks > 1 and section.schedule == "1f1b" else section.schedule
+        for part in self._parts:
+            part.cast(self._components.dtype)
+        _say_held(self.schedule(self.gradient_accumulation_steps()))
+        divided, lookups = loss_is_divided(self.module), tables(self.module)
+        self._driver = WindowDriver(self._parts, self._window, divided, lookups)
+        self._executor = Executor(axis, self._driver, ring=self._chunks > 1, device=self.device)
+        self._channel, self._sums = self._axes.everyone.channel(), 0
+        self._same = [SameBatches(axis, "are stages of one pipeline (pp)"), self._same_batches]
+        self._compares_shared = axis.size > 1
+        self.metrics: dict[str, float] = {}  # of the last window: means over micro-batches and replicas, on every rank
+        self._iterator: Iterator[Any] | None = None
+        self._batch_fn: Callable[[Any], Any] | None = None
+
+    def _cut(self, model: Any, config: Any, mesh: Any, mpu: Any, optimizer: Any, parameters: Any) -> Any:
+        if mesh.size("sp") > 1:
+            raise NotAvailableError(
+                f"pipeline stages together with ranks that share a sequence (sp) are not available yet: of "
+                f"{mesh.describe()} the nearest that can be had are {_without(mesh, 'sp')} and {_without(mesh, 'pp')}"
+            )
+        without_values = check_model(model, config, mesh, optimizer)
+        if not isinstance(model, PipelineModule):
+            if without_values:
+                materialize(model, mesh.axis(*REPLICATED, "pp"), mesh.device or torch.device("cpu"))
+            parameters = super()._cut(model, config, mesh, mpu, optimizer, parameters)
+        elif mpu is None and mesh.size("tp") > 1:
+            raise NotAvailableError(
+                f"layers of a PipelineModule are not cut over ranks (tp): each rank has its own stage's only, and what "
+                f"can be cut is seen in a forward of the whole model. Of {mesh.describe()} the nearest that can be had "
+                f"is {_without(mesh, 'tp')}; or hand over an unedited model, or layers that hold slices, with an mpu"
+            )
+        self._parts = stage_model(model, config, mesh, optimizer)
+        return staying(model, parameters)
+
+    def schedule(self, micros: int, training: bool = True) -> Schedule:
+        """What all stages do in a window; prints as text.
+
+        Args:
+            micros: micro-batches.
+            training: and not evaluation.
+
+        Raises:
+            ArgumentError: it cannot be had with so many.
+        """
+        name = self._name if training else "inference"
+        return validated(name, self.num_stages, micros, self._chunks)
+
+    def simulated(self, micros: int) -> Simulated:
+        """What a window costs by simulation: time, activations held, idle part.
+
+        Args:
+            micros: micro-batches.
+        """
+        return simulate(self.schedule(micros), self._parts[0].costs)
+
+    # -- windows --------------------------------------------------------------------------------------------------
+
+    def train_batch(
+        self, data_iter: Iterator[Any] | None = None, num_items: Callable[[Any], float] | None = None
+    ) -> torch.Tensor:
+        """Train on a window: `gradient_accumulation_steps` micro-batches, then an update. All ranks call together.
+
+        Args:
+            data_iter: gives this rank's micro-batches: the same ones on all stages; a PipelineModule needs them on its
+                first and last stage only. None: `training_data`, or what `set_dataiterator` was given. A window of
+                `loop` is taken as it is.
+            num_items: says of a micro-batch how many items (tokens) its loss is the sum over; the gradient becomes that
+                of the total loss divided by their global count. None: losses are means, and micro-batches count alike.
+
+        Returns:
+            The mean loss of the window over all data-parallel ranks (with `num_items` over all items), 0-d fp32, the
+            same on every rank.
+
+        Raises:
+            DataError: a rank's data ended before the window was full, or failed; nothing was computed.
+            PipelineError: a stage failed; says which, with its layers and micro-batch. Or a rank is in evaluation mode
+                or inside `no_sync`.
+            UsageError: `num_items` with a window of `loop`, which counts samples; ranks ask for different windows.
+        """
+        if self._components.destroyed:
+            raise without_optimizer("train_batch", self._components)
+        window = self._window
+        counted: list[float] = []
+
+        def count(batches: list[Any]) -> None:
+            if num_items is not None and self.is_last_stage():
+                counted.extend(float(num_items(batch)) for batch in batches)
+
+        fed = self._fetch(data_iter, None, count if num_items is not None else None, refused=self._refusal())
+        batches, steps = fed.batches, len(fed.batches)
+        self._driver.samples = _of_last_stage(self.mesh, fed.samples)
+        self._driver.items = _of_last_stage(self.mesh, counted) if fed.items else self._driver.samples
+        self._before_micro_batch()
+        self._instruments.throughput.start()
+        with self._timed(FORWARD):
+            losses = self._run(batches, training=True)
+        window.force(None)
+        for _ in range(steps):
+            self.micro_steps += 1
+            window.end_micro_batch()
+        self._applied = False
+        mean = self._count(losses, steps)
+        self._instruments.on_window(mean, batches if self.is_first_stage() else (), self.num_stages, self.metrics)
+        enter(STEP)
+        with contextlib.nullcontext() if steps == window.steps else window.flush():
+            self._update(None)
+        if self._compares_shared and self._applied:
+            self._compares_shared = False
+            _compare_shared(self.module, self.mesh)
+        self._offload.let_pinned_go()
+        self._preemption.stop_if_asked()
+        return mean
+
+    def _refusal(self) -> Exception | None:
+        """Why this rank cannot train as it stands."""
+        if self._components.optimizer is None:
+            return without_optimizer("train_batch", self._components)
+        if not self.training:
+            return PipelineError("train_batch() of an engine in evaluation mode; call engine.train() first")
+        if self._window.holding:
+            return PipelineError(
+                "train_batch() inside no_sync(): a window ends with the gradients of all its micro-batches"
+            )
+        return None
+
+    def eval_batch(
+        self,
+        data_iter: Iterator[Any] | None,
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        reduce_output: str | None = "avg",
+        bcast_loss: bool = True,
+        num_micro_batches: int | None = None,
+    ) -> Any:
+        """Evaluate micro-batches, without gradients and in evaluation mode. All ranks call together.
+
+        Args:
+            data_iter: as in `train_batch`.
+            return_logits: give outputs too: (loss, outputs by micro-batch), None on all but the last stage.
+            compute_loss: False gives outputs alone.
+            reduce_output: "avg", "sum", or None for a list, over micro-batches; over ranks it is the mean.
+            bcast_loss: True: every rank gets it; else only the last stage does, and others None.
+            num_micro_batches: how many; None: as many as train.
+
+        Returns:
+            The loss, 0-d fp32 (a list of them without reduction).
+        """
+        refused = None
+        if reduce_output not in _REDUCTIONS:
+            refused = ArgumentError(f"reduce_output is {reduce_output!r}; it is one of {_REDUCTIONS}")
+        fed = self._fetch(data_iter, num_micro_batches, trains=False, refused=refused)
+        training = self.training
+        batches = fed.batches
+        self.eval()
+        try:
+            made = self._run(batches, training=False)
+        finally:
+            self.train(training)
+        outputs = made if self.is_last_stage() else None
+        if not compute_loss:
+            return outputs
+        found: Any = self._evaluated(made, batches, _of_last_stage(self.mesh, fed.samples), reduce_output)
+        if not bcast_loss and not self.is_last_stage():
+            found = None
+        return (found, outputs) if return_logits else found
+
+    def _evaluated(
+        self, made: list[Any], batches: list[Any], samples: list[float] | None, reduce_output: str | None
+    ) -> Any:
+        """Losses of what the last stage made, over all ranks. All ranks call together."""
+        last, weights, found = self._parts[-1], samples or [1.0] * len(batches), list[torch.Tensor]()
+        counted = 0.0
+        for at, (batch, weight) in enumerate(zip(batches, weights, strict=True)):
+            losses, problem = list[torch.Tensor](), None
+            try:
+                if made:
+                    with torch.no_grad():
+                        losses.append(last.loss(made[at], batch).detach() * weight)
+                    self._driver.means.add(last.metrics, weight)
+            except Exception as error:  # raised once every rank knows
+                problem = error
+            counts = self._told(losses, "loss of an evaluation", weight if samples else 0.0, problem)
+            share = sum(one.items for one in counts if one.losses) if samples else 1.0
+            found.append(torch.tensor(mean_loss(counts) * (1.0 if reduce_output is None else share)))
+            counted += share
+        self._note_metrics(counts)
+        if reduce_output is None:
+            return found
+        return torch.stack(found).sum() / (counted if reduce_output == "avg" else counted / len(batches))
+
+    def _run(self, batches: list[Any], training: bool) -> list[Any]:
+        self._driver.begin(batches, training)
+        short = training and len(batches) < self._window.steps and self._name == "interleaved"
+        if short and len(batches) % self.num_stages:  # the end of a loop, which cannot be had in rounds
+            schedule = validated("gpipe", self.num_stages, len(batches), self._chunks)
+        else:
+            schedule = self.schedule(len(batches), training)
+        try:
+            with self._autocast():
+                return self._executor.run(schedule, training)
+        finally:
+            self._driver.batches = []
+
+    def _told(
+        self, losses: list[torch.Tensor], label: str, items: float = 0.0, problem: Exception | None = None
+    ) -> list[Count]:
+        """What every rank says of what has just run. All ranks call together, and raise where one has a problem."""
+        self._sums += 1
+        mean = float(torch.stack([one.float() for one in losses]).mean()) if losses else 0.0
+        ran = self._driver.ran
+        mine = Count(
+            mean, len(losses), items, self.stage_id, self.global_steps, ran["forward"], ran["backward"],
+            len(self._driver.means), float(problem is not None),
+        )  # fmt: skip
+        tag = tag_of(self._channel, SMALL, self._sums)
+        table = scalars.current.table(self._axes.everyone, list(mine), tag, label, self.device)
+        if problem is not None:
+            raise problem
+        counts = [Count(*row) for row in table]
+        failed = [rank for rank, count in zip(self._axes.everyone.ranks, counts, strict=True) if count.failed]
+        if failed:
+            raise PipelineError(f"the loss on rank {failed[0]} failed; its traceback says why")
+        return counts
+
+    def _note_metrics(self, counts: list[Count]) -> None:
+        """What the last stage reports is known everywhere. All ranks call together, after `_told`."""
+        told = any(count.metrics for count in counts)
+        self.metrics = self._driver.means.over(self._axes.everyone) if told else {}
+
+    def _count(self, losses: list[torch.Tensor], micros: int) -> torch.Tensor:
+        """The mean loss of a window that was computed once on each stage, on all ranks."""
+        counts = self._told(losses, "mean loss of a window", sum(self._driver.items or ()))
+        check(counts, self.num_stages, micros, self._chunks)
+        self._note_metrics(counts)
+        return torch.tensor(mean_loss(counts))
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own `generate`, its forward passes through all stages. All ranks call together.
+
+        Every token is one pass over the whole sequence, without a cache: right for looking at samples while training,
+        slow for anything else. Random draws are those of rank 0. Arguments and result are the model's.
+
+        Raises:
+            PipelineError: the model has no `generate`, or a pass failed.
+        """
+
+        def outputs_of(inputs: dict[str, Any]) -> Any:
+            found = self.eval_batch(iter([inputs]), compute_loss=False, num_micro_batches=1)
+            return found[0] if found else None
+
+        training = self.training
+        self.eval()
+        try:
+            return generate(self.module, self.mesh.axis("pp"), outputs_of, args, kwargs)
+        finally:
+            self.train(training)
+
+    # -- data -----------------------------------------------------------------------------------------------------
+
+    def set_dataiterator(self, iterator: Iterator[Any]) -> None:
+        """Micro-batches for `train_batch()` without an argument."""
+        self._iterator = iterator
+
+    def set_dataloader(self, loader: Any) -> None:
+        """A loader for `train_batch()` without an argument; it begins anew when it ends."""
+        self.training_dataloader, self._iterator = loader, _endless(loader)
+
+    def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
+        """A function that each micro-batch goes through first."""
+        self._batch_fn = fn
+
+    def _fetch(
+        self,
+        data_iter: Iterator[Any] | None,
+        count: int | None,
+        items: Callable[[list[Any]], None] | None = None,
+        trains: bool = True,
+        refused: Exception | None = None,
+    ) -> Fed:
+        """The micro-batches of a window. All ranks call together; those without a use for data do as the others say."""
+        reads = any(part.reads_batch for part in self._parts)
+        if data_iter is None and reads:
+            if self._iterator is None and self.training_dataloader is not None:
+                self._iterator = _endless(self.training_dataloader)
+            data_iter = self._iterator
+        wanted = count or (len(data_iter) if isinstance(data_iter, Window) else self._window.steps)
+
+        def read() -> list[Any]:
+            found = take(data_iter, wanted, self._batch_fn, self.device)
+            if items is not None:
+                items(found)
+            return found
+
+        counts = items is not None
+        fed = agree(data_iter, wanted, counts, read if reads else None, self._said, trains, refused)
+        for same in self._same:
+            for batch in fed.batches[: same.left]:
+                same.compare(batch, in_parts=isinstance(self.module, PipelineModule))
+        return fed
+
+    def _said(self, mine: Said) -> list[Said]:
+        """What all ranks say of a window before it starts. All ranks call together."""
+        self._sums += 1
+        tag, label = tag_of(self._channel, SMALL, self._sums), "agreement on the micro-batches of a window"
+        table = scalars.current.table(self._axes.everyone, [float(number) for number in mine], tag, label, self.device)
+        return [Said(*row) for row in table]
+
+    # -- what scripts ask -----------------------------------------------------------------------------------------
+
+    def is_first_stage(self) -> bool:
+        """Whether this rank has the beginning of the model."""
+        return self.stage_id == 0
+
+    def is_last_stage(self) -> bool:
+        """Whether this rank has its end."""
+        return self.stage_id == self.num_stages - 1
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of a window."""
+        return self._window.steps
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        """Not for pipelines.
+
+        Raises:
+            PipelineError: always.
+        """
+        raise PipelineError(
+            "only train_batch() and eval_batch() run a pipeline: forward() of one stage is half a model"
+        )
+
+    def backward(self, *_: Any, **__: Any) -> Any:
+        """Not for pipelines.
+
+        Raises:
+            PipelineError: always.
+        """
+        raise PipelineError("backward() of a pipeline is a part of train_batch()")
+
+    def loop(  # type: ignore[override]
+        self, loader: Iterable[Any] | None = None, policy: str = "drop", progress: bool | None = None
+    ) -> Iterator[Window]:
+        """Windows of `loader`, the same number on every rank, for `train_batch` and `eval_batch`.
+
+        A window has as many micro-batches as are accumulated; the last may have fewer, and is trained on as it is.
+        Gradients, losses and metrics are weighted by real samples.
+
+        Args:
+            loader: this rank's loader, of any length, as long on all stages; None: `training_dataloader`, or nothing
+                where a stage of a PipelineModule needs no data.
+            policy: "drop" ends with the shortest, "pad" repeats the last batch with weight zero, "cycle" starts anew.
+            progress: rank 0 shows one live line.
+
+        Example:
+            >>> for window in engine.loop(loader):
+            ...     loss = engine.train_batch(window)
+        """
+        if not any(part.reads_batch for part in self._parts):
+            loader = None
+        elif loader is None:
+            loader = self.training_dataloader if self.training_dataloader is not None else _Nothing()
+        return self._feeding.windows(loader, policy, progress)
+
+    def step(self, *_: Any, **__: Any) -> None:
+        """Not for pipelines.
+
+        Raises:
+            PipelineError: always.
+        """
+        raise PipelineError("step() of a pipeline is a part of train_batch()")
+
+
+def _of_last_stage(mesh: Mesh, numbers: list[float] | None) -> list[float] | None:
+    """What the last stage has counted: others may have no data. All ranks call together."""
+    return None if numbers is None else told_by_all(mesh.axis("pp"), numbers)[-1]
+
+
+def _without(mesh: Mesh, dim: str) -> str:
+    """A mesh whose ranks along a dim are data-parallel ones instead."""
+    sizes = {"pp": mesh.size("pp"), "dp": mesh.size(*DATA, dim), "sp": mesh.size("sp"), "tp": mesh.size("tp")}
+    return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1 and name != dim)
+
+
+class _Nothing:
+    """A loader that is missing: every rank is told so."""
+
+    def __iter__(self) -> Iterator[Any]:
+        raise ArgumentError("loop() needs a loader: there is no training_data either")
+
+
+def _endless(loader: Any) -> Iterator[Any]:
+    while True:
+        empty = True
+        for batch in loader:
+            empty = False
+            yield batch
+        if empty:
+            return

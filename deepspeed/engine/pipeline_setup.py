@@ -1,0 +1,328 @@
+"""Reduces a whole model to this rank's pipeline stage, and its `generate` over all stages."""
+
+from __future__ import annotations
+
+import inspect
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.comm.collectives.same_error import alarmed, first_difference, in_step
+from deepspeed.comm.collectives.torch_api import told_by_all
+from deepspeed.comm.process_groups.axis import Axis
+from deepspeed.comm.process_groups.mesh import DIMS, REPLICATED, Mesh
+from deepspeed.config import DeepSpeedConfig
+from deepspeed.errors import ArgumentError, DeepSpeedError, MeshError, NotAvailableError, PipelineError, UsageError
+from deepspeed.foundation.fake_mode import simulating
+from deepspeed.foundation.log import say
+from deepspeed.foundation.pytree import map_tensors
+from deepspeed.pipe.executor import Part
+from deepspeed.pipe.module import PipelineModule
+from deepspeed.pipe.partition_cost import seconds
+from deepspeed.pipe.split_model import Layout, Meter, find_layout
+from deepspeed.pipe.stage import keep_stage
+from deepspeed.tensor_parallel.example_inputs import inputs_of
+from deepspeed.zero.api.materialize import is_without_values
+from deepspeed.zero.api.reshard import is_born, refuse_served, resettle
+from deepspeed.zero.layout.placement import Relation, placement_of
+from deepspeed.zero.layout.stages import policy_for
+from deepspeed.zero.parameters.prefetch import Limits
+
+_PROFILED_TOKENS = 512  # a row; two fewer than a model's positions, which RoBERTa begins to count at two
+
+
+def is_pipelined(model: Any, config: Any, mpu: Any) -> bool:
+    """Whether an engine runs its model as a pipeline of stages; a client's unit means that the client does so."""
+    if isinstance(model, PipelineModule):
+        return True
+    return mpu is None and any(axis == "pp" for axis, *_ in DeepSpeedConfig.for_init(config).mesh_sizes())
+
+
+def check_model(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh, optimizer: Any) -> bool:
+    """See that a model can be staged, before any of its values is made or moved. All ranks call together.
+
+    Args:
+        model: as it was handed over.
+        config: resolved.
+        mesh: of the engine.
+        optimizer: the client's, or None.
+
+    Returns:
+        Whether it has no values yet, on all ranks.
+
+    Raises:
+        PipelineError: ranks have different models, or another rank's was refused.
+        UsageError: it has values on some ranks alone.
+        NotAvailableError: what is asked for besides does not go together with stages yet.
+    """
+    axis = mesh.axis(*DIMS)
+    in_step(
+        axis,
+        lambda: (refuse_served(model), _refuse_unavailable(model, config, mesh, optimizer)),
+        lambda rank, words: PipelineError(f"rank {rank} cannot be made a stage: {words}"),
+    )
+    told = told_by_all(axis, is_without_values(model))
+    empty = dict(zip(axis.ranks, told, strict=True))
+    if len(set(empty.values())) > 1:
+        without, having = (next(rank for rank, is_so in empty.items() if is_so is wanted) for wanted in (True, False))
+        raise UsageError(
+            f"rank {without} was given a model without values (on the meta device), and rank {having} one that has "
+            f"them: make it on the meta device on every rank or on none; to hold it once only, make it under zero.Init"
+        )
+    _refuse_other_models(_description(model), mesh)
+    return empty[axis.ranks[axis.rank]]
+
+
+def stage_model(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh, optimizer: Any) -> list[Part]:
+    """Reduce a model to this rank's stage. All ranks call together.
+
+    Args:
+        model: changed in place; what stays keeps its name and identity.
+        config: resolved.
+        mesh: of the engine.
+        optimizer: the client's, or None; what leaves the model leaves it too.
+
+    Returns:
+        The parts of this stage, by chunk.
+
+    Raises:
+        PipelineError: the model cannot be cut so.
+        MeshError: a PipelineModule was built for other stages.
+    """
+    section, stages, stage = config.top.pipeline, mesh.size("pp"), mesh.coordinates["pp"]
+    if isinstance(model, PipelineModule):
+        if (model.num_pipeline_stages(), model.stage) != (stages, stage):
+            raise MeshError(
+                f"the PipelineModule was built for stage {model.stage} of {model.num_pipeline_stages()}, and this rank "
+                f"is stage {stage} of {stages} of mesh {mesh.describe()}"
+            )
+        _take_own(model.whole_parameters(), model, config, mesh)
+        _refuse_untied(model, mesh)
+        return list(model.parts())
+    times = section.partition == "profile" and not simulating()  # without values: operations
+    meter = _meter(config, mesh) if times else None
+    layout = _find(model, stages, section, meter, mesh)
+    everything = dict(model.named_parameters())
+    parts: list[Part] = list(keep_stage(model, layout, stages, stage))
+    _take_own(everything, model, config, mesh)
+    _refuse_untied(model, mesh)
+    names = [", ".join(layout.words(part) for part in range(at, layout.parts, stages)) for at in range(stages)]
+    shares = [sum(layout.costs[at::stages]) / sum(layout.costs) for at in range(stages)]
+    unit = "time" if meter is not None else "operations"
+    say(f"{stages} stages: {'; '.join(f'{n} ({share:.0%} of {unit})' for n, share in zip(names, shares, strict=True))}")
+    left = set(model.parameters())
+    if isinstance(optimizer, torch.optim.Optimizer):
+        for group in optimizer.param_groups:
+            group["params"] = [param for param in group["params"] if param in left]
+    return parts
+
+
+def _find(model: nn.Module, stages: int, section: Any, meter: Meter | None, mesh: Mesh) -> Layout:
+    """Where to cut. All ranks call together; what one of them alone raises ends all."""
+
+    def find(method: str, meter: Meter | None = None) -> Layout:
+        return find_layout(model, stages, inputs_of(model), method, section.chunks, meter)
+
+    if not is_born(model):
+        told = lambda rank, words: PipelineError(f"rank {rank} could not cut the model into stages: {words}")  # noqa: E731
+        axis = mesh.axis(*DIMS)
+        if meter is None:
+            return in_step(axis, lambda: find(section.partition), told)
+        in_step(
+            axis, lambda: find("uniform"), told
+        )  # it can be cut on all ranks, which meet to compare what they measure
+    with alarmed(lambda: "looking for where to cut", (DeepSpeedError,)):  # ranks meet inside, to gather or to compare
+        return find(section.partition, meter)
+
+
+def _meter(config: DeepSpeedConfig, mesh: Mesh) -> Meter:
+    """Measures on every rank, on a micro-batch of up to 512 tokens a row; all take the middle of what they found."""
+
+    def measured(model: nn.Module, blocks: Sequence[nn.Module]) -> list[float]:
+        limit = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+        tokens = min(_PROFILED_TOKENS, limit - 2 if isinstance(limit, int) and limit > 2 else _PROFILED_TOKENS)
+        rows = config.train_micro_batch_size_per_gpu
+        found = seconds(model, blocks, inputs_of(model, shape=(rows, tokens)))
+        return [statistics.median(column) for column in zip(*told_by_all(mesh.axis(*DIMS), found), strict=True)]
+
+    return measured
+
+
+def _take_own(everything: dict[str, nn.Parameter], stage: nn.Module, config: DeepSpeedConfig, mesh: Mesh) -> None:
+    """Parameters that were born over all stages become their stage's. All ranks call together."""
+    shards = config.zero.stage == 3
+    with alarmed(lambda: "laying parameters over the ranks of their stage"):
+        resettle(everything, stage.parameters(), mesh.axis(*REPLICATED) if shards else None)
+
+
+def _description(model: nn.Module) -> list[str]:
+    """What all ranks have to agree on before one of them cuts: a line for each parameter, or for each layer."""
+    if isinstance(model, PipelineModule):
+        return model.description()
+    first: dict[int, str] = {}  # a parameter is known by the first of its names
+    return [
+        f"{name} {list(param.shape)} {param.dtype}"
+        + (f", tied to {first[id(param)]}" if first.setdefault(id(param), name) != name else "")
+        + ("" if param.requires_grad else ", frozen")
+        for name, param in model.named_parameters(remove_duplicate=False)
+    ]
+
+
+def _refuse_other_models(mine: list[str], mesh: Mesh) -> None:
+    """All ranks of a pipeline hand over one model. All ranks call together."""
+    axis = mesh.axis("pp")
+    found = first_difference(axis, mine)
+    if found is None:
+        return
+    stage, a, b = found
+    raise PipelineError(
+        f"rank {axis.ranks[0]} (stage 0) and rank {axis.ranks[stage]} (stage {stage}) were given different models: "
+        f"{a or 'nothing'} there, {b or 'nothing'} here; every stage is cut from the same one"
+    )
+
+
+def _refuse_untied(model: nn.Module, mesh: Mesh) -> None:
+    """What several stages hold under one name has to be placed as a copy there. All ranks call together."""
+    if simulating():  # other stages would say something else, and are not there
+        return
+    mine = {name: placement_of(p).relations.get("pp") is Relation.PARTIAL for name, p in model.named_parameters()}
+    everyone = told_by_all(mesh.axis("pp"), mine)
+    first: dict[str, int] = {}
+    for stage, theirs in enumerate(everyone):
+        for name, copied in theirs.items():
+            other = first.setdefault(name, stage)
+            if other != stage and not (copied and everyone[other][name]):
+                raise PipelineError(f"'{name}' is held by stages {other} and {stage}, and nothing ties it there")
+
+
+def _refuse_unavailable(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh, optimizer: Any) -> None:
+    stage, section = config.zero.stage, config.top.pipeline
+    if section.schedule == "zero_bubble" and policy_for(stage, mesh.size("pp")).reduces_as_gradients_arrive:
+        raise NotAvailableError(
+            f'pipeline.schedule "zero_bubble" is not available with ZeRO stage {stage}: that sends gradients as soon '
+            f"as those of a block are complete, and here those of its weights come after the next micro-batch has "
+            f'begun. The nearest are stage 1, or the schedule "1f1b"'
+        )
+    for name in ("compression_training", "quantize_training"):
+        block = getattr(config.top, name)
+        if block != type(block)():
+            raise NotAvailableError(f"{name} together with pipeline stages is not available yet; leave one out")
+    if isinstance(model, PipelineModule):
+        return
+    if isinstance(optimizer, torch.optim.Optimizer) and optimizer.state:
+        raise ArgumentError("the optimizer has state of the whole model: pass it to initialize before its first step")
+    if (is_born(model) or is_without_values(model)) and config.top.pipeline.partition == "profile":
+        raise NotAvailableError(
+            'pipeline.partition "profile" times whole blocks, and of a model built under zero.Init or on the meta '
+            'device no rank has one: take "best", which counts operations'
+        )
+
+
+def staying(model: nn.Module, parameters: list[Any] | None) -> list[Any] | None:
+    """Those of the parameters, or groups of them, that are this stage's.
+
+    Args:
+        model: reduced.
+        parameters: as `deepspeed.engine.build.listed` gives them.
+    """
+    left = set(model.parameters())
+    if parameters is None:
+        return None if any(param.requires_grad for param in left) else [{"params": []}]
+    found: list[Any] = []
+    for entry in parameters:
+        if isinstance(entry, dict):
+            found.append({**entry, "params": [param for param in entry["params"] if param in left]})
+        elif entry in left:
+            found.append(entry)
+    return found or [{"params": []}]
+
+
+def limits_of_stages(held: int, limits: Limits, config: DeepSpeedConfig) -> Limits:
+    """How long the stages of a pipeline keep what they have gathered; says what either way costs.
+
+    Args:
+        held: elements of this stage's parameters.
+        limits: by `zero_optimization`.
+        config: resolved.
+    """
+    wanted, micros = config.top.pipeline.stage3_gather, config.gradient_accumulation_steps
+    keeps = limits.live >= held if wanted == "auto" else wanted == "window"
+    say(
+        f"stage 3 under a pipeline: units gathered in each micro-batch are {2 * micros * held:,} elements in a "
+        f"window of {micros}; kept for the window {held:,}, and {held:,} are whole at a time. "
+        f"pipeline.stage3_gather = {wanted!r}: {'kept for the window' if keeps else 'gathered in each micro-batch'}"
+    )
+    if wanted == "auto":
+        return limits
+    everything = max(held, 1)
+    return replace(limits, live=everything, reuse=everything) if keeps else replace(limits, live=0, reuse=0)
+
+
+def generate(
+    model: Any, axis: Axis, outputs_of: Callable[[dict[str, Any]], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Call a model's own `generate` with forward passes through all stages. All ranks call together.
+
+    Args:
+        model: its root; on each stage with the stage's blocks.
+        axis: the stages.
+        outputs_of: runs keyword arguments of the model's forward through all stages; outputs on the last, else None.
+        args: for `generate`.
+        kwargs: the same by name; `use_cache` is False.
+
+    Raises:
+        PipelineError: the model has no `generate`.
+    """
+    if not hasattr(model, "generate"):
+        raise PipelineError(f"{type(model).__name__} has no generate()")
+    with _through_stages(model, axis, outputs_of), _drawn_as_on_rank_0(axis):
+        return model.generate(*args, **{**kwargs, "use_cache": False})
+
+
+@contextmanager
+def _through_stages(model: nn.Module, axis: Axis, outputs_of: Callable[[dict[str, Any]], Any]) -> Iterator[None]:
+    """Inside, calling the model runs all stages, and gives the last one's outputs on each."""
+    own, before, inside = model.forward, vars(model).get("forward"), False
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        nonlocal inside
+        if args:
+            raise PipelineError("forward passes of generate() name their arguments")
+        if inside:
+            return own(**kwargs)
+        inside = True
+        try:
+            found = outputs_of(kwargs)
+        finally:
+            inside = False
+        return _sent_by_last(found, axis)
+
+    # The signature of forward is read by `generate` to see which arguments the model takes.
+    forward.__signature__ = inspect.signature(own)  # type: ignore[attr-defined]
+    model.forward = forward  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del model.forward
+        if before is not None:  # a client's own
+            model.forward = before
+
+
+def _sent_by_last(outputs: Any, axis: Axis) -> Any:
+    """What the last stage has, on every stage."""
+    mine = None if outputs is None else map_tensors(lambda tensor: tensor.detach(), outputs)
+    return told_by_all(axis, mine)[-1]
+
+
+@contextmanager
+def _drawn_as_on_rank_0(axis: Axis) -> Iterator[None]:
+    """Inside, all stages draw the numbers that the first one draws; afterwards each goes on where it was."""
+    state = told_by_all(axis, torch.get_rng_state())[0]
+    with torch.random.fork_rng(devices=[]):
+        torch.set_rng_state(state)
+        yield

@@ -1,0 +1,138 @@
+"""Sequence parallelism in an engine: sharded batches, and losses over all tokens."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.comm.collectives.same_error import COMPARED, digest
+from deepspeed.comm.collectives.torch_api import told_by_all
+from deepspeed.comm.process_groups.mesh import DIMS, Mesh
+from deepspeed.errors import UsageError
+from deepspeed.foundation.log import warn_once
+from deepspeed.sequence.batches import check_labels, check_slices, edge_of, length_of, slice_batch
+from deepspeed.sequence.parallel_state import settings_of
+from deepspeed.sequence.transformers_adapter import cut_sequence, sequence_models
+from deepspeed.sequence.verify import prove
+
+BARE = (
+    "loss.backward() where ranks share a sequence (sp): call engine.backward(loss), which compares the ranks' losses "
+    "(or takes num_items)"
+)
+
+
+def share_sequence(model: nn.Module, mesh: Mesh, mpu: Any = None) -> None:
+    """Let a model take slices of sequences, where the mesh has ranks that share them.
+
+    Args:
+        model: of an engine.
+        mesh: its ranks.
+        mpu: the unit that `initialize` was given; what was registered with it counts.
+
+    Raises:
+        NotAvailableError: its attention cannot be reached.
+    """
+    asked = settings_of(mpu)
+    cut_sequence(model, mesh.axis("sp"), asked.core, asked.disable_in_eval)
+
+
+class Sequencing:
+    """What an engine does with batches and losses of ranks that share sequences.
+
+    Args:
+        model: its module.
+        mesh: its ranks.
+        verify: compare it with what it computes whole.
+        recompute: in backward exchange again what is kept beside a rank's share otherwise.
+    """
+
+    def __init__(self, model: nn.Module, mesh: Mesh, verify: bool, recompute: bool) -> None:
+        self._axis, self._verify = mesh.axis("sp"), verify
+        self.active = self._axis.size > 1
+        # Who computes with these layers.
+        self._everyone = mesh.axis(*(dim for dim in DIMS if dim != "pp")) if self.active else self._axis
+        self._models = sequence_models(model) if self.active else []
+        for made in self._models:
+            made.recompute = recompute
+        self._names = list(inspect.signature(model.forward).parameters) if self.active else []
+        self._batches = self._losses = COMPARED if self.active else 0
+        self._whole = False  # each rank is given the whole batch
+
+    def close(self) -> None:
+        """Make the models plain ones again."""
+        for made in self._models:
+            made.remove()
+        self._models = []
+
+    def prove(self, around: Callable[[], AbstractContextManager[Any]]) -> None:
+        """Compare the model with what it computes whole, unless that is switched off. All ranks call together.
+
+        Args:
+            around: makes the context in which the engine computes.
+        """
+        for made in self._models if self._verify else []:
+            with around():
+                prove(made, self._everyone)
+
+    def take(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a forward in training: of a whole batch, this rank's slice. All ranks call together.
+
+        The first ten batches are compared: equal ones are whole, others have to be slices of one.
+
+        Raises:
+            DataError: they are neither, or labels are shifted wrongly, on all ranks, with both that differ.
+        """
+        if self._batches:
+            self._batches -= 1
+            self._whole = self._compare(inputs, kwargs)
+        for made in self._models:
+            made.takes_slices = True
+        named = self._named(inputs, kwargs)
+        if not self._whole or not self._models or length_of(named) is None:
+            return inputs, kwargs
+        return (), slice_batch(named, self._axis)
+
+    def _named(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        return {**dict(zip(self._names, inputs, strict=False)), **kwargs}
+
+    def _compare(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the ranks were given one batch."""
+        named = self._named(inputs, kwargs)
+        positions = named.get("position_ids")
+        mine = (digest([inputs, kwargs]), positions.cpu() if positions is not None else None, edge_of(named))
+        everyone = told_by_all(self._axis, mine)
+        if len({found for found, *_ in everyone}) == 1:
+            if not self._models:
+                warn_once(
+                    f"ranks {', '.join(map(str, self._axis.ranks))} share sequences (sp) and got the whole batch, and "
+                    f"the model is none whose attention is found (a Transformers model, by its JSON or by "
+                    f"UlyssesSPAttentionHF): unless its forward shares the sequence itself, each computes all of it"
+                )
+            return True
+        check_slices([places for _, places, _ in everyone], self._axis.ranks)
+        check_labels([edge for *_, edge in everyone], self._axis.ranks)
+        return False
+
+    def check_loss(self, loss: torch.Tensor) -> None:
+        """See that a loss is the same on all ranks of a sequence, in the first ten. All ranks call together.
+
+        Raises:
+            UsageError: it is not, on all ranks, with two that differ.
+        """
+        if not self._losses:
+            return
+        self._losses -= 1
+        everyone = told_by_all(self._axis, (digest(loss), float(loss.detach())))
+        for at, (bits, value) in enumerate(everyone):
+            if bits != everyone[0][0]:
+                raise UsageError(
+                    f"backward: ranks {self._axis.ranks[0]} and {self._axis.ranks[at]} share a sequence (sp) and have "
+                    f"the losses {everyone[0][1]:.9g} and {value:.9g}: a loss covers all tokens and has equal bits on "
+                    f"all of them (gathered, with a sum in backward), or is this rank's sum over tokens with "
+                    f"backward(loss_sum, num_items=its tokens)"
+                )

@@ -1,0 +1,267 @@
+"""Reads and writes whole weights of an engine: state dicts, one 16-bit file, Hugging Face folders."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from deepspeed.checkpoint.format import filesystem
+from deepspeed.checkpoint.format.manifest import Row
+from deepspeed.checkpoint.huggingface import FolderSource, once
+from deepspeed.checkpoint.load import load
+from deepspeed.checkpoint.load.reader import Source, from_state_dict
+from deepspeed.checkpoint.ranks import Ranks
+from deepspeed.checkpoint.save.save_plan import join_slices
+from deepspeed.engine.engine_state import EngineState
+from deepspeed.engine.save_window import SaveWindow
+from deepspeed.errors import ArgumentError, UsageError
+from deepspeed.foundation.log import logger, say
+from deepspeed.zero.api.gathered_parameters import GatheredParameters
+from deepspeed.zero.api.state_view import StateView
+from deepspeed.zero.parameters.shard_group import meet_before_change
+
+
+class WeightsIO:
+    """An engine's weights as users and clients pass them around.
+
+    Args:
+        state: of the engine.
+    """
+
+    def __init__(self, state: EngineState) -> None:
+        self._state = state
+        self._mixed = ""  # what broke a load in the middle; empty: the state is of one piece
+        self._mixed_optimizer = False  # that load was of the optimizer too
+        self._mixed_guard: Any = None
+
+    def check_custom(self, view: StateView) -> None:
+        """Refuse a client's function where whole tensors do not fit the module."""
+        if view.cut:
+            raise ArgumentError(
+                "custom_load_fn gets whole tensors, and this rank holds slices of the model; load without it"
+            )
+
+    @contextmanager
+    def replacing(self, optimizer: bool = False) -> Iterator[None]:
+        """Tensors are replaced inside: if that fails, the engine neither runs nor saves until a load has gone through.
+
+        Bytes are verified as they are read into place, so a failure may leave old and new values side by side.
+
+        Args:
+            optimizer: its state is replaced too.
+        """
+        meet_before_change(self._state.components.groups)
+        try:
+            yield
+        except BaseException as error:
+            self._mixed = f"{type(error).__name__}: {error}"
+            self._mixed_optimizer |= optimizer
+            if self._mixed_guard is None:
+                self._mixed_guard = self._state.module.register_forward_pre_hook(lambda *_: self.check_whole())
+            raise
+        if self._mixed and optimizer >= self._mixed_optimizer:
+            self._mixed_guard.remove()
+            self._mixed, self._mixed_optimizer, self._mixed_guard = "", False, None
+
+    def check_whole(self) -> None:
+        """Raise when a load has failed in the middle."""
+        if self._mixed:
+            raise UsageError(
+                f"the last load failed in the middle and left old and new values side by side ({self._mixed}); load "
+                f"another checkpoint{', optimizer included,' if self._mixed_optimizer else ''} before going on"
+            )
+
+    def save_16bit_model(
+        self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """Write the weights in the compute dtype into one file that `torch.load` opens; all ranks call together.
+
+        Args:
+            save_dir: folder.
+            save_filename: file in it; one that ends in `.safetensors` is written as such.
+            exclude_frozen_parameters: leave parameters out that do not require a gradient.
+
+        Returns:
+            False, with a message, at stage 3 without `stage3_gather_16bit_weights_on_model_save`.
+        """
+        if self._state.ds_config.zero.stage == 3 and not self._state.ds_config.zero.gather_16bit_weights_on_model_save:
+            logger.warning(
+                "save_16bit_model did not save: at stage 3 it gathers the whole model on rank 0, which "
+                "zero_optimization.stage3_gather_16bit_weights_on_model_save must allow"
+            )
+            return False
+        self.check_whole()
+        state = self._consolidated_16bit_state_dict(exclude_frozen_parameters)
+        ranks = Ranks(self._state.everyone)
+        with ranks.together(f"saving {save_filename}"):
+            if state is not None:
+                write_weights(state, Path(save_dir) / save_filename)
+        return True
+
+    save_fp16_model = save_16bit_model
+
+    def _consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> OrderedDict[str, torch.Tensor] | None:
+        """The whole model on rank 0's CPU, group by group; None on the others. All ranks call together."""
+        first = self._state.axes.same_slice.rank == 0
+        found: dict[str, torch.Tensor] = {}
+        view = self._state.view()
+        view.settle()
+        if self._state.compression is not None:
+            self._state.compression.masks.enforce()
+        batches = [[member.param for member in group.members] for group in view.groups] + [list(view.plain.values())]
+        names = {id(param): name for name, param in self._state.module.named_parameters()}
+        for params in batches:
+            # What a client has taken out of the module since, as `weight_norm` does, is not part of it.
+            inside = [p for p in params if id(p) in names]
+            wanted = [p for p in inside if p.requires_grad or not exclude_frozen_parameters]
+            with GatheredParameters(wanted):
+                if first:
+                    found |= {names[id(p)]: p.detach().cpu().clone() for p in wanted}
+        if first:
+            found |= {name: buffer.detach().cpu().clone() for name, buffer in view.buffers.items()}
+        aliases = view.aliases
+        if self._state.sliced:
+            found, aliases = join_slices(view, found, Ranks(self._state.everyone))
+        sharded = [group for group in view.groups if group.policy.gathers_before_use and not self._state.sliced]
+        if self._state.everyone.rank:
+            SaveWindow(self._state.module, None, sharded)
+            return None
+        found |= {alias: found[name] for alias, name in aliases.items() if name in found}
+        order = [name for name in self._state.module.state_dict() if name in found]
+        state = OrderedDict((name, found[name]) for name in dict.fromkeys([*order, *found]))
+        SaveWindow(self._state.module, state, sharded)
+        return state
+
+    def _zero3_consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> OrderedDict[str, torch.Tensor] | None:
+        """`_consolidated_16bit_state_dict`, for stage 3 alone."""
+        stage = self._state.ds_config.zero.stage
+        if stage != 3:
+            raise ArgumentError(f"_zero3_consolidated_16bit_state_dict is for stage 3, the engine has {stage}")
+        return self._consolidated_16bit_state_dict(exclude_frozen_parameters)
+
+    def module_state_dict(
+        self,
+        destination: Any = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, Any]:
+        """The module's state dict; sharded parameters are stand-ins, which gather when they are read.
+
+        Args:
+            destination: a dict to fill.
+            prefix: before every name.
+            keep_vars: the parameters themselves.
+            exclude_frozen_parameters: leave parameters out that do not require a gradient.
+        """
+        state = self._state.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        if exclude_frozen_parameters:
+            for name, param in self._state.module.named_parameters(remove_duplicate=False):
+                if not param.requires_grad:
+                    state.pop(prefix + name, None)
+        return state
+
+    def load_module_state_dict(
+        self,
+        checkpoint: Mapping[str, Any],
+        strict: bool = True,
+        custom_load_fn: Callable[..., Any] | None = None,
+        fetch_z3_params: bool = False,
+    ) -> load.Loaded:
+        """Load whole weights into the module, sharded or not; all ranks call together with the same weights.
+
+        Args:
+            checkpoint: a state dict, or a dict that has one under `module`.
+            strict: names must be the same, and every element of the model is loaded.
+            custom_load_fn: called as `custom_load_fn(src=state_dict, dst=module)` instead.
+            fetch_z3_params: has no effect: sharded parameters are loaded as they are.
+
+        Returns:
+            What was loaded, and what differs.
+
+        Raises:
+            CheckpointError: names differ and `strict`, or a shape differs.
+        """
+        inside = checkpoint.get("module")
+        state = inside if isinstance(inside, Mapping) else checkpoint
+        self._state.forget_window()
+        view = self._state.view()
+        if custom_load_fn is not None:
+            self.check_custom(view)
+            with GatheredParameters(
+                list(self._state.module.parameters()), modifier_rank=self._state.axes.same_slice.ranks[0]
+            ):
+                custom_load_fn(src=state, dst=self._state.module)
+            view.settle()
+            return load.Loaded()
+        source = from_state_dict(state, "the state dict")
+        rows, found = self._compare(view, source, strict)
+        with self.replacing():
+            load.load_values(view, source, rows)
+        say(f"loaded {found.elements:,} of {found.total:,} elements from the state dict")
+        return found
+
+    def _compare(self, view: StateView, source: Source, strict: bool) -> tuple[dict[str, Row], load.Loaded]:
+        """`restore.compare`, with one outcome for all ranks."""
+        if not self._state.sliced:
+            return load.compare(view, source, strict)
+        elsewhere = self._state.names_elsewhere(view)
+        with Ranks(self._state.everyone).together(f"comparing {source.path} with the engine"):
+            found = load.compare(view, source, strict, elsewhere)
+        return found
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:  # noqa: D102
+        """As of any module, and into sharded parameters too; names may begin with `module.`.
+
+        Args:
+            state_dict: whole weights, the same on all ranks; they call together.
+            strict: names must be the same, and every element of the model is loaded.
+            assign: not possible: parameters keep their identity.
+
+        Returns:
+            Missing and unexpected names, as torch gives them.
+        """
+        if assign:
+            raise ArgumentError("load_state_dict(assign=True) would replace parameters that the engine holds")
+        state = {name.removeprefix("module."): value for name, value in state_dict.items()}
+        found = self.load_module_state_dict({"module": state}, strict)
+        return torch.nn.modules.module._IncompatibleKeys(found.missing, found.unexpected)
+
+    def load_pretrained(self, path: str | Path, strict: bool = True) -> int:
+        """Stream Hugging Face safetensors into the engine; every rank reads what it holds and no more.
+
+        Args:
+            path: a folder as `save_pretrained` writes it, or a safetensors file.
+            strict: names must be the same on both sides.
+
+        Returns:
+            Elements loaded.
+        """
+        self._state.forget_window()
+        view, source = self._state.view(), FolderSource(Path(path), Ranks(self._state.everyone))
+        rows, found = self._compare(view, source, strict)
+        with self.replacing():
+            load.load_values(view, source, rows)
+        say(f"loaded {found.elements:,} of {found.total:,} elements from {path}")
+        return found.elements
+
+
+def write_weights(state: Mapping[str, torch.Tensor], path: Path) -> None:
+    """Write a state dict so that readers see the old file or the new one; `.safetensors` files hold no aliases."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.saving")
+    if path.suffix == ".safetensors":
+        save_file(once(state), beside, {"format": "pt"})
+    else:
+        torch.save(OrderedDict(state), beside)
+    filesystem.current.rename(beside, path)

@@ -1,0 +1,149 @@
+"""Splits a whole model over the ranks of `tp`, and quantizes the weights of models that only answer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.comm.process_groups.mesh import DIMS, REPLICATED, Asked, Mesh
+from deepspeed.config import DeepSpeedConfig
+from deepspeed.config.sections.parallel import PartitionConfig
+from deepspeed.errors import ArgumentError, DeepSpeedConfigError, NotAvailableError, OptimizerError, TensorParallelError
+from deepspeed.inference.quantization.quantization import apply_section
+from deepspeed.optim.build import needs_whole_tensors
+from deepspeed.pipe.module import PipelineModule
+from deepspeed.tensor_parallel.parallelize import cut_over, is_cut, plan_of
+from deepspeed.tensor_parallel.plan import Spec, Specs
+from deepspeed.tensor_parallel.plan_file import same_file
+from deepspeed.zero.api.reshard import is_born, lay
+from deepspeed.zero.layout.placement import placement_of
+from deepspeed.zero.parameters.parameter import is_managed
+
+
+def asked_by_model(model: nn.Module) -> list[Asked]:
+    """The axis that a model was cut over by `tp_model_init`, or as a `PipelineModule`."""
+    plan = plan_of(model)
+    asked = [] if plan is None else [("tp", plan.ranks, "tp_model_init")]
+    stages = model.num_pipeline_stages() if isinstance(model, PipelineModule) else 1
+    return asked if stages == 1 else [*asked, ("pp", stages, "PipelineModule")]
+
+
+def slice_model(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh, mpu: Any, optimizer: Any) -> None:
+    """Cut a dense model where the mesh has ranks that share matrices, unless its maker has done so.
+
+    Args:
+        model: changed in place; its parameters stay the objects they are.
+        config: resolved.
+        mesh: of the engine.
+        mpu: a client's unit, whose client cuts the model.
+        optimizer: the client's, or None.
+
+    Raises:
+        ArgumentError: the optimizer has state of whole matrices.
+        NotAvailableError: the model is to be compressed too.
+        TensorParallelError: the model cannot be cut so.
+    """
+    asked = mpu is None or any(dim == "tp" for dim, *_ in config.mesh_sizes())
+    if mesh.size("tp") == 1 or not asked or is_cut(model):
+        return
+    if isinstance(optimizer, torch.optim.Optimizer) and optimizer.state:
+        raise ArgumentError("the optimizer has state of whole matrices: pass it to initialize before its first step")
+    for name in ("compression_training", "quantize_training"):
+        block = getattr(config.top, name)
+        if block != type(block)():
+            raise NotAvailableError(f"{name} together with tensor parallelism is not available yet; leave one out")
+    section = config.top.tensor_parallel
+    same_file(mesh.axis(*DIMS), section.plan_file, mesh.coordinates["pp"])  # rows of tp have one plan too
+    plan = cut_over(
+        mesh,
+        model,
+        check=section.verify,
+        specs=_specs(section.partition_config, getattr(model, "config", None)),
+        vocabulary=bool(section.vocab_parallel_lm_head),
+        settle=_settler(mesh) if mesh.size("pp") > 1 and is_born(model) else None,
+        plan_file=section.plan_file,
+    )
+    if section.partition_config.strict_mode and plan.whole:
+        name, why = next(iter(plan.whole.items()))
+        raise TensorParallelError(
+            f"tensor_parallel.partition_config.strict_mode: {len(plan.whole)} matrices of blocks stay whole, such as "
+            f"'{name}': {why}"
+        )
+
+
+def _settler(mesh: Mesh) -> Callable[[nn.Module], None]:
+    """Shards slices over the stages that are still to be cut, so that no rank has those of all."""
+    axis = mesh.axis(*REPLICATED, "pp")
+
+    def settle(unit: nn.Module) -> None:
+        for name, param in unit.named_parameters():
+            if not is_managed(param):
+                lay(param, name, axis)
+
+    return settle
+
+
+def _specs(section: PartitionConfig, config: Any) -> Specs:
+    """The entries that are for this model."""
+    made = []
+    for at, spec in enumerate(section.layer_specs):
+        where = f"tensor_parallel.partition_config.layer_specs[{at}]"
+        if not spec.patterns or not spec.partition_type:
+            raise DeepSpeedConfigError(f'{where}: an entry needs "patterns" and "partition_type"')
+        if spec.model_types is not None and getattr(config, "model_type", None) not in spec.model_types:
+            continue
+        try:
+            made.append(Spec(tuple(re.compile(pattern) for pattern in spec.patterns), spec.partition_type))
+        except re.error as error:
+            raise DeepSpeedConfigError(
+                f"{where}.patterns: {error.pattern!r} is no regular expression: {error}"
+            ) from None
+    return Specs(made, others=section.use_default_specs)
+
+
+def refuse_whole_tensors(model: nn.Module, optimizer: Any) -> None:
+    """Refuse optimizers whose update reads whole matrices, where ranks have slices.
+
+    Raises:
+        OptimizerError: it is one.
+    """
+    if optimizer is None or plan_of(model) is None or not needs_whole_tensors(optimizer):
+        return
+    cut = next((name for name, param in model.named_parameters() if placement_of(param).cuts), None)
+    if cut is not None:
+        raise OptimizerError(
+            f"{type(optimizer).__name__} may read whole matrices, and '{cut}' is cut over ranks (tp): use an optimizer "
+            f"that updates element by element, such as AdamW, SGD or Lion"
+        )
+
+
+def pack_weights(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh, optimizer: Any, parameters: Any) -> None:
+    """Pack what the configuration names.
+
+    Args:
+        model: changed in place.
+        config: resolved.
+        mesh: of the engine.
+        optimizer: the client's, or None.
+        parameters: what is to be trained, or nothing.
+
+    Raises:
+        ArgumentError: something is to be trained.
+        NotAvailableError: the model is cut over ranks too.
+    """
+    section = config.top.weight_quantization
+    asked = {"post_init_quant": section.post_init_quant, "quantized_initialization": section.quantized_initialization}
+    if not any(asked.values()):
+        return
+    if optimizer is not None or parameters or config.top.optimizer is not None:
+        raise ArgumentError(
+            "weight_quantization is for a model that answers: packed weights are not trained; leave optimizer and "
+            "model_parameters out"
+        )
+    if mesh.size("tp") > 1 or mesh.size("pp") > 1:
+        raise NotAvailableError("weight_quantization together with tensor or pipeline parallelism is not available yet")
+    apply_section(model, asked)

@@ -1,0 +1,307 @@
+"""Feeds an engine from its loader, with the same number of steps on every rank."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from deepspeed.comm.collectives import scalars
+from deepspeed.comm.collectives.collectives import SMALL, tag_of
+from deepspeed.engine.data_loading import DeepSpeedDataLoader
+from deepspeed.engine.engine_state import EngineState
+from deepspeed.engine.metrics import Instruments
+from deepspeed.errors import DataError
+from deepspeed.foundation.pytree import leaves_in
+from deepspeed.foundation.spans import LOADER, recorder
+from deepspeed.monitor import progress as live
+from deepspeed.optim.build import nearest
+from deepspeed.sequence.batches import slice_batch
+
+POLICIES = ("drop", "pad", "cycle")
+# What a rank tells the others of its next batch: its loader failed, has just ended, had ended before, has a batch; or
+# that it needs none, and goes along with the others.
+FAILED, ENDING, ENDED, READY = range(4)
+ALONG = -1
+Agree = Callable[[int], tuple[int, int]]
+
+
+def count_samples(batch: Any) -> int:
+    """The size of the first dim of the first tensor or numpy array in a nest.
+
+    Args:
+        batch: what a loader gave.
+
+    Returns:
+        The number of samples; 1 when there is none of them or it has no dims.
+    """
+    found = next(leaves_in(batch, (torch.Tensor, np.ndarray)), None)
+    return int(found.shape[0]) if found is not None and len(found.shape) else 1
+
+
+class _Reader:
+    """One rank's loader, read one batch at a time so that its failures can be told to the others."""
+
+    def __init__(self, loader: Iterable[Any], agree: Agree) -> None:
+        self.loader = loader
+        self.agree = agree
+        self.batches: Iterator[Any] | None = None
+        self.batch: Any = None
+        self.steps = 0
+        self.ended = False
+        self.problem: Exception | None = None
+
+    def advance(self, *, cycle: bool) -> int:
+        """Read the next batch, from a further pass too when `cycle`; what to tell the others."""
+        if self.ended:
+            return self.cycle() if cycle else ENDED
+        if self._read():
+            return READY
+        self.ended = self.problem is None
+        return ENDING if self.ended else FAILED
+
+    def cycle(self) -> int:
+        """Read the next batch of a further pass; what to tell the others."""
+        for _ in range(2):  # the second try starts the loader again
+            if self.problem is None and self._read():
+                return ENDED
+        self.problem = self.problem or DataError(
+            f"policy 'cycle': {type(self.loader).__name__} gives no batch when started again; it is an iterator or "
+            "generator that can be read once (pass the object that makes it, or use policy 'pad')"
+        )
+        return FAILED
+
+    def _read(self) -> bool:
+        try:
+            if self.batches is None:
+                self.batches = iter(self.loader)
+            with recorder.span(LOADER, "next batch"):
+                self.batch = next(self.batches)
+            return True
+        except StopIteration:
+            self.batches = None
+        except Exception as problem:  # raised in tell(), once every rank knows
+            self.problem = problem
+        return False
+
+    def tell(self, flag: int) -> tuple[int, int]:
+        """The least and the greatest flag of all ranks; all raise when one has failed."""
+        low, high = self.agree(flag)
+        if self.problem is not None:
+            raise self.problem
+        if low == FAILED:
+            raise DataError(
+                f"the data loader of another rank failed at batch {self.steps}; the traceback of that rank says why"
+            )
+        return low, high
+
+
+class _Companion(_Reader):
+    """A rank that needs no data: a stage in the middle of layers in a row."""
+
+    def __init__(self, agree: Agree) -> None:
+        super().__init__((), agree)
+
+    def advance(self, *, cycle: bool) -> int:
+        """Nothing to read."""
+        return ALONG
+
+    def cycle(self) -> int:
+        """Nothing to read."""
+        return ALONG
+
+
+def equal_steps(
+    loader: Iterable[Any] | None, *, agree: Agree, policy: str, weigh: Callable[[float], None]
+) -> Iterator[Any]:
+    """Yield batches so that every rank makes as many steps.
+
+    Each step costs one exchange of a small number, so that a loader that ends or fails on one rank ends the loop on
+    all of them instead of leaving them in a collective.
+
+    Args:
+        loader: this rank's loader; None: it needs no data, and gets None as often as the others get a batch.
+        agree: gives the least and the greatest of all ranks' flags but `ALONG`; a collective.
+        policy: "drop" ends with the shortest loader; "pad" ends with the longest, the others repeat their last
+            batch with weight 0; "cycle" ends with the longest, the others start again.
+        weigh: told the number of samples of the batch that follows, 0 for a padded one.
+
+    Yields:
+        The batches.
+
+    Raises:
+        DataError: an unknown policy, a loader without any batch, or a loader that failed on another rank.
+    """
+    if policy not in POLICIES:
+        raise DataError(f"policy {policy!r} is unknown{nearest(policy, POLICIES)}; use one of {', '.join(POLICIES)}")
+    reader = _Companion(agree) if loader is None else _Reader(loader, agree)
+    while True:
+        low, high = reader.tell(reader.advance(cycle=policy == "cycle"))
+        if reader.steps == 0 and low == ENDING:
+            whose = "this" if reader.ended else "another"
+            raise DataError(f"the data loader of {whose} rank gives no batch at all; every rank needs data")
+        if high <= ENDED or (policy == "drop" and low <= ENDED):
+            return
+        if policy == "cycle" and low == ENDING:
+            # Some rank has to start again, and may fail; the others hear of it before they step.
+            reader.tell(reader.cycle() if reader.batches is None else READY)
+        reader.steps += 1
+        weigh(0.0 if reader.ended and policy == "pad" else float(count_samples(reader.batch)))
+        yield reader.batch
+
+
+class Window:
+    """Micro-batches between two updates, as an iterator; what is left of them counts.
+
+    Args:
+        batches: of this rank; None where it needs no data.
+        samples: that each of them counts for, 0 for one that fills up.
+    """
+
+    def __init__(self, batches: list[Any], samples: list[float]) -> None:
+        self._batches, self.samples = deque(batches), samples
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __iter__(self) -> Window:
+        return self
+
+    def __next__(self) -> Any:
+        if not self._batches:
+            raise StopIteration
+        return self._batches.popleft()  # who runs it has it alone
+
+
+class Feeding:
+    """The data side of an engine.
+
+    Args:
+        state: of the engine.
+        training: whether it trains, and not evaluates.
+        flush: applies a window that is not full.
+        instruments: show how far it is.
+    """
+
+    def __init__(
+        self, state: EngineState, training: Callable[[], bool], flush: Callable[[], None], instruments: Instruments
+    ) -> None:
+        self._state, self._training, self._flush, self._instruments = state, training, flush, instruments
+        self._loop_channel = state.axes.everyone.channel()
+        self._agreements = 0
+
+    def deepspeed_io(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Any = None,
+        collate_fn: Callable[..., Any] | None = None,
+        num_local_io_workers: int | None = None,
+    ) -> DeepSpeedDataLoader:
+        """A loader over this rank's share of a dataset; ranks of a sequence get slices of one batch.
+
+        Args:
+            dataset: map-style or iterable.
+            batch_size: samples per micro-batch; None: `train_micro_batch_size_per_gpu`.
+            route: "train" shuffles; anything else keeps the order.
+            pin_memory: page-locked batches where there is a device.
+            data_sampler: instead of the distributed sampler.
+            collate_fn: as in torch's DataLoader.
+            num_local_io_workers: loader processes.
+        """
+        sequence = self._state.axes.mesh.axis("sp")
+        return DeepSpeedDataLoader(
+            dataset,
+            batch_size or self._state.window.micro,
+            rank=self._state.axes.data.rank,
+            world=self._state.axes.data.size,
+            sampler=data_sampler,
+            shuffle=route == "train",
+            pin_memory=pin_memory and self._state.device.type != "cpu",
+            collate_fn=collate_fn,
+            num_workers=num_local_io_workers or 0,
+            drop_last=self._state.ds_config.dataloader_drop_last,
+            part=partial(slice_batch, axis=sequence) if sequence.size > 1 else None,
+        )
+
+    def loop(self, loader: Iterable[Any], policy: str = "drop", progress: bool | None = None) -> Iterator[Any]:
+        """Batches of `loader`, the same number on every rank; gradients are weighted by real samples.
+
+        Args:
+            loader: this rank's loader, of any length.
+            policy: "drop" ends with the shortest, "pad" repeats the last batch with weight zero, "cycle" starts anew.
+            progress: rank 0 shows one live line: step, loss of this rank, samples per second over all ranks, time left
+                where the loader has a length, memory; None: where the launcher was asked for it (`--progress`).
+        """
+        with self._shown(loader, progress):
+            try:
+                yield from equal_steps(loader, agree=self.agree, policy=policy, weigh=self._weigh)
+                if self._training() and self._state.components.optimizer is not None:
+                    self._flush()
+            finally:
+                self._state.window.weigh(None)
+
+    def windows(self, loader: Iterable[Any] | None, policy: str, progress: bool | None) -> Iterator[Window]:
+        """The same as windows of a pipeline, each as many micro-batches as are accumulated; the last may have fewer.
+
+        Args:
+            loader: this rank's loader; None where its stage needs no data.
+            policy: see `loop`.
+            progress: see `loop`.
+        """
+        batches, samples = list[Any](), list[float]()
+        with self._shown(loader, progress):
+            for batch in equal_steps(loader, agree=self.agree, policy=policy, weigh=samples.append):
+                batches.append(batch)
+                del batch
+                if len(batches) == self._state.window.steps:
+                    window = Window(batches, list(samples))  # which alone holds them while it is run
+                    batches.clear()
+                    samples.clear()
+                    yield window
+            if batches:
+                window = Window(batches, samples)
+                batches.clear()
+                yield window
+
+    @contextlib.contextmanager
+    def _shown(self, loader: Iterable[Any] | None, progress: bool | None) -> Iterator[None]:
+        """A live line inside, where one is asked for."""
+        shown = (live.asked() if progress is None else progress) and self._training()
+        if shown:
+            self._instruments.start_progress(_length(loader))
+        try:
+            yield
+        finally:
+            if shown:
+                self._instruments.stop_progress()
+                if live.asked():  # what follows the loop is shown too
+                    self._instruments.start_progress(None)
+
+    def agree(self, flag: int, label: str = "agreement on the next batch") -> tuple[int, int]:
+        """(least, greatest) of all ranks' flags, without those that only go along."""
+        self._agreements += 1
+        tag = tag_of(self._loop_channel, SMALL, self._agreements)
+        table = scalars.current.table(self._state.axes.everyone, [float(flag)], tag, label, self._state.device)
+        flags = [int(row[0]) for row in table if row[0] != ALONG]
+        return min(flags), max(flags)
+
+    def _weigh(self, samples: float) -> None:
+        """The next micro-batch counts for so many samples."""
+        if self._training() and self._state.components.optimizer is not None:
+            self._state.window.weigh(samples)
+
+
+def _length(loader: Iterable[Any] | None) -> int | None:
+    """Batches of a loader; None where it does not know."""
+    try:
+        return len(loader)  # type: ignore[arg-type]
+    except TypeError:
+        return None

@@ -1,0 +1,68 @@
+"""Warns at import if another installation of the same name may be imported instead.
+
+Upstream's distribution has this one's name, so pip replaces one by the other; what pip did not install, or installed
+into another folder of the path, stays beside it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import warnings
+from collections.abc import Iterable
+
+from deepspeed.errors import SecondCopyWarning
+
+NAME = "deepspeed"
+
+
+def warn_of_others(package: str, version: str) -> None:
+    """Issue one `SecondCopyWarning` if there is a second installation; on the first rank of a machine only.
+
+    Looks at names of files: one look per folder of `sys.path`, and one list of the folder this package lies in.
+
+    Args:
+        package: folder of the package that is being imported.
+        version: its version.
+    """
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        return
+    others = other_copies(package, sys.path)
+    if others:
+        places = "; ".join(f"{place} ({found})" for place, found in others.items())
+        warnings.warn(
+            f"{NAME} {version} is imported from {package}, and there is another on Python's path: {places}. Another "
+            f"script or working folder may import that one, and `importlib.metadata` may report its version. Keep "
+            f"one: `{sys.executable} -m pip uninstall {NAME}` until it finds none, then install the one you want; "
+            "what pip does not know of is removed by hand or taken off PYTHONPATH",
+            SecondCopyWarning,
+            stacklevel=3,
+        )
+
+
+def other_copies(package: str, path: Iterable[str]) -> dict[str, str]:
+    """Folders of other copies, and what each is.
+
+    Args:
+        package: folder of the package that is being imported.
+        path: folders that Python searches; "" is the working folder.
+    """
+    here = os.path.realpath(package)
+    found: dict[str, str] = {}
+    for folder in path:
+        other = os.path.join(folder or os.curdir, NAME)
+        if os.path.isfile(os.path.join(other, "__init__.py")) and os.path.realpath(other) != here:
+            found.setdefault(os.path.realpath(other), " and ".join(_metadata(folder)) or "not installed by pip")
+    beside = _metadata(os.path.dirname(here))
+    if len(beside) > 1:  # installed one over the other, so that modules of both lie in one folder
+        found[here] = f"one folder with the files of {' and '.join(beside)}"
+    return found
+
+
+def _metadata(folder: str) -> list[str]:
+    """What installers left in a folder about this name."""
+    with contextlib.suppress(OSError):
+        names = sorted(name for name in os.listdir(folder or os.curdir) if name.startswith(f"{NAME}-"))
+        return [name for name in names if name.endswith((".dist-info", ".egg-info"))]
+    return []

@@ -1,0 +1,134 @@
+"""Returns freed memory to the operating system.
+
+glibc maps large blocks apart and unmaps them when they are freed; but the first that is freed raises what counts as
+large to its size, up to 32 MiB. From then on such blocks lie in the heap, where what is freed stays with the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import math
+import mmap
+import os
+import resource
+import sys
+import threading
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+_TRIM, _MAP = -1, -3  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD of mallopt
+LARGE, IN_HEAP = 1 << 20, 1 << 25  # bytes that count as large inside, and, as glibc itself would have it, outside
+PAGE = 4096  # bytes
+_HUGE = 14  # MADV_HUGEPAGE of Linux
+_lock, _open = threading.Lock(), list[object]()
+
+
+@functools.cache
+def _mallopt() -> Callable[[int, int], int] | None:
+    """glibc's, unless the user has set what counts as large."""
+    told = os.environ.get("MALLOC_MMAP_THRESHOLD_") or "mmap_threshold" in os.environ.get("GLIBC_TUNABLES", "")
+    found: Callable[[int, int], int] | None = getattr(ctypes.CDLL(None), "mallopt", None)
+    return None if told else found
+
+
+def limits_addresses() -> bool:
+    """Whether what this process maps is limited (`ulimit -v`): then what is free in the heap counts as what is used."""
+    return resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
+
+
+def resident(tensors: Iterable[torch.Tensor | None]) -> int:
+    """Bytes of the pages that the system has provided for tensors in host memory, each storage once.
+
+    What was allocated and not written yet has none. All of it where the system does not say.
+    """
+    storages = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors if t is not None)}
+    return sum(_resident(at, nbytes) for at, nbytes in storages.items() if nbytes)
+
+
+def _resident(at: int, nbytes: int) -> int:
+    first = at // PAGE * PAGE
+    pages = np.zeros(-(-(at + nbytes - first) // PAGE), dtype=np.uint8)
+    mincore = getattr(ctypes.CDLL(None), "mincore", None)
+    where = [ctypes.c_void_p(first), ctypes.c_size_t(pages.size * PAGE), ctypes.c_void_p(pages.ctypes.data)]
+    if mincore is None or mincore(*where) != 0:
+        return nbytes
+    return min(nbytes, PAGE * int(np.count_nonzero(pages & 1)))
+
+
+def heap() -> range:
+    """Addresses of the process's heap: what is freed there goes back to the system only from its end."""
+    with contextlib.suppress(OSError), open("/proc/self/maps") as lines:
+        for line in lines:
+            if line.endswith("[heap]\n"):
+                return range(*(int(part, 16) for part in line.split(" ", 1)[0].split("-")))
+    return range(0)
+
+
+@contextmanager
+def own_pages() -> Generator[None, None, None]:
+    """Blocks of 1 MiB and more that are allocated inside, by any thread, go back to the system when they are freed.
+
+    Not those for which the heap has a hole already: who is not to lie there takes `mapped`.
+    """
+    mallopt = _mallopt()
+    if mallopt is None:
+        yield
+        return
+    with _lock:
+        _open.append(mallopt)
+        mallopt(_MAP, LARGE)
+    try:
+        yield
+    finally:
+        with _lock:
+            _open.pop()
+            if not _open:
+                mallopt(_MAP, IN_HEAP)
+                mallopt(_TRIM, 2 * IN_HEAP)
+
+
+@functools.cache
+def _madvise() -> Callable[[int, int, int], int] | None:
+    found = getattr(ctypes.CDLL(None), "madvise", None) if sys.platform == "linux" else None
+    if found is not None:
+        found.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return found
+
+
+def huge_pages(address: int, nbytes: int) -> None:
+    """Ask for huge pages behind fresh memory: a page fault for each 4 KiB takes longer than reading them from a disk.
+
+    What the system says does not matter. A block that lies in the heap, which is not given back, is left alone.
+    """
+    madvise = _madvise()
+    begin, end = -(-address // PAGE) * PAGE, (address + nbytes) // PAGE * PAGE
+    if madvise is not None and address and end - begin >= LARGE:
+        madvise(begin, end - begin, _HUGE)
+
+
+def mapped(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros in host memory of their own, outside of the heap, whatever holes it has; their storage cannot be resized.
+
+    Args:
+        shape: of at least one element.
+        dtype: any.
+    """
+    pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=dtype).view(*shape)
+
+
+def at_a_page(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Zeros [numel] in host memory of their own that begin with a page, where a disk reads straight into them.
+
+    Large ones do so again when their storage has been resized to nothing and back inside `own_pages`, unless the heap
+    has a hole of their size by then.
+    """
+    with own_pages():
+        memory = torch.zeros(numel + PAGE // dtype.itemsize, dtype=dtype)
+    lead = -memory.data_ptr() % PAGE // dtype.itemsize
+    return torch.empty(0, dtype=dtype).set_(memory.untyped_storage(), lead, (numel,), (1,))

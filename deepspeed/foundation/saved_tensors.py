@@ -1,0 +1,61 @@
+"""Finds the tensors that autograd saves for backward in the graph of a computation's outputs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+# Of the next node here.
+now: Any = torch.autograd._get_sequence_nr  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage, reportAttributeAccessIssue]
+
+
+def saved_since(outputs: Iterable[torch.Tensor], since: int) -> Iterator[Any]:
+    """Torch's `SavedTensor`s of a computation; those that nobody's hooks keep already.
+
+    Args:
+        outputs: of it.
+        since: `now()` before it; older nodes are left alone.
+    """
+    for node in nodes_since([tensor.grad_fn for tensor in outputs], since):
+        yield from (saved for _, saved in saved_by(node) if saved.unpack_hook is None)
+
+
+def nodes_since(last: Iterable[Any], since: int) -> Iterator[Any]:
+    """The nodes of a computation.
+
+    Args:
+        last: those of its outputs; None for an output without a graph.
+        since: `now()` before it; older nodes are left alone.
+    """
+    seen: set[Any] = set()
+    nodes = list(last)
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen or node._sequence_nr() < since:
+            continue
+        seen.add(node)
+        nodes.extend(following for following, _ in node.next_functions)
+        yield node
+
+
+def saved_by(node: object) -> Iterator[tuple[str, Any]]:
+    """What one node keeps: the attribute that unpacks it, with torch's check of its version, and the `SavedTensor`."""
+    for name in _names_of(type(node)):
+        unpacked = name.removeprefix("_raw")
+        if not hasattr(type(node), unpacked):
+            unpacked = unpacked.removeprefix("_")  # of functions written in Python
+        try:
+            saved: Any = getattr(node, name)
+        except RuntimeError:  # its backward is over
+            return
+        if saved is not None:
+            several: tuple[Any, ...] = saved if isinstance(saved, tuple) else (saved,)  # pyright: ignore[reportUnknownVariableType]
+            yield from ((unpacked, each) for each in several)
+
+
+@functools.cache
+def _names_of(kind: type) -> list[str]:
+    return [name for name in dir(kind) if name.startswith("_raw_saved_")]

@@ -1,0 +1,148 @@
+"""Records spans (what this process does, and when) in a ring buffer; one branch when it is off.
+
+Times are nanoseconds of the monotonic clock, which all processes of a machine share.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
+
+# What a thread does. Spans of one thread nest: the innermost counts.
+FORWARD, BACKWARD, RECOMPUTE, UPDATE, STEP = "forward", "backward", "recompute", "update", "step"
+CALL, WAIT, REDUCE = "call", "wait", "reduce"  # a message is started; is waited for; what arrived is taken in
+DISK, COPY, LOADER, SAVE = "disk", "copy", "loader", "save"
+# What goes on beside it, and may overlap anything: a message from start to end, a transfer to or from a disk.
+FLIGHT, TRANSFER = "flight", "transfer"
+_OF_MESSAGES = frozenset((CALL, WAIT, REDUCE, FLIGHT))  # their labels say what for: `all_gather of layers.1.weight`
+COUNT = "count"  # a number at a moment: `nbytes` is its value
+
+
+class Span(NamedTuple):
+    """Something that took a while.
+
+    Attributes:
+        begin, end: nanoseconds.
+        category: one of those above.
+        label: what, as reports call it.
+        module: name of the module or group it belongs to; may be empty. Of a message: what its label says behind `of`.
+        nbytes: bytes that came from elsewhere, or the value of a count.
+        thread: of this process that wrote it.
+    """
+
+    begin: int
+    end: int
+    category: str
+    label: str
+    module: str
+    nbytes: int
+    thread: int
+
+
+now = time.monotonic_ns
+"""Nanoseconds of the recorder's clock."""
+
+
+class _Open:
+    """A span that has begun, as a context."""
+
+    __slots__ = ("_recorder", "_what", "_begin")
+
+    def __init__(self, recorder: Recorder, what: tuple[str, str, str, int]) -> None:
+        self._recorder, self._what = recorder, what
+
+    def __enter__(self) -> None:
+        self._begin = now()
+
+    def __exit__(self, *_: object) -> None:
+        self._recorder.add(self._begin, *self._what)
+
+
+_thread = threading.get_ident
+_NOTHING: AbstractContextManager[None] = nullcontext()
+_Written = tuple[int, int, str, str, str, int, int]  # a span that nobody has taken yet
+
+
+class _Threads(threading.local):
+    """Of each thread: spans that have begun."""
+
+    def __init__(self) -> None:
+        self.entered: list[tuple[int, str, str]] = []
+
+
+def _drop(_written: _Written) -> None:
+    """Where spans go that nobody keeps."""
+
+
+class Recorder:
+    """The newest spans of this process; any thread may write.
+
+    Attributes:
+        on: whether spans are kept. Whoever writes looks here first.
+    """
+
+    def __init__(self) -> None:
+        self.on = False
+        self._ring: deque[_Written] = deque()
+        self._keep: Callable[[_Written], None] = _drop
+        self._count = itertools.count()
+        self._open = _Threads()
+
+    def start(self, size: int = 1 << 16) -> None:
+        """Keep spans from now on, and forget older ones.
+
+        Args:
+            size: most spans that are kept, the newest.
+        """
+        self._ring, self._count, self._open = deque(maxlen=size), itertools.count(), _Threads()
+        self._keep = self._ring.append
+        self.on = True
+
+    def stop(self) -> None:
+        """Keep no more; what there is can be taken."""
+        self.on = False
+
+    def take(self) -> tuple[list[Span], int]:
+        """The spans by begin, and how many did not fit; they are forgotten here."""
+        self._keep, ring, self._ring = _drop, list(self._ring), deque()
+        written, self._count = next(self._count), itertools.count()
+        spans = sorted(Span(*written) for written in ring)
+        spans = [_with_module(span) if span.category in _OF_MESSAGES and not span.module else span for span in spans]
+        return spans, max(0, written - len(ring))
+
+    def add(self, begin: int, category: str, label: str = "", module: str = "", nbytes: int = 0) -> None:
+        """A span that ends now; nothing happens while the recorder is off."""
+        if self.on:  # what can wait until spans are taken does: this is run thousands of times a second
+            self._keep((begin, now(), category, label, module, nbytes, _thread()))
+            next(self._count)
+
+    def count(self, label: str, value: int) -> None:
+        """A number as it is now."""
+        if self.on:
+            self.add(now(), COUNT, label, nbytes=value)
+
+    def span(self, category: str, label: str = "", module: str = "", nbytes: int = 0) -> AbstractContextManager[None]:
+        """A context that is a span."""
+        return _Open(self, (category, label, module, nbytes)) if self.on else _NOTHING
+
+    def enter(self, category: str, label: str) -> None:
+        """A span begins that this thread's next `leave` ends."""
+        self._open.entered.append((now(), category, label))
+
+    def leave(self) -> None:
+        """The span of this thread's last `enter` ends; one that began before `start` is left out."""
+        entered = self._open.entered
+        if entered:
+            self.add(*entered.pop())
+
+
+def _with_module(span: Span) -> Span:
+    return span._replace(module=span.label.partition(" of ")[2])
+
+
+recorder = Recorder()  # of this process

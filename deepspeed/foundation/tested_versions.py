@@ -1,0 +1,40 @@
+"""Logs one line if an integration meets a newer release of a client than the tested ones."""
+
+from __future__ import annotations
+
+import functools
+import re
+import sys
+from importlib import metadata
+
+from deepspeed.foundation.log import say_once
+
+NAME = "deepspeed"
+_BOUND = re.compile(r"([\w.-]+)[^;]*<=\s*([\w.]+)")
+
+
+def say_untested() -> None:
+    """Say once of each package that is imported here and newer than the newest tested: one line, and all goes on."""
+    for name, newest in newest_tested().items():
+        here = getattr(sys.modules.get(name), "__version__", None)
+        if isinstance(here, str) and _numbers(here) > _numbers(newest):
+            say_once(
+                f"{name} {here} is newer than the newest release that was tested, {newest}: if something is refused or "
+                f"slower than before, compare with `pip install '{name}<={newest}'`"
+            )
+
+
+@functools.cache
+def newest_tested() -> dict[str, str]:
+    """By the name of its module, the newest release of each package of the extras that has a bound."""
+    try:
+        required = metadata.requires(NAME) or []
+    except metadata.PackageNotFoundError:  # a tree on Python's path
+        return {}
+    bounds = [found.groups() for line in required if (found := _BOUND.match(line))]
+    return {name.replace("-", "_"): newest for name, newest in bounds}
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    release = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, release[0].split("."))) if release else ()

@@ -1,0 +1,130 @@
+"""Fallback: unsupported models use their own `generate`.
+
+Each request has a thread in which `model.generate` runs; it stands still, but while a step lets it make one token. So
+the options, the outputs and cancelling are those of every other request, and nothing runs at the same time.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.errors import UsageError
+from deepspeed.inference.executors.gathered import Inside
+from deepspeed.inference.executors.select import device_of
+
+# What a model's generation config may ask of `generate`: here the request alone says how tokens are chosen and when it
+# ends, as it does for models that are batched.
+_UNASKED = (
+    "guidance_scale", "sequence_bias", "encoder_repetition_penalty", "repetition_penalty", "no_repeat_ngram_size",
+    "encoder_no_repeat_ngram_size", "bad_words_ids", "min_length", "min_new_tokens", "forced_bos_token_id",
+    "forced_eos_token_id", "exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens",
+    "max_time", "stop_strings", "watermarking_config", "prompt_lookup_num_tokens", "num_return_sequences",
+)  # fmt: skip
+
+
+class _Cancelled(BaseException):
+    """Ends a thread's `generate`."""
+
+
+class Thread:
+    """One request inside `model.generate`.
+
+    Args:
+        model: has `generate`.
+        tokens: the prompt.
+        new: tokens at most.
+        choose: from logits [vocabulary] to the next token, None when the request is done with it.
+    """
+
+    def __init__(
+        self, model: nn.Module, tokens: Sequence[int], new: int, choose: Callable[[torch.Tensor], Any]
+    ) -> None:
+        self._model, self._tokens, self._new, self._choose = model, list(tokens), new, choose
+        self._turn, self._back = threading.Semaphore(0), threading.Semaphore(0)
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._stop = False
+        self._inside = Inside(model)
+        self.done = False
+
+    def step(self) -> None:
+        """Let it make one token.
+
+        Raises:
+            what `generate` raised.
+        """
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="deepspeed generate", daemon=True)
+            self._thread.start()
+        with self._inside.turn():
+            self._turn.release()
+            self._back.acquire()
+        if self._error is not None:
+            raise self._error
+
+    def cancel(self) -> None:
+        """End it; its memory is free when this returns."""
+        self._stop = True
+        if self._thread is not None and not self.done:
+            self._turn.release()
+            self._thread.join()
+        self.done = True
+
+    def let_go(self) -> None:
+        """End it without waiting, as whoever collects garbage has to: it may be any thread."""
+        self._stop = True
+        self._turn.release()
+
+    def _run(self) -> None:
+        try:
+            self._turn.acquire()
+            if not self._stop:
+                self._generate()
+                self._error = UsageError(
+                    f"{type(self._model).__name__}.generate ended by itself before it had the {self._new} tokens of "
+                    "the request: look at its generation_config"
+                )
+        except _Cancelled:
+            pass
+        except BaseException as error:  # handed to the caller of step
+            self._error = error
+        self.done = True
+        self._back.release()
+
+    def _generate(self) -> None:
+        from transformers import LogitsProcessorList
+
+        ids = torch.tensor([self._tokens], device=device_of(self._model))
+        options: dict[str, Any] = {"max_new_tokens": self._new, "do_sample": False, "num_beams": 1}
+        own = getattr(self._model, "generation_config", None)
+        options |= {name: None for name in _UNASKED if getattr(own, name, None) is not None}
+        if "num_return_sequences" in options:
+            options["num_return_sequences"] = 1
+        if getattr(self._model.config, "is_encoder_decoder", False):
+            options["max_length"] = None
+        self._model.generate(  # type: ignore[operator]
+            ids,
+            attention_mask=torch.ones_like(ids),
+            logits_processor=LogitsProcessorList([self._process]),  # type: ignore[list-item]
+            eos_token_id=10**9,  # no token: the request's own rules end it
+            pad_token_id=0,
+            **options,
+        )
+
+    def _process(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Called by `generate` with the next logits: choose, let others run, go on with what was chosen."""
+        token = self._choose(scores[0])
+        if token is None:
+            raise _Cancelled
+        self._back.release()
+        self._turn.acquire()
+        if self._stop:
+            raise _Cancelled
+        forced = torch.full_like(scores, -torch.inf)
+        forced[0, token] = 0
+        return forced

@@ -1,0 +1,313 @@
+"""Paged executor: all sequences in one pass through the model's modules, with paged attention.
+
+Transformers' models call their attention through an interface and keep keys and values in a cache that is handed in.
+Here both are ours: the cache stores the new rows in pages and hands them back, the attention finds in them the layer
+they belong to, and reads the pages. A module that does anything else with what the cache handed back is noticed, since
+the attention knows the tensors that it handed out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.cache_utils import Cache
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from deepspeed.errors import PackingError
+from deepspeed.foundation.hf_forward import IMMATERIAL, accepts, cache_argument, with_cache
+from deepspeed.inference.executors.ragged_batch import Batch, Group
+
+NAME = "deepspeed_pages"
+
+
+class Store:
+    """Keys and values of every layer, in pages; a layer's tensors are made at its first use.
+
+    Args:
+        pages: how many; `size` tokens each.
+    """
+
+    def __init__(self, pages: int, size: int) -> None:
+        self.pages, self.size = pages, size
+        self.layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
+        """Rows [tokens, heads, head size] go to `slots`."""
+        if layer not in self.layers:
+            self._make(layer, keys, values)
+        for pool, rows in zip(self.layers[layer], (keys, values), strict=True):
+            pool[slots] = rows.to(pool.dtype)
+
+    def _make(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        slots = (self.pages + 1) * self.size
+        keys, values = (x.new_empty((slots, *x.shape[1:])) for x in (keys, values))
+        keys[: self.size] = 0  # what padding reads
+        values[: self.size] = 0
+        self.layers[layer] = (keys, values)
+
+    def resized(self, pages: int, size: int) -> Store:
+        """An empty store of the same layers."""
+        store = Store(pages, size)
+        for layer, (keys, values) in sorted(self.layers.items()):
+            store._make(layer, keys, values)
+        return store
+
+    def copy(self, source: int, target: int) -> None:
+        """The content of a page to another."""
+        size, source, target = self.size, source + 1, target + 1
+        for pool in (pool for pair in self.layers.values() for pool in pair):
+            pool[target * size : (target + 1) * size] = pool[source * size : (source + 1) * size]
+
+    def bytes_per_page(self) -> int:
+        """Of all layers."""
+        return sum(pool[: self.size].nbytes for pair in self.layers.values() for pool in pair)
+
+
+class NoLayers(list[Any]):
+    """The layers of a cache that stores keys and values elsewhere."""
+
+    def __getitem__(self, at: Any) -> Any:
+        raise PackingError("it keeps states of another kind in its cache than keys and values")
+
+
+class Mask:
+    """What a model's masking asked for: instead of a tensor over one sequence, the rule by positions."""
+
+    def __init__(self, function: Callable[..., torch.Tensor]) -> None:
+        self.function = function
+
+
+class PagedCache(Cache):
+    """What the model takes for its cache during one pass."""
+
+    def __init__(self, store: Store, batch: Batch) -> None:
+        super().__init__(layers=NoLayers())
+        self.store, self.batch = store, batch
+        self.handed: dict[int, tuple[int, torch.Tensor, torch.Tensor]] = {}
+        self.cached: set[int] = set()  # layers of this pass
+        self.rules: dict[int, Mask] = {}  # by layer: what its rows may see
+        self.scales: dict[int, float | None] = {}  # of its scores; None: what it does to them is no scale alone
+        self.default = Mask(_causal)
+        self.windows: dict[int, Mask] = {}
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any):  # noqa: ANN201
+        """Store rows [1, heads, rows, head size] and hand them back."""
+        rows = len(self.batch.tokens)
+        for states in (key_states, value_states):
+            if states.dim() != 4 or states.shape[0] != 1 or states.shape[2] != rows:
+                raise PackingError(f"layer {layer_idx} caches a tensor of shape {tuple(states.shape)} for {rows} rows")
+        if layer_idx in self.cached:
+            raise PackingError(f"layer {layer_idx} is cached twice in one pass")
+        self.cached.add(layer_idx)
+        self.store.write(
+            layer_idx, key_states[0].transpose(0, 1), value_states[0].transpose(0, 1), self.batch.new_slots
+        )
+        self.handed[id(key_states)] = (layer_idx, key_states, value_states)
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Rows of other sequences come before a row, so there is no one length; positions are handed in."""
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Sizes that masks would have; ours do not use them."""
+        return query_length, 0
+
+    def rule(self, mask: Any, window: int | None) -> Mask:
+        """What rows may see: as the model's masking said, else causal in a window."""
+        if isinstance(mask, Mask):
+            return mask
+        if mask is not None:
+            raise PackingError(f"its attention gets a mask of its own making ({type(mask).__name__})")
+        if window is None:
+            return self.default
+        return self.windows.setdefault(window, Mask(lambda b, h, q, k: (k <= q) & (k > q - window)))
+
+
+def _causal(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    return key <= query
+
+
+_current: ContextVar[PagedCache | None] = ContextVar("pages of the pass", default=None)
+
+
+def attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    scaling: float | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of all rows of a pass, [1, rows, heads, head size]; `query` is [1, heads, rows, head size]."""
+    cache = _current.get()
+    if cache is None:
+        raise PackingError(f"{NAME!r} attends over pages, outside of a pass of deepspeed.inference there are none")
+    layer, keys, values = cache.handed.get(id(key), (None, None, None))
+    if layer is None or keys is not key or values is not value:
+        raise PackingError(f"{type(module).__name__} changes keys or values after they are cached")
+    if query.shape[0] != 1 or query.shape[2] != len(cache.batch.tokens):
+        raise PackingError(f"{type(module).__name__} attends with queries of shape {tuple(query.shape)}")
+    causal = options.get("is_causal")
+    if not (getattr(module, "is_causal", True) if causal is None else causal) and not isinstance(attention_mask, Mask):
+        raise PackingError(f"{type(module).__name__} looks ahead")
+    strange = sorted(name for name, given in options.items() if given is not None and name not in IMMATERIAL)
+    strange = [name for name in strange if options[name] is not False]
+    if strange:
+        raise PackingError(f"{type(module).__name__} attends with {', '.join(strange)}")
+    rule = cache.rules[layer] = cache.rule(attention_mask, options.get("sliding_window"))
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    plain = options.get("softcap") is None and options.get("s_aux") is None
+    cache.scales[layer] = scale if plain else None
+    pools = cache.store.layers[layer]
+    out = query.new_empty(query.shape[2], query.shape[1], value.shape[-1])
+    for group in cache.batch.groups:
+        out[group.rows] = _attend(group, query[0], pools, rule, scale, options)
+    return out[None], None
+
+
+def _attend(
+    group: Group,
+    query: torch.Tensor,
+    pools: tuple[torch.Tensor, torch.Tensor],
+    rule: Mask,
+    scale: float,
+    options: dict[str, Any],
+) -> torch.Tensor:
+    """[sequences, rows, heads, head size] of a group."""
+    sequences, rows = group.rows.shape
+    k, v = (pool[group.slots].transpose(1, 2) for pool in pools)  # sequences, cached heads, longest, head size
+    heads, cached = query.shape[0], k.shape[1]
+    # Query heads of one cached head become rows of it, so that keys and values need not be repeated.
+    q = query[:, group.rows].transpose(0, 1)  # sequences, heads, rows, head size
+    q = q.reshape(sequences, cached, heads // cached * rows, -1)
+    mask = group.mask(rule.function, rule)
+    if mask is not None and heads != cached and rows > 1:
+        mask = mask.repeat(1, 1, heads // cached, 1)
+    softcap, sinks = options.get("softcap"), options.get("s_aux")
+    if softcap is None and sinks is None:
+        found = nn.functional.scaled_dot_product_attention(q, k.to(q.dtype), v.to(q.dtype), mask, scale=scale)
+    else:
+        found = _plain(q, k.to(q.dtype), v.to(q.dtype), mask, scale, softcap, sinks)
+    return found.reshape(sequences, heads, rows, -1).transpose(1, 2)
+
+
+def _plain(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention with a cap on scores, or with sinks: a score per head that takes weight and gives nothing."""
+    scores = q @ k.transpose(2, 3) * scale
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    if mask is not None:
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    if sinks is not None:
+        heads = sinks.reshape(1, k.shape[1], -1, 1).expand(
+            q.shape[0], -1, -1, q.shape[2] // (sinks.numel() // k.shape[1])
+        )
+        scores = torch.cat([scores, heads.reshape(*q.shape[:3], 1).to(scores.dtype)], dim=-1)
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
+    return weights[..., : k.shape[2]] @ v
+
+
+def _mask(mask_function: Callable[..., torch.Tensor] = _causal, **_: Any) -> Mask:
+    return Mask(mask_function)
+
+
+ALL_ATTENTION_FUNCTIONS.register(NAME, attention)
+ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, _mask)
+
+
+def configs_of(model: nn.Module) -> list[Any]:
+    """Every config object that a module of `model` reads its attention from."""
+    found: dict[int, Any] = {}
+    stack = [module.config for module in model.modules() if hasattr(getattr(module, "config", None), "to_dict")]
+    while stack:
+        config = stack.pop()
+        if id(config) not in found:
+            found[id(config)] = config
+            parts = (getattr(config, name, None) for name in getattr(config, "sub_configs", {}))
+            stack.extend(part for part in parts if part is not None)
+    return list(found.values())
+
+
+@contextmanager
+def attending(configs: list[Any], cache: PagedCache) -> Iterator[None]:
+    """The modules attend over pages inside, and as before after it."""
+    before = [config._attn_implementation_internal for config in configs]
+    token = _current.set(cache)
+    try:
+        for config in configs:
+            config._attn_implementation_internal = NAME
+        yield
+    finally:
+        for config, was in zip(configs, before, strict=True):
+            config._attn_implementation_internal = was
+        _current.reset(token)
+
+
+class PagedExecutor:
+    """Runs batches in one pass each.
+
+    Args:
+        model: a causal LM of Transformers, in eval mode.
+        store: of keys and values.
+    """
+
+    kind = "packed"
+    unfused = ""  # why it has no native form
+
+    def __init__(self, model: nn.Module, store: Store) -> None:
+        self.model, self.store = model, store
+        self.configs = configs_of(model)
+        self.keeps, self._cached = accepts(model, "logits_to_keep"), cache_argument(model) or ""
+        self.rules: dict[int, Mask] = {}  # of the last pass
+        self.scales: dict[int, float | None] = {}
+
+    def forgets(self, windows: dict[int, int]) -> str | None:
+        """Which layer shows a row more than the cache of `generate` would remember for it; None: no layer.
+
+        Args:
+            windows: tokens that the cache of `generate` keeps, by layer, where it does not keep all.
+        """
+        row, first = torch.zeros((), dtype=torch.long), torch.zeros((), dtype=torch.long)
+        for layer, window in windows.items():
+            rule = self.rules.get(layer)
+            if rule is not None and bool(rule.function(first, first, row + window + 1, first)):
+                return f"layer {layer} masks nothing, and its cache in generate forgets all but {window} tokens"
+        return None
+
+    @torch.no_grad()
+    def run(self, batch: Batch) -> torch.Tensor:
+        """Logits of the wanted rows, [wanted, vocabulary].
+
+        Raises:
+            PackingError: the model does with its cache or attention what rows of several sequences cannot bear.
+        """
+        keep = {"logits_to_keep": batch.wanted} if self.keeps else {}
+        cache = PagedCache(self.store, batch)
+        with attending(self.configs, cache):
+            out = self.model(
+                input_ids=batch.tokens[None],
+                position_ids=batch.positions[None],
+                **with_cache(self._cached, cache),
+                **keep,
+            )
+        self.rules, self.scales = cache.rules, cache.scales
+        if not cache.handed:
+            raise PackingError("it keeps nothing in the cache it is given")
+        logits = out.logits[0]
+        return logits if self.keeps and len(logits) == len(batch.wanted) else logits[batch.wanted]

@@ -1,0 +1,269 @@
+"""Selects the executor of a model: the first whose logits equal the model's own."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from transformers.cache_utils import DynamicCache
+
+from deepspeed.errors import PackingError
+from deepspeed.foundation.hf_forward import accepts, cache_argument, without_cache
+from deepspeed.foundation.log import say, warn_once
+from deepspeed.inference.executors.gathered import GatheringExecutor, Inside
+from deepspeed.inference.executors.native import FusedExecutor, prove
+from deepspeed.inference.executors.paged import PagedExecutor, Store
+from deepspeed.inference.executors.ragged_batch import Batch, Span
+from deepspeed.inference.request import text_config, vocabulary
+from deepspeed.native import library
+
+PROBE_PAGE = 2
+# (sequence, from, to) of the rows of each probing pass: prompts in chunks beside others, then rows of unlike age.
+PROBE = (((0, 0, 3),), ((0, 3, 8), (1, 0, 5)), ((0, 8, 9), (1, 5, 6), (2, 0, 2)), ((1, 6, 7), (0, 9, 10), (2, 2, 3)))
+TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}  # of the largest logit; 16-bit dtypes: COARSE
+COARSE = 0.06
+NUDGE, NOISE, NOISIEST = 2.0**-8, 2.0, 0.2  # a step of bf16, times the way it moves logits, but of the largest logit
+
+
+_passes: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()  # by the table that all wrappers share
+_making = threading.Lock()
+
+
+@contextmanager
+def passing(model: nn.Module) -> Iterator[None]:
+    """One pass of a model at a time, whichever thread or generator asks; no dropout inside, as before after it.
+
+    A pass changes what the model's config calls its attention, and its modules' mode: two at once would take each
+    other's for the model's own.
+    """
+    with _making:
+        lock = _passes.setdefault(_shared(model), threading.RLock())
+    with lock:
+        trained = [module for module in model.modules() if module.training] if model.training else []
+        for module in trained:
+            module.training = False
+        try:
+            yield
+        finally:
+            for module in trained:
+                module.training = True
+
+
+def _shared(model: nn.Module) -> nn.Module:
+    """What every wrapper of a model has: its table of tokens."""
+    try:
+        table: Any = model.get_input_embeddings()  # type: ignore[operator]
+    except (AttributeError, NotImplementedError):
+        return model
+    return table if isinstance(table, nn.Module) else model
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where its first parameter or buffer lies."""
+    tensor = next(model.parameters(), None)
+    tensor = next(model.buffers(), None) if tensor is None else tensor
+    return torch.device("cpu") if tensor is None else tensor.device
+
+
+def _structure(model: nn.Module) -> str | None:
+    """What can be said without running it."""
+    config = getattr(model, "config", None)
+    if config is None or not hasattr(config, "to_dict"):
+        return "it is no model of Transformers"
+    if getattr(config, "is_encoder_decoder", False):
+        return "it has an encoder"
+    if cache_argument(model) is None:
+        return "it takes no cache of keys and values"
+    return None
+
+
+def _sequences(model: nn.Module) -> list[list[int]]:
+    config, size = text_config(model), vocabulary(model) or 64
+    barred = set()
+    for source in (config, getattr(model, "generation_config", None)):
+        for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+            value = getattr(source, name, None)
+            barred |= set(value) if isinstance(value, (list, tuple)) else {value}
+    usable = [token for token in range(min(size, 200)) if token not in barred] or [0]
+    return [[usable[(7 * i + 11 * which + 5) % len(usable)] for i in range(10)] for which in range(3)]
+
+
+def _alone(model: nn.Module, tokens: list[int]) -> torch.Tensor:
+    """Logits [tokens, vocabulary] of the model by itself, given what its `generate` would give it."""
+    ids = torch.tensor([tokens], device=device_of(model))
+    given: dict[str, Any] = {"attention_mask": torch.ones_like(ids)}
+    if accepts(model, "position_ids"):
+        given["position_ids"] = torch.arange(len(tokens), device=ids.device)[None]
+    return model(input_ids=ids, **given, **without_cache(model)).logits[0]
+
+
+def _noise(model: nn.Module, sequences: list[list[int]], wanted: list[torch.Tensor]) -> float:
+    """How far the logits of a 16-bit model may be off: as far as they move when what enters does by a step of bf16.
+
+    Roundings grow from layer to layer, in some models to more than `COARSE`: there, who rounds at fewer places than the
+    modules do (the native form) lies as far from them as they from the truth. 0 in other dtypes.
+    """
+    table = _shared(model)
+    if wanted[0].dtype in TOLERANCE or table is model:
+        return 0.0
+    signs = torch.Generator().manual_seed(0)
+
+    def nudge(module: nn.Module, args: Any, out: torch.Tensor) -> torch.Tensor:
+        way = torch.randint(0, 2, out.shape, generator=signs).to(out.device).mul_(2).sub_(1)
+        return (out.float() * (1 + NUDGE * way)).to(out.dtype)
+
+    handle = table.register_forward_hook(nudge)
+    try:
+        moved = [_alone(model, tokens) for tokens in sequences]
+    finally:
+        handle.remove()
+    largest = max(float(one.float().abs().max()) for one in wanted)
+    noise = max(float((a.float() - b.float()).abs().max()) for a, b in zip(moved, wanted, strict=True))
+    return min(NOISE * noise, NOISIEST * largest)
+
+
+def _probe(
+    executor: Any, sequences: list[list[int]], wanted: list[torch.Tensor], noise: Callable[[], float] = float
+) -> str | None:
+    """None if the executor gives the logits of the model alone, or such as lie within `noise` of them, which is asked
+    for where they are farther off than roundings are elsewhere: finding it takes passes."""
+    pages = [list(range(5 * i + 4, 5 * i - 1, -1)) for i in range(len(sequences))]
+    device = device_of(executor.model)
+    for rows in PROBE:
+        spans = [Span(sequences[i][start:end], start, pages[i], end - start) for i, start, end in rows]
+        batch = Batch(spans, PROBE_PAGE, device, getattr(executor, "even", False))
+        found = executor.run(batch)
+        right = torch.cat([wanted[i][start:end] for i, start, end in rows])
+        if found.shape != right.shape:
+            return f"its logits have shape {tuple(found.shape)} instead of {tuple(right.shape)}"
+        largest = float(right.float().abs().max())
+        error = float((found.float() - right.float()).abs().max())
+        if not error <= TOLERANCE.get(right.dtype, COARSE) * largest and not error <= noise():
+            return f"logits of mixed rows are off by {error:.2g} where the largest is {largest:.2g}"
+    return None
+
+
+def _say(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return lines[0] if isinstance(error, PackingError) else f"{type(error).__name__}: {lines[0]}"[:200]
+
+
+def _fused(executor: Any, sequences: list[list[int]], wanted: list[torch.Tensor], noise: Callable[[], float]) -> Any:
+    """The same in few native calls if the model has the shape for it and the results are those; else as it is."""
+    if not isinstance(executor, PagedExecutor) or library() is None:
+        return executor
+    try:
+        made = FusedExecutor(executor)
+        spans = [Span(tokens, 0, list(range(5 * i, 5 * i + 5)), 1) for i, tokens in enumerate(sequences)]
+        reason = prove(made, Batch(spans, PROBE_PAGE, device_of(executor.model)))
+        reason = reason or _probe(made, sequences, wanted, noise)
+    except Exception as error:  # whatever a module's parts do when asked alone, the model itself works
+        reason = _say(error)
+    if reason is None:
+        return made
+    executor.unfused = reason
+    lost = f"{type(executor.model).__name__} goes through its own modules, not through native passes: {reason}"
+    if device_of(executor.model).type == "cpu":
+        warn_once(lost)
+    else:
+        say(lost)  # native passes are of processors
+    return executor
+
+
+@torch.no_grad()
+def choose(model: nn.Module, fused: bool = True, packed: bool = False) -> tuple[Any, str]:
+    """(the executor that fits, with a probe's store, or None; why it is not a better one, in one line).
+
+    Every candidate runs ten tokens of three sequences: chunks of prompts, rows of unlike age, pages in no order. The
+    first whose logits are those of the model alone is taken. `fused` False leaves out the native form of the first;
+    `packed` packs the bf16 matrices of a model that has it, without loss.
+    """
+    found, why = _chosen(model, fused)
+    if isinstance(found, FusedExecutor):
+        with passing(model):
+            found.settle()
+    if packed and isinstance(found, FusedExecutor):
+        with passing(model):
+            found.pack()
+    elif packed:
+        warn_once(f"{type(model).__name__}: weights stay whole: only its native form would read them in 12 bits")
+    return found, why
+
+
+def _chosen(model: nn.Module, fused: bool) -> tuple[Any, str]:
+    if (reason := _structure(model)) is not None:
+        return None, reason
+    sequences = _sequences(model)
+    why = "" if _interface(model) else "its attention does not go through Transformers' interface"
+    why = why or ("" if accepts(model, "position_ids") else "its forward takes no positions")
+    with passing(model), Inside(model).turn():
+        try:
+            wanted = [_alone(model, tokens) for tokens in sequences]
+        except Exception as error:  # whatever a model raises, its own generate may still work
+            return None, f"it does not run on plain tokens: {_say(error)}"
+        noise = functools.cache(lambda: _noise(model, sequences, wanted))
+        for executor in _candidates(model, packed=not why):
+            try:
+                reason = _probe(executor, sequences, wanted, noise)
+            except Exception as error:  # the same: the next one is tried, and the reason is told
+                reason = _say(error)
+            if reason is None and isinstance(executor, PagedExecutor):
+                reason = executor.forgets(_windows(model))
+                if reason is not None:  # what it writes depends on how its prompt was cut: nobody else can do that
+                    return None, reason
+            if reason is None:
+                return (_fused(executor, sequences, wanted, noise) if fused else executor), why
+            why = why or reason
+    return None, reason or why
+
+
+def _windows(model: nn.Module) -> dict[int, int]:
+    """By layer: how many tokens the cache that `generate` makes would keep, where it does not keep all."""
+    try:
+        layers = DynamicCache(config=text_config(model)).layers
+    except Exception:  # a config without layers: its cache keeps everything
+        return {}
+    windows = {at: getattr(layer, "sliding_window", None) for at, layer in enumerate(layers)}
+    return {at: window for at, window in windows.items() if window and getattr(layers[at], "is_sliding", False)}
+
+
+def _candidates(model: nn.Module, packed: bool) -> Iterator[Any]:
+    def store() -> Store:
+        return Store(16, PROBE_PAGE)
+
+    if packed:
+        yield PagedExecutor(model, store())
+    yield GatheringExecutor(model, store())
+    yield GatheringExecutor(model, store(), even=True)
+
+
+def _interface(model: nn.Module) -> bool:
+    """Whether some module's source calls the attention interface; a class that does not keeps its own attention."""
+    for kind in {type(module) for module in model.modules()}:
+        module = inspect.getmodule(kind)
+        if module is not None and "ALL_ATTENTION_FUNCTIONS" in vars(module):
+            return True
+    return False
+
+
+def warn_of(model: nn.Module, executor: Any, why: str) -> None:
+    """Say once which slower way a model takes, and why, where there is a reason."""
+    if not why:
+        return
+    way = "not batched but goes through its own generate"
+    if executor is not None:
+        way = "not packed but gathered" + (", contexts of one length together" if executor.even else "")
+    warn_once(f"{type(model).__name__} is {way}: {why}")
+
+
+def packable(model: nn.Module) -> str | None:
+    """None if `model` can be batched over pages, else in one line why it goes through its own `generate`."""
+    executor, why = choose(model)
+    return None if executor is not None else why

@@ -1,0 +1,156 @@
+"""The block pool of the KV cache: reference counts, and prefix caching of full blocks. No tensors."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from deepspeed.errors import MemoryExhaustedError, UsageError
+
+MOST_LOOKED_AT = 8  # pages that begin alike, compared for a partial hit
+
+
+@dataclass(eq=False)
+class Node:
+    """A full page: its tokens after those of its ancestors. `children` holds them by their tokens, which the dict
+    compares, so that equal hashes of unlike tokens are no hit."""
+
+    page: int
+    parent: Node | None = None
+    tokens: tuple[int, ...] = ()
+    children: dict[tuple[int, ...], Node] = field(default_factory=dict)
+    by_first: dict[int, dict[tuple[int, ...], Node]] = field(default_factory=dict)
+    alive: bool = True
+
+
+@dataclass(frozen=True)
+class Match:
+    """Pages that hold the beginning of some tokens: whole ones, and one whose first `partial` tokens fit."""
+
+    nodes: list[Node]
+    tail: Node | None = None
+    partial: int = 0
+
+
+class Pages:
+    """`count` pages of `size` tokens. A page is free, held (by one or several), or kept: full, held by nobody, and
+    given up for whoever needs room, least recently used first."""
+
+    def __init__(self, count: int, size: int, reuse: bool = True) -> None:
+        self.count, self.size, self.reuse = count, size, reuse
+        self._free = list(range(count - 1, -1, -1))
+        self._holders = [0] * count
+        self._nodes: dict[int, Node] = {}
+        self._kept: OrderedDict[int, None] = OrderedDict()
+        self.root = Node(page=-1)
+
+    @property
+    def available(self) -> int:
+        """Pages that can be taken now."""
+        return len(self._free) + len(self._kept)
+
+    def holders(self, page: int) -> int:
+        """How many hold `page`."""
+        return self._holders[page]
+
+    def take(self) -> int:
+        """A page for one holder, to write to.
+
+        Raises:
+            MemoryExhaustedError: all are held.
+        """
+        if not self._free:
+            if not self._kept:
+                raise MemoryExhaustedError(f"all {self.count} pages of the cache are held; raise cache_bytes")
+            self._forget(self._nodes[next(iter(self._kept))])
+        page = self._free.pop()
+        self._holders[page] = 1
+        return page
+
+    def share(self, page: int) -> None:
+        """One more holder of a page that is held or kept."""
+        self._kept.pop(page, None)
+        self._holders[page] += 1
+
+    def release(self, page: int) -> None:
+        """One holder less; the last leaves it kept if its tokens can be found again, else free.
+
+        Raises:
+            UsageError: nobody holds it.
+        """
+        if not 0 <= page < self.count or self._holders[page] < 1:
+            raise UsageError(f"page {page} of {self.count} is held by nobody, so it cannot be released")
+        self._holders[page] -= 1
+        if not self._holders[page]:
+            if page in self._nodes:
+                self._kept[page] = None
+            else:
+                self._free.append(page)
+
+    def writable(self, page: int) -> bool:
+        """Whether its one holder may write to it: it is shared with nobody and cannot be found."""
+        return self._holders[page] == 1 and page not in self._nodes
+
+    def remember(self, parent: Node, tokens: Sequence[int], page: int) -> Node | None:
+        """Let the full `page` be found after `parent`. None where that chain was given up; the page that is known
+        under the same tokens, if there is one."""
+        if not self.reuse or not parent.alive:
+            return None
+        key = tuple(tokens)
+        if (known := parent.children.get(key)) is not None:
+            return known
+        node = parent.children[key] = Node(page, parent, key)
+        parent.by_first.setdefault(key[0], {})[key] = node
+        self._nodes[page] = node
+        return node
+
+    def match(self, tokens: Sequence[int]) -> Match:
+        """Known pages with the beginning of `tokens`, of which at least the last is left to compute."""
+        nodes: list[Node] = []
+        at, most, node = 0, len(tokens) - 1, self.root
+        while self.reuse and at + self.size <= most:
+            found = node.children.get(tuple(tokens[at : at + self.size]))
+            if found is None:
+                break
+            nodes.append(found)
+            node, at = found, at + self.size
+        tail, partial = self._alike(node, tokens[at:most]) if self.reuse and at < most else (None, 0)
+        return Match(nodes, tail, partial)
+
+    def _alike(self, node: Node, rest: Sequence[int]) -> tuple[Node | None, int]:
+        best, length = None, 0
+        for looked, (key, child) in enumerate(node.by_first.get(rest[0], {}).items()):
+            if looked == MOST_LOOKED_AT:
+                break
+            same = next(
+                (i for i, (a, b) in enumerate(zip(key, rest, strict=False)) if a != b), min(len(key), len(rest))
+            )
+            if same > length:
+                best, length = child, same
+        return best, length
+
+    def _forget(self, node: Node) -> None:
+        """Drop a node and what hangs under it: without it, nobody finds them."""
+        if node.parent is not None:
+            del node.parent.children[node.tokens]
+            alike = node.parent.by_first[node.tokens[0]]
+            del alike[node.tokens]
+            if not alike:
+                del node.parent.by_first[node.tokens[0]]
+        stack = [node]
+        while stack:
+            one = stack.pop()
+            one.alive, one.parent = False, None
+            stack.extend(one.children.values())
+            one.children.clear()
+            one.by_first.clear()
+            del self._nodes[one.page]
+            if one.page in self._kept:
+                del self._kept[one.page]
+                self._free.append(one.page)
+
+    def forget_all(self) -> None:
+        """No page can be found any more: the weights have changed."""
+        for node in list(self.root.children.values()):
+            self._forget(node)

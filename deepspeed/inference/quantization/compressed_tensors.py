@@ -1,0 +1,170 @@
+"""Loads packed matrices that compressed-tensors stored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.errors import CheckpointError, NotAvailableError
+from deepspeed.foundation.log import say
+from deepspeed.inference.quantization.layers import PackedLinear
+from deepspeed.inference.quantization.packed_weight import Form, PackedWeight
+
+_PARTS = ("weight_packed", "weight_scale", "weight_shape")
+_REFUSED = ("weight_zero_point", "weight_g_idx", "weight_global_scale", "input_scale", "input_global_scale")
+Named = Iterator[tuple[str, torch.Tensor]]
+
+
+def unread(section: Mapping[str, Any]) -> str:
+    """What in the `quantization_config` of a folder is not read here, in a few words; empty: all is.
+
+    Args:
+        section: as the folder's `config.json` has it.
+    """
+    if section.get("quant_method") != "compressed-tensors":
+        return f"quant_method {section.get('quant_method')}"
+    for key in ("transform_config", "kv_cache_scheme"):
+        if section.get(key):
+            return key
+    sparse = (section.get("sparsity_config") or {}).get("format") or "dense"
+    if sparse != "dense":
+        return f"sparsity of format {sparse}"
+    groups = list((section.get("config_groups") or {}).values())
+    return next((why for why in (_unread_group(section, group) for group in groups) if why), "" if groups else "groups")
+
+
+def _unread_group(section: Mapping[str, Any], group: Mapping[str, Any]) -> str:
+    form, weights = group.get("format") or section.get("format"), group.get("weights") or {}
+    if form not in ("pack-quantized", "int-quantized"):
+        return f"format {form}"
+    if weights.get("type") != "int" or weights.get("num_bits") not in (4, 8) or not weights.get("symmetric"):
+        return "weights that are no symmetric integers of 4 or 8 bits"
+    if weights.get("strategy") not in ("channel", "group") or weights.get("actorder") in ("group", True):
+        return f"scales by {weights.get('strategy')}, order {weights.get('actorder')}"
+    inputs = group.get("input_activations")
+    as_they_come = not inputs or (inputs.get("type") == "int" and inputs.get("dynamic") is True)
+    if group.get("output_activations") or not as_they_come:
+        return "scales of activations"
+    return ""
+
+
+def unpacked_from(module: nn.Module, tensors: Named, dtype: torch.dtype, device: torch.device) -> Named:
+    """The tensors that are no parts of packed matrices; linear layers of those are replaced, in place, as they come.
+
+    Args:
+        module: where layers are found by name; it may be on the meta device.
+        tensors: by stored name, of all files.
+        dtype: of products.
+        device: where the integers go.
+
+    Raises:
+        CheckpointError: parts are missing, do not fit the layer, or belong to none.
+        NotAvailableError: a form that the products here do not know.
+    """
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    others: list[str] = []
+    made = 0
+    for name, value in tensors:
+        layer, _, part = name.rpartition(".")
+        if part in _REFUSED:
+            raise NotAvailableError(f"checkpoint: '{name}': packed matrices with a {part} are not read here")
+        if part not in _PARTS and not (part == "weight" and value.dtype == torch.int8 and _linear(module, layer)):
+            others += [name] if part != "bias" else []
+            yield name, value
+            continue
+        parts = found.setdefault(layer, {})
+        parts[part] = value
+        if parts.keys() >= {"weight", "weight_scale"} or parts.keys() >= set(_PARTS):
+            _replace(module, layer, _packed(layer, parts, dtype).to(device))
+            found[layer] = {}
+            made += 1
+    for layer, parts in found.items():
+        for part, value in parts.items():
+            raise CheckpointError(
+                f"checkpoint: '{layer}.{part}' is {value.dtype} there, of its packed matrix {sorted(parts)} is all: "
+                "integers mean nothing without their scales; give a file of whole weights, or all parts"
+            )
+    for name in others:
+        if any(name[:at] in found for at, one in enumerate(name) if one == "."):
+            raise NotAvailableError(
+                f"checkpoint: '{name}' belongs to a packed matrix, and nothing here knows what for: without it the "
+                "model would compute something else; give a folder without transforms, or of whole weights"
+            )
+    if made:
+        say(f"checkpoint: {made} matrices stay the packed integers that they are there")
+
+
+def _packed(layer: str, parts: dict[str, torch.Tensor], dtype: torch.dtype) -> PackedWeight:
+    integers, bits, shape = _integers(layer, parts)
+    rows, columns = shape
+    scale = parts["weight_scale"]
+    fits = scale.dim() == 2 and scale.is_floating_point() and scale.shape[0] == rows
+    if not fits or not 0 < scale.shape[1] <= columns or columns % scale.shape[1]:
+        raise NotAvailableError(
+            f"checkpoint: '{layer}' has {scale.dtype} scales {tuple(scale.shape)} for a matrix of {tuple(shape)}; each "
+            "row has one, or one per group of columns"
+        )
+    groups = scale.shape[1]
+    scale = scale.float().reshape(rows, groups, 1).contiguous()
+    offset = torch.zeros_like(scale) if bits == 8 else -8 * scale
+    return PackedWeight.of(Form(bits, columns // groups, 1, True), shape, integers, scale, offset, dtype)
+
+
+def _integers(layer: str, parts: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int, torch.Size]:
+    """As `PackedWeight.of` takes them, with their bits and the shape of the matrix: native products trust it."""
+    if "weight" in parts:
+        shape = parts["weight"].shape
+        if len(shape) != 2 or min(shape) == 0:
+            raise NotAvailableError(f"checkpoint: '{layer}' holds integers of shape {tuple(shape)}, which is no matrix")
+        return parts["weight"], 8, shape
+    words, said = parts["weight_packed"], parts["weight_shape"]
+    shape = torch.Size(int(size) for size in said.flatten().tolist())
+    bits = 0
+    if words.dtype == torch.int32 and words.dim() == 2 and len(shape) == 2 and min(shape) > 0:
+        bits = 32 * words.shape[1] // shape[1]
+    if bits not in (4, 8) or words.shape[0] != shape[0] or 32 * words.shape[1] != bits * shape[1]:
+        raise NotAvailableError(
+            f"checkpoint: '{layer}' packs {tuple(shape)} into {tuple(words.shape)} words of {words.dtype}; int32 words "
+            "of whole rows are read, of 4 or 8 bits"
+        )
+    integers = words.contiguous().view(torch.uint8)  # the first column lies lowest, as in ours
+    return (integers.view(torch.int8) ^ -128 if bits == 8 else integers), bits, shape
+
+
+def _linear(module: nn.Module, name: str) -> str | None:
+    """The model's name of a linear layer over floating weights; files of a bare model lack its prefix."""
+    prefix = getattr(module, "base_model_prefix", "")
+    layers: dict[str, Any] = dict(module.named_modules())
+    for one in (name, f"{prefix}.{name}", name.removeprefix(f"{prefix}.")):
+        if isinstance(layers.get(one), nn.Linear) and layers[one].weight.is_floating_point():
+            return one
+    return None
+
+
+def _replace(module: nn.Module, name: str, packed: PackedWeight) -> None:
+    at = _linear(module, name)
+    if at is None:
+        raise CheckpointError(f"checkpoint: '{name}' is packed there, and no linear layer of the model")
+    layer: Any = module.get_submodule(at)
+    if layer.weight.shape != packed.shape:
+        raise CheckpointError(
+            f"checkpoint: '{name}' is {tuple(packed.shape)} there and {tuple(layer.weight.shape)} in the model"
+        )
+    if _tied(module, layer):
+        raise NotAvailableError(
+            f"checkpoint: '{name}' is packed there, and shares its weight in the model: set tie_word_embeddings to "
+            "false in its config where the folder holds both, or give it whole"
+        )
+    home, _, last = at.rpartition(".")
+    setattr(module.get_submodule(home), last, PackedLinear(packed, layer.bias).train(layer.training))
+
+
+def _tied(module: nn.Module, layer: nn.Linear) -> bool:
+    """Whether others have its weight too, or will once the model ties what it ties."""
+    head = getattr(module, "get_output_embeddings", lambda: None)()
+    if layer is head and getattr(getattr(module, "config", None), "tie_word_embeddings", False):
+        return True
+    return any(one is not layer and one._parameters.get("weight") is layer.weight for one in module.modules())

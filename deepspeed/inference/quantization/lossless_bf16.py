@@ -1,0 +1,222 @@
+"""Lossless 12-bit form of bf16 matrices: sign, mantissa and codes of the common exponents."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import mmap
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from deepspeed.errors import ArgumentError, PackingError
+from deepspeed.native import library, threads
+
+GROUP, BLOCK, PIECE = 4, 64, 96  # outputs side by side, columns of a block, its bytes: as lossless.h has them
+RAREST = 1 << 10  # one element of so many may have another exponent: each costs as much as some hundred others
+_HUGE = 2 << 20  # bytes of a huge page
+_CHUNK = 32 << 20
+_CHECKED = 1 << 20  # elements that are compared at a time
+
+
+_PARTS = ("codes", "exponents", "starts", "places", "values")
+
+
+@functools.cache
+def functions() -> ctypes.CDLL | None:
+    """The native library with the types of the functions used here, or None."""
+    found = library()
+    if found is not None:
+        pointer, count = ctypes.c_void_p, ctypes.c_int64
+        found.ds_exponents.argtypes = [pointer, count, pointer]
+        found.ds_pack.argtypes = [pointer, count, count, *[pointer] * 5, count]
+        found.ds_unpack.argtypes = [*[pointer] * 5, count, pointer, count, pointer, ctypes.c_int]
+        for name in ("exponents", "pack", "unpack"):
+            getattr(found, f"ds_{name}").restype = None
+    return found
+
+
+class Room:
+    """Memory for packed matrices, in huge pages where the system has them: one thread reads those faster."""
+
+    huge = hasattr(mmap, "MADV_HUGEPAGE")
+
+    def __init__(self) -> None:
+        self._memory: Any = None
+        self._at = self._end = 0  # in it
+
+    def take(self, count: int) -> torch.Tensor:
+        """`count` zero bytes, over a storage of their own, which cannot be resized where pages are huge."""
+        if not self.huge:
+            return torch.zeros(count, dtype=torch.uint8)
+        begin = -(-self._at // 64) * 64
+        if begin + count > self._end:
+            self._map(max(count, _CHUNK))
+            begin = self._at
+        self._at = begin + count
+        return torch.frombuffer(self._memory, dtype=torch.uint8, count=count, offset=begin)
+
+    def _map(self, count: int) -> None:
+        memory = mmap.mmap(-1, count + _HUGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        self._memory, self._at = memory, -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % _HUGE
+        self._end = self._at + count
+
+
+class LosslessWeight(nn.Module):
+    """A matrix [rows, columns] of bf16 in 12 bits an element.
+
+    Elements with another exponent than the sixteen commonest, the escapes, are kept whole beside them. The parts are
+    buffers that no `state_dict` has: the layers over them say their matrix whole.
+
+    Args:
+        weight: bf16 [rows, columns] in host memory; columns a multiple of 64.
+        room: where its bytes go; None: memory of its own.
+
+    Raises:
+        PackingError: it is none, or 12 bits would not pay; the message says why.
+    """
+
+    codes: torch.Tensor
+    exponents: torch.Tensor
+    starts: torch.Tensor
+    places: torch.Tensor
+    values: torch.Tensor
+
+    def __init__(self, weight: torch.Tensor, room: Room | None = None) -> None:
+        super().__init__()
+        self.shape, self.dtype = weight.shape, torch.bfloat16
+        self._told: Any = lambda: None
+        self._version = 0  # of what was told
+        self.pack(weight.detach(), room or Room(), RAREST)
+
+    def pack(self, weight: torch.Tensor, room: Room, rarest: int = 1) -> None:
+        """Take the values of a matrix of this shape."""
+        native = functions()
+        if native is None or weight.dtype != torch.bfloat16 or weight.device.type != "cpu" or weight.dim() != 2:
+            raise PackingError(f"it is {weight.dtype} on {weight.device}, and bf16 in host memory is packed")
+        rows, columns = weight.shape
+        if columns % BLOCK or not weight.numel():
+            raise PackingError(f"its {columns} inputs are no multiple of {BLOCK}")
+        weight = weight.contiguous()
+        counts = torch.zeros(256, dtype=torch.long)
+        native.ds_exponents(weight.data_ptr(), weight.numel(), counts.data_ptr())
+        common = counts.topk(16).indices.sort().values
+        escapes = weight.numel() - int(counts[common].sum())
+        if escapes * rarest > weight.numel():
+            raise PackingError(f"one of {weight.numel() // escapes} elements has a rare exponent")
+        groups = -(-rows // GROUP)
+        made = {
+            "codes": room.take(groups * GROUP * columns // BLOCK * PIECE),
+            "exponents": (common << 7).to(torch.int16).repeat(2),
+            "starts": torch.empty(groups + 1, dtype=torch.int32),
+            "places": torch.empty(escapes, dtype=torch.int32),
+            "values": torch.empty(escapes, dtype=torch.int16),
+        }
+        order = ("exponents", "codes", "starts", "places", "values")
+        native.ds_pack(weight.data_ptr(), rows, columns, *(made[name].data_ptr() for name in order), escapes)
+        before = dict(self._buffers)
+        for name, part in made.items():
+            self.register_buffer(name, part, persistent=False)
+        try:
+            self._check(weight)
+        except PackingError:
+            self._buffers.update(before)
+            raise
+        self._told = lambda: None
+
+    def _check(self, weight: torch.Tensor) -> None:
+        """Every bit is there: compared in parts, at every packing."""
+        step = max(GROUP, _CHECKED // weight.shape[1])
+        for first in range(0, len(weight), step):
+            part = weight[first : first + step]
+            found = self._unpacked(torch.arange(first, first + len(part)))
+            if not torch.equal(found.view(torch.int16), part.view(torch.int16)):
+                raise PackingError("it came back with other bits")
+
+    def _unpacked(self, rows: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(len(rows), self.shape[1], dtype=torch.bfloat16)
+        parts = [getattr(self, name).data_ptr() for name in _PARTS]
+        functions().ds_unpack(  # type: ignore[union-attr]
+            *parts, self.shape[1], rows.data_ptr(), len(rows), out.data_ptr(), threads()
+        )
+        return out
+
+    def _apply(self, fn: Any, recurse: bool = True) -> LosslessWeight:
+        """Devices change; another dtype is a wish about what `dense` gives."""
+        wished = fn(torch.zeros((), dtype=self.dtype, device=self.codes.device))
+        super()._apply(fn, recurse)
+        self.dtype, self._told = wished.dtype, lambda: None
+        return self
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its parts."""
+        return sum(part.nbytes for part in self._buffers.values() if part is not None)
+
+    def dense(self) -> torch.Tensor:
+        """The matrix, floating: [rows, columns] of `dtype`."""
+        native = functions() if self.codes.device.type == "cpu" else None
+        found = lossless_twin(self) if native is None else self._unpacked(torch.arange(self.shape[0]))
+        return found.to(self.dtype)
+
+    def told(self) -> torch.Tensor:
+        """As `dense`; the same tensor as long as somebody holds it, so that tied layers say one."""
+        found = self._told()
+        if found is None or _version(found) != self._version:  # who has written to it has not changed the matrix
+            found = self.dense()
+            self._told, self._version = ref(found), _version(found)
+        return found
+
+    def rows(self, at: torch.Tensor) -> torch.Tensor:
+        """Rows of the matrix: [*at.shape, columns]."""
+        native = functions() if self.codes.device.type == "cpu" else None
+        flat = at.reshape(-1).long().contiguous()
+        if native is None or not flat.numel() or int(flat.min()) < 0 or int(flat.max()) >= self.shape[0]:
+            return F.embedding(at, self.dense())  # which says what is wrong with them
+        return self._unpacked(flat).view(*at.shape, self.shape[1]).to(self.dtype)
+
+    def product(self, inputs: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """`inputs` [..., columns] times the transposed matrix, as torch's own product with the whole one."""
+        return F.linear(inputs, self.dense(), bias)
+
+    def __deepcopy__(self, memo: Any) -> LosslessWeight:
+        made = LosslessWeight.__new__(LosslessWeight)
+        memo[id(self)] = made
+        nn.Module.__init__(made)
+        made.shape, made.dtype, made._told, made._version = self.shape, self.dtype, lambda: None, 0
+        room = Room()
+        for name, part in self._buffers.items():
+            copied = room.take(len(part)).copy_(part) if name == "codes" else part.clone()  # type: ignore[union-attr,arg-type]
+            made.register_buffer(name, copied, persistent=False)
+        return made
+
+    def __getstate__(self) -> Any:
+        raise ArgumentError("a module with packed bf16 matrices is not pickled: save its state_dict, which is whole")
+
+    def extra_repr(self) -> str:
+        """Shape and form."""
+        return f"{tuple(self.shape)}, bf16 in 12 bits"
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def lossless_twin(packed: LosslessWeight) -> torch.Tensor:
+    """The matrix in bf16, by torch alone."""
+    rows, columns = packed.shape
+    parts = packed.codes.view(-1, columns // BLOCK, GROUP, PIECE).transpose(1, 2)
+    signs, codes = parts[..., :BLOCK].int(), parts[..., BLOCK:]
+    exponents = packed.exponents.int()[torch.cat([codes & 15, codes >> 4], -1).long()]
+    bits = (signs & 0x80) << 8 | signs & 0x7F | exponents
+    made = bits.to(torch.int16).reshape(-1, columns)
+    groups = torch.repeat_interleave(torch.arange(len(packed.starts) - 1), packed.starts.diff().long().cpu())
+    places = packed.places.long()
+    made[groups.to(places.device) * GROUP + places % GROUP, places // GROUP] = packed.values
+    return made[:rows].view(torch.bfloat16)

@@ -1,0 +1,259 @@
+"""The packed form of a matrix: integers, with a scale and an offset per group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from deepspeed.errors import ArgumentError, NotAvailableError
+from deepspeed.zero.parameters.parameter import is_managed
+
+_SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8)  # of a group's range: clipping its outliers may round the rest better
+_FAST_GROUPS = (32, 64, 128, 256)
+# Rows up to which torch's product of packed integers is faster than unpacking and a plain product; measured.
+_FAST_ROWS = {8: 8, 4: 16}
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a matrix is packed.
+
+    Attributes:
+        num_bits: 8 or 4.
+        group_size: elements that share a scale, along `group_dim`; 0: all of them.
+        group_dim: 1 along the inputs (columns), 0 along the outputs (rows).
+        symmetric: the offset is zero in the middle of the integers.
+    """
+
+    num_bits: int = 8
+    group_size: int = 0
+    group_dim: int = 1
+    symmetric: bool = False
+
+    def __post_init__(self) -> None:
+        if self.num_bits not in (4, 8):
+            raise NotAvailableError(f"num_bits {self.num_bits}: Only INT4 and INT8 quantization is supported.")
+        if self.group_dim not in (0, 1, -1, -2):
+            raise ArgumentError(f"group_dim {self.group_dim}: a matrix has the dims 0 and 1")
+
+    def groups(self, shape: torch.Size) -> torch.Size:
+        """A shape [rows, groups, columns of a group], or [groups, rows of a group, columns]; see `axis`."""
+        size = shape[self.group_dim]
+        group = self.group_size or size
+        if size % group:
+            raise ArgumentError(
+                f"a weight of shape {tuple(shape)} has {size} elements in dim {self.group_dim}, "
+                f"which is no multiple of group_size {group}"
+            )
+        rows, columns = shape
+        return torch.Size((rows, columns // group, group) if self.axis == 2 else (rows // group, group, columns))
+
+    @property
+    def axis(self) -> int:
+        """The axis of `groups` along which a scale is shared."""
+        return 2 if self.group_dim in (1, -1) else 1
+
+
+class PackedWeight(nn.Module):
+    """A matrix [rows, columns] in packed form; a module, so that it can be shared by those that are tied.
+
+    The parts are parameters without gradient: what shards, moves or saves parameters takes them along.
+
+    Args:
+        weight: floating, 2-D.
+        form: how.
+        dtype: that `dense` and products have; None: the weight's own.
+    """
+
+    def __init__(self, weight: torch.Tensor, form: Form, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.form, self.shape, self.dtype = form, weight.shape, dtype or weight.dtype
+        if form.num_bits == 4 and weight.shape[1] % 2:
+            raise ArgumentError(f"a weight of shape {tuple(weight.shape)} has odd rows: 4 bits pack two columns each")
+        integers, scale, offset = _quantize(weight.detach().float(), form)
+        if form.num_bits == 8 and form.symmetric:  # signed, as torch's product takes them; the offset is zero
+            integers, offset = integers.view(torch.int8) ^ -128, torch.zeros_like(offset)
+        if form.num_bits == 4:
+            integers = integers[:, 0::2] | integers[:, 1::2] << 4
+        self.integers = nn.Parameter(integers.contiguous(), requires_grad=False)
+        self.scale = nn.Parameter(scale, requires_grad=False)
+        self.offset = nn.Parameter(offset, requires_grad=False)
+        self._fast: Any = None
+        self._laid: Any = None  # of what `_fast` was made
+
+    @classmethod
+    def of(
+        cls,
+        form: Form,
+        shape: torch.Size,
+        integers: torch.Tensor,
+        scale: torch.Tensor,
+        offset: torch.Tensor,
+        dtype: torch.dtype,
+    ) -> PackedWeight:
+        """A matrix that is packed already.
+
+        Args:
+            form: how.
+            shape: [rows, columns].
+            integers: uint8, of 4 bits two columns each, or int8 of symmetric 8 bits.
+            scale: fp32 as `form.groups` shares it; offset: the same.
+            dtype: of products.
+
+        Raises:
+            ArgumentError: there are more or fewer integers than the shape has; native products read as many as that.
+        """
+        if integers.dtype.itemsize != 1 or 8 * integers.numel() != form.num_bits * shape.numel():
+            raise ArgumentError(f"{integers.numel()} bytes hold no matrix {tuple(shape)} of {form.num_bits} bits")
+        made = cls.__new__(cls)
+        nn.Module.__init__(made)
+        made.form, made.shape, made.dtype, made._fast, made._laid = form, shape, dtype, None, None
+        for name, part in (("integers", integers), ("scale", scale), ("offset", offset)):
+            made.register_parameter(name, nn.Parameter(part.contiguous(), requires_grad=False))
+        return made
+
+    def _apply(self, fn: Any, recurse: bool = True) -> PackedWeight:
+        """Devices change, the dtype of scales does not: `.to(bfloat16)` is a wish about products."""
+        wished = fn(torch.zeros((), dtype=self.dtype, device=self.scale.device))
+        scale, offset = self.scale.detach(), self.offset.detach()
+        super()._apply(fn, recurse)
+        if self.scale.dtype != scale.dtype:
+            self.scale.data, self.offset.data = scale.to(wished.device), offset.to(wished.device)
+        self.dtype, self._fast = wished.dtype, None
+        return self
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of integers, scales and offsets."""
+        return sum(part.nbytes for part in (self.integers, self.scale, self.offset))
+
+    def _unpacked(self, integers: torch.Tensor) -> torch.Tensor:
+        if self.form.num_bits == 8:
+            return integers
+        return torch.stack([integers & 15, integers >> 4], -1).flatten(-2)
+
+    def dense(self) -> torch.Tensor:
+        """The matrix, floating: [rows, columns] of `dtype`."""
+        groups = self.form.groups(self.shape)
+        exact = self.form.num_bits == 4 or self.form.symmetric or self.dtype.itemsize > 2
+        kind = self.dtype if exact else torch.float32  # offset + 255 · scale: its parts are larger than the sum
+        values = self._unpacked(self.integers).view(groups).to(kind)
+        return torch.addcmul(self.offset.to(kind), values, self.scale.to(kind)).view(self.shape).to(self.dtype)
+
+    def rows(self, at: torch.Tensor) -> torch.Tensor:
+        """Rows of the matrix: [*at.shape, columns]."""
+        if self.form.axis == 1:
+            return F.embedding(at, self.dense())
+        flat = at.reshape(-1)
+        values = self._unpacked(self.integers[flat]).view(len(flat), *self.form.groups(self.shape)[1:])
+        found = values.float() * self.scale[flat] + self.offset[flat]
+        return found.view(*at.shape, self.shape[1]).to(self.dtype)
+
+    def product(self, inputs: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """`inputs` [..., columns] times the transposed matrix: [..., rows], of the inputs' dtype."""
+        count = inputs.numel() // self.shape[1]
+        fast = (
+            self._layout() if inputs.dtype == torch.bfloat16 and 0 < count <= _FAST_ROWS[self.form.num_bits] else None
+        )
+        if fast is None:
+            return F.linear(inputs, self.dense().to(inputs.dtype), bias)
+        flat = inputs.reshape(count, self.shape[1]).contiguous()
+        if self.form.num_bits == 8:
+            made = torch._weight_int8pack_mm(flat, *fast)
+        else:
+            made = torch._weight_int4pack_mm_for_cpu(flat, fast[0], self.shape[1] // self.scale.shape[1], fast[1])
+        made = made.view(*inputs.shape[:-1], self.shape[0])
+        return made if bias is None else made + bias
+
+    def _layout(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """What torch's packed product takes; None where there is none, or others own the parts."""
+        if is_managed(self.integers):  # freed after use: a layout kept here would stay
+            return None
+        parts = (self.integers, self.scale, self.offset)  # tensors of inference mode count no versions
+        made_of = [(part.data_ptr(), 0 if part.is_inference() else part._version) for part in parts]
+        if self._fast is None or self._laid != made_of:  # weights may be loaded after the first product
+            self._laid = made_of
+            self._fast = self._relaid() if self.integers.device.type == "cpu" and self.form.axis == 2 else ()
+        return self._fast or None
+
+    def _relaid(self) -> tuple[torch.Tensor, ...]:
+        rows, groups, size = self.form.groups(self.shape)
+        if self.form.num_bits == 8 and self.form.symmetric and groups == 1:
+            return self.integers, self.scale.view(rows).to(torch.bfloat16)
+        if self.form.num_bits == 4 and size in _FAST_GROUPS and rows % 16 == 0:
+            tiles = torch._convert_weight_to_int4pack_for_cpu(self._unpacked(self.integers).to(torch.int32), 1)
+            zero = self.offset + 8 * self.scale
+            pairs = torch.cat([self.scale, zero], 2).transpose(0, 1)
+            return tiles, pairs.to(torch.bfloat16).contiguous()
+        return ()
+
+    def __deepcopy__(self, memo: Any) -> PackedWeight:
+        made = PackedWeight.__new__(PackedWeight)
+        memo[id(self)] = made
+        nn.Module.__init__(made)
+        made.form, made.shape, made.dtype, made._fast = self.form, self.shape, self.dtype, None
+        made._laid = None
+        for name, part in self._parameters.items():
+            made.register_parameter(name, None if part is None else nn.Parameter(part.detach().clone(), False))
+        return made
+
+    def settle(self, take: Callable[[int], torch.Tensor]) -> int:
+        """Move parts that have host memory of their own to other memory, which is read faster; returns their bytes.
+
+        What lies in a file, in shared memory or in a larger tensor stays.
+
+        Args:
+            take: a number of bytes to as many of uint8.
+        """
+        moved = 0
+        for part in (self.scale, self.offset, self.integers):
+            storage = part.untyped_storage()
+            own = part.device.type == "cpu" and storage.resizable() and not storage.is_shared()
+            whole = 0 < storage.nbytes() == part.nbytes and part.is_contiguous()
+            if own and whole and not is_managed(part):
+                with torch.inference_mode(False):  # what is made inside of it counts no writes
+                    part.data = take(part.nbytes).view(part.dtype).view(part.shape).copy_(part.data)
+                moved += part.nbytes
+        return moved
+
+    def extra_repr(self) -> str:
+        """Shape and form."""
+        return f"{tuple(self.shape)}, {self.form}"
+
+
+def _quantize(weight: torch.Tensor, form: Form) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """uint8 integers [rows, columns], fp32 scale and offset per group: value = integer · scale + offset."""
+    grouped = weight.view(form.groups(weight.shape))
+    top = 2**form.num_bits - 1
+    if form.symmetric:
+        middle = (top + 1) // 2
+        reach = grouped.abs().amax(form.axis, keepdim=True).clamp(min=1e-12)
+        low, step = -reach * middle / (middle - 1), reach / (middle - 1)
+    else:
+        low = grouped.amin(form.axis, keepdim=True)
+        step = ((grouped.amax(form.axis, keepdim=True) - low) / top).clamp(min=1e-12)
+    best, least = (low, step), None
+    for shrink in _SHRINKS if form.num_bits == 4 else _SHRINKS[:1]:
+        tried = (
+            (low + (1 - shrink) / 2 * step * top, step * shrink)
+            if not form.symmetric
+            else (low * shrink, step * shrink)
+        )
+        error = (_rounded(grouped, *tried, top) * tried[1] + tried[0] - grouped).square().sum(form.axis, keepdim=True)
+        if least is None:
+            least = error
+            continue
+        better = error < least
+        least = torch.minimum(error, least)
+        best = (torch.where(better, tried[0], best[0]), torch.where(better, tried[1], best[1]))
+    integers = _rounded(grouped, *best, top).to(torch.uint8).view(weight.shape)
+    return integers, best[1].contiguous(), best[0].contiguous()
+
+
+def _rounded(values: torch.Tensor, low: torch.Tensor, step: torch.Tensor, top: int) -> torch.Tensor:
+    return ((values - low) / step).round().clamp(0, top)

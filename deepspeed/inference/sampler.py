@@ -1,0 +1,117 @@
+"""Samples tokens from logits in fp32, with each request's options and generator."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from deepspeed.inference.request import Logprob, Sampling
+
+COLDEST = 1e-30  # a temperature under it is no number of fp32, and leaves the largest alone as this one does
+
+
+class Sampler:
+    """Draws the tokens of one request, one call for each token.
+
+    Args:
+        sampling: the options.
+        prompt: tokens of the prompt.
+        ends: the model's own end tokens.
+    """
+
+    def __init__(self, sampling: Sampling, prompt: Sequence[int], ends: frozenset[int] = frozenset()) -> None:
+        self.sampling = sampling
+        self.ends = frozenset() if sampling.ignore_eos else ends
+        self.stops = self.ends | set(sampling.stop_token_ids)
+        self.made = 0
+        self._counts: Counter[int] = Counter()
+        self._seen = _numbers(set(prompt)) if sampling.repetition_penalty != 1 else None
+        values = list(sampling.logit_bias.values())
+        self._bias = _numbers(sampling.logit_bias), torch.tensor(values, dtype=torch.float32)
+        self._generator: torch.Generator | None = None
+        if sampling.temperature:
+            self._generator = torch.Generator()
+            # A seed of its own: the process's random numbers are the user's, who may train with them.
+            seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
+            self._generator.manual_seed((seed + 0x9E3779B97F4A7C15 * sampling.index) % 2**63)
+
+    @property
+    def plain(self) -> bool:
+        """Whether the largest logit is the token, whatever came before."""
+        options = self.sampling
+        return (
+            not options.temperature
+            and options.repetition_penalty == 1
+            and not options.presence_penalty
+            and not options.frequency_penalty
+            and not options.logit_bias
+            and self.made >= options.min_new_tokens
+            and options.logprobs is None
+        )
+
+    def next(self, logits: torch.Tensor) -> tuple[int, Logprob | None]:
+        """The next token, of logits [vocabulary]; with its log-probability if that was asked for."""
+        logits = logits.detach().float().cpu()
+        scores = self._adjusted(logits)
+        token = int(scores.argmax()) if self._generator is None else self._drawn(scores)
+        logprob = None if self.sampling.logprobs is None else _logprob(logits, token, self.sampling.logprobs)
+        self.note(token)
+        return token, logprob
+
+    def note(self, token: int) -> None:
+        """Count a token that was chosen."""
+        self.made += 1
+        if self.sampling.presence_penalty or self.sampling.frequency_penalty:
+            self._counts[token] += 1
+        if self._seen is not None and not bool((self._seen == token).any()):
+            self._seen = torch.cat([self._seen, self._seen.new_tensor([token])])
+
+    def _adjusted(self, logits: torch.Tensor) -> torch.Tensor:
+        options, scores = self.sampling, logits.clone()
+        if self._seen is not None:
+            at = self._seen[self._seen < len(scores)]
+            was = scores[at]
+            scores[at] = torch.where(was > 0, was / options.repetition_penalty, was * options.repetition_penalty)
+        if self._counts:
+            at = torch.tensor(list(self._counts))
+            counts = torch.tensor(list(self._counts.values()), dtype=torch.float32)
+            scores[at] -= options.presence_penalty + options.frequency_penalty * counts
+        at, bias = self._bias
+        scores[at[at < len(scores)]] += bias[at < len(scores)]
+        if self.made < options.min_new_tokens and self.stops:
+            scores[[token for token in self.stops if token < len(scores)]] = -math.inf
+        return scores
+
+    def _drawn(self, scores: torch.Tensor) -> int:
+        """One draw, of one uniform number: so the same number of numbers is used for every token."""
+        options = self.sampling
+        scores, order = scores.sort(descending=True, stable=True)
+        scores = (scores - scores[0]) / max(options.temperature, COLDEST)  # in this order nothing overflows
+        if options.top_k:
+            scores = scores[: options.top_k]
+        chances = scores.softmax(-1)
+        if options.top_p < 1:  # the first whose sum reaches p stays
+            chances = chances[: int((chances.cumsum(-1) < options.top_p).sum()) + 1]
+        if options.min_p:
+            relative = options.min_p * chances[0]
+            chances = chances[chances >= relative]
+        sums = chances.double().cumsum(-1)
+        number = torch.rand((), generator=self._generator, dtype=torch.float64)
+        place = int((sums <= number * sums[-1]).sum())
+        return int(order[min(place, len(chances) - 1)])
+
+
+def _numbers(tokens: Iterable[int]) -> torch.Tensor:
+    """Numbers of tokens as indices; what no vocabulary has is left at the end of what an index can be."""
+    return torch.tensor([min(token, 2**63 - 1) for token in tokens], dtype=torch.long)
+
+
+def _logprob(logits: torch.Tensor, token: int, top: int) -> Logprob:
+    chances = logits.log_softmax(-1)
+    values, tokens = chances.topk(min(top, len(chances)))
+    pairs = tuple(zip(tokens.tolist(), values.tolist(), strict=True))
+    return Logprob(token, float(chances[token]), pairs)

@@ -1,0 +1,316 @@
+"""Loads the weights that `checkpoint` names for `init_inference`."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from deepspeed.checkpoint.compat.upstream_read import load_pt
+from deepspeed.checkpoint.compat.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from deepspeed.checkpoint.huggingface import write_sharded
+from deepspeed.errors import (
+    ArgumentError,
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointMissingError,
+    NotAvailableError,
+)
+from deepspeed.foundation.log import say
+from deepspeed.inference.quantization.compressed_tensors import unpacked_from
+
+SAVED = "ds_inference_config.json"
+_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+_WHOLE = ("model.safetensors", "pytorch_model.bin")
+Named = Iterator[tuple[str, torch.Tensor]]  # the tensors are nobody else's
+_AT_ONCE = 1 << 26  # bytes of one read
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+
+
+def load_checkpoint(
+    module: nn.Module, checkpoint: Any, base_dir: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Fill a model, which may be on the meta device, with the weights that a `checkpoint` names.
+
+    Args:
+        module: changed in place.
+        checkpoint: a folder of Transformers, of a training run, or of packed integers that `compression` exported; a
+            file or a list of files, or what describes them: a dict, or the path of its JSON, with `checkpoints`, a list
+            of files or a folder.
+        base_dir: of relative paths.
+        dtype: of floating weights.
+        device: where they go.
+
+    Raises:
+        CheckpointError: names or shapes differ, or a file holds more than tensors.
+        NotAvailableError: files that hold one rank's slices.
+    """
+    tensors = unpacked_from(module, _tensors(checkpoint, Path(base_dir or ".")), dtype, device)
+    left, strange = _fill(module, tensors, dtype, device)
+    tie = getattr(module, "tie_weights", None)
+    if callable(tie):
+        tie()
+    filled = {id(p) for n, p in module.named_parameters(remove_duplicate=False) if n not in left}
+    lost = [n for n, p in module.named_parameters() if n in left and id(p) not in filled]
+    if lost:
+        raise CheckpointError(f"checkpoint: {len(lost)} parameters are not in it, such as {lost[:3]}")
+    _say_names(module, strange, left & _kept_buffers(module))
+    restore_buffers(module, device)
+
+
+def _kept_buffers(module: nn.Module) -> set[str]:
+    """Names of the buffers that files of the model hold."""
+    return {
+        f"{name}.{kind}".removeprefix(".")
+        for name, owner in module.named_modules()
+        for kind, buffer in owner._buffers.items()
+        if buffer is not None and kind not in owner._non_persistent_buffers_set
+    }
+
+
+def _say_names(module: Any, strange: list[str], lacking: set[str]) -> None:
+    """One line about names that only one side has, but for those that the model's class says to pass over."""
+    for names, passed, text in (
+        (
+            strange,
+            "_keys_to_ignore_on_load_unexpected",
+            "{} tensors in it that the model has no place for are left out",
+        ),
+        (
+            sorted(lacking),
+            "_keys_to_ignore_on_load_missing",
+            "{} buffers of the model are not in it and stay as they are",
+        ),
+    ):
+        patterns = getattr(module, passed, None) or ()
+        said = [name for name in names if not any(re.search(pattern, name) for pattern in patterns)]
+        if said:
+            say(f"checkpoint: {text.format(len(said))}, such as {said[:3]}", logging.WARNING)
+
+
+def _tensors(checkpoint: Any, base: Path) -> Named:
+    if isinstance(checkpoint, list | tuple):
+        return _of_files([base / one for one in checkpoint])
+    if isinstance(checkpoint, Mapping):
+        return _described(checkpoint, base)
+    path = base / str(checkpoint)
+    if path.is_dir():
+        return _of_folder(path)
+    if not path.is_file():
+        raise CheckpointMissingError(f"checkpoint: there is no {path}")
+    if path.suffix != ".json":
+        return _of_files([path])
+    try:
+        described = json.loads(path.read_text())
+    except ValueError as error:
+        raise CheckpointError(f"checkpoint: {path} is not valid JSON: {error}") from None
+    if isinstance(described, list):
+        described = {"checkpoints": described}
+    return _described(described, base if base != Path(".") else path.parent)
+
+
+def _described(said: Mapping[str, Any], base: Path) -> Named:
+    if "checkpoints" not in said:
+        raise ArgumentError(f"checkpoint: 'checkpoints' is missing: a list of files, or a folder; found {sorted(said)}")
+    base = base / str(said.get("base_dir") or "")
+    sizes = {key: said[key] for key in ("tp_size", "mp_size") if isinstance(said.get(key), int)}
+    files = said["checkpoints"]
+    megatron = str(said.get("type", "")).lower() == "megatron" and isinstance(files, list) and len(files) > 1
+    if any(size > 1 for size in sizes.values()) or isinstance(files, Mapping) or megatron:
+        raise NotAvailableError(
+            f"checkpoint: type {said.get('type')!r} of {sizes or 'several files'} holds slices of ranks; joining them "
+            f"is not available yet: give files of whole tensors"
+        )
+    if isinstance(files, str):
+        return _tensors(files, base)
+    return _of_files([base / one for one in files])
+
+
+def _refuse_transforms(folder: Path) -> None:
+    """Matrices that were turned, and whose inputs have to be turned too while the model runs."""
+    try:
+        said = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError):  # a folder of weights alone
+        return
+    section = said.get("quantization_config") if isinstance(said, Mapping) else None
+    if isinstance(section, Mapping) and section.get("transform_config"):
+        raise NotAvailableError(
+            f"checkpoint: {folder / 'config.json'} names a transform_config: its weights mean nothing without those "
+            "transforms, which are not made here; give a folder that was quantized without them"
+        )
+
+
+def _of_folder(folder: Path) -> Named:
+    _refuse_transforms(folder)
+    for index in _INDEXES:
+        if (folder / index).is_file():
+            try:
+                names = sorted(set(json.loads((folder / index).read_text())["weight_map"].values()))
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise CheckpointError(f"checkpoint: {folder / index} is no index of files: {error}") from None
+            if any(Path(name).name != name for name in names):
+                raise CheckpointError(f"checkpoint: {folder / index} names files outside of its folder")
+            return _of_files([folder / name for name in names])
+    for whole in _WHOLE:
+        if (folder / whole).is_file():
+            return _of_files([folder / whole])
+    if (folder / SAVED).is_file():
+        return _tensors(str(folder / SAVED), Path("."))
+    state = get_fp32_state_dict_from_zero_checkpoint(folder, lazy_mode=True)
+    return ((name, lazy.contiguous().clone()) for name, lazy in state.items())
+
+
+def _of_files(paths: list[Path]) -> Named:
+    for path in paths:
+        if not path.is_file():
+            raise CheckpointMissingError(f"checkpoint: there is no file {path}")
+    for path in paths:
+        if path.suffix == ".safetensors":
+            yield from _of_safetensors(path)
+        else:
+            loaded = load_pt(path)
+            if not isinstance(loaded, Mapping):
+                raise CheckpointError(f"checkpoint: {path} holds a {type(loaded).__name__}, not tensors by name")
+            for key in ("module", "model", "state_dict"):
+                loaded = loaded[key] if isinstance(loaded.get(key), Mapping) else loaded
+            yield from ((n, t.clone()) for n, t in loaded.items() if isinstance(t, torch.Tensor))
+
+
+def _castable(value: torch.Tensor, target: torch.Tensor) -> bool:
+    return value.is_floating_point() == target.is_floating_point() and value.dtype.itemsize > 1
+
+
+def _of_safetensors(path: Path) -> Named:
+    """Read, not mapped: pages of a mapped file count as the process's memory beside the tensors made of them."""
+    try:
+        with safe_open(str(path), framework="pt"):  # checks the header, and that the file has what it names
+            pass
+    except SafetensorError as error:
+        raise CheckpointCorruptError(f"checkpoint: {path} cannot be read: {error}; copy it anew") from None
+    with path.open("rb", buffering=0) as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        for name, said in sorted(header.items(), key=lambda item: item[1]["data_offsets"][0]):
+            if said["dtype"] not in _DTYPES:
+                raise CheckpointError(f"checkpoint: '{name}' in {path} is {said['dtype']}, which is not read here")
+            made = torch.empty(said["shape"], dtype=_DTYPES[said["dtype"]])
+            file.seek(8 + length + said["data_offsets"][0])
+            _read(file, made)
+            yield name, made
+
+
+def _read(file: io.FileIO, into: torch.Tensor) -> None:
+    flat: Any = into.reshape(-1).view(torch.uint8).numpy() if into.numel() else b""
+    memory = memoryview(flat)
+    at = 0
+    while at < len(memory):
+        read = file.readinto(memory[at : at + _AT_ONCE])
+        if not read:
+            raise CheckpointCorruptError(f"checkpoint: {file.name!s} ended while it was read; copy it anew")
+        at += read
+
+
+def _fill(module: nn.Module, tensors: Named, dtype: torch.dtype, device: torch.device) -> tuple[set[str], list[str]]:
+    """Put tensors under their names; returns the parameters and buffers that had none, and names without a place."""
+    own: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    buffers = dict(module.named_buffers())
+    spelled = _spelling(module, {**own, **buffers})
+    left, strange = {*own, *buffers}, list[str]()
+    for stored, value in tensors:
+        name = spelled(stored)
+        target = own.get(name, buffers.get(name))
+        if target is None:
+            strange.append(stored)
+            continue
+        if target.shape != value.shape:
+            raise CheckpointError(
+                f"checkpoint: '{name}' is {tuple(value.shape)} there and {tuple(target.shape)} in the model"
+            )
+        if name in own and value.dtype != target.dtype and not _castable(value, target):
+            raise CheckpointError(
+                f"checkpoint: '{name}' is {value.dtype} there and {target.dtype} in the model: integers and 8-bit "
+                "floats mean nothing without their scales; give a file of whole weights"
+            )
+        value = value.to(device, dtype if value.is_floating_point() and name in own else value.dtype)
+        home, _, last = name.rpartition(".")
+        owner = module.get_submodule(home)
+        if name in own and target.is_meta:
+            setattr(owner, last, nn.Parameter(value, requires_grad=target.requires_grad))
+        elif name in own:
+            target.data = value
+        else:
+            owner._buffers[last] = value
+        left.discard(name)
+    return left, strange
+
+
+def _spelling(module: Any, own: Mapping[str, Any]) -> Callable[[str], str]:
+    """From a stored name to the model's: files of a bare model lack its prefix, those of a whole one may have it."""
+    prefix = getattr(module, "base_model_prefix", "")
+
+    def spelled(name: str) -> str:
+        tried = (name, f"{prefix}.{name}", name.removeprefix(f"{prefix}."), name.removeprefix("module."))
+        return next((one for one in tried if one in own), name)
+
+    return spelled
+
+
+def restore_buffers(module: Any, device: torch.device) -> None:
+    """Compute buffers again that a model born on the meta device lacks and no file holds, such as rotary frequencies.
+
+    Raises:
+        CheckpointError: nobody can say what they hold.
+    """
+    lost = {name: buffer for name, buffer in module.named_buffers() if buffer.is_meta}
+    if not lost:
+        return
+    config = getattr(module, "config", None)
+    if config is None:
+        raise CheckpointError(
+            f"checkpoint: buffers of the model are on the meta device and in no file: {sorted(lost)[:3]}"
+        )
+    buffers = dict(_without_parameters(type(module), config).named_buffers())
+    for name in lost:
+        home, _, last = name.rpartition(".")
+        module.get_submodule(home)._buffers[last] = buffers[name].to(device)
+
+
+def _without_parameters(kind: type[nn.Module], config: Any) -> nn.Module:
+    """A model whose buffers are there and whose parameters take no memory."""
+    register = nn.Module.register_parameter
+
+    def on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        made = param if param is None else nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+        register(self, name, made)
+
+    with mock.patch.object(nn.Module, "register_parameter", on_meta):
+        return kind(config)
+
+
+def save_checkpoint(module: nn.Module, folder: str | Path) -> Path:
+    """Write weights as they are now, and the JSON by which `checkpoint` finds them again.
+
+    Returns:
+        The path of that JSON.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = write_sharded(dict(module.state_dict(keep_vars=True)), folder, "5GB", True)
+    files = [path.name for path in paths if path.suffix == ".safetensors"]
+    about = {"type": "ds_model", "version": 1.0, "parallelization": "tp", "tp_size": 1, "checkpoints": files}
+    (folder / SAVED).write_text(json.dumps(about, indent=1) + "\n")
+    return folder / SAVED

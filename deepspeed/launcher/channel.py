@@ -1,0 +1,125 @@
+"""The message channel between launcher and agents: JSON heads with raw bytes, over a pipe or a socket."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import struct
+import time
+from collections.abc import Iterator
+from typing import Any
+
+MAGIC = b"\n\0deepspeed agent 1\n"
+"""What an agent says first: what a login script printed before it is no message."""
+MOST_BYTES = 256 << 20
+"""Longest message; a longer one means that the other side is not one of ours."""
+
+_HEAD = struct.Struct("=II")  # bytes of the JSON, of what follows it
+_READ = 1 << 18
+
+Message = tuple[dict[str, Any], bytes]
+
+
+class Channel:
+    """One side of a connection, never blocking: what cannot be written yet waits in memory.
+
+    Args:
+        reader: descriptor to read from; owned from now on.
+        writer: descriptor to write to, which may be the same one; owned from now on.
+        magic: wait for `MAGIC` before the first message.
+    """
+
+    def __init__(self, reader: int, writer: int, magic: bool = False) -> None:
+        self.reader, self.writer = reader, writer
+        self.heard_at = time.monotonic()
+        self.preamble = b""
+        self.open = True
+        self._waits_for_magic = magic
+        self._incoming = bytearray()
+        self._outgoing = bytearray()
+        for descriptor in {reader, writer}:
+            os.set_blocking(descriptor, False)
+            os.set_inheritable(descriptor, False)
+
+    @property
+    def waiting(self) -> int:
+        """Bytes that the other side has not taken yet."""
+        return len(self._outgoing)
+
+    def send(self, kind: str, data: bytes = b"", /, **fields: Any) -> None:
+        """Send a message, or keep it until `flush` can."""
+        text = json.dumps({"kind": kind, **fields}).encode()
+        self._outgoing += _HEAD.pack(len(text), len(data)) + text + data
+        self.flush()
+
+    def send_line(self, text: str) -> None:
+        """Send a line that is no message: the first thing an agent reads."""
+        self._outgoing += text.encode() + b"\n"
+        self.flush()
+
+    def flush(self) -> None:
+        """Write what can be written now; once the other side is gone the rest is dropped."""
+        while self._outgoing and self.open:
+            try:
+                done = os.write(self.writer, self._outgoing[:_READ])
+            except BlockingIOError:
+                return
+            except OSError:
+                self._outgoing.clear()
+                return
+            del self._outgoing[:done]
+
+    def receive(self) -> Iterator[Message]:
+        """The messages that have arrived; `open` is False afterwards when the other side has ended.
+
+        Raises:
+            ValueError: the bytes are not ours.
+        """
+        for _ in range(64):  # a busy peer must not keep the others waiting
+            try:
+                data = os.read(self.reader, _READ)
+            except BlockingIOError:
+                break
+            except OSError:
+                data = b""
+            if not data:
+                self.open = False
+                break
+            self.heard_at = time.monotonic()
+            self._incoming += data
+            if len(self._incoming) > _READ * 8:
+                yield from self._messages()
+        yield from self._messages()
+
+    def _messages(self) -> Iterator[Message]:
+        if self._waits_for_magic:
+            at = self._incoming.find(MAGIC)
+            if at < 0:
+                self.preamble = bytes(self._incoming[-2000:])
+                return
+            self.preamble = bytes(self._incoming[:at][-2000:])
+            del self._incoming[: at + len(MAGIC)]
+            self._waits_for_magic = False
+        start = 0
+        try:
+            while len(self._incoming) - start >= _HEAD.size:
+                text_size, data_size = _HEAD.unpack_from(self._incoming, start)
+                if text_size + data_size > MOST_BYTES:
+                    raise ValueError("the other side sends what is no message")
+                end = start + _HEAD.size + text_size + data_size
+                if len(self._incoming) < end:
+                    return
+                text = self._incoming[start + _HEAD.size : start + _HEAD.size + text_size]
+                data = bytes(self._incoming[end - data_size : end])
+                start = end
+                yield json.loads(text.decode()), data
+        finally:
+            del self._incoming[:start]
+
+    def close(self) -> None:
+        """Let go of the descriptors."""
+        self.open = False
+        for descriptor in {self.reader, self.writer}:
+            with contextlib.suppress(OSError):
+                os.close(descriptor)

@@ -1,0 +1,339 @@
+"""The controller: starts the ranks on all hosts or on none, and ends all when one fails."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from deepspeed.errors import LaunchError
+from deepspeed.foundation.log import logger
+from deepspeed.launcher.channel import Channel
+from deepspeed.launcher.event_loop import Loop, signal_socket
+from deepspeed.launcher.host_state import Peer, Process
+from deepspeed.launcher.job import Job
+from deepspeed.launcher.rank_process import helpers_of, kill
+from deepspeed.launcher.worker_group import Attempt
+
+HELLO_SECONDS = 60.0
+"""Longest time between the start of a starter and its agent's first word."""
+GOODBYE_SECONDS = 3.0
+"""How long agents and starters may take to end when all is over."""
+HELD_BYTES = 4 << 20
+"""Output that waits for the terminal before ranks are made to wait too."""
+CANNOT_START = 2
+
+
+class Starter(Protocol):
+    """What brings an agent to life on each host."""
+
+    name: str
+
+    def begin(self, control: Control, peers: list[Peer]) -> None:
+        """Start agents; their channels come by `control.attach`, their processes by `control.adopt`."""
+        ...
+
+    def again(self, control: Control, peer: Peer) -> None:
+        """Try a host that was lost once more; one that cannot do so leaves it lost."""
+        ...
+
+    def close(self) -> None:
+        """Let go of what is only needed for starting."""
+        ...
+
+
+class Control:
+    """Runs a job.
+
+    Args:
+        job: what runs.
+        starter: starts the agents.
+        front: the process that shows the output and hands on signals.
+    """
+
+    def __init__(self, job: Job, starter: Starter, front: Channel) -> None:
+        self.job = job
+        self.loop = Loop()
+        self.peers = [Peer(name, slots) for name, slots in job.slots.items()]
+        self.hello_seconds = HELLO_SECONDS
+        self.attempt: Attempt | None = None
+        self.starter = starter
+        self._front = front
+        self._processes: list[Process] = []
+        self._held = False
+        self._refused = ""
+        self._ports: list[int] = []
+        self._beat_at = 0.0
+        self._code, self._report = 1, ""
+
+    # -- what starters use ---------------------------------------------------------------------------------------------
+
+    def adopt(self, process: Process) -> None:
+        """Look after a process that starts agents: its words, its end."""
+        self._processes.append(process)
+        if process.popen is not None and process.popen.stderr is not None:
+            descriptor = process.popen.stderr.fileno()
+            os.set_blocking(descriptor, False)
+            self.loop.watch(descriptor, lambda: process.read() or self.loop.unwatch(descriptor))
+
+    def attach(self, peer: Peer, channel: Channel) -> None:
+        """The connection to a host's agent."""
+        peer.channel, peer.since = channel, time.monotonic()
+        self.loop.watch(channel.reader, lambda: self._read(peer))
+
+    def greet(self, peer: Peer, hello: dict[str, Any]) -> None:
+        """The agent of a host has said its first word."""
+        peer.ready, peer.address, peer.host = True, hello["address"], hello["host"]
+        peer.send("limit", seconds=self.job.heartbeat)
+
+    def abort(self, why: str) -> None:
+        """End the job: something is not as it must be."""
+        self._refused = self._refused or why
+        if self.attempt is not None:
+            self.attempt.end()
+
+    # -- the run -------------------------------------------------------------------------------------------------------
+
+    def run(self) -> int:
+        """Start the job and wait for its end.
+
+        Returns:
+            0, the exit code of the rank that failed first (128 + n for signal n), or 2 when nothing could be started.
+        """
+        with signal_socket((signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)) as signals:
+            self.loop.watch(signals.fileno(), lambda: [self.on_signal(n) for n in signals.recv(256)])
+            self.loop.watch(self._front.reader, self._read_front)
+            try:
+                self.starter.begin(self, self.peers)
+                self._code, self._report = self.course()
+            except LaunchError as error:
+                self._code, self._report = CANNOT_START, f"deepspeed: {error}"
+            finally:
+                self.starter.close()
+                self._say_goodbye()
+                self.loop.close()
+        if self._report:
+            self._show(2, f"{self._report}\n".encode())
+        return self._code
+
+    def course(self) -> tuple[int, str]:
+        """All hosts answer, all ranks start, all end: the exit code and the report."""
+        self.wait(lambda: all(peer.ready or peer.lost for peer in self.peers))
+        missing = [f"{peer.name}: {peer.problem}" for peer in self.peers if peer.lost]
+        if missing:
+            raise LaunchError(
+                f"{len(missing)} of {len(self.peers)} hosts did not answer, so no rank was started:\n  "
+                + "\n  ".join(missing)
+                + "\nset ssh up, choose another --launcher, or run the command on every node with --no_ssh"
+            )
+        return self.one_attempt(self.peers, 0)
+
+    def one_attempt(self, members: list[Peer], number: int) -> tuple[int, str]:
+        """Run the job on these hosts; returns the exit code and the report."""
+        attempt = Attempt(self.job, members, number, self.loop)
+        first = members[0]
+        port = self.job.port
+        if port == 0 or number:
+            self._ports.clear()
+            first.send("port")
+            self.wait(lambda: bool(self._ports) or first.lost)
+            port = self._ports[-1] if self._ports else 0
+        alone = len(members) == 1
+        named = self.job.address if first is self.peers[0] else ""
+        address = named or ("127.0.0.1" if alone else first.address)
+        if not (alone and first.local):
+            shown = " ".join(f"{peer.name}:{len(peer.slots)}" for peer in members[:8])
+            more = f" and {len(members) - 8} more" if len(members) > 8 else ""
+            place = f"{address}:{port}: {shown}{more}"
+            by = self.starter.name
+            logger.info("%d rank(s) on %d host(s) by %s, meeting at %s", attempt.world, len(members), by, place)
+        self.attempt = attempt
+        attempt.start(address, port)
+        for peer in members:
+            if peer.lost:  # in the meantime
+                attempt.lost(peer, peer.problem)
+        self.wait(lambda: attempt.over)
+        return attempt.result()
+
+    def wait(self, done: Callable[[], bool]) -> None:
+        """Serve everything until `done`.
+
+        Raises:
+            LaunchError: the job was aborted, and no rank runs any more.
+        """
+        while not done():
+            waiting = self._front.waiting or any(peer.channel and peer.channel.waiting for peer in self.peers)
+            # a starter's end makes no sound when its output stays open
+            watched = any(process.popen for process in self._processes) and self.attempt is None
+            self.loop.turn(0.02 if waiting else 0.1 if watched else max(0.0, self._beat_at - time.monotonic()))
+            self._look()
+            if self._refused and (self.attempt is None or self.attempt.over):
+                raise LaunchError(self._refused)
+
+    def _look(self) -> None:
+        """What has to be done without being told: what waits to be written, beats, starters that ended."""
+        now = time.monotonic()
+        self._front.flush()
+        self._hold(self._front.waiting > HELD_BYTES)
+        for peer in self.peers:
+            if peer.channel is not None:
+                peer.channel.flush()
+        self._look_at_processes()
+        if now >= self._beat_at:
+            self._beat_at = now + min(self.job.heartbeat / 4, 2.0)
+            for peer in self.peers:
+                self._beat(peer, now)
+
+    def _beat(self, peer: Peer, now: float) -> None:
+        if peer.local or peer.lost:
+            return
+        if peer.ready and peer.channel is not None:
+            peer.send("beat")
+            if now - peer.channel.heard_at > self.job.heartbeat:
+                self.lose(peer, f"it was silent for {self.job.heartbeat:g} s")
+        elif not peer.ready and now - peer.since > self.hello_seconds:
+            self.lose(peer, f"no agent answered within {self.hello_seconds:g} s")
+
+    def _look_at_processes(self) -> None:
+        for process in list(self._processes):
+            code = process.code()
+            if process.popen is None or code is None:
+                continue
+            process.read()
+            peer = process.peer
+            if peer is not None and (peer.lost or peer.process is not process):  # that host is tried anew by another
+                self._forget(process)
+                continue
+            why = f"{self.starter.name} ended with code {code}" + (f": {process.says()}" if process.says() else "")
+            if peer is None:
+                _kill(process)
+                self._processes.remove(process)
+                for waiting in self.peers:
+                    if not waiting.ready or waiting.left:
+                        self.lose(waiting, why)
+            elif not peer.ready and not peer.lost:
+                self.lose(peer, why)
+
+    def _forget(self, process: Process) -> None:
+        self._processes.remove(process)
+        if process.popen is not None and process.popen.stderr is not None:
+            self.loop.unwatch(process.popen.stderr.fileno())
+            process.popen.stderr.close()
+
+    # -- messages ------------------------------------------------------------------------------------------------------
+
+    def _read(self, peer: Peer) -> None:
+        if peer.channel is None:
+            return None
+        try:
+            for message, data in peer.channel.receive():
+                self._on_message(peer, message, data)
+        except ValueError as error:
+            self.lose(peer, str(error))
+        if peer.channel is not None and not peer.channel.open:
+            if not peer.ready and peer.process is not None and peer.process.popen is not None:
+                return self.loop.unwatch(peer.channel.reader)  # its end, which is near, says why
+            says = peer.process.says() if peer.process is not None else ""
+            self.lose(peer, "its connection was closed" + (f" ({says})" if says else ""))
+
+    def _on_message(self, peer: Peer, message: dict[str, Any], data: bytes) -> None:
+        kind = message["kind"]
+        if kind == "out":
+            self._show(message["to"], data)
+        elif kind == "hello":
+            self.greet(peer, message)
+        elif kind == "ended" and self.attempt is not None:
+            self.attempt.ended(peer, message)
+        elif kind == "started" and self.attempt is not None:
+            self.attempt.started(peer, message)
+        elif kind == "port":
+            self._ports.append(message["port"])
+        elif kind == "refused":
+            peer.left.clear()
+            self.abort(message["why"] if len(self.peers) == 1 else f"host {peer.name}: {message['why']}")
+        elif kind == "signalled":
+            self.on_signal(message["number"])
+
+    def lose(self, peer: Peer, why: str) -> None:
+        """A host is gone, or will never come."""
+        if peer.lost:
+            return
+        peer.problem = why
+        if peer.channel is not None:
+            self.loop.unwatch(peer.channel.reader)
+            peer.channel.close()
+        if peer.process is not None:
+            _kill(peer.process)
+        for pid in peer.pids if peer.local else ():  # should its guard be gone with it
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signal.SIGKILL)
+        if self.attempt is not None:
+            self.attempt.lost(peer, why)
+
+    def on_signal(self, number: int) -> None:
+        """A signal to the launcher or to an agent."""
+        if number == signal.SIGCHLD:
+            return
+        if self.attempt is None or self.attempt.over:
+            self.abort(f"stopped by {signal.Signals(number).name} before any rank was started")
+        else:
+            self.attempt.signal(number)
+
+    # -- the front -----------------------------------------------------------------------------------------------------
+
+    def _read_front(self) -> None:
+        for message, _ in self._front.receive():
+            self.on_signal(message["number"])
+        if not self._front.open:  # the user's process was killed
+            for process in self._processes:
+                _kill(process)
+            os._exit(1)  # every connection closes with this process, and with it every rank ends
+
+    def _show(self, descriptor: int, data: bytes) -> None:
+        self._front.send("out", data, to=descriptor)
+
+    def _hold(self, held: bool) -> None:
+        """Ranks wait while the terminal does not move: nothing is lost, nothing piles up."""
+        if held == self._held or (self._held and self._front.waiting > HELD_BYTES // 4):
+            return
+        self._held = held
+        for peer in self.peers:
+            peer.send("hold", held=held)
+
+    def _say_goodbye(self) -> None:
+        """Let agents and starters end, and make sure that they do."""
+        somebody_is_gone = any(peer.lost for peer in self.peers)  # then a starter may wait for ever
+        end = time.monotonic() + GOODBYE_SECONDS / (3 if somebody_is_gone else 1)
+        for peer in self.peers:
+            peer.send("bye", code=self._code, report=self._report)
+        for peer in self.peers:
+            while peer.channel is not None and peer.channel.waiting and time.monotonic() < end:
+                peer.channel.flush()
+                time.sleep(0.002)
+        alive = [process for process in self._processes if process.popen is not None]
+        pause = 0.001
+        while time.monotonic() < end and (alive := [process for process in alive if process.code() is None]):
+            time.sleep(pause)
+            pause = min(pause * 2, 0.05)
+        for peer in self.peers:
+            if peer.channel is not None:
+                peer.channel.close()
+        for process in self._processes:
+            _kill(process)
+
+
+def _kill(process: Process) -> None:
+    """End a starter and what it started here, such as the ssh of pdsh."""
+    if process.popen is None:
+        return
+    found = helpers_of(process.pid if process.peer is not None else os.getpid())  # of one for all, orphans too
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.popen.wait(timeout=0.5)
+    kill(found)

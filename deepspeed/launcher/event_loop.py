@@ -1,0 +1,92 @@
+"""The event loop: descriptors, timers, signals and ended children."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import selectors
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from deepspeed.errors import LaunchError
+
+OWN_DESCRIPTORS = 64
+"""Open at most, beside those of the hosts."""
+
+
+def make_room(descriptors: int) -> None:
+    """Allow this process to hold so many descriptors beside its own: a shell's usual limit is 1,024.
+
+    Raises:
+        LaunchError: the system does not allow as many.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = descriptors + OWN_DESCRIPTORS
+    if soft == resource.RLIM_INFINITY or needed <= soft:
+        return
+    if hard != resource.RLIM_INFINITY and needed > hard:
+        raise LaunchError(
+            f"so many hosts need {needed} open files in the launcher, and {hard} are allowed: "
+            "raise the hard limit (`ulimit -Hn`, LimitNOFILE=), or start with --launcher pdsh, which needs half as many"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
+
+class Loop:
+    """Calls what was registered, from one thread."""
+
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._due: list[tuple[float, Callable[[], object]]] = []
+
+    def watch(self, descriptor: int, action: Callable[[], object]) -> None:
+        """Call `action` whenever `descriptor` can be read."""
+        self._selector.register(descriptor, selectors.EVENT_READ, action)
+
+    def unwatch(self, descriptor: int) -> None:
+        """No longer."""
+        if descriptor in self._selector.get_map():
+            self._selector.unregister(descriptor)
+
+    def later(self, seconds: float, action: Callable[[], object]) -> None:
+        """Call `action` once, after `seconds`."""
+        self._due.append((time.monotonic() + seconds, action))
+
+    def turn(self, patience: float) -> None:
+        """Wait until something happens, at most `patience` seconds, and call what it asks for."""
+        soonest = min((moment for moment, _ in self._due), default=float("inf")) - time.monotonic()
+        for key, _ in self._selector.select(max(0.0, min(patience, soonest))):
+            if key.fd in self._selector.get_map():  # an earlier one may have closed it
+                key.data()
+        now = time.monotonic()
+        due = [action for moment, action in self._due if moment <= now]
+        self._due = [entry for entry in self._due if entry[0] > now]
+        for action in due:
+            action()
+
+    def close(self) -> None:
+        """Let go of everything."""
+        self._due.clear()
+        self._selector.close()
+
+
+@contextlib.contextmanager
+def signal_socket(numbers: Sequence[int]) -> Iterator[socket.socket]:
+    """A socket that receives the number of each of these signals and of SIGCHLD; one that is ignored stays ignored."""
+    reader, writer = socket.socketpair()
+    reader.setblocking(False)
+    writer.setblocking(False)
+    watched = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, lambda *_: None) for number in (*watched, signal.SIGCHLD)}
+    old_writer = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    writer.send(bytes([signal.SIGCHLD]))  # a child may have ended before this stood
+    try:
+        yield reader
+    finally:
+        signal.set_wakeup_fd(old_writer)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        reader.close()
+        writer.close()

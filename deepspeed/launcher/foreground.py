@@ -1,0 +1,141 @@
+"""The foreground process: shows the output and forwards signals while another runs the job.
+
+Ctrl-S, Ctrl-Z, a pipe nobody reads or a full disk stop this process, and nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import select
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from deepspeed.launcher.channel import Channel
+
+HANDED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+LOST = 1
+"""Exit code when the process that ran the job is gone."""
+LAST_BYTES = 16384
+"""Of the errors shown that are kept for whoever has to report them elsewhere."""
+
+_last_errors = bytearray()
+
+
+def last_errors() -> str:
+    """The end of what was shown on standard error."""
+    return _last_errors.decode(errors="replace")
+
+
+class Screen:
+    """A file whose text travels to the front process as that of one of its standard streams.
+
+    Args:
+        channel: to the front.
+        descriptor: 1 or 2.
+    """
+
+    def __init__(self, channel: Channel, descriptor: int) -> None:
+        self._channel = channel
+        self._descriptor = descriptor
+
+    def write(self, text: str) -> int:
+        """Send the text."""
+        self._channel.send("out", text.encode(errors="replace"), to=self._descriptor)
+        return len(text)
+
+    def flush(self) -> None:
+        """Nothing: what is written is sent."""
+
+    def isatty(self) -> bool:
+        """Whether the front writes to a terminal there."""
+        return os.isatty(self._descriptor)
+
+
+def run_behind(work: Callable[[Channel], int]) -> int:
+    """Run `work` in a process of its own, out of the terminal's reach, and show what it sends.
+
+    Args:
+        work: gets a channel; it reads signal numbers from messages `signal` and sends `out`; returns the exit code.
+
+    Returns:
+        The exit code of `work`; 1 when its process was killed.
+    """
+    ours, theirs = socket.socketpair()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid == 0:
+        ours.close()
+        _be_behind(work, Channel(descriptor := theirs.detach(), descriptor))
+    theirs.close()
+    return _show(Channel(descriptor := ours.detach(), descriptor), pid)
+
+
+def _be_behind(work: Callable[[Channel], int], channel: Channel) -> None:
+    code = LOST
+    try:
+        os.setsid()
+        sys.stdout = Screen(channel, 1)  # pyright: ignore[reportAttributeAccessIssue]
+        sys.stderr = Screen(channel, 2)  # pyright: ignore[reportAttributeAccessIssue]
+        code = work(channel)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        channel.send("exit", code=code)
+        while channel.waiting and channel.open:
+            select.select([], [channel.writer], [], 1.0)
+            channel.flush()
+        os._exit(code)
+
+
+def _show(channel: Channel, pid: int) -> int:
+    def hand_on(number: int, _: Any) -> None:
+        channel.send("signal", number=number)
+
+    handled = [number for number in HANDED_ON if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, hand_on) for number in handled}
+    code, dead = LOST, set[int]()
+    try:
+        while channel.open:
+            select.select([channel.reader], [channel.writer] if channel.waiting else [], [])
+            channel.flush()
+            for message, data in channel.receive():
+                if message["kind"] == "exit":
+                    code = message["code"]
+                elif message["kind"] == "out":
+                    _show_text(message["to"], data, dead)
+    finally:
+        channel.close()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, 0)
+    return code
+
+
+def _show_text(descriptor: int, data: bytes, dead: set[int]) -> None:
+    if descriptor == 2:
+        _last_errors.extend(data)
+        del _last_errors[:-LAST_BYTES]
+    if descriptor not in dead and not _wrote(descriptor, data):
+        dead.add(descriptor)
+
+
+def _wrote(descriptor: int, data: bytes) -> bool:
+    """Write all of it; False when nobody will ever take it. A full disk loses it and is no reason to stop."""
+    while data:
+        try:
+            data = data[os.write(descriptor, data) :]
+        except BlockingIOError:
+            select.select([], [descriptor], [], 1.0)
+        except OSError as error:
+            if error.errno == errno.ENOSPC:
+                return True
+            return False
+    return True

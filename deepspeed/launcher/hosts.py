@@ -1,0 +1,342 @@
+"""The hosts and slots of a run: from the hostfile, or from SLURM, PBS, SageMaker or MPI."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+import re
+import socket
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from deepspeed.errors import LaunchError
+from deepspeed.foundation.log import logger
+from deepspeed.launcher.devices import visible_devices
+
+Hosts = dict[str, list[int]]
+"""Host name to the indices of its device slots, in the order of the ranks."""
+
+MOST_HOSTS = 1 << 16
+_LINE = re.compile(r"(\S+)\s+slots\s*=\s*(\d+)")
+_USER = r"(?:[A-Za-z0-9_][A-Za-z0-9._-]*@)?"
+_NAME = re.compile(_USER + r"[A-Za-z0-9_](?:[A-Za-z0-9._-]*[A-Za-z0-9_.])?")
+_RANGES = re.compile(r"\[([^\[\]]*)\]")
+
+
+def check_name(name: str, where: str) -> str:
+    """`name`, when it is nothing but the name or address of a host.
+
+    Starters have a syntax of their own in host names (`exec:b`, `-b`, `^file`, `h[0-1]`), and ssh takes options there.
+
+    Raises:
+        LaunchError: it is anything else.
+    """
+    if _NAME.fullmatch(name):
+        return name
+    user, at, address = name.rpartition("@")
+    try:
+        ipaddress.IPv6Address(address)
+        if not at or _NAME.fullmatch(f"{user}@x"):
+            return name
+    except ValueError:
+        pass
+    raise LaunchError(
+        f"{where}: {name!r} is not the name of a host: letters, digits, dots and hyphens, "
+        "with a user before an @ if need be; ranges stand in brackets, like gpu[01-16]"
+    )
+
+
+def expand(name: str, where: str) -> list[str]:
+    """The hosts of a name with ranges: `h[01-03,7]` is h01, h02, h03 and h7.
+
+    Raises:
+        LaunchError: a range is malformed, or there are too many hosts.
+    """
+    names = [""]
+    position = 0
+    for match in _RANGES.finditer(name):
+        parts = list(_numbers(match[1], name, where))
+        if len(names) * len(parts) > MOST_HOSTS:
+            raise LaunchError(f"{where}: {name!r} names more than {MOST_HOSTS} hosts")
+        names = [before + name[position : match.start()] + part for before in names for part in parts]
+        position = match.end()
+    return [check_name(before + name[position:], where) for before in names]
+
+
+def _numbers(text: str, name: str, where: str) -> Iterator[str]:
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if match is None or first > last or last - first >= MOST_HOSTS:
+            raise LaunchError(f"{where}: {part!r} in {name!r} is not a range of numbers like 01-16")
+        yield from (str(number).zfill(len(match[1])) for number in range(first, last + 1))
+
+
+def read_hostfile(path: str | Path) -> Hosts:
+    """Read lines of the form `name slots=N`; `#` starts a comment, and a name may hold ranges: `gpu[01-16]`.
+
+    Returns:
+        The hosts in the order of the file.
+
+    Raises:
+        LaunchError: a line has another form, a host is named twice, or there is none.
+    """
+    hosts: Hosts = {}
+    for number, line in enumerate(Path(path).read_text().splitlines(), start=1):
+        text = line.split("#", 1)[0].strip()
+        if not text:
+            continue
+        match = _LINE.fullmatch(text)
+        if match is None:
+            raise LaunchError(f"{path}:{number}: {text!r} is not of the form 'hostname slots=N'")
+        for name in expand(match[1], f"{path}:{number}"):
+            if name in hosts:
+                raise LaunchError(f"{path}:{number}: host {name!r} is named twice; give it one line with all its slots")
+            hosts[name] = list(range(int(match[2])))
+    if not hosts:
+        raise LaunchError(f"{path} names no host; add lines of the form 'hostname slots=N', or leave the file out")
+    return hosts
+
+
+def fetch_hostfile(hostfile_path: str | Path) -> dict[str, int] | None:
+    """How many slots each host of a hostfile has, in its order; None, with one line, where there is no such file.
+
+    Raises:
+        LaunchError: as `read_hostfile` does.
+    """
+    if not Path(hostfile_path).is_file():
+        logger.info("there is no hostfile %s: this machine's own devices are used", hostfile_path)
+        return None
+    return {host: len(slots) for host, slots in read_hostfile(hostfile_path).items()}
+
+
+def select(pool: Hosts, include: str = "", exclude: str = "") -> Hosts:
+    """Narrow `pool` to what `include` names, or to what `exclude` leaves.
+
+    Args:
+        pool: every host and slot there is.
+        include: `host1@host2:0,2-3`: host1 with all its slots and three slots of host2.
+        exclude: the same form.
+
+    Raises:
+        LaunchError: both are given, a host or slot is not in the pool, or nothing is left.
+    """
+    if include and exclude:
+        raise LaunchError(f"--include {include!r} and --exclude {exclude!r} exclude each other; give one of them")
+    if include:
+        named = _parse_selection("--include", include, pool)
+        chosen = {host: named.get(host, []) for host in pool}
+    else:
+        named = _parse_selection("--exclude", exclude, pool)
+        chosen = {host: [slot for slot in slots if slot not in named.get(host, [])] for host, slots in pool.items()}
+    hosts = {host: slots for host, slots in chosen.items() if slots}
+    if not hosts:
+        raise LaunchError(f"--include {include!r} --exclude {exclude!r} leave no slot of {_shown(pool)}")
+    return hosts
+
+
+def _parse_selection(flag: str, text: str, pool: Hosts) -> Hosts:
+    selection: Hosts = {}
+    for part in _parts(text, pool):
+        head, colon, listed = (part, "", "") if part in pool else part.rpartition(":")
+        name = head if colon else part
+        for host in [name] if name in pool else expand(name, f"{flag} {text!r}"):
+            if host not in pool:
+                raise LaunchError(f"{flag} {text!r}: there is no host {host!r}; there is {_shown(pool)}")
+            slots = _slots(listed) if colon else pool[host]
+            if not slots or not set(slots) <= set(pool[host]):
+                raise LaunchError(f"{flag} {text!r}: {host!r} has no slots {listed!r}; there is {_shown(pool)}")
+            selection[host] = sorted({*selection.get(host, []), *slots})
+    return selection
+
+
+def _parts(text: str, pool: Hosts) -> list[str]:
+    """The parts between the `@`, where that of a known `user@host` is none."""
+    words = [word for word in text.split("@") if word]
+    with_users = {name for name in pool if "@" in name}
+    parts: list[str] = []
+    while words:
+        part = words.pop(0)
+        joined = f"{part}@{words[0]}" if words else ""
+        if joined in with_users or joined.rpartition(":")[0] in with_users:
+            part = joined
+            words.pop(0)
+        parts.append(part)
+    return parts
+
+
+def _slots(listed: str) -> list[int]:
+    """The slots of a list such as `0,2-5`; none when it is malformed."""
+    slots: list[int] = []
+    for part in listed.split(","):
+        match = re.fullmatch(r"\s*(\d{1,5})\s*(?:-\s*(\d{1,5})\s*)?", part)
+        if match is None or int(match[1]) > int(match[2] or match[1]):
+            return []
+        slots.extend(range(int(match[1]), int(match[2] or match[1]) + 1))
+    return slots
+
+
+def _shown(pool: Hosts) -> str:
+    shown = ", ".join(f"{host}:{','.join(map(str, slots))}" for host, slots in list(pool.items())[:16])
+    return shown if len(pool) <= 16 else f"{shown} and {len(pool) - 16} more"
+
+
+def is_this_machine(name: str) -> bool:
+    """Whether `name`, without its user, is this machine: by name, or by an address that can be listened on here."""
+    host = name.rpartition("@")[2]
+    own = socket.gethostname()
+    if host in ("localhost", own, own.split(".")[0]):
+        return True
+    try:
+        places = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    for family, kind, _, _, place in places:
+        with socket.socket(family, kind) as probe:
+            try:
+                probe.bind(place)
+                return True
+            except OSError:
+                continue
+    return False
+
+
+DLTS_HOSTFILE = "/job/hostfile"
+MPI_HOSTFILE = "/etc/mpi/hostfile"
+RESOURCES = "opt/ml/input/config/resourceconfig.json"  # below the root folder
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Hosts and who named them.
+
+    Args:
+        hosts: with their slots.
+        source: who named them.
+        launcher: what starts agents there unless the user says otherwise.
+        own: index of this host where every host runs this very command; None where one command starts all.
+        counted: the slots are known; otherwise --num_gpus says how many there are.
+    """
+
+    hosts: Hosts
+    source: str
+    launcher: str = "ssh"
+    own: int | None = None
+    counted: bool = True
+    address: str = ""
+    names: dict[str, str] = field(default_factory=dict[str, str])
+
+
+def find(hostfile: str, num_gpus: int, environment: Mapping[str, str] = os.environ, root: str = "/") -> Pool:
+    """The hosts of the hostfile, else of the scheduler this runs under, else this machine.
+
+    Args:
+        hostfile: path; a missing one means none, with a warning when the user named it.
+        num_gpus: ranks per host where nothing else tells; not positive for none.
+        environment: variables.
+        root: folder of /opt and /etc.
+    """
+    if os.path.isfile(hostfile):
+        return Pool(read_hostfile(hostfile), f"hostfile {hostfile}")
+    if hostfile != DLTS_HOSTFILE:
+        logger.warning("hostfile %s does not exist: using what the scheduler says, or this machine alone", hostfile)
+    devices = len(visible_devices(environment))
+    slots = list(range(num_gpus if num_gpus > 0 else devices or 1))
+    for probe in (_sagemaker, _pods, _slurm, _pbs):
+        found = probe(environment, slots, root)
+        if found is not None and len(found.hosts) > 1:
+            return found
+    operator = os.path.join(root, MPI_HOSTFILE.lstrip("/"))
+    if os.path.isfile(operator):
+        return Pool(read_hostfile(operator), operator)
+    return Pool({"localhost": list(range(devices or max(num_gpus, 1)))}, "this machine")
+
+
+def _sagemaker(env: Mapping[str, str], slots: list[int], root: str) -> Pool | None:
+    """SageMaker runs the command in every container: the first host leads."""
+    hosts, current = sagemaker_hosts(env, root)
+    if not hosts:
+        return None
+    if current not in hosts:
+        raise LaunchError(f"SageMaker: the current host {current!r} is none of {hosts}")
+    number = int(env["SM_NUM_GPUS"]) if env.get("SM_NUM_GPUS", "").isdigit() else 0
+    own = list(range(number)) if number else slots
+    # every name in the order in which all containers see it, whatever order the file has
+    return Pool({host: own for host in hosts}, "SageMaker", own=hosts.index(current), address=hosts[0], counted=False)
+
+
+def sagemaker_hosts(env: Mapping[str, str], root: str = "/") -> tuple[list[str], str]:
+    """All hosts of a SageMaker job, sorted, and this one; empty elsewhere. Variables and file are compared.
+
+    Raises:
+        LaunchError: they contradict each other.
+    """
+    named = json.loads(env["SM_HOSTS"]) if env.get("SM_HOSTS") else []
+    current = env.get("SM_CURRENT_HOST", "")
+    try:
+        resources = json.loads(Path(root, RESOURCES).read_text())
+    except OSError:
+        resources = {}
+    filed = resources.get("hosts", [])
+    if named and filed and sorted(named) != sorted(filed):
+        raise LaunchError(f"SM_HOSTS={named} contradicts the hosts of /{RESOURCES}: {filed}")
+    own = resources.get("current_host", "")
+    if current and own and current != own:
+        raise LaunchError(f"SM_CURRENT_HOST={current} contradicts the current_host of /{RESOURCES}: {own}")
+    return sorted(named or filed, key=_natural), current or own
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """algo-2 before algo-10."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
+def _pods(env: Mapping[str, str], slots: list[int], root: str) -> Pool | None:
+    """Kubeflow's PyTorchJob and Trainer count in pods, each of which runs the command."""
+    count, own, address = env.get("PET_NNODES", ""), env.get("PET_NODE_RANK", ""), env.get("PET_MASTER_ADDR", "")
+    if not (count.isdigit() and own.isdigit() and (address or env.get("MASTER_ADDR"))):
+        return None
+    hosts = {f"pod{index}": slots for index in range(int(count))}
+    return Pool(hosts, "PET_NNODES", own=int(own), address=address or env["MASTER_ADDR"], counted=False)
+
+
+def _slurm(env: Mapping[str, str], slots: list[int], root: str) -> Pool | None:
+    """The nodes of a SLURM allocation; inside a step of several tasks every node runs the command."""
+    nodes = env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST")
+    if not nodes:
+        return None
+    gpus = env.get("SLURM_GPUS_ON_NODE", "")
+    own = list(range(int(gpus))) if gpus.isdigit() and int(gpus) else slots
+    tasks = env.get("SLURM_STEP_NUM_TASKS", "")
+    if tasks.isdigit() and int(tasks) > 1:
+        names = nodes_of_slurm(env.get("SLURM_STEP_NODELIST") or nodes)
+        if int(tasks) != len(names):
+            raise LaunchError(
+                f"SLURM_STEP_NUM_TASKS={tasks} on {len(names)} nodes: start the command once per node "
+                "(srun --ntasks-per-node=1 deepspeed …), or the script itself once per rank (srun python …)"
+            )
+        index = int(env.get("SLURM_NODEID", "0"))
+        return Pool({name: own for name in names}, "SLURM", own=index, address=names[0], counted=False)
+    return Pool({name: own for name in nodes_of_slurm(nodes)}, "SLURM", "slurm", counted=False)
+
+
+def nodes_of_slurm(text: str) -> list[str]:
+    """The names of a compressed list such as `gpu[003-007,12],login1`."""
+    parts = re.findall(r"(?:[^,\[\]]|\[[^\]]*\])+", text)
+    return [name for part in parts for name in expand(part, f"SLURM's list of nodes {text!r}")]
+
+
+def _pbs(env: Mapping[str, str], slots: list[int], root: str) -> Pool | None:
+    """PBS names each host once per slot in a file."""
+    path = env.get("PBS_NODEFILE", "")
+    if not os.path.isfile(path):
+        return None
+    names = [line.strip() for line in Path(path).read_text().splitlines() if line.strip()]
+    counts: dict[str, int] = {}
+    for name in names:
+        [host] = expand(name, path)
+        counts[host] = counts.get(host, 0) + 1
+    devices = len(visible_devices(env))  # a host with devices has a rank for each, whatever the count of its cores
+    return Pool({host: list(range(devices)) if devices else slots for host in counts}, "PBS", counted=False)

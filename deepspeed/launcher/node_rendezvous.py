@@ -1,0 +1,167 @@
+"""Rendezvous of nodes whose command the user or a platform starts on every host."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable
+
+from deepspeed.errors import LaunchError
+from deepspeed.foundation.log import logger
+from deepspeed.launcher.agent import Agent
+from deepspeed.launcher.channel import MAGIC, Channel
+from deepspeed.launcher.controller import Control
+from deepspeed.launcher.elastic import ElasticControl
+from deepspeed.launcher.event_loop import make_room
+from deepspeed.launcher.host_state import Peer
+from deepspeed.launcher.job import Job
+from deepspeed.launcher.multinode_runner import Fork
+
+ARRIVE_SECONDS = 600.0
+"""How long the hosts wait for each other: containers are pulled, machines are started."""
+TELL_SECONDS = 15.0
+"""After so long a line says who is missing."""
+
+
+def run(job: Job, own: int, fingerprint: str, front: Channel) -> int:
+    """Be this host's part of the job.
+
+    Args:
+        job: the same on every host.
+        own: index of this host.
+        fingerprint: of the job; a caller with another one is of another job.
+        front: shows the output of this host's ranks.
+
+    Returns:
+        The exit code of the whole job.
+    """
+    if not 0 <= own < len(job.slots):
+        names = ", ".join(job.slots)
+        print(
+            f"deepspeed: --node_rank {own} is not one of 0 to {len(job.slots) - 1}: {names}",
+            file=sys.stderr,
+        )
+        return 2
+    try:
+        if own == 0:
+            kind = Control if job.elastic is None else ElasticControl
+            return kind(job, Callers(job, fingerprint), front).run()
+        return _follow(job, own, fingerprint, front)
+    except LaunchError as error:
+        print(f"deepspeed: {error}", file=sys.stderr)
+        return 2
+
+
+def control_port(job: Job) -> int:
+    """Where the first host listens for the others: next to the ranks' own meeting place."""
+    return job.port + 1 if job.port < 65535 else job.port - 1
+
+
+class Callers:
+    """The first host's side: its own agent is a fork, the others call."""
+
+    name = "the command on every host"
+
+    def __init__(self, job: Job, fingerprint: str) -> None:
+        self._job = job
+        self._fingerprint = fingerprint
+        self._socket: socket.socket | None = None
+
+    def begin(self, control: Control, peers: list[Peer]) -> None:
+        """Listen, and start the agent of this host."""
+        port = control_port(self._job)
+        for wanted in dict.fromkeys((port, self._job.port)):
+            try:
+                listening = socket.create_server(("", wanted), backlog=4096)
+            except OSError as error:
+                raise LaunchError(
+                    f"port {wanted} of this host is taken ({error.strerror}), by another job perhaps: "
+                    f"--master_port takes another one, on every host (it and the next are used)"
+                ) from error
+            if wanted == port:
+                self._socket = listening
+            else:
+                listening.close()  # the ranks' own, free until rank 0 takes it
+        Fork().begin(control, peers[:1])  # the ranks keep the limit of the user's shell
+        make_room(len(peers))
+        if self._socket is not None:
+            self._socket.setblocking(False)
+            control.loop.watch(self._socket.fileno(), lambda: self._accept(control, peers))
+        control.hello_seconds = ARRIVE_SECONDS
+        control.loop.later(TELL_SECONDS, lambda: _tell(peers))
+
+    def again(self, control: Control, peer: Peer) -> None:
+        """The host calls by itself when its command is started again; this one is forked."""
+        if peer is control.peers[0]:
+            Fork().begin(control, [peer])
+        else:
+            peer.since = float("inf")
+
+    def close(self) -> None:
+        """Nobody is missing any more."""
+        if self._socket is not None:
+            self._socket.close()
+
+    def _accept(self, control: Control, peers: list[Peer]) -> None:
+        if self._socket is None:
+            return
+        with contextlib.suppress(OSError):
+            caller, (address, *_) = self._socket.accept()
+            descriptor = caller.detach()
+            channel = Channel(descriptor, descriptor, magic=True)
+            control.loop.watch(descriptor, lambda: self._hear(control, peers, channel, address))
+
+    def _hear(self, control: Control, peers: list[Peer], channel: Channel, address: str) -> None:
+        with contextlib.suppress(ValueError, KeyError):
+            for message, _ in channel.receive():
+                control.loop.unwatch(channel.reader)
+                own, known = message["own"], message["fingerprint"] == self._fingerprint
+                if known and 0 < own < len(peers) and peers[own].channel is None:
+                    control.attach(peers[own], channel)
+                    return
+                why = f"node {own} is there already" if known else "it runs another job, or with other hosts or options"
+                logger.warning("a host at %s called and was sent away: %s", address, why)
+                channel.send("sent_away", why=f"the first host {self._job.address} sent this one away: {why}")
+                channel.close()
+                return
+            if channel.open:
+                return
+        control.loop.unwatch(channel.reader)
+        channel.close()
+
+
+def _tell(peers: list[Peer]) -> None:
+    missing = [peer.name for peer in peers if not peer.ready and not peer.lost]
+    if missing:
+        logger.info("waiting for %s (%d of %d hosts)", ", ".join(missing[:8]), len(missing), len(peers))
+
+
+def _follow(job: Job, own: int, fingerprint: str, front: Channel) -> int:
+    """Call the first host, then be its agent; what the ranks print is shown here."""
+    place = (job.address, control_port(job))
+    connection = _call(place, lambda: not front.open)
+    connection.setblocking(False)
+    descriptor = connection.detach()
+    channel = Channel(descriptor, descriptor)
+    os.write(descriptor, MAGIC)
+    channel.send("caller", own=own, fingerprint=fingerprint)
+    name = list(job.slots)[own]
+    return Agent(channel, local=False, front=front, job=job.message(name)).run()
+
+
+def _call(place: tuple[str, int], given_up: Callable[[], bool]) -> socket.socket:
+    end = time.monotonic() + ARRIVE_SECONDS
+    tell = time.monotonic() + TELL_SECONDS
+    while True:
+        try:
+            return socket.create_connection(place, timeout=5)
+        except OSError as error:
+            if time.monotonic() > end or given_up():
+                raise LaunchError(f"the first host does not answer at {place[0]}:{place[1]}: {error}") from error
+            if time.monotonic() > tell:
+                tell = end
+                logger.info("waiting for the first host at %s:%d: %s", *place, error)
+            time.sleep(0.5)

@@ -1,0 +1,215 @@
+"""The logs of each rank: forwarded, stored in a folder per attempt, their ends kept for reports."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import tempfile
+import time
+import tty
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO
+
+KEPT_JOBS = 10
+"""Folders of earlier jobs that stay where no folder was named."""
+
+
+def attempt_folder(named: str, job: str, attempt: str) -> Path | None:
+    """The folder of this attempt's logs.
+
+    Args:
+        named: the folder the user asked for; empty takes one of this user in the temporary folder.
+        job: identifier of the job.
+        attempt: its number, from 0.
+
+    Returns:
+        The folder, or None where nothing can be written: that is no reason not to train.
+    """
+    if named:
+        folder = Path(named) / f"attempt{attempt}"
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+    parent = Path(tempfile.gettempdir(), f"deepspeed-{os.getuid()}")
+    try:
+        parent.mkdir(mode=0o700, exist_ok=True)
+        if parent.is_symlink() or parent.stat().st_uid != os.getuid():
+            parent = Path(tempfile.mkdtemp(prefix="deepspeed-"))
+        folder = parent / job / f"attempt{attempt}"
+        if not folder.parent.exists():
+            _prune(parent)
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return None
+    return folder
+
+
+def jobs() -> list[Path]:
+    """The folders of this user's jobs where no folder was named, the last one first."""
+    parent = Path(tempfile.gettempdir(), f"deepspeed-{os.getuid()}")
+    with contextlib.suppress(OSError):
+        if not parent.is_symlink() and parent.stat().st_uid == os.getuid():
+            return _by_age(parent)
+    return []
+
+
+def _by_age(parent: Path) -> list[Path]:
+    return sorted(parent.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
+
+
+def _prune(parent: Path) -> None:
+    """Remove the folders of old jobs, those that are being written excepted."""
+    with contextlib.suppress(OSError):
+        for old in _by_age(parent)[KEPT_JOBS - 1 :]:
+            shutil.rmtree(old, ignore_errors=True)
+
+
+TAIL_BYTES = 64 * 1024
+LAST_LINES = 20
+LOG_BYTES = 64 << 20
+"""A log longer than this begins anew; the part before it is kept as `NAME.1`."""
+READ_BYTES = 1 << 20
+"""Most that one stream passes on before the others have their turn."""
+_TRACEBACK = b"Traceback (most recent call last):"
+_CHAINED = re.compile(rb"(During handling of the above exception|The above exception was the direct cause of)")
+_RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)
+_WHOLE_LINES = re.compile(rb".*[\r\n]", re.DOTALL)
+
+
+Size = tuple[int, int]
+"""Rows and columns of a terminal."""
+
+
+def terminal_size(descriptor: int) -> Size | None:
+    """The size of the terminal that `descriptor` is; None for anything else."""
+    if not os.isatty(descriptor):
+        return None
+    columns, rows = os.get_terminal_size(descriptor)
+    return rows, columns
+
+
+def open_channel(terminal: Size | None) -> tuple[int, int]:
+    """A (reader, writer) pair that looks to the writer like a terminal of that size, or for None like a pipe.
+
+    Progress bars ask whether they write to a terminal and how wide it is.
+    """
+    if terminal is None:
+        reader, writer = os.pipe()
+    else:
+        reader, writer = os.openpty()
+        tty.setraw(writer)
+        _set_size(writer, terminal)
+    os.set_blocking(reader, False)
+    return reader, writer
+
+
+def _set_size(descriptor: int, size: Size) -> None:
+    import fcntl
+    import struct
+    import termios
+
+    fcntl.ioctl(descriptor, termios.TIOCSWINSZ, struct.pack("HHHH", *size, 0, 0))
+
+
+class Log:
+    """The file of a rank's output; a disk that is full ends the file, not the rank."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._bytes = 0
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file: BinaryIO | None = path.open("wb", buffering=0)
+
+    def write(self, data: bytes) -> None:
+        """Append what the rank printed."""
+        if self._file is None:
+            return
+        try:
+            if self._bytes + len(data) > LOG_BYTES:
+                self.close()
+                self.path.replace(self.path.with_name(f"{self.path.name}.1"))
+                self._file, self._bytes = self.path.open("wb", buffering=0), 0
+            self._file.write(data)
+            self._bytes += len(data)
+        except OSError:
+            self.close()
+
+    def close(self) -> None:
+        """Let go of the file."""
+        file, self._file = self._file, None
+        if file is not None:
+            with contextlib.suppress(OSError):
+                file.close()
+
+
+class Stream:
+    """One output of a rank on its way from the rank's pipe to the launcher.
+
+    Args:
+        reader: non-blocking descriptor that the rank's writes arrive at.
+        emit: takes what is to be shown.
+        prefix: put before each line; empty passes bytes on as they come.
+        log: takes what the rank wrote.
+    """
+
+    def __init__(
+        self, reader: int, emit: Callable[[bytes], object], prefix: bytes = b"", log: Log | BinaryIO | None = None
+    ) -> None:
+        self.reader = reader
+        self.traceback_at: float | None = None
+        self._emit = emit
+        self._prefix = prefix
+        self._log = log
+        self._tail = b""
+        self._unfinished = b""
+
+    def pump(self) -> bool:
+        """Pass on what has arrived; False when the rank's side is closed."""
+        for _ in range(READ_BYTES // TAIL_BYTES):
+            try:
+                data = os.read(self.reader, TAIL_BYTES)
+            except BlockingIOError:
+                return True
+            except OSError:  # a terminal whose other side is closed answers with an error instead of an end
+                return False
+            if not data:
+                return False
+            self._take(data)
+        return True
+
+    def close(self) -> None:
+        """Pass on what is left and release the descriptor."""
+        self.pump()  # not for ever: what the rank started may still write
+        if self._unfinished:
+            self._emit(self._prefix + self._unfinished + b"\n")
+        os.close(self.reader)
+
+    def last_traceback(self) -> str:
+        """The last traceback with the exceptions it is chained to; the last lines when it is no longer remembered."""
+        text = self._tail
+        start = text.rfind(_TRACEBACK)
+        if start < 0:
+            return self.last_lines()
+        while (earlier := text.rfind(_TRACEBACK, 0, start)) >= 0 and _CHAINED.search(text, earlier, start):
+            start = earlier
+        return _RANK_PREFIX.sub("", text[start:].decode(errors="replace"))
+
+    def last_lines(self) -> str:
+        """What was printed last."""
+        return "\n".join(self._tail.decode(errors="replace").splitlines()[-LAST_LINES:])
+
+    def _take(self, data: bytes) -> None:
+        self._tail = (self._tail + data)[-TAIL_BYTES:]
+        if _TRACEBACK in self._tail[-len(data) - len(_TRACEBACK) :]:
+            self.traceback_at = time.monotonic()
+        if self._log is not None:
+            self._log.write(data)
+        if not self._prefix:
+            self._emit(data)
+            return
+        self._unfinished += data
+        if whole := _WHOLE_LINES.match(self._unfinished):
+            self._unfinished = self._unfinished[whole.end() :]
+            self._emit(b"".join(self._prefix + line for line in whole[0].splitlines(keepends=True)))

@@ -1,0 +1,239 @@
+"""Rank processes that end with the launcher, and the helper processes of a starter."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from deepspeed.launcher.rank_logs import Log, Size, Stream, open_channel
+
+FATAL_SECONDS = 30.0
+"""Longest time between a traceback and the end of the process that it belongs to."""
+
+_PR_SET_PDEATHSIG = 1
+_prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
+
+
+@dataclass(frozen=True)
+class Start:
+    """How a rank is started.
+
+    Args:
+        number: the global rank.
+        command: program and arguments.
+        environment: the whole environment of the process.
+        folder: the folder it starts in; None is this process's.
+        cores: CPU cores it may run on; None leaves this process's.
+        log_path: file that takes its output.
+        prefix: put before each line that is shown.
+        terminals: size of the terminal that standard output and standard error are to look like, or None.
+    """
+
+    number: int
+    command: Sequence[str]
+    environment: dict[str, str]
+    folder: str | None = None
+    cores: Sequence[int] | None = None
+    log_path: Path | None = None
+    prefix: bytes = b""
+    terminals: tuple[Size | None, Size | None] = (None, None)
+
+
+class Rank:
+    """One started rank: its process, what it prints, and how it ended.
+
+    Args:
+        start: what to run.
+        emit: takes the descriptor (1 or 2) and the bytes that are to be shown.
+    """
+
+    def __init__(self, start: Start, emit: Callable[[int, bytes], object]) -> None:
+        self.number = start.number
+        self.exit_code: int | None = None
+        self.ended_at = 0.0
+        self.peak_memory = 0
+        self.log_path = start.log_path
+        self._log = _open_log(start.log_path)
+        self.streams: list[Stream] = []
+        writers: list[int] = []
+        try:
+            for descriptor, size in zip((1, 2), start.terminals, strict=True):
+                reader, writer = open_channel(size)
+                writers.append(writer)
+                self.streams.append(Stream(reader, partial(emit, descriptor), start.prefix, self._log))
+            self.process = subprocess.Popen(
+                start.command,
+                env=start.environment,
+                cwd=start.folder,
+                stdout=writers[0],
+                stderr=writers[1],
+                # A session of its own: Ctrl-C reaches the rank once, through the launcher, and the group can be killed.
+                start_new_session=True,
+                preexec_fn=_before_exec(os.getpid(), start.cores),
+            )
+        finally:
+            for writer in writers:
+                os.close(writer)
+        self.errors = self.streams[1]
+
+    def reap(self) -> bool:
+        """True once, when the process has ended; its exit code, time and peak memory are then known."""
+        if self.exit_code is not None:
+            return False
+        pid, status, usage = os.wait4(self.process.pid, os.WNOHANG)
+        if pid == 0:
+            return False
+        self.ended_at = time.monotonic()
+        self.exit_code = self.process.returncode = os.waitstatus_to_exitcode(status)
+        self.peak_memory = usage.ru_maxrss * (1024 if sys.platform == "linux" else 1)
+        return True
+
+    def close(self) -> None:
+        """Pass on what it last printed and release its streams."""
+        for stream in self.streams:
+            stream.close()
+        if self._log is not None:
+            self._log.close()
+
+    @property
+    def failed_at(self) -> float:
+        """When it went wrong: its traceback comes before its end, which may take as long as freeing its memory."""
+        return self._fatal_traceback_at or self.ended_at
+
+    def last_words(self) -> str:
+        """The traceback it ended with, or the last lines it printed."""
+        return self.errors.last_traceback() if self._fatal_traceback_at else self.errors.last_lines()
+
+    @property
+    def _fatal_traceback_at(self) -> float | None:
+        """Time of the last traceback; one long before the end was of an exception that the program survived."""
+        printed_at = self.errors.traceback_at
+        return printed_at if printed_at is not None and self.ended_at - printed_at < FATAL_SECONDS else None
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the process if it still runs."""
+        if self.exit_code is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.process.pid, number)
+
+    def kill_group(self) -> None:
+        """Kill the process and everything it started that stayed in its group."""
+        _kill_group(self.process.pid)
+
+
+def _open_log(path: Path | None) -> Log | None:
+    """The log at `path`; none where the disk does not allow it, which is no reason not to train."""
+    try:
+        return None if path is None else Log(path)
+    except OSError:
+        return None
+
+
+def _before_exec(launcher: int, cores: Sequence[int] | None) -> Callable[[], None]:
+    def prepare() -> None:
+        if _prctl is not None:
+            _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != launcher:  # it died before the line above
+            os._exit(1)
+        if cores is not None:
+            os.sched_setaffinity(0, cores)
+
+    return prepare
+
+
+def _kill_group(group: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, signal.SIGKILL)
+
+
+def close_all_but(*kept: int) -> None:
+    """Close every inherited descriptor but those and the three standard ones."""
+    listed = os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else range(1024)
+    for descriptor in map(int, listed):
+        if descriptor > 2 and descriptor not in kept:
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+
+
+class Guard:
+    """A small process that outlives a killed agent just long enough to kill the groups of its ranks.
+
+    The parent-death signal of the kernel reaches the ranks alone, not what they started (data loader workers).
+    """
+
+    def __init__(self) -> None:
+        reader, self._writer = os.pipe()
+        self._pid = os.fork()
+        if self._pid == 0:
+            os.setsid()
+            close_all_but(reader)  # the other ends are somebody's life
+            _wait_and_kill(reader)
+        os.close(reader)
+
+    def watch(self, rank: Rank) -> None:
+        """Kill the group of this rank should this process die."""
+        os.write(self._writer, b"%d\n" % rank.process.pid)
+
+    def dismiss(self) -> None:
+        """End the guard without killing anything."""
+        os.kill(self._pid, signal.SIGKILL)
+        os.waitpid(self._pid, 0)
+        os.close(self._writer)
+
+
+def _wait_and_kill(reader: int) -> None:
+    try:
+        with open(reader) as lines:
+            for group in [int(line) for line in lines]:  # the list is whole when the agent's end has closed
+                _kill_group(group)
+    finally:
+        os._exit(0)
+
+
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def adopt_orphans() -> None:
+    """Become the parent of what is left when a child of this process ends before its own children."""
+    if _prctl is not None:
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def helpers_of(pid: int) -> list[int]:
+    """Everything below a process but agents, which end with their connection, and what is below those."""
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, ValueError, IndexError):  # it has ended
+            children.setdefault(int(stat.read_text().rpartition(")")[2].split()[1]), []).append(int(stat.parent.name))
+    own, found, waiting = _program(os.getpid()), list[int](), [pid]
+    while waiting:
+        for child in children.get(waiting.pop(), ()):
+            program = _program(child)
+            if program and program != own:
+                found.append(child)
+                waiting.append(child)
+    return found
+
+
+def _program(pid: int) -> str:
+    """The file a process runs; empty when it has ended."""
+    try:
+        return os.readlink(f"/proc/{pid}/exe")
+    except OSError:
+        return ""
+
+
+def kill(pids: list[int]) -> None:
+    """Kill what is left of these."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)

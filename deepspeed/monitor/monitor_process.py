@@ -1,0 +1,214 @@
+"""The process that writes a monitor's events, and the pipe to it.
+
+Lines of JSON come on its standard input: first what to write to, and how long it may take at the end; then lists of
+events. An empty line, or the end of the input when the run was killed, ends it. A thread takes them in, so the run
+never waits for a package that imports, blocks or asks a server.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from importlib import import_module
+from queue import Empty, SimpleQueue
+from types import SimpleNamespace
+from typing import Any, BinaryIO
+
+from deepspeed.foundation.log import say
+from deepspeed.monitor.base import Event, Monitor
+
+LIMIT = 30.0  # seconds that a writer has to write the rest, once the run has ended
+_PIPE = 1 << 20  # bytes that the kernel takes while the writer is busy
+_KEPT = 1 << 24  # bytes that are kept here when the pipe is full
+_TAIL, _WORDS = 4096, 300  # of what a writer said: bytes that are looked at when it ends, characters that are shown
+
+
+class Feed:
+    """Hands events to the writer of one monitor.
+
+    One that fails costs a warning, and the run goes on without it. Standard output and error of the writer go into a
+    temporary file without a name.
+
+    Args:
+        block: name of the block of the configuration.
+        settings: its values.
+    """
+
+    def __init__(self, block: str, settings: dict[str, Any]) -> None:
+        self.block, self._run = block, os.getpid()
+        self._kept, self._lost = bytearray(), 0
+        self._said = tempfile.TemporaryFile()
+        self._writer: subprocess.Popen[bytes] | None = subprocess.Popen(
+            [sys.executable, "-m", "deepspeed.monitor.monitor_process"],
+            stdin=subprocess.PIPE,
+            stdout=self._said,
+            stderr=self._said,
+            start_new_session=True,  # Ctrl-C, or the end of the run's group, must not cost the last events
+        )
+        self._pipe = self._writer.stdin.fileno() if self._writer.stdin is not None else -1
+        os.set_blocking(self._pipe, False)
+        try:
+            fcntl.fcntl(self._pipe, fcntl.F_SETPIPE_SZ, _PIPE)
+        except (AttributeError, OSError):
+            pass  # it stays as large as it is
+        self.send(json.dumps([block, settings, LIMIT]).encode() + b"\n")
+
+    def send(self, line: bytes) -> None:
+        """Hand a line over without waiting; what the pipe does not take goes with the next one.
+
+        Args:
+            line: whole, with its end.
+        """
+        if self._writer is None or os.getpid() != self._run:  # a forked loader has no monitor
+            return
+        if len(self._kept) + len(line) > _KEPT:
+            if not self._lost:
+                self._warn("does not keep up, and loses events from here on")
+            self._lost += 1
+        else:
+            self._kept += line
+        try:
+            while self._kept:
+                del self._kept[: os.write(self._pipe, self._kept)]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._end(1.0, "has closed its input")
+
+    def close(self, limit: float | None = None) -> None:
+        """Let the writer write what it has, and end; one that takes longer than the limit is ended.
+
+        Args:
+            limit: seconds; None: `LIMIT`.
+        """
+        limit = LIMIT if limit is None else limit
+        if os.getpid() != self._run:
+            return
+        deadline = time.monotonic() + limit
+        self.send(b"\n")
+        while self._kept and self._writer is not None and time.monotonic() < deadline:
+            time.sleep(0.01)
+            self.send(b"")
+        if self._writer is not None:
+            self._end(deadline - time.monotonic(), f"did not finish within {limit:g} s; its last events are lost")
+
+    def _end(self, limit: float, complaint: str) -> None:
+        writer, self._writer = self._writer, None
+        if writer is None:
+            return
+        if writer.stdin is not None:
+            writer.stdin.close()
+        try:
+            failed = writer.wait(max(limit, 0.1)) != 0
+            complaint = f"has stopped: {self._last_words()}"
+        except subprocess.TimeoutExpired:
+            failed = True
+        if failed:
+            self._end_group(writer)
+            self._warn(complaint)
+        self._said.close()
+
+    @staticmethod
+    def _end_group(writer: subprocess.Popen[bytes]) -> None:
+        """End a writer that hangs, and the processes its package has started."""
+        try:
+            os.killpg(writer.pid, signal.SIGKILL)
+        except OSError:
+            pass  # they are gone
+        try:
+            writer.wait(1.0)
+        except subprocess.TimeoutExpired:
+            pass  # the kernel holds it, as a dead file server can
+
+    def _last_words(self) -> str:
+        size = os.fstat(self._said.fileno()).st_size
+        said = os.pread(self._said.fileno(), _TAIL, max(0, size - _TAIL)).decode(errors="replace").split("\n")
+        return next((line for line in reversed(said) if line.strip()), "it said nothing").strip()[:_WORDS]
+
+    def _warn(self, what: str) -> None:
+        say(f"the monitor {self.block} {what}; training goes on", logging.WARNING)
+
+
+def close_all(feeds: list[Feed]) -> None:
+    """Close feeds; their writers finish side by side, within one limit."""
+    deadline = time.monotonic() + LIMIT
+    for feed in feeds:
+        feed.send(b"\n")
+    for feed in feeds:
+        feed.close(max(1.0, deadline - time.monotonic()))
+    feeds.clear()
+
+
+# block of the configuration: where its monitor is
+MONITORS = {
+    "tensorboard": ("deepspeed.monitor.tensorboard", "TensorBoardMonitor"),
+    "wandb": ("deepspeed.monitor.wandb", "WandbMonitor"),
+    "comet": ("deepspeed.monitor.comet", "CometMonitor"),
+    "csv_monitor": ("deepspeed.monitor.csv_monitor", "csvMonitor"),
+    "jsonl_monitor": ("deepspeed.monitor.jsonl", "JsonlMonitor"),
+    "mlflow": ("deepspeed.monitor.mlflow", "MLflowMonitor"),
+    "prometheus": ("deepspeed.monitor.prometheus", "PrometheusMonitor"),
+}
+
+
+def monitor_class(block: str) -> type[Monitor]:
+    """The monitor that a block of the configuration is for; its package is not imported."""
+    module, name = MONITORS[block]
+    return getattr(import_module(module), name)
+
+
+def _take_in(lines: BinaryIO, limit: float, queue: SimpleQueue[list[Any] | None]) -> None:
+    for line in iter(lines.readline, b""):
+        if not line.strip():
+            break
+        if line.endswith(b"\n"):  # else the run was killed in the middle of it
+            queue.put(json.loads(line))
+    # The alarm's default action ends the process, whatever holds the interpreter up.
+    signal.setitimer(signal.ITIMER_REAL, limit)
+    queue.put(None)
+
+
+def _all_there_is(queue: SimpleQueue[list[Any] | None]) -> list[list[Any] | None]:
+    found = [queue.get()]
+    try:
+        while found[-1] is not None:
+            found.append(queue.get_nowait())
+    except Empty:
+        pass
+    return found
+
+
+def _serve(lines: BinaryIO) -> None:
+    block, settings, limit = json.loads(lines.readline())
+    queue: SimpleQueue[list[Any] | None] = SimpleQueue()
+    threading.Thread(target=_take_in, args=(lines, limit, queue), daemon=True).start()
+    monitor = monitor_class(block)(SimpleNamespace(**settings))
+    ended = False
+    while not ended:
+        found = _all_there_is(queue)
+        ended = found[-1] is None
+        events = [Event(*event) for together in found if together is not None for event in together]
+        if events:
+            monitor.write(events)
+    monitor.close()
+
+
+if __name__ == "__main__":
+    status = 0
+    try:
+        _serve(sys.stdin.buffer)
+    except BaseException:
+        status = 1
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # threads that a package left behind hold nothing up

@@ -1,0 +1,200 @@
+"""The base of optimizers over host memory: one native pass per tensor, or the same arithmetic in plain torch."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from deepspeed.errors import OptimizerError
+from deepspeed.native import KINDS, library, threads
+from deepspeed.ops.group_optimizer import GroupOptimizer, State
+
+# Elements that plain torch updates at once: few enough for the caches, so that memory is read and written once.
+_CHUNK = 1 << 18
+
+
+@dataclass(frozen=True)
+class Fold:
+    """What else one pass does for a parameter: where its gradient is, and where its rounded new values go.
+
+    Args:
+        gradient: as many elements as the parameter, any floating dtype.
+        out: as many elements, any floating dtype, or None.
+    """
+
+    gradient: Tensor
+    out: Tensor | None = None
+
+
+class _Leaf(ctypes.Structure):
+    """`Leaf` of optimizers.cpp."""
+
+    _fields_ = [
+        ("count", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("param", "gradient", "first", "second", "out")),
+        *((f"{name}_kind", ctypes.c_int32) for name in ("param", "gradient", "first", "second", "out")),
+        ("factor", ctypes.c_float),
+    ]
+
+
+class HostOptimizer(GroupOptimizer):
+    """A torch optimizer that updates each tensor in one pass over host memory.
+
+    Attributes:
+        folds: gradients and rounded copies of single parameters; the others use `.grad`. Set around `step()`.
+        factor: multiplies every gradient. Set around `step()`.
+        kernel: name of the native function.
+        moments: names of the states that have the parameter's shape.
+    """
+
+    kernel: ClassVar[str]
+    moments: ClassVar[tuple[str, ...]]
+    folds: Mapping[Tensor, Fold] | None = None
+    factor: float = 1.0
+
+    def __init__(
+        self, params: Any, *, fp32_optimizer_states: bool, moments_dtype: torch.dtype | None, **defaults: Any
+    ) -> None:
+        """Keep the groups; states are made at the first step.
+
+        Args:
+            params: tensors, or group dicts.
+            fp32_optimizer_states: moments of 16-bit parameters are fp32; otherwise of the parameters' dtype.
+            moments_dtype: dtype of all moments, whatever the parameters' is; None leaves it to the former.
+            defaults: the values of every group that does not bring its own.
+
+        Raises:
+            OptimizerError: a default is out of range.
+        """
+        self.fp32_optimizer_states = fp32_optimizer_states
+        self.moments_dtype = moments_dtype
+        super().__init__(params, **defaults)
+
+    def step_group(self, group: State) -> None:
+        """Update the parameters of one group that have a gradient."""
+        for param in group["params"]:
+            fold = (self.folds or {}).get(param)
+            if fold is None and param.grad is not None:
+                if param.grad.is_sparse:
+                    self.step_rows(group, param, param.grad.coalesce())
+                    continue
+                fold = Fold(param.grad)
+            if fold is not None:
+                self._step_param(group, param, fold)
+
+    def step_rows(self, group: State, param: Tensor, grad: Tensor) -> None:
+        """Update the rows that a sparse gradient names.
+
+        Args:
+            group: of the parameter.
+            param: dense.
+            grad: sparse in its first dimension, coalesced.
+
+        Raises:
+            OptimizerError: the rule moves rows without a gradient too.
+        """
+        raise OptimizerError(
+            f"{type(self).__name__} takes dense gradients, and one of shape {tuple(grad.shape)} is sparse: use "
+            "DeepSpeedCPUAdagrad, or an embedding with sparse=False"
+        )
+
+    def load_state_dict(self, state_dict: State) -> None:
+        """Take over a state as `state_dict()` gave it; moments get the dtype of this optimizer's."""
+        super().load_state_dict(state_dict)
+        # torch has cast them to the dtype of their parameter, which rounds the fp32 moments of 16-bit parameters.
+        saved = [index for group in state_dict["param_groups"] for index in group["params"]]
+        params = [param for group in self.param_groups for param in group["params"]]
+        for index, param in zip(saved, params, strict=True):
+            for name, value in state_dict["state"].get(index, {}).items():
+                if name != "step" and torch.is_tensor(value):
+                    dtype = self._moments_dtype(param)
+                    self.state[param][name] = torch.empty_like(param, dtype=dtype).copy_(value)
+
+    def numbers(self, group: State, state: State) -> tuple[float, ...]:
+        """The fields of the rule in optimizers.cpp; `state` has counted the step already."""
+        raise NotImplementedError(f"{type(self).__name__} has no kernel of its own")
+
+    def fresh_state(self, group: State, param: Tensor, dtype: torch.dtype) -> State:
+        """The state before the first step, its moments of `dtype`."""
+        return {name: torch.zeros_like(param, dtype=dtype) for name in self.moments}
+
+    def _moments_dtype(self, param: Tensor) -> torch.dtype:
+        if self.moments_dtype is not None:
+            return self.moments_dtype
+        return torch.promote_types(param.dtype, torch.float32) if self.fp32_optimizer_states else param.dtype
+
+    def _step_param(self, group: State, param: Tensor, fold: Fold) -> None:
+        for role, other in (("gradient", fold.gradient), ("out", fold.out)):
+            if other is not None and other.numel() != param.numel():
+                raise OptimizerError(
+                    f"{type(self).__name__}: {role} has {other.numel()} elements, its parameter of shape "
+                    f"{tuple(param.shape)} has {param.numel()}; give as many"
+                )
+        state: State = self.state[param]
+        if not state:
+            state.update(self.fresh_state(group, param, self._moments_dtype(param)))
+        if not self._step_natively(group, param, fold, state):
+            self._step_in_torch(group, param, fold, state)
+
+    def _step_natively(self, group: State, param: Tensor, fold: Fold, state: State) -> bool:
+        found = library()
+        if found is None or state.keys() - {"step"} != set(self.moments):  # amsgrad has a moment more
+            return False
+        moments = [state[name] for name in self.moments]
+        tensors = [param, fold.gradient, *moments, *([] if fold.out is None else [fold.out])]
+        if not all(_served(tensor) and tensor.numel() == param.numel() for tensor in tensors):
+            return False
+        if "step" in state:
+            state["step"] += 1
+        numbers = self.numbers(group, state)
+        first, second = moments if len(moments) == 2 else (moments[0], None)
+        columns = (param, fold.gradient, first, second, fold.out)
+        leaf = _Leaf(
+            param.numel(),
+            *(None if t is None else t.data_ptr() for t in columns),
+            *(0 if t is None else KINDS[t.dtype] for t in columns),
+            self.factor,
+        )
+        rule = (ctypes.c_float * len(numbers))(*numbers)
+        getattr(found, self.kernel)(ctypes.byref(leaf), rule, ctypes.c_int(threads()))
+        increment_version(param)
+        return True
+
+    def _step_in_torch(self, group: State, param: Tensor, fold: Fold, state: State) -> None:
+        """The same step, chunk by chunk, by `update` in fp32 or wider."""
+        dtype = torch.promote_types(param.dtype, torch.float32)
+        shaped = [name for name in state if name != "step"]
+        out = param if fold.out is None else fold.out
+        columns = [param, fold.gradient, out, *(state[name] for name in shaped)]
+        counted = state
+        for values, gradient, copy, *moments in _chunks(columns):
+            # torch's fused kernels take memory in the order in which it lies.
+            new_values = values.to(dtype).contiguous()
+            new_moments = [moment.to(dtype).contiguous() for moment in moments]
+            counted = {n: v.clone() if torch.is_tensor(v) else v for n, v in state.items() if n not in shaped}
+            counted.update(zip(shaped, new_moments, strict=True))
+            scaled = gradient.to(values.device, dtype).contiguous().mul(self.factor)
+            self.update(group, [new_values], [scaled], [counted])
+            for kept, new in zip([values, *moments], [new_values, *new_moments], strict=True):
+                if kept is not new:
+                    kept.copy_(new)
+            if copy is not values:
+                copy.copy_(new_values)
+        state.update({name: value for name, value in counted.items() if name not in shaped})
+
+
+def _served(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.dtype in KINDS and tensor.is_contiguous()
+
+
+def _chunks(columns: list[Tensor]) -> list[tuple[Tensor, ...]]:
+    """Parts of tensors of equal length, one tuple for each part; a tensor that is not contiguous stays whole."""
+    if all(t.is_contiguous() for t in columns):
+        return list(zip(*(t.view(-1).split(_CHUNK) for t in columns), strict=True))
+    return [tuple(t.view(columns[0].shape) for t in columns)]

@@ -1,0 +1,178 @@
+"""Runs operators without values: shapes, strides, dtypes and lifetimes are real, large float tensors are empty.
+
+[Note: without values] A tensor of such a run is an ordinary CPU tensor whose memory nobody touches, so the system gives
+it no pages: a model of any size runs in a few megabytes, through the same kernels' choices, classes and hooks as a real
+one. What an operator gives is asked of torch's meta kernels. Integers and booleans keep their values as long as those
+do not come from a tensor without: models branch on masks and positions. So do small floating-point tensors.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from deepspeed.foundation.fake_mode import computing
+from deepspeed.foundation.pytree import map_tensors, tensors_in
+from deepspeed.ops.dispatch import DispatchMode
+
+_SMALL = 1024  # elements that are computed if they can be
+_NUMBER = 1.0  # what is read of a tensor without values
+_RESIZES = ("resize_", "resize_as_", "set_", "_resize_output_")
+_VIEWS = ("_unsafe_view", "_reshape_alias", "lift_fresh", "alias", "detach")
+_EMPTY = ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "empty_permuted")
+_RUN = ("mkldnn_rnn_layer",)  # whose meta kernels do not know how much is kept for backward
+_INDICES = ("topk", "sort", "argsort", "argmax", "argmin", "multinomial", "max", "min", "randperm")
+
+
+class Valueless(DispatchMode):
+    """Inside, operators on large floating-point tensors cost no arithmetic and touch no memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._without: dict[int, Any] = {}  # storages without values, by identity
+
+    def has_values(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor holds what it would hold."""
+        return tensor.untyped_storage()._cdata not in self._without
+
+    def stand_ins(self, nest: Any) -> Any:
+        """The same nest, with tensors that have no values for large floating-point ones."""
+        return map_tensors(lambda t: t.clone() if t.is_floating_point() and t.numel() > _SMALL else t, nest)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if dispatches(types):
+            return NotImplemented if not is_fake(types) else func(*args, **kwargs)
+        if computing():
+            return func(*args, **kwargs)
+        kind, name = _kind(func), func._overloadpacket.__name__
+        if kind == "view" or name in _RESIZES or name in _EMPTY:
+            return func(*args, **kwargs)
+        without = not all(self.has_values(tensor) for tensor in tensors_in((args, kwargs)))
+        if name in ("_local_scalar_dense", "equal") and without:
+            return True if name == "equal" else _NUMBER
+        if kind == "write":
+            return self._write(func, without, args, kwargs)
+        made = None if name in _RUN else self._shapes(func, args, kwargs)
+        if made is None:  # no meta kernel, or sizes that depend on values
+            out = func(*args, **kwargs)
+            if without:
+                self._mark(tensor for tensor in tensors_in(out) if tensor.is_floating_point())
+            return out
+        floats = [t for t in tensors_in(made) if t.is_floating_point() or t.is_complex()]
+        if not without and not any(t.numel() > _SMALL for t in floats):
+            return func(*args, **kwargs)
+        return self._stand_in(made, args, name, _where(args, kwargs))
+
+    def _write(self, func: Any, without: bool, args: Any, kwargs: Any) -> Any:
+        written = list(_written(func, args, kwargs))
+        large = [t for t in written if t.numel() > _SMALL and (t.is_floating_point() or t.is_complex())]
+        if not without and not large:
+            return func(*args, **kwargs)
+        if any(t.numel() == 0 for t in written) and "out" in kwargs:
+            return func(*args, **kwargs)  # torch gives it its size
+        self._mark(t for t in written if t.is_floating_point() or t.is_complex())
+        returned = func._schema.returns
+        if not returned:
+            return None
+        if len(returned) == 1:
+            return written[0] if not _is_list(returned[0]) else written
+        return tuple(written[: len(returned)])
+
+    def _shapes(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What a call gives, on the meta device; None where torch cannot say."""
+        named = {key: _mapped(value, _to_meta) for key, value in kwargs.items() if key != "pin_memory"}
+        if any(argument.name == "device" for argument in func._schema.arguments):
+            named["device"] = torch.device("meta")
+        try:
+            return func(*_mapped(args, _to_meta), **named)
+        except (NotImplementedError, RuntimeError, TypeError, ValueError, IndexError, AssertionError):
+            return None
+
+    def _stand_in(self, made: Any, args: Any, name: str, device: torch.device) -> Any:
+        def stand(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.is_floating_point() or tensor.is_complex():
+                new = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+                self._mark([new])
+                return new
+            if name in _INDICES and tensor.numel() and not tensor.dtype == torch.bool:
+                first = next(t for t in tensors_in(args))
+                most = max(1, first.shape[-1] if first.dim() else 1)
+                # Evenly: a router's tokens go to all its experts.
+                return (torch.arange(tensor.numel()) % most).view(tensor.shape).to(device, tensor.dtype)
+            return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
+
+        return _mapped(made, stand)
+
+    def _mark(self, tensors: Iterable[torch.Tensor]) -> None:
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            if key not in self._without:
+                self._without[key] = weakref.ref(storage, functools.partial(_forget, self._without, key))
+
+
+def dispatches(types: Iterable[Any]) -> bool:
+    """Whether tensors of a class with a dispatch of its own are among the arguments (DTensor): what it makes of the
+    call comes back as calls on plain tensors."""
+    plain: Any = torch.Tensor
+    return any(kind.__torch_dispatch__ != plain.__torch_dispatch__ for kind in types)
+
+
+def is_fake(types: Iterable[Any]) -> bool:
+    """Whether torch asks only for shapes (as DTensor does once for each operator): nothing of it happens."""
+    return any(kind.__name__ == "FakeTensor" for kind in types)
+
+
+def _forget(known: dict[int, Any], key: int, _reference: Any) -> None:
+    known.pop(key, None)
+
+
+def _where(args: Any, kwargs: dict[str, Any]) -> torch.device:
+    """Where a call puts what it makes: where it is told to, else where its arguments are."""
+    if kwargs.get("device") is not None:
+        return torch.device(kwargs["device"])
+    found = [tensor.device for tensor in tensors_in((args, kwargs))]
+    return next((device for device in found if device.type != "cpu"), torch.device("cpu"))
+
+
+def _to_meta(tensor: torch.Tensor) -> torch.Tensor:
+    """Its shape, on the meta device."""
+    if tensor.layout != torch.strided:
+        raise TypeError("sparse")
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def _mapped(tree: Any, change: Any) -> Any:
+    if isinstance(tree, torch.Tensor):
+        return change(tree)
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(_mapped(each, change) for each in tree)
+    return tree
+
+
+def _is_list(value: Any) -> bool:
+    return "[]" in str(value.type)
+
+
+@functools.cache
+def _kind(func: Any) -> str:
+    """`write`: changes an argument; `view`: gives an alias of one; `new`: gives new tensors."""
+    schema = func._schema
+    if any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments):
+        return "write"
+    aliases = any(r.alias_info is not None for r in schema.returns)
+    return "view" if aliases or func._overloadpacket.__name__ in _VIEWS else "new"
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> Iterable[torch.Tensor]:
+    """The tensors that a call changes, in the order of the schema."""
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[place] if place < len(args) else kwargs.get(argument.name)
+        yield from tensors_in(value)

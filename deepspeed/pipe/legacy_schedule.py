@@ -1,0 +1,228 @@
+"""Schedules under their old names, as lists of instructions.
+
+They say what the rows of `deepspeed/pipe/schedule.py` say, which is what an engine runs. A step is one forward or
+backward pass with the messages around it; the last one ends with the update.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+from deepspeed.errors import ArgumentError
+from deepspeed.pipe.schedule import Action, Schedule, make_schedule
+from deepspeed.pipe.schedule_simulator import simulate
+
+
+class PipeInstruction:
+    """One thing that a stage does; keyword arguments become attributes."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        self.name, self.kwargs = type(self).__name__, kwargs
+        vars(self).update(kwargs)
+
+    def __repr__(self) -> str:
+        return f"{self.name}({', '.join(f'{key}={value!r}' for key, value in self.kwargs.items())})"
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and vars(other) == vars(self)
+
+    def __hash__(self) -> int:
+        return hash((self.name, *sorted(self.kwargs.items())))
+
+
+class OptimizerStep(PipeInstruction):
+    """Update the parameters."""
+
+
+class ReduceGrads(PipeInstruction):
+    """Sum gradients over the replicas of the stage."""
+
+
+class ReduceTiedGrads(PipeInstruction):
+    """Sum gradients of what several stages hold."""
+
+
+class BufferOpInstruction(PipeInstruction):
+    """What is done for one micro-batch.
+
+    Args:
+        buffer_id: place of the micro-batch among those that the stage holds at a time.
+        kwargs: `micro_batch`, its number in the window.
+    """
+
+    buffer_id: int
+    micro_batch: int
+
+    def __init__(self, buffer_id: int, **kwargs: Any) -> None:
+        super().__init__(buffer_id=buffer_id, **kwargs)
+
+
+class LoadMicroBatch(BufferOpInstruction):
+    """Take a micro-batch from the loader."""
+
+
+class ForwardPass(BufferOpInstruction):
+    """Compute forward."""
+
+
+class BackwardPass(BufferOpInstruction):
+    """Compute backward."""
+
+
+class SendActivation(BufferOpInstruction):
+    """Send what forward gave to the next stage."""
+
+
+class RecvActivation(BufferOpInstruction):
+    """Take what the stage before gave."""
+
+
+class SendGrad(BufferOpInstruction):
+    """Send the gradient of what was taken to the stage before."""
+
+
+class RecvGrad(BufferOpInstruction):
+    """Take the gradient of what was sent from the next stage."""
+
+
+_KINDS: dict[str, type[BufferOpInstruction]] = {
+    "<F": RecvActivation, "F": ForwardPass, ">F": SendActivation, "<B": RecvGrad, "B": BackwardPass, ">B": SendGrad
+}  # fmt: skip
+_UPDATE = (ReduceTiedGrads, ReduceGrads, OptimizerStep)
+
+
+class PipeSchedule:
+    """What one stage does in a window; iterating gives its steps.
+
+    Args:
+        micro_batches: of the window.
+        stages: of the pipeline.
+        stage_id: which of them, from 0.
+
+    Raises:
+        ArgumentError: there is no such stage.
+    """
+
+    def __init__(self, micro_batches: int, stages: int, stage_id: int) -> None:
+        if not 0 <= stage_id < stages:
+            raise ArgumentError(f"stage_id is {stage_id}, and there are {stages} stage(s), from 0")
+        self.micro_batches, self.stages, self.stage_id = micro_batches, stages, stage_id
+
+    def steps(self) -> Iterator[list[PipeInstruction]]:
+        """Lists of instructions, one for each step."""
+        raise NotImplementedError(f"{type(self).__name__} has no steps()")
+
+    def num_pipe_buffers(self) -> int:
+        """Micro-batches that the stage holds at a time, at most."""
+        return self.micro_batches
+
+    def __iter__(self) -> Iterator[list[PipeInstruction]]:
+        return self.steps()
+
+    @property
+    def stage(self) -> int:
+        """Which stage it is."""
+        return self.stage_id
+
+    @property
+    def num_stages(self) -> int:
+        """How many there are."""
+        return self.stages
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches of the window."""
+        return self.micro_batches
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether it has the beginning of the model."""
+        return self.stage_id == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether it has its end."""
+        return self.stage_id == self.stages - 1
+
+
+@functools.lru_cache(maxsize=4)
+def _schedule(name: str, stages: int, micro_batches: int) -> Schedule:
+    """Of all stages, each of which asks for the same."""
+    return make_schedule(name, stages, micro_batches)
+
+
+@functools.lru_cache(maxsize=4)
+def _peaks(name: str, stages: int, micro_batches: int) -> tuple[int, ...]:
+    """Micro-batches that each stage holds, at most."""
+    return tuple(simulate(_schedule(name, stages, micro_batches)).peaks)
+
+
+class _OfRows(PipeSchedule):
+    """Reads the row of its stage."""
+
+    schedule_name: str
+
+    def data(self) -> Schedule:
+        """The schedule of all stages, as an engine runs it."""
+        return _schedule(self.schedule_name, self.stages, self.micro_batches)
+
+    def steps(self) -> Iterator[list[PipeInstruction]]:
+        """Lists of instructions, one for each forward or backward pass."""
+        row, buffers = self.data().rows[self.stage_id], self.num_pipe_buffers()
+
+        def made(kind: type[BufferOpInstruction], action: Action) -> BufferOpInstruction:
+            return kind(action.micro % buffers, micro_batch=action.micro)
+
+        step, computed = list[PipeInstruction](), False
+        for action in row:
+            if computed and action.op[0] != ">":
+                yield step
+                step, computed = [], False
+            if action.op == "F" and (self.is_first_stage or self.is_last_stage):
+                step.append(made(LoadMicroBatch, action))
+            step.append(made(_KINDS[action.op], action))
+            computed |= action.op in "FB"
+        yield [*step, *(kind() for kind in self._ends())]
+
+    def _ends(self) -> tuple[type[PipeInstruction], ...]:
+        return ()
+
+
+class TrainSchedule(_OfRows):
+    """1F1B: a backward as soon as there is one."""
+
+    schedule_name = "1f1b"
+
+    def num_pipe_buffers(self) -> int:
+        """Micro-batches whose activations the stage holds at a time, at most."""
+        return _peaks(self.schedule_name, self.stages, self.micro_batches)[self.stage_id]
+
+    def _ends(self) -> tuple[type[PipeInstruction], ...]:
+        return _UPDATE
+
+
+class InferenceSchedule(_OfRows):
+    """Forward only; one micro-batch may still be on its way while the next is computed."""
+
+    schedule_name = "inference"
+
+    def num_pipe_buffers(self) -> int:
+        """Two, or one where there is one micro-batch."""
+        return min(2, self.micro_batches)
+
+
+class DataParallelSchedule(PipeSchedule):
+    """What a rank with the whole model does: forward and backward of each micro-batch, then the update."""
+
+    def steps(self) -> Iterator[list[PipeInstruction]]:
+        """Lists of instructions, one for each micro-batch."""
+        for micro in range(self.micro_batches):
+            kinds = (LoadMicroBatch, ForwardPass, BackwardPass)
+            step: list[PipeInstruction] = [kind(0, micro_batch=micro) for kind in kinds]
+            yield [*step, ReduceGrads(), OptimizerStep()] if micro == self.micro_batches - 1 else step
+
+    def num_pipe_buffers(self) -> int:
+        """One."""
+        return 1

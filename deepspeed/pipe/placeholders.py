@@ -1,0 +1,142 @@
+"""Placeholder modules for those that other stages run.
+
+A stage runs the model's own root forward. Blocks and other modules with parameters that live elsewhere are replaced,
+for the length of the run, by stand-ins: one gives what was received, others give NaN in the right shape. So a value
+that ought to have travelled and did not is seen in the result, and never is a silent zero.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.errors import PipelineError
+from deepspeed.foundation.pytree import map_tensors
+from deepspeed.zero.layout.units import STANDS_FOR
+from deepspeed.zero.parameters.parameter import is_managed
+
+Slot = tuple[nn.Module, str]  # a module, and the name of the child that is replaced in it
+
+
+class Handover(Exception):  # noqa: N818  no error: it ends the root's forward where the next part begins
+    """Carries what the last block of a part has returned out of the root's forward."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__("the last block of this stage has run")
+        self.value = value
+
+
+class _StandIn(nn.Module):
+    """Answers what the root asks of the module it stands for."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        object.__setattr__(self, STANDS_FOR, module)  # no child: its parameters are none of this stage's
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__[STANDS_FOR], name)
+
+
+class Elsewhere(_StandIn):
+    """A module with parameters that another stage runs: NaN in the shape that it would give.
+
+    Args:
+        module: it, without values (on the meta device).
+        name: in the model, for errors.
+    """
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        super().__init__(module)
+        self.name = name
+        self.dtype_here: torch.dtype | None = None  # of floating-point results, where the model was cast
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """NaN, on the device of the arguments."""
+        devices: list[torch.device] = []
+
+        def away(tensor: torch.Tensor) -> torch.Tensor:
+            devices.append(tensor.device)
+            return tensor.detach().to("meta")
+
+        given, named = map_tensors(away, (args, kwargs))
+        try:
+            with torch.no_grad():
+                made = self._stands_for(*given, **named)
+        except RuntimeError as error:
+            raise PipelineError(
+                f"'{self.name}' lives on another stage, and its shape cannot be told: {error}"
+            ) from error
+        device = devices[0] if devices else torch.device("cpu")
+        return map_tensors(lambda tensor: _poison(tensor, device, self.dtype_here), made)
+
+
+class Skipped(_StandIn):
+    """A block before this part: what came from the part before, as NaN but for the last one, which gives it.
+
+    Args:
+        module: the block.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self.value: Any = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What it was given."""
+        return self.value
+
+
+class Final(_StandIn):
+    """The last block of a part: what it returns goes to the next part, and the root's forward ends."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Never returns.
+
+        Raises:
+            Handover: with what the block has returned.
+        """
+        raise Handover(self._stands_for(*args, **kwargs))
+
+
+def _poison(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
+    floating = tensor.is_floating_point()
+    value, dtype = (float("nan"), dtype or tensor.dtype) if floating else (0, tensor.dtype)
+    return torch.full(tensor.shape, value, dtype=dtype, device=device)
+
+
+def poisoned(value: Any) -> Any:
+    """The same nest with NaN for every floating-point tensor."""
+    return map_tensors(lambda tensor: _poison(tensor, tensor.device), value)
+
+
+def without_values(module: nn.Module) -> nn.Module:
+    """A copy of a module whose tensors are on the meta device."""
+    memo: dict[int, Any] = {}
+    for tensor in [*module.parameters(), *module.buffers()]:
+        if is_managed(tensor):  # whose move would gather its values
+            away = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        else:
+            away = tensor.detach().to("meta")
+        memo[id(tensor)] = nn.Parameter(away, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else away
+    return copy.deepcopy(module, memo)
+
+
+@contextmanager
+def replaced(slots: Mapping[Slot, nn.Module]) -> Iterator[None]:
+    """Inside, other modules stand in these slots."""
+    before = {slot: slot[0]._modules[slot[1]] for slot in slots}
+    try:
+        for (parent, key), module in slots.items():
+            parent._modules[key] = module
+        yield
+    finally:
+        for (parent, key), module in before.items():
+            parent._modules[key] = module

@@ -1,0 +1,222 @@
+"""Benchmarks this machine: what all ranks do per second, in under a minute.
+
+Before each figure the ranks wait for each other, so that all measure the same at the same time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from deepspeed.config.sections.memory import Aio
+from deepspeed.errors import StorageError
+from deepspeed.simulator.machine import DTYPES, Machine
+from deepspeed.storage.tensor_file import Disk
+
+_SIDES = (64, 256, 1024)
+_BLOCKS = (1 << 16, 1 << 18, 1 << 21, 1 << 24, 1 << 26)  # bytes
+_RANDOM = 1 << 18  # elements
+_LARGE = 1 << 26  # elements of all ranks: no cache holds two such tensors, as none holds weights, gradients and states
+_BRIEF_S = 0.15  # of each measurement
+_MEET_S = 5.0  # longest wait for a rank that is late
+_LONGEST_S = 60.0
+
+Figures = dict[str, float]
+
+
+def measured_together(ranks: int) -> Figures:
+    """The figures of the slowest of so many ranks, measured at once, each in a process; empty where that failed."""
+    with tempfile.TemporaryDirectory(prefix="ds_plan-") as folder:
+        command = [sys.executable, "-m", "deepspeed.planner.machine_benchmark", folder]
+        told = os.environ | {"OMP_NUM_THREADS": str(_threads(ranks))}
+        quiet: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "env": told}
+        started = [subprocess.Popen([*command, str(rank), str(ranks)], **quiet) for rank in range(ranks)]
+        try:
+            end = time.monotonic() + _LONGEST_S
+            if any([process.wait(max(0.1, end - time.monotonic())) for process in started]):
+                return {}
+            found = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(ranks)]
+        except (OSError, ValueError, subprocess.SubprocessError):
+            return {}
+        finally:
+            for process in started:
+                process.kill()
+                process.wait()
+    return {name: min(each[name] for each in found) for name in found[0]}
+
+
+def measure(ranks: int, meet: Callable[[str], None] = lambda _name: None) -> Figures:
+    """The figures of this process: `matrix DTYPE SIDE` in operations, `bandwidth` and `fresh SIZE` in bytes, `launches`
+    and `random` in operators and elements, each per second.
+
+    Args:
+        ranks: that share the machine.
+        meet: called before each, with its name.
+    """
+    calls: dict[str, Callable[[], float]] = {
+        f"matrix {name} {side}": _matrix(dtype, side) for name, dtype in DTYPES.items() for side in _SIDES
+    }
+    calls |= {"bandwidth": lambda: _bandwidth(ranks), "launches": _launches, "random": _random}
+    calls |= {f"fresh {size}": _fresh(size) for size in _BLOCKS}
+    found: Figures = {}
+    for name, call in calls.items():
+        meet(name)
+        found[name] = call()
+    return found
+
+
+def _threads(ranks: int) -> int:
+    return max(1, len(os.sched_getaffinity(0)) // ranks)
+
+
+def _seconds(call: Callable[[], Any]) -> float:
+    """The median time of a call."""
+    call()
+    times, end = list[float](), time.perf_counter() + _BRIEF_S
+    while len(times) < 3 or time.perf_counter() < end:
+        begun = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - begun)
+        if len(times) >= 200 or sum(times) > 10 * _BRIEF_S:
+            break
+    return sorted(times)[len(times) // 2]
+
+
+def _matrix(dtype: torch.dtype, side: int) -> Callable[[], float]:
+    def rate() -> float:
+        each = min(side, 256) if dtype == torch.float16 else side  # emulated on many CPUs: a larger one takes seconds
+        a, b = torch.randn(each, each).to(dtype), torch.randn(each, each).to(dtype)
+        out = torch.empty_like(a)  # what new memory costs is counted apart
+        return 2 * each**3 / _seconds(lambda: torch.mm(a, b, out=out))
+
+    return rate
+
+
+def _bandwidth(ranks: int) -> float:
+    x, y = torch.zeros(_LARGE // ranks), torch.ones(_LARGE // ranks)
+    return 3 * x.nbytes / _seconds(lambda: x.add_(y))
+
+
+def _random() -> float:
+    x = torch.zeros(_RANDOM)
+    return x.numel() / _seconds(lambda: x.bernoulli_(0.9))
+
+
+def _launches() -> float:
+    x = torch.ones(8, requires_grad=True)
+
+    def some() -> None:
+        y = x
+        for _ in range(20):
+            y = y * 2
+        y.sum().backward()
+
+    return 60 / _seconds(some)
+
+
+def _fresh(nbytes: int) -> Callable[[], float]:
+    """Bytes per second that the first writing of a new block costs besides; endless where it is hardly to be seen."""
+
+    def rate() -> float:
+        kept = torch.zeros(nbytes, dtype=torch.uint8)
+        again = _seconds(kept.zero_)
+        new = _seconds(lambda: torch.empty(nbytes, dtype=torch.uint8).zero_())
+        return nbytes / (new - again) if new > 1.5 * again else sys.float_info.max
+
+    return rate
+
+
+def main() -> int:
+    """Measure as one of the ranks."""
+    folder, rank, ranks = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    torch.set_num_threads(_threads(ranks))
+
+    def meet(name: str) -> None:
+        (folder / f"{name}.{rank}").touch()
+        end = time.monotonic() + _MEET_S
+        while time.monotonic() < end and not all((folder / f"{name}.{each}").exists() for each in range(ranks)):
+            time.sleep(0.0005)
+
+    (folder / f"{rank}.json").write_text(json.dumps(measure(ranks, meet)))
+    return 0
+
+
+_ENDLESS = 1e18
+_SHARE = 0.85  # of free memory that a plan may take; the rest is the interpreter's and the system's
+INTERPRETER = 400 << 20
+"""Bytes of a rank besides tensors."""
+_COLLECTIVES_S = 30.0  # longest time for the ranks that measure messages
+
+
+def calibrate(ranks: int, folder: str = "", memory: int = 0) -> Machine:
+    """Measure this machine.
+
+    Args:
+        ranks: that will share it.
+        folder: on a disk that may be used for offload; "": none.
+        memory: bytes of one rank's tensors; 0: its share of what is free.
+    """
+    notes = list[str]()
+    rates = measured_together(ranks)
+    if not rates:
+        notes.append("ranks could not be measured at once: figures are those of one alone, and too high")
+        rates = measure(ranks)
+    matrix = {name: _pairs(rates, f"matrix {name} ") for name in DTYPES}
+    bandwidth, fresh = rates["bandwidth"], _pairs(rates, "fresh ")
+    collective, latency = _collectives(ranks) if ranks > 1 else (bandwidth, 0.0)
+    if not collective:
+        collective = bandwidth / 4
+        notes.append("messages could not be measured: a quarter of the memory's bandwidth stands in their place")
+    disk = _disk(folder, notes) / ranks if folder else 0.0
+    free = memory or int(psutil.virtual_memory().available * _SHARE / ranks) - INTERPRETER
+    where = folder if disk else ""
+    return Machine(ranks, max(free, 1), matrix, bandwidth, 1 / rates["launches"], collective, disk, where, notes,
+                   shared=True, latency=latency, fresh=fresh, random=rates["random"])  # fmt: skip
+
+
+def _pairs(rates: Figures, kind: str) -> list[list[float]]:
+    """Those figures of a kind, by size; 0 where a rate is endless."""
+    found = [(float(name.removeprefix(kind)), rate) for name, rate in rates.items() if name.startswith(kind)]
+    return [[size, rate if rate < _ENDLESS else 0.0] for size, rate in sorted(found)]
+
+
+def _collectives(ranks: int) -> tuple[float, float]:
+    """Bytes per second of gathers and reductions among ranks started for it, and seconds of one of a few bytes; zeros
+    where that failed."""
+    with tempfile.TemporaryDirectory(prefix="ds_plan-") as folder:
+        found = Path(folder, "curve.json")
+        options = ["--all-reduce", "--all-gather", "--scan", "--maxsize", "24", "--trials", "10", "--no-plot"]
+        command = [sys.executable, "-m", "deepspeed.comm.bench", "--ranks", str(ranks), *options]
+        try:
+            quiet: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+            subprocess.run([*command, "--output", str(found)], timeout=_COLLECTIVES_S, check=True, **quiet)
+            curves = list(json.loads(found.read_text())["curve"].values())
+            slowest = min(float(rows[-1]["busbw"]) for rows in curves) * 1e9
+            return slowest, max(float(rows[0]["seconds"]) for rows in curves)
+        except (OSError, ValueError, KeyError, subprocess.SubprocessError):
+            return 0.0, 0.0
+
+
+def _disk(folder: str, notes: list[str]) -> float:
+    try:
+        disk = Disk(folder, settings=Aio())
+    except StorageError as error:
+        notes.append(f"no plan on a disk: {error}")
+        return 0.0
+    with contextlib.closing(disk):
+        return disk.preflight(0) * 1e6
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,126 @@
+"""Mesh sizes that plans try in addition to data parallelism, and the keys that set them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from deepspeed.config import DeepSpeedConfig
+from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.simulator.machine import Machine
+
+_SIZES = 3  # of an axis, the smallest: each is as many runs without values as a data-parallel world
+_STAGES = (0, 1, 3)
+_OF_PIPELINE = (0, 1)
+_MOST_STAGES = 8  # each is a run of its own
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How the ranks are laid out.
+
+    Args:
+        tensor: ranks that share matrices.
+        sequence: ranks that share sequences.
+        shard: ranks that share one copy of the state (hybrid sharding); 0: all that can.
+        stages: of a pipeline; the ranks of each are neighbours.
+    """
+
+    tensor: int = 1
+    sequence: int = 1
+    shard: int = 0
+    stages: int = 1
+
+    @property
+    def name(self) -> str:
+        """As results name it; "" of a data-parallel world."""
+        tensor = f"_tp{self.tensor}" if self.tensor > 1 else ""
+        sequence = f"_sp{self.sequence}" if self.sequence > 1 else ""
+        stages = f"_pp{self.stages}" if self.stages > 1 else ""
+        return f"{tensor}{sequence}{f'_mics{self.shard}' if self.shard else ''}{stages}"
+
+    @property
+    def width(self) -> int:
+        """Ranks that see the same samples."""
+        return self.tensor * self.sequence * self.stages
+
+    def holders(self, ranks: int) -> range:
+        """Rank 0 and those that hold the same slice of the model; ZeRO cuts over them, or over `shard` of them."""
+        return range(0, ranks // self.stages, self.tensor)
+
+    def firsts(self, ranks: int) -> range:
+        """The first rank of each stage."""
+        return range(0, ranks, ranks // self.stages)
+
+    def ask(self, config: dict[str, Any]) -> None:
+        """Write the keys into a JSON."""
+        if self.tensor > 1:
+            config["tensor_parallel"] = {**config.get("tensor_parallel", {}), "autotp_size": self.tensor}
+        if self.sequence > 1:
+            config["sequence_parallel_size"] = self.sequence
+        if self.shard:
+            config["zero_optimization"] = {**config.get("zero_optimization", {}), "mics_shard_size": self.shard}
+        if self.stages > 1:
+            config["pipeline"] = {**config.get("pipeline", {}), "stages": self.stages}
+
+    def message_bytes(self, whole: float, ranks: int, reductions: int, gathers: int) -> float:
+        """Bytes of state that a rank receives in an update.
+
+        Args:
+            whole: bytes of this rank's slice of the model on the wire.
+            ranks: of the machine.
+            reductions: of the whole, in an update.
+            gathers: likewise.
+        """
+        holders = len(self.holders(ranks))
+        shard = self.shard or holders
+        copies = holders // shard
+        received = whole * (shard - 1) / shard * (reductions + gathers)
+        return received + 2 * whole / shard * (copies - 1) / copies * reductions  # slices are summed over the copies
+
+
+def sizes_of(ranks: int) -> list[int]:
+    """Sizes of an axis that divide the ranks, the smallest first; not all of many."""
+    return [size for size in range(2, ranks + 1) if ranks % size == 0][:_SIZES]
+
+
+def shapes(machine: Machine) -> Iterator[tuple[Shape, tuple[int, ...]]]:
+    """One axis at a time, each with the stages at which it is looked at."""
+    for size in sizes_of(machine.ranks):
+        shape = Shape(tensor=size)
+        yield shape, _STAGES if len(shape.holders(machine.ranks)) > 1 else (0,)
+    for size in sizes_of(machine.ranks):
+        yield Shape(sequence=size), _STAGES
+    for size in sizes_of(machine.ranks):
+        if size < machine.ranks:
+            yield Shape(shard=size), (3,)
+    for size in sizes_of(machine.ranks):
+        if size <= _MOST_STAGES:
+            yield Shape(stages=size), _OF_PIPELINE if size < machine.ranks else (0,)
+
+
+def asks_for_axes(config: Any) -> bool:
+    """Whether a JSON lays the ranks out itself, or is wrong: then plans leave that to it."""
+    try:
+        return any(axis != "dp" for axis, *_ in DeepSpeedConfig.for_init(config).mesh_sizes())
+    except DeepSpeedConfigError:
+        return True
+
+
+def unjudged(machine: Machine) -> list[str]:
+    """A line for each size of an axis that no plan has, with the reason."""
+    sizes = [size for size in range(2, machine.ranks + 1) if machine.ranks % size == 0]
+    lines, left = list[str](), sizes[_SIZES:]
+    long = [size for size in sizes if size > _MOST_STAGES or size in left]
+    if long:
+        lines.append(f"pipeline.stages = {', '.join(map(str, long))}: not judged, to keep the search short")
+    if left:
+        lines.append(
+            f"tensor_parallel.autotp_size, sequence_parallel_size, zero_optimization.mics_shard_size = "
+            f"{', '.join(map(str, left))}: not judged, to keep the search short"
+        )
+    if len(sizes) > 1:
+        lines.append("several axes above 1 together: not judged, to keep the search short")
+    lines.append("zero_optimization.zero_hpz_partition_size: not judged: the engine has no second slice yet")
+    return lines if sizes else []

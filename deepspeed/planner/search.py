@@ -1,0 +1,493 @@
+"""Searches the legal plans of a run for the best one."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from deepspeed.config.load import load_raw
+from deepspeed.engine.memory.categories import TRANSIT
+from deepspeed.errors import ArgumentError, NotAvailableError
+from deepspeed.planner.memory import MemoryCount, simulate
+from deepspeed.planner.mesh_options import Shape, asks_for_axes, shapes
+from deepspeed.planner.pipeline_time import enough, schedule_of, seconds_of_phases, way_of, window_time
+from deepspeed.planner.step_time import Moved, StepTime, moves, recorded, step_time
+from deepspeed.planner.train_program import Loss, Program
+from deepspeed.planner.trials import Outcome
+from deepspeed.simulator.machine import Machine
+from deepspeed.simulator.trace import MESSAGE, Recording
+from deepspeed.zero.layout.stages import policy_for
+
+STAGES = (0, 1, 2, 3)
+ON_DEVICE, OPTIMIZER, ALL = "none", "nvme optimizer", "nvme all"
+HOST_OPTIMIZER, HOST_ALL = "cpu optimizer", "cpu all"  # where a device has memory of its own
+_NAMES = {
+    ON_DEVICE: "", OPTIMIZER: "_opt-nvme", ALL: "_all-nvme", HOST_OPTIMIZER: "_opt-cpu", HOST_ALL: "_all-cpu",
+}  # fmt: skip
+_WITH_PARAMETERS = (ALL, HOST_ALL)
+DATA_PARALLEL = Shape()
+NARROW = 4_000_000
+"""Elements of the buckets of plans whose usual ones do not fit: fewer gradients are under way."""
+WHOLE = "nothing travels between ranks that share samples: each would compute the whole model"
+_UNCUT = (
+    WHOLE,
+    "TensorParallelError",
+    "NotAvailableError",
+    "MeshError",
+    "DataError",
+    "PipelineError",
+)  # of whichever stage and micro-batch
+_LARGEST = 3  # micro-batches of a pipeline's plans that are compared: larger ones wait longer for other stages
+_UPDATES = 2  # simulated; the second allocates as all that follow
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One way to run.
+
+    Args:
+        stage: of ZeRO.
+        tier: `none`, `nvme optimizer`, `cpu optimizer`, or `nvme all`, `cpu all`: parameters too.
+        micro: samples of a micro-batch.
+        steps: micro-batches of a window.
+        recompute: blocks are computed again in backward.
+        bucket: elements of `reduce_bucket_size`; 0: the JSON's own.
+        shape: of the mesh.
+    """
+
+    stage: int
+    tier: str
+    micro: int
+    steps: int
+    recompute: bool
+    bucket: int = 0
+    shape: Shape = DATA_PARALLEL
+
+    @property
+    def name(self) -> str:
+        """As results name it."""
+        tier = _NAMES[self.tier]
+        rest = f"{'_recompute' if self.recompute else ''}{f'_bucket{self.bucket}' if self.bucket else ''}"
+        return f"z{self.stage}_gas{self.steps}_tmbspg{self.micro}{tier}{rest}{self.shape.name}"
+
+    @property
+    def samples(self) -> float:
+        """Of an update, a rank's share: ranks may take the same ones together."""
+        return self.micro * self.steps / self.shape.width
+
+    def config(self, base: Any, folder: str) -> dict[str, Any]:
+        """The JSON of this plan.
+
+        Args:
+            base: the user's.
+            folder: on the disk.
+        """
+        made = copy.deepcopy(load_raw(base))
+        made.pop("train_batch_size", None)
+        made.pop("autotuning", None)
+        made |= {"train_micro_batch_size_per_gpu": self.micro, "gradient_accumulation_steps": self.steps}
+        zero = made["zero_optimization"] = {**made.get("zero_optimization", {}), "stage": self.stage}
+        zero.pop("offload_optimizer", None)
+        zero.pop("offload_param", None)
+        if self.bucket:
+            zero["reduce_bucket_size"] = self.bucket
+        if self.tier != ON_DEVICE:
+            on_disk = self.tier in (OPTIMIZER, ALL)
+            rests = {"device": "nvme", "nvme_path": folder} if on_disk else {"device": "cpu"}
+            zero["offload_optimizer"] = dict(rests)
+        if self.tier in _WITH_PARAMETERS:
+            zero["offload_param"] = dict(rests)
+        if self.recompute:
+            made["activation_checkpointing"] = {**made.get("activation_checkpointing", {}), "enabled": True}
+        elif "activation_checkpointing" in made:
+            made["activation_checkpointing"]["enabled"] = False
+        self.shape.ask(made)
+        return made
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A plan and what was found out of it.
+
+    Args:
+        plan: the plan.
+        memory: of a rank; None where it could not be predicted.
+        time: of an update; None likewise.
+        fits: whether the memory is there, however far ranks are apart.
+        perhaps: where not: whether it is there as long as ranks keep step. A trial tells.
+        reason: why it was dropped, or why its trial failed; "" where it was not, and did not.
+        flops: of an update on one rank, recomputed ones too.
+        trial: how a short run of it ended; None where there was none.
+        least: bytes of the device that it takes while ranks keep step.
+    """
+
+    plan: Plan
+    memory: MemoryCount | None = None
+    time: StepTime | None = None
+    fits: bool = False
+    perhaps: bool = False
+    reason: str = ""
+    flops: float = 0.0
+    trial: Outcome | None = None
+    least: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """Of an update; infinite where that is not known."""
+        return float("inf") if self.time is None else self.time.total
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is to be run.
+
+    Args:
+        model: see `Program`.
+        batch: makes one micro-batch of so many samples.
+        train_batch: samples of an update over all ranks; it stays.
+        config: the user's JSON.
+        loss: see `Program`.
+        optimizer: see `Program`.
+    """
+
+    model: nn.Module | Callable[[], nn.Module]
+    batch: Callable[[int], Any]
+    train_batch: int
+    config: dict[str, Any] = field(default_factory=dict)
+    loss: Loss | None = None
+    optimizer: Any = None
+
+
+def legal_plans(train_batch: int, machine: Machine, most_micro: int = 1024) -> list[Plan]:
+    """Every plan that keeps the global batch, those that hold least last.
+
+    Raises:
+        ArgumentError: the batch cannot be shared by the ranks.
+    """
+    if train_batch < 1 or train_batch % machine.ranks:
+        raise ArgumentError(
+            f"a batch of {train_batch} cannot be shared by {machine.ranks} ranks: give a multiple of {machine.ranks}"
+        )
+    share = train_batch // machine.ranks
+    micros = [size for size in range(min(share, most_micro), 0, -1) if share % size == 0]
+    tiers = [ON_DEVICE]
+    tiers += [HOST_OPTIMIZER, HOST_ALL] if machine.link else []  # else the host's memory is the device's
+    tiers += [OPTIMIZER, ALL] if machine.disk else []
+    plans = []
+    for recompute, tier, stage, micro in itertools.product((False, True), tiers, STAGES, micros):
+        policy = policy_for(stage)
+        alone = machine.ranks == 1 and policy.owns_a_slice  # splitting over one rank changes nothing
+        with_parameters = tier in _WITH_PARAMETERS
+        needless = not (policy.gathers_before_use if with_parameters else tier == ON_DEVICE or policy.owns_a_slice)
+        if needless or (alone and tier == ON_DEVICE):
+            continue
+        plans.append(Plan(stage, tier, micro, share // micro, recompute))
+    return plans
+
+
+def mesh_plans(train_batch: int, machine: Machine, most_micro: int = 1024) -> list[Plan]:
+    """Plans with an axis beside data parallelism, which keep the global batch too: samples differ over fewer ranks.
+
+    One axis at a time, of few sizes, with all state on the device: each plan is a run without values.
+    """
+    plans = []
+    for shape, stages in shapes(machine):
+        share = train_batch * shape.width // machine.ranks
+        micros = [size for size in range(min(share, most_micro), 0, -1) if share % size == 0]
+        micros = [size for size in micros if share // size >= shape.stages] or micros[-1:]  # else most stages wait
+        for recompute, stage, micro in itertools.product((False, True), stages, micros):
+            plans.append(Plan(stage, ON_DEVICE, micro, share // micro, recompute, 0, shape))
+    return plans
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """A run of a plan without values, from which its memory and its time are told.
+
+    Args:
+        memory: of ranks that are as far apart as limits allow.
+        least: of ranks that keep step; the same where the former fits.
+        recording: of its updates.
+        steps: micro-batches of each of those.
+        config: the JSON.
+        others: those of the other stages of a pipeline.
+        crossing: bytes of the largest message between stages.
+    """
+
+    memory: MemoryCount
+    least: MemoryCount
+    recording: Recording
+    steps: int
+    config: dict[str, Any]
+    others: tuple[Simulated, ...] = ()
+    crossing: int = 0
+
+    @property
+    def stages(self) -> tuple[Simulated, ...]:
+        """This, and the other stages."""
+        return (self, *self.others)
+
+
+def simulated(task: Task, plan: Plan, machine: Machine) -> Simulated:
+    """Run a plan without values, each stage of a pipeline for itself; whatever goes wrong is raised."""
+    steps, on_device, stages = min(plan.steps, 2), bool(machine.link), plan.shape.stages
+    if stages > 1:
+        steps = enough(schedule_of(plan.config(task.config, ""), stages, plan.steps))
+    config = replace(plan, steps=steps).config(task.config, machine.folder or "/nonexistent")
+    program = Program(task.model, config, task.batch(plan.micro), task.loss, task.optimizer, _UPDATES)
+    said, runs = dict[int, Any](), list[Simulated]()
+    for rank in plan.shape.firsts(machine.ranks):
+        recording = Recording("plan", rank, machine.ranks)
+        memory = least = simulate(
+            program, rank, machine.ranks, partial(recorded, recording), late=True, device=on_device, said=said
+        )
+        if machine.ranks > 1 and memory.at_peak.get(TRANSIT) and _too_large(memory, machine):
+            least = simulate(program, rank, machine.ranks, device=on_device, said=said)
+        runs.append(Simulated(memory, least, recording, steps, config))
+    if said and stages == 1:
+        raise NotAvailableError("a model, or a JSON, that brings stages of its own is not judged: leave them out")
+    crossing = max((message.header.nbytes for message in said.values()), default=0)
+    return replace(runs[0], others=tuple(runs[1:]), crossing=crossing)
+
+
+def judge(task: Task, plan: Plan, machine: Machine) -> Judged:
+    """Predict one plan. What goes wrong becomes the reason to drop it."""
+    try:
+        return verdict(plan, simulated(task, plan, machine), machine)
+    except Exception as error:  # any model, any key: a plan that cannot be made is no plan
+        first = str(error).strip().splitlines()[0] if str(error).strip() else ""
+        return Judged(plan, reason=f"{type(error).__name__}: {first}"[:300])
+
+
+def verdict(plan: Plan, run: Simulated, machine: Machine) -> Judged:
+    """What a run without values says of a plan on a machine."""
+    worst = max(run.stages, key=lambda each: device_bytes(each.memory, machine))
+    memory, entries = worst.memory, run.recording.entries
+    if plan.shape.width > plan.shape.stages and not any(entry.kind == MESSAGE for entry in entries):
+        return Judged(plan, memory, reason=WHOLE)
+    share = plan.steps / run.steps / _UPDATES
+    flops = max(sum(entry.flops for entry in each.recording.entries) for each in run.stages) * share
+    rests = [_step_time(plan, each.memory, machine, each.recording, share, run.config) for each in run.stages]
+    took = _of_stages(plan, run, machine, rests) if run.others else rests[0]
+    full, why = next(((e, told) for e in (worst, *run.stages) if (told := _too_large(e.memory, machine))), (worst, ""))
+    perhaps = not any(_too_large(each.least, machine) for each in run.stages)
+    least = max(device_bytes(each.least, machine) for each in run.stages)
+    if why and run.others:
+        why = f"stage {run.stages.index(full)} {why}"
+    if why and perhaps:
+        why = f"{why}; {least / 2**30:.2f} while ranks keep step"
+    return Judged(plan, memory, took, not why, perhaps, why, flops, least=least)
+
+
+def _of_stages(plan: Plan, run: Simulated, machine: Machine, rests: list[StepTime]) -> StepTime:
+    """Time of an update of a pipeline, from that of each stage."""
+    ranks = plan.shape.firsts(machine.ranks)
+    schedule = schedule_of(run.config, plan.shape.stages, plan.steps)
+    phases = [seconds_of_phases(each.recording, machine) for each in run.stages]
+    copies = sum(each.memory.held for each in run.stages) - run.memory.parameters  # elements that more stages hold
+    tied = sum(machine.message("all_reduce", _itemsize(run.config) * copies, (0, ranks[-1]))) if copies > 0 else 0.0
+    return window_time(schedule, phases, rests, way_of(run.crossing, machine, ranks), tied)
+
+
+def _itemsize(config: dict[str, Any]) -> int:
+    return 2 if any(config.get(name, {}).get("enabled") for name in ("bf16", "fp16")) else 4
+
+
+def device_bytes(memory: MemoryCount, machine: Machine) -> int:
+    """What a rank holds, at its fullest, of the memory that `machine.memory` limits."""
+    held = memory.on_host if machine.link else 0
+    # The host's part is there from birth on, but for the states that the first update makes.
+    early = held - memory.host.get("optimizer", 0) if machine.link else 0
+    return max(memory.peak - held, memory.birth - early)
+
+
+def _too_large(memory: MemoryCount, machine: Machine) -> str:
+    """Which memory a plan has too little of, and what for; "" where it fits."""
+    near, far = device_bytes(memory, machine), memory.on_host if machine.link else 0
+    parts = {name: count - memory.host.get(name, 0) * bool(machine.link) for name, count in memory.at_peak.items()}
+    if near > machine.memory:
+        where, needs, there = "" if not machine.link else " of the device", near, machine.memory
+    elif machine.host_memory and far > machine.host_memory:
+        where, needs, there, parts = " of the host", far, machine.host_memory, memory.host
+    else:
+        return ""
+    category = max(parts, key=lambda name: parts[name])
+    return f"needs {needs / 2**30:.2f} GiB{where} of {there / 2**30:.2f}, most of it {category}"
+
+
+def _step_time(
+    plan: Plan, memory: MemoryCount, machine: Machine, recording: Recording, share: float, config: dict[str, Any]
+) -> StepTime:
+    rest, policy = memory.at_rest, policy_for(plan.stage)
+    itemsize, ranks = _itemsize(config), plan.shape.holders(machine.ranks)
+    sliced = plan.shape.tensor > 1 or plan.shape.stages > 1
+    parameters = memory.held if sliced else memory.parameters
+    messages = plan.shape.message_bytes(parameters * itemsize, machine.ranks, *moves(policy, plan.steps))
+    state = memory.disk or rest.get("masters", rest.get("parameters", 0)) + rest.get("optimizer", 0)
+    traffic = 2 * state + 2 * rest.get("gradients", 0)
+    moved = 2 * memory.disk  # once each way in the update; what is gathered is read in every forward and backward
+    gathered = 2 * plan.steps * parameters * itemsize / len(ranks)
+    moved += gathered if plan.tier == ALL else 0
+    link = 0.0
+    if machine.link and plan.tier != ON_DEVICE:  # sums go down as often as they are reduced, values come up once
+        turns = plan.steps if policy.reduces_as_gradients_arrive else 1
+        down = turns * 4 * parameters / len(ranks)
+        up = gathered if plan.tier in _WITH_PARAMETERS else parameters * itemsize / len(ranks)
+        link = max(down, up)
+    besides = Moved(messages, traffic, moved if memory.disk else 0.0, link, tuple(ranks))
+    return step_time(recording, share, _UPDATES, machine, besides)
+
+
+def search(
+    task: Task,
+    machine: Machine,
+    seconds: float = 300.0,
+    told: Callable[[Judged], None] = lambda _judged: None,
+    allowed: Callable[[Plan], bool] = lambda _plan: True,
+    axes: bool = False,
+) -> list[Judged]:
+    """Judge the legal plans, the likeliest first, until all are known or the time is over.
+
+    Args:
+        task: what is to be run.
+        machine: where.
+        seconds: to search for; at least one plan is judged.
+        told: called with each, as soon as it is known.
+        allowed: whether a legal plan is wanted.
+        axes: plans with an axis beside data parallelism too, unless the JSON asks for one itself.
+
+    Returns:
+        All plans, the best first; behind those that fit those that may, then those that do not, and those that were not
+        looked at.
+    """
+    end = time.monotonic() + seconds
+    plans = legal_plans(task.train_batch, machine)
+    plans += mesh_plans(task.train_batch, machine) if axes and not asks_for_axes(task.config) else []
+    plans = [plan for plan in plans if allowed(plan)]
+    found: dict[Plan, Judged] = {}
+    for plan in _in_turn(plans):
+        if found and time.monotonic() > end:
+            found[plan] = Judged(plan, reason="not looked at: the time was over")
+            continue
+        tries = [plan]
+        for each in tries:
+            smaller = _does_not_fit_either(each, found)
+            why = _cannot_be_cut(each, found) or _is_slower(each, found)
+            if why:
+                found[each] = Judged(each, reason=why)
+            elif smaller is None:
+                found[each] = judge(task, each, machine)
+                told(found[each])
+            else:
+                found[each] = Judged(each, reason="a plan that holds less does not fit either")
+            narrow = replace(plan, bucket=NARROW)
+            if each is plan and _narrows(task, narrow, smaller or found[plan], machine) and allowed(narrow):
+                tries.append(narrow)
+    return sorted(found.values(), key=by_worth)
+
+
+def by_worth(judged: Judged) -> tuple[bool, bool, float, int]:
+    """Where a plan stands among others before any trial."""
+    return not judged.fits, not judged.perhaps, judged.seconds, judged.plan.micro
+
+
+def _does_not_fit_either(plan: Plan, found: dict[Plan, Judged]) -> Judged | None:
+    """What was found of a smaller micro-batch that does not fit, where there is one."""
+    smaller = (judged for other, judged in found.items() if holds_less(other, plan))
+    return next((judged for judged in smaller if judged.memory is not None and not judged.perhaps), None)
+
+
+def _cannot_be_cut(plan: Plan, found: dict[Plan, Judged]) -> str:
+    """Why the engine could not lay the model out so in another plan; "" where it could, or nobody has tried."""
+    others = (judged for other, judged in found.items() if other.shape == plan.shape != DATA_PARALLEL)
+    return next((judged.reason for judged in others if judged.reason.startswith(_UNCUT)), "")
+
+
+def _is_slower(plan: Plan, found: dict[Plan, Judged]) -> str:
+    """Why a plan with an axis is not run: one that differs by a larger micro-batch, or by no recompute, fits. In a
+    pipeline of several larger ones: more of smaller ones leave stages waiting for less."""
+    if plan.shape == DATA_PARALLEL:
+        return ""
+    larger = []
+    for other, judged in found.items():
+        alike = replace(other, micro=plan.micro, steps=plan.steps, recompute=plan.recompute) == plan
+        if judged.fits and alike and other.micro >= plan.micro and other.recompute <= plan.recompute:
+            larger.append(other)
+    without = any(other.recompute < plan.recompute for other in larger)
+    if len(larger) < (_LARGEST if plan.shape.stages > 1 and not without else 1):
+        return ""
+    return f"not looked at: {larger[0].name} fits"
+
+
+def _narrows(task: Task, narrow: Plan, usual: Judged, machine: Machine) -> bool:
+    """Whether a plan may fit with narrow buckets: gradients travel as they arrive, and what rests there fits."""
+    if usual.fits or usual.memory is None or not policy_for(narrow.stage).reduces_as_gradients_arrive:
+        return False
+    own = load_raw(task.config).get("zero_optimization", {}).get("reduce_bucket_size", math.inf)
+    if isinstance(own, (int, float)) and own <= NARROW:
+        return False
+    far = usual.memory.on_host if machine.link else 0
+    resting = sum(count for name, count in usual.memory.at_rest.items() if name != "transit") - far
+    return max(usual.memory.birth - far, resting) <= machine.memory
+
+
+def _in_turn(plans: list[Plan]) -> Iterator[Plan]:
+    """One of each kind after the other: every kind is looked at before time is over. Small micro-batches first; with an
+    axis beside data parallelism the large ones, since the first that fits is the last that is looked at."""
+    kinds: dict[tuple[Any, ...], list[Plan]] = {}
+    for plan in sorted(plans, key=lambda plan: plan.micro if plan.shape == DATA_PARALLEL else -plan.micro):
+        kinds.setdefault((plan.stage, plan.tier, plan.recompute, plan.shape), []).append(plan)
+    for row in itertools.zip_longest(*kinds.values()):
+        yield from (plan for plan in row if plan is not None)
+
+
+def holds_less(one: Plan, other: Plan) -> bool:
+    """Whether a plan differs from another by a smaller micro-batch alone."""
+    return one.micro < other.micro and replace(one, micro=other.micro, steps=other.steps) == other
+
+
+def _sizes(memory: MemoryCount, machine: Machine | None) -> str:
+    """What a rank takes, and with a device what of its host."""
+    if machine is None or not machine.link:
+        return f"{max(memory.peak, memory.birth) / 2**30:.2f} GiB"
+    return f"{device_bytes(memory, machine) / 2**30:.2f}+{memory.on_host / 2**30:.2f} GiB"
+
+
+def table(judged: list[Judged], most: int = 40, machine: Machine | None = None) -> str:
+    """The plans as text, the best first.
+
+    Args:
+        judged: plans.
+        most: lines of them.
+        machine: theirs: samples per second are those of all its ranks; with a device, memory is that of the device +
+            that of its host. None: samples are a rank's.
+    """
+    ranks = 1 if machine is None else machine.ranks
+    tried = any(each.trial is not None for each in judged)
+    measured = f" {'measured':>10s}" if tried else ""
+    lines = [f"{'plan':34s} {'step':>10s}{measured} {'samples/s':>10s} {'memory':>14s} {'limit':>9s}  reason"]
+    for each in judged[:most]:
+        size = "–" if each.memory is None else _sizes(each.memory, machine)
+        took = None if each.trial is None else each.trial.seconds
+        measured = f" {_ms(took):>10s}" if tried else ""
+        seconds = None if each.time is None else each.seconds
+        rate = "–" if seconds is None else f"{ranks * each.plan.samples / (took or seconds):.2f}"
+        limit = "" if each.time is None else each.time.limit
+        lines.append(
+            f"{each.plan.name:34s} {_ms(seconds):>10s}{measured} {rate:>10s} {size:>14s} {limit:>9s}  {each.reason}"
+        )
+    if len(judged) > most:
+        lines.append(f"… and {len(judged) - most} more")
+    return "\n".join(lines)
+
+
+def _ms(seconds: float | None) -> str:
+    return "–" if seconds is None else f"{seconds * 1e3:,.1f} ms"

@@ -1,0 +1,125 @@
+"""The few updates that a prediction and a measurement run alike."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.config.load import load_raw
+from deepspeed.engine.pipeline_engine import PipelineEngine
+from deepspeed.errors import ArgumentError, NotAvailableError
+from deepspeed.foundation.fake_mode import STEP, following
+from deepspeed.foundation.pytree import tensors_in
+
+MICRO_BATCH = "micro-batch"
+Loss = Callable[[Any, Any], torch.Tensor]
+# Blocks that act on the outside, or look at a run: a program has no use for them.
+OUTSIDE = (
+    "tensorboard", "wandb", "csv_monitor", "comet", "mlflow", "prometheus", "jsonl", "flops_profiler", "comms_logger",
+    "autotuning", "timeline", "wall_clock_breakdown", "memory_breakdown", "steps_per_print", "dump_state",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Program:
+    """What is run: a model, its configuration, one micro-batch that is used again and again.
+
+    Args:
+        model: a module, which is copied, or a callable that makes one.
+        config: dict, path or base64 of the JSON.
+        batch: a mapping of keyword arguments, a sequence of arguments, or one argument of the model's forward: one
+            micro-batch of this rank.
+        loss: makes the loss of (output, batch); None: the output's own, or the mean of its first tensor.
+        optimizer: as for `deepspeed.initialize`; a callable that makes one of parameters, or None for the JSON's.
+        updates: how many; the third is like all that follow.
+    """
+
+    model: nn.Module | Callable[[], nn.Module]
+    config: Any
+    batch: Any
+    loss: Loss | None = None
+    optimizer: Any = None
+    updates: int = 3
+
+    def made_model(self) -> nn.Module:
+        """A model of its own.
+
+        Raises:
+            ArgumentError: the callable made none.
+        """
+        made = copy.deepcopy(self.model) if isinstance(self.model, nn.Module) else self.model()
+        if not isinstance(made, nn.Module):
+            raise ArgumentError(f"model is, or its callable returned, a {type(made).__name__}; it takes a torch module")
+        return made
+
+    def settings(self) -> dict[str, Any]:
+        """The configuration, without what acts on the outside."""
+        return {key: value for key, value in load_raw(self.config).items() if key not in OUTSIDE}
+
+    def loss_of(self, engine: Any) -> torch.Tensor:
+        """Forward of the micro-batch, and its loss."""
+        batch = self.batch
+        if isinstance(batch, Mapping):
+            made = engine(**batch)
+        elif isinstance(batch, (list, tuple)):
+            made = engine(*batch)
+        else:
+            made = engine(batch)
+        return (self.loss or _own_loss)(made, batch)
+
+    def run(self, engine: Any, after: Callable[[], None], mark: Callable[[str], None] | None = None) -> None:
+        """The updates.
+
+        Args:
+            engine: of the model.
+            after: called after each call of the engine that may have made something.
+            mark: called before each micro-batch and each `STEP`; in a pipeline before each forward (`F0` of chunk 0),
+                backward (`B0`), and each `STEP`.
+        """
+        if isinstance(engine, PipelineEngine):
+            self._run_windows(engine, after, mark)
+            return
+        for _ in range(self.updates * engine.gradient_accumulation_steps()):
+            if mark is not None:
+                mark(MICRO_BATCH)
+            loss = self.loss_of(engine)
+            engine.backward(loss)
+            del loss
+            after()
+            if mark is not None:
+                mark(STEP)
+            engine.step()
+            after()
+
+    def _run_windows(
+        self, engine: PipelineEngine, after: Callable[[], None], mark: Callable[[str], None] | None
+    ) -> None:
+        """The updates of a pipeline, whose loss is the model's."""
+        if self.loss is not None:
+            raise NotAvailableError("stages of a pipeline take the model's own loss: leave `loss` out")
+
+        def entered(phase: str) -> None:
+            if phase == STEP:
+                after()
+            if mark is not None:
+                mark(phase)
+
+        with following(entered):
+            for _ in range(self.updates):
+                engine.train_batch(itertools.repeat(self.batch))
+                after()
+
+
+def _own_loss(made: Any, _batch: Any) -> torch.Tensor:
+    loss = getattr(made, "loss", None)
+    if loss is None:
+        loss = made if isinstance(made, torch.Tensor) else next((t for t in tensors_in(made) if t.requires_grad), None)
+    if loss is None:
+        raise ArgumentError("the model's output has no tensor with a graph: pass loss=…, a callable of (output, batch)")
+    return loss if loss.dim() == 0 else loss.float().mean()

@@ -1,0 +1,278 @@
+"""A user's training script or model as the planner runs it."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from deepspeed import comm
+from deepspeed.accelerator import get_accelerator
+from deepspeed.config import DeepSpeedConfig
+from deepspeed.config.load import load_raw
+from deepspeed.config.sections.search import Autotuning
+from deepspeed.engine.initialize import add_config_arguments, initialize
+from deepspeed.errors import ArgumentError, NotAvailableError
+from deepspeed.foundation.pytree import map_tensors
+from deepspeed.planner.train_program import OUTSIDE, Program
+from deepspeed.planner.trials import Command
+
+_FLAGS = ("--deepspeed_config", "--deepspeed", "--deepscale_config")
+_MICRO, _STEPS, _TRAIN = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"
+_MAPPED = re.compile(r"-?\d+")
+
+
+@dataclass(frozen=True)
+class Script:
+    """What `deepspeed --autotuning` was given.
+
+    Args:
+        options: of the launcher, without --autotuning.
+        name: of the script.
+        arguments: of the script.
+        ranks: that the options start.
+    """
+
+    options: Sequence[str]
+    name: str
+    arguments: Sequence[str]
+    ranks: int
+
+    @property
+    def _place(self) -> int:
+        """Where in the arguments the JSON is."""
+        for at, word in enumerate(self.arguments):
+            flag, _, joined = word.partition("=")
+            if flag in _FLAGS and joined.endswith(".json"):
+                return at
+            if word in _FLAGS and at + 1 < len(self.arguments) and self.arguments[at + 1].endswith(".json"):
+                return at + 1
+        raise ArgumentError(
+            "--autotuning needs the JSON in the script's arguments: --deepspeed_config, or --deepspeed, and a FILE.json"
+        )
+
+    @property
+    def json(self) -> Path:
+        """The user's JSON.
+
+        Raises:
+            ArgumentError: the arguments name none.
+        """
+        return Path(self.arguments[self._place].rpartition("=")[2])
+
+    def base(self) -> tuple[dict[str, Any], Autotuning]:
+        """The JSON as it is written, and its `autotuning` block.
+
+        Raises:
+            ArgumentError: the block is not enabled.
+            DeepSpeedConfigError: there is no such file, or the block is wrong.
+        """
+        found = load_raw(str(self.json))
+        block = DeepSpeedConfig.for_init({"autotuning": found.get("autotuning") or {}}).top.autotuning
+        if not block.enabled:
+            raise ArgumentError(f'--autotuning needs "autotuning": {{"enabled": true}} in {self.json}')
+        return found, block
+
+    def with_json(self, path: str, config: Mapping[str, Any], flags: Mapping[str, str]) -> list[str]:
+        """The arguments with another JSON.
+
+        Args:
+            path: of that.
+            config: what is in it.
+            flags: by key, the script's own, which get the same values.
+        """
+        words, at = list(self.arguments), self._place
+        before = words[at].rpartition("=")
+        words[at] = f"{before[0]}{before[1]}{path}"
+        for key, flag in flags.items():
+            value = str(_of(config, key))
+            places = [where for where, word in enumerate(words) if word.partition("=")[0] == flag]
+            if places and "=" in words[places[-1]]:
+                words[places[-1]] = f"{flag}={value}"
+            elif places:
+                words[places[-1] + 1 : places[-1] + 2] = [value]
+            else:
+                words += [flag, value]
+        return words
+
+    def command(self, config: Mapping[str, Any], flags: Mapping[str, str], path: str = "{config}") -> Command:
+        """Starts the script with a JSON; see `with_json`."""
+        return Command(self.options, [self.name, *self.with_json(path, config, flags)])
+
+    def train_batch(self, base: Mapping[str, Any], flags: Mapping[str, str]) -> tuple[int, int]:
+        """The global batch, and the user's micro-batch (0 where nobody says), of the JSON or of the script's own flags.
+
+        Raises:
+            ArgumentError: neither says it.
+        """
+        train, micro, steps = (self._number(base, flags, key) for key in (_TRAIN, _MICRO, _STEPS))
+        if not train and micro:
+            train = micro * (steps or 1) * self.ranks
+        if not train:
+            raise ArgumentError(
+                f"the global batch is not known: give {_TRAIN}, or {_MICRO}, as a number in {self.json}, or name the "
+                f"script's own flags in autotuning.arg_mappings"
+            )
+        if not micro and steps:
+            micro = train // (steps * self.ranks)
+        return train, micro
+
+    def _number(self, base: Mapping[str, Any], flags: Mapping[str, str], key: str) -> int:
+        value = base.get(key)
+        if isinstance(value, list) and value:
+            value = value[0]
+        if isinstance(value, (int, float)):
+            return int(value)
+        flag, words = flags.get(key), list(self.arguments)
+        for at, word in enumerate(words):
+            name, _, joined = word.partition("=")
+            told = joined or (words[at + 1] if at + 1 < len(words) else "")
+            if flag and name == flag and _MAPPED.fullmatch(told):
+                return int(told)
+        return 0
+
+
+def flags_of(block: Autotuning) -> dict[str, str]:
+    """`arg_mappings`: by key of the JSON, the script's flag; what names no flag is left out."""
+    return {key.strip(): str(flag).strip() for key, flag in (block.arg_mappings or {}).items() if flag}
+
+
+def inside(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration without what acts on the outside: a trial writes no events and no pictures."""
+    return {key: value for key, value in config.items() if key not in OUTSIDE}
+
+
+def _of(config: Mapping[str, Any], key: str) -> Any:
+    value: Any = config
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+Source = tuple[Callable[[], nn.Module], Callable[[int], Any]]
+
+
+def model_named(name: str, length: int) -> Source:
+    """The model of a name.
+
+    Args:
+        name: `file.py:factory` or `package.module:factory`, a callable that returns a module, or (module, callable that
+            makes a micro-batch of so many samples); or a folder with Transformers' config.json, or the name of one of
+            its model classes, which is taken in its default size.
+        length: tokens of a sequence, for models of Transformers.
+
+    Raises:
+        ArgumentError: there is no such thing, or it makes no module.
+        NotAvailableError: Transformers is needed and not installed.
+    """
+    return _from_script(name) if ":" in name else _from_transformers(name, length)
+
+
+def _first_of(factory: Any) -> Callable[[], nn.Module]:
+    return lambda: factory()[0]
+
+
+def _from_script(name: str) -> Source:
+    where, _, attribute = name.rpartition(":")
+    found = getattr(_module(where), attribute, None)
+    if not callable(found):
+        raise ArgumentError(f"{where} has no callable {attribute!r}")
+    factory = cast("Callable[[], Any]", found)
+    made = factory()
+    pair: Any = made if isinstance(made, tuple) and len(made) == 2 else (None, None)
+    if isinstance(pair[0], nn.Module) and callable(pair[1]):
+        return lambda: factory()[0], pair[1]
+    if isinstance(made, nn.Module):
+        raise ArgumentError(
+            f"{name} returns a module alone: return (module, batch) with batch(n) that makes a micro-batch of n samples"
+        )
+    raise ArgumentError(f"{name} returned a {type(made).__name__}; it is to return (module, batch)")
+
+
+def _module(where: str) -> ModuleType:
+    if not where.endswith(".py"):
+        try:
+            return importlib.import_module(where)
+        except ImportError as error:
+            raise ArgumentError(f"{where} cannot be imported: {error}") from error
+    path = Path(where)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if not path.is_file() or spec is None or spec.loader is None:
+        raise ArgumentError(f"{where}: no such file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    sys.path.insert(0, str(path.parent.resolve()))
+    spec.loader.exec_module(module)
+    return module
+
+
+def _from_transformers(name: str, length: int) -> Source:
+    if find_spec("transformers") is None:
+        raise NotAvailableError("models by name come from Transformers: pip install 'deepspeed[clients]'")
+    transformers: Any = importlib.import_module("transformers")
+    if Path(name, "config.json").is_file():
+        config = transformers.AutoConfig.from_pretrained(name)
+        classes = getattr(config, "architectures", None) or []
+        found = getattr(transformers, classes[0], None) if classes else None
+        cls: Any = found or transformers.AutoModelForCausalLM
+    else:
+        cls = getattr(transformers, name, None)
+        if cls is None or not hasattr(cls, "config_class"):
+            raise ArgumentError(f"{name!r} is no folder with a config.json, and no model class of Transformers")
+        config = cls.config_class()
+
+    def make() -> nn.Module:
+        return cls(config) if hasattr(cls, "config_class") else cls.from_config(config)
+
+    vocabulary = int(getattr(config, "vocab_size", 0) or 0)
+    if not vocabulary:
+        raise ArgumentError(f"{name} takes no tokens: name a factory, file.py:factory, that returns (module, batch)")
+
+    def batch(rows: int) -> dict[str, torch.Tensor]:
+        tokens = torch.arange(rows * length).view(rows, length) % vocabulary
+        return {"input_ids": tokens, "labels": tokens}
+
+    return make, batch
+
+
+_FOREVER = 1 << 30  # a trial ends itself
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Train until the trial ends.
+
+    Args:
+        args: command line; None takes the process's own.
+    """
+    parser = add_config_arguments(
+        argparse.ArgumentParser(prog="deepspeed.planner.training_script", description=__doc__)
+    )
+    parser.add_argument("model", help="as `ds_plan` takes it")
+    parser.add_argument("--length", type=int, default=128, help="tokens of a sequence, for models of Transformers")
+    parser.add_argument("--local_rank", type=int, default=0, help="the launcher's")
+    options = parser.parse_args(args)
+    comm.init_distributed()
+    make, batch = model_named(options.model, options.length)
+    torch.manual_seed(0)
+    model = make()
+    trained = [param for param in model.parameters() if param.requires_grad]
+    engine, *_ = initialize(model=model, model_parameters=trained, config=options.deepspeed_config)
+    del model, trained
+    device = torch.device(get_accelerator().current_device_name())
+    moved = map_tensors(lambda tensor: tensor.to(device), batch(engine.train_micro_batch_size_per_gpu()))
+    Program(engine, options.deepspeed_config, moved, updates=_FOREVER).run(engine, lambda: None)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""Names of modules and parameters for debugging, and prints that do not mix."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator, MutableMapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
+
+from deepspeed.comm.process_groups.process_group import get_rank, is_initialized
+from deepspeed.zero.parameters.record import ZeroParamStatus
+
+UNKNOWN = "unknown"
+_modules: MutableMapping[Any, str] = WeakIdKeyDictionary()
+_params: MutableMapping[Any, str] = WeakTensorKeyDictionary()
+
+
+def debug_extract_module_and_param_names(model: nn.Module) -> None:
+    """Remember the names of a model's modules and parameters; what is shared has the name it is met under first.
+
+    Nothing is kept alive by it. A second model adds its names to those of the first.
+    """
+    for found, named in ((_modules, model.named_modules()), (_params, model.named_parameters())):
+        for name, one in named:
+            found[one] = name
+
+
+def debug_clear_module_and_param_names() -> None:
+    """Forget all names."""
+    _modules.clear()
+    _params.clear()
+
+
+def debug_module2name(module: nn.Module) -> str:
+    """A module's name, "" for the model itself, or "unknown"."""
+    return _modules.get(module, UNKNOWN)
+
+
+def debug_module2name_id(module: nn.Module) -> str:
+    """A module's name, and the number of its object."""
+    return f"name={debug_module2name(module)} id={id(module)}"
+
+
+def debug_module2name_class(module: nn.Module) -> str:
+    """A module's name, and its class."""
+    return f"name={debug_module2name(module)} {type(module).__name__}"
+
+
+def ds_id(param: torch.Tensor) -> int | str:
+    """The number of a managed parameter, or "none"."""
+    return getattr(param, "ds_id", "none")
+
+
+def ds_shape(param: torch.Tensor) -> torch.Size:
+    """The true shape, of a sharded parameter too."""
+    return torch.Size(getattr(param, "ds_shape", param.shape))
+
+
+def debug_param2name(param: torch.Tensor) -> str:
+    """A parameter's name, or "unknown"."""
+    return _params.get(param, UNKNOWN)
+
+
+def debug_param2name_id(param: torch.Tensor) -> str:
+    """A parameter's name and number."""
+    return f"name={debug_param2name(param)} id={ds_id(param)}"
+
+
+def debug_param2name_id_shape(param: torch.Tensor) -> str:
+    """A parameter's name, number and true shape."""
+    return f"{debug_param2name_id(param)} shape={ds_shape(param)}"
+
+
+def debug_param2name_id_shape_device(param: torch.Tensor) -> str:
+    """A parameter's name, number, true shape and device."""
+    return f"{debug_param2name_id_shape(param)} device={param.device}"
+
+
+def debug_param2name_id_numel(param: torch.Tensor) -> str:
+    """A parameter's name, number and true count of elements."""
+    return f"{debug_param2name_id(param)} numel={ds_shape(param).numel()}"
+
+
+def debug_param2name_id_shape_status(param: torch.Tensor) -> str:
+    """A parameter's name, number, true shape, and whether its values are here (those of a plain one are)."""
+    status = getattr(param, "ds_status", ZeroParamStatus.AVAILABLE)
+    return f"{debug_param2name_id_shape(param)} status={status}"
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """Inside, no other process of this user's is: they wait at a lock on a file."""
+    import fcntl  # not on Windows, where the rest of the module is of use
+
+    path = Path(tempfile.gettempdir(), f"deepspeed-print-{os.getuid()}.lock")
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)  # which ends the lock
+
+
+def printflock(*msgs: object) -> None:
+    """`print` and flush, while the other processes of this machine that print so wait: lines do not mix."""
+    with _alone():
+        print(*msgs, flush=True)
+
+
+def log_rank_file(rank: int, *msgs: object) -> None:
+    """Append messages, a line each, to `log_rank_<rank>.txt` in the working directory."""
+    with open(f"log_rank_{rank}.txt", "a") as file:
+        file.writelines(f"{message}\n" for message in msgs)
+
+
+def print_rank(*msg: object, force: bool = False) -> None:
+    """Print on every rank, with its number in front; without `force` nothing, so that calls may stay in a script."""
+    if force:
+        printflock(f"[rank {get_rank() if is_initialized() else 0}]", *msg)
+
+
+def print_rank0(*msg: object, force: bool = False) -> None:
+    """Print on rank 0 alone; without `force` nothing."""
+    if force and (not is_initialized() or get_rank() == 0):
+        printflock(*msg)
+
+
+def print_backward_tensors(tensor: torch.Tensor) -> None:
+    """Print the graph that the backward of `tensor` runs through, each node once, with the parameters at its ends."""
+    seen: set[Any] = set()
+    ahead = [tensor.grad_fn]
+    while ahead:
+        node = ahead.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        print(f"backward: {node.name()}")
+        ends = getattr(node, "variable", None)
+        if ends is not None:
+            print(f"  tensor: {debug_param2name_id_shape_device(ends)} dtype={ends.dtype}")
+        ahead += [following for following, _ in reversed(node.next_functions)]

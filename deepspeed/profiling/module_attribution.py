@@ -1,0 +1,105 @@
+"""Attributes operations to modules, forward and backward.
+
+Forward, that which runs. Backward, that whose forward made the node of the graph that runs: nodes are numbered in the
+order they are made, and hooks note the number where a module begins and ends. So a module whose inputs need no gradient
+keeps its backward, which hooks on tensors would give to a neighbour.
+[Note: again] What runs in backward with gradients enabled is forward computed again, by a checkpoint.
+"""
+
+from __future__ import annotations
+
+import bisect
+import time
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+_core: Any = torch._C
+FORWARD, BACKWARD, AGAIN = 0, 1, 2
+OUTSIDE = "(outside)"  # what no module of the model did
+
+
+def _in_backward() -> bool:
+    return _core._current_graph_task_id() != -1
+
+
+class Attribution:
+    """Knows whose operation runs, between `hook` and `unhook`.
+
+    Attributes:
+        seconds: forward time of a module with all below it, by name; the host's clock.
+    """
+
+    def __init__(self, model: nn.Module, ignore: Iterable[type[nn.Module]] = ()) -> None:
+        self._names: dict[nn.Module, list[str]] = defaultdict(list)
+        for name, module in model.named_modules(remove_duplicate=False):
+            self._names[module].append(name)
+        self._ignore = tuple(ignore)
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._running: list[tuple[str, nn.Module, float]] = []
+        self._ignored = 0
+        self._marks: list[tuple[int, str | None]] = [(0, OUTSIDE)]  # node number, and whose nodes begin there
+        self._hooks: list[Any] = []
+
+    def hook(self) -> None:
+        """Begin to listen to the modules."""
+        for module in self._names:
+            self._hooks.append(module.register_forward_pre_hook(self._enter))
+            self._hooks.append(module.register_forward_hook(self._leave, always_call=True))
+
+    def unhook(self) -> None:
+        """Take the hooks off."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._running.clear()
+
+    def where(self) -> tuple[str | None, int]:
+        """(name of the module whose operation runs, the phase): FORWARD, BACKWARD or AGAIN; None is nobody's."""
+        backward = _in_backward()
+        if self._running:
+            whose = None if self._ignored else self._running[-1][0]
+        else:
+            whose = self._of_node() if backward else OUTSIDE
+        phase = FORWARD if not backward else AGAIN if self._running or torch.is_grad_enabled() else BACKWARD
+        return whose, phase
+
+    def _enter(self, module: nn.Module, _args: Any) -> None:
+        above = self._running[-1][0] if self._running else self._of_node() if _in_backward() else None
+        self._running.append((self._name(module, above), module, time.perf_counter()))
+        self._ignored += isinstance(module, self._ignore)
+        self._mark()
+
+    def _leave(self, module: nn.Module, _args: Any, _out: Any) -> None:
+        while self._running:
+            name, left, began = self._running.pop()
+            self._ignored -= isinstance(left, self._ignore)
+            if not _in_backward() and name not in (above for above, _, _ in self._running):
+                self.seconds[name] += time.perf_counter() - began
+            if left is module:  # others were left by an exception
+                break
+        self._mark()
+
+    def _mark(self) -> None:
+        whose = self._running[-1][0] if self._running else OUTSIDE
+        self._marks.append((torch.autograd._get_sequence_nr(), None if self._ignored else whose))
+
+    def _name(self, module: nn.Module, above: str | None) -> str:
+        """Its name; of several (it is shared) the one on the way from, or to, the module that runs above it."""
+        names = self._names[module]
+        if above is None or above == OUTSIDE:
+            return names[0]
+        for name in names:
+            if not above or name == above or name.startswith(f"{above}.") or above.startswith(f"{name}."):
+                return name
+        return f"{above}.<{names[0].replace('.', '/')}>"  # it lies elsewhere, and is called here
+
+    def _of_node(self) -> str | None:
+        """Whose forward made the node of the graph that runs; None is nobody's who counts."""
+        node = _core._current_autograd_node()
+        if node is None:
+            return OUTSIDE
+        return self._marks[bisect.bisect_right(self._marks, node._sequence_nr(), key=lambda mark: mark[0]) - 1][1]

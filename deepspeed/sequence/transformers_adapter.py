@@ -1,0 +1,502 @@
+"""Sequence parallelism for Transformers models, through their attention, mask and loss interfaces.
+
+A model is *cut* once (`cut_sequence`): its attention and masks go by the names registered here, and a hook around its
+forward looks at the positions it is given. Where those of the ranks continue, the forward is of slices: masks are made
+for the whole sequence, attention exchanges slices of the sequence for heads, the loss covers all tokens, and each rank
+drops with random numbers of its own. Anything else, such as `generate`, is computed whole.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import contextmanager
+from contextvars import ContextVar, Token
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.collectives.autograd import gather_to, gathered, summed
+from deepspeed.comm.collectives.same_error import digest
+from deepspeed.comm.collectives.torch_api import told_by_all
+from deepspeed.comm.process_groups.axis import Axis
+from deepspeed.errors import DataError, NotAvailableError
+from deepspeed.foundation.fake_mode import simulating
+from deepspeed.foundation.hf_forward import caches_in, counts_items, hands_on, without_cache
+from deepspeed.sequence.batches import IGNORED, INPUTS, continues, length_of, shifted
+from deepspeed.sequence.layer import attend, check_heads
+from deepspeed.zero.parameters.module_hooks import Hook
+
+# Logits for each token, and a loss that is the mean over the tokens with labels: by slices, with all tokens' count.
+TOKEN_HEADS = ("ForMaskedLM", "ForTokenClassification")
+# Logits or losses of one token, or of all together: a slice has none of them.
+WHOLE_HEADS = (
+    "ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePrediction", "ForPreTraining",
+    "ForQuestionAnswering", "DoubleHeadsModel",
+)  # fmt: skip
+_LIBRARY = "transformers."
+
+
+def has_token_head(model: nn.Module) -> bool:
+    """Whether its class, or one that it inherits from, labels tokens: a client's has any name."""
+    return any(kind.__name__.endswith(TOKEN_HEADS) for kind in type(model).__mro__)
+
+
+def whole_head(model: nn.Module) -> str:
+    """The class of Transformers by which a model has a head over whole sequences; empty where it has none."""
+    kinds = (kind for kind in type(model).__mro__ if kind.__module__.startswith(_LIBRARY))
+    return next((kind.__name__ for kind in kinds if kind.__name__.endswith(WHOLE_HEADS)), "")
+
+
+def computes_as_written(model: nn.Module) -> bool:
+    """Whether its forward is one of Transformers."""
+    return type(model).forward.__module__.startswith(_LIBRARY)
+
+
+_KEYWORD = "ds_sequence"  # by which a forward hands what it knows to its attention, also when it is computed again
+_MARK = "_ds_sequence_model"
+_PREFIX = "ulysses_"  # of attention over a cut sequence, before the name of what each rank computes with
+_PRIME = 1_000_003
+
+
+class Sequence:
+    """What one forward knows of its sequence.
+
+    Args:
+        made: the model that is cut over it.
+        positions: of all tokens, `[batch, sequence]`.
+        mask: of all tokens, `[batch, sequence]`, or None.
+        labels: of this rank's tokens, while no loss function has seen them.
+    """
+
+    __slots__ = ("axis", "labels", "made", "mask", "positions")
+
+    def __init__(
+        self, made: SequenceModel, positions: torch.Tensor, mask: torch.Tensor | None, labels: torch.Tensor | None
+    ) -> None:
+        self.made, self.axis, self.positions, self.mask, self.labels = made, made.axis, positions, mask, labels
+
+    @property
+    def documents(self) -> torch.Tensor | None:
+        """A number for the document of each token; None where there is one, or where they see each other."""
+        if self.mask is not None or not self.made.separates:
+            return None
+        steps = self.positions.diff(dim=-1, prepend=self.positions[:, :1] - 1)
+        documents = (steps != 1).cumsum(-1)
+        return documents if bool(documents[:, -1].any()) else None
+
+
+_current: ContextVar[Sequence | None] = ContextVar("sequence", default=None)
+
+
+class SequenceModel:
+    """A model of Transformers that was cut along the sequence.
+
+    Args:
+        model: the outermost `PreTrainedModel`.
+        axis: ranks that share sequences.
+        disable_in_eval: compute whole sequences in evaluation, whatever positions are given.
+    """
+
+    def __init__(self, model: Any, axis: Axis, disable_in_eval: bool = False) -> None:
+        self.model, self.axis, self.disable_in_eval = model, axis, disable_in_eval
+        self.takes_slices = False  # the next forward has to be one of slices
+        self.recompute = True  # see `kept`
+        self.separates = True  # packed documents, whole ones too: some models of Transformers do not
+        self._before = (model.config._attn_implementation, model.loss_function)
+        self._core = ""
+        self._names: dict[int, str] = {}
+        self._hooks: list[Any] = []
+        self._token_loss: Callable[..., torch.Tensor]
+        self._entered: list[tuple[Token[Sequence | None], torch.Tensor | None]] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None  # a copy is the plain model
+
+    @property
+    def without_cache(self) -> dict[str, bool]:
+        """Arguments by which forward keeps no keys and values: with them, Transformers ignores packed documents."""
+        return without_cache(self.model)
+
+    def install(self, core: str) -> None:
+        """Have the model compute with attention `core` over slices."""
+        from transformers import PreTrainedModel
+        from transformers.loss.loss_utils import ForMaskedLMLoss
+
+        self._core = core.removeprefix(_PREFIX)
+        self.model.set_attn_implementation(_registered(self._core))
+        inner, kind = self.model.loss_function, str(getattr(self.model, "loss_type", None))
+        self.model.loss_function = _whole_loss(inner, kind)
+        self._token_loss = _whole_loss(ForMaskedLMLoss, TOKEN_HEADS[0])
+        self._names = {id(module): name for name, module in self.model.named_modules()}
+        # First of all hooks: what others see of a forward are slices.
+        for module in self.model.modules():  # those inside may be called without the outermost
+            if isinstance(module, PreTrainedModel):
+                self._hooks += [
+                    module.register_forward_pre_hook(Hook(self.enter), with_kwargs=True, prepend=True),
+                    module.register_forward_hook(Hook(self.leave), always_call=True),
+                ]
+        object.__setattr__(self.model, _MARK, self)
+
+    def name_of(self, module: nn.Module) -> str:
+        """Of a module inside, for reports."""
+        return self._names.get(id(module), type(module).__name__)
+
+    @contextmanager
+    def plainly(self) -> Iterator[None]:
+        """Inside, attention is Transformers' own, of whole sequences."""
+        disabled, cut = self.disable_in_eval, self.model.config._attn_implementation
+        self.disable_in_eval = True
+        self.model.set_attn_implementation(self._core)
+        try:
+            yield
+        finally:
+            self.model.set_attn_implementation(cut)
+            self.disable_in_eval = disabled
+
+    def remove(self) -> None:
+        """Make it the plain model again."""
+        for hook in self._hooks:
+            hook.remove()
+        implementation, self.model.loss_function = self._before
+        self.model.set_attn_implementation(implementation)
+        object.__delattr__(self.model, _MARK)
+
+    def enter(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Before forward: its arguments, of slices or as they are."""
+        if _current.get() is not None:  # called by the outermost
+            self._entered.append((_current.set(_current.get()), None))
+            return None
+        given = {**dict(zip(inspect.signature(model.forward).parameters, args, strict=False)), **kwargs}
+        expected, self.takes_slices = self.takes_slices, False
+        positions = None if self.disable_in_eval and not model.training else self._positions(given, expected)
+        if positions is None:
+            if expected:
+                raise DataError(
+                    f"rank {self.axis.ranks[self.axis.rank]} was given no slice of a sequence (sp): input_ids or "
+                    f"inputs_embeds with position_ids [batch, tokens] that continue from rank to rank"
+                )
+            self._entered.append((_current.set(None), None))
+            return None
+        mask = given.get("attention_mask")
+        if mask is not None and mask.dim() != 2:
+            raise DataError(f"attention_mask has shape {tuple(mask.shape)}: over a cut sequence give [batch, tokens]")
+        whole = None if mask is None else gathered(mask.contiguous(), self.axis, 1, label="mask of a sequence")
+        sequence = Sequence(self, positions, whole, given.get("labels"))
+        # Given a mask, Transformers does not look for packed documents, of which a slice shows a part only.
+        local = torch.ones_like(given["position_ids"], dtype=torch.bool) if mask is None else mask
+        given |= {"attention_mask": local, _KEYWORD: sequence} | self.without_cache
+        self._entered.append((_current.set(sequence), self._fork() if model.training else None))
+        return (), given
+
+    def _positions(self, given: dict[str, Any], expected: bool) -> torch.Tensor | None:
+        """Those of the whole sequence; None where the ranks have no slices of one, as in `generate`.
+
+        Args:
+            given: arguments of forward.
+            expected: it is of slices: of documents that repeat themselves, they may look like whole sequences.
+        """
+        own, tokens = given.get("position_ids"), length_of(given)
+        generates = next(caches_in(given), None) is not None
+        if own is None or generates or tokens is None or own.dim() > 2 or own.shape[-1] != tokens:
+            return None
+        rows = next(given[name] for name in INPUTS if given.get(name) is not None)
+        given["position_ids"] = own = own.expand(rows.shape[0], -1).contiguous()
+        whole = gathered(own, self.axis, 1, label="positions of a sequence")
+        whole = _continued(own, self.axis) if simulating() else whole
+        slices = whole.chunk(self.axis.size, 1)
+        if not all(continues(before, after) for before, after in zip(slices, slices[1:], strict=False)):
+            return None
+        # A whole sequence each, or as many documents.
+        if not expected and all(torch.equal(one, slices[0]) for one in slices):
+            everyone = told_by_all(self.axis, digest(rows))
+            if len(set(everyone)) == 1:
+                return None
+        return whole
+
+    def _fork(self) -> torch.Tensor:
+        """Random numbers of this rank's own, for tokens of its own; gives the state to return to."""
+        accelerator = get_accelerator()
+        device = accelerator.current_device_name() if accelerator.device_name() != "cpu" else "cpu"
+        drawn = int(torch.randint(1 << 40, (), device=device))
+        around = accelerator.get_rng_state()
+        accelerator.manual_seed((drawn * self.axis.size + self.axis.rank) * _PRIME % (1 << 62))
+        return around
+
+    def leave(self, model: nn.Module, inputs: Any, output: Any) -> Any:
+        """After forward, whatever became of it: its output, with a loss of all tokens."""
+        if not self._entered:
+            return None
+        try:
+            return self._with_whole_loss(_current.get(), output) if len(self._entered) == 1 else output
+        finally:
+            token, around = self._entered.pop()
+            _current.reset(token)
+            if around is not None:
+                get_accelerator().set_rng_state(around)
+
+    def _with_whole_loss(self, sequence: Sequence | None, output: Any) -> Any:
+        """The output; a model that labels tokens may have lines of its own for its loss, the mean over them."""
+        labels = sequence.labels if sequence is not None else None
+        if labels is None or output is None:
+            return output
+        names = isinstance(output, MutableMapping)
+        pair: Any = (output.get("loss"), output.get("logits")) if names else [*output, None, None][:2]
+        loss, logits = pair
+        scalar = isinstance(loss, torch.Tensor) and not loss.dim()
+        labels_tokens, known = has_token_head(self.model), computes_as_written(self.model)
+        if (names and loss is None) or not (labels_tokens or (known and scalar)):
+            return output
+        # What a forward of a client's own computes is not known to be the mean over the tokens.
+        alike = known and labels_tokens and scalar and isinstance(logits, torch.Tensor)
+        if not alike or logits.shape[:-1] != labels.shape:
+            raise NotAvailableError(
+                f"sequence parallelism is not available here: given labels, {type(self.model).__name__} computes a "
+                f"loss of one rank's slice, and its forward is not one of Transformers that returns a loss, a mean "
+                f"over tokens, and logits [batch, tokens, classes]: call model.loss_function in it, or compute the "
+                f"loss outside of it"
+            )
+        whole = self._token_loss(logits, labels, vocab_size=logits.shape[-1])
+        if names:
+            output["loss"] = whole
+            return output
+        return whole, *output[1:]
+
+
+def _continued(own: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """Positions of a whole sequence, as ranks that are not there would have them around this rank's."""
+    tokens = own.shape[1]
+    before = torch.arange(-axis.rank * tokens, 0, device=own.device) + own[:, :1]
+    after = torch.arange(1, 1 + (axis.size - 1 - axis.rank) * tokens, device=own.device) + own[:, -1:]
+    return torch.cat([before, own, after], 1)
+
+
+def sequence_models(model: nn.Module) -> list[SequenceModel]:
+    """Those inside that were cut."""
+    return [found for module in model.modules() if (found := vars(module).get(_MARK)) is not None]
+
+
+def cut_sequence(
+    model: nn.Module, axis: Axis, core: str | None = None, disable_in_eval: bool = False
+) -> list[SequenceModel]:
+    """Let the models of Transformers inside `model` take slices of sequences; what is cut already stays so.
+
+    Args:
+        model: any module; one without a model of Transformers inside takes care of its sequences itself.
+        axis: ranks that share sequences.
+        core: attention that each rank computes, a name of Transformers such as "sdpa"; None: the model's own.
+        disable_in_eval: see `SequenceModel`.
+
+    Raises:
+        NotAvailableError: a model's attention cannot be reached, with what stands in the way.
+        MeshError: query heads cannot be shared out evenly, with the nearest sizes.
+    """
+    if axis.size == 1 or "transformers" not in sys.modules:
+        return []
+    from transformers import PreTrainedModel
+
+    inside: set[str] = set()
+    for name, module in model.named_modules():
+        if not isinstance(module, PreTrainedModel) or any(name.startswith(outer) for outer in inside):
+            continue
+        inside.add(f"{name}." if name else "")
+        known: SequenceModel | None = vars(module).get(_MARK)
+        if known is not None and known.axis is not axis:  # of an engine on other ranks
+            known.remove()
+            known = None
+        if known is None:
+            _refuse(module, axis)
+            SequenceModel(module, axis, disable_in_eval).install(core or str(module.config._attn_implementation))
+    return sequence_models(model)
+
+
+def _refuse(model: Any, axis: Axis) -> None:
+    """Raise NotAvailableError for a model that cannot be cut, MeshError for heads that cannot be shared out."""
+    parameters, config = inspect.signature(model.forward).parameters, model.config
+    why = ""
+    if getattr(config, "is_encoder_decoder", False):
+        why = "it has an encoder and a decoder, whose sequences are two"
+    elif "position_ids" not in parameters:
+        why = "its forward takes no position_ids"
+    elif not hands_on(parameters):
+        why = "its forward takes no further keyword arguments"
+    elif head := whole_head(model):
+        why = f"a head {head} takes the sequence as one, or one token of it: cut the model inside, gather what it gives"
+    elif not model._can_set_attn_implementation():
+        why = "its attention does not go by AttentionInterface"
+    if why:
+        raise NotAvailableError(f"sequence parallelism is not available for {type(model).__name__}: {why}")
+    text = config.get_text_config()
+    if isinstance(heads := getattr(text, "num_attention_heads", None), int):
+        check_heads(heads, axis)
+
+
+def _registered(core: str) -> str:
+    """The name of a core's attention over a cut sequence, known to Transformers from now on."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as MASKS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as CORES
+
+    if core not in CORES and core != "eager":
+        raise NotAvailableError(f"attention {core!r} is not known to Transformers: it knows {sorted(CORES)}")
+    name = f"{_PREFIX}{core}"
+    if name not in CORES:
+        AttentionInterface.register(name, partial(_attention, core))
+        if core in MASKS:
+            AttentionMaskInterface.register(name, partial(_mask, core))
+    return name
+
+
+def _core_of(module: nn.Module, core: str) -> Callable[..., Any]:
+    """What a module computes under the name of a core: its file may have its own table, and has its eager one."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as CORES
+
+    home = sys.modules.get(type(module).__module__)
+    own: Any = getattr(home, "eager_attention_forward", None)
+    found: Callable[..., Any] | None = getattr(home, "ALL_ATTENTION_FUNCTIONS", CORES).get_interface(core, own)
+    if found is None:
+        raise NotAvailableError(
+            f"sequence parallelism is not available here: {type(module).__name__} has no attention {core!r} of a name"
+        )
+    return found
+
+
+class _Local:
+    """An attention module as its core sees it: this rank's query heads, and what is one number for each of them."""
+
+    def __init__(self, module: nn.Module, axis: Axis, heads: int, kv: int) -> None:
+        self._module, self._axis, self._heads = module, axis, heads
+        if hasattr(module, "num_key_value_groups"):
+            self.num_key_value_groups = heads // kv
+
+    def __getattr__(self, name: str) -> Any:
+        return self.own(getattr(self._module, name))
+
+    def own(self, value: Any) -> Any:
+        """This rank's part of a number for each query head; anything else as it is."""
+        each = isinstance(value, torch.Tensor) and value.is_floating_point()
+        if each and value.shape == (self._heads * self._axis.size,):
+            return value.narrow(0, self._axis.rank * self._heads, self._heads)
+        return value
+
+
+def _attention(
+    core: str,
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    *,
+    ds_sequence: Sequence | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """As attention of Transformers: states `[batch, heads, tokens, width]` to a context `[batch, tokens, heads, …]`."""
+    if ds_sequence is None:
+        if _current.get() is not None:
+            raise NotAvailableError(
+                f"sequence parallelism is not available here: {type(module).__name__} is not handed the keyword "
+                f"arguments of the model's forward"
+            )
+        return _core_of(module, core)(module, query, key, value, attention_mask, **kwargs)
+    if kwargs.get("position_ids") is not None:
+        kwargs["position_ids"] = ds_sequence.positions
+
+    def local(*states: torch.Tensor) -> torch.Tensor:
+        query, key, value = (state.transpose(1, 2) for state in states)
+        shown: Any = _Local(module, ds_sequence.axis, query.shape[1], key.shape[1])
+        given = {name: shown.own(value) for name, value in kwargs.items()}
+        return _core_of(module, core)(shown, query, key, value, attention_mask, **given)[0]
+
+    made = ds_sequence.made
+    # In memory tokens come before heads, as a model's projections leave them, and as it goes on with the context.
+    states = [state.transpose(1, 2) for state in (query, key, value)]
+    return attend(local, states, made.axis, 2, 1, made.name_of(module), made.recompute), None
+
+
+def _mask(
+    core: str,
+    *args: Any,
+    q_length: int,
+    kv_length: int,
+    mask_function: Callable[..., Any],
+    attention_mask: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> Any:
+    """As a mask of Transformers, for the whole sequence: padding and packed documents are those of all ranks."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as MASKS
+
+    made: Callable[..., Any] = MASKS[core]
+    sequence = _current.get()
+    if sequence is None:
+        given = {"q_length": q_length, "kv_length": kv_length, "mask_function": mask_function}
+        return made(*args, **given, attention_mask=attention_mask, **kwargs)
+    tokens = sequence.positions.shape[1]
+    if (documents := sequence.documents) is not None:
+        mask_function = _by_document(mask_function, sequence.positions, documents)
+        kwargs["allow_is_causal_skip"] = False
+    mask = None if sequence.mask is None else sequence.mask.to(torch.bool)
+    return made(*args, q_length=tokens, kv_length=tokens, mask_function=mask_function, attention_mask=mask, **kwargs)
+
+
+def _by_document(rule: Callable[..., Any], positions: torch.Tensor, documents: torch.Tensor) -> Callable[..., Any]:
+    """A mask's rule for packed documents: by positions within one, and tokens of two do not see each other."""
+
+    def within(batch: Any, head: Any, query: Any, key: Any) -> Any:
+        inside = rule(batch, head, positions[batch, query], positions[batch, key])
+        return inside & (documents[batch, query] == documents[batch, key])
+
+    return within
+
+
+def _whole_loss(inner: Any, kind: str) -> Callable[..., torch.Tensor]:
+    """A model's loss over all tokens of a sequence, equal on all of its ranks, whose gradients are summed.
+
+    Args:
+        inner: the loss of one rank's tokens.
+        kind: as Transformers calls it, such as "ForCausalLM".
+    """
+    inner = getattr(inner, "_ds_inner", inner)  # of a copy of a cut model
+    causal = kind == "ForCausalLM" or getattr(inner, "__name__", "") == "ForCausalLMLoss"
+    if not causal and kind not in TOKEN_HEADS:
+        return inner
+    if not counts_items(inner):
+        raise NotAvailableError(
+            f"sequence parallelism is not available here: the loss {getattr(inner, '__name__', type(inner).__name__)} "
+            f"does not divide its sum over tokens by num_items_in_batch, so its mean over a slice would be taken for "
+            f"that over all tokens: let it, or compute the loss outside of the model"
+        )
+
+    def loss(
+        logits: torch.Tensor,
+        labels: torch.Tensor,
+        *args: Any,
+        num_items_in_batch: Any = None,
+        ignore_index: int = IGNORED,
+        shift_labels: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        kwargs.pop(_KEYWORD, None)
+        kwargs |= {"ignore_index": ignore_index} | ({} if shift_labels is None else {"shift_labels": shift_labels})
+        sequence = _current.get()
+        if sequence is None:
+            return inner(logits, labels, *args, num_items_in_batch=num_items_in_batch, **kwargs)
+        sequence.labels = None
+        axis, counted = sequence.axis, labels
+        if causal:
+            if shift_labels is None:
+                whole = shifted(gathered(labels.contiguous(), axis, 1, label="labels of a sequence"))
+                shift_labels = whole.chunk(axis.size, 1)[axis.rank]
+            counted = kwargs["shift_labels"] = shift_labels
+        items = num_items_in_batch
+        if items is None:
+            items = summed((counted != ignore_index).sum().float(), axis, "tokens of a sequence").clamp(min=1)
+        part = inner(logits, labels, *args, num_items_in_batch=items, **kwargs)
+        return gather_to(part.reshape(1), axis, 0, label="loss of a sequence").sum()
+
+    loss._ds_inner = inner  # type: ignore[attr-defined]
+    return loss

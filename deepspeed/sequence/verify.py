@@ -1,0 +1,134 @@
+"""Compares a sequence-parallel model with the whole one on a small example batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from deepspeed.comm.collectives.same_error import run_together
+from deepspeed.comm.collectives.torch_api import told_by_all
+from deepspeed.comm.process_groups.axis import Axis
+from deepspeed.errors import SequenceParallelError
+from deepspeed.foundation.fake_mode import simulating
+from deepspeed.foundation.pytree import tensors_in
+from deepspeed.sequence.batches import slice_batch
+from deepspeed.sequence.transformers_adapter import SequenceModel
+
+# Of the largest value, by the precision the model computes in.
+TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 6e-2, torch.float16: 2e-2}
+_TOKENS = 5  # per rank
+PACKED = "packed"
+T = TypeVar("T")
+
+
+def prove(made: SequenceModel, everyone: Axis) -> None:
+    """Run the model on whole sequences and on slices.
+
+    One batch has padding on its left, one has packed documents: positions, masks and what is cut by documents are
+    compared with them.
+
+    Args:
+        made: the model, with its ranks of a sequence.
+        everyone: all ranks that compute with these layers; they call together, and their forwards meet.
+
+    Raises:
+        SequenceParallelError: on every rank, with what differs on which, or what one of them alone has raised.
+    """
+    model, disabled, made.disable_in_eval = made.model, made.disable_in_eval, False
+    training = [module for module in model.modules() if module.training]
+    states = torch.get_rng_state()
+    model.eval()
+    try:
+        batches = _together(made, everyone, lambda: list(_batches(made)))
+        found = [texts for kind, batch in batches for texts in [_compared(made, everyone, kind, batch)]]
+    finally:
+        made.disable_in_eval = disabled
+        torch.set_rng_state(states)
+        for module in training:
+            module.training = True
+    wrong = ["; ".join(filter(None, texts)) for texts in zip(*found, strict=True)]
+    if any(wrong):
+        raise _wrong(made, everyone, wrong)
+
+
+def _together(made: SequenceModel, everyone: Axis, action: Callable[[], T]) -> T:
+    """What a part of the proof gives this rank; where a rank raises, all end."""
+    return run_together(everyone, action).given(lambda texts: _wrong(made, everyone, texts))
+
+
+def _wrong(made: SequenceModel, everyone: Axis, texts: Sequence[str]) -> SequenceParallelError:
+    by_rank = " | ".join(f"rank {everyone.ranks[at]}: {text}" for at, text in enumerate(texts) if text)
+    return SequenceParallelError(
+        f"{type(made.model).__name__} over a sequence that {made.axis.size} ranks share (sp) does not compute what it "
+        f"computes whole: {by_rank}"
+    )
+
+
+def _batches(made: SequenceModel) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Two sequences each: padded on the left, and packed of two documents."""
+    config = made.model.config.get_text_config()
+    device = next(made.model.parameters()).device
+    vocabulary, tokens = min(int(config.vocab_size), 1000), _TOKENS * made.axis.size
+    draw = torch.Generator().manual_seed(1)
+    ids = torch.randint(min(3, vocabulary - 1), vocabulary, (2, tokens), generator=draw)
+    mask, padding = torch.ones_like(ids), getattr(config, "pad_token_id", None)
+    mask[1, :3] = 0
+    padded = ids if padding is None else ids.masked_fill(mask == 0, padding)
+    yield "padded", {"input_ids": padded.to(device), "attention_mask": mask.to(device), **made.without_cache}
+    places = torch.arange(tokens)
+    first = tokens // 2 - 2
+    places = torch.where(places < first, places, places - first).expand(2, -1)
+    yield PACKED, {"input_ids": ids.to(device), "position_ids": places.to(device), **made.without_cache}
+
+
+def _compared(made: SequenceModel, everyone: Axis, kind: str, batch: dict[str, Any]) -> list[str]:
+    """What differs, by rank. Documents see each other over slices too, where the model lets them in whole sequences."""
+
+    def found() -> list[str]:
+        own = _together(made, everyone, lambda: "; ".join(_differences(made, kind, batch)))
+        return told_by_all(everyone, own)
+
+    texts = found()
+    if kind == PACKED and any(texts):
+        made.separates = False
+        texts = found()
+    return texts
+
+
+def _differences(made: SequenceModel, kind: str, batch: dict[str, Any]) -> Iterator[str]:
+    axis, tokens = made.axis, batch["input_ids"].shape[1]
+    with torch.no_grad():
+        with made.plainly():
+            whole = _outputs(made.model(**batch))
+        ours = _outputs(made.model(**slice_batch(batch, axis)))
+    if simulating():  # nothing has values that could differ: a real run compares them
+        return
+    part = tokens // axis.size
+    mine = slice(axis.rank * part, (axis.rank + 1) * part)
+    counted = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()[:, mine]
+    tolerance = TOLERANCES[next(p.dtype for p in made.model.parameters() if p.is_floating_point())]
+    for at, ((name, wanted), (_, got)) in enumerate(zip(whole, ours, strict=False)):
+        by_token = wanted.dim() > 1 and wanted.shape[1] == tokens and got.shape[1] == part
+        if not at and not (by_token and wanted.dim() > 2):
+            shapes = tuple(wanted.shape), tuple(got.shape)
+            yield f"its output {shapes[0]} has no entry for each of {tokens} tokens, and {shapes[1]} cut"
+            return
+        what = f"outputs of {kind} sequences differ"
+        if by_token:
+            wanted, got = wanted[:, mine][counted], got[counted]
+        elif wanted.shape != got.shape:  # the model's own affair
+            continue
+        else:  # of one token that it takes for the first or last
+            what = f"'{name}', which has no entry for each token, differs in {kind} sequences"
+        wanted, got = wanted.float(), got.float()
+        gap, scale = float((wanted - got).abs().max()), float(wanted.abs().max())
+        if not gap <= tolerance * scale:
+            yield f"{what} by {gap / max(scale, 1e-30):.2g} of their largest value"
+
+
+def _outputs(output: Any) -> list[tuple[str, torch.Tensor]]:
+    """Tensors of numbers, by the names they have."""
+    named = output.items() if isinstance(output, Mapping) else [("output", output)]
+    return [(name, tensor) for name, value in named for tensor in tensors_in(value) if tensor.is_floating_point()]

@@ -1,0 +1,174 @@
+"""The arguments of `ds_serve`: the model, the limits and the address."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from deepspeed.errors import ArgumentError
+from deepspeed.foundation.log import say
+
+_LEAST = {
+    "max_sequences": 1, "max_body": 1, "max_choices": 1, "max_batch_tokens": 1, "max_waiting": 0, "max_length": 0,
+    "cache_bytes": 0, "threads": 0, "speculation": 0, "port": 0,
+}  # fmt: skip
+_LONGEST = 1e8  # seconds; the event loop's clock has an end
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What the engine's process needs.
+
+    Attributes:
+        model: a folder of Transformers, or a name that it resolves.
+        dtype: "auto" (the folder's), "fp32", "bf16" or "fp16".
+        quantize: "", "int8" or "int4".
+        checkpoint: weights in place of the folder's, in any form that `init_inference` takes.
+        threads: of torch; 0 leaves its own choice.
+        cache_bytes: of keys and values; 0 lets the generator choose.
+        max_sequences: sequences that run at once.
+        max_length: tokens of prompt and answer; 0 takes the model's own limit.
+        max_batch_tokens: rows of a pass.
+        speculation: tokens guessed at a time.
+        prefix_cache: whether beginnings that are known are not computed again.
+        lossless_weights: whether bf16 matrices are held in 12 bits, where that is computed with; every bit is kept.
+    """
+
+    model: str
+    dtype: str = "auto"
+    quantize: str = ""
+    checkpoint: str = ""
+    threads: int = 0
+    cache_bytes: int = 0
+    max_sequences: int = 64
+    max_length: int = 0
+    max_batch_tokens: int = 768
+    speculation: int = 0
+    prefix_cache: bool = True
+    lossless_weights: bool = True
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """What the web process needs.
+
+    Attributes:
+        engine: of the other process.
+        name: of the model in requests and answers.
+        host: address to listen at.
+        port: 0 takes a free one.
+        api_keys: one of them must come as a bearer token; none means everybody is served.
+        max_waiting: requests accepted beyond those that run; more are answered 429.
+        max_body: bytes of a request.
+        max_choices: answers to one request, over all of its prompts.
+        timeout: seconds until a request is given up.
+        step_timeout: seconds without a step, while requests are there, after which health is 503.
+        drain: seconds that running requests have after SIGTERM.
+        grace: seconds between the engine's death and the end of this process, in which health says so.
+        chat_template: a Jinja file in place of the tokenizer's own.
+    """
+
+    engine: EngineOptions
+    name: str
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: tuple[str, ...] = ()
+    max_waiting: int = 128
+    max_body: int = 4 << 20
+    max_choices: int = 64
+    timeout: float = 600.0
+    step_timeout: float = 60.0
+    drain: float = 60.0
+    grace: float = 3.0
+    chat_template: str = ""
+
+
+def parse(arguments: Sequence[str] | None = None) -> ServeOptions:
+    """The command line of `ds_serve`.
+
+    Raises:
+        ArgumentError: a number out of its range, or a file that is not there.
+    """
+    given = _parser().parse_args(arguments)
+    keys = list(given.api_key)
+    if not all(key.strip() for key in keys):  # as of a variable that is not set: it would serve everybody
+        raise ArgumentError("--api-key is empty; leave it out to serve everybody")
+    if given.api_key_file:
+        found = [line.strip() for line in _read(given.api_key_file).splitlines() if line.strip()]
+        if not found:
+            raise ArgumentError(f"--api-key-file {given.api_key_file} holds no key; leave it out to serve everybody")
+        keys += found
+    if os.environ.get("DS_SERVE_API_KEY"):
+        keys.append(os.environ["DS_SERVE_API_KEY"])
+    _check(given)
+    template = _read(given.chat_template) if given.chat_template else ""
+    engine = EngineOptions(
+        given.model, given.dtype, given.quantize, given.checkpoint, given.threads, given.cache_bytes,
+        given.max_sequences, given.max_length, given.max_batch_tokens, given.speculation, not given.no_prefix_cache,
+        not given.no_lossless_weights,
+    )  # fmt: skip
+    name = given.served_model_name or Path(given.model).name or given.model
+    return ServeOptions(
+        engine, name, given.host, given.port, tuple(keys), given.max_waiting, given.max_body, given.max_choices,
+        given.timeout, given.step_timeout, given.drain, given.grace, template,
+    )  # fmt: skip
+
+
+def _check(given: argparse.Namespace) -> None:
+    if not given.model or not Path(given.model).is_dir():
+        if given.model.count("/") > 1 or given.model[:1] in ("", "/", ".", "~"):
+            raise ArgumentError(
+                f"there is no folder {given.model!r}: give one that `save_pretrained` has written, with the tokenizer"
+            )
+        say(f"there is no folder {given.model} here: Transformers looks for a model of that name")
+    for name, least in _LEAST.items():
+        if getattr(given, name) < least:
+            raise ArgumentError(f"--{name.replace('_', '-')} has to be at least {least}")
+    for name, least in (("timeout", 1e-3), ("step_timeout", 1e-3), ("drain", 0), ("grace", 0)):
+        if not least <= getattr(given, name) <= _LONGEST:
+            raise ArgumentError(f"--{name.replace('_', '-')} has to be {least:g} to {_LONGEST:.0f} seconds")
+    if given.port > 65535:
+        raise ArgumentError(f"--port {given.port} is none; the last one is 65535")
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ArgumentError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "ds_serve", description="Serve a causal language model over OpenAI's HTTP interface."
+    )
+    add = parser.add_argument
+    add("model", help="folder of a Transformers model with its tokenizer")
+    add("--served-model-name", default="", help="its name in requests (default: the folder's)")
+    add("--host", default="127.0.0.1")
+    add("--port", type=int, default=8000, help="0 takes a free one")
+    add("--dtype", default="auto", choices=["auto", "fp32", "bf16", "fp16"])
+    add("--quantize", default="", choices=["", "int8", "int4"], help="pack the weights")
+    add("--checkpoint", default="", help="weights in place of the folder's")
+    add("--threads", type=int, default=0, help="of the engine (default: torch's choice)")
+    add("--cache-bytes", type=int, default=0, help="memory of keys and values")
+    add("--max-sequences", type=int, default=64, help="that run at once")
+    add("--max-length", type=int, default=0, help="tokens of prompt and answer (default: the model's limit)")
+    add("--max-batch-tokens", type=int, default=768, help="rows of a pass")
+    add("--speculation", type=int, default=0, help="tokens guessed at a time from the text itself")
+    add("--no-prefix-cache", action="store_true")
+    add("--no-lossless-weights", action="store_true", help="keep bf16 matrices as they are, not in 12 bits")
+    add("--max-waiting", type=int, default=128, help="requests accepted beyond those that run; then 429")
+    add("--max-body", type=int, default=4 << 20, help="bytes of a request")
+    add("--max-choices", type=int, default=64, help="answers to one request")
+    add("--timeout", type=float, default=600.0, help="seconds of a request")
+    add("--step-timeout", type=float, default=60.0, help="seconds without a step after which health is 503")
+    add("--drain", type=float, default=60.0, help="seconds for running requests after SIGTERM")
+    add("--grace", type=float, default=3.0, help="seconds that /health still answers after the engine's death")
+    add("--api-key", action="append", default=[], help="may be repeated; also DS_SERVE_API_KEY")
+    add("--api-key-file", default="", help="one key per line")
+    add("--chat-template", default="", help="Jinja file")
+    return parser

@@ -1,0 +1,224 @@
+"""Requests in OpenAI's format: fields, checks and errors."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from deepspeed.errors import DeepSpeedError
+
+# Fields that say nothing about the answer: taken and left alone.
+_QUIET = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"}
+# field: values that ask for nothing
+_LACKING: dict[str, tuple[Any, ...]] = {
+    "tools": (None, []), "tool_choice": (None, "none"), "functions": (None, []), "function_call": (None, "none"),
+    "response_format": (None, {"type": "text"}), "suffix": (None, ""), "audio": (None,), "modalities": (None, ["text"]),
+    "prediction": (None,), "web_search_options": (None,), "reasoning_effort": (None,), "verbosity": (None,),
+    "guided_json": (None,), "guided_regex": (None,), "best_of": (None, 1),
+}  # fmt: skip
+
+
+class Refusal(DeepSpeedError):
+    """A request that is not answered.
+
+    Args:
+        status: of HTTP.
+        message: what, and what to do.
+        param: the field.
+        code: a word for programs.
+        kind: OpenAI's class of error.
+        retry_after: seconds after which it may go.
+    """
+
+    def __init__(
+        self, status: int, message: str, param: str | None = None, code: str | None = None, kind: str = "",
+        retry_after: int | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(message)
+        self.status, self.param, self.code, self.retry_after = status, param, code, retry_after
+        self.kind = kind or ("invalid_request_error" if status < 500 else "server_error")
+
+    def body(self) -> dict[str, Any]:
+        """OpenAI's form."""
+        return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}}
+
+
+class StreamOptions(BaseModel):
+    """`stream_options`."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    include_usage: bool | None = False
+    include_obfuscation: bool | None = False  # nothing is padded
+
+
+class _Asked(BaseModel):
+    """What both endpoints take."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    model: str
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    n: int | None = Field(None, ge=1)
+    stop: str | list[str] | None = None
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    logit_bias: dict[str, float] | None = None
+    max_tokens: int | None = Field(None, ge=1)
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    top_k: int | None = Field(None, ge=-1)
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, gt=0, le=10)
+    ignore_eos: bool | None = False
+    min_tokens: int | None = Field(None, ge=0)
+    stop_token_ids: list[int] | None = None
+
+    def stops(self) -> tuple[str, ...]:
+        """Stop strings.
+
+        Raises:
+            Refusal: more than four, or an empty one.
+        """
+        found = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        if len(found) > 4 or not all(found):
+            raise Refusal(400, f"stop: up to 4 strings that are not empty; got {len(found)}", "stop", "invalid_value")
+        return found
+
+    def wanted_tokens(self) -> int | None:
+        """Tokens of the answer at most; None: as many as there is room for."""
+        return self.max_tokens
+
+    def wanted_logprobs(self) -> int | None:
+        """Alternatives to each token; None: no log-probabilities."""
+        return None
+
+    def sampling(self, most: int) -> dict[str, Any]:
+        """The keyword arguments of `Sampling`, but for `index`."""
+        said: dict[str, Any] = {
+            "max_new_tokens": most, "temperature": 1.0 if self.temperature is None else self.temperature,
+            "top_p": self.top_p, "top_k": None if self.top_k == -1 else self.top_k, "min_p": self.min_p,
+            "repetition_penalty": self.repetition_penalty, "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty, "seed": self.seed, "stop": self.stops(),
+            "stop_token_ids": tuple(self.stop_token_ids or ()), "ignore_eos": bool(self.ignore_eos),
+            "min_new_tokens": self.min_tokens, "logprobs": self.wanted_logprobs(), "logit_bias": self._bias(),
+        }  # fmt: skip
+        if self.min_tokens is not None and self.min_tokens > most:
+            raise Refusal(
+                400, f"min_tokens {self.min_tokens} is more than max_tokens {most}", "min_tokens", "invalid_value"
+            )
+        return {key: value for key, value in said.items() if value is not None}
+
+    def _bias(self) -> dict[int, float] | None:
+        if not self.logit_bias:
+            return None
+        try:
+            made = {int(token): value for token, value in self.logit_bias.items()}
+        except ValueError:
+            raise Refusal(400, "logit_bias: keys are numbers of tokens", "logit_bias", "invalid_value") from None
+        if any(not -100 <= value <= 100 for value in made.values()):
+            raise Refusal(400, "logit_bias: values are from -100 to 100", "logit_bias", "invalid_value")
+        return made
+
+
+class Completion(_Asked):
+    """`POST /v1/completions`."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    echo: bool | None = False
+    logprobs: int | None = Field(None, ge=0, le=5)
+
+    def prompts(self) -> list[str] | list[list[int]]:
+        """One by one.
+
+        Raises:
+            Refusal: there is none.
+        """
+        given: Any = self.prompt
+        if isinstance(given, str) or (given and isinstance(given[0], int)):
+            given = [given]
+        if not given or not all(given) and any(isinstance(one, list) for one in given):
+            raise Refusal(400, "prompt: an empty list holds nothing to go on from", "prompt", "invalid_value")
+        return given
+
+    def wanted_tokens(self) -> int | None:
+        """OpenAI's default is 16."""
+        return 16 if self.max_tokens is None else self.max_tokens
+
+    def wanted_logprobs(self) -> int | None:
+        """As given."""
+        return self.logprobs
+
+
+class Text(BaseModel):
+    """A part of a message's content."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    """A message of a chat."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[Text]
+    name: str | None = None
+    refusal: str | None = None
+
+    def plain(self) -> dict[str, str]:
+        """What chat templates read."""
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+
+
+class Chat(_Asked):
+    """`POST /v1/chat/completions`."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = False
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+
+    def wanted_tokens(self) -> int | None:
+        """The newer name goes first."""
+        return self.max_completion_tokens or self.max_tokens
+
+    def wanted_logprobs(self) -> int | None:
+        """`top_logprobs`, where `logprobs` is on.
+
+        Raises:
+            Refusal: `top_logprobs` without it.
+        """
+        if self.top_logprobs and not self.logprobs:
+            raise Refusal(400, "top_logprobs: needs logprobs: true", "top_logprobs", "invalid_value")
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+def parse(kind: type[Completion] | type[Chat], body: bytes) -> Any:
+    """A request from its bytes.
+
+    Raises:
+        Refusal: 400, with the field's name.
+    """
+    try:
+        said = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise Refusal(400, f"The body is not valid JSON: {error}", code="invalid_json") from None
+    if not isinstance(said, dict):
+        raise Refusal(400, f"The body has to be a JSON object, not {type(said).__name__}", code="invalid_json")
+    for name, idle in _LACKING.items():
+        if name in said and said.pop(name) not in idle:
+            raise Refusal(400, f"{name} is not available: this server does not have it", name, "unsupported_parameter")
+    said = {name: value for name, value in said.items() if name not in _QUIET}
+    try:
+        return kind.model_validate(said)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"][:2])
+        code = "unknown_parameter" if first["type"] == "extra_forbidden" else "invalid_value"
+        text = "is unknown" if code == "unknown_parameter" else first["msg"]
+        raise Refusal(400, f"{where}: {text}", str(first["loc"][0]) if first["loc"] else None, code) from None

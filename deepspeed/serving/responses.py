@@ -1,0 +1,143 @@
+"""Responses in OpenAI's format, whole and in chunks."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from dataclasses import dataclass, field
+from typing import Any
+
+from deepspeed.serving.ipc import Part
+from deepspeed.serving.text_stream import TextStream
+
+DONE = "data: [DONE]\n\n"
+_encoded = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
+
+def event(body: dict[str, Any]) -> str:
+    """A server-sent event."""
+    return f"data: {_encoded(body)}\n\n"
+
+
+@dataclass(eq=False)
+class Choice:
+    """One answer as it grows.
+
+    Attributes:
+        index: among the answers of a request.
+        prompt: its tokens.
+        stream: tokens to text.
+        lead: text that goes before the first token (`echo`).
+    """
+
+    index: int
+    prompt: list[int]
+    stream: TextStream
+    lead: str = ""
+    tokens: int = 0
+    text: list[str] = field(default_factory=list)
+    logprobs: list[Any] = field(default_factory=list)
+    offset: int = 0
+    reason: str | None = None
+
+    def take(self, part: Part) -> tuple[str, list[Any]]:
+        """New text and log-probabilities."""
+        self.tokens += len(part.tokens)
+        if part.finish_reason is None:
+            text = self.stream.push(part.tokens)
+        else:
+            text = self.stream.finish(part.tokens, part.matched)
+            self.reason = part.finish_reason
+        text, self.lead = self.lead + text, ""
+        return text, list(part.logprobs or [])
+
+
+class Form:
+    """How answers look; one for each endpoint.
+
+    Args:
+        model: its name.
+        tokenizer: names tokens in log-probabilities.
+        chat: messages rather than text.
+        wants_logprobs: whether they were asked for.
+    """
+
+    def __init__(self, model: str, tokenizer: Any, chat: bool, wants_logprobs: bool) -> None:
+        self._tokenizer, self._chat, self._wants = tokenizer, chat, wants_logprobs
+        self.ident = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
+        self._head = {"id": self.ident, "created": int(time.time()), "model": model}
+
+    def whole(self, choices: list[Choice]) -> dict[str, Any]:
+        """The answer to a request that does not stream."""
+        made = []
+        for choice in choices:
+            text = "".join(choice.text)
+            said = (
+                {"message": {"role": "assistant", "content": text, "refusal": None}} if self._chat else {"text": text}
+            )
+            choice.offset = 0
+            logprobs = self._logprobs(choice, choice.logprobs)
+            made.append({"index": choice.index, **said, "logprobs": logprobs, "finish_reason": choice.reason})
+        kind = "chat.completion" if self._chat else "text_completion"
+        return {**self._head, "object": kind, "choices": made, "usage": usage(choices)}
+
+    def first(self, choice: Choice) -> dict[str, Any]:
+        """The chunk of a chat that says who speaks."""
+        return self._chunk(choice.index, {"delta": {"role": "assistant", "content": ""}}, None, None)
+
+    def chunk(self, choice: Choice, text: str, logprobs: list[Any]) -> dict[str, Any]:
+        """New text; the reason with the last one."""
+        said: dict[str, Any] = (
+            {"delta": {"content": text} if text or choice.reason is None else {}} if self._chat else {"text": text}
+        )
+        return self._chunk(choice.index, said, self._logprobs(choice, logprobs), choice.reason)
+
+    def last(self, choices: list[Choice]) -> dict[str, Any]:
+        """The chunk with what was used."""
+        kind = "chat.completion.chunk" if self._chat else "text_completion"
+        return {**self._head, "object": kind, "choices": [], "usage": usage(choices)}
+
+    def _chunk(self, index: int, said: dict[str, Any], logprobs: Any, reason: str | None) -> dict[str, Any]:
+        kind = "chat.completion.chunk" if self._chat else "text_completion"
+        choice = {"index": index, **said, "logprobs": logprobs, "finish_reason": reason}
+        return {**self._head, "object": kind, "choices": [choice]}
+
+    # -- log-probabilities ----------------------------------------------------------------------------------------
+
+    def _logprobs(self, choice: Choice, found: list[Any]) -> dict[str, Any] | None:
+        if not self._wants:
+            return None
+        if self._chat:
+            return {"content": [self._token(one) for one in found], "refusal": None}
+        names = [self._name(token) for token, _, _ in found]
+        offsets = []
+        for name in names:
+            offsets.append(choice.offset)
+            choice.offset += len(name)
+        return {
+            "tokens": names,
+            "token_logprobs": [value for _, value, _ in found],
+            "top_logprobs": [{self._name(token): value for token, value in top} for _, _, top in found],
+            "text_offset": offsets,
+        }
+
+    def _token(self, one: Any) -> dict[str, Any]:
+        token, value, top = one
+        return {**self._named(token, value), "top_logprobs": [self._named(*other) for other in top]}
+
+    def _named(self, token: int, value: float) -> dict[str, Any]:
+        name = self._name(token)
+        return {"token": name, "logprob": value, "bytes": list(name.encode("utf-8", "replace"))}
+
+    def _name(self, token: int) -> str:
+        """Its text; the vocabulary's own spelling where it is no whole character, so that names differ."""
+        text = self._tokenizer.decode([token])
+        return self._tokenizer.convert_ids_to_tokens(token) if "\ufffd" in text or not text else text
+
+
+def usage(choices: list[Choice]) -> dict[str, int]:
+    """Tokens read and written; several answers to one prompt read it once."""
+    prompts = {id(choice.prompt): len(choice.prompt) for choice in choices}
+    read, written = sum(prompts.values()), sum(choice.tokens for choice in choices)
+    return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}

@@ -1,0 +1,257 @@
+"""Records the trace of a step: operators, copies and waits, with their streams and memory.
+
+A CPU has one stream, and `Recorder` is enough for it. What a device is asked besides (streams, events, messages) is
+recorded by `benchmarks/device_recorder.py`, a recorder for the emulated device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from math import prod
+from typing import Any
+
+import torch
+
+from deepspeed.foundation.pytree import tensors_in
+from deepspeed.ops.dispatch import DispatchMode
+from deepspeed.ops.fake_tensors import dispatches, is_fake
+from deepspeed.ops.flop_formulas import formulas
+from deepspeed.simulator.trace import COPY, HOST, KERNEL, MARK, NOTHING, ORDER, WAIT, Block, Entry, Recording
+
+DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
+_FREE = ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "empty_permuted")
+_VIEWS = ("_unsafe_view", "_reshape_alias", "lift_fresh", "alias", "detach", "record_stream", "set_", "resize_")
+_COPIES = ("copy_", "_to_copy", "_copy_from")
+_OVERWRITES = ("copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_", "normal_", "uniform_")
+# Operators that touch a part of what they are given: that part, which is read and written.
+_PARTS: dict[str, Any] = {
+    "embedding": lambda _args, out: [out],  # the rows that are looked up
+    "nll_loss_forward": lambda args, _out: [args[1]],
+    "all_gather_copy_in": lambda args, _out: args[0],  # FSDP2's: the shards, into their place in the full buffer
+}
+_SMALL = 1 << 16  # bytes of host memory whose arithmetic is part of the host's time per launch
+
+
+class Recorder(DispatchMode):
+    """Inside, a step is written down. Enter it inside `Valueless`, so that recording costs no arithmetic.
+
+    Args:
+        recording: that is filled.
+        device: type of the device whose operators are kernels.
+
+    Attributes:
+        on: whether entries are added; memory is followed anyway.
+    """
+
+    def __init__(self, recording: Recording, device: str = "cpu") -> None:
+        super().__init__()
+        self.recording, self.on = recording, True
+        self._device, self._formulas, self._mark = device, formulas(), ""
+        self._last: dict[int, int] = {}  # by stream: its last entry
+        self._alive: dict[int, tuple[Any, int, int]] = {}  # by storage: what hears of its end, number, bytes
+        self._next = 0
+
+    # -- what is launched --------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if dispatches(types):
+            return NotImplemented if not is_fake(types) else func(*args, **kwargs)
+        name = func._overloadpacket.__name__
+        if func.namespace == "c10d":
+            return self.message(name, func, args, kwargs)
+        out = func(*args, **kwargs)
+        given, made = [*tensors_in((args, kwargs))], [*tensors_in(out)]
+        if is_fake(map(type, made)):  # DTensor asks for shapes, of whole tensors: what it asks with is made here too
+            return out
+        for tensor in given:
+            self._see(tensor)
+        for tensor in made:  # those that are views of what was given, or the same, are known by now
+            self._see(tensor, made=True)
+        tensors = given + made
+        if name == "record_stream":
+            self._used(args[0], args[1].stream_id)
+        elif name == "_local_scalar_dense":
+            if self.here(args[0]):
+                self.wait(self.behind())
+        elif name not in _FREE and name not in _VIEWS and not _is_view(func):
+            self._operator(func, name, args, kwargs, out, tensors)
+        return out
+
+    def here(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is on the device."""
+        return tensor.device.type == self._device
+
+    def _operator(self, func: Any, name: str, args: Any, kwargs: Any, out: Any, tensors: list[torch.Tensor]) -> None:
+        on_device = [self.here(tensor) for tensor in tensors if tensor.dim() or tensor.numel() > 1]
+        nbytes = _traffic(tensors)
+        if self._device != "cpu" and any(on_device) and not all(on_device) and name in _COPIES:
+            self._copy(name, args, kwargs, out)
+            return
+        if not any(self.here(tensor) for tensor in tensors):
+            if nbytes > _SMALL and any(tensor.device.type == "cpu" for tensor in tensors):
+                self.add(Entry(HOST, name, nbytes=nbytes))
+            return
+        nbytes += _read_as_well(func, name, args, kwargs)
+        if name in _PARTS:
+            nbytes = 2.0 * sum(tensor.numel() * tensor.itemsize for tensor in _PARTS[name](args, out))
+        formula = self._formulas.get(func._overloadpacket)
+        flops = 0.0 if formula is None else float(formula(*args, **kwargs, out_val=out))
+        if flops and "flash_attention" in name and _is_causal(func, args, kwargs):
+            flops /= 2  # formulas count the masked half, which the kernel leaves out
+        dtype = next((DTYPES[t.dtype] for t in tensors if t.dtype in DTYPES), "")
+        self.add(Entry(KERNEL, name, self.current(), flops, nbytes, dtype))
+
+    def _copy(self, name: str, args: Any, kwargs: Any, out: Any) -> None:
+        if name == "copy_":
+            into, source = args[0], args[1]
+            waits = not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
+        else:
+            into, source, waits = out, args[0], not kwargs.get("non_blocking", False)
+        to_host = not self.here(into)
+        self.add(
+            Entry(COPY, "to_host" if to_host else "to_device", self.current(), nbytes=source.numel() * source.itemsize)
+        )
+        if waits:
+            self.wait(len(self.recording.entries) - 1)
+
+    def add(self, entry: Entry) -> None:
+        """The next entry."""
+        if not self.on:
+            return
+        entry.where = self._mark
+        self.recording.entries.append(entry)
+        if entry.kind in (KERNEL, COPY, ORDER):
+            self._last[entry.stream] = len(self.recording.entries) - 1
+
+    def mark(self, name: str) -> None:
+        """Name what follows."""
+        self._mark = name
+        self.add(Entry(MARK, name))
+
+    # -- streams and events ------------------------------------------------------------------------------------------
+
+    def current(self) -> int:
+        """The stream that is current in this thread."""
+        return 0
+
+    def behind(self, stream: int | None = None) -> int:
+        """The last entry of a stream; None: of the current one."""
+        return self._last.get(self.current() if stream is None else stream, NOTHING)
+
+    def order(self, after: int, stream: int | None = None) -> None:
+        """A stream goes on behind an entry."""
+        if after != NOTHING:
+            self.add(Entry(ORDER, "order", self.current() if stream is None else stream, after=after))
+
+    def wait(self, after: int) -> None:
+        """The host goes on behind an entry."""
+        if after != NOTHING:
+            self.add(Entry(WAIT, "wait", after=after))
+
+    def wait_all(self) -> None:
+        """The host goes on behind all streams."""
+        for stream in list(self._last):
+            self.wait(self._last[stream])
+
+    # -- memory ------------------------------------------------------------------------------------------------------
+
+    def _see(self, tensor: torch.Tensor, made: bool = False) -> None:
+        if not self.here(tensor) or tensor.layout != torch.strided:
+            return
+        storage = tensor.untyped_storage()
+        known = self._alive.get(storage._cdata)
+        if known is None:
+            self._next += 1
+            number = self._next
+            gone = functools.partial(_gone, weakref.ref(self), storage._cdata, number)
+            reference = weakref.ref(storage, gone)
+        else:
+            reference, number, before = known
+            if before == storage.nbytes():
+                return
+        self._alive[storage._cdata] = (reference, number, storage.nbytes())
+        self._block(number, storage.nbytes(), new=made and known is None)
+
+    def _block(self, number: int, nbytes: int, stream: int = 0, used: bool = False, new: bool = False) -> None:
+        at = len(self.recording.entries)
+        self.recording.blocks.append(Block(at, number, nbytes, stream if used else self.current(), used, new))
+
+    def _used(self, tensor: torch.Tensor, stream: int) -> None:
+        known = self._alive.get(tensor.untyped_storage()._cdata)
+        if known is not None:
+            self._block(known[1], known[2], stream, True)
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        known = self._alive.get(storage._cdata)
+        if known is not None and known[2] != storage.nbytes():
+            self._alive[storage._cdata] = (known[0], known[1], storage.nbytes())
+            self._block(known[1], storage.nbytes())
+
+    # -- the context -------------------------------------------------------------------------------------------------
+
+    def watch(self, undo: contextlib.ExitStack) -> None:
+        """Have what is no operator recorded too, until `undo` is closed: the resizing of storages."""
+        plain, this = torch.UntypedStorage.resize_, self
+
+        def resize_(storage: torch.UntypedStorage, *size: Any) -> Any:
+            made = plain(storage, *size)
+            this._resized(storage)
+            return made
+
+        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign]
+        undo.callback(setattr, torch.UntypedStorage, "resize_", plain)
+
+    def message(self, name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """What an operator that sends gives; here it sends."""
+        return func(*args, **kwargs)
+
+    def __enter__(self) -> Any:
+        self._undo = contextlib.ExitStack()
+        self.watch(self._undo)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._undo.close()
+        self._alive.clear()  # what goes later is not of the step, whoever still holds the recorder
+
+
+def _gone(recorder: weakref.ref[Recorder], key: int, number: int, _reference: Any) -> None:
+    this = recorder()
+    if this is not None and this._alive.pop(key, None) is not None:
+        this._block(number, 0)
+
+
+def _read_as_well(func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> float:
+    """Bytes of what is read before it is written: changed in place, but for what is overwritten."""
+    if name in _OVERWRITES or "out" in kwargs:
+        return 0.0
+    schema = zip(func._schema.arguments, args, strict=False)
+    return _traffic([t for a, value in schema if a.alias_info and a.alias_info.is_write for t in tensors_in(value)])
+
+
+def _is_causal(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    place = next((at for at, each in enumerate(func._schema.arguments) if each.name == "is_causal"), None)
+    return place is not None and bool(args[place] if place < len(args) else kwargs.get("is_causal", False))
+
+
+@functools.cache
+def _is_view(func: Any) -> bool:
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+
+
+def _traffic(tensors: list[torch.Tensor]) -> float:
+    """Bytes of tensors, each place once: broadcast dimensions are read once, and a storage is not longer than it is."""
+    found: dict[tuple[int, int, int], float] = {}
+    for tensor in tensors:
+        if tensor.layout != torch.strided:
+            continue
+        held = (
+            prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride) * tensor.itemsize
+        )
+        storage = tensor.untyped_storage()
+        found[storage._cdata, int(tensor.storage_offset()), tensor.numel()] = min(held, storage.nbytes())
+    return float(sum(found.values()))

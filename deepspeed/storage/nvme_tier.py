@@ -1,0 +1,200 @@
+"""The tier of tensors on a local disk: read ahead of use and written behind it, through pooled buffers.
+
+[Note: buffers] What is borrowed has a buffer, however many that takes. Beside it, at most `buffers` tensors are read
+ahead (more are read when they are borrowed), and at most as many keep the buffer they are written from (then giving
+back waits for the oldest write). The counts do not depend on how fast the disk is, so neither does the memory. What is
+brought straight into memory of the caller's, or written straight from it, takes no buffer at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import defaultdict, deque
+
+import torch
+
+from deepspeed.errors import StorageError
+from deepspeed.storage.buffer_pool import BufferPool
+from deepspeed.storage.host_tier import CPU
+from deepspeed.storage.tensor_file import Disk, Extent, Transfer
+from deepspeed.storage.tier import Stored, Tier
+
+
+class _OnDisk(Stored):
+    """A tensor in an extent of a disk; between uses it has no memory."""
+
+    def __init__(self, label: str, tier: NvmeTier, numel: int, dtype: torch.dtype) -> None:
+        super().__init__(label, numel, dtype)
+        self._tier = tier
+        self._extent = tier.reserve(label, self.nbytes)
+        self._written = False  # nothing on the disk yet: the values are zeros
+        self._buffer: torch.Tensor | None = None
+        self._transfer: Transfer | None = None  # under way between the buffer and the disk
+        self._straight: Transfer | None = None  # under way between memory of the caller's and the disk
+        self._users, self._dirty = 0, False
+
+    def ahead(self) -> None:
+        """Start reading, if a buffer may be had for it."""
+        with self._tier.lock:
+            if self._buffer is None and len(self._tier.ahead) < self._tier.most_ahead:
+                self._load(read=True)
+                self._tier.ahead.add(self)
+
+    def bring(self, into: torch.Tensor) -> bool:
+        """Read past the buffers, unless one has the values."""
+        with self._tier.lock:
+            self._end_straight()
+            if self._buffer is not None or not self._written or not self._straight_for(into):
+                return False
+            self._straight = self._tier.disk.read(self._extent, into)
+            return True
+
+    def brought(self) -> None:
+        """Wait for the read."""
+        with self._tier.lock:
+            self._end_straight()
+
+    def replace(self, values: torch.Tensor) -> None:
+        """Write past the buffers, and wait for it, unless one has values."""
+        with self._tier.lock:
+            self._end_straight()
+            if self._buffer is None and self._straight_for(values):
+                self._tier.disk.write(self._extent, values).wait()
+                self._written = True
+                return
+        super().replace(values)
+
+    def _straight_for(self, memory: torch.Tensor) -> bool:
+        return memory.device.type == "cpu" and memory.is_contiguous() and memory.nbytes == self.nbytes > 0
+
+    def _end_straight(self) -> None:
+        transfer, self._straight = self._straight, None
+        if transfer is not None:
+            transfer.wait()
+
+    def borrow(self, read: bool = True) -> torch.Tensor:
+        """The values in a buffer.
+
+        Raises:
+            StorageError: they could not be read, or an earlier write failed.
+        """
+        with self._tier.lock:
+            self._tier.forget(self)
+            if self._buffer is None:
+                self._load(read)
+            buffer = self.settle()
+            self._users += 1
+            return buffer.view(self.dtype)
+
+    def give_back(self, changed: bool) -> None:
+        """Write what changed, behind the caller's back where that is allowed."""
+        with self._tier.lock:
+            self._users -= 1
+            self._dirty |= changed
+            if self._users:
+                return
+            if self._dirty and self._buffer is not None and self.nbytes:
+                self._dirty = False
+                self._transfer = self._tier.disk.write(self._extent, self._buffer)
+                self._written = True
+                self._tier.behind.append(self)
+                self._tier.limit()
+            else:
+                self.release()
+
+    def drop(self) -> None:
+        """Give buffer and extent back."""
+        with self._tier.lock:
+            self._tier.forget(self)
+            with contextlib.suppress(StorageError):  # what could not be moved is not needed any more
+                self._end_straight()
+            with contextlib.suppress(StorageError):
+                self.release()
+            self._written = False
+            self._tier.leave(self._extent)
+
+    def settle(self) -> torch.Tensor:
+        """Wait for what is under way; the buffer."""
+        transfer, self._transfer = self._transfer, None
+        if transfer is not None:
+            transfer.wait()
+        if self._buffer is None:
+            raise RuntimeError(f"{self.label} has no buffer")
+        return self._buffer
+
+    def release(self) -> None:
+        """Let the buffer go, once nothing is under way."""
+        if self._buffer is not None:
+            try:
+                self.settle()
+            finally:
+                self._tier.pool.put(self._buffer, after=self.end_use())
+                self._buffer = None
+
+    def _load(self, read: bool) -> None:
+        self._end_straight()
+        self._buffer = self._tier.pool.take(self.nbytes)
+        if read and self._written:
+            self._transfer = self._tier.disk.read(self._extent, self._buffer)
+        elif read:
+            self._buffer.zero_()
+
+
+class NvmeTier(Tier):
+    """Tensors rest on a disk.
+
+    Args:
+        disk: where.
+        pool: where buffers come from.
+        buffers: most tensors ahead, and most behind (`buffer_count`); see [Note: buffers].
+        reads_ahead: start reads before their use (`pipeline_read`).
+        writes_behind: return before writes are over (`pipeline_write`).
+    """
+
+    name, moves = "nvme", True
+    pool: BufferPool
+
+    def __init__(
+        self, disk: Disk, pool: BufferPool, buffers: int, reads_ahead: bool = True, writes_behind: bool = True
+    ) -> None:
+        self.disk, self.pool = disk, pool
+        self.most_ahead = buffers if reads_ahead else 0
+        self._most_behind = buffers if writes_behind else 0
+        self.lock = threading.RLock()  # slices are lent to the fetch service's thread too
+        self.ahead: set[_OnDisk] = set()  # with a buffer that was filled before they were borrowed
+        self.behind: deque[_OnDisk] = deque()  # with a buffer that is written, oldest first
+        self.spare: dict[int, list[int]] = defaultdict(list)  # places of dropped tensors, by size
+        self._stored = 0  # tensors that are not dropped
+
+    def store(self, label: str, numel: int, dtype: torch.dtype, device: torch.device) -> Stored:
+        """Zeros, for which space is reserved on the disk."""
+        self._stored += 1
+        return _OnDisk(label, self, numel, dtype)
+
+    def lends_on(self, device: torch.device) -> torch.device:
+        """The host: what rests here is computed on by the CPU."""
+        return CPU
+
+    def reserve(self, label: str, nbytes: int) -> Extent:
+        """A place on the disk, that of a dropped tensor if one has the size."""
+        places = self.spare[nbytes]
+        return Extent(label, nbytes, places.pop()) if places else self.disk.create(label, nbytes)
+
+    def leave(self, extent: Extent) -> None:
+        """A tensor is dropped: its place is free, and with the last one the memory of the buffers."""
+        self.spare[extent.nbytes].append(extent.offset)
+        self._stored -= 1
+        if not self._stored:
+            self.pool.shrink()
+
+    def forget(self, stored: _OnDisk) -> None:
+        """`stored` is borrowed or dropped: its buffer is not counted any more."""
+        self.ahead.discard(stored)
+        if stored in self.behind:
+            self.behind.remove(stored)
+
+    def limit(self) -> None:
+        """Let the oldest writes end until no more than the allowed number keep their buffers."""
+        while len(self.behind) > self._most_behind:
+            self.behind.popleft().release()

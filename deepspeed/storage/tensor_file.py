@@ -1,0 +1,229 @@
+"""Stores tensors in one unnamed file per rank, each in its own extent."""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from enum import Enum
+
+import torch
+
+from deepspeed.config.sections.memory import Aio
+from deepspeed.errors import StorageError, UsageError
+from deepspeed.foundation.log import say
+from deepspeed.foundation.spans import DISK, TRANSFER, now, recorder
+from deepspeed.ops.aio.files import ALIGNMENT, BlockFile, size_text
+from deepspeed.ops.aio.memory import aligned_bytes
+from deepspeed.ops.aio.queue import BlockQueue, Job, block_queue, cause_of
+
+_TRIAL = 64 * 1024**2  # most bytes written and read to measure the disk: 8 rounds of the default requests in flight
+_TRIAL_BUFFER = 16 * 1024**2  # memory for that
+
+
+class _State(Enum):
+    """What an extent holds; only `DATA` can be read."""
+
+    NOTHING = "nothing was written yet"
+    MOVING = "a transfer of it was not waited for"
+    DATA = "data"
+    HALF = "the last write of it failed"
+
+
+class Extent:
+    """The place of one tensor in the file.
+
+    Attributes:
+        label: the tensor's name in messages.
+        nbytes: its size.
+        offset: its first byte in the file, a multiple of `ALIGNMENT`.
+    """
+
+    def __init__(self, label: str, nbytes: int, offset: int) -> None:
+        self.label = label
+        self.nbytes = nbytes
+        self.offset = offset
+        self.state = _State.NOTHING
+
+
+class Transfer:
+    """One read or write under way. Until `wait` returns, its tensor and its extent belong to it."""
+
+    def __init__(self, disk: Disk, extent: Extent, job: Job, writing: bool) -> None:
+        self._disk, self._extent, self._writing = disk, extent, writing
+        self._began = now()
+        self._job: Job | None = job
+
+    def done(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._job is None or self._job.done()
+
+    def wait(self) -> None:
+        """Block until every byte has moved; again after that does nothing.
+
+        Raises:
+            StorageError: it failed. A failed write leaves an extent that cannot be read until it is written again.
+        """
+        if self._job is None:
+            return
+        label = f"{'write' if self._writing else 'read'} of {self._extent.label}"
+        with recorder.span(DISK, label, self._extent.label):
+            error, moved = self._job.wait()
+        recorder.add(self._began, TRANSFER, label, self._extent.label, moved)
+        self._job = None
+        cause = cause_of(error, moved, self._extent.nbytes) or self._disk.cut()
+        self._extent.state = _State.HALF if cause and self._writing else _State.DATA
+        if cause:
+            verb = "writing" if self._writing else "reading"
+            raise self._disk.failure(verb, self._extent, f"stopped after {moved} bytes: {cause}")
+
+
+class Disk:
+    """Block storage in `folder` for the tensors of one rank.
+
+    The file has no name, so nothing is left of it when the process ends, however it ends; removing the folder does not
+    touch it. Space is reserved when an extent is made: a disk that fills up later cannot stop a step.
+
+    Args:
+        folder: `nvme_path`, on a local disk; made if it is not there.
+        settings: the `aio` section.
+
+    Raises:
+        StorageError: the folder cannot be made or written.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], *, settings: Aio) -> None:
+        self.folder = os.fspath(folder)
+        try:
+            os.makedirs(self.folder, exist_ok=True)
+            self._file = BlockFile.unnamed(self.folder)
+        except OSError as error:
+            raise StorageError(
+                f"cannot make a file in nvme_path '{self.folder}': {error.strerror}. "
+                "Name a folder on a local disk in which this user may write"
+            ) from error
+        self._queue = block_queue(settings.block_size, settings.queue_depth, settings.intra_op_parallelism)
+        self._end = 0
+        self._close = weakref.finalize(self, _close, self._queue, self._file, os.getpid())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes reserved so far."""
+        return self._end
+
+    def create(self, label: str, nbytes: int) -> Extent:
+        """Reserve space for a tensor.
+
+        Args:
+            label: its name in messages.
+            nbytes: its size; what it takes on the disk is rounded up to `ALIGNMENT`.
+
+        Raises:
+            StorageError: the disk is full, or somebody cut the file.
+        """
+        extent = Extent(label, nbytes, self._end)
+        size = -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT
+        cause = self.cut()
+        if cause:
+            raise self.failure("making room for", extent, f"failed: {cause}")
+        try:
+            os.posix_fallocate(self._file.plain, self._end, size)
+        except OSError as error:
+            raise self.failure("making room for", extent, f"failed: {error.strerror}") from error
+        self._end += size
+        return extent
+
+    def write(self, extent: Extent, source: torch.Tensor) -> Transfer:
+        """Start writing a contiguous CPU tensor of the extent's size; it must not change until `wait` returns."""
+        return self._start(extent, source, True)
+
+    def read(self, extent: Extent, into: torch.Tensor) -> Transfer:
+        """Start reading into a contiguous CPU tensor of the extent's size."""
+        return self._start(extent, into, False)
+
+    def preflight(self, need_bytes: int) -> float:
+        """Check that `need_bytes` fit, measure the disk, and say in one line what that means for a step.
+
+        Args:
+            need_bytes: all that this rank will rest here, with what it has reserved already.
+
+        Returns:
+            Measured MB/s: the bytes of one write and one read over the time of both.
+
+        Raises:
+            StorageError: less than `need_bytes` are free.
+        """
+        free = self._file.free()
+        if free + self._end < need_bytes:
+            raise StorageError(
+                f"nvme_path '{self.folder}' has {size_text(free)} free, and this rank's state needs "
+                f"{size_text(need_bytes)}. Free some, name another folder, or keep the state on the host (device: cpu)"
+            )
+        write, read = self._measure(min(_TRIAL, max(free // 4, 1)))
+        seconds = need_bytes / write + need_bytes / read
+        way = "direct" if self._file.direct >= 0 else "through the page cache"
+        say(
+            f"nvme_path '{self.folder}': {size_text(need_bytes)} of {size_text(free)} free, {way}; "
+            f"write {write / 1e6:,.0f} MB/s, read {read / 1e6:,.0f} MB/s: a step that moves all of it both ways "
+            f"takes {seconds:.2f} s for that"
+        )
+        return 2 / (1 / write + 1 / read) / 1e6
+
+    def close(self) -> None:
+        """Wait for what is under way and give the space back; again does nothing."""
+        self._close()
+
+    def failure(self, verb: str, extent: Extent, cause: str) -> StorageError:
+        """The error that says which tensor, which file and how full the disk is."""
+        return StorageError(
+            f"{verb} '{extent.label}' ({extent.nbytes} bytes at {extent.offset} of {self._file.name}) {cause}. "
+            f"{self._file.disk_state()}. See to the disk, then start again from the last checkpoint"
+        )
+
+    def cut(self) -> str:
+        """What is wrong with the file's length, in words; empty when nothing is.
+
+        Whoever cut it may have cut any tensor, and a later write would grow it again with zeros in the gap.
+        """
+        size = self._file.size()
+        return "" if size >= self._end else f"somebody cut the file to {size} bytes of {self._end}"
+
+    def _start(self, extent: Extent, tensor: torch.Tensor, writing: bool) -> Transfer:
+        verb = "writing" if writing else "reading"
+        if not self._close.alive:
+            raise UsageError(f"{verb} '{extent.label}': this disk was closed")
+        if tensor.nbytes != extent.nbytes or not tensor.is_contiguous() or tensor.device.type != "cpu":
+            raise UsageError(
+                f"{verb} '{extent.label}' takes a contiguous CPU tensor of {extent.nbytes} bytes, "
+                f"not {tensor.nbytes} bytes on {tensor.device}"
+            )
+        if extent.state is _State.MOVING or (extent.state is _State.NOTHING and not writing):
+            raise UsageError(f"{verb} '{extent.label}' cannot begin: {extent.state.value}")
+        cause = self.cut() or (extent.state.value if extent.state is _State.HALF and not writing else "")
+        if cause:
+            raise self.failure(verb, extent, f"cannot begin: {cause}")
+        with recorder.span(DISK, f"start of {verb} {extent.label}", extent.label):
+            job = self._queue.submit(self._file, tensor, extent.offset, writing)
+        extent.state = _State.MOVING
+        return Transfer(self, extent, job, writing)
+
+    def _measure(self, nbytes: int) -> tuple[float, float]:
+        """Bytes per second of writing and of reading, over trial extents that are gone afterwards."""
+        each = min(nbytes, _TRIAL_BUFFER)
+        trials = [self.create("a trial of the disk", each) for _ in range(-(-nbytes // each))]
+        buffer = aligned_bytes(each)  # for all of them: what is read does not matter
+        speeds = []
+        for start in (self.write, self.write, self.read):  # the first write makes the blocks and is not counted
+            begin = time.perf_counter()
+            for transfer in [start(trial, buffer) for trial in trials]:
+                transfer.wait()
+            speeds.append(len(trials) * each / (time.perf_counter() - begin))
+        self._end = trials[0].offset
+        os.ftruncate(self._file.plain, self._end)
+        return speeds[1], speeds[2]
+
+
+def _close(queue: BlockQueue, file: BlockFile, owner: int) -> None:
+    if os.getpid() == owner:  # a forked child has the object and none of its threads
+        queue.stop()
+        file.close()

@@ -1,0 +1,231 @@
+"""Adapts numbers that a forward reads, such as its heads, to one rank.
+
+A forward may reshape by `self.num_heads` or split at `self.split_size`. The numbers it reads are known by watching it;
+which of them shrink is settled by trying: the copy of one rank must hand its rows what the dense one hands them there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.comm.process_groups.axis import Axis
+from deepspeed.errors import DeepSpeedError, TensorParallelError
+from deepspeed.foundation.log import in_words
+from deepspeed.tensor_parallel.channel_dependencies import (
+    Call,
+    Share,
+    Shares,
+    changing,
+    floating,
+    randomised,
+    row_size,
+    same_draws,
+)
+from deepspeed.tensor_parallel.layers import Slot, become_column, become_row, cut_tensor, is_linear, mark_partial
+from deepspeed.tensor_parallel.trace import lies_in, owner
+
+TRIES = 600
+TOLERANCE = 1e-4
+Numbers = dict[tuple[str, str], int]  # by (module, attribute), "config.…" for those of its config
+
+
+def is_local(tensor: torch.Tensor, share: Share, rank: int) -> bool:
+    """Whether an argument has one rank's channels already, as what another cut unit gives has."""
+    if tensor.shape[share.dim] == 1:  # the same for all channels, as most masks are
+        return True
+    size, here = tensor.shape[share.dim], sum(length for _, length in share.segments[rank])
+    whole = 1 + max(start + length - 1 for segments in share.segments for start, length in segments)
+    if size % whole and size % here:
+        raise TensorParallelError(f"'{share.name}' has {size} channels; a rank of tp has {here} of {whole}")
+    return size % whole != 0
+
+
+def pick(tensor: torch.Tensor, share: Share, rank: int) -> torch.Tensor:
+    """This rank's part of an argument that comes whole; a batch may be folded into the dim."""
+    if tensor.shape[share.dim] == 1:
+        return tensor
+    index = torch.cat([torch.arange(start, start + length) for start, length in share.segments[rank]])
+    whole = 1 + max(start + length - 1 for segments in share.segments for start, length in segments)
+    times = tensor.shape[share.dim] // whole
+    every = (torch.arange(times)[:, None] * whole + index).flatten()
+    return tensor.index_select(share.dim, every.to(tensor.device))
+
+
+def cut_region(module: nn.Module, shares: Shares, rank: int, slot_of: Any) -> None:
+    """Make the layers of a region slices, in place.
+
+    Args:
+        module: the block's, dense.
+        shares: of the region.
+        rank: whose slices.
+        slot_of: gives the slot of a layer by its name inside the module.
+    """
+    modules, region = dict(module.named_modules()), shares.region
+    params: dict[str, Any] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    columns = {owner(name): shares.tensors.get(name) for name in region.columns}
+    inner = {owner(name) for name in region.inner}
+    for name, share in columns.items():
+        if share is not None:
+            become_column(modules[name], slot_of(name), share.segments[rank], share.copied)
+            modules[name].enters = name not in inner  # type: ignore[assignment]
+    for row in region.rows:
+        become_row(modules[owner(row)], slot_of(owner(row)), shares.rows[rank])
+    for name, share in shares.tensors.items():
+        if owner(name) in columns:
+            continue
+        if share.dim < 0:
+            mark_partial(params[name])
+        else:
+            cut_tensor(params[name], share.dim, share.segments[rank])
+
+
+def set_numbers(module: nn.Module, numbers: Numbers) -> None:
+    """Give modules inside `module` a rank's numbers."""
+    modules = dict(module.named_modules())
+    for (name, attribute), value in numbers.items():
+        target: Any = modules[name]
+        if attribute.startswith("config."):
+            attribute = attribute.removeprefix("config.")
+            if "_ds_config" not in vars(target):
+                target.config, target._ds_config = copy.copy(target.config), True
+            target = target.config
+        setattr(target, attribute, value)
+
+
+def fit(module: nn.Module, shares: Shares, calls: Sequence[Call], rank: int) -> Numbers | str:
+    """The numbers by which a rank's copy of the module computes its share of the dense one's channels, or why none do.
+
+    Args:
+        module: dense; it is copied.
+        shares: of the region.
+        calls: what it is called with, each way.
+        rank: whose share.
+    """
+    dense = randomised(module, 0)
+    every = [floating(call)[0] for call in calls]
+    with spied(dense, shares.region.home) as numbers:
+        wanted = [_read(dense, shares, own) for own in every]
+    alone = Axis("alone", (0,), 0, None, True)
+    local = randomised(module, 0)
+    cut_region(local, shares, rank, lambda name: Slot(alone, name))
+    own_part = lambda path, t: pick(t, shares.inputs[path], rank) if path in shares.inputs else t  # noqa: E731
+    local.get_submodule(shares.region.home).register_forward_pre_hook(changing(own_part), with_kwargs=True)
+    start, length = shares.rows[rank][0]
+    target = [read.narrow(-1, start, length) for reads in wanted for read in reads]
+    reason = ""
+    options = [one for one in _options(numbers, shares, module, rank) if settable(local, one[0], numbers[one[0]])]
+    as_before = {key: numbers[key] for key, _ in options}
+    for chosen in itertools.islice(combinations(options), TRIES):
+        try:
+            set_numbers(local, {**as_before, **chosen})
+            found = [read for call in every for read in _read(local, shares, call)]
+        except (RuntimeError, ValueError, IndexError, TypeError, AttributeError, AssertionError, DeepSpeedError) as why:
+            reason = reason or in_words(why)
+            continue
+        if _alike(found, target):
+            return chosen
+        reason = reason or "the channels of one rank are not those of the dense module"
+    return reason or "nothing was read"
+
+
+def settable(module: nn.Module, key: tuple[str, str], value: int) -> bool:
+    """Whether a number can be given to a module; on a copy."""
+    try:
+        set_numbers(module, {key: value})
+    except (AttributeError, ValueError):  # a property
+        return False
+    return True
+
+
+def _alike(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
+    return len(found) == len(wanted) > 0 and all(
+        a.shape == b.shape and float((a - b).abs().max()) <= TOLERANCE * float(b.abs().max().clamp(min=1e-6))
+        for a, b in zip(found, wanted, strict=True)
+    )
+
+
+@torch.no_grad()
+def _read(module: nn.Module, shares: Shares, call: Call) -> list[torch.Tensor]:
+    """What the rows are given."""
+    found: list[torch.Tensor] = []
+    modules = dict(module.named_modules())
+    note = lambda _, args: found.append(args[0])  # noqa: E731
+    handles = [modules[owner(row)].register_forward_pre_hook(note) for row in shares.region.rows]
+    try:
+        with same_draws():
+            floating(call)[0].run(module)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
+
+
+@contextlib.contextmanager
+def spied(module: nn.Module, home: str) -> Iterator[Numbers]:
+    """The whole numbers that the modules of a region read of themselves and of their config."""
+    numbers: Numbers = {}
+    swapped: list[tuple[Any, type]] = []
+
+    def watch(target: Any, name: str, prefix: str) -> None:
+        kind: Any = type(target)
+
+        def read(self: Any, attribute: str) -> Any:
+            value = kind.__getattribute__(self, attribute)
+            if type(value) is int and value > 1 and not attribute.startswith("_") and attribute != "layer_idx":
+                numbers[name, prefix + attribute] = value
+            return value
+
+        swapped.append((target, kind))
+        target.__class__ = type(kind.__name__, (kind,), {"__getattribute__": read, "__module__": kind.__module__})
+
+    for name, child in module.named_modules():
+        if not lies_in(name, home):
+            continue
+        if is_linear(child):
+            continue  # what it reads of itself has been changed with its weights
+        config = vars(child).get("config")
+        watch(child, name, "")
+        if config is not None and not any(config is done for done, _ in swapped) and hasattr(config, "to_dict"):
+            watch(config, name, "config.")
+    try:
+        yield numbers
+    finally:
+        for target, kind in swapped:
+            target.__class__ = kind
+
+
+def _options(numbers: Numbers, shares: Shares, module: nn.Module, rank: int) -> list[tuple[tuple[str, str], list[int]]]:
+    """The numbers that may shrink, and what they may become."""
+    length = lambda segments: sum(n for _, n in segments)  # noqa: E731
+    whole = row_size(module, shares.region.rows[0])
+    row = Fraction(length(shares.rows[rank]), whole)
+    sizes = {name: param.shape for name, param in module.named_parameters()}
+    columns = [
+        Fraction(length(share.segments[rank]), sizes[name][share.dim])
+        for name, share in shares.tensors.items()
+        if name in shares.region.columns
+    ]
+    ratios = {ratio for ratio in [row, *columns, *(row / one for one in columns)] if ratio < 1}
+    found = []
+    for key, value in numbers.items():
+        smaller = sorted({int(value * ratio) for ratio in ratios if (value * ratio).denominator == 1})
+        if smaller:
+            found.append((key, smaller))
+    # Numbers of heads first: they are what most forwards reshape by.
+    return sorted(found, key=lambda one: ("head" not in one[0][1] or "dim" in one[0][1] or "size" in one[0][1], one[0]))
+
+
+def combinations(options: list[tuple[tuple[str, str], list[int]]]) -> Iterator[Numbers]:
+    """Choices, the fewest changes first."""
+    for count in range(len(options) + 1):
+        for some in itertools.combinations(options, count):
+            for values in itertools.product(*(smaller for _, smaller in some)):
+                yield {key: value for (key, _), value in zip(some, values, strict=True)}

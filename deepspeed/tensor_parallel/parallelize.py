@@ -1,0 +1,469 @@
+"""Splits a dense model over the ranks of `tp`: plans, splits unit by unit, compares each with its dense form."""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from types import MethodType
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.collectives.autograd import enter
+from deepspeed.comm.collectives.collectives import broadcast_tensors
+from deepspeed.comm.collectives.same_error import digest, first_difference, in_step, run_together, sent_among
+from deepspeed.comm.collectives.torch_api import told_by_all
+from deepspeed.comm.process_groups.axis import Axis
+from deepspeed.comm.process_groups.mesh import DIMS, Mesh
+from deepspeed.errors import ArgumentError, DataError, MeshError, NotAvailableError, TensorParallelError, UsageError
+from deepspeed.foundation.fake_mode import simulating
+from deepspeed.foundation.log import in_words, say
+from deepspeed.foundation.partition import partition_uniform
+from deepspeed.foundation.pytree import tensors_in
+from deepspeed.tensor_parallel import verify
+from deepspeed.tensor_parallel.channel_dependencies import changing
+from deepspeed.tensor_parallel.layers import Slot
+from deepspeed.tensor_parallel.module_attributes import cut_region, is_local, pick, set_numbers
+from deepspeed.tensor_parallel.packed_experts import become_packed
+from deepspeed.tensor_parallel.plan import Fitted, Plan, Specs, Unit, make_plan
+from deepspeed.tensor_parallel.plan_file import read_plan, same_file
+from deepspeed.tensor_parallel.rng import draw_alike, install
+from deepspeed.tensor_parallel.trace import join
+from deepspeed.tensor_parallel.vocab_parallel import cut_vocabulary
+from deepspeed.zero.api.gathered_parameters import GatheredParameters
+from deepspeed.zero.layout.placement import placement_of
+from deepspeed.zero.parameters.grouping import release
+from deepspeed.zero.parameters.parameter import is_managed
+
+
+def guard(model: nn.Module, name: str, look: Callable[[Any, tuple[Any, ...], dict[str, Any]], None]) -> None:
+    """Call `look(model, args, kwargs)` before a method of this one model, and of its copies.
+
+    Args:
+        model: has the method by its class, as an attribute of its own, or from what it wraps; else it stays as it is.
+        name: of the method.
+        look: may raise.
+    """
+    if not hasattr(model, name):
+        return
+    own = f"_ds_dense_{name}"  # in the model, so that a copy has a method of its own
+    if name in vars(model):
+        object.__setattr__(model, own, vars(model)[name])
+
+    def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
+        look(self, args, kwargs)
+        if own in vars(self):
+            return vars(self)[own](*args, **kwargs)
+        if hasattr(type(self), name):
+            return getattr(type(self), name)(self, *args, **kwargs)
+        return self.__getattr__(name)(*args, **kwargs)  # a wrapper, which asks what is inside
+
+    object.__setattr__(model, name, MethodType(guarded, model))
+
+
+def guard_generating(model: nn.Module, axis: Axis) -> None:
+    """Let a model's own `generate` compare what it is given, and draw from the first rank's random state.
+
+    Args:
+        model: cut; one without `generate` stays as it is.
+        axis: the ranks that share it.
+    """
+
+    def look(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        own = getattr(self, "generation_config", None)
+        everyone = told_by_all(axis, digest([args, kwargs, own]))
+        other = next((at for at, found in enumerate(everyone) if found != everyone[0]), None)
+        if other is not None:
+            raise DataError(
+                f"ranks {axis.ranks[0]} and {axis.ranks[other]} share the model's matrices (tp), and generate() was "
+                f"given other arguments on each, or has another generation_config: give both the same prompts"
+            )
+        if _ends_by_a_clock([*args, *kwargs.values(), own], kwargs):
+            raise NotAvailableError(
+                "generate() with max_time is not available for a model that is cut over ranks (tp): each would stop by "
+                "a clock of its own, and the others wait for it; give max_new_tokens instead"
+            )
+        draw_alike(axis)
+
+    guard(model, "generate", look)
+
+
+def _ends_by_a_clock(given: list[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether an argument, a config or a criterion says after how many seconds to stop."""
+    if "max_time" in kwargs:
+        return kwargs["max_time"] is not None
+    inside = [one for value in given for one in (value if isinstance(value, (list, tuple)) else [value])]
+    return any(getattr(one, "max_time", None) is not None for one in inside)
+
+
+DEALT = 2  # units that a rank runs whole, at most, before it tells the others: they wait for the slowest
+_MARK = "_ds_tensor_plan"
+T = TypeVar("T")
+
+
+def plan_of(model: nn.Module) -> Plan | None:
+    """The plan by which a model was cut; None for a dense one."""
+    return getattr(model, _MARK, None)
+
+
+def is_cut(model: nn.Module) -> bool:
+    """Whether somebody has cut the model already."""
+    return plan_of(model) is not None or any(placement_of(param).cuts for param in model.parameters())
+
+
+def cut_over(mesh: Mesh, model: nn.Module, **options: Any) -> Plan:
+    """`cut_model` over the ranks of `tp`, where no row of them goes on alone. All ranks of the mesh call together.
+
+    Raises:
+        TensorParallelError: it raised in another row.
+        DeepSpeedError: as `cut_model`.
+    """
+    everyone = mesh.axis(*DIMS)
+    # Rows meet in each unit's gather: one that has ended would be waited for.
+    born = any(map(is_managed, model.parameters()))
+    in_step = everyone if born or options.get("settle") is not None else None
+    return _in_step(everyone, lambda: cut_model(model, mesh.axis("tp"), in_step=in_step, **options))
+
+
+def _in_step(everyone: Axis | None, action: Callable[[], T]) -> T:
+    """What an action returns, where it raises on no rank of `everyone`; all call together. None: this rank alone.
+
+    Raises:
+        TensorParallelError: it raised on another rank.
+        Exception: what it raised here.
+    """
+    if everyone is None:
+        return action()
+    return in_step(
+        everyone,
+        action,
+        lambda rank, text: TensorParallelError(f"rank {rank}, of another row of tp, could not cut the model: {text}"),
+    )
+
+
+def cut_model(
+    model: nn.Module,
+    axis: Axis,
+    *,
+    example: Any = None,
+    check: str = "units",
+    specs: Specs | None = None,
+    vocabulary: bool = False,
+    settle: Callable[[nn.Module], None] | None = None,
+    plan_file: str | None = None,
+    in_step: Axis | None = None,
+) -> Plan:
+    """Make a dense model this rank's slices of it, in place. All ranks of the axis call together.
+
+    Args:
+        model: the same on all ranks; the values of the first rank count. Parameters stay the objects they are.
+        axis: the ranks that share its matrices.
+        example: arguments of its forward; None: made up for a model of Transformers.
+        check: "units" compares each unit with its dense form, forward and backward; "model" compares the model's
+            output besides; "off" compares nothing.
+        specs: what is said of single matrices.
+        vocabulary: share out the embedding and the output projection of a causal LM too.
+        settle: called with each unit once it is cut; its parameters are plain then.
+        plan_file: of `write_plan`, instead of finding a plan; each rank reads it.
+        in_step: ranks of all rows, none of which goes on where one has ended; None: rows do not meet before the end.
+
+    Raises:
+        MeshError: the ranks have different models.
+        TensorParallelError: the ranks' plan files differ, nothing can be cut, not as it should be, or slices do not
+            compute what the model computed whole.
+    """
+    same_file(axis, plan_file)
+    _same_model(model, axis)
+    _same_values(model, axis)
+    find = make_plan if plan_file is None else functools.partial(read_plan, plan_file)
+    looked = _planned(lambda: find(model, axis.size, axis.rank, example, specs), axis)
+    plan = _in_step(in_step, lambda: _checked(_agreed(looked, axis), specs))
+    say(plan.table())
+    # A model born sharded is whole unit by unit, and one whose ranks meet in its forward runs on all of them at once.
+    alone = check == "off" or plan.meets or any(map(is_managed, model.parameters()))
+    together = 1 if alone else DEALT * axis.size
+    for dealt in _dealt(model, plan.units, together):
+        units = {model.get_submodule(unit.name): unit for unit in dealt}
+        _in_step(in_step, functools.partial(_cut_units, units, axis, check != "off", settle or _stay))
+        for unit in units.values():
+            unit.calls = []  # their tensors are needed no more
+    get_accelerator().empty_cache()  # what plans and comparisons took
+    columns = {join(unit.name, n) for unit in plan.units for one in unit.regions for n in one.shares.region.columns}
+    install(model, plan.drops, columns, axis)
+    if vocabulary:
+        _in_step(in_step, lambda: cut_vocabulary(model, axis, check != "off"))
+    if check == "model":
+        verify.compare_models(model, plan, axis)
+    plan.output = None
+    _guard_saving(model)
+    guard_generating(model, axis)
+    object.__setattr__(model, _MARK, plan)
+    return plan
+
+
+def _checked(plan: Plan, specs: Specs | None) -> Plan:
+    """The plan, compared with what is said of single matrices."""
+    if specs is not None:
+        specs.check(plan.cuts(), plan.whole, [name for name, shape in plan.shapes.items() if len(shape) > 1])
+    return plan
+
+
+def _guard_saving(model: nn.Module) -> None:
+    """A client's `save_pretrained` of the slices of one rank would be half a model that nobody sees is one."""
+
+    def look(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if kwargs.get("state_dict") is None:
+            raise UsageError(
+                "save_pretrained of a model that is cut over ranks (tp) would save one rank's slices: pass "
+                "state_dict=engine._consolidated_16bit_state_dict(), or call engine.save_16bit_model(folder)"
+            )
+
+    guard(model, "save_pretrained", look)
+
+
+def _same_values(model: nn.Module, axis: Axis) -> None:
+    """The values of the first rank for all."""
+    label = "broadcast of a model that is to be cut"
+    tensors = [t for t in [*model.parameters(), *model.buffers()] if t.device.type != "meta"]
+    broadcast_tensors(axis, [t.data for t in tensors if not is_managed(t)], label)
+    for param in [t for t in tensors if is_managed(t)]:
+        group: Any = param._ds_member.group  # type: ignore[attr-defined]
+        with GatheredParameters(param, modifier_rank=group.axis.ranks[0]), torch.no_grad():
+            broadcast_tensors(axis, [param], label)
+
+
+def _same_model(model: nn.Module, axis: Axis) -> None:
+    mine = [(name, tuple(t.shape), str(t.dtype)) for name, t in model.named_parameters()]
+    found = first_difference(axis, mine)
+    if found is not None:
+        at, a, b = found
+        raise MeshError(
+            f"ranks {axis.ranks[0]} and {axis.ranks[at]} (tp) should have the same model, and have {a} and {b}"
+        )
+
+
+def _planned(find: Callable[[], Plan], axis: Axis) -> Plan | str:
+    before = sent_among(axis)
+    try:
+        plan = find()
+        plan.meets = sent_among(axis) != before
+        return plan
+    except (ArgumentError, TensorParallelError) as error:
+        return str(error)
+    except Exception as error:  # a model's forward may raise what it likes, on one rank alone
+        return f"its forward on a small input ended in {in_words(error, 300)}"
+
+
+def _agreed(plan: Plan | str, axis: Axis) -> Plan:
+    """The regions that fit on every rank; a region that does not on one stays whole on all."""
+    mine: Any = plan
+    if isinstance(plan, Plan):
+        regions = {_key(unit, one): _digest(one) for unit in plan.units for one in unit.regions}
+        calls = {unit.name: [call.given() for call in unit.calls] for unit in plan.units}
+        mine = (regions, plan.whole, calls, plan.meets, plan.unpadded)
+    everyone = told_by_all(axis, mine)
+    refusals = {axis.ranks[at]: one for at, one in enumerate(everyone) if isinstance(one, str)}
+    if refusals or not isinstance(plan, Plan):
+        alike = len(set(refusals.values())) == 1 and len(refusals) == axis.size
+        texts = [text if alike else f"rank {rank}: {text}" for rank, text in refusals.items()]
+        raise TensorParallelError(texts[0] if alike else " | ".join(texts))
+    _same_padding([unpadded for *_, unpadded in everyone], axis)
+    for _, whole, _, meets, _ in everyone:
+        plan.whole, plan.meets = {**whole, **plan.whole}, plan.meets or meets
+    for unit in plan.units:
+        for one in list(unit.regions):
+            if not _on_all(_key(unit, one), [found for found, *_ in everyone]):
+                unit.regions.remove(one)
+                for name in [*one.shares.region.columns, *one.shares.region.rows]:
+                    plan.whole.setdefault(join(unit.name, name), "another rank's plan leaves it whole")
+    plan.units = [unit for unit in plan.units if unit.regions]
+    for unit in plan.units:
+        _same_calls(unit, [calls[unit.name] for _, _, calls, *_ in everyone], axis)
+    if not plan.units:
+        raise TensorParallelError(f"no matrix can be cut on every rank of tp {list(axis.ranks)}: {plan.whole}")
+    return plan
+
+
+def _same_padding(everyone: Sequence[str], axis: Axis) -> None:
+    """Whether the model takes padding on all ranks, or on none.
+
+    Raises:
+        TensorParallelError: on every rank, with what its forward ended in on some.
+    """
+    if any(everyone) and not all(everyone):
+        texts = [f"rank {rank}: {text}" for rank, text in zip(axis.ranks, everyone, strict=True) if text]
+        raise TensorParallelError(
+            f"the forward on a small input with padding ended on some ranks of tp {list(axis.ranks)} alone: "
+            f"{' | '.join(texts)}"
+        )
+
+
+def _same_calls(unit: Unit, everyone: Sequence[list[Any]], axis: Axis) -> None:
+    """Leave the ways of calling a unit that every rank has seen, so that all send the same tensors.
+
+    Raises:
+        TensorParallelError: no rank's first way is that of all.
+    """
+    count = min(map(len, everyone))
+    while count and any(theirs[:count] != everyone[0][:count] for theirs in everyone):
+        count -= 1
+    if not count:
+        at = next((at for at, theirs in enumerate(everyone) if theirs[:1] != everyone[0][:1]), 0)
+        raise TensorParallelError(
+            f"ranks {axis.ranks[0]} and {axis.ranks[at]} (tp) call '{unit.name}' on the small input with different "
+            f"tensors: {everyone[0][0]} and {everyone[at][0]}; give all of them one example"
+        )
+    if any(len(theirs) > count for theirs in everyone):
+        say(f"'{unit.name}' is compared in {count} of its ways of being called: not every rank has seen the others")
+    unit.calls = unit.calls[:count]
+
+
+def _key(unit: Unit, one: Fitted) -> str:
+    return join(unit.name, one.shares.region.rows[0])
+
+
+def _on_all(key: str, everyone: Sequence[dict[str, int]]) -> bool:
+    found = {regions.get(key) for regions in everyone}
+    if len(found) > 1 and None not in found:
+        raise TensorParallelError(f"'{key}': the ranks of tp would cut it in different ways")
+    return None not in found
+
+
+def _digest(one: Fitted) -> int:
+    """Of all that ranks do alike; the numbers are each rank's own."""
+    shares, region = one.shares, one.shares.region
+    tensors, inputs = (
+        sorted((t.name, t.dim, t.segments, t.copied) for t in of.values()) for of in (shares.tensors, shares.inputs)
+    )
+    layers = (region.home, region.columns, region.rows, sorted(region.inner), region.tables, region.packed)
+    return zlib.crc32(repr((layers, shares.rows, tensors, inputs, sorted(shares.partial_inputs))).encode())
+
+
+def _stay(_: nn.Module) -> None:
+    """A unit that is not laid elsewhere once it is cut."""
+
+
+def _dealt(model: nn.Module, units: Sequence[Unit], most: int) -> list[list[Unit]]:
+    """Units that are compared at once, up to `most`.
+
+    One with parameters of an earlier one is alone: these are slices by then, on which no rank computes by itself.
+    """
+    found: list[list[Unit]] = [[]]
+    known: set[int] = set()
+    for unit in units:
+        own = set(map(id, model.get_submodule(unit.name).parameters()))
+        alone = not known.isdisjoint(own)
+        known |= own
+        if alone or len(found[-1]) == most:
+            found.append([])
+        found[-1].append(unit)
+        if alone:
+            found.append([])
+    return [group for group in found if group]
+
+
+def _cut_units(units: Mapping[nn.Module, Unit], axis: Axis, check: bool, settle: Callable[[nn.Module], None]) -> None:
+    """Cut some units, and compare each with its dense form."""
+    release(param for module in units for param in module.parameters())
+    if not check:
+        for module, unit in units.items():
+            ended = run_together(axis, functools.partial(_become_slices, module, unit, axis))
+            verify.finished(unit.name, axis, ended)
+            settle(module)
+        return
+    constants = {module: _hidden(module) for module in units}
+    given = [t for unit in units.values() for call in unit.calls for t in tensors_in(call.arguments)]
+    # What a model draws before a unit may differ over ranks.
+    broadcast_tensors(axis, given, f"inputs of {' and '.join(unit.name for unit in units.values())}")
+    wholes, seen = _dense_forms(units, axis), []
+    for (module, unit), dense in zip(units.items(), wholes, strict=True):
+        ended = run_together(axis, functools.partial(_cut_and_run, module, unit, dense, axis))
+        seen.append(verify.finished(unit.name, axis, ended))
+    everyone = told_by_all(axis, [text for text, _ in seen])
+    for (module, unit), (_, cut), *texts in zip(units.items(), seen, *everyone, strict=True):
+        if any(texts):
+            verify.judge(unit, texts, cut, module, axis)
+        params = dict(module.named_parameters())
+        with torch.no_grad():
+            for name, value in constants[module].items():
+                params[name].fill_(value)
+        settle(module)
+
+
+def _dense_forms(units: Mapping[nn.Module, Unit], axis: Axis) -> list[list[verify.Seen]]:
+    """What units compute whole: of several each rank runs some, and tells the others; one unit alone is run by all."""
+    dealt, running = list(units.items()), ""
+    bounds = partition_uniform(len(dealt), axis.size)
+    mine = dealt if len(dealt) == 1 else dealt[bounds[axis.rank] : bounds[axis.rank + 1]]
+
+    def action() -> list[list[verify.Seen]]:
+        nonlocal running
+        found = []
+        for module, unit in mine:
+            running = unit.name
+            found.append(verify.run(module, unit))
+        return found
+
+    ended = run_together(axis, action)
+    if not ended.well:
+        names = told_by_all(axis, running)
+        running = next(name for name, text in zip(names, ended.texts, strict=True) if text)
+    own = verify.finished(running, axis, ended)
+    if simulating():  # nobody looks at them
+        return (own or [[]])[:1] * len(dealt)
+    return own if len(dealt) == 1 else [one for theirs in told_by_all(axis, own) for one in theirs]
+
+
+def _cut_and_run(module: nn.Module, unit: Unit, dense: list[verify.Seen], axis: Axis) -> tuple[str, list[verify.Seen]]:
+    """What differs, and what the unit computes cut."""
+    _become_slices(module, unit, axis)
+    cut = verify.run(module, unit)
+    return verify.differences(unit, dense, cut, module, axis), cut
+
+
+def _become_slices(module: nn.Module, unit: Unit, axis: Axis) -> None:
+    for one in unit.regions:
+        if one.shares.region.packed:
+            become_packed(module, one.shares, axis.rank, Slot(axis, unit.name))
+        else:
+            cut_region(module, one.shares, axis.rank, lambda name: Slot(axis, join(unit.name, name)))
+        set_numbers(module, one.numbers)
+        home = module.get_submodule(one.shares.region.home)
+        if hook := _inputs_hook(one, axis):
+            home.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+@torch.no_grad()
+def _hidden(module: nn.Module) -> dict[str, float]:
+    """Give values to parameters that are all zero or all one, which would hide mistakes; what they were, by name."""
+    found = {}
+    for at, (name, param) in enumerate(module.named_parameters()):
+        if not param.is_floating_point() or param.numel() < 2 or param.flatten()[0] != param.flatten()[-1]:
+            continue
+        if param.min() == param.max():
+            found[name] = float(param.flatten()[0])
+            noise = torch.randn(param.shape, generator=torch.Generator().manual_seed(at))
+            param.add_((noise * 0.2).to(param))
+    return found
+
+
+def _inputs_hook(one: Fitted, axis: Axis) -> Callable[..., Any] | None:
+    """What arguments of a unit become when it is cut: this rank's channels, or entered into its computations."""
+    shares = one.shares
+    cut = shares.inputs
+    if not cut and not shares.partial_inputs:
+        return None
+
+    def change(path: str, tensor: torch.Tensor) -> torch.Tensor:
+        if path in cut and is_local(tensor, cut[path], axis.rank):
+            return tensor
+        if path in cut:
+            return pick(enter(tensor, axis, f"gradient of {path}"), cut[path], axis.rank)
+        if path in shares.partial_inputs:
+            return enter(tensor, axis, f"gradient of {path}")
+        return tensor
+
+    return changing(change)

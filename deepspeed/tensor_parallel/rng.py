@@ -1,0 +1,185 @@
+"""Random numbers under tensor parallelism: equal for replicated activations, different for split ones.
+
+A module that drops cut activations draws from a state made of the surrounding one: a number drawn there, alike on all
+ranks, and the rank. So whatever restores the surrounding state, as activation checkpointing and resume do, brings back
+the same draws.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.collectives.torch_api import broadcast, told_by_all
+from deepspeed.comm.process_groups.axis import Axis
+from deepspeed.errors import TensorParallelError
+from deepspeed.foundation.fake_mode import simulating
+from deepspeed.foundation.log import say
+from deepspeed.tensor_parallel.trace import Trace
+
+_DROPS = ("dropout", "alpha_dropout", "feature_alpha_dropout", "dropout1d", "dropout2d", "dropout3d")
+_PRIME = 1_000_003
+
+
+class Draws(Trace):
+    """Watches which module drops what; see `Trace`.
+
+    Attributes:
+        found: sources of what each module drops, by module name.
+    """
+
+    def __init__(self, model: nn.Module, inputs: Any) -> None:
+        super().__init__(model, inputs)
+        self.found: dict[str, list[frozenset[str]]] = {}
+        self._inside: list[str] = [""]
+        self._handles: list[Any] = []
+        for name, module in model.named_modules():
+            self._handles.append(module.register_forward_pre_hook(self._enter(name)))
+            self._handles.append(module.register_forward_hook(self._leave, always_call=True))
+
+    def _enter(self, name: str) -> Any:
+        return lambda *_: self._inside.append(name)
+
+    def _leave(self, *_: Any) -> None:
+        self._inside.pop()
+
+    def remove(self) -> None:
+        """Stop watching."""
+        for handle in self._handles:
+            handle.remove()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in _DROPS or name == "scaled_dot_product_attention":
+            rate = _rate(name, args, kwargs)
+            if rate > 0:
+                taints = [t for t in map(self._taint, self._floats(args, kwargs)) if t is not None]
+                sources = frozenset().union(*(t.sources for t in taints))
+                self.found.setdefault(self._inside[-1], []).append(sources)
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def _floats(self, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
+        return (value for value in [*args, *kwargs.values()] if isinstance(value, torch.Tensor))
+
+
+def _rate(name: str, args: Any, kwargs: Any) -> float:
+    if name == "scaled_dot_product_attention":
+        return float(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0))
+    training = kwargs.get("training", args[2] if len(args) > 2 else True)
+    return float(kwargs.get("p", args[1] if len(args) > 1 else 0.5)) if training else 0.0
+
+
+class Forks:
+    """The random states of a cut model.
+
+    Args:
+        axis: ranks whose cut activations drop apart.
+    """
+
+    def __init__(self, axis: Axis) -> None:
+        self._axis = axis
+        self._around: list[tuple[torch.Tensor, bool] | None] = []  # (state to return to, whether inside was a fork)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Forks:
+        return self
+
+    def own_seed(self, drawn: int) -> int:
+        """The seed of this rank's draws."""
+        return (drawn * self._axis.size + self._axis.rank) * _PRIME % (1 << 62)
+
+    def _forked(self) -> bool:
+        return bool(self._around) and self._around[-1] is not None and self._around[-1][1]
+
+    def enter_cut(self, module: nn.Module, *_: Any) -> None:
+        """Before a module that drops cut activations."""
+        if not module.training or self._forked():
+            self._around.append(None)
+            return
+        accelerator = get_accelerator()
+        device = accelerator.current_device_name() if accelerator.device_name() != "cpu" else "cpu"
+        drawn = int(torch.randint(1 << 40, (), device=device))
+        self._around.append((accelerator.get_rng_state(), True))
+        accelerator.manual_seed(self.own_seed(drawn))
+
+    def enter_whole(self, module: nn.Module, *_: Any) -> None:
+        """Before a module that drops whole activations, which may lie inside one that drops cut ones."""
+        outer = next((one for one in reversed(self._around) if one is not None), None)
+        if outer is None or not outer[1]:
+            self._around.append(None)
+            return
+        accelerator = get_accelerator()
+        self._around.append((accelerator.get_rng_state(), False))
+        accelerator.set_rng_state(outer[0])
+
+    def leave(self, *_: Any) -> None:
+        """After either, whatever became of it."""
+        left = self._around.pop()
+        if left is None:
+            return
+        accelerator = get_accelerator()
+        if not left[1]:  # the surrounding state has moved on
+            at = next(at for at in reversed(range(len(self._around))) if self._around[at] is not None)
+            self._around[at] = (accelerator.get_rng_state(), True)
+        accelerator.set_rng_state(left[0])
+
+
+def install(model: nn.Module, found: dict[str, list[frozenset[str]]], columns: set[str], axis: Axis) -> Forks | None:
+    """Let modules draw alike or apart. All ranks of the axis call together.
+
+    Args:
+        model: cut.
+        found: by `Draws`.
+        columns: matrices whose outputs are cut.
+        axis: of the ranks.
+
+    Raises:
+        TensorParallelError: one module drops both, or two ranks would drop cut activations alike.
+    """
+    kinds = {name: {bool(one) and one <= columns for one in drops} for name, drops in found.items()}
+    both = next((name for name, kind in kinds.items() if len(kind) > 1), None)
+    if both is not None:
+        raise TensorParallelError(
+            f"'{both}' drops activations that are cut and activations that are whole in one forward: set one of its "
+            f"dropout probabilities to 0, or leave its matrices whole (partition_config, partition_type skip)"
+        )
+    draw_alike(axis)  # modules may draw other things than what they drop, such as noise of a router
+    if not kinds:
+        return None
+    forks = Forks(axis)
+    if any(True in kind for kind in kinds.values()):
+        _check_apart(forks, axis)
+    for name, kind in kinds.items():
+        module = model.get_submodule(name)
+        module.register_forward_pre_hook(forks.enter_cut if True in kind else forks.enter_whole)
+        module.register_forward_hook(forks.leave, always_call=True)
+    return forks
+
+
+def draw_alike(axis: Axis) -> None:
+    """The first rank's random state for all: what is drawn for whole activations, or of tokens, is the same."""
+    accelerator = get_accelerator()
+    state = accelerator.get_rng_state()
+    everyone = told_by_all(axis, zlib.crc32(state.numpy().tobytes()))
+    if len(set(everyone)) > 1:
+        say("random states differ over tp: all ranks go on with that of the first, since they share activations")
+        shared = state.clone().float()  # bytes: exact
+        broadcast(shared, axis.ranks[0], group=axis.group)
+        accelerator.set_rng_state(shared.to(state.dtype))
+
+
+def _check_apart(forks: Forks, axis: Axis) -> None:
+    if simulating():  # the other ranks are not there, and have no seeds
+        return
+    everyone = told_by_all(axis, forks.own_seed(1))
+    for at, seed in enumerate(everyone):
+        if seed in everyone[:at]:
+            raise TensorParallelError(
+                f"ranks {axis.ranks[everyone.index(seed)]} and {axis.ranks[at]} (tp) would drop their own channels "
+                f"alike: their random states are equal"
+            )

@@ -1,0 +1,338 @@
+"""Vocabulary-parallel embedding, output projection and loss."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from deepspeed.comm import ReduceOp
+from deepspeed.comm.collectives.autograd import reduce_from, summed
+from deepspeed.comm.collectives.same_error import meet_before, run_together
+from deepspeed.comm.collectives.torch_api import all_reduce, told_by_all
+from deepspeed.comm.process_groups.axis import Axis
+from deepspeed.errors import ArgumentError, NotAvailableError, TensorParallelError
+from deepspeed.foundation.fake_mode import simulating
+from deepspeed.foundation.hf_forward import counts_items
+from deepspeed.foundation.partition import partition_uniform
+from deepspeed.tensor_parallel.layers import Slot, become_column, cut_tensor, even_segments, even_sizes, is_linear
+from deepspeed.tensor_parallel.verify import TOLERANCES
+from deepspeed.zero.parameters.grouping import release
+
+
+class VocabParallelEmbedding(nn.Embedding):
+    """An embedding of which this rank has some rows.
+
+    Args:
+        num_embeddings: rows of the whole table, shared out as evenly as it goes.
+        embedding_dim: columns.
+        axis: the ranks that share it.
+        padding_idx: a row without a gradient, counted in the whole table.
+        name: for reports.
+        device, dtype: of the table.
+
+    Values are drawn for the whole table, so ranks with equal seeds have slices of one.
+
+    Raises:
+        ArgumentError: fewer rows than ranks.
+    """
+
+    slot: Slot
+    first: int
+    whole: int
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        *,
+        axis: Axis,
+        name: str = "embedding",
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(num_embeddings, embedding_dim, padding_idx, device=device, dtype=dtype)
+        become_vocabulary_slice(self, Slot(axis, name))
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Indices of any shape to (…, embedding_dim), equal on all ranks.
+
+        Raises:
+            IndexError: an index outside of the whole table, as torch has it.
+        """
+        if input.numel() and not (0 <= int(input.min()) and int(input.max()) < self.whole):
+            raise IndexError(f"{self.slot.name}: an index outside of the {self.whole} rows of the table")
+        local = input - self.first
+        here = (local >= 0) & (local < self.num_embeddings)
+        padding = self.padding_idx
+        rows = F.embedding(local.clamp(0, self.num_embeddings - 1), self.weight, None, scale_grad_by_freq=False)
+        if padding is not None:  # its row is read, and learns nothing
+            rows = torch.where((input == padding)[..., None], rows.detach(), rows)
+        rows = rows.masked_fill(~here[..., None], 0.0)
+        return reduce_from(rows, self.slot.axis, f"rows of {self.slot.name}")
+
+
+def become_vocabulary_slice(module: nn.Embedding, slot: Slot) -> None:
+    """Make an embedding hold its rank's rows, in place.
+
+    Raises:
+        ArgumentError: fewer rows than ranks, or an option that has no counterpart.
+    """
+    made: Any = module
+    if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
+        raise ArgumentError(f"{slot.name}: max_norm, scale_grad_by_freq and sparse do not work on a cut table")
+    segments = even_segments(module.num_embeddings, slot.axis, slot.name)
+    if type(module) is not VocabParallelEmbedding:
+        made.__class__ = VocabParallelEmbedding
+    made.slot, made.first, made.whole = slot, segments[0][0], module.num_embeddings
+    cut_tensor(made.weight, 0, segments)
+    made.num_embeddings = segments[0][1]
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Per-row losses over logits whose columns are shared out; three numbers a row travel."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, target: torch.Tensor, first: int, axis: Axis) -> Any:  # type: ignore[override]
+        largest = logits.detach().amax(-1).float()
+        if axis.group is not None:
+            meet_before(axis, "largest logits")
+            all_reduce(largest, ReduceOp.MAX, group=axis.group, log_name="largest logits")
+        weights = (logits.float() - largest[:, None]).exp_()
+        local = target - first
+        here = (local >= 0) & (local < logits.shape[-1])
+        rows = torch.arange(len(target), device=logits.device)
+        local = local.clamp(0, logits.shape[-1] - 1)
+        chosen = torch.where(here, logits[rows, local].float() - largest, 0.0)
+        total, chosen = summed(torch.stack([weights.sum(-1), chosen]), axis, "sums of a cut softmax")
+        weights /= total[:, None]
+        ctx.save_for_backward(weights, rows[here], local[here])
+        ctx.dtype = logits.dtype
+        return total.log() - chosen
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        weights, rows, columns = ctx.saved_tensors
+        found = weights * gradient[:, None]
+        found[rows, columns] -= gradient[rows]
+        return found.to(ctx.dtype), None, None, None
+
+
+def vocab_parallel_cross_entropy(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    axis: Axis,
+    *,
+    vocabulary: int | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+) -> torch.Tensor:
+    """Cross entropy of logits of which each rank has some columns; no rank ever holds all of them.
+
+    Args:
+        logits: (rows, columns of this rank), any floating dtype; computed in fp32.
+        target: (rows,) indices into the whole vocabulary, equal on all ranks.
+        axis: the ranks that share the vocabulary, as evenly as it goes.
+        vocabulary: columns of all ranks together; None: as many on each.
+        ignore_index: targets that do not count.
+        reduction: "mean" over the targets that count, "sum", or "none".
+
+    Returns:
+        fp32, equal on all ranks.
+
+    Raises:
+        ArgumentError: shapes or targets that do not fit.
+    """
+    if logits.dim() != 2 or target.shape != logits.shape[:1]:
+        raise ArgumentError(
+            f"logits {tuple(logits.shape)} and target {tuple(target.shape)} are not (rows, …) and (rows,)"
+        )
+    if reduction not in ("mean", "sum", "none"):
+        raise ArgumentError(f"reduction is {reduction!r}: use mean, sum or none")
+    size = logits.shape[1] * axis.size if vocabulary is None else vocabulary
+    bounds = partition_uniform(size, axis.size)
+    if bounds[axis.rank + 1] - bounds[axis.rank] != logits.shape[1]:
+        raise ArgumentError(
+            f"this rank's share of a vocabulary of {size} is not the {logits.shape[1]} columns its logits have"
+        )
+    counts = target != ignore_index
+    wrong = counts & ((target < 0) | (target >= size))
+    if bool(wrong.any()):
+        raise ArgumentError(f"target {int(target[wrong][0])} lies outside of the vocabulary of {size}")
+    losses = _CrossEntropy.apply(logits, target.where(counts, 0), bounds[axis.rank], axis)
+    losses = losses.masked_fill(~counts, 0.0)  # type: ignore[union-attr]
+    if reduction == "none":
+        return losses
+    return losses.sum() if reduction == "sum" else losses.sum() / counts.sum()
+
+
+class _Head:
+    """What a model with a cut vocabulary does around its forward.
+
+    Where it is given labels its loss is computed from each rank's own logits, and no logits are returned; elsewhere the
+    ranks' logits are joined.
+    """
+
+    def __init__(self, layer: Any, axis: Axis, vocabulary: int) -> None:
+        self._layer, self._axis, self._vocabulary = layer, axis, vocabulary
+        self._sizes = even_sizes(vocabulary, axis.size)
+        layer.sizes = self._sizes
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Head:
+        raise NotAvailableError("a model with a cut vocabulary cannot be copied; copy it before it is cut")
+
+    def before(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        self._layer.sizes = self._sizes if kwargs.get("labels") is None else None
+
+    def after(self, model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+        if self._layer.sizes is None and hasattr(output, "logits"):
+            output.logits = None  # nobody has them
+        self._layer.sizes = self._sizes
+        return output
+
+    def loss(
+        self,
+        logits: torch.Tensor,
+        labels: torch.Tensor | None = None,
+        vocab_size: int | None = None,
+        num_items_in_batch: Any = None,
+        ignore_index: int = -100,
+        shift_labels: torch.Tensor | None = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        """As `ForCausalLMLoss` of Transformers: (batch, length, columns of this rank) and (batch, length)."""
+        if shift_labels is None:
+            if labels is None:
+                raise TensorParallelError("the loss of a cut vocabulary needs labels")
+            shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        summed = num_items_in_batch is not None
+        found = vocab_parallel_cross_entropy(
+            logits.flatten(0, -2),
+            shift_labels.flatten().to(logits.device),
+            self._axis,
+            vocabulary=self._vocabulary,
+            ignore_index=ignore_index,
+            reduction="sum" if summed else "mean",
+        )
+        return found / num_items_in_batch if summed else found
+
+
+def cut_vocabulary(model: Any, axis: Axis, check: bool) -> list[tuple[str, str, str]]:
+    """Share out the embedding and the output projection. All ranks of the axis call together.
+
+    Args:
+        model: a causal LM, the same on all ranks; changed in place.
+        axis: the ranks.
+        check: compare both with their dense forms.
+
+    Returns:
+        Rows of the plan's table.
+
+    Raises:
+        NotAvailableError: the model's loss cannot be computed so.
+        TensorParallelError: a slice does not compute what the whole did.
+    """
+    embedding, head = _parts(model)
+    release([*embedding.parameters(), *head.parameters()])
+    tied, vocabulary = head.weight is embedding.weight, embedding.num_embeddings
+    dense = [None if t is None else t.detach().clone() for t in (embedding.weight, head.weight, head.bias)]
+    names = {module: name for name, module in model.named_modules()}
+    slot = Slot(axis, names[head])
+    become_vocabulary_slice(embedding, Slot(axis, names[embedding]))
+    become_column(head, slot, even_segments(vocabulary, axis, names[head]), weight_is_cut=tied)
+    around = _Head(head, axis, vocabulary)
+    if check:
+        _check(embedding, head, dense, axis, (names[embedding], names[head]))
+    model.loss_function = around.loss
+    model.register_forward_pre_hook(around.before, with_kwargs=True)
+    model.register_forward_hook(around.after, with_kwargs=True)
+    counts = "/".join(map(str, even_sizes(vocabulary, axis.size)))
+    return [(f"{names[embedding]}.weight", "vocabulary", counts), (f"{names[head]}.weight", "vocabulary", counts)]
+
+
+def _parts(model: Any) -> tuple[nn.Embedding, Any]:
+    embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    why = ""
+    if type(embedding) is not nn.Embedding or head is None or not is_linear(head):
+        why = "its embedding or output projection is none of torch's"
+    elif embedding.num_embeddings != head.out_features:
+        why = "its output projection has other rows than its embedding"
+    elif "self.loss_function(" not in inspect.getsource(type(model).forward):
+        why = "its forward computes the loss itself, from all logits"
+    elif not counts_items(model.loss_function):
+        why = "its loss does not divide a sum over tokens by num_items_in_batch"
+    if why or embedding is None:
+        raise NotAvailableError(
+            f"tensor_parallel.vocab_parallel_lm_head is not available for {type(model).__name__}: {why}; leave it out"
+        )
+    return embedding, head
+
+
+def _check(embedding: Any, head: Any, dense: Sequence[Any], axis: Axis, names: tuple[str, str]) -> None:
+    def differs() -> str:
+        of_embedding = _embedding_differs(embedding, dense[0], axis, names[0])
+        return "; ".join([*of_embedding, *_head_differs(head, dense, axis, names[1])])
+
+    ended = run_together(axis, differs)
+    if simulating() and ended.well:  # nothing has values that could differ: a real run compares them
+        return
+    everyone = told_by_all(axis, ended.result) if ended.well else ended.texts
+    wrong = [f"rank {axis.ranks[at]}: {text}" for at, text in enumerate(everyone) if text]
+    if wrong:
+        raise TensorParallelError(
+            f"the vocabulary cut over {axis.size} ranks (tp) is not the dense one: {' | '.join(wrong)}"
+        ) from ended.error
+
+
+def _own(whole: torch.Tensor, axis: Axis) -> torch.Tensor:
+    return whole.split(even_sizes(len(whole), axis.size))[axis.rank]
+
+
+def _embedding_differs(embedding: Any, dense: torch.Tensor, axis: Axis, name: str) -> Iterator[str]:
+    generator = torch.Generator().manual_seed(11)
+    ids = torch.randint(0, len(dense), (64,), generator=generator).to(dense.device)
+    table = dense.detach().requires_grad_()
+    with torch.enable_grad():
+        wanted, found = F.embedding(ids, table, embedding.padding_idx), embedding(ids)
+        cotangent = torch.randn(wanted.shape, generator=generator).to(wanted)
+        (ours,) = torch.autograd.grad((found * cotangent).sum(), [embedding.weight])
+        (theirs,) = torch.autograd.grad((wanted * cotangent).sum(), [table])
+    if _apart(found, wanted):
+        yield f"rows of '{name}' differ"
+    if _apart(ours, _own(theirs, axis)):
+        yield f"the gradient of '{name}' differs"
+
+
+def _head_differs(head: Any, dense: Sequence[Any], axis: Axis, name: str) -> Iterator[str]:
+    generator = torch.Generator().manual_seed(12)
+    _, weight, bias = dense
+    hidden = torch.randn(32, weight.shape[1], generator=generator).to(weight).requires_grad_()
+    target = torch.randint(0, len(weight), (32,), generator=generator).to(weight.device)
+    table, before = weight.detach().requires_grad_(), head.sizes
+    with torch.enable_grad():
+        wanted = F.cross_entropy(F.linear(hidden, table, bias).float(), target)
+        head.sizes = None
+        found = vocab_parallel_cross_entropy(head(hidden), target, axis, vocabulary=len(weight))
+        head.sizes = before
+        ours = torch.autograd.grad(found, [head.weight, hidden])
+        theirs = torch.autograd.grad(wanted, [table, hidden])
+    if _apart(found, wanted):
+        yield f"the loss of '{name}' differs"
+    if _apart(ours[0], _own(theirs[0], axis)):
+        yield f"the gradient of '{name}' differs"
+    if _apart(ours[1], theirs[1]):
+        yield f"the gradient of what '{name}' reads differs"
+
+
+def _apart(ours: torch.Tensor, wanted: torch.Tensor) -> bool:
+    bar = TOLERANCES.get(wanted.dtype, 6e-2)
+    ours, wanted = ours.detach().float(), wanted.detach().float()
+    return not float((ours - wanted).abs().max()) <= bar * max(float(wanted.abs().max()), 1e-30)

@@ -1,0 +1,1 @@
+"""What users import, and what engines and checkpoints see of the training state."""

@@ -1,0 +1,376 @@
+"""`zero.Init`: shards each module's parameters as they are created.
+
+Each nn.Module subclass's `__init__` that runs inside ends by sharding the parameters it made: every parameter becomes a
+group of its own, with rank 0's values. `initialize` later re-lays these into groups, one at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.collectives.collectives import broadcast_tensors
+from deepspeed.comm.process_groups import init as comm_init
+from deepspeed.comm.process_groups.axis import Axis, group_axis
+from deepspeed.comm.process_groups.mesh import REPLICATED, Mesh
+from deepspeed.comm.process_groups.process_group import is_initialized
+from deepspeed.config import DeepSpeedConfig
+from deepspeed.errors import ArgumentError, NotAvailableError, UsageError
+from deepspeed.foundation.malloc import own_pages
+from deepspeed.storage.buffer_pool import BufferPool
+from deepspeed.storage.device_tier import RESIDENT
+from deepspeed.storage.host_tier import HostTier
+from deepspeed.storage.nvme_tier import NvmeTier
+from deepspeed.storage.simulated import disk_in
+from deepspeed.storage.tier import Tier
+from deepspeed.zero.api.reshard import lay
+from deepspeed.zero.layout.mesh import find_mesh
+from deepspeed.zero.out_of_memory import exhausted, is_exhaustion
+from deepspeed.zero.parameters.parameter import ReadView, birth_writers, is_managed, refuse_write
+from deepspeed.zero.parameters.tiers import Tiers
+
+
+@dataclass
+class _Patches:
+    """What entering a context changed in torch, to be put back."""
+
+    inits: list[tuple[type, Callable[..., None]]] = field(default_factory=list)
+    subclass_hook: Any = None
+    apply: Any = None
+    constructors: dict[str, Any] = field(default_factory=dict)
+
+
+# Freed bytes after which unused pages are given back; birth would otherwise peak far above what it holds.
+_TRIM_AFTER = 1 << 25
+
+_CONSTRUCTORS = ("arange", "empty", "eye", "full", "ones", "tensor", "zeros")
+_orig_torch_arange = torch.arange  # Transformers tells it from the others by this name
+
+# The contexts that are open, outermost first: modules are born under the innermost.
+_open: list[Init] = []
+
+
+class Init:
+    """Context in which modules are born sharded (ZeRO stage 3).
+
+    Args:
+        module: shard this existing module at once instead of waiting for new ones.
+        data_parallel_group: process group to shard over; None: all ranks.
+        remote_device: where slices rest from birth on: "cpu", "nvme" (in `offload_param.nvme_path`), or "none" for
+            the device; None: as `offload_param` says.
+        config_dict_or_path: the JSON, for the dtype; may still hold "auto".
+        config: another name of it.
+        enabled: False makes the context do nothing.
+        dtype: dtype of floating parameters; None: by the JSON, else what the model says.
+        mpu: a client's unit with `get_data_parallel_group`.
+        pin_memory: page-locked host memory for slices on the host.
+        mem_efficient_linear: has no effect; the arguments not named here are not available yet.
+
+    Example:
+        >>> with deepspeed.zero.Init(config_dict_or_path=config):
+        ...     model = MyLargeModel()
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        data_parallel_group: Any = None,
+        mem_efficient_linear: bool = True,
+        remote_device: str | None = None,
+        pin_memory: bool = False,
+        config_dict_or_path: Any = None,
+        config: Any = None,
+        enabled: bool = True,
+        dtype: torch.dtype | None = None,
+        mpu: Any = None,
+        zero_param_parallel_group: Any = None,
+        zero_quantized_weights: bool = False,
+        zero_quantized_nontrainable_weights: bool = False,
+        sequence_data_parallel_group: Any = None,
+        param_swapper: Any = None,
+        tensor_overrides: Any = None,
+    ) -> None:
+        self.enabled = enabled
+        if not enabled:
+            return
+        later = {
+            "zero_param_parallel_group": zero_param_parallel_group,
+            "zero_quantized_weights": zero_quantized_weights,
+            "zero_quantized_nontrainable_weights": zero_quantized_nontrainable_weights,
+            "sequence_data_parallel_group": sequence_data_parallel_group,
+            "param_swapper": param_swapper,
+            "tensor_overrides": tensor_overrides,
+        }
+        if asked := [name for name, value in later.items() if value]:
+            raise NotAvailableError(f"zero.Init({', '.join(asked)}) is not available yet; leave it out")
+        if not is_initialized():
+            comm_init.init_distributed()
+        self.device = torch.device(get_accelerator().current_device_name())
+        source = config_dict_or_path if config_dict_or_path is not None else config
+        parsed = DeepSpeedConfig.for_init(source) if source is not None else None
+        self.axis: Axis = (
+            group_axis("dp", data_parallel_group, self.device)
+            if data_parallel_group is not None
+            else _axis_of(find_mesh(parsed, mpu, None, self.device), mpu)
+        )
+        self.dtype = dtype or _dtype_of(parsed)
+        self.tiers = Tiers(parameters=_tier(remote_device, parsed, pin_memory))
+        self.wraps_apply = parsed is None or parsed.zero.override_module_apply
+        self._patches, self._pages = _Patches(), contextlib.ExitStack()
+        self._unshared = 0  # bytes of whole parameters freed since the last trim
+        self._born: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules that have been made here
+        if module is not None:
+            for child in module.modules():
+                self.shard(child)
+
+    @classmethod
+    def over(cls, axis: Axis, device: torch.device) -> Init:
+        """One that shards over ranks that are known.
+
+        Args:
+            axis: the ranks, which make the same model.
+            device: where its parameters are.
+        """
+        made = cls(enabled=False)
+        made.enabled, made.axis, made.device, made.dtype, made.tiers = True, axis, device, None, Tiers()
+        made.wraps_apply = True
+        made._patches, made._pages, made._unshared = _Patches(), contextlib.ExitStack(), 0
+        made._born = weakref.WeakSet()
+        return made
+
+    def __enter__(self) -> Init:
+        if self.enabled:
+            if not _open:
+                _patch(self._patches, self.wraps_apply)
+                _patch_constructors(self._patches, self.dtype, self.device)
+                birth_writers.append(write_whole)
+            _open.append(self)
+            if self.device.type == "cpu" and self.tiers.parameters is not RESIDENT:
+                self._pages.enter_context(own_pages())
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if self.enabled:
+            _open.remove(self)
+            self._pages.close()
+            if not _open:
+                birth_writers.remove(write_whole)
+                _restore(self._patches)
+        if error is not None and is_exhaustion(error):
+            raise exhausted("a model was made under zero.Init", error) from error
+
+    def shard_late(self, module: nn.Module) -> None:
+        """Shard parameters that modules below `module` were given after they were born, as by `weight_norm`."""
+        self._born.add(module)
+        for child in module.modules():
+            if child in self._born and child is not module:
+                self._shard_parameters(child)
+
+    def shard(self, module: nn.Module) -> None:
+        """Shard the parameters `module` itself owns, with the values of axis rank 0."""
+        self._shard_parameters(module)
+        for buffer in module._buffers.values():
+            if buffer is not None and buffer.device.type != "meta":
+                broadcast_tensors(self.axis, [buffer], f"birth of a buffer of {type(module).__name__}")
+        if self._unshared > _TRIM_AFTER and self.device.type == "cpu":  # a device's allocator lends them out again
+            self._unshared = 0
+            get_accelerator().empty_cache()
+
+    def _shard_parameters(self, module: nn.Module) -> None:
+        for name, param in module._parameters.items():
+            if param is None or is_managed(param) or _written_by_its_layer(module, param):
+                continue
+            if param.device.type == "meta":
+                raise UsageError(
+                    f"parameter '{name}' of {type(module).__name__} is on the meta device inside zero.Init"
+                )
+            if param.device != self.device:
+                param.data = param.data.to(self.device)
+            if self.dtype is not None and param.is_floating_point():
+                param.data = param.data.to(self.dtype)
+            broadcast_tensors(self.axis, [param.data], f"birth of {type(module).__name__}.{name}")
+            self._unshared += param.numel() * param.itemsize
+            lay(param, f"{type(module).__name__}.{name}", self.axis, self.tiers)
+
+
+def _axis_of(mesh: Mesh, mpu: Any) -> Axis:
+    """The ranks that make the same model: those of all stages too, unless a client's unit says that it cuts them."""
+    return mesh.axis(*REPLICATED) if mpu is not None else mesh.axis(*REPLICATED, "pp")
+
+
+def _written_by_its_layer(module: nn.Module, param: nn.Parameter) -> bool:
+    """Whether it may be one of Keras' statistics or seeds, which every rank has whole.
+
+    Keras shows torch the variables of a layer in a dictionary, which does not know what they are. What is a frozen
+    weight after all is sharded by `initialize`.
+    """
+    return isinstance(module, nn.ParameterDict) and not param.requires_grad
+
+
+def _tier(remote_device: str | None, config: DeepSpeedConfig | None, pin: bool) -> Tier:
+    """Where born slices rest."""
+    section = config.zero.offload_param if config is not None else None
+    where = remote_device or (section.device if section is not None else "none")
+    if where in ("none", get_accelerator().device_name()) and where != "cpu":
+        return RESIDENT
+    if where == "cpu":
+        return HostTier(BufferPool(pin=pin))
+    if where != "nvme":
+        raise ArgumentError(f'zero.Init(remote_device={where!r}): use "cpu", "nvme" or "none"')
+    if config is None or section is None or not section.nvme_path:
+        raise ArgumentError(
+            'zero.Init(remote_device="nvme") needs to know where: pass config_dict_or_path with '
+            "zero_optimization.offload_param.nvme_path"
+        )
+    disk = disk_in(section.nvme_path, config.top.aio)
+    return NvmeTier(disk, BufferPool(pin=section.pin_memory), section.buffer_count)
+
+
+def _dtype_of(config: DeepSpeedConfig | None) -> torch.dtype | None:
+    if config is None:
+        return None
+    if config.fp16.enabled:
+        return torch.float16
+    return torch.bfloat16 if config.bf16.enabled else None
+
+
+def _patch(patches: _Patches, wraps_apply: bool) -> None:
+    """Wrap `__init__` of every module class there is, and of those defined while the context is open."""
+
+    def visit(cls: type) -> None:
+        for sub in cls.__subclasses__():
+            _wrap(sub, patches)
+            visit(sub)
+
+    visit(nn.Module)
+    patches.subclass_hook = nn.Module.__dict__.get("__init_subclass__")
+    patches.apply = nn.Module.apply
+
+    def born(cls: type, **kwargs: Any) -> None:
+        super(nn.Module, cls).__init_subclass__(**kwargs)  # pyright: ignore[reportArgumentType]
+        _wrap(cls, patches)
+
+    nn.Module.__init_subclass__ = classmethod(born)  # type: ignore[assignment,method-assign]
+    if wraps_apply:
+        nn.Module.apply = _gathered_apply  # type: ignore[method-assign]
+
+
+def zero_wrapper_for_fp_tensor_constructor(
+    fn: Callable[..., torch.Tensor], target_fp_dtype: torch.dtype | None, target_device: torch.device
+) -> Callable[..., torch.Tensor]:
+    """A tensor constructor whose results lie where the model is born; Transformers puts a wrapper of its own here.
+
+    Args:
+        fn: the constructor.
+        target_fp_dtype: of the parameters; buffers keep the dtype the model gives them, so it is not used here.
+        target_device: where modules are sharded.
+    """
+    if target_device.type == "cpu":
+        return fn
+
+    @functools.wraps(fn)
+    def construct(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if kwargs.get("device") is None and torch.get_default_device().type == "cpu":
+            kwargs["device"] = target_device
+        return fn(*args, **kwargs)
+
+    return construct
+
+
+def _patch_constructors(patches: _Patches, dtype: torch.dtype | None, device: torch.device) -> None:
+    for name in _CONSTRUCTORS:
+        original = patches.constructors[name] = getattr(torch, name)
+        wrapped = zero_wrapper_for_fp_tensor_constructor(original, target_fp_dtype=dtype, target_device=device)
+        setattr(torch, name, wrapped)
+
+
+def _wrap(cls: type, patches: _Patches) -> None:
+    original = cls.__dict__.get("__init__")
+    if original is None or any(cls is done for done, _ in patches.inits):
+        return
+
+    @functools.wraps(original)
+    def init(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        # Only the outermost __init__ of an object shards: a subclass may still change what its parent made.
+        if _open and type(self).__init__ is init:
+            _open[-1].shard(self)
+            _open[-1].shard_late(self)
+
+    if cls.__new__ is not object.__new__:  # may read the arguments of `__init__` without following `wraps`: Keras
+        init.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
+    patches.inits.append((cls, original))
+    cls.__init__ = init  # type: ignore[misc]
+
+
+def _restore(patches: _Patches) -> None:
+    for cls, original in patches.inits:
+        cls.__init__ = original  # type: ignore[misc]
+    patches.inits.clear()
+    if patches.subclass_hook is None:
+        del nn.Module.__init_subclass__
+    else:
+        nn.Module.__init_subclass__ = patches.subclass_hook
+    nn.Module.apply = patches.apply  # type: ignore[method-assign]
+    for name, original in patches.constructors.items():
+        setattr(torch, name, original)
+
+
+def _gathered_apply(self: nn.Module, fn: Callable[[nn.Module], None]) -> nn.Module:
+    """`Module.apply` that lets `fn` see and change whole parameters; the result of the first rank of each counts."""
+    from deepspeed.zero.api.gathered_parameters import GatheredParameters
+
+    for child in self.children():
+        child.apply(fn)
+    by_rank: dict[int, list[torch.Tensor]] = {}
+    for param in self._parameters.values():
+        if is_managed(param):
+            by_rank.setdefault(param._ds_member.group.axis.ranks[0], []).append(param)  # type: ignore[union-attr]
+    with contextlib.ExitStack() as stack:
+        for rank, params in by_rank.items():
+            stack.enter_context(GatheredParameters(params, modifier_rank=rank))
+        fn(self)
+    return self
+
+
+def write_whole(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A module writes to a parameter that was born, and sharded, with a child of it: axis rank 0's result counts.
+
+    Or to a part of one, as Transformers does to an embedding's row for padding.
+    """
+    from deepspeed.zero.api.gathered_parameters import GatheredParameters
+
+    member, target = args[0]._ds_member, args[0]
+    with GatheredParameters(member.param, modifier_rank=member.group.axis.ranks[0]), torch.no_grad():
+        if name == "data=":
+            member.param.copy_(args[1])
+        else:
+            whole = member.param
+            if isinstance(target, ReadView):  # of a dense copy, whose elements lie as in the parameter
+                if target.dtype != whole.dtype or target.untyped_storage().nbytes() != whole.numel() * whole.itemsize:
+                    refuse_write(name, member)
+                at = whole.storage_offset() + target.storage_offset()
+                func(whole.as_strided(target.shape, target.stride(), at), *args[1:], **kwargs)
+            else:
+                func(whole, *args[1:], **kwargs)
+    return target
+
+
+@contextlib.contextmanager
+def suspended() -> Iterator[None]:
+    """No context is active inside (`initialize` builds helpers that must not be sharded)."""
+    paused = _open[:]
+    _open.clear()
+    try:
+        yield
+    finally:
+        _open[:] = paused

@@ -1,0 +1,297 @@
+"""Materializes a model from the meta device, module by module and sharded.
+
+Each module is initialized as its class says: by the `_init_weights(module)` of the nearest model around it (as those of
+Transformers have), or by its own `reset_parameters()`. Modules come in the order of `Module.apply`, so random values
+are those of the same model made whole by `to_empty`, tied again, and the same calls. What a rule leaves blank is reset
+without changing what it wrote, and the rule is called again, since it may scale, say, what a class gives itself;
+values that were there before, such as loaded ones, stay.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import swap_tensors
+
+from deepspeed.comm.collectives.same_error import alarmed
+from deepspeed.comm.collectives.torch_api import told_by_all
+from deepspeed.comm.process_groups.axis import Axis
+from deepspeed.errors import UsageError
+from deepspeed.zero.api.gathered_parameters import GatheredParameters
+from deepspeed.zero.api.init_context import Init, write_whole
+from deepspeed.zero.parameters.parameter import birth_writers, is_managed
+
+Rule = Callable[[nn.Module], Any]
+# A module's mark: its tensors that were made and that nobody has written, with their versions. It stays after an error.
+_UNWRITTEN = "_ds_unwritten"
+_NOBODYS = 0xA5  # bytes of integers and truth values that nobody has written
+_STOPPED = "_ds_stopped"  # a model's mark: where an error left it with values of which some may be written half
+
+
+def is_without_values(model: nn.Module) -> bool:
+    """Whether some of a model's parameters are on the meta device, or were and have been given no values since."""
+    if any({_UNWRITTEN, _STOPPED} & vars(module).keys() for module in model.modules()):
+        return True
+    return any(not is_managed(param) and param.device.type == "meta" for param in model.parameters())
+
+
+def materialize(model: nn.Module, axis: Axis, device: torch.device) -> None:
+    """Give values to a model's tensors on the meta device, and shard its parameters as `zero.Init` does.
+
+    All ranks of the axis call together; no rank has more than one module beside its slices.
+
+    Args:
+        model: changed in place; parameters stay the objects they are, but for those of recurrent layers.
+        axis: ranks that have made the same model; the values of the first count.
+        device: where it is to be.
+
+    Raises:
+        UsageError: nothing says which values a tensor has; names it, on all ranks. The model remains without values,
+            and a further call tries again. Or an earlier call ended within a rule: it cannot.
+        Exception: what a rule raised; the other ranks are told.
+    """
+    where = next((vars(module)[_STOPPED] for module in model.modules() if _STOPPED in vars(module)), None)
+    if where is not None:
+        raise UsageError(
+            f"an earlier attempt to give this model values ended at {where}: nobody can tell what had been written by "
+            f"then. Make the model anew"
+        )
+    birth = _Birth(Init.over(axis, device), device)
+    birth_writers.append(birth.write)  # a model initializes what its children have been given, and is sharded already
+    try:
+        with torch.no_grad(), alarmed(lambda: f"values of {birth.at}"):
+            birth.visit("", model, None)
+    except BaseException:
+        vars(model)[_STOPPED] = birth.at
+        raise
+    finally:
+        birth_writers.remove(birth.write)
+    birth.check()
+
+
+class _Birth:
+    def __init__(self, context: Init, device: torch.device) -> None:
+        self._context, self._device = context, device
+        self._met: set[nn.Module] = set()
+        self._given: set[nn.Parameter] = set()
+        self._ruled: set[nn.Parameter] = set()  # of the given, those that a rule wrote
+        self._doing = ""  # "rule", "reset" or "again", while one is called
+        self.at = "the model"  # the module that is being given values
+        self._count = 0  # of tensors that have been given values
+        self._places: dict[str, tuple[nn.Module, str]] = {}
+        self._owed: dict[str, int] = {}  # where, version: not written as yet
+
+    def visit(self, path: str, module: nn.Module, rule: Rule | None) -> None:
+        """Children first, as `Module.apply` has them."""
+        if module in self._met:
+            return
+        self._met.add(module)
+        rule, before = _rule_of(module) or rule, self._count
+        for name, child in module.named_children():
+            self.visit(f"{path}.{name}".lstrip("."), child, rule)
+        self.at = f"'{path}' ({type(module).__name__})" if path else type(module).__name__
+        self._give(path, module, rule, before)
+        self._context.shard(module)
+
+    def write(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A module writes to another one's parameter: not where it had values, nor a reset where a rule wrote."""
+        param = args[0]._ds_member.param
+        if self._doing == "again" or param not in self._given or (self._doing == "reset" and param in self._ruled):
+            return args[0]
+        if self._doing == "rule":
+            self._ruled.add(param)
+        return write_whole(name, func, args, kwargs)
+
+    def _give(self, path: str, module: nn.Module, rule: Rule | None, before: int) -> None:
+        """Values for a module's own tensors; it may change those of modules in it, of which some have been given."""
+        earlier: dict[str, int] = vars(module).get(_UNWRITTEN, {})  # of a birth that failed
+        given, own = [*self._new_parameters(module), *self._new_buffers(module)], _own(module)
+        # Those of another module, which has been sharded by now: tied weights are initialized by both.
+        shared = [param for param in module._parameters.values() if param is not None and is_managed(param)]
+        self._count += len(given) + len(earlier) + sum(param in self._given for param in shared)
+        if self._count == before:
+            return
+        versions = {**earlier, **{name: own[name]._version for name in given}}
+        if versions:
+            vars(module)[_UNWRITTEN] = versions
+        with GatheredParameters(shared, modifier_rank=self._context.axis.ranks[0], enabled=bool(shared)):
+            given += [name for name, version in earlier.items() if name not in given and _is_blank(own[name], version)]
+            self._given.update(module._parameters[name] for name in given if name in module._parameters)  # type: ignore[misc]
+            with self._keeping(module, given):
+                self._initialize(module, rule, given, versions)
+            owed = {name: version for name, version in versions.items() if _is_blank(_own(module)[name], version)}
+        vars(module).pop(_UNWRITTEN, None)
+        if owed:
+            vars(module)[_UNWRITTEN] = owed
+        for name in versions:
+            self._places[f"{path}.{name}".lstrip(".")] = module, name
+        self._owed.update({f"{path}.{name}".lstrip("."): version for name, version in owed.items()})
+
+    @contextlib.contextmanager
+    def _keeping(self, module: nn.Module, given: list[str]) -> Iterator[None]:
+        """What had values before keeps them."""
+        kept = {
+            name: tensor.detach().clone()
+            for name, tensor in _own(module).items()
+            if name not in given and tensor not in self._given and not tensor.is_meta
+        }
+        yield
+        for name, value in kept.items():
+            _own(module)[name].detach().copy_(value)
+
+    def _initialize(self, module: nn.Module, rule: Rule | None, given: list[str], versions: dict[str, int]) -> None:
+        names = [name for name, tensor in _own(module).items() if name in given or tensor in self._given]
+        tied = [name for name in names if name not in given and _own(module)[name] not in self._ruled]
+        if rule is not None:
+            with self._during("rule"):
+                rule(module)
+        blank = [name for name in names if _is_blank(_own(module)[name], versions.get(name, 0))]
+        if rule is not None:
+            self._ruled.update(module._parameters[n] for n in names if n in module._parameters and n not in blank)  # type: ignore[misc]
+        reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+        if not callable(reset) or not (blank or rule is None):
+            return
+        free = {*blank, *tied} if rule is None else {*blank}
+        kept = {name: _own(module)[name].detach().clone() for name in names if name not in free}
+        parts = {name: _written_part(_own(module)[name]) for name in blank} if rule is not None else {}
+        with self._during("reset"):
+            reset()
+        if rule is not None:
+            self._rule_again(module, rule, blank)
+        for name, value in kept.items():
+            _own(module)[name].detach().copy_(value)
+        for name, part in parts.items():
+            if part is not None:
+                written, values = part
+                _own(module)[name].detach()[written] = values
+
+    def _rule_again(self, module: nn.Module, rule: Rule, blank: list[str]) -> None:
+        """A rule that reads what the class gives has met nothing: now there is something. It draws nothing anew."""
+        before = {name: _own(module)[name].detach().clone() for name in blank}
+        kind = self._device.type
+        with self._during("again"), torch.random.fork_rng([] if kind == "cpu" else [self._device], device_type=kind):
+            rule(module)
+        own = _own(module)
+        changed = [name for name, value in before.items() if not torch.equal(_bytes(value), _bytes(own[name]))]
+        self._ruled.update(module._parameters[name] for name in changed if name in module._parameters)  # type: ignore[misc]
+
+    @contextlib.contextmanager
+    def _during(self, what: str) -> Iterator[None]:
+        self._doing = what
+        try:
+            yield
+        finally:
+            self._doing = ""
+
+    def _new_parameters(self, module: nn.Module) -> list[str]:
+        found = []
+        for name, param in list(module._parameters.items()):
+            if param is None or is_managed(param) or param.device.type != "meta":
+                continue
+            made = nn.Parameter(_blank(param, self._device), param.requires_grad)
+            marks = dict(vars(param))  # of the client's, such as its row of the table of placements
+            try:
+                swap_tensors(param, made)
+            except RuntimeError:  # somebody has a weak reference, as recurrent layers have: they hear of a new one
+                setattr(module, name, made)
+                param = made
+            vars(param).update(marks)
+            found.append(name)
+        return found
+
+    def _new_buffers(self, module: nn.Module) -> list[str]:
+        found = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
+        for name in found:
+            module._buffers[name] = _blank(module._buffers[name], self._device)  # type: ignore[arg-type]
+        return found
+
+    def check(self) -> None:
+        """See that what a module has not initialized itself was initialized by one around it. All ranks call together.
+
+        Raises:
+            UsageError: it was not.
+        """
+        lost = [where for where in self._of_any(self._owed) if self._is_lost(where)]
+        lost = self._of_any(lost)  # a buffer is each rank's own
+        for module in self._met:
+            marks: dict[str, int] = vars(module).pop(_UNWRITTEN, {})
+            left = {name: marks.get(name, 0) for owner, name in map(self._places.get, lost) if owner is module}  # type: ignore[misc]
+            if left:
+                vars(module)[_UNWRITTEN] = left
+        if lost:
+            names = ", ".join(f"'{where}' of {type(self._places[where][0]).__name__}" for where in lost[:3])
+            raise UsageError(
+                f"{len(lost)} tensor(s) on the meta device have no values, and nothing says which: {names}. Give the "
+                f"class a reset_parameters(), or the model an _init_weights(module), or make it under zero.Init"
+            )
+
+    def _of_any(self, places: Iterable[str]) -> list[str]:
+        """What some rank says, in one order: a rule may write on one rank only."""
+        told = {where for theirs in told_by_all(self._context.axis, list(places)) for where in theirs}
+        return [where for where in self._places if where in told]
+
+    def _is_lost(self, where: str) -> bool:
+        module, name = self._places[where]
+        tensor = _own(module)[name]
+        with GatheredParameters([tensor], enabled=is_managed(tensor)):
+            return _is_blank(tensor, self._owed.get(where, 0))
+
+
+def _own(module: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in {**module._buffers, **module._parameters}.items() if value is not None}
+
+
+def _rule_of(module: nn.Module) -> Rule | None:
+    """Its `_init_weights`, where that can be called with a module alone."""
+    rule = getattr(module, "_init_weights", None)
+    if not callable(rule) or isinstance(rule, nn.Module):
+        return None
+    try:
+        inspect.signature(rule).bind(module)
+    except TypeError:
+        return None
+    return rule
+
+
+def _blank(like: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """NaN where there can be, else what hardly anybody writes, so that what nobody writes is seen."""
+    if _has_nan(like):
+        return torch.full(like.shape, float("nan"), dtype=like.dtype, device=device)
+    made = torch.empty(like.shape, dtype=like.dtype, device=device)
+    _bytes(made).fill_(_NOBODYS)
+    return made
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Its elements as bytes: all of them, in memory of its own."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _has_nan(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _nans(tensor: torch.Tensor) -> torch.Tensor:
+    small = tensor.is_floating_point() and tensor.itemsize == 1  # which torch does not compare
+    return (tensor.float() if small else tensor).isnan()
+
+
+def _is_blank(tensor: torch.Tensor, version: int) -> bool:
+    """Whether some of it is not written: not by its version where there is NaN, since `.data` does not count."""
+    if _has_nan(tensor):
+        return bool(_nans(tensor).any())
+    untouched = is_managed(tensor) or tensor._version == version
+    return untouched and tensor.numel() > 0 and bool((_bytes(tensor) == _NOBODYS).all())
+
+
+def _written_part(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Where a tensor is not blank, and the values there."""
+    if not _has_nan(tensor):
+        return None
+    written = ~_nans(tensor)
+    return (written, tensor.detach()[written]) if bool(written.any()) else None

@@ -1,0 +1,358 @@
+"""Estimates the memory that a model needs under ZeRO."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from deepspeed.comm.process_groups.mesh import MODEL, current_mesh
+from deepspeed.errors import ArgumentError
+from deepspeed.zero.layout.placement import WHOLE, placement_of
+from deepspeed.zero.layout.units import units_of
+
+GB = 2**30
+# Defaults of zero_optimization.reduce_bucket_size, stage3_max_live_parameters and stage3_prefetch_bucket_size.
+REDUCE_BUCKET = 500_000_000
+LIVE_PARAMETERS = 1_000_000_000
+PREFETCH_BUCKET = 50_000_000
+FP32 = 4
+
+
+# Where state can rest.
+DEVICE, HOST, NVME = "device", "host", "nvme"
+
+
+@dataclass(frozen=True)
+class GroupState:
+    """What decides how many bytes a group takes on one rank at rest.
+
+    Args:
+        numel: its elements.
+        own: elements this rank updates.
+        gathered: parameters are split too (stage 3).
+        itemsize: bytes of an element of the parameters.
+        master: bytes of an element of the master; 0 when it is not trained.
+        accumulator: bytes of an element of the gradient sums.
+        moments: bytes of optimizer state per element.
+        sums_whole: gradients are summed whole before they travel (stage 0, stage 1 with accumulation).
+    """
+
+    numel: float
+    own: float
+    gathered: bool
+    itemsize: int
+    master: int = FP32
+    accumulator: int = FP32
+    moments: float = 2 * FP32
+    sums_whole: bool = False
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes on one rank at rest, by place, before the step.
+
+    Args:
+        params: parameters.
+        optimizer: master copies and moments.
+        gradients: accumulators.
+    """
+
+    params: dict[str, float]
+    optimizer: dict[str, float]
+    gradients: dict[str, float]
+
+    def at(self, place: str) -> float:
+        """Everything in one place."""
+        return sum(part.get(place, 0.0) for part in (self.params, self.optimizer, self.gradients))
+
+    @property
+    def total(self) -> float:
+        """Everything everywhere."""
+        return sum(self.at(place) for place in (DEVICE, HOST, NVME))
+
+
+def rest_bytes(state: GroupState, optimizer: str = DEVICE, parameters: str = DEVICE) -> StateBytes:
+    """What a group takes at rest: the one formula of estimates, predictions and documentation.
+
+    The values are their own master where they have its width and rest in the optimizer's place.
+
+    Args:
+        state: the group.
+        optimizer: place of master, moments and accumulators (`offload_optimizer`).
+        parameters: place of split parameters (`offload_param`).
+    """
+    rests = parameters if state.gathered else DEVICE
+    params = {rests: (state.own if state.gathered else state.numel) * state.itemsize}
+    if not state.master:
+        return StateBytes(params, {}, {})
+    own_master = state.master if state.master != state.itemsize or rests != optimizer else 0
+    gradients = {DEVICE: state.numel * state.accumulator} if state.sums_whole else {}
+    if not state.sums_whole or optimizer != DEVICE:
+        gradients[optimizer] = gradients.get(optimizer, 0.0) + state.own * state.accumulator
+    return StateBytes(params, {optimizer: state.own * (own_master + state.moments)}, gradients)
+
+
+def state_bytes(
+    stage: int,
+    world: int,
+    *,
+    low_precision: bool = True,
+    accumulating: bool = False,
+    optimizer: str = DEVICE,
+    parameters: str = DEVICE,
+) -> StateBytes:
+    """State bytes per parameter on each of `world` ranks, with Adam and fp32 accumulators.
+
+    Low precision: 2-byte parameters, fp32 master and two moments (12), fp32 accumulator (4). fp32: the parameters are
+    the master (4), two moments (8), accumulator (4). Stage 1 splits the second, stage 2 also the third, stage 3 all;
+    stage 1 keeps whole accumulators only while it accumulates.
+
+    Args:
+        stage: 0 to 3 (`zero_optimization.stage`).
+        world: ranks that share the states.
+        low_precision: compute in bf16 or fp16.
+        accumulating: `gradient_accumulation_steps` above 1.
+        optimizer: `DEVICE`, `HOST` or `NVME` (`offload_optimizer`).
+        parameters: likewise (`offload_param`, stage 3).
+
+    Returns:
+        The three parts.
+
+    Raises:
+        ArgumentError: an unknown stage.
+    """
+    if stage not in range(4):
+        raise ArgumentError(f"stage is {stage}; use 0, 1, 2 or 3")
+    own, whole = (1.0 / world if stage else 1.0), stage == 0 or (stage == 1 and accumulating)
+    state = GroupState(1.0, own, stage == 3, 2 if low_precision else FP32, sums_whole=whole)
+    return rest_bytes(state, optimizer, parameters)
+
+
+def _sharing(ranks: int, model_parallel: int) -> int:
+    """Ranks that share the states of one model slice."""
+    if model_parallel < 1 or ranks % model_parallel:
+        raise ArgumentError(f"{ranks} rank(s) do not divide into {model_parallel} slices and stages of a model")
+    return ranks // model_parallel
+
+
+def _model_ranks(model: nn.Module) -> int:
+    """Slices and stages of the model that this one is one of."""
+    apart = any(placement_of(param) != WHOLE for param in model.parameters())
+    return current_mesh().size(*MODEL) if apart else 1
+
+
+def estimate_zero2_model_states_mem_needs(
+    total_params: int,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    cpu_offload: bool = True,
+    additional_buffer_factor: float = 1.5,
+    *,
+    activation_bytes: int = 0,
+    reduce_bucket_size: int = REDUCE_BUCKET,
+    model_parallel: int = 1,
+) -> tuple[int, int]:
+    """Bytes needed at stage 2 with 2-byte parameters and Adam.
+
+    Args:
+        total_params: parameters of the model.
+        num_gpus_per_node: ranks on a node.
+        num_nodes: nodes.
+        cpu_offload: optimizer states and accumulators rest in host memory (`offload_optimizer`).
+        additional_buffer_factor: safety factor on host memory.
+        activation_bytes: activations of one micro-batch on one rank.
+        reduce_bucket_size: elements (`zero_optimization.reduce_bucket_size`).
+        model_parallel: ranks that hold different slices or stages of the model; `total_params` are those of one.
+
+    Returns:
+        Bytes of host memory per node, bytes of device memory per rank.
+    """
+    world = _sharing(num_gpus_per_node * num_nodes, model_parallel)
+    parts = state_bytes(2, world, optimizer=HOST if cpu_offload else DEVICE)
+    device = parts.at(DEVICE) * total_params + activation_bytes
+    device += FP32 * min(total_params, reduce_bucket_size)
+    # Every rank makes the whole fp32 model before the states are split.
+    host = num_gpus_per_node * total_params * max(FP32, parts.at(HOST))
+    return int(host * additional_buffer_factor), int(device)
+
+
+def estimate_zero3_model_states_mem_needs(
+    total_params: int,
+    largest_layer_params: int,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    cpu_offload: bool = True,
+    cpu_offload_params: bool = True,
+    zero_init: bool = True,
+    additional_buffer_factor: float = 1.5,
+    *,
+    activation_bytes: int = 0,
+    reduce_bucket_size: int = REDUCE_BUCKET,
+    model_parallel: int = 1,
+    max_live_parameters: int = LIVE_PARAMETERS,
+) -> tuple[int, int, int]:
+    """Bytes needed at stage 3 with 2-byte parameters and Adam.
+
+    Args:
+        total_params: parameters of the model.
+        largest_layer_params: parameters of its largest layer, which are gathered together.
+        num_gpus_per_node: ranks on a node.
+        num_nodes: nodes.
+        cpu_offload: optimizer states and accumulators rest in host memory (`offload_optimizer`).
+        cpu_offload_params: parameters rest there too (`offload_param`).
+        zero_init: the model is made under `zero.Init`.
+        additional_buffer_factor: safety factor on host memory.
+        activation_bytes: activations of one micro-batch on one rank.
+        reduce_bucket_size: elements (`zero_optimization.reduce_bucket_size`).
+        model_parallel: ranks that hold different slices or stages of the model; `total_params` are those of one.
+        max_live_parameters: elements (`zero_optimization.stage3_max_live_parameters`).
+
+    Returns:
+        Bytes of host memory per node, bytes of device memory per rank, fp32 bytes of the largest layer.
+    """
+    world = _sharing(num_gpus_per_node * num_nodes, model_parallel)
+    optimizer = HOST if cpu_offload else DEVICE
+    parts = state_bytes(3, world, optimizer=optimizer, parameters=optimizer if cpu_offload_params else DEVICE)
+    # Two layers at least: the one in use and the one that is fetched; more when the limit lets them stay.
+    gathered = min(total_params, max(2 * largest_layer_params, max_live_parameters + PREFETCH_BUCKET))
+    device = parts.at(DEVICE) * total_params + 2 * gathered + activation_bytes
+    device += FP32 * min(total_params, reduce_bucket_size + largest_layer_params)
+    at_birth = FP32 * (largest_layer_params if zero_init else total_params)
+    host = num_gpus_per_node * max(at_birth, parts.at(HOST) * total_params)
+    return int(host * additional_buffer_factor), int(device), FP32 * largest_layer_params
+
+
+def estimate_zero2_model_states_mem_needs_all_live(
+    model: nn.Module,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    additional_buffer_factor: float = 1.5,
+    **sizes: Any,
+) -> None:
+    """Print the stage 2 table for a model.
+
+    Args:
+        model: the model.
+        num_gpus_per_node: ranks on a node.
+        num_nodes: nodes.
+        additional_buffer_factor: safety factor on host memory.
+        sizes: `activation_bytes`, `reduce_bucket_size`, `model_parallel` (default: read off the placements of its
+            parameters and the mesh) of `estimate_zero2_model_states_mem_needs`.
+    """
+    total, _ = _model_sizes(model)
+    sizes.setdefault("model_parallel", _model_ranks(model))
+    estimate_zero2_model_states_mem_needs_all_cold(
+        total, num_gpus_per_node, num_nodes, additional_buffer_factor, **sizes
+    )
+
+
+def estimate_zero2_model_states_mem_needs_all_cold(
+    total_params: int,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    additional_buffer_factor: float = 1.5,
+    **sizes: Any,
+) -> None:
+    """Print the stage 2 table for a number of parameters; arguments as in `..._all_live`."""
+    _print_table(
+        lambda **options: estimate_zero2_model_states_mem_needs(
+            total_params,
+            num_gpus_per_node,
+            num_nodes,
+            additional_buffer_factor=additional_buffer_factor,
+            **options,
+            **sizes,
+        ),
+        [{"cpu_offload": True}, {"cpu_offload": False}],
+        f"{num_nodes} node(s), {num_gpus_per_node} rank(s) per node",
+        f"{total_params / 1e6:.0f}M total params",
+    )
+
+
+def estimate_zero3_model_states_mem_needs_all_live(
+    model: nn.Module,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    additional_buffer_factor: float = 1.5,
+    **sizes: Any,
+) -> None:
+    """Print the stage 3 table for a model.
+
+    Args:
+        model: the model.
+        num_gpus_per_node: ranks on a node.
+        num_nodes: nodes.
+        additional_buffer_factor: safety factor on host memory.
+        sizes: `activation_bytes`, `reduce_bucket_size`, `model_parallel` (as at stage 2), `max_live_parameters` of
+            `estimate_zero3_model_states_mem_needs`.
+    """
+    total, largest = _model_sizes(model)
+    sizes.setdefault("model_parallel", _model_ranks(model))
+    estimate_zero3_model_states_mem_needs_all_cold(
+        total, largest, num_gpus_per_node, num_nodes, additional_buffer_factor, **sizes
+    )
+
+
+def estimate_zero3_model_states_mem_needs_all_cold(
+    total_params: int,
+    largest_layer_params: int,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    additional_buffer_factor: float = 1.5,
+    **sizes: Any,
+) -> None:
+    """Print the stage 3 table for a number of parameters; arguments as in `..._all_live`."""
+    options = [
+        {"cpu_offload_params": params, "cpu_offload": optimizer, "zero_init": born_split}
+        for params, optimizer in ((True, True), (False, True), (False, False))
+        for born_split in (True, False)
+    ]
+    _print_table(
+        lambda **choice: estimate_zero3_model_states_mem_needs(
+            total_params,
+            largest_layer_params,
+            num_gpus_per_node,
+            num_nodes,
+            additional_buffer_factor=additional_buffer_factor,
+            **choice,
+            **sizes,
+        ),
+        options,
+        f"{num_nodes} node(s), {num_gpus_per_node} rank(s) per node",
+        f"{total_params / 1e6:.0f}M total params, {largest_layer_params / 1e6:.0f}M largest layer params",
+    )
+
+
+OPTION_NAMES = {"cpu_offload_params": "offload_param", "cpu_offload": "offload_optimizer", "zero_init": "zero_init"}
+
+
+def _print_table(
+    estimate: Callable[..., tuple[int, ...]], options: Iterable[dict[str, bool]], machine: str, model: str
+) -> None:
+    lines = [
+        "Estimated memory needed for params, optim states, gradients, buckets and gathered params for a:",
+        f"HW: Setup with {machine}.",
+        f"SW: Model with {model}.",
+        "  per CPU  |  per GPU |   Options",
+    ]
+    for choice in options:
+        host, device = estimate(**choice)[:2]
+        named = " , ".join(f"{OPTION_NAMES[key]}={_shown(key, value)}" for key, value in choice.items())
+        lines.append(f"{host / GB:9.2f}GB |{device / GB:7.2f}GB | {named}")
+    print("\n".join(lines))
+
+
+def _shown(key: str, value: bool) -> str:
+    return str(int(value)) if key == "zero_init" else "cpu" if value else "none"
+
+
+def _model_sizes(model: nn.Module) -> tuple[int, int]:
+    """Parameters in all, and those of the largest unit: what stage 3 gathers together."""
+    layers: Counter[nn.Module] = Counter()
+    for param, unit in units_of(model).items():
+        layers[unit] += param.numel()
+    return sum(layers.values()), max(layers.values(), default=0)

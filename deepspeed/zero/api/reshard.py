@@ -1,0 +1,81 @@
+"""Reshards parameters over other ranks, one at a time, or releases them.
+
+A model that is cut into stages is born over the ranks of all of them. Here each stage takes what it keeps, and no rank
+ever holds more than that beside its slices of the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import nn
+from torch.nn import Parameter
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.process_groups.axis import Axis
+from deepspeed.errors import UsageError
+from deepspeed.storage.device_tier import RESIDENT
+from deepspeed.zero.layout.layout import by_group
+from deepspeed.zero.layout.stages import policy_for
+from deepspeed.zero.parameters.grouping import release
+from deepspeed.zero.parameters.parallel_groups import alone
+from deepspeed.zero.parameters.parameter import is_managed
+from deepspeed.zero.parameters.record import Member
+from deepspeed.zero.parameters.shard_group import ShardGroup
+from deepspeed.zero.parameters.tiers import Tiers
+
+
+def is_born(model: nn.Module) -> bool:
+    """Whether some of a model's parameters are those of `zero.Init`."""
+    return any(is_managed(param) for param in model.parameters())
+
+
+def refuse_served(model: nn.Module) -> None:
+    """Parameters that an engine serves cannot be laid elsewhere.
+
+    Raises:
+        UsageError: one of them belongs to an engine.
+    """
+    for name, param in model.named_parameters():
+        member = param._ds_member if is_managed(param) else None  # type: ignore[attr-defined]
+        if member is not None and (member.reducer is not None or member.group.lifecycle is not None):
+            raise UsageError(
+                f"parameter '{name}' belongs to another engine; call its destroy() before the model gets a new one"
+            )
+
+
+def resettle(params: Mapping[str, Parameter], kept: Iterable[Parameter], axis: Axis | None) -> None:
+    """Lay born parameters over other ranks. All ranks over which they were born call together.
+
+    Args:
+        params: by name, in an order that is the same on all of them; plain ones are left as they are.
+        kept: those that this rank goes on with; of the others nothing remains but an empty tensor.
+        axis: ranks that keep the same ones, over which they are sharded from now on; None: each has them whole.
+    """
+    stay = set(kept)
+    for name, param in params.items():
+        if not is_managed(param):
+            continue
+        tiers: Tiers = param._ds_member.group.tiers  # type: ignore[attr-defined]
+        release([param])
+        if param not in stay:
+            param.data = param.data.new_empty(0)
+        elif axis is not None and (axis.size > 1 or tiers.parameters is not RESIDENT):
+            lay(param, name, axis, tiers)
+    if any(param.device.type == "cpu" for param in params.values()):  # the pages of many small buffers
+        get_accelerator().empty_cache()
+
+
+def lay(param: Parameter, name: str, axis: Axis, tiers: Tiers | None = None) -> None:
+    """Shard a plain parameter as `zero.Init` does. All ranks of the axis call together, with equal values.
+
+    Args:
+        param: with its values.
+        name: for reports.
+        axis: the ranks.
+        tiers: where slices rest; None: on the device.
+    """
+    with torch.no_grad():
+        layout = by_group([param.numel()], axis.size)
+        ShardGroup(alone(axis), policy_for(3), layout, [Member(param, name)], tiers=tiers)

@@ -1,0 +1,458 @@
+"""The training state of an engine as named runs of elements; checkpoints read and write it.
+
+The only place that knows where values, optimizer state and gradients of a parameter rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.comm.process_groups.axis import Axis
+from deepspeed.foundation.module_tree import own_state
+from deepspeed.storage.tier import Stored
+from deepspeed.zero.gradients.buckets import Bucket
+from deepspeed.zero.gradients.reducer import Reducer
+from deepspeed.zero.layout.layout import Layout, by_first, by_group, by_owner
+from deepspeed.zero.layout.placement import Relation, placement_of
+from deepspeed.zero.layout.regions import Box
+from deepspeed.zero.optimizer.optimizer import ZeroOptimizer
+from deepspeed.zero.optimizer.optimizer_shard import Fragment, OptimizerShard
+from deepspeed.zero.optimizer.update import publish
+from deepspeed.zero.parameters.buffer_views import version_of
+from deepspeed.zero.parameters.parallel_groups import signature_of
+from deepspeed.zero.parameters.parameter import is_managed
+from deepspeed.zero.parameters.record import Group, Member
+from deepspeed.zero.parameters.shard_group import ShardGroup
+
+# The names by which checkpoints state how a layout cuts.
+LAYOUT_RULES = {"equal": by_group, "between": by_owner, "first": by_first}
+
+# Keys of what compression stores beside the optimizer's state begin so.
+COMPRESSION = "compression."
+
+
+class Hold:
+    """Makes everything of a group that rests outside of memory real for a while.
+
+    Args:
+        view: the state it belongs to.
+        group: whose.
+    """
+
+    def __init__(self, view: StateView, group: ShardGroup) -> None:
+        self._view, self._group = view, group
+
+    @contextmanager
+    def __call__(self, changed: bool = False) -> Iterator[None]:
+        """Inside, slots of the group have values; they are kept if `changed` says so."""
+        with ExitStack() as stack:
+            stack.enter_context(self._group.updated.borrowed(changed))
+            for shard in self._view.shards(self._group):
+                stack.enter_context(shard.at_hand(changed))
+                if shard.bucket.filled:
+                    stack.enter_context(shard.bucket.total.borrowed(changed))
+            yield
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Elements [start, stop) of one field of a parameter or buffer, on this rank.
+
+    Args:
+        name: of the parameter or buffer.
+        box: what this rank has of the global tensor.
+        start: first element, counted in the flattened tensor of this rank.
+        stop: one past the last.
+        dtype: of the elements.
+        values: gives them, 1-D and in place: what is written there stays.
+        hold: must be entered around `values` and its use; None: they are in memory.
+    """
+
+    name: str
+    box: Box
+    start: int
+    stop: int
+    dtype: torch.dtype
+    values: Callable[[], torch.Tensor]
+    hold: Hold | None = None
+
+
+def _peek(stored: Stored) -> torch.Tensor:
+    """The values of what is in memory, or held around this call: borrowing again lends the same memory."""
+    if stored.memory is not None:
+        return stored.memory
+    lent = stored.borrow()
+    stored.give_back(changed=False)
+    return lent
+
+
+class WindowView:
+    """The gradients of a window that is not over."""
+
+    members: dict[str, Member]
+    reducer: Reducer | None
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether the window holds gradients; the same on all ranks."""
+        return self.reducer is not None and not self.reducer.clean
+
+    def bucket(self, group: Group) -> Bucket:
+        """The gradient side of a group."""
+        if self.reducer is None:
+            raise RuntimeError(f"{group.name} has no gradients here")
+        return self.reducer.bucket_of(group)
+
+    def _buckets(self) -> list[Bucket]:
+        return [] if self.reducer is None else self.reducer.buckets
+
+    def settle_gradients(self, agree: Callable[[list[Any]], list[list[Any]]]) -> None:
+        """Wait for gradients that travel. All ranks call together.
+
+        Open rounds stay open, so that the sums of a run that saves are those of one that does not; only ranks that
+        have launched unequal numbers of rounds, as branches make them, are brought level.
+
+        Args:
+            agree: gives every rank's list.
+        """
+        if self.reducer is None or self.reducer.clean:
+            return
+        launches = agree([list(bucket.launches) for bucket in self._buckets()])
+        if all(row == launches[0] for row in launches):
+            for order in dict.fromkeys(bucket.order for bucket in self._buckets()):
+                if order is not None:
+                    order.flush()
+            self.reducer.wire.settle()
+        else:
+            self.reducer.finish()
+
+    def filled(self, group: ShardGroup) -> bool:
+        """Whether a group's window has a reduced part."""
+        return self.has_gradients and self.bucket(group).filled
+
+    def touched(self) -> list[str]:
+        """Parameters this rank had a gradient for in the window."""
+        return [m.name for b in self._buckets() for m in b.group.members if b.touched[m.index]]
+
+    def rounds(self) -> Iterator[tuple[ShardGroup, float, list[int], dict[str, torch.Tensor]]]:
+        """Gradients of this rank that have not travelled: (group, factor to come, fresh, gradients by name)."""
+        for bucket in self._buckets():
+            current = bucket.round
+            if current is not None:
+                held = {m.name: current.buffer[m.offset : m.offset + m.numel] for m in bucket.group.members}
+                names = {m.name for m in bucket.group.members if m.index in current.arrived}
+                kept = {name: values for name, values in held.items() if name in names}
+                yield bucket.group, current.at_owner, sorted(current.fresh), kept
+
+    def open_round(
+        self, group: ShardGroup, dtype: torch.dtype, at_owner: float, names: list[str], fresh: list[int]
+    ) -> dict[str, torch.Tensor]:
+        """Open a round as it was saved; gives the places of its gradients by name."""
+        bucket = self.bucket(group)
+        if self.reducer is None:
+            return {}
+        current = bucket.round = self.reducer._open(bucket, dtype, at_owner)
+        self.reducer.revision += 1
+        members = [self.members[name] for name in names]
+        current.arrived, current.fresh = {m.index for m in members}, set(fresh)
+        return {m.name: current.buffer[m.offset : m.offset + m.numel] for m in members}
+
+    def fill(self, group: ShardGroup) -> None:
+        """Declare the reduced part of a group's window to be there; its elements are set through `gradient`."""
+        bucket = self.bucket(group)
+        if bucket.sum is None:  # nothing of it is trained
+            return
+        if self.reducer is not None:
+            for member in bucket.group.members:
+                self.reducer.forget_reads(member)
+        with bucket.total.borrowed(changed=True, read=False) as total:
+            total.zero_()
+        bucket.filled = True
+
+    def resume_window(self, touched: list[str], deferred: bool) -> None:
+        """Go on in a window whose gradients were put back."""
+        if self.reducer is None:
+            return
+        for name in touched:
+            member = self.members[name]
+            self.bucket(member.group).touched[member.index] = 1
+        self.reducer.clean, self.reducer.window.deferred = False, deferred
+        self.reducer.revision += 1
+
+
+class PlacedView:
+    """What this rank's tensors are of the global ones."""
+
+    groups: list[ShardGroup]
+    members: dict[str, Member]
+    buffers: dict[str, torch.Tensor]
+    coordinates: dict[str, int]
+    _tensors: dict[str, torch.Tensor]
+    _boxes: dict[str, Box]
+
+    def box(self, name: str) -> Box:
+        """What this rank has of a parameter or buffer."""
+        if name not in self._boxes:
+            tensor = self._tensors[name]
+            shape = self.members[name].shape if name in self.members else tensor.shape
+            self._boxes[name] = Box.of(placement_of(tensor), shape)
+        return self._boxes[name]
+
+    @property
+    def cut(self) -> bool:
+        """Whether this rank has less than the whole of any tensor."""
+        return any(not self.box(name).whole for name in self._tensors)
+
+    def alone_along(self, name: str) -> frozenset[str]:
+        """The axes of the mesh along which no other rank has a copy."""
+        tensor = self._tensors[name]
+        relations = dict(placement_of(tensor).relations)
+        if name not in self.buffers:
+            relations["tp"], relations["pp"] = signature_of(tensor, name)[0]
+        return frozenset(axis for axis, relation in relations.items() if relation is Relation.ABSENT)
+
+    def counts(self, name: str) -> bool:
+        """Whether this rank's gradient is one of those whose sum is the whole gradient: of equal ones, one is."""
+        relations = zip(("tp", "pp"), signature_of(self._tensors[name], name)[0], strict=True)
+        return not any(relation is Relation.EQUAL and self.coordinates.get(axis) for axis, relation in relations)
+
+    def topology(self) -> list[Any]:
+        """The groups and cuts of this rank: where they are equal, its own state of another run fits."""
+        return [
+            [group.name, group.layout.ranks, [tuple(map(astuple, self.box(m.name).cuts)) for m in group.members]]
+            for group in self.groups
+        ]
+
+
+class StateView(WindowView, PlacedView):
+    """All parameters, buffers and optimizer state of a model under an engine.
+
+    Args:
+        module: the model.
+        groups: its groups.
+        world: all data-parallel ranks; None: this process alone.
+        optimizer: None for an engine that does not train.
+        reducer: where its gradients are; None likewise.
+        coordinates: of this rank along the axes of the mesh; those left out are 0.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        groups: list[ShardGroup],
+        world: Axis | None,
+        optimizer: ZeroOptimizer | None,
+        reducer: Reducer | None,
+        coordinates: Mapping[str, int] | None = None,
+    ) -> None:
+        self.module, self.groups, self.world = module, groups, world
+        self.coordinates = dict(coordinates or {})
+        self.optimizer, self.reducer = optimizer, reducer
+        if reducer is not None:
+            reducer.replaced.settle()
+        self._holds = {id(group): Hold(self, group) for group in groups if self._moves(group)}
+        self.members = {member.name: member for group in groups for member in group.members}
+        named = dict(module.named_parameters())
+        own = own_state(module)
+        self.plain = {name: param for name, param in named.items() if not is_managed(param) and param not in own}
+        self.buffers = _persistent_buffers(module) | {name: param for name, param in named.items() if param in own}
+        first = {id(tensor): name for name, tensor in named.items()}
+        every = module.named_parameters(remove_duplicate=False)
+        self.aliases = {name: first[id(param)] for name, param in every if first[id(param)] != name}
+        self._tensors = {name: member.param for name, member in self.members.items()} | self.plain | self.buffers
+        self._boxes: dict[str, Box] = {}
+
+    def shards(self, group: ShardGroup) -> list[OptimizerShard]:
+        """What the optimizer works on in a group."""
+        return [] if self.optimizer is None else [h for h in self.optimizer.shards if h.group is group]
+
+    def _moves(self, group: ShardGroup) -> bool:
+        sums = [h.bucket.sum for h in self.shards(group) if h.bucket.sum is not None]
+        return any(stored.memory is None for stored in (group.updated, *sums))
+
+    def hold_of(self, group: Group) -> Hold | None:
+        """What must be entered to see values of a group; None when they are in memory."""
+        return self._holds.get(id(group))
+
+    # -- what there is ------------------------------------------------------------------------------------------------
+
+    def trained(self, member: Member) -> bool:
+        """Whether the optimizer updates a parameter."""
+        return self.optimizer is not None and member.uid in self.optimizer.fragments
+
+    def value_dtype(self, member: Member) -> torch.dtype:
+        """The dtype of a parameter's best values: those of its master, where it has one."""
+        return member.group.updated.dtype
+
+    def written_ranges(self, group: ShardGroup) -> list[tuple[Member, int, int]]:
+        """What this rank stores of a group, if it stores it: (member, start, stop)."""
+        ranges = group.layout.ranges(group.axis.rank)
+        return [(group.members[range_.index], range_.start, range_.stop) for range_ in ranges]
+
+    def held_ranges(self, group: Group) -> list[tuple[Member, int, int]]:
+        """What this rank's best values cover of a group: (member, start, stop)."""
+        ranges = group.layout.ranges_within(group.low, group.high)
+        return [(group.members[range_.index], range_.start, range_.stop) for range_ in ranges]
+
+    def fragments_of(self, member: Member) -> list[Fragment]:
+        """This rank's parts of a parameter in the optimizer."""
+        return [] if self.optimizer is None else self.optimizer.fragments.get(member.uid, [])
+
+    def state_of(self, fragment: Fragment) -> dict[str, Any]:
+        """The optimizer state of a fragment, and what masks add to it."""
+        if self.optimizer is None:
+            return {}
+        state, masks = self.optimizer.state.get(fragment.leaf, {}), self.optimizer.masks
+        return state if masks is None else {**state, **(masks.arriving(fragment) or masks.fragment_state(fragment))}
+
+    def group_numbers(self) -> dict[int, int]:
+        """The optimizer group of each leaf on this rank, by the leaf's identity."""
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        return {id(leaf): number for number, group in enumerate(groups) for leaf in group["params"]}
+
+    def optimizer_order(self) -> dict[int, int]:
+        """The position of each parameter in the optimizer, by the member's uid."""
+        return {} if self.optimizer is None else {uid: i for i, uid in enumerate(self.optimizer.fragments)}
+
+    def optimizer_names(self) -> list[str]:
+        """Names of the parameters in the order of the optimizer."""
+        order = self.optimizer_order()
+        names = {order[member.uid]: name for name, member in self.members.items() if member.uid in order}
+        return [names[place] for place in sorted(names)]
+
+    # -- slots --------------------------------------------------------------------------------------------------------
+
+    def value(self, member: Member, start: int, stop: int) -> Slot:
+        """Best values of a parameter; [start, stop) lies in what this rank holds of them."""
+        group, at = member.group, member.offset - member.group.low
+        span = slice(at + start, at + stop)
+        return self._slot(member, (start, stop), group.updated.dtype, lambda: _peek(group.updated)[span])
+
+    def _slot(
+        self, member: Member, span: tuple[int, int], dtype: torch.dtype, values: Callable[[], torch.Tensor]
+    ) -> Slot:
+        return Slot(member.name, self.box(member.name), *span, dtype, values, self.hold_of(member.group))
+
+    def plain_value(self, name: str) -> Slot:
+        """A buffer, or a parameter that is whole and not updated."""
+        flat = (self.plain[name] if name in self.plain else self.buffers[name]).detach().reshape(-1)
+        return Slot(name, self.box(name), 0, flat.numel(), flat.dtype, lambda: flat)
+
+    def write_back(self, slot: Slot) -> None:
+        """Take over what was written into a `plain_value`, where the tensor is no view of it."""
+        tensor = self._tensors[slot.name]
+        if not tensor.is_contiguous():  # transposed, or channels last: its flat form is a copy
+            with torch.no_grad():
+                tensor.copy_(slot.values().view(tensor.shape))
+
+    def state(self, fragment: Fragment, key: str, start: int, stop: int) -> Slot:
+        """A tensor of the optimizer state that is cut as the parameter is."""
+        low, high = start - fragment.range.start, stop - fragment.range.start
+
+        def values() -> torch.Tensor:
+            return self.state_of(fragment)[key].detach().reshape(-1)[low:high]
+
+        return self._slot(fragment.member, (start, stop), self.state_of(fragment)[key].dtype, values)
+
+    def whole_state(self, fragment: Fragment, key: str) -> Slot:
+        """A tensor of the optimizer state that has a shape of its own."""
+        tensor = self.state_of(fragment)[key]
+        values = lambda: self.state_of(fragment)[key].detach().reshape(-1)  # noqa: E731
+        return self._slot(fragment.member, (0, tensor.numel()), tensor.dtype, values)
+
+    def gradient(self, member: Member, start: int, stop: int) -> Slot:
+        """The reduced part of the window's gradient."""
+        bucket = self.bucket(member.group)
+        at = member.offset - bucket.low
+        span = slice(at + start, at + stop)
+        return self._slot(member, (start, stop), bucket.dtype, lambda: _peek(bucket.total)[span])
+
+    # -- before a save and after a load -------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Take over what the user changed in place, so that masters and parameters agree."""
+        for member in self.members.values():
+            if self.optimizer is not None:
+                self.optimizer.import_edits(member)
+
+    def prepare_state(self, fragment: Fragment, sliced: dict[str, torch.dtype], rest: dict[str, Any]) -> dict[str, Any]:
+        """An optimizer state with these keys for a part; live tensors that fit are kept.
+
+        Args:
+            fragment: what the optimizer sees.
+            sliced: dtypes of the tensors of the part's shape.
+            rest: everything else.
+
+        Returns:
+            The state; values of tensors in `sliced` are not set yet.
+        """
+        old = self.state_of(fragment)
+
+        def live(key: str, shape: torch.Size) -> torch.Tensor | None:
+            there = old.get(key)
+            return there if isinstance(there, torch.Tensor) and there.shape == shape else None
+
+        made: dict[str, Any] = {}
+        for key, dtype in sliced.items():
+            there = live(key, fragment.leaf.shape)
+            made[key] = (
+                torch.zeros(fragment.leaf.shape, dtype=dtype, device=fragment.leaf.device) if there is None else there
+            )
+        for key, value in rest.items():
+            there = live(key, value.shape) if isinstance(value, torch.Tensor) else None
+            # What the optimizer holds of a state that rests elsewhere is a placeholder.
+            made[key] = value if there is None or there.device.type == "meta" else there.copy_(value)
+        return made
+
+    def set_state(self, fragment: Fragment, state: dict[str, Any]) -> None:
+        """Make `state` the optimizer state of a part; an empty one takes it away."""
+        if self.optimizer is None:
+            return
+        masks = self.optimizer.masks
+        if masks is not None:
+            state = masks.take_fragment_state(fragment, state)
+        else:
+            state = {key: value for key, value in state.items() if not key.startswith(COMPRESSION)}
+        if state:
+            self.optimizer.state[fragment.leaf] = state
+        else:
+            self.optimizer.state.pop(fragment.leaf, None)
+
+    def note_state(self, member: Member, exists: bool) -> None:
+        """Say whether ranks that have a part of a parameter have state of it; nothing to do on one of them."""
+        view = None if self.optimizer is None else self.optimizer.state.view(member.param)
+        if view is not None and view.leaf is None:
+            view.note(exists)
+
+    def publish(self) -> None:
+        """Make loaded masters the parameters of every rank. All ranks call together."""
+        publish(self.groups)
+        for group in self.groups:
+            for member in group.members:
+                member.version, member.exposed = version_of(member), False
+            group.advance()
+        for group in self.groups:
+            group.refresh()
+
+
+def layout_rule(layout: Layout) -> str:
+    """Which rule of `deepspeed.zero.layout.layout` a layout follows: `equal`, `between` or `first`."""
+    for name, rule in LAYOUT_RULES.items():
+        if rule(layout.numels, layout.ranks) == layout:
+            return name
+    raise ValueError(f"the layout {layout.cuts} follows none of the rules {', '.join(LAYOUT_RULES)}")
+
+
+def _persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for prefix, child in module.named_modules():
+        for name, buffer in child._buffers.items():
+            if buffer is not None and name not in child._non_persistent_buffers_set:
+                found[f"{prefix}.{name}" if prefix else name] = buffer
+    return found

@@ -1,0 +1,1 @@
+"""From autograd to the reduced gradient shard. Knows no optimizer."""

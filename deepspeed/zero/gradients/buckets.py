@@ -1,0 +1,293 @@
+"""Gradient buckets: the round that is collected, the accumulator, and sparse rows of embedding tables.
+
+[Note: rounds] A bucket collects one gradient per parameter of its group: a round. A full round is launched at once
+where the policy reduces as gradients arrive (or in the boundary micro-batch), and closed by `finish` otherwise. Ranks
+may run different branches, so a rank may have launched fewer rounds of a group than others; `finish`, which all ranks
+enter in `step`, compares the counts, and a rank that is behind contributes zeros. Messages carry the group and the
+round in their tag, so the order of launches need not agree.
+
+A table of a large vocabulary has a gradient as large as itself in every micro-batch: zeros that are written, read again
+and added. Where a driver knows what is looked up (a pipeline's does), autograd gives the rows alone, and they are added
+to the accumulator where they belong. What is summed in the gradient's own precision is summed by row first and then
+added once: in fp32, with one lookup of the table in a micro-batch, sums have the bits of whole gradients. Where the
+accumulator is wider every hit is added to it, unrounded.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from deepspeed.comm.collectives.collectives import Handle, sum_in_rank_order
+from deepspeed.foundation.pytree import tensors_in
+from deepspeed.storage.async_copy import mover_of
+from deepspeed.storage.device_tier import RESIDENT, Resident
+from deepspeed.storage.tier import Stored
+from deepspeed.zero.parameters.collective_order import LaunchOrder
+from deepspeed.zero.parameters.parameter import ManagedParameter
+from deepspeed.zero.parameters.record import Member
+from deepspeed.zero.parameters.shard_group import ShardGroup
+
+_ROW = struct.Struct("<qqd")  # launches in low precision and exact, the factor
+
+
+@dataclass(frozen=True)
+class ReduceSettings:
+    """How gradients are summed.
+
+    Args:
+        accumulates: windows have several micro-batches (`gradient_accumulation_steps` > 1).
+        accumulator: dtype of the accumulators (`data_types.grad_accum_dtype`).
+        wire: dtype gradients travel in (`communication_data_type`); None: as they are.
+        overlap: send while backward still runs (`zero_optimization.overlap_comm`).
+        in_flight: elements that may be on the wire at once.
+        prescale: factor applied before the wire to low-precision gradients (`prescale_gradients`); None: after it.
+        in_rank_order: sum fp32 in rank order where the backend has a reduction of its own (`deterministic_reduction`).
+        watch_ranks: be able to tell which rank sent non-finite values.
+    """
+
+    accumulates: bool = False
+    accumulator: torch.dtype = torch.float32
+    wire: torch.dtype | None = None
+    overlap: bool = True
+    in_flight: int = 500_000_000
+    prescale: float | None = None
+    in_rank_order: bool = False
+    watch_ranks: bool = False
+
+
+@dataclass(slots=True)
+class Round:
+    """Gradients of one group that have not been sent yet."""
+
+    buffer: torch.Tensor
+    at_owner: float  # factor still to be applied to the sum
+    pooled: bool
+    expected: int = 0  # gradients that make it complete
+    arrived: set[int] = field(default_factory=set)
+    shared: bool = False  # the sum is formed, and goes to everybody
+    fresh: set[int] = field(default_factory=set)  # those of the micro-batch that is sent: all of them end the round
+
+
+class BucketRow(NamedTuple):
+    """What one rank says of a bucket."""
+
+    launches: tuple[int, int]  # below 0: frozen there
+    factor: float
+    touched: bytes
+
+    @classmethod
+    def unpack(cls, row: bytes, members: int) -> BucketRow:
+        """From `Bucket.row()`."""
+        low, exact, factor = _ROW.unpack_from(row)
+        return cls((low, exact), factor, row[_ROW.size : _ROW.size + members])
+
+
+class Bucket:
+    """The gradient side of one group.
+
+    Args:
+        group: the parameters.
+        accumulator: dtype of the accumulated sum.
+        sums_locally: several micro-batches are summed here before they travel.
+        any_order: see `sum_in_rank_order`.
+    """
+
+    def __init__(
+        self, group: ShardGroup, accumulator: torch.dtype, sums_locally: bool, any_order: bool = False
+    ) -> None:
+        self.group, self._any_order = group, any_order
+        self.whole = not group.policy.owns_a_slice
+        self.low, self.high = group.low, group.high
+        self.dtype = accumulator
+        self.kind = (group.dtype, group.policy.reduces_as_gradients_arrive)  # buckets of a kind are entered alike
+        here = group.axis.size == 1 and group.tiers.optimizer is RESIDENT  # the sum is what this rank collects
+        self.sums_locally = self.whole or here or (sums_locally and not group.policy.reduces_as_gradients_arrive)
+        self.local: torch.Tensor | None = None
+        self._places: list[torch.Tensor] | None = None  # views of it, one for each parameter
+        self.sum: Stored | None = None  # made when the first parameter of the group is listened to
+        self.filled = False  # whether `sum` holds anything
+        self._leaving: Handle | None = None  # the last round, while it leaves the device
+        self.round: Round | None = None
+        self.order: LaunchOrder | None = None  # where messages carry no tags
+        self.launches = [0, 0]  # rounds sent in low precision, in the accumulator's precision
+        self.factor = 0.0  # what the sums of the former are multiplied by; below 0: a print of several; 0: none yet
+        self.touched = bytearray(len(group.members))
+        self.sent: list[torch.Tensor] = []  # sum of each round this rank sent: not finite if one of its elements is not
+
+    def prepare(self) -> None:
+        """Allocate the accumulators: a group that is all frozen has none until one of its parameters is unfrozen."""
+        if self.sum is not None:
+            return
+        group, label = self.group, f"gradients of {self.group.name}"
+        tier = group.tiers.optimizer
+        if self.sums_locally:
+            self.local = group.axis.empty(group.numel, self.dtype, group.device).zero_()
+        if self.local is not None and tier is RESIDENT:
+            # Where gradients are summed before they travel, the reduced sum takes the place of the own part.
+            self.sum = Resident(label, self.local[self.low : self.high])
+        else:
+            self.sum = tier.store(label, self.high - self.low, self.dtype, group.device)
+
+    @property
+    def total(self) -> Stored:
+        """The accumulator of a group that is listened to."""
+        if self.sum is None:
+            raise RuntimeError(f"no parameter of {self.group.name} is trained")
+        return self.sum
+
+    def add(self, parts: list[torch.Tensor], scale: float) -> Handle | None:
+        """Add scale * (the sum of `parts` in rank order) to the accumulator, where it rests.
+
+        Args:
+            parts: one contribution per rank, on the device.
+            scale: factor on their sum.
+
+        Returns:
+            What is still on its way from the device to the host, if anything is.
+        """
+        if self._leaving is not None:
+            self._leaving.wait()
+        total = self.total.borrow(read=self.filled)
+        if total.device != self.group.device:
+            self._leaving = self.leave_device(parts, scale, total)
+        else:
+            sum_in_rank_order(parts, total, scale, self.filled, self._any_order)
+            self.total.give_back(changed=True)
+            self._leaving = None
+        self.filled = True
+        return self._leaving
+
+    def leave_device(self, parts: list[torch.Tensor], scale: float, total: torch.Tensor) -> Handle:
+        """Sum on the device and send the sum to the borrowed accumulator, which is given back when it is there."""
+        gone = torch.empty(total.numel(), dtype=total.dtype, device=self.group.device)
+        sum_in_rank_order(parts, gone, scale, False, self._any_order)
+        pool = self.group.tiers.optimizer.pool
+        staged = pool.take(total.nbytes).view(total.dtype) if self.filled and pool is not None else None
+        copied = mover_of(self.group.device).copy(total if staged is None else staged, gone)
+
+        def landed() -> None:
+            if staged is not None and pool is not None:
+                total.add_(staged)
+                pool.put(staged)
+            self.total.give_back(changed=True)
+
+        return Handle(self.group.axis, f"gradients of {self.group.name} to the host", [copied], landed)
+
+    def place(self, buffer: torch.Tensor, index: int) -> torch.Tensor:
+        """Where the gradient of a parameter lies in a round's buffer, in the parameter's shape."""
+        if buffer is self.local:
+            if self._places is None:
+                self._places = [self._view(buffer, member) for member in self.group.members]
+            return self._places[index]
+        return self._view(buffer, self.group.members[index])
+
+    @staticmethod
+    def _view(buffer: torch.Tensor, member: Member) -> torch.Tensor:
+        return buffer.as_strided(member.shape, member.strides, buffer.storage_offset() + member.offset)
+
+    def own(self, total: torch.Tensor) -> torch.Tensor:
+        """This rank's share of the borrowed sum; at stage 0, where everybody has everything, an equal part of it."""
+        rank, cuts = self.group.axis.rank, self.group.layout.cuts
+        low, high = cuts[rank] - self.low, cuts[rank + 1] - self.low
+        return total if low == 0 and high == total.numel() else total[low:high]
+
+    def note_factor(self, factor: float) -> None:
+        """A round in low precision is sent, whose sum the owner multiplies by `factor`."""
+        if self.factor in (0.0, factor):
+            self.factor = factor
+        else:
+            self.factor = -1.0 - hash((self.factor, self.launches[0], factor)) % (1 << 40)
+
+    @property
+    def row_bytes(self) -> int:
+        """Length of `row()`, a multiple of eight."""
+        return _ROW.size + -(-len(self.touched) // 8) * 8
+
+    def row(self) -> bytes:
+        """What ranks compare before gradients are used."""
+        launches = self.launches if self.sum is not None else (-1, -1)
+        return _ROW.pack(*launches, self.factor) + self.touched + bytes(-len(self.touched) % 8)
+
+    def clear(self) -> None:
+        """Forget the window."""
+        self.filled = False
+        self.launches, self.factor = [0, 0], 0.0
+        self.touched = bytearray(len(self.group.members))
+        self.sent = []
+
+
+_FEW = 4  # times as many rows as are looked up make a table large
+
+
+def tables(model: nn.Module) -> list[nn.Embedding]:
+    """Modules on the host that only look rows up: whose gradient could come by rows."""
+    return [
+        module
+        for module in model.modules()
+        if isinstance(module, nn.Embedding)
+        and not (module.sparse or module.scale_grad_by_freq or module.max_norm is not None)
+        and module.weight.device.type == "cpu"
+    ]
+
+
+@contextmanager
+def by_rows(found: Sequence[nn.Embedding], batch: Any) -> Iterator[None]:
+    """Inside, tables that are large beside a batch give their gradient by rows.
+
+    One whose gradient a hook of the user's is to see gives it whole.
+
+    Args:
+        found: see `tables`.
+        batch: its tensors of whole numbers say how many rows are looked up at most.
+    """
+    most = max((t.numel() for t in tensors_in(batch) if not t.is_floating_point()), default=0)
+    large = [table for table in found if most and table.num_embeddings > _FEW * most and _is_plain(table.weight)]
+    for table in large:
+        table.sparse = True
+    try:
+        yield
+    finally:
+        for table in large:
+            table.sparse = False
+
+
+def _is_plain(weight: torch.Tensor) -> bool:
+    """A managed parameter with no hooks beside its reducer's."""
+    if not isinstance(weight, ManagedParameter) or not weight.requires_grad:
+        return False
+    after = getattr(weight, "_post_accumulate_grad_hooks", None)
+    return not weight._backward_hooks and after is not None and len(after) == 1
+
+
+def can_add(gradient: torch.Tensor, dtype: torch.dtype, padded: bool) -> bool:
+    """Whether `add_rows` takes this gradient.
+
+    Args:
+        gradient: as autograd gave it.
+        dtype: of what it is added to.
+        padded: the parameter has another shape where its gradient is summed.
+    """
+    fits = dtype in (gradient.dtype, torch.float32)
+    return gradient.is_sparse and gradient.sparse_dim() == 1 and fits and not padded
+
+
+def add_rows(place: torch.Tensor, gradient: torch.Tensor, factor: float, again: bool) -> None:
+    """Add the rows of a gradient to where its sum is formed.
+
+    Args:
+        place: of the table's shape.
+        gradient: see `can_add`.
+        factor: on the gradient.
+        again: something is there already; else it is overwritten.
+    """
+    if not again:
+        place.zero_()
+    rows = gradient if place.dtype.itemsize > gradient.dtype.itemsize else gradient.coalesce()
+    place.index_add_(0, rows._indices()[0], rows._values().to(place.dtype), alpha=factor)

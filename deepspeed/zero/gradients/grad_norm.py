@@ -1,0 +1,164 @@
+"""The global gradient norm over shards, and the parameters that overflowed."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+
+from deepspeed.comm.collectives import scalars
+from deepspeed.optim.grad_norm import native_sums_of_squares, sum_of_squares
+from deepspeed.zero.gradients.accumulation import Agreed
+from deepspeed.zero.gradients.buckets import Bucket
+from deepspeed.zero.gradients.reducer import Reducer
+from deepspeed.zero.gradients.sum_of_squares import counted
+
+_LABEL = "agreement on the gradient norm"
+
+
+def global_norm(
+    buckets: list[Bucket], exact: bool, reducer: Reducer, tag: int, along: Sequence[float] = ()
+) -> tuple[float, list[list[float]]]:
+    """L2 norm of all accumulated gradients; every rank adds its own part, no part twice. All ranks call together.
+
+    Args:
+        buckets: this rank's accumulators; a rank without any takes part all the same.
+        exact: see `sum_of_squares`.
+        reducer: whose buckets they are.
+        tag: message tag on its axis of one copy.
+        along: numbers that ride on the exchange, as many on every rank.
+
+    Returns:
+        The norm, NaN or infinity when a gradient is not finite; and what each rank gave `along`.
+    """
+    adding = counted(buckets)
+    known = reducer.squares.own(reducer.revision) if adding else None
+    mine = _squares(adding, exact) if known is None else known
+    table = scalars.current.table(reducer.axes.one_copy, [mine, *along], tag, _LABEL, reducer.device)
+    return _root(sum(row[0] for row in table)), [row[1:] for row in table]
+
+
+def known_norm(reducer: Reducer, agreed: Agreed) -> float | None:
+    """What `global_norm` would give, where every rank knows it; None on all of them where one does not.
+
+    Args:
+        reducer: after `finish`.
+        agreed: what that returned.
+    """
+    total = reducer.squares.total
+    return _root(total) if agreed.known and total is not None and _has_all(reducer) else None
+
+
+def _has_all(reducer: Reducer) -> bool:
+    """Whether the ranks that agree on a window hold a whole copy of the model: there are no other slices or stages."""
+    return set(reducer.axes.one_copy.ranks) <= set(reducer.axes.same_slice.ranks)
+
+
+def _root(total: float) -> float:
+    return math.sqrt(total) if total >= 0 else math.nan
+
+
+def squares_by_name(reducer: Reducer) -> dict[str, float]:
+    """This rank's part of the sum of squares of each parameter's gradient, in one pass over its slices.
+
+    Args:
+        reducer: after `finish`.
+
+    Returns:
+        By name; 0 where other ranks have the gradient, no entry where no rank has one or another copy is counted.
+    """
+    found: dict[str, float] = {}
+    reducer.squares.begin(reducer.revision)
+    for bucket in counted(reducer.buckets):
+        first = bucket.group.layout.cuts[bucket.group.axis.rank]
+        with bucket.total.borrowed() as total:
+            own = bucket.own(total)
+            parts: dict[str, torch.Tensor] = {}
+            marks = reducer.marks(bucket) or bytes(len(bucket.group.members))
+            for member, mark, offset in zip(bucket.group.members, marks, bucket.group.offsets, strict=True):
+                low, high = max(offset - first, 0), min(offset + member.numel - first, own.numel())
+                if mark and low < high:
+                    parts[member.name] = own[low:high]
+                elif mark:
+                    found[member.name] = 0.0
+            squares = native_sums_of_squares(list(parts.values()))
+            if squares is None and parts:
+                squares = torch.stack([sum_of_squares(part, exact=True) for part in parts.values()]).tolist()
+        reducer.squares.note(bucket, math.fsum(squares or []))
+        found.update(zip(parts, squares or [], strict=True))
+    return found
+
+
+def _squares(buckets: list[Bucket], exact: bool) -> float:
+    """This rank's part of the sum; accumulators that rest elsewhere are read one after the other."""
+    found: dict[torch.device, list[torch.Tensor | float]] = defaultdict(list)
+    quick = _all_at_rest(buckets)
+    if quick is not None:
+        return math.fsum(quick)
+    for bucket, coming in itertools.zip_longest(buckets, buckets[1:]):
+        if coming is not None:
+            coming.total.ahead()
+        with bucket.total.borrowed() as total:
+            found[total.device].append(_square(bucket.own(total), exact))
+    return sum(scalars.current.value(_sum(squares)) for squares in found.values())
+
+
+def _all_at_rest(buckets: list[Bucket]) -> list[float] | None:
+    """The squares of accumulators that all rest in memory, from one native call."""
+    owned = []
+    for bucket in buckets:
+        total = bucket.total
+        if total.memory is None:
+            return None
+        owned.append(bucket.own(total.borrow()))
+    return native_sums_of_squares(owned)
+
+
+def _square(own: torch.Tensor, exact: bool) -> torch.Tensor | float:
+    quick = native_sums_of_squares([own])
+    return sum_of_squares(own, exact) if quick is None else quick[0]
+
+
+def _sum(squares: Sequence[torch.Tensor | float]) -> torch.Tensor:
+    """In one order, whether they are numbers or 0-d float64 tensors."""
+    tensors = [square for square in squares if isinstance(square, torch.Tensor)]
+    if not tensors:
+        return torch.tensor(math.fsum(squares), dtype=torch.float64)
+    return torch.stack([s if isinstance(s, torch.Tensor) else tensors[0].new_tensor(s) for s in squares]).sum()
+
+
+def explain_overflow(reducer: Reducer, tags: tuple[int, int]) -> str:
+    """The first parameter whose gradient is not finite, its module, and the rank that sent it.
+
+    First in the order of backward: all gradients formed after it are spoilt by it.
+
+    Args:
+        reducer: after `finish`. All ranks call together.
+        tags: two message tags.
+    """
+    device = reducer.device
+    ordered = sorted(((-m.place, b, m) for b in reducer.buckets for m in b.group.members), key=lambda row: row[0])
+    broken = (i for i, (_, b, m) in enumerate(ordered) if b.filled and not _finite(b, m.offset, m.numel))
+    mine = float(next(broken, len(ordered)))
+    first = int(min(row[0] for row in scalars.current.table(reducer.axes.same_slice, [mine], tags[0], _LABEL, device)))
+    if first == len(ordered):
+        of_slice = "" if _has_all(reducer) else " of this model slice"
+        return f"the gradient norm overflows although every gradient{of_slice} is finite"
+    _, bucket, member = ordered[first]
+    sent = float(any(not math.isfinite(float(total)) for total in bucket.sent))
+    marks = scalars.current.table(reducer.axes.same_slice, [sent], tags[1], _LABEL, device)
+    ranks = [reducer.axes.same_slice.ranks[r] for r, (mark,) in enumerate(marks) if mark]
+    origin = f"sent by rank {', '.join(map(str, ranks))}" if ranks else "formed in the sum over ranks"
+    module = member.name.rpartition(".")[0] or "the root module"
+    return f"first non-finite gradient: parameter '{member.name}' of module '{module}', {origin}"
+
+
+def _finite(bucket: Bucket, offset: int, numel: int) -> bool:
+    low, high = max(offset, bucket.low), min(offset + numel, bucket.high)
+    if low >= high:
+        return True
+    with bucket.total.borrowed() as total:
+        return bool(torch.isfinite(total[low - bucket.low : high - bucket.low]).all())

@@ -1,0 +1,147 @@
+"""Tracks dense gradients that users hold, and takes over their in-place changes.
+
+Users get copies: what they keep stays as it was read, whatever the next window does to the accumulators. A change may
+go past the version counter (`p.grad.data.mul_()`), so the values are compared with those that were given away.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections import OrderedDict
+
+import torch
+
+from deepspeed.zero.parameters.buffer_views import same_bits
+from deepspeed.zero.parameters.record import Member, tensors_over
+
+# References to a tensor that only this module knows: of its entry, and of the call that counts them.
+_OURS = 2
+
+
+class _Gradient:
+    """A gradient that somebody is given.
+
+    Args:
+        member: whose.
+        tensor: what is given away.
+        source: where the same values stay for as long as nothing is added; None: nowhere on this rank.
+        own: it is this rank's part, before any reduction.
+    """
+
+    def __init__(self, member: Member, tensor: torch.Tensor, source: torch.Tensor | None, own: bool) -> None:
+        self.member, self.tensor, self.source, self.own = member, tensor, source, own
+        self.quiet = tensors_over(tensor)  # while nobody has it yet
+        self.taken_over()
+
+    def taken_over(self) -> None:
+        """The accumulator has these values, or gets them now."""
+        self.version = self.tensor._version
+        self.values = self.tensor.clone() if self.source is None else self.source
+
+    def part(self) -> None:
+        """The accumulator gets the values of another read of the same gradient: compare with this one's own."""
+        self.source = None
+        self.taken_over()
+
+    @property
+    def edited(self) -> bool:
+        """Whether it has been changed since."""
+        return self.tensor._version != self.version or not same_bits(self.tensor, self.values)
+
+    @property
+    def held(self) -> bool:
+        """Whether somebody has the tensor, or another one over its memory."""
+        return sys.getrefcount(self.tensor) > _OURS or tensors_over(self.tensor) > self.quiet
+
+
+class HandedOut:
+    """The gradients of a window that users have been given as copies."""
+
+    def __init__(self) -> None:
+        self._out: OrderedDict[int, _Gradient] = OrderedDict()  # by identity
+        self._of: dict[int, list[_Gradient]] = {}  # those of a member
+        # More has been added since: the name, the tensor, its version and values.
+        self._late: list[tuple[str, weakref.ref[torch.Tensor], int, torch.Tensor]] = []
+        self.edits = 0  # changes of reduced gradients that were taken over in the window
+
+    def __bool__(self) -> bool:
+        return bool(self._out)
+
+    def add(
+        self, member: Member, tensor: torch.Tensor, source: torch.Tensor | None = None, own: bool = False
+    ) -> torch.Tensor:
+        """`tensor` is given away. What nobody holds any more is let go: reads one by one cost no memory.
+
+        Args:
+            member: whose gradient it is.
+            tensor: a copy.
+            source: what it is a copy of, in the same shape, where this rank has all of it.
+            own: it is this rank's part, before any reduction.
+        """
+        for _ in range(min(2, len(self._out))):
+            key, oldest = next(iter(self._out.items()))
+            if oldest.held or oldest.edited:
+                self._out.move_to_end(key)
+            else:
+                self._drop(oldest)
+        given = _Gradient(member, tensor, source, own)
+        self._out[id(given)] = given
+        self._of.setdefault(id(member), []).append(given)
+        return tensor
+
+    def _drop(self, given: _Gradient) -> None:
+        del self._out[id(given)]
+        of = self._of[id(given.member)]
+        of.remove(given)
+        if not of:
+            del self._of[id(given.member)]
+
+    def take_edited(self, of: Member | None = None) -> list[tuple[Member, torch.Tensor, bool]]:
+        """What has been changed since it was given away, or since the last call: member, values, whether its own part.
+
+        Args:
+            of: look at the gradients of this member only.
+        """
+        found = self._out.values() if of is None else self._of.get(id(of), ())
+        edited = [given for given in found if given.edited]
+        for given in edited:
+            reads = self._of[id(given.member)]
+            for read in reads if len(reads) > 1 else ():
+                read.part()
+            given.taken_over()
+            self.edits += not given.own
+        return [(given.member, given.tensor, given.own) for given in edited]
+
+    def close(self, own: bool = False) -> None:
+        """More gradients are added: a change of what was given away comes too late from now on.
+
+        Args:
+            own: only this rank's parts, which are sent.
+        """
+        for given in [given for given in self._out.values() if given.own or not own]:
+            if given.held:
+                values = given.values if given.source is None else given.values.clone()
+                self._late.append((given.member.name, weakref.ref(given.tensor), given.version, values))
+            self._drop(given)
+
+    def late(self) -> list[str]:
+        """Parameters whose handed-out gradient was changed too late."""
+        names = []
+        for name, kept, version, values in self._late:
+            tensor = kept()
+            if tensor is not None and (tensor._version != version or not same_bits(tensor, values)):
+                names.append(name)
+        return names
+
+    def forget(self, member: Member) -> None:
+        """The gradient of `member` is replaced: what was given away is nobody's gradient any more."""
+        for given in self._of.pop(id(member), ()):
+            del self._out[id(given)]
+
+    def clear(self) -> None:
+        """The window is over."""
+        self._out.clear()
+        self._of.clear()
+        self._late.clear()
+        self.edits = 0

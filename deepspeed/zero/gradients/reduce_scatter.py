@@ -1,0 +1,296 @@
+"""Reduce-scatter of gradient buckets: transit buffers, messages and sums."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Sequence
+
+import torch
+
+from deepspeed.comm.collectives import collectives, hierarchical
+from deepspeed.comm.collectives.collectives import EXCHANGE, SPREAD, Handle, sum_in_rank_order, tag_of
+from deepspeed.comm.process_groups.axis import Axis
+from deepspeed.comm.shared_memory import doorbell
+from deepspeed.foundation.log import warn_once
+from deepspeed.storage.device_tier import RESIDENT
+from deepspeed.zero.gradients.buckets import Bucket, ReduceSettings, Round
+
+# How long a rank waits for a buffer to come back before it takes a fresh one: ranks whose branches differ may
+# complete a round only in `finish`, so waiting for ever would be a deadlock.
+_PATIENCE_S = 2.0
+# Rounds looked at when another is launched: the cost of a launch does not grow with what is in flight.
+_GLANCE = 8
+
+
+class Wire:
+    """Sends rounds and accumulates what arrives.
+
+    Args:
+        settings: how to sum.
+        largest: elements of the largest group; every transit buffer holds as many.
+        device: where buffers live.
+    """
+
+    def __init__(self, settings: ReduceSettings, largest: int, device: torch.device) -> None:
+        self.settings = settings
+        self._largest, self._device = largest, device
+        self._in_flight: OrderedDict[int, tuple[Handle, Bucket, Round]] = OrderedDict()  # by identity of the handle
+        self._rounds: Counter[int] = Counter()  # of each bucket in flight, by its identity
+        self._elements = 0  # in flight
+        self._pool: dict[tuple[Axis, torch.dtype], list[torch.Tensor]] = defaultdict(list)
+        self._received: dict[tuple[torch.dtype, int], list[torch.Tensor]] = defaultdict(list)
+        self._lent: set[int] = set()  # addresses of buffers to receive into that are in use
+        self._settling: list[Bucket] = []  # whose rounds are being waited for right now
+        doorbell.groups.workers.add(self)  # wherever this rank waits, peers may be waiting for its rounds
+
+    def buffers(self) -> list[torch.Tensor]:
+        """Every transit buffer: idle, being filled apart, or under way."""
+        idle = [buffer for kept in (*self._pool.values(), *self._received.values()) for buffer in kept]
+        return idle + [entry[2].buffer for entry in self._in_flight.values() if entry[2].pooled]
+
+    def busy(self, bucket: Bucket) -> bool:
+        """Whether a round of `bucket` is on its way, or waits for its turn."""
+        return self._rounds[id(bucket)] > 0 or (bucket.order is not None and bucket.order.holds(bucket))
+
+    def acquire(self, bucket: Bucket, dtype: torch.dtype) -> torch.Tensor:
+        """A transit buffer for a round; waits for one to come back when too much is in flight."""
+        axis, numel = bucket.group.axis, bucket.group.numel
+        if bucket.order is None:  # else where it departs, which is the same place on all ranks
+            self._make_room(numel)
+        free = self._pool[axis, dtype]
+        for index, buffer in enumerate(free):
+            if buffer.numel() >= numel:
+                return free.pop(index)[:numel]
+        return axis.empty(self._largest, dtype, self._device)[:numel]
+
+    def _make_room(self, numel: int) -> None:
+        """Wait until `numel` more elements may be in flight."""
+        limit = max(self.settings.in_flight, numel)
+        while self._in_flight and self._elements + numel > limit:
+            # A round of several stages waits for theirs, which come elsewhere in their schedule.
+            first = next((one for one in self._in_flight.values() if not one[1].group.holders.across_stages), None)
+            if first is None:
+                break
+            if not first[0].ready(_PATIENCE_S):
+                warn_once("gradients wait for a rank that runs another branch (or is slow); taking a fresh buffer")
+                break
+            if id(first[0]) in self._in_flight:  # else `progress` has settled it meanwhile
+                self._settle(*self._land(first))
+
+    def _fly(self, entry: tuple[Handle, Bucket, Round]) -> None:
+        self._in_flight[id(entry[0])] = entry
+        self._rounds[id(entry[1])] += 1
+        self._elements += entry[2].buffer.numel()
+
+    def _land(self, entry: tuple[Handle, Bucket, Round]) -> tuple[Handle, Bucket, Round]:
+        """Take `entry` out of what is in flight."""
+        del self._in_flight[id(entry[0])]
+        self._rounds[id(entry[1])] -= 1
+        self._elements -= entry[2].buffer.numel()
+        return entry
+
+    def release(self, bucket: Bucket, round_: Round) -> None:
+        """Take back the transit buffer of a round."""
+        if round_.pooled:
+            base = round_.buffer._base
+            self._pool[bucket.group.axis, round_.buffer.dtype].append(round_.buffer if base is None else base)
+
+    def _scratch(self, like: torch.Tensor) -> torch.Tensor:
+        """A buffer to receive into; comes back with `_finished`."""
+        free = self._received[like.dtype, like.numel()]
+        buffer = free.pop() if free else torch.empty_like(like)
+        self._lent.add(buffer.data_ptr())
+        return buffer
+
+    def _finished(self, parts: list[torch.Tensor]) -> None:
+        """What was received has been summed: keep its buffers for the next round."""
+        for part in parts:
+            if part.data_ptr() in self._lent:
+                self._lent.discard(part.data_ptr())
+                whole = part if part._base is None else part._base  # parts may be rows of one buffer
+                self._received[whole.dtype, whole.numel()].append(whole)
+
+    def launch(self, bucket: Bucket, current: Round) -> None:
+        """Send a round; parameters without a gradient in it count as zero."""
+        if self._in_flight and not current.pooled and bucket.order is None:
+            self._make_room(current.buffer.numel())  # sent from its place, it has buffers to receive into all the same
+        group, layout = bucket.group, bucket.group.layout
+        if len(current.arrived) < len(group.members):
+            for member in group.members:
+                if member.index not in current.arrived:
+                    current.buffer[member.offset : member.offset + member.numel].zero_()
+        if layout.numel < layout.padded:
+            current.buffer[layout.numel :].zero_()
+        if self.settings.watch_ranks:
+            bucket.sent.append(current.buffer.sum(dtype=torch.float32))
+        exact = int(current.buffer.dtype == self.settings.accumulator)
+        seq = 2 * bucket.launches[exact] + exact
+        bucket.launches[exact] += 1
+        if group.axis.size == 1 and group.holders.copies is None:
+            self._keep(bucket, current)
+        elif bucket.order is None:
+            self.depart(bucket, current, seq)
+        else:
+            usual = (self.settings.wire or bucket.group.dtype) == current.buffer.dtype
+            bucket.order.add((bucket, current, seq), usual)
+
+    def depart(self, bucket: Bucket, current: Round, seq: int) -> None:
+        """Send a round, whose turn it is."""
+        if bucket.order is not None:
+            self._make_room(current.buffer.numel())
+        self._fly((self._send(bucket, current, seq), bucket, current))
+        if not self.settings.overlap:
+            flying = [entry[1] for entry in self._in_flight.values()]
+            here = [one for one in flying if not one.group.holders.across_stages]
+            # Another stage sends its part later: it may wait for the gradient of this micro-batch first.
+            self.settle(None if len(here) == len(flying) else here)
+        elif bucket.group.axis.shared is not None:
+            doorbell.groups.drain()
+            self.progress(_GLANCE)
+
+    def _keep(self, bucket: Bucket, current: Round) -> None:
+        """A rank alone sends nothing: what it has collected is the sum."""
+        if not current.pooled and bucket.group.tiers.optimizer is RESIDENT:
+            bucket.filled = True  # it was collected where it rests
+            return
+        leaving = bucket.add([current.buffer], current.at_owner)
+        if leaving is None:
+            self.release(bucket, current)
+        else:
+            self._fly((leaving, bucket, current))
+
+    def _send(self, bucket: Bucket, current: Round, seq: int) -> Handle:
+        group, buffer, axis = bucket.group, current.buffer, bucket.group.axis.reductions
+        label = f"reduce of {group.name}"
+        tag = tag_of(group.channel, EXCHANGE, seq)
+        cuts, scratch, ordered = group.layout.cuts, self._scratch, self.settings.in_rank_order
+
+        def add(parts: list[torch.Tensor]) -> Handle | None:
+            return self._add(bucket, parts, current, seq)
+
+        def share(parts: list[torch.Tensor]) -> Handle:
+            return self._share(bucket, parts, current, seq)
+
+        copies = group.holders.copies
+        if copies is not None and not (bucket.whole or copies.tagged or copies.group is None):
+            copies, scale = copies.reductions, current.at_owner  # both sums at once: who is late keeps their order too
+            return hierarchical.reduce_to_copies(
+                axis, copies, buffer, cuts, label, scale, lambda parts: bucket.add(parts, 1.0), ordered
+            )
+        if not bucket.whole:
+            return hierarchical.reduce_to_owners(axis, buffer, cuts, tag, label, add, scratch, ordered)
+        # In place where the buffer is the accumulator: while peers read a posted buffer, nobody else may write to it.
+        exact = current.at_owner == 1.0 and (buffer.dtype == torch.float32 or not current.pooled)
+        if exact and collectives.can_all_reduce(axis, buffer.dtype):
+            tags = (tag, tag_of(group.channel, SPREAD, seq))
+            return collectives.all_reduce_sum(axis, buffer, cuts, tags, label, lambda: self._take(bucket, buffer))
+        if axis.size == 2 and axis.tagged:
+            return collectives.swap(axis, buffer, tag, label, add, scratch)
+        return hierarchical.reduce_to_owners(axis, buffer, cuts, tag, label, share, scratch, ordered)
+
+    def _add(self, bucket: Bucket, parts: list[torch.Tensor], current: Round, seq: int) -> Handle | None:
+        """The owner has all contributions: sum them into the accumulator."""
+        if bucket.group.holders.copies is not None:
+            total = torch.empty(bucket.total.numel, dtype=torch.float32, device=bucket.group.device)
+            sum_in_rank_order(parts, total, current.at_owner, add=False, any_order=not self.settings.in_rank_order)
+            self._finished(parts)
+            return self._across_copies(bucket, bucket.group.holders.copies.reductions, total, seq)
+        leaving = bucket.add(parts, current.at_owner)
+        self._finished(parts)
+        return leaving
+
+    def _across_copies(self, bucket: Bucket, axis: Axis, total: torch.Tensor, seq: int) -> Handle:
+        """The same slice lives on several ranks (hybrid sharding, tied weights): each of them sums all their totals."""
+        channel = bucket.group.copies_channel
+        n, label = total.numel(), f"reduce across copies of {bucket.group.name}"
+        table = total.new_empty(axis.size * n)
+        table[axis.rank * n : (axis.rank + 1) * n] = total
+
+        def then() -> Handle | None:
+            return bucket.add([table[r * n : (r + 1) * n] for r in range(axis.size)], 1.0)
+
+        cuts = [r * n for r in range(axis.size + 1)]
+        return collectives.share(axis, table, cuts, tag_of(channel, SPREAD, seq), label).followed_by(then)
+
+    def _share(self, bucket: Bucket, parts: list[torch.Tensor], current: Round, seq: int) -> Handle:
+        """Stage 0 on more than two ranks: the owner's sum goes to everybody."""
+        group = bucket.group
+        total = torch.empty(group.numel, dtype=bucket.dtype, device=group.device)
+        low, high = group.layout.cuts[group.axis.rank], group.layout.cuts[group.axis.rank + 1]
+        sum_in_rank_order(
+            parts, total[low:high], current.at_owner, add=False, any_order=not self.settings.in_rank_order
+        )
+        self._finished(parts)
+        current.shared = True
+        tag, label = tag_of(group.channel, SPREAD, seq), f"share of {group.name}"
+        handle = collectives.share(group.axis.reductions, total, group.layout.cuts, tag, label)
+        return handle.followed_by(lambda: self._take(bucket, total))
+
+    def _take(self, bucket: Bucket, total: torch.Tensor) -> None:
+        """Everybody has the whole sum of a round."""
+        if total.data_ptr() == bucket.total.borrow().data_ptr():  # nothing moves where everything is whole
+            bucket.filled = True
+        else:
+            bucket.add([total], 1.0)
+
+    def progress(self, most: int | None = None) -> None:
+        """Sum what has arrived: a peer may be waiting for its buffer. Rounds of one bucket keep their order.
+
+        Args:
+            most: rounds to look at, the oldest first; None: all.
+        """
+        seen = {id(bucket) for bucket in self._settling}
+        for entry in list(itertools.islice(self._in_flight.values(), most)):
+            handle, bucket, _ = entry
+            if id(bucket) in seen:
+                continue
+            seen.add(id(bucket))
+            if handle.ready(0.0) and id(handle) in self._in_flight:
+                self._settle(*self._land(entry))
+
+    def _settle(self, handle: Handle, bucket: Bucket, current: Round) -> None:
+        self._settling.append(bucket)
+        following = handle.advance()
+        self._settling.remove(bucket)
+        if following is None:
+            self.release(bucket, current)
+            return
+        # Behind the others: what peers need first, from this rank, is the first phase of every round. Later rounds of
+        # this bucket stay behind it: two ranks that had taken up different rounds would wait for each other.
+        later = [entry for entry in self._in_flight.values() if entry[1] is bucket] if self.busy(bucket) else []
+        for entry in later:
+            self._land(entry)
+        for entry in ((following, bucket, current), *later):
+            self._fly(entry)
+
+    def settle(self, buckets: Sequence[Bucket] | None = None) -> None:
+        """Wait for the rounds of these buckets, or for everything."""
+        if not self._in_flight:
+            return
+        if buckets is None:
+            self._share_first()
+        wanted = None if buckets is None else {id(bucket) for bucket in buckets}
+        flying = self._in_flight.values()
+        while entry := next((each for each in flying if wanted is None or id(each[1]) in wanted), None):
+            self._settle(*self._land(entry))
+
+    def _share_first(self) -> None:
+        """Between devices, form the sums that everybody is to have, and send them: others are taken in meanwhile."""
+        while unformed := [entry for entry in self._in_flight.values() if self._is_unformed(*entry[1:])]:
+            for entry in unformed:  # by one phase each: over hosts a sum is formed in two
+                self._settle(*self._land(entry))
+
+    def _is_unformed(self, bucket: Bucket, current: Round) -> bool:
+        alone = self._rounds[id(bucket)] == 1
+        return bucket.whole and bucket.group.between_devices and not current.shared and alone
+
+    def forget_buffers(self) -> None:
+        """Let the transit buffers go that are not in use; new ones are made when they are needed."""
+        self._pool.clear()
+        self._received.clear()
+
+    def close(self) -> None:
+        """Let the transit buffers go."""
+        self.forget_buffers()
+        doorbell.groups.workers.discard(self)

@@ -1,0 +1,461 @@
+"""Collects gradients from autograd hooks into buckets and reduces them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from deepspeed.comm.collectives import collectives
+from deepspeed.comm.collectives.collectives import READ
+from deepspeed.comm.process_groups.axis import separate_reductions
+from deepspeed.errors import UsageError
+from deepspeed.foundation.fake_mode import simulating
+from deepspeed.foundation.log import warn_once
+from deepspeed.zero.gradients.accumulation import AccumulationWindow, Agreed, Purpose, agreed, disagreement
+from deepspeed.zero.gradients.buckets import Bucket, BucketRow, ReduceSettings, Round, add_rows, can_add
+from deepspeed.zero.gradients.grad_views import HandedOut
+from deepspeed.zero.gradients.rank_agreement import Agreement, Meeting, Rows, uneven
+from deepspeed.zero.gradients.reduce_scatter import Wire
+from deepspeed.zero.gradients.sum_of_squares import Squares
+from deepspeed.zero.parameters.parallel_groups import Axes
+from deepspeed.zero.parameters.parameter import clear_raw_grad, raw_grad
+from deepspeed.zero.parameters.record import Group, Member
+from deepspeed.zero.parameters.replaced_parameters import Replaced
+from deepspeed.zero.parameters.shard_group import ShardGroup
+
+
+class Entry(NamedTuple):
+    """How the gradients of a bucket enter a round."""
+
+    dtype: torch.dtype  # of the round
+    exact: bool  # that is the accumulator's
+    at_entry: float  # factor on the gradient
+    at_owner: float  # factor on the sum
+    sends_now: bool  # the round is sent when it is complete
+
+
+class Entries:
+    """The entries of an engine's buckets, each formed once for all gradients that meet the same window.
+
+    Args:
+        settings: how to sum.
+        window: where its driver stands.
+    """
+
+    def __init__(self, settings: ReduceSettings, window: AccumulationWindow) -> None:
+        self._settings, self._window = settings, window
+        self._made: dict[tuple[torch.dtype, bool], Entry] = {}  # by kind of bucket, of one revision of the window
+        self._revision = window.revision
+
+    def of(self, bucket: Bucket) -> Entry:
+        """How a gradient that arrives now enters this bucket."""
+        if self._revision != self._window.revision:
+            self._revision = self._window.revision
+            self._made.clear()
+        entry = self._made.get(bucket.kind)
+        if entry is None:
+            entry = self._made[bucket.kind] = self._form(bucket)
+        return entry
+
+    def _form(self, bucket: Bucket) -> Entry:
+        settings, window = self._settings, self._window
+        if self.summed_first(bucket) or window.weight is not None:
+            dtype = settings.accumulator
+        else:
+            dtype = settings.wire or bucket.group.dtype
+        exact = dtype == settings.accumulator
+        if exact:
+            at_entry, at_owner = window.factor * (1.0 if window.weight is None else window.weight), 1.0
+        else:
+            at_entry, at_owner = self.before_wire, window.factor / self.before_wire
+        sends_now = window.reduce_now or bucket.group.policy.reduces_as_gradients_arrive
+        return Entry(dtype, exact, at_entry, at_owner, sends_now)
+
+    def summed_first(self, bucket: Bucket) -> bool:
+        """Whether several micro-batches are summed before they travel."""
+        return self._window.deferred and not bucket.group.policy.reduces_as_gradients_arrive
+
+    @property
+    def before_wire(self) -> float:
+        """Factor on low-precision gradients before they travel."""
+        return 1.0 if self._settings.prescale is None else self._settings.prescale
+
+
+class Reducer:
+    """Collects, sends and accumulates the gradients of an engine.
+
+    Args:
+        axes: all ranks, by what they share; they enter `finish` together.
+        groups: the engine's groups.
+        settings: how to sum.
+        window: where its driver stands; says what gradients are multiplied by, and whether they travel now.
+    """
+
+    def __init__(
+        self, axes: Axes, groups: list[ShardGroup], settings: ReduceSettings, window: AccumulationWindow
+    ) -> None:
+        self.axes, self.settings, self.window = axes, settings, window
+        self.buckets = [
+            Bucket(group, settings.accumulator, settings.accumulates, not settings.in_rank_order) for group in groups
+        ]
+        self._of = {id(b.group): b for b in self.buckets}
+        self.clean = True
+        self.revision = 0  # changes whenever what ranks compare may have changed
+        self._launched = -1  # at this revision no round was open
+        self.squares = Squares()
+        self.timing: Callable[[], AbstractContextManager[object]] = nullcontext  # around the wait for what is under way
+        self.on_complete: Callable[[ShardGroup], None] | None = None  # all gradients of a group are here
+        largest = max((g.numel for g in groups), default=0)
+        self.device = groups[0].device if groups else torch.device("cpu")
+        separate_reductions((axis for group in groups for axis in group.holders.summing), axes.everyone)
+        self.wire = Wire(settings, largest, self.device)
+        self._agreement = Agreement(axes, self.buckets, window, self.device)
+        for meeting in self._agreement.meetings():
+            meeting.put_in_order(self.wire.depart)
+        self._touched_anywhere: dict[int, bytearray] = {}
+        self._handed_out = HandedOut()
+        self._hooks: dict[int, Any] = {}
+        self.muted = False  # gradients that arrive are dropped: backward is run again to look at it
+        self._entries = Entries(settings, window)
+        self.replaced = Replaced(self.listen, self.arrived)
+        for group in groups:
+            for member in group.members:
+                member.reducer = self
+                self.listen(member)
+
+    # -- arrival --------------------------------------------------------------------------------------------------
+
+    def listen(self, member: Member, anew: bool = False) -> None:
+        """Take the gradients of `member` from now on (again, when it was unfrozen).
+
+        Args:
+            member: the parameter.
+            anew: it has another tensor under it: torch lists hooks with the object, and calls those of the tensor.
+        """
+        if anew and member.uid in self._hooks:
+            self._hooks.pop(member.uid).remove()
+            param: Any = member.param
+            param._post_accumulate_grad_hooks = param._post_accumulate_grad_hooks
+        if member.param.requires_grad and member.uid not in self._hooks:
+            self._of[id(member.group)].prepare()
+            self.revision += 1
+            self._hooks[member.uid] = member.param.register_post_accumulate_grad_hook(_Arrival(member))
+
+    def arrived(self, member: Member) -> None:
+        """Autograd has finished the gradient of `member` for this pass."""
+        gradient = raw_grad(member.param)
+        if gradient is None:
+            return
+        if collectives.PLANTED_DELAY is not None:
+            collectives.delay(f"gradient of {member.name}")
+        clear_raw_grad(member.param)
+        if self.muted:
+            return
+        self.clean = False
+        self.revision += 1
+        if self._handed_out:
+            self._adopt_edits()
+            self._handed_out.close()
+        self.window.entering()
+        if self.window.unscaled:
+            warn_once("loss.backward() under fp16 is taken as unscaled and may underflow; use engine.backward or scale")
+        bucket = self._of[id(member.group)]
+        bucket.touched[member.index] = 1
+        if gradient.requires_grad:  # `create_graph=True`: what is summed over ranks has no graph
+            gradient = gradient.detach()
+        entry = self._entries.of(bucket)
+        if gradient.layout != torch.strided and not can_add(gradient, entry.dtype, member.padded):
+            gradient = gradient.to_dense()
+        current = self._enter(bucket, member, gradient, entry)
+        if entry.sends_now:
+            current.fresh.add(member.index)
+            if len(current.fresh) >= current.expected:
+                if self.on_complete is not None:
+                    self.on_complete(bucket.group)
+                self._launch(bucket)
+
+    def _enter(self, bucket: Bucket, member: Member, gradient: torch.Tensor, how: Entry) -> Round:
+        """Copy or add one gradient into the open round."""
+        current, index = bucket.round, member.index
+        if current is not None:
+            again = not how.exact and index in current.arrived  # a sum in low precision would round
+            if again or current.buffer.dtype != how.dtype or current.at_owner != how.at_owner:
+                self._launch(bucket)
+                current = None
+        if current is None:
+            current = bucket.round = self._open(bucket, how.dtype, how.at_owner)
+        if member.padded:
+            gradient = member.without_padding(gradient)
+        place = bucket.place(current.buffer, index)
+        if gradient.is_sparse:
+            add_rows(place, gradient, how.at_entry, index in current.arrived)
+            current.arrived.add(index)
+            return current
+        if index in current.arrived:
+            place.add_(gradient.to(how.dtype), alpha=how.at_entry)
+            return current
+        current.arrived.add(index)
+        if how.at_entry == 1.0 or gradient.dtype != how.dtype:
+            place.copy_(gradient)
+            if how.at_entry != 1.0:
+                place.mul_(how.at_entry)
+        else:
+            torch.mul(gradient, how.at_entry, out=place)
+        return current
+
+    def _open(self, bucket: Bucket, dtype: torch.dtype, at_owner: float) -> Round:
+        expected = [member.param.requires_grad for member in bucket.group.members].count(True)
+        local = bucket.local
+        if local is not None and local.dtype == dtype and not bucket.filled and not self.wire.busy(bucket):
+            return Round(local, at_owner, False, expected)
+        return Round(self.wire.acquire(bucket, dtype), at_owner, True, expected)
+
+    def _launch(self, bucket: Bucket) -> None:
+        """Send the open round of a bucket."""
+        current, bucket.round = bucket.round, None
+        if current is not None:
+            current = self._narrowed(bucket, current)
+            if current.buffer.dtype != self.settings.accumulator:
+                bucket.note_factor(current.at_owner)
+            self.wire.launch(bucket, current)
+
+    def _narrowed(self, bucket: Bucket, current: Round) -> Round:
+        """A round in the dtype that was asked for the wire, also when it was summed in another before."""
+        dtype = self.settings.wire
+        if dtype is None or current.buffer.dtype == dtype:
+            return current
+        narrow = self.wire.acquire(bucket, dtype)
+        at_owner = self.window.travel_factor / self._entries.before_wire
+        torch.mul(current.buffer, 1.0 / at_owner, out=narrow)
+        self.wire.release(bucket, current)
+        return Round(narrow, at_owner, True, arrived=current.arrived)
+
+    # -- the end of a window --------------------------------------------------------------------------------------
+
+    def finish(self, purpose: Purpose = Purpose.READ, of: Member | None = None) -> Agreed:
+        """Send what is left, bring all ranks to the same number of rounds, wait. All ranks call together.
+
+        Args:
+            purpose: why the ranks meet.
+            of: the parameter that is read or written; only ranks that have it take part. None: all.
+
+        Returns:
+            What the ranks have agreed on.
+
+        Raises:
+            UsageError: on all ranks, when they differ in what each of them decides alone, or a gradient that was read
+                has been changed after more were added to it; the window is dropped.
+        """
+        self._adopt_edits(of)
+        self._launch_open()
+        late = self._handed_out.late() if of is None else []
+        edits = self._handed_out.edits + len(late)
+        trouble, found, updates = None, None, purpose in (Purpose.STEP, Purpose.FLUSH)
+        known = updates and self.squares.hold(self.revision)
+        for meeting in self._agreement.meetings(of):
+            rows = self._agreement.exchange(meeting, purpose, of, edits, self.revision, known)
+            trouble = trouble or disagreement(rows.heads)
+            if not meeting.knows(rows, self.revision):
+                trouble = trouble or uneven(meeting.buckets, rows)
+                self._catch_up(meeting, rows)
+                meeting.learn(rows, self.revision)
+            if found is None or meeting.axis is self.axes.same_slice:
+                found = agreed(rows.heads)
+        if of is None:
+            trouble = self._agreement.share(trouble, purpose)
+        if trouble is not None:
+            self._refuse(f"ranks disagree about the window of gradients: {trouble}. All ranks must make the same calls")
+        if late:
+            self._refuse(
+                f"the gradient of {', '.join(late[:8])} was read, and changed after more gradients had been added to "
+                f"it: read .grad again and change that"
+            )
+        with self.timing():
+            self.wire.settle(None if of is None else self._agreement.meetings(of)[0].buckets)
+        if found is None:
+            raise RuntimeError("a bucket without a meeting")
+        return found
+
+    def _refuse(self, trouble: str) -> None:
+        """All ranks drop the window and raise the same error."""
+        self.wire.settle()
+        self.clear()
+        self.window.restart()
+        raise UsageError(f"{trouble}; nothing was updated, and the window's gradients are dropped")
+
+    def _launch_open(self) -> None:
+        """Send what is collected so far."""
+        if self._launched == self.revision:
+            return  # one read of a gradient after another
+        self._handed_out.close(own=True)
+        for bucket in self.buckets:
+            if bucket.round is not None:
+                self._launch(bucket)
+            elif simulating() and not self.clean and _is_of_other_stages(bucket):
+                bucket.prepare()
+                bucket.touched = bytearray(b"\1" * len(bucket.touched))
+                self._send_zeros(bucket, int(bucket.sums_locally), bucket.factor)
+        self._launched = self.revision
+
+    def _catch_up(self, meeting: Meeting, rows: Rows) -> None:
+        """Send zeros for rounds that others have launched and this rank has not, and whatever waits for its turn."""
+        if rows.equal:
+            self._touched_anywhere |= {id(bucket): bytearray(bucket.touched) for bucket in meeting.buckets}
+        else:
+            for bucket, table in zip(meeting.buckets, rows.by_bucket(meeting.buckets), strict=True):
+                self._even_out(bucket, table)
+            self._launched = self.revision = self.revision + 1
+        if meeting.order is not None:
+            meeting.order.flush([bucket for bucket in meeting.buckets if any(self._touched_anywhere[id(bucket)])])
+
+    def _even_out(self, bucket: Bucket, table: list[BucketRow]) -> None:
+        """Bring a bucket to what the ranks say of it together."""
+        factor = max(row.factor for row in table)
+        for exact in (0, 1):
+            while bucket.launches[exact] < max(row.launches[exact] for row in table):
+                bucket.prepare()  # nothing to do, unless the group is frozen here alone; then all raise
+                self._send_zeros(bucket, exact, factor)
+        columns = zip(*(row.touched for row in table), strict=True)
+        self._touched_anywhere[id(bucket)] = bytearray(any(column) for column in columns)
+
+    def _send_zeros(self, bucket: Bucket, exact: int, factor: float) -> None:
+        low = self.settings.wire or bucket.group.dtype
+        dtype = self.settings.accumulator if exact else low
+        at_owner = 1.0 if exact else abs(factor) or 1.0
+        bucket.round = Round(self.wire.acquire(bucket, dtype), at_owner, pooled=True)
+        self._launch(bucket)
+
+    def marks(self, bucket: Bucket) -> bytearray | None:
+        """Which parameters of a group any rank had a gradient for in the window; valid after `finish`."""
+        return self._touched_anywhere.get(id(bucket))
+
+    def touched(self, bucket: Bucket, member: Member) -> bool:
+        """Whether any rank had a gradient for `member` in the window; valid after `finish`."""
+        marks = self.marks(bucket)
+        return bool(marks and marks[member.index])
+
+    def _adopt_edits(self, of: Member | None = None) -> None:
+        """Take over in-place changes of gradients that were handed out; nothing has been added to them since."""
+        for member, tensor, own in self._handed_out.take_edited(of):
+            current = self.bucket_of(member.group).round
+            if not own:
+                self._write(member, tensor)
+            elif current is not None:
+                current.buffer[member.offset : member.offset + member.numel] = tensor.reshape(-1)
+
+    def clear(self) -> None:
+        """Forget the window; its sums are overwritten by the next gradients."""
+        for bucket in self.buckets:
+            bucket.clear()
+        self._touched_anywhere.clear()
+        self.revision += 1
+        self._handed_out.clear()
+        self.clean = True
+        self.window.forget()
+
+    def drop(self) -> None:
+        """Throw the gradients of the window away (`zero_grad`). All ranks call together."""
+        if not self.clean:
+            self.finish(Purpose.ZERO_GRAD)
+            self.clear()
+        self.window.forget()
+
+    def set_accumulates(self, accumulates: bool) -> None:
+        """The number of micro-batches per window has changed, between windows."""
+        self.settings = self.wire.settings = replace(self.settings, accumulates=accumulates)
+
+    def detach(self) -> None:
+        """Stop listening."""
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks.clear()
+        self.wire.close()
+
+    # -- what users see -------------------------------------------------------------------------------------------
+
+    def bucket_of(self, group: Group) -> Bucket:
+        """The gradient side of a group."""
+        return self._of[id(group)]
+
+    def grad_of(self, member: Member) -> torch.Tensor | None:
+        """The mean gradient of the window so far, in the parameter's shape; see `ManagedParameter.grad`."""
+        if self.clean:
+            return None
+        bucket, low, high = self.bucket_of(member.group), member.offset, member.offset + member.numel
+        if self._entries.summed_first(bucket) and not self.window.reduce_now and not bucket.filled:
+            current = bucket.round
+            if current is None or member.index not in current.arrived:
+                return None
+            part = current.buffer[low:high].view(member.shape)
+            return self._handed_out.add(member, part.clone(), part, own=True)
+        self.finish(Purpose.READ, member)
+        if not self.touched(bucket, member):
+            return None
+        if bucket.whole:
+            whole = bucket.total.borrow()  # where everything is whole, nothing rests elsewhere
+            values = whole[low:high].view(member.shape)
+            return self._handed_out.add(member, values.clone(), values)
+        with bucket.total.borrowed() as total:
+            dense = member.group.assemble(member, total, READ, f"gradient of {member.name}")
+        return self._handed_out.add(member, dense.view(member.shape))
+
+    def forget_reads(self, member: Member) -> None:
+        """The sum of a member is about to be replaced: what was read of it is nobody's gradient any more."""
+        self._handed_out.forget(member)
+
+    def set_grad(self, member: Member, value: torch.Tensor | None) -> None:
+        """Replace the window's gradient of `member` by `value` (None: as if it had none). All ranks call together."""
+        bucket = self.bucket_of(member.group)
+        if bucket.sum is None:
+            if value is None:
+                return
+            raise UsageError(f"parameter '{member.name}' is frozen, and so has no gradient that could be replaced")
+        if value is None and self.clean:
+            return
+        self.clean = False
+        self.forget_reads(member)
+        self.finish(Purpose.WRITE, member)
+        bucket.touched[member.index] = int(value is not None)
+        self.revision += 1
+        self._touched_anywhere[id(bucket)][member.index] = value is not None
+        if value is not None or bucket.filled:
+            self._write(member, value)
+
+    def _write(self, member: Member, value: torch.Tensor | None) -> None:
+        bucket = self.bucket_of(member.group)
+        flat = None if value is None else value.detach().reshape(-1)
+        with bucket.total.borrowed(changed=True, read=bucket.filled) as total:
+            if not bucket.filled:
+                total.zero_()
+            range_ = member.group.layout.range_of(member.index, bucket.low, bucket.high)
+            if range_ is not None:
+                at = range_.at - bucket.low
+                place = total[at : at + range_.numel]
+                if flat is None:
+                    place.zero_()
+                else:
+                    place.copy_(flat[range_.start : range_.stop])
+        bucket.filled = True
+
+
+class _Arrival:
+    """The hook of a parameter. torch holds it where no collection looks: it must not hold what holds the parameter."""
+
+    def __init__(self, member: Member) -> None:
+        self._member = weakref.ref(member)
+
+    def __call__(self, _param: torch.Tensor) -> None:
+        member = self._member()
+        if member is not None and member.reducer is not None:
+            member.reducer.arrived(member)
+
+
+def _is_of_other_stages(bucket: Bucket) -> bool:
+    """Whether stages that are not there have the gradients of a window: this one holds a copy, and has none."""
+    trained = any(member.param.requires_grad for member in bucket.group.members)
+    return bucket.group.holders.across_stages and trained and not any(bucket.launches)

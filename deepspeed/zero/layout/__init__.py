@@ -1,0 +1,1 @@
+"""Which element of the training state is where. Moves no tensor."""

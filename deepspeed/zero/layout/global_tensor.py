@@ -1,0 +1,48 @@
+"""Assembles a global tensor from the regions of an axis's ranks, and splits it again."""
+
+from __future__ import annotations
+
+import torch
+
+from deepspeed.comm.collectives.autograd import gathered
+from deepspeed.comm.collectives.torch_api import told_by_all
+from deepspeed.comm.process_groups.axis import Axis
+from deepspeed.zero.layout.regions import Box, BoxRange, copies
+
+
+def join_boxes(local: torch.Tensor | None, box: Box, axis: Axis, label: str) -> torch.Tensor | None:
+    """The global tensor. All ranks of the axis call together.
+
+    Args:
+        local: this rank's tensor, of the box's shape; None where it has none, which counts as zeros.
+        box: what it is of the global one.
+        axis: ranks whose boxes make it up.
+        label: for reports.
+
+    Returns:
+        A new tensor on every rank; None where no rank has anything.
+    """
+    everyone = told_by_all(axis, (box, None if local is None else (local.dtype, local.device.type)))
+    known = next((kind for _, kind in everyone if kind is not None), None)
+    if known is None:
+        return None
+    if local is None:
+        local = torch.zeros(box.local_shape, dtype=known[0], device=known[1])
+    sizes = [one.numel for one, _ in everyone]
+    parts = gathered(local.reshape(-1), axis, 0, sizes, label).split(sizes)
+    whole = local.new_zeros(box.shape)
+    for (one, _), part in zip(everyone, parts, strict=True):
+        _copy(part, one, whole, Box(box.shape))
+    return whole
+
+
+def take_box(whole: torch.Tensor, box: Box) -> torch.Tensor:
+    """This rank's tensor of a global one; padding is zero."""
+    local = whole.new_zeros(box.local_shape)
+    _copy(whole.contiguous(), Box(box.shape), local, box)
+    return local
+
+
+def _copy(source: torch.Tensor, of: Box, into: torch.Tensor, to: Box) -> None:
+    for copy in copies(BoxRange(of, 0, of.numel), BoxRange(to, 0, to.numel)):
+        copy(source.reshape(-1), into.view(-1))

@@ -1,0 +1,133 @@
+"""The elements of a group that each rank owns; checkpoints, all-gathers and accessors read the same spans."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+# Slices begin at multiples of this many elements, so that vector loads stay aligned.
+ALIGN = 8
+
+
+@dataclass(frozen=True)
+class ParamRange:
+    """The part of one parameter that lies in one rank's slice.
+
+    Args:
+        index: which parameter of the group.
+        start: first element, counted in the flattened parameter.
+        stop: one past the last element, in the flattened parameter.
+        at: where it begins, counted in the group.
+    """
+
+    index: int
+    start: int
+    stop: int
+    at: int
+
+    @property
+    def numel(self) -> int:
+        """Elements in the fragment."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The concatenation of a group's parameters, and where it is cut into slices.
+
+    Args:
+        numels: elements of each parameter, in order.
+        cuts: size + 1 boundaries; rank r owns [cuts[r], cuts[r + 1]). The last may lie past the parameters: padding.
+    """
+
+    numels: tuple[int, ...]
+    cuts: tuple[int, ...]
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """Where each parameter begins in the group."""
+        return (0, *accumulate(self.numels))[:-1]
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements of all parameters, without padding."""
+        return sum(self.numels)
+
+    @cached_property
+    def padded(self) -> int:
+        """Elements of the full buffer."""
+        return max(self.cuts[-1], self.numel)
+
+    @property
+    def ranks(self) -> int:
+        """Number of slices."""
+        return len(self.cuts) - 1
+
+    def slice_numel(self, rank: int) -> int:
+        """Elements of a rank's slice."""
+        return self.cuts[rank + 1] - self.cuts[rank]
+
+    def ranges(self, rank: int) -> list[ParamRange]:
+        """What of each parameter lies in a rank's slice, in order; parameters without a part there are left out."""
+        return self.ranges_within(self.cuts[rank], self.cuts[rank + 1])
+
+    def ranges_within(self, low: int, high: int) -> list[ParamRange]:
+        """What of each parameter lies in [low, high) of the group."""
+        first = max(bisect_right(self.offsets, low) - 1, 0)  # the parameter that `low` falls into
+        found = (self.range_of(i, low, high) for i in range(first, bisect_left(self.offsets, high)))
+        return [range_ for range_ in found if range_ is not None]
+
+    def range_of(self, index: int, low: int, high: int) -> ParamRange | None:
+        """What of one parameter lies in [low, high) of the group; None when nothing does."""
+        offset = self.offsets[index]
+        start, stop = max(low, offset), min(high, offset + self.numels[index])
+        return ParamRange(index, start - offset, stop - offset, start) if start < stop else None
+
+    def cuts_of(self, index: int) -> tuple[int, ...]:
+        """The cuts that fall on one parameter, counted in the flattened parameter: its own little layout."""
+        offset, numel = self.offsets[index], self.numels[index]
+        return tuple(min(max(cut - offset, 0), numel) for cut in self.cuts)
+
+
+def by_group(numels: Sequence[int], ranks: int) -> Layout:
+    """Cut the concatenation into equal slices (padding at the end).
+
+    Args:
+        numels: elements of each parameter.
+        ranks: number of slices.
+    """
+    total = sum(numels)
+    step = -(-total // ranks)
+    if total >= ranks * ALIGN:
+        step = -(-step // ALIGN) * ALIGN
+    return Layout(tuple(numels), tuple(step * r for r in range(ranks + 1)))
+
+
+def by_owner(numels: Sequence[int], ranks: int) -> Layout:
+    """Cut between parameters only, so that every parameter has one owner (Muon, LAMB, Adafactor).
+
+    Args:
+        numels: elements of each parameter.
+        ranks: number of slices, as even as whole parameters allow.
+    """
+    edges = [0, *accumulate(numels)]
+    total, cuts = edges[-1], [0]
+    for r in range(1, ranks):
+        ideal = total * r / ranks
+        at = bisect_left(edges, ideal)
+        nearest = min(edges[max(at - 1, 0) : at + 1], key=lambda edge: abs(edge - ideal))
+        cuts.append(max(nearest, cuts[-1]))
+    return Layout(tuple(numels), (*cuts, total))
+
+
+def by_first(numels: Sequence[int], ranks: int) -> Layout:
+    """Give everything to rank 0, for optimizers whose update of one parameter looks at all others (Prodigy, SAM).
+
+    Args:
+        numels: elements of each parameter.
+        ranks: number of slices.
+    """
+    return Layout(tuple(numels), (0, *[sum(numels)] * ranks))

@@ -1,0 +1,114 @@
+"""Placement of a parameter on the mesh: its part of the global tensor, and how copies relate.
+
+The row of this table that belongs to a parameter is read by gradient sums, norm, overflow, edits, checkpoints,
+estimators and public accessors. Layers that cut a model set it with `place`; everything else has the default row.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from deepspeed.errors import ArgumentError
+
+_MARK = "ds_placement"
+
+
+class Relation(enum.Enum):
+    """How the copies of a parameter on the ranks of one axis relate."""
+
+    ZERO = "zero"  # one tensor, split by ZeRO or summed over the ranks as data parallelism does
+    CUT = "cut"  # each rank has another box of the global tensor
+    PARTIAL = "partial"  # copies whose gradients are parts: to be summed over the axis
+    EQUAL = "equal"  # copies with equal gradients: nothing to do
+    ABSENT = "absent"  # the other ranks have no copy
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What this rank has of one dim of the global tensor.
+
+    Args:
+        dim: which.
+        size: length of the global tensor along it.
+        segments: (start in the global dim, length), in local order; a start of -1 is padding, which is no part of the
+            global tensor: it has no gradient, and stands in no norm, count or checkpoint.
+    """
+
+    dim: int
+    size: int
+    segments: tuple[tuple[int, int], ...]
+
+    def __post_init__(self) -> None:
+        for start, length in self.segments:
+            if length <= 0 or start < -1 or (start >= 0 and start + length > self.size):
+                raise ArgumentError(
+                    f"segment ({start}, {length}) of a cut does not lie in dim {self.dim} of {self.size} elements"
+                )
+
+    @property
+    def local_size(self) -> int:
+        """Length of this rank's tensor along the dim, padding included."""
+        return sum(length for _, length in self.segments)
+
+    @property
+    def padding(self) -> int:
+        """How much of `local_size` is padding."""
+        return sum(length for start, length in self.segments if start < 0)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The row of one parameter.
+
+    Args:
+        cuts: at most one for each dim; dims without one are whole.
+        relations: by the name of a mesh axis; an axis that is not named is ZERO where data parallelism runs over it,
+            else EQUAL.
+        stages: of a pipeline that have a copy, where whoever placed it knows; real ranks ask each other.
+    """
+
+    cuts: tuple[Cut, ...] = ()
+    relations: Mapping[str, Relation] = field(default_factory=dict)  # plain, so that placed tensors can be pickled
+    stages: frozenset[int] = frozenset()
+
+    def global_shape(self, local: torch.Size | tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the global tensor.
+
+        Args:
+            local: shape of this rank's tensor.
+
+        Raises:
+            ArgumentError: the cuts do not fit it.
+        """
+        shape = list(local)
+        for cut in self.cuts:
+            if not 0 <= cut.dim < len(shape) or shape[cut.dim] != cut.local_size:
+                raise ArgumentError(
+                    f"a cut of {cut.local_size} elements along dim {cut.dim} does not fit a tensor of shape "
+                    f"{tuple(local)}"
+                )
+            shape[cut.dim] = cut.size
+        return tuple(shape)
+
+
+WHOLE = Placement()
+
+
+def place(tensor: torch.Tensor, placement: Placement) -> torch.Tensor:
+    """Set the row of a parameter or buffer, before `initialize`; returns the tensor.
+
+    Raises:
+        ArgumentError: the cuts do not fit the tensor's shape.
+    """
+    placement.global_shape(tensor.shape)
+    setattr(tensor, _MARK, placement)
+    return tensor
+
+
+def placement_of(tensor: torch.Tensor) -> Placement:
+    """The row of a parameter or buffer."""
+    return getattr(tensor, _MARK, WHOLE)

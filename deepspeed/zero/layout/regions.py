@@ -1,0 +1,340 @@
+"""Regions of a global tensor: which elements a rank holds, and the flat ranges that are stored.
+
+A rank's tensor is a box of the global one: each dim whole, or cut into segments with padding between. ZeRO cuts the
+flattened box further. `copies` says how the elements of one flat range of one box come from a flat range of another:
+a few strided copies, whatever the cuts are, never one for each row.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import torch
+
+from deepspeed.zero.layout.placement import Cut, Placement
+
+Segments = tuple[tuple[int, int], ...]  # (first element in the global dim or -1, length), in local order
+
+
+@dataclass(frozen=True)
+class Box:
+    """What a rank has of a global tensor.
+
+    Args:
+        shape: of the global tensor.
+        cuts: of the dims that are not whole, by ascending dim.
+    """
+
+    shape: tuple[int, ...]
+    cuts: tuple[Cut, ...] = ()
+
+    @staticmethod
+    def of(placement: Placement, local: Sequence[int]) -> Box:
+        """The box of a tensor of shape `local` that is placed so."""
+        return Box(placement.global_shape(tuple(local)), tuple(_plain_cuts(placement.cuts)))
+
+    @cached_property
+    def segments(self) -> tuple[Segments, ...]:
+        """Of every dim."""
+        cut = {one.dim: one.segments for one in self.cuts}
+        return tuple(cut.get(dim, ((0, size),)) for dim, size in enumerate(self.shape))
+
+    @cached_property
+    def local_shape(self) -> tuple[int, ...]:
+        """The shape of the rank's tensor."""
+        return tuple(sum(length for _, length in segments) for segments in self.segments)
+
+    @property
+    def numel(self) -> int:
+        """Elements of the rank's tensor, padding included."""
+        return math.prod(self.local_shape)
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is the global tensor."""
+        return not self.cuts
+
+    @cached_property
+    def packed(self) -> Box:
+        """The same box without its padding: this is what files hold. Equal ones hold the same elements."""
+        if all(cut.padding == 0 for cut in self.cuts):
+            return self
+        real = [Cut(c.dim, c.size, tuple(s for s in c.segments if s[0] >= 0)) for c in self.cuts]
+        return Box(self.shape, tuple(_plain_cuts(real)))
+
+    def packed_index(self, at: int) -> int:
+        """How many elements before flat index `at` are no padding: its index in the packed box."""
+        if self.packed is self:
+            return at
+        local, real = self.local_shape, [_real(segments, None) for segments in self.segments]
+        count, coordinates = 0, []
+        for size in reversed(local):
+            at, coordinate = divmod(at, size) if size else (0, 0)
+            coordinates.append(coordinate)
+        if at:
+            return math.prod(real)
+        for dim, coordinate in enumerate(reversed(coordinates)):
+            inside = math.prod(real[dim + 1 :])
+            count += _real(self.segments[dim], coordinate) * inside
+            if _real(self.segments[dim], coordinate + 1) == _real(self.segments[dim], coordinate):
+                break  # the index lies in padding: nothing of the dims within it counts
+        return count
+
+
+def _real(segments: Segments, end: int | None) -> int:
+    """Elements among the first `end` of a dim that are no padding; None: among all."""
+    count = at = 0
+    for start, length in segments:
+        inside = length if end is None else min(max(end - at, 0), length)
+        count, at = count + (inside if start >= 0 else 0), at + length
+    return count
+
+
+def _plain_cuts(cuts: Sequence[Cut]) -> Iterator[Cut]:
+    """Cuts in one order and form: neighbouring segments joined, whole dims left out."""
+    for cut in sorted(cuts, key=lambda one: one.dim):
+        joined: list[tuple[int, int]] = []
+        for start, length in cut.segments:
+            last, had = joined[-1] if joined else (-2, 0)
+            if joined and (start == last == -1 or (last >= 0 and start == last + had)):
+                joined[-1] = (last, had + length)
+            else:
+                joined.append((start, length))
+        if joined != [(0, cut.size)]:
+            yield Cut(cut.dim, cut.size, tuple(joined))
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Elements at regular places of a flat source go to regular places of a flat destination.
+
+    Args:
+        sizes: of the block of elements, outermost dim first.
+        source: index of its first element in the source.
+        source_strides: steps of each dim there, in elements.
+        into: index of its first element in the destination.
+        into_strides: steps of each dim there.
+    """
+
+    sizes: tuple[int, ...]
+    source: int
+    source_strides: tuple[int, ...]
+    into: int
+    into_strides: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return math.prod(self.sizes)
+
+    @property
+    def source_end(self) -> int:
+        """One past its last element in the source."""
+        steps = zip(self.sizes, self.source_strides, strict=True)
+        return self.source + sum((size - 1) * stride for size, stride in steps) + 1
+
+    def __call__(self, source: torch.Tensor, into: torch.Tensor, add: float | None = None) -> None:
+        """Copy between 1-D tensors, or add `add` times the source."""
+        values = _strided(source, self.sizes, self.source_strides, self.source)
+        there = _strided(into, self.sizes, self.into_strides, self.into)
+        if add is None:
+            there.copy_(values)
+        else:
+            there.add_(values.to(there.device), alpha=add)  # in the destination's dtype
+
+    def rows(self, into: torch.Tensor) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """As runs of contiguous elements at one distance: (first source index, distance, (rows, run) destination)."""
+        sizes, ours, theirs = self.sizes, self.source_strides, self.into_strides
+        if ours[-1] != 1:  # single elements at a distance
+            sizes, ours, theirs = (*sizes, 1), (*ours, 1), (*theirs, 1)
+        if len(sizes) == 1:
+            sizes, ours, theirs = (1, *sizes), (0, *ours), (0, *theirs)
+        for at in itertools.product(*map(range, sizes[:-2])):
+            first = self.source + sum(i * stride for i, stride in zip(at, ours, strict=False))
+            place = self.into + sum(i * stride for i, stride in zip(at, theirs, strict=False))
+            yield first, ours[-2], _strided(into, sizes[-2:], theirs[-2:], place)
+
+
+def _strided(tensor: torch.Tensor, sizes: Sequence[int], strides: Sequence[int], at: int) -> torch.Tensor:
+    step = tensor.stride(0)
+    return tensor.as_strided(sizes, [step * stride for stride in strides], tensor.storage_offset() + step * at)
+
+
+@dataclass(frozen=True)
+class BoxRange:
+    """Elements [start, stop) of a flattened box."""
+
+    box: Box
+    start: int
+    stop: int
+
+    @property
+    def real_numel(self) -> int:
+        """Elements that are no padding."""
+        return self.box.packed_index(self.stop) - self.box.packed_index(self.start)
+
+
+def copies(source: BoxRange, into: BoxRange) -> Iterator[Copy]:
+    """How a range of a tensor is filled from another one; elements that the source lacks are left out.
+
+    Args:
+        source: indices in the copies count from its `start`.
+        into: likewise. Padding gets nothing.
+    """
+    if source.box == into.box and source.box.packed is source.box:
+        low, high = max(source.start, into.start), min(source.stop, into.stop)
+        if low < high:
+            yield Copy((high - low,), low - source.start, (1,), low - into.start, (1,))
+        return
+    shapes, strides, cells = _common(source.box, into.box)
+    if not cells:
+        return
+    rects = [_rects(shapes[0], source.start, source.stop), _rects(shapes[1], into.start, into.stop)]
+    for cell, (a, b) in itertools.product(cells, list(itertools.product(*rects))):
+        found = _meet(cell, a, b)
+        if found is not None:
+            (here, there), counts = found
+            first = sum(i * stride for i, stride in zip(here, strides[0], strict=True)) - source.start
+            place = sum(i * stride for i, stride in zip(there, strides[1], strict=True)) - into.start
+            yield _collapsed(counts, first, strides[0], place, strides[1])
+
+
+def extent(box: Box, wanted: BoxRange) -> tuple[int, int]:
+    """The elements of a flattened box between which all lie that a range of another one takes from it."""
+    every = BoxRange(wanted.box, 0, wanted.box.numel)
+    return _full_extent(box, wanted.box) if wanted == every else _extent(box, wanted)
+
+
+def _extent(box: Box, wanted: BoxRange) -> tuple[int, int]:
+    ends = [(copy.source, copy.source_end) for copy in copies(BoxRange(box, 0, box.numel), wanted)]
+    return min((first for first, _ in ends), default=0), max((last for _, last in ends), default=0)
+
+
+@lru_cache(maxsize=4096)
+def _full_extent(box: Box, other: Box) -> tuple[int, int]:
+    return _extent(box, BoxRange(other, 0, other.numel))
+
+
+_Cell = tuple[tuple[int, int, int], ...]  # by dim: first element in the source, in the destination, length
+_Rect = list[tuple[int, int]]  # by dim: first element, one past the last
+
+
+@lru_cache(maxsize=4096)
+def _common(a: Box, b: Box) -> tuple[list[list[int]], list[list[int]], list[_Cell]]:
+    """Shapes and strides of two boxes of a tensor in as few dims as tell them apart, and the cells they share."""
+    dims = _joined_dims(a, b)
+    segments = [[_scaled(box.segments, *dim) for dim in dims] for box in (a, b)]
+    shapes = [[sum(length for _, length in of_dim) for of_dim in one] for one in segments]
+    common = [list(_overlaps(ours, theirs)) for ours, theirs in zip(*segments, strict=True)]
+    return shapes, [_row_major(shape) for shape in shapes], list(itertools.product(*common))
+
+
+def _joined_dims(a: Box, b: Box) -> list[tuple[int, int]]:
+    """Dims as (dim, elements of each step): dims that both boxes have whole belong to the one before them."""
+    cut = {one.dim for one in (*a.cuts, *b.cuts)}
+    found: list[tuple[int, int]] = []
+    for dim, size in enumerate(a.shape):
+        if dim in cut or not found:
+            found.append((dim, 1))
+        else:
+            found[-1] = (found[-1][0], found[-1][1] * size)
+    return found or [(-1, 1)]
+
+
+def _scaled(segments: tuple[Segments, ...], dim: int, unit: int) -> Segments:
+    if dim < 0:
+        return ((0, 1),)
+    return tuple((start * unit if start >= 0 else -1, length * unit) for start, length in segments[dim])
+
+
+def _overlaps(ours: Segments, theirs: Segments) -> Iterator[tuple[int, int, int]]:
+    """What two cuts of a dim have in common: (first element here, there, length)."""
+    here = 0
+    for a, length in ours:
+        there = 0
+        for b, other in theirs:
+            low, high = max(a, b), min(a + length, b + other)
+            if a >= 0 and b >= 0 and low < high:
+                yield here + low - a, there + low - b, high - low
+            there += other
+        here += length
+
+
+def _row_major(shape: Sequence[int]) -> list[int]:
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.append(strides[-1] * size)
+    return strides[::-1]
+
+
+def _rects(shape: Sequence[int], start: int, stop: int) -> list[_Rect]:
+    """The blocks that make up elements [start, stop) of a flattened tensor: at most two for each dim."""
+    if start >= stop:
+        return []
+    if len(shape) == 1:
+        return [[(start, stop)]]
+    inner = math.prod(shape[1:])
+    first, last = start // inner, (stop - 1) // inner
+    if first == last:
+        return [[(first, first + 1), *rest] for rest in _rects(shape[1:], start - first * inner, stop - first * inner)]
+    found: list[_Rect] = []
+    if start % inner:
+        found += _rects(shape, start, (first + 1) * inner)
+        first += 1
+    whole = stop // inner
+    if first < whole:
+        found.append([(first, whole), *((0, size) for size in shape[1:])])
+    if stop % inner:
+        found += _rects(shape, whole * inner, stop)
+    return found
+
+
+def _meet(cell: _Cell, a: _Rect, b: _Rect) -> tuple[tuple[list[int], list[int]], list[int]] | None:
+    """What a common cell, a block of the source and one of the destination share: first elements, and sizes."""
+    here, there, counts = [], [], []
+    for (ours, theirs, length), (a_low, a_high), (b_low, b_high) in zip(cell, a, b, strict=True):
+        low, high = max(0, a_low - ours, b_low - theirs), min(length, a_high - ours, b_high - theirs)
+        if low >= high:
+            return None
+        here.append(ours + low)
+        there.append(theirs + low)
+        counts.append(high - low)
+    return (here, there), counts
+
+
+def _collapsed(sizes: list[int], source: int, ours: list[int], into: int, theirs: list[int]) -> Copy:
+    """A copy with as few dims as it needs."""
+    dims: list[list[int]] = []
+    for size, a, b in zip(sizes, ours, theirs, strict=True):
+        if size == 1:
+            continue
+        if dims and dims[-1][1] == size * a and dims[-1][2] == size * b:
+            dims[-1] = [dims[-1][0] * size, a, b]
+        else:
+            dims.append([size, a, b])
+    counts, ours_left, theirs_left = zip(*(dims or [[1, 1, 1]]), strict=True)
+    return Copy(counts, source, ours_left, into, theirs_left)
+
+
+def uncovered(boxes: Sequence[Box]) -> tuple[int, ...] | None:
+    """The first element of a tensor that no box has; None when every element is in one.
+
+    Args:
+        boxes: of one tensor.
+    """
+    edges = [
+        sorted({0, size, *(edge for box in boxes for s, n in box.segments[dim] if s >= 0 for edge in (s, s + n))})
+        for dim, size in enumerate(boxes[0].shape)
+    ]
+    there = torch.zeros([max(len(edge) - 1, 0) for edge in edges], dtype=torch.bool)
+    for box in boxes:
+        for cell in itertools.product(*box.segments):
+            if all(start >= 0 for start, _ in cell):
+                spans = zip(cell, edges, strict=True)
+                there[tuple(slice(edge.index(s), edge.index(s + n)) for (s, n), edge in spans)] = True
+    gaps = (~there).nonzero()
+    return tuple(edges[dim][i] for dim, i in enumerate(gaps[0].tolist())) if len(gaps) else None

@@ -1,0 +1,78 @@
+"""The table of ZeRO stages: which of parameters, gradients and optimizer state are sharded.
+
+Stages as in Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020).
+This is the only file that says what follows from a stage's number.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from deepspeed.errors import ArgumentError
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What a stage splits; the rest of the code asks the four questions below.
+
+    Args:
+        splits_parameters: each rank keeps its slice of the parameters between uses.
+        splits_gradients: each rank keeps the sum of its slice of the gradients only.
+        splits_optimizer: each rank holds master weights and optimizer state of its slice only.
+    """
+
+    splits_parameters: bool
+    splits_gradients: bool
+    splits_optimizer: bool
+
+    @property
+    def gathers_before_use(self) -> bool:
+        """Parameters are whole only around their modules."""
+        return self.splits_parameters
+
+    @property
+    def reduces_as_gradients_arrive(self) -> bool:
+        """Gradients are reduced in every micro-batch, not in the boundary one only."""
+        return self.splits_gradients
+
+    @property
+    def owns_a_slice(self) -> bool:
+        """The optimizer updates a slice, not everything."""
+        return self.splits_optimizer
+
+    @property
+    def publishes_after_step(self) -> bool:
+        """Updated slices are sent to the other ranks at once."""
+        return self.splits_optimizer and not self.splits_parameters
+
+
+_TABLE = {
+    0: Policy(splits_parameters=False, splits_gradients=False, splits_optimizer=False),
+    1: Policy(splits_parameters=False, splits_gradients=False, splits_optimizer=True),
+    2: Policy(splits_parameters=False, splits_gradients=True, splits_optimizer=True),
+    3: Policy(splits_parameters=True, splits_gradients=True, splits_optimizer=True),
+}
+
+# Parameters that stay whole under stage 3 (persistence threshold) live by the row above it.
+KEPT_WHOLE = _TABLE[2]
+
+
+def policy_for(stage: int, pipeline: int = 1) -> Policy:
+    """The policy of a ZeRO stage.
+
+    Args:
+        stage: 0 to 3 (`zero_optimization.stage`).
+        pipeline: stages of a pipeline. With several, ZeRO 2 reduces a window's gradients once, at its end, and so has
+            to keep them whole until then, as ZeRO 1 does: else they would be sent once per micro-batch.
+
+    Raises:
+        ArgumentError: for any other number.
+    """
+    if stage not in _TABLE:
+        raise ArgumentError(f"zero_optimization.stage is {stage!r}; it must be 0, 1, 2 or 3")
+    return _TABLE[1 if stage == 2 and pipeline > 1 else stage]
+
+
+def stage_of(policy: Policy) -> int:
+    """The number users know a policy by."""
+    return next(stage for stage, row in _TABLE.items() if row == policy)

@@ -1,0 +1,148 @@
+"""Units of a module tree: modules that are gathered, recomputed and published together, and leaf modules."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import nn
+from torch.nn import Parameter
+
+from deepspeed.errors import ArgumentError
+from deepspeed.foundation.module_tree import children_of, own_parameters
+
+LEAF_MARK = "_z3_leaf"  # set on modules to be treated as one unit (leaf_module, set_z3_leaf_modules)
+STANDS_FOR = "_stands_for"  # in what stands for a module of another stage: that module
+
+
+def repeated_blocks(module: nn.Module) -> list[nn.Module]:
+    """Outermost children of containers that hold several modules of one class: the blocks of a deep model."""
+    found: list[nn.Module] = []
+
+    def visit(parent: nn.Module) -> None:
+        contains = isinstance(parent, (nn.ModuleList, nn.Sequential, nn.ModuleDict))
+        siblings = Counter(map(_kind, parent.children())) if contains else {}
+        for child in children_of(parent):
+            if getattr(child, LEAF_MARK, False):
+                found.append(child)
+            elif siblings.get(_kind(child), 0) > 1 and any(True for _ in child.children()):
+                found.append(child)
+            else:
+                visit(child)
+
+    visit(module)
+    return found
+
+
+def _kind(module: nn.Module) -> type[nn.Module]:
+    """A module's class; that of what it stands for, where that is on another stage of a pipeline."""
+    return type(vars(module).get(STANDS_FOR, module))
+
+
+def owners_of(module: nn.Module) -> Iterator[tuple[Parameter, nn.Module]]:
+    """Every parameter with the unit of each module that owns it, in the order of the tree; a tied one comes again."""
+    blocks = set(repeated_blocks(module))
+
+    def visit(current: nn.Module, block: nn.Module | None) -> Iterator[tuple[Parameter, nn.Module]]:
+        block = block or (current if current in blocks else None)
+        yield from ((param, block or current) for param in own_parameters(current))
+        for child in children_of(current):
+            yield from visit(child, block)
+
+    return visit(module, None)
+
+
+def units_of(module: nn.Module) -> dict[Parameter, nn.Module]:
+    """The unit each parameter belongs to: the outermost repeated block around it, else the module that owns it."""
+    homes: dict[Parameter, nn.Module] = {}
+    for param, unit in owners_of(module):
+        homes.setdefault(param, unit)
+    return homes
+
+
+def set_z3_leaf_modules(
+    model: nn.Module, classes_or_names: Iterable[type | str], raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """Mark modules as units.
+
+    Args:
+        model: the root.
+        classes_or_names: classes, class names (short or with module path), or qualified module names.
+        raise_if_not_found: raise when nothing matches.
+
+    Returns:
+        The marked modules.
+
+    Raises:
+        ArgumentError: nothing matches.
+    """
+    wanted = list(classes_or_names)
+    found = [m for name, m in model.named_modules() if _matches(name, m, wanted)]
+    if not found and raise_if_not_found:
+        raise ArgumentError(f"no module of {type(model).__name__} matches {wanted}; give classes or qualified names")
+    for module in found:
+        setattr(module, LEAF_MARK, True)
+    return found
+
+
+def _matches(name: str, module: nn.Module, wanted: list[Any]) -> bool:
+    cls = type(module)
+    for entry in wanted:
+        if isinstance(entry, type) and cls is entry:
+            return True
+        if isinstance(entry, str) and entry in (cls.__name__, f"{cls.__module__}.{cls.__qualname__}", name):
+            return True
+    return False
+
+
+def set_z3_leaf_modules_by_name(
+    model: nn.Module, module_names: Iterable[str], raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """Mark modules by qualified name; as `set_z3_leaf_modules`."""
+    return set_z3_leaf_modules(model, module_names, raise_if_not_found)
+
+
+def set_z3_leaf_modules_by_suffix(
+    model: nn.Module, module_name_suffixes: Iterable[str], raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """Mark the modules whose qualified name ends so; as `set_z3_leaf_modules`."""
+    suffixes = tuple(module_name_suffixes)
+    names = [name for name, _ in model.named_modules() if name.endswith(suffixes)]
+    return set_z3_leaf_modules(model, names or suffixes, raise_if_not_found)
+
+
+def unset_z3_leaf_modules(
+    model: nn.Module, classes_or_names: Iterable[type | str], raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """Take the mark off; arguments as `set_z3_leaf_modules`."""
+    wanted = list(classes_or_names)
+    found = [m for name, m in model.named_modules() if _matches(name, m, wanted)]
+    if not found and raise_if_not_found:
+        raise ArgumentError(f"no module of {type(model).__name__} matches {wanted}")
+    for module in found:
+        setattr(module, LEAF_MARK, False)
+    return found
+
+
+def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
+    """The marked modules of a tree."""
+    return [m for m in model.modules() if z3_leaf_module(m)]
+
+
+def z3_leaf_module(module: nn.Module) -> bool:
+    """Whether a module is marked."""
+    return bool(getattr(module, LEAF_MARK, False))
+
+
+def set_z3_leaf_module(module: nn.Module, flag: bool = True) -> None:
+    """Mark or unmark one module."""
+    setattr(module, LEAF_MARK, flag)
+
+
+def mark_leaves(model: nn.Module, section: Any) -> None:
+    """Apply `zero_optimization.leaf_module`: classes, names and name suffixes."""
+    classes, names, suffixes = list(section.classes or ()), list(section.names or ()), list(section.name_suffixes or ())
+    for name, module in model.named_modules():
+        if _matches(name, module, classes) or name in names or any(name.endswith(s) for s in suffixes):
+            setattr(module, LEAF_MARK, True)

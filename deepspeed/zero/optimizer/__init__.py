@@ -1,0 +1,1 @@
+"""One optimizer update over shards."""

@@ -1,0 +1,371 @@
+"""Leaf parameters and optimizer state of one group on one rank.
+
+[Note: placeholders] Where the optimizer's tier lends memory only for a while (NVMe), a leaf holds one NaN expanded to
+its shape between updates, and `optimizer.state` holds meta tensors: true shapes, no memory, nothing to mistake for
+values. Inside `OptimizerShard.at_hand` both are real.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.graph import increment_version
+from torch.nn import Parameter
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.errors import UsageError
+from deepspeed.storage.buffer_pool import BufferPool
+from deepspeed.storage.device_tier import RESIDENT, Evicted
+from deepspeed.storage.tier import Stored
+from deepspeed.zero.gradients.buckets import Bucket
+from deepspeed.zero.layout.layout import ParamRange
+from deepspeed.zero.optimizer.state_tensor import Away
+from deepspeed.zero.parameters.record import Member
+from deepspeed.zero.parameters.shard_group import ShardGroup
+
+
+@dataclass(eq=False)
+class Fragment:
+    """What the optimizer sees of one parameter: a leaf tensor over the master values, and where its gradient is."""
+
+    member: Member
+    range: ParamRange
+    leaf: Parameter
+    bucket: Bucket
+    _view: tuple[torch.Tensor, torch.Tensor] | None = None  # of the accumulator, and the accumulator
+
+    def gradient(self, total: torch.Tensor) -> torch.Tensor:
+        """Its part of the borrowed accumulator, in the leaf's shape."""
+        if self._view is not None and self._view[1] is total:
+            return self._view[0]
+        view = total[self.span].view(self.leaf.shape)
+        if self.bucket.total.memory is total:  # what is lent for a while must not be kept
+            self._view = view, total
+        return view
+
+    @property
+    def span(self) -> slice:
+        """Where the fragment lies in this rank's master and in the accumulator."""
+        at = self.range.at - self.bucket.low
+        return slice(at, at + self.range.numel)
+
+
+def cut_state(state: dict[str, Any], fragment: Fragment) -> dict[str, Any]:
+    """The part of an optimizer state, made for the whole parameter, that belongs to a fragment."""
+    made = {}
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor) and value.shape == fragment.member.shape and value.dim():
+            flat = value.detach().reshape(-1)[fragment.range.start : fragment.range.stop]
+            made[key] = flat.clone().view(fragment.leaf.shape).to(fragment.leaf.device)
+        else:
+            made[key] = value.clone() if isinstance(value, torch.Tensor) else value
+    return made
+
+
+def count_update(members: Sequence[Member]) -> None:
+    """Count a step as an in-place change of what had a gradient: backward of an older forward raises, as in torch."""
+    increment_version([member.param for member in members])
+    for member in members:
+        member.version += 1
+
+
+# State tensors begin at multiples of this many bytes in the buffer they share.
+_ALIGN = 64
+
+
+@dataclass(frozen=True, eq=False)
+class _Entry:
+    """One state tensor in the buffer of its group."""
+
+    leaf: Parameter
+    key: str
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    start: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
+
+    @property
+    def place(self) -> tuple[int, str, torch.Size, tuple[int, ...], torch.dtype, int]:
+        """What it is and where it lies."""
+        return id(self.leaf), self.key, self.shape, self.stride, self.dtype, self.start
+
+    def view(self, buffer: torch.Tensor) -> torch.Tensor:
+        flat = buffer[self.start : self.start + self.nbytes].view(self.dtype)
+        return flat.as_strided(self.shape, self.stride)
+
+
+def _strides(value: torch.Tensor) -> tuple[int, ...]:
+    """Those of a tensor that fills its memory, in any order: products of matrices differ in the last bits by it."""
+    return torch.empty_like(value, device="meta").stride()
+
+
+class _Moments:
+    """The state tensors of a group, packed into one tensor of a tier that moves what it lends."""
+
+    def __init__(self, group: ShardGroup, optimizer: torch.optim.Optimizer, lend: weakref.WeakMethod[Any]) -> None:
+        self._group, self._optimizer, self._lend = group, optimizer, lend
+        self._entries: list[_Entry] = []
+        self._stored: Stored | None = None
+        self._buffer: torch.Tensor | None = None
+
+    def ahead(self) -> None:
+        """They will be needed soon."""
+        if self._stored is not None:
+            self._stored.ahead()
+
+    def bring(self) -> None:
+        """Put real tensors where the optimizer's state has placeholders; what was set from outside stays."""
+        if self._stored is not None:
+            self._buffer = self._stored.borrow()
+            for entry in self._entries:
+                state = self._optimizer.state.get(entry.leaf, {})
+                if isinstance(there := state.get(entry.key), torch.Tensor) and there.device.type == "meta":
+                    state[entry.key] = entry.view(self._buffer)
+
+    def take_away(self, fragments: list[Fragment], changed: bool) -> None:
+        """Bring what is in the optimizer's state to the tier, and leave placeholders."""
+        wanted, found = [], []
+        end = 0
+        for fragment in fragments:
+            for key, value in self._optimizer.state.get(fragment.leaf, {}).items():
+                if isinstance(value, torch.Tensor) and value.dim() and value.device.type != "meta":
+                    wanted.append(_Entry(fragment.leaf, key, value.shape, _strides(value), value.dtype, end))
+                    found.append(value)
+                    end = -(-(end + wanted[-1].nbytes) // _ALIGN) * _ALIGN
+        old = self._stored
+        if old is None or [e.place for e in wanted] != [e.place for e in self._entries]:
+            self._entries, self._stored, changed = wanted, self._new(end), True
+            self._buffer = self._stored.borrow(read=False) if self._stored is not None else None
+        for entry, value in zip(wanted, found, strict=True):
+            place = entry.view(self._buffer) if self._buffer is not None else value
+            if place.data_ptr() != value.data_ptr():  # the optimizer, or somebody else, put another tensor there
+                place.copy_(value)
+                changed = True
+            placeholder = Away.of(value, functools.partial(_borrow, self._lend, entry.leaf, entry.key))
+            self._optimizer.state[entry.leaf][entry.key] = placeholder
+        if old is not None and old is not self._stored:
+            old.give_back(changed=False)
+            old.drop()
+        if self._stored is not None:
+            self._stored.give_back(changed)
+        self._buffer = None
+
+    def _new(self, nbytes: int) -> Stored | None:
+        group = self._group
+        if not nbytes:
+            return None
+        return group.tiers.optimizer.store(f"optimizer state of {group.name}", nbytes, torch.uint8, group.device)
+
+    def drop(self) -> None:
+        """They are not needed any more."""
+        if self._stored is not None:
+            self._stored.drop()
+            self._stored = None
+            self._entries = []
+
+
+class OptimizerShard:
+    """Leaves and state of one group.
+
+    Args:
+        bucket: the gradient side of the group.
+        optimizer: the inner optimizer, whose state is keyed by the leaves.
+        foreign: its class is not one that is known to write into its parameters, so it may put others in their place.
+    """
+
+    def __init__(self, bucket: Bucket, optimizer: torch.optim.Optimizer, foreign: bool = False) -> None:
+        self.bucket, self.group = bucket, bucket.group
+        self.members: list[Member] = []  # that the optimizer updates, on some rank
+        self.fragments: list[Fragment] = []
+        self._optimizer = optimizer
+        self._moments = _Moments(self.group, optimizer, weakref.WeakMethod(self.lend))
+        self._users, self._foreign = 0, foreign
+        self._evicted: list[Evicted] = []
+
+    @property
+    def moves(self) -> bool:
+        """Whether what it works on has addresses for a while only."""
+        under = self.group.under_leaves
+        return under is not None and under.memory is None
+
+    @property
+    def rests_at_hand(self) -> bool:
+        """Whether `at_hand` changes nothing: all of it rests where it is updated."""
+        group = self.group
+        if self._evicted or group.tiers.optimizer is not RESIDENT:
+            return False
+        under = group.values if group.master is None else group.master
+        return under.memory is not None or not self.moves  # the first alone says it of nearly all, in every step
+
+    def add(self, member: Member) -> list[Fragment]:
+        """Make the leaves over the fragments of a member that this rank updates."""
+        self.members.append(member)
+        range_ = self.group.layout.range_of(member.index, self.group.low, self.group.high)
+        if range_ is None:
+            return []
+        # Whole: optimizers that look at the shape see the true one.
+        shape = member.shape if range_.numel == member.numel else torch.Size([range_.numel])
+        values = self._rest(shape)
+        # Integer parameters, as quantized weights are, may be listed; they never have a gradient.
+        leaf = Parameter(values, requires_grad=values.is_floating_point())
+        # What users mark parameters with (Muon's use_muon) is for the optimizer to see.
+        vars(leaf).update({key: mark for key, mark in vars(member.param).items() if key != "_ds_member"})
+        made = [Fragment(member, range_, leaf, self.bucket)]
+        self.fragments += made
+        self.point(made)
+        return made
+
+    def _rest(self, shape: torch.Size) -> torch.Tensor:
+        group, dtype = self.group, self.group.updated.dtype
+        nothing = float("nan") if dtype.is_floating_point else 0
+        return torch.full((), nothing, dtype=dtype, device=group.tiers.optimizer.lends_on(group.device)).expand(shape)
+
+    def point(self, fragments: list[Fragment] | None = None) -> None:
+        """Lay leaves (all, or these) over the master where it rests in memory; placeholders otherwise."""
+        under = self.group.under_leaves
+        memory = None if under is None else under.memory
+        for fragment in self.fragments if fragments is None else fragments:
+            shape = fragment.leaf.shape
+            fragment.leaf.data = self._rest(shape) if memory is None else memory[fragment.span].view(shape)
+
+    def adopt_replaced(self) -> None:
+        """After an update: values of tensors that it has put under leaves (`p.data = ...`) go into the master.
+
+        Valid where the shard is at hand.
+        """
+        if not self._foreign or self.group.under_leaves is None:
+            return
+        with self.group.updated.borrowed(changed=True) as master:
+            for fragment in self.fragments:
+                place, leaf = master[fragment.span], fragment.leaf
+                if leaf.data_ptr() != place.data_ptr():
+                    place.copy_(leaf.detach().reshape(-1))
+                    leaf.data = place.view(leaf.shape)
+
+    @property
+    def writes(self) -> int:
+        """How often leaves were written in place, where the model does not compute with them."""
+        group = self.group
+        if group.master is None and not group.policy.owns_a_slice:
+            return 0
+        return sum(fragment.leaf._version for fragment in self.fragments)
+
+    def ahead(self) -> None:
+        """The shard will be at hand soon."""
+        if self.moves:
+            self.group.updated.ahead()
+            self._moments.ahead()
+
+    @contextlib.contextmanager
+    def at_hand(self, changed: bool = False) -> Iterator[None]:
+        """Inside, leaves and optimizer state are real tensors, which may be written if `changed` says so."""
+        if self._evicted:
+            raise UsageError("optimizer state was moved by engine.offload_states(); call engine.reload_states() first")
+        if not self.moves:
+            yield
+            return
+        with self.group.updated.borrowed(changed) as master:
+            self._users += 1
+            if self._users == 1:
+                for fragment in self.fragments:
+                    fragment.leaf.data = master[fragment.span].view(fragment.leaf.shape)
+                self._moments.bring()
+            try:
+                yield
+            finally:
+                self._users -= 1
+                if self._users == 0:
+                    self._moments.take_away(self.fragments, changed)
+                    self.point()
+
+    @contextlib.contextmanager
+    def lend(self, leaf: Parameter, key: str, changed: bool) -> Iterator[torch.Tensor]:
+        """One state tensor, real inside.
+
+        Args:
+            leaf: whose.
+            key: its name.
+            changed: it may be written.
+        """
+        with self.at_hand(changed):
+            yield self._optimizer.state[leaf][key]
+
+    def evict_state(self, pool: BufferPool) -> None:
+        """Move state tensors that rest on the device to host memory, until `restore_state`."""
+        if self._evicted or self.group.tiers.optimizer is not RESIDENT:
+            return
+        for fragment in self.fragments:
+            for value in self._optimizer.state.get(fragment.leaf, {}).values():
+                if isinstance(value, torch.Tensor) and value.dim() and value.untyped_storage().resizable():
+                    self._evicted.append(Evicted(value, pool))
+
+    def restore_state(self, non_blocking: bool = False) -> None:
+        """Undo `evict_state`."""
+        for evicted in self._evicted:
+            evicted.restore(non_blocking)
+        self._evicted.clear()
+
+    def store_state(self) -> None:
+        """State tensors that were put into the optimizer from outside go where they rest."""
+        if self.moves:
+            self._moments.bring()
+            self._moments.take_away(self.fragments, changed=True)
+
+    def touched(self, marks: bytearray) -> tuple[list[Member], list[Fragment]]:
+        """What takes part in a step.
+
+        Args:
+            marks: which parameters of the group have a gradient on any rank.
+        """
+        if all(marks):
+            return self.members, self.fragments
+        members = [member for member in self.members if marks[member.index]]
+        return members, [fragment for fragment in self.fragments if marks[fragment.member.index]]
+
+    def drop(self) -> None:
+        """The optimizer is gone."""
+        self._moments.drop()
+
+
+def _borrow(
+    lend: weakref.WeakMethod[Any], leaf: Parameter, key: str, changed: bool
+) -> contextlib.AbstractContextManager[torch.Tensor]:
+    method = lend()
+    if method is None:
+        raise UsageError(f"optimizer state {key!r} was kept longer than its optimizer, which had it in another tier")
+    return method(leaf, key, changed)
+
+
+def whole_state(optimizer: torch.optim.Optimizer, shards: list[OptimizerShard]) -> dict[str, Any]:
+    """The optimizer's `state_dict` with real tensors; those that rest on disk are copied into memory, all of them."""
+    with contextlib.ExitStack() as stack:
+        for shard in shards:
+            stack.enter_context(shard.at_hand())
+        state = optimizer.state_dict()
+        # What is at hand is lent.
+        return copy.deepcopy(state) if any(shard.moves for shard in shards) else state
+
+
+def make_room_for_state(optimizer: torch.optim.Optimizer, shards: Sequence[OptimizerShard]) -> None:
+    """Before the first update: state comes to stay, and would do so in holes of blocks that the next forward needs.
+
+    What the first backward has freed goes back to the device, so that state gets memory of its own.
+
+    Args:
+        optimizer: the inner one; has it state already, nothing is done.
+        shards: all groups.
+    """
+    rests = [s.group.device.type for s in shards if s.group.tiers.optimizer is RESIDENT]
+    if not optimizer.state and any(kind not in ("cpu", "meta") for kind in rests):
+        get_accelerator().empty_cache()

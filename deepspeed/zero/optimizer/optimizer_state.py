@@ -1,0 +1,437 @@
+"""The optimizer state as a mapping: by leaf for the inner optimizer, by parameter of the model for everybody else.
+
+[Note: state by parameter] The inner optimizer runs on leaves, so its state is keyed by them. Who resets, prunes or
+carries state over (ReLoRA, merges of adapters, rollbacks) knows the model's parameters. `OptimizerState` is the one
+mapping for both: a leaf is found as in any dict, a parameter finds the state of its leaf, and to iterate gives
+parameters, but while the optimizer itself works. A rank that has no part of a parameter answers as the others do, so
+that what ranks decide by a look at the state they decide alike.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.nn import Parameter
+
+from deepspeed.errors import UsageError
+from deepspeed.optim.nested import join_states, nested_optimizers
+from deepspeed.zero.optimizer.optimizer_shard import Fragment, cut_state
+from deepspeed.zero.optimizer.state_tensor import Away, Piece, StateTensor
+from deepspeed.zero.parameters.parameter import is_managed
+from deepspeed.zero.parameters.record import Member
+
+_NOTHING: Any = object()
+
+
+class Owner(Protocol):
+    """The optimizer over slices; see `optimizer.ZeroOptimizer`."""
+
+    optimizer: torch.optim.Optimizer
+    fragments: dict[int, list[Fragment]]  # of this rank, by the member's uid
+    bit16_groups: list[list[Parameter]]  # the model's parameters that it updates
+
+
+class ParamState(MutableMapping[str, Any]):
+    """The optimizer state of one parameter of the model; what is changed in it is changed for the optimizer.
+
+    Args:
+        state: of all.
+        member: the parameter.
+        fragment: this rank's part of it; None: it has none.
+    """
+
+    __slots__ = ("_fragment", "_member", "_state")
+
+    def __init__(self, state: OptimizerState, member: Member, fragment: Fragment | None) -> None:
+        self._state, self._member, self._fragment = state, member, fragment
+
+    @property
+    def exists(self) -> bool:
+        """Whether the optimizer has an entry for the parameter, on any rank."""
+        if self._fragment is None:
+            return self._member.uid in self._state.elsewhere
+        return dict.__contains__(self._state, self._fragment.leaf)
+
+    @property
+    def param(self) -> Parameter:
+        """The parameter."""
+        return self._member.param
+
+    @property
+    def leaf(self) -> Parameter | None:
+        """What the optimizer updates of it on this rank."""
+        return None if self._fragment is None else self._fragment.leaf
+
+    def create(self) -> ParamState:
+        """Have an entry, empty unless there is one."""
+        if self._fragment is None:
+            self._state.elsewhere.setdefault(self._member.uid, False)
+        elif not self.exists:
+            dict.__setitem__(self._state, self._fragment.leaf, {})
+        return self
+
+    def note(self, filled: bool) -> None:
+        """Other ranks have an entry for a parameter of which this one has no part, or have none.
+
+        Args:
+            filled: they have one, and it holds something.
+        """
+        self._state.elsewhere.pop(self._member.uid, None)
+        if filled:
+            self._state.elsewhere[self._member.uid] = True
+
+    def forget(self) -> None:
+        """Have no entry any more."""
+        if self._fragment is None:
+            self._state.elsewhere.pop(self._member.uid, None)
+        else:
+            dict.pop(self._state, self._fragment.leaf, None)
+
+    def taken(self) -> dict[str, Any]:
+        """The values, for whoever takes them out."""
+        return {key: _kept(value) for key, value in self.items()}
+
+    @property
+    def _entries(self) -> dict[str, Any]:
+        """What stands for the parameter on this rank; where it has no part of it, the entries of one that has."""
+        if self._fragment is not None:
+            return dict.get(self._state, self._fragment.leaf, {})
+        return self._state.example(self._member) if self._state.elsewhere.get(self._member.uid) else {}
+
+    @property
+    def _cut(self) -> bool:
+        """Whether other ranks have other elements."""
+        group = self._member.group
+        return group.policy.owns_a_slice and group.axis.size > 1
+
+    def __getitem__(self, key: str) -> Any:
+        entries, member, fragment = self._entries, self._member, self._fragment
+        if fragment is None and self._state.elsewhere.get(member.uid) and key not in entries:
+            value: Any = torch.empty(0, dtype=member.group.updated.dtype)  # no rank may be the only one that raises
+        else:
+            value = entries[key]
+        if not isinstance(value, torch.Tensor) or not value.dim() or not self._cut:
+            return value.clone() if fragment is None and isinstance(value, torch.Tensor) else value
+        if fragment is None:
+            empty = torch.empty(0, dtype=value.dtype, device=member.group.tiers.optimizer.lends_on(member.group.device))
+            return StateTensor.of(Piece(member, key, empty, member.shape, 0))
+        sliced = value.shape == fragment.leaf.shape
+        shape, start = (member.shape, fragment.range.start) if sliced else (value.shape, None)
+        return StateTensor.of(Piece(member, key, value, shape, start))
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        shape = self._member.shape
+        if self._cut and isinstance(value, torch.Tensor) and value.dim() and value.shape != shape:
+            if not isinstance(value, StateTensor):
+                raise UsageError(
+                    f"optimizer state {key!r} of parameter '{self._member.name}' was given the shape "
+                    f"{tuple(value.shape)}: state that is cut over ranks has the parameter's, {tuple(shape)}, or no "
+                    f"dims; deepspeed.utils.safe_set_full_optimizer_state sets what is there"
+                )
+        self.create()
+        if self._fragment is None:
+            self._state.elsewhere[self._member.uid] = True
+        else:
+            dict.__getitem__(self._state, self._fragment.leaf)[key] = self._local(self._fragment, key, value)
+
+    def _local(self, fragment: Fragment, key: str, value: Any) -> Any:
+        """What this rank keeps of a value."""
+        if not isinstance(value, torch.Tensor) or not value.dim():
+            return value
+        if isinstance(value, StateTensor):
+            piece = value._ds_piece
+            if piece.member is not self._member:
+                raise piece.refuse(f"assignment to the state of '{self._member.name}', which is cut in another way,")
+            return piece.local
+        live = self._entries.get(key)
+        if value.shape != self._member.shape:
+            return value
+        there = isinstance(live, torch.Tensor) and live.shape == fragment.leaf.shape
+        dtype = (live if there else fragment.leaf).dtype  # type: ignore[union-attr]
+        if self._cut:
+            value = cut_state({key: value}, fragment)[key]
+        return value.to(dtype) if value.is_floating_point() and dtype.is_floating_point else value
+
+    def __delitem__(self, key: str) -> None:
+        if self._fragment is not None:
+            del dict.get(self._state, self._fragment.leaf, {})[key]
+
+    def clear(self) -> None:
+        """Have an empty entry."""
+        if self._fragment is None:
+            if self.exists:
+                self._state.elsewhere[self._member.uid] = False
+        else:
+            dict.get(self._state, self._fragment.leaf, {}).clear()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(list(self._entries))
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __repr__(self) -> str:
+        return f"<optimizer state of {self._member.name}: {', '.join(map(str, self)) or 'empty'}>"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in self.items()}
+
+    def __reduce__(self) -> Any:
+        return dict, (dict(self),)
+
+
+class OptimizerState(defaultdict[Any, Any]):
+    """The state of an inner optimizer; see [Note: state by parameter].
+
+    Args:
+        owner: knows the leaves of parameters; who keeps the state does not keep it.
+
+    Attributes:
+        elsewhere: parameters of which only other ranks have a part, and whether their entry holds anything.
+    """
+
+    def __init__(self, owner: Owner) -> None:
+        super().__init__(dict)
+        self._owner = weakref.ref(owner)
+        self.elsewhere: dict[int, bool] = {}
+        self.packing = False  # the optimizer makes its `state_dict`
+        self._inside = 0
+
+    def belongs_to(self, owner: Owner) -> bool:
+        """Whether it is the state of an optimizer over slices."""
+        return self._owner() is owner
+
+    @contextlib.contextmanager
+    def by_leaf(self) -> Iterator[None]:
+        """Inside, to iterate gives leaves, and nothing else: the optimizer itself is at work."""
+        self._inside += 1
+        try:
+            yield
+        finally:
+            self._inside -= 1
+
+    def of_leaves(self) -> list[dict[str, Any]]:
+        """The state of each leaf of this rank, as it rests."""
+        return list(dict.values(self))
+
+    def example(self, member: Member) -> dict[str, Any]:
+        """The entries of a parameter like this one, of which this rank has a part; empty when there is none."""
+        owner = self._owner()
+        for group in [] if owner is None else owner.optimizer.param_groups:
+            for leaf in group["params"]:
+                if entries := dict.get(self, leaf):
+                    return entries
+        return {}
+
+    def note_updated(self, members: Sequence[Member]) -> None:
+        """The optimizer has updated these parameters: those that have no part here have state on other ranks.
+
+        Args:
+            members: that some rank had a gradient for.
+        """
+        owner = self._owner()
+        if owner is not None:
+            absent = [member.uid for member in members if owner.fragments.get(member.uid) == []]
+            self.elsewhere.update(dict.fromkeys(absent, True))
+
+    def view(self, key: Any) -> ParamState | None:
+        """The state of a parameter of the model; None for any other key."""
+        owner = self._owner()
+        if owner is None or not is_managed(key) or key._ds_member.uid not in owner.fragments:
+            return None
+        member = key._ds_member
+        fragments = owner.fragments[member.uid]
+        return ParamState(self, member, fragments[0] if fragments else None)
+
+    # -- by any key -----------------------------------------------------------------------------------------------
+
+    def __missing__(self, key: Any) -> Any:
+        view = self.view(key)
+        return super().__missing__(key) if view is None else view.create()
+
+    def __contains__(self, key: object) -> bool:
+        view = self.view(key)
+        return super().__contains__(key) if view is None else view.exists
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """As of any dict."""
+        view = self.view(key)
+        if view is None:
+            return super().get(key, default)
+        return view if view.exists else default
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        view = self.view(key)
+        if view is None:
+            super().__setitem__(key, value)
+        elif not isinstance(value, Mapping):
+            raise UsageError(
+                f"the optimizer state of a parameter is a dict of tensors by name, got {type(value).__name__}; "
+                f"deepspeed.utils.safe_set_full_optimizer_state sets one of them"
+            )
+        elif not (isinstance(value, ParamState) and value._member is view._member):
+            kept = dict(value)
+            view.create().clear()
+            view.update(kept)
+
+    def __delitem__(self, key: Any) -> None:
+        view = self.view(key)
+        if view is None:
+            super().__delitem__(key)
+        elif not view.exists:
+            raise KeyError(key)
+        else:
+            view.forget()
+
+    def pop(self, key: Any, default: Any = _NOTHING) -> Any:
+        """As of any dict."""
+        view = self.view(key)
+        if view is None:
+            return super().pop(key) if default is _NOTHING else super().pop(key, default)
+        if not view.exists:
+            if default is _NOTHING:
+                raise KeyError(key)
+            return default
+        taken = view.taken()
+        view.forget()
+        return taken
+
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        """As of any dict."""
+        if key not in self:
+            self[key] = {} if default is None else default
+        return self[key]
+
+    def clear(self) -> None:
+        """Forget the state of everything."""
+        super().clear()
+        self.elsewhere.clear()
+
+    # -- all keys -------------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Any]:
+        return super().__iter__() if self._by_leaf else iter(self._keys())
+
+    def __len__(self) -> int:
+        return super().__len__() if self._by_leaf else len(self._keys())
+
+    # As of any mapping, by the methods above; a dict's own would go past them.
+    keys: Any = MutableMapping.keys
+    values: Any = MutableMapping.values
+    items: Any = MutableMapping.items
+    update: Any = MutableMapping.update
+
+    def popitem(self) -> tuple[Any, Any]:
+        """As of any dict."""
+        keys = list(self)
+        if not keys:
+            raise KeyError("the optimizer has no state")
+        return keys[-1], self.pop(keys[-1])
+
+    def copy(self) -> dict[Any, Any]:  # type: ignore[override]
+        """A dict of the same entries."""
+        return dict(self.items())
+
+    __copy__ = copy  # type: ignore[assignment]
+
+    def __reduce__(self) -> Any:
+        return defaultdict, (dict,), None, None, iter(list(dict.items(self)))
+
+    @property
+    def _by_leaf(self) -> bool:
+        return self.packing or self._inside > 0 or self._owner() is None
+
+    def _keys(self) -> list[Any]:
+        """The parameters that have state on some rank, in the order of the optimizer; then other keys."""
+        leaves, views = set[int](), self.views()
+        for view in views:
+            leaves.add(id(view.leaf))
+        return [v.param for v in views if v.exists] + [k for k in super().__iter__() if id(k) not in leaves]
+
+    def views(self) -> list[ParamState]:
+        """Of all parameters that the optimizer updates, in its order, with or without state."""
+        owner = self._owner()
+        params = [] if owner is None else [param for group in owner.bit16_groups for param in group]
+        return [view for view in map(self.view, params) if view is not None]
+
+
+def _kept(value: Any) -> Any:
+    """A tensor that stays when what it was in is dropped."""
+    if isinstance(value, Away):
+        return value.clone()
+    if isinstance(value, StateTensor) and isinstance(value._ds_piece.local, Away):
+        return value.clone()
+    return value
+
+
+def follow(owner: Owner) -> None:
+    """Have an optimizer's `state_dict` be made of its state by leaf, and what `load_state_dict` puts there adopted.
+
+    Args:
+        owner: of the inner optimizer, whoever calls that.
+    """
+    inner, whose = owner.optimizer, weakref.ref(owner)
+
+    def loaded(_optimizer: torch.optim.Optimizer) -> None:
+        owner = whose()
+        if owner is not None and owner.fragments:
+            adopt(owner)
+
+    inner.register_state_dict_pre_hook(_pack)
+    inner.register_state_dict_post_hook(_unpack)
+    inner.register_load_state_dict_post_hook(loaded)
+
+
+def _pack(optimizer: torch.optim.Optimizer) -> None:
+    if isinstance(optimizer.state, OptimizerState):
+        optimizer.state.packing = True
+
+
+def _unpack(optimizer: torch.optim.Optimizer, _state: dict[str, Any]) -> None:
+    if isinstance(optimizer.state, OptimizerState):
+        optimizer.state.packing = False
+
+
+def adopt(owner: Owner) -> OptimizerState:
+    """Have the inner optimizer's state, and that of an optimizer inside of it, looked up by parameter too.
+
+    Somebody may have put another dict there: `load_state_dict` does, and so do clients that reset everything.
+
+    Args:
+        owner: the optimizer over slices.
+
+    Returns:
+        The state of the inner optimizer.
+    """
+    inner = owner.optimizer
+    before = inner.state
+    _adopt(inner, owner)
+    nested = list(nested_optimizers(inner).values())
+    for each in nested:
+        if each.state is before:  # the class has both share one
+            each.state = inner.state
+    if nested:
+        join_states(inner)
+    return inner.state  # type: ignore[return-value]
+
+
+def _adopt(inner: torch.optim.Optimizer, owner: Owner) -> None:
+    state = inner.state
+    if isinstance(state, OptimizerState) and state.belongs_to(owner):
+        return
+    made = OptimizerState(owner)
+    loaded = False
+    for key, value in list(dict.items(state) if isinstance(state, dict) else state.items()):
+        loaded = loaded or not is_managed(key)
+        if value or not is_managed(key):  # a look into a plain dict has put nothing there
+            made[key] = value
+    for view in made.views() if loaded else ():  # what is keyed by leaves says nothing of those of other ranks
+        if view.leaf is None:
+            view.note(True)
+    with contextlib.suppress(AttributeError):  # a wrapper that shows the state of what it wraps
+        inner.state = made

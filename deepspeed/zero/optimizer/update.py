@@ -1,0 +1,393 @@
+"""Runs the optimizer step in sub-groups so that offload transfers and all-gathers overlap it.
+
+[Note: waves] One step of the user is one or several steps of the inner optimizer, each of which sees gradients on some
+leaves only. Every parameter is in one wave, step hooks run once, and every wave starts from the hyperparameters and
+counters that the first one started from, once hooks had set theirs. An optimizer whose update cannot be had in parts
+(`UpdateTraits.in_parts`) has one wave. Where somebody has put a `step` around the optimizer's own, that
+runs once too, and all waves inside of it, when the own step begins. While a group is updated, the next one is read
+ahead, the last one is written behind, and its parameters are already on their way to the other ranks. Where these
+travel between devices, what rests there is updated in a few waves too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.optim.optimizer as torch_optimizer
+
+from deepspeed.comm.collectives.collectives import Handle
+from deepspeed.errors import OptimizerError
+from deepspeed.foundation.malloc import own_pages
+from deepspeed.foundation.spans import UPDATE, recorder
+from deepspeed.ops import adam, lion
+from deepspeed.ops.cpu_optimizer import Fold, HostOptimizer
+from deepspeed.optim.nested import Counters
+from deepspeed.storage.device_tier import RESIDENT
+from deepspeed.zero.gradients.reducer import Reducer
+from deepspeed.zero.optimizer.optimizer_shard import Fragment, OptimizerShard
+from deepspeed.zero.parameters.record import Member
+from deepspeed.zero.parameters.shard_group import ShardGroup
+
+# An update on a device is cut where there are at least so many elements of a rank for each piece: with fewer, launching
+# the pieces takes longer than what they hide.
+PIECE, PIECES = 1 << 23, 8
+_GLOBAL = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")  # of torch.optim.optimizer
+_BY_PARAMETER = (f"{torch.optim.__name__}.", adam.__name__, lion.__name__)
+
+
+class StepGuard:
+    """The pre-step hook of the engine's own, which may refuse the step; it does not count as somebody who watches.
+
+    Args:
+        check: called without arguments before each step.
+    """
+
+    def __init__(self, check: Callable[[], None]) -> None:
+        self._check = check
+
+    def __call__(self, *_: Any) -> None:
+        self._check()
+
+
+class Wave:
+    """Groups that are updated by one step of the inner optimizer.
+
+    Args:
+        shards: their leaves and state.
+        members: the parameters that have a gradient.
+        touched: this rank's fragments of them.
+    """
+
+    def __init__(self, shards: list[OptimizerShard], members: list[Member], touched: list[Fragment]) -> None:
+        self.shards, self.members, self.touched = shards, members, touched
+
+    @property
+    def moves(self) -> bool:
+        """Whether what it works on has addresses for a while only."""
+        return any(shard.moves for shard in self.shards)
+
+    def ahead(self) -> None:
+        """The wave is next."""
+        for shard in self.shards:
+            shard.ahead()
+            shard.bucket.total.ahead()
+
+    @contextlib.contextmanager
+    def prepared(self, optimizer: torch.optim.Optimizer, factor: float) -> Iterator[bool]:
+        """Inside, state is at hand and the optimizer knows the gradient of every touched leaf.
+
+        Args:
+            optimizer: the inner one.
+            factor: of the gradients.
+
+        Yields:
+            Whether its step rounds the masters too.
+        """
+        with contextlib.ExitStack() as stack:
+            totals: dict[int, torch.Tensor] = {}
+            for shard in self.shards:
+                total = shard.bucket.total
+                # What rests in memory is lent by nothing that has an end: contexts are for what moves.
+                at_hand = shard.rests_at_hand
+                if at_hand and total.memory is not None:
+                    totals[id(shard.bucket)] = total.borrow()
+                    continue
+                if not at_hand:
+                    stack.enter_context(shard.at_hand(changed=True))
+                totals[id(shard.bucket)] = stack.enter_context(total.borrowed())
+            if isinstance(optimizer, HostOptimizer) and all(t.device.type == "cpu" for t in totals.values()):
+                rounds = self._fold(optimizer, totals, factor, stack)
+            else:
+                rounds = False
+                for total in totals.values() if factor != 1.0 else ():
+                    total.mul_(factor)
+                for fragment in self.touched:
+                    leaf, gradient = fragment.leaf, fragment.gradient(totals[id(fragment.bucket)])
+                    leaf.grad = gradient if gradient.dtype == leaf.dtype else gradient.to(leaf.dtype)
+            try:
+                yield rounds
+            finally:
+                for fragment in self.touched:
+                    fragment.leaf.grad = None
+
+    def _fold(
+        self,
+        optimizer: HostOptimizer,
+        totals: dict[int, torch.Tensor],
+        factor: float,
+        stack: contextlib.ExitStack,
+    ) -> bool:
+        """Let one pass over memory scale gradients, update, and round; see `HostOptimizer.folds`."""
+        rounded: dict[int, torch.Tensor] = {}
+        groups = [shard.group for shard in self.shards if shard.group.master is not None]
+        keeps = len(self.touched) < sum(len(shard.fragments) for shard in self.shards)  # some have no gradient
+        for group in groups:
+            on_host = group.values.memory is None or group.values.memory.device.type == "cpu"
+            if group.dtype.itemsize >= torch.float32.itemsize:
+                continue
+            if on_host:
+                rounded[id(group)] = stack.enter_context(group.values.borrowed(changed=True, read=keeps))
+            elif (staged := group.stage_rounded(keeps)) is not None:
+                rounded[id(group)] = staged
+                stack.callback(group.drop_staged)
+        folds = {}
+        for fragment in self.touched:
+            gradient = fragment.gradient(totals[id(fragment.bucket)])
+            out = rounded.get(id(fragment.member.group))
+            folds[fragment.leaf] = Fold(gradient, None if out is None else out[fragment.span])
+        optimizer.folds, optimizer.factor = folds, factor
+        stack.callback(_unfold, optimizer)
+        return len(rounded) == len(groups)
+
+
+def waves_of(
+    shards: Sequence[OptimizerShard],
+    reducer: Reducer,
+    optimizer: torch.optim.Optimizer,
+    late: bool = False,
+    at_once: bool = False,
+) -> list[Wave]:
+    """The waves of a step: only groups with a gradient on some rank take part. Valid after `finish`.
+
+    Args:
+        shards: all groups.
+        reducer: knows who had a gradient.
+        optimizer: the inner one.
+        late: new values may arrive after the step: what the next forward needs first is updated first.
+        at_once: the optimizer has to see all gradients in one step.
+    """
+    resting: list[Wave] = []
+    waves: list[Wave] = []
+    for shard in shards:
+        bucket = shard.bucket
+        marks = reducer.marks(bucket) if bucket.filled else None
+        if marks is None or not any(marks):
+            continue
+        found = resting if shard.group.tiers.optimizer is RESIDENT else waves
+        found.append(Wave([shard], *shard.touched(marks)))
+    if late:
+        resting.reverse()
+    if at_once:
+        return _joined(resting + waves, 1) or [Wave([], [], [])]
+    return _joined(resting, _pieces(resting, optimizer)) + waves or [Wave([], [], [])]
+
+
+def _pieces(resting: list[Wave], optimizer: torch.optim.Optimizer) -> int:
+    """Into how many waves an update of what rests on a device is cut, so that what is updated travels meanwhile.
+
+    Only optimizers that are known to treat each parameter by itself are run several times in a step unasked.
+    """
+    known = type(optimizer).__module__.startswith(_BY_PARAMETER) and not _is_watched(optimizer)
+    if not known or not all(shard.group.publishes_beside for wave in resting for shard in wave.shards):
+        return 1
+    elements = sum(shard.group.high - shard.group.low for wave in resting for shard in wave.shards)
+    return min(PIECES, max(1, elements // PIECE))
+
+
+def _is_watched(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether somebody sees its steps, and expects one with all gradients: hooks, or a `step` put around its own."""
+    own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    hooks = [hook for table in (*own, *(getattr(torch_optimizer, name) for name in _GLOBAL)) for hook in table.values()]
+    if not all(isinstance(hook, StepGuard) for hook in hooks):
+        return True
+    return _is_wrapped(optimizer)
+
+
+def _is_wrapped(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a `step` was put around its own; one that only notes that there was a step does not count."""
+    step = vars(optimizer).get("step")
+    if step is None:
+        return False
+    counts = hasattr(step, "_wrapped_by_lr_sched")  # one of torch's schedulers notes that there was a step
+    return not (counts and getattr(step, "__wrapped__", None) is type(optimizer).step)
+
+
+def _joined(waves: list[Wave], pieces: int) -> list[Wave]:
+    """The same groups in at most so many waves, of about as many elements each."""
+    sizes = [sum(shard.group.high - shard.group.low for shard in wave.shards) for wave in waves]
+    total, before, made = sum(sizes), 0, dict[int, Wave]()
+    for wave, size in zip(waves, sizes, strict=True):
+        place = (2 * before + size) * pieces // (2 * total or 1)
+        into = made.setdefault(min(place, pieces - 1), Wave([], [], []))
+        before += size
+        into.shards += wave.shards
+        into.members += wave.members
+        into.touched += wave.touched
+    return list(made.values())
+
+
+def update(
+    optimizer: torch.optim.Optimizer,
+    waves: list[Wave],
+    factor: float,
+    updated: Callable[[list[ShardGroup]], None] | None = None,
+    late: bool = False,
+    call: Callable[[], Any] | None = None,
+) -> list[Handle]:
+    """Run the inner optimizer over all waves and send what it updated.
+
+    Args:
+        optimizer: any torch optimizer over the leaves.
+        waves: at least one.
+        factor: of all gradients.
+        updated: called with the groups of a wave before their masters are published.
+        late: new values may arrive after the step.
+        call: what to run instead of `optimizer.step()`, for optimizers whose update has other names (SAM).
+
+    Returns:
+        Messages under way that the step waits for.
+    """
+    handles: list[Handle] = []
+    before = [Counters.of(optimizer)] if len(waves) > 1 else []
+
+    def note(*_: Any) -> None:
+        before[:] = [Counters.of(optimizer)]
+
+    @contextlib.contextmanager
+    def at_hand(index: int) -> Iterator[None]:
+        """Inside, the optimizer's step is that of one wave; what it has updated is sent."""
+        wave = waves[index]
+        if index + 1 < len(waves):
+            waves[index + 1].ahead()
+        # What rests elsewhere is updated through blocks that live for one wave. Aligned blocks of the heap do not fit
+        # into the holes that their likes leave: after some waves as much would be free as all of the state takes.
+        with own_pages() if wave.moves else contextlib.nullcontext(), wave.prepared(optimizer, factor) as rounds:
+            if index:
+                before[0].restore()
+            with _recorded(wave):
+                yield
+            for shard in wave.shards:
+                shard.adopt_replaced()
+            groups = [shard.group for shard in wave.shards]
+            if updated is not None:
+                updated(groups)
+            handles.extend(start_publish(groups, rounds, late))
+
+    if call is None and len(waves) > 1 and _is_wrapped(optimizer):
+        _inside(optimizer, [functools.partial(at_hand, index) for index in range(len(waves))], note)
+        return handles
+    for index in range(len(waves)):
+        with at_hand(index), _hooks(optimizer, index == 0, index == len(waves) - 1, note):
+            (call or optimizer.step)()
+    return handles
+
+
+def _inside(
+    optimizer: torch.optim.Optimizer, waves: list[Callable[[], contextlib.AbstractContextManager[None]]], note: Any
+) -> None:
+    """Call a wrapped `step` once, and run all waves inside of it: the last by the own step that it calls.
+
+    Args:
+        optimizer: the inner one.
+        waves: contexts in which the optimizer's own step is that of a wave.
+        note: called before the first, once hooks have run.
+
+    Raises:
+        OptimizerError: what was put around the step calls it several times.
+    """
+    places = list[str]()  # of the own step: "begun", "ended"
+
+    def begins(*_: Any) -> None:  # the last hook of those before the step
+        if "ended" in places:
+            raise OptimizerError(
+                f"the step that was put around that of {type(optimizer).__name__} calls it several times: that cannot "
+                f"be had where the optimizer is offloaded, whose step is one of each group"
+            )
+        if places:  # a class whose step calls that of its base: torch runs hooks for both
+            return
+        places.append("begun")
+        note()
+        with contextlib.ExitStack() as silent:
+            for when in ("pre", "post"):
+                _silence(optimizer, when, silent)
+            for wave in waves[:-1]:
+                with wave():
+                    type(optimizer).step(optimizer)
+        last.enter_context(waves[-1]())
+
+    with contextlib.ExitStack() as last, contextlib.ExitStack() as handles:
+        handles.callback(optimizer.register_step_pre_hook(begins).remove)
+        handles.callback(optimizer.register_step_post_hook(lambda *_: places.append("ended")).remove)
+        optimizer.step()
+    for wave in waves if not places else ():  # it has left the step out: what stands is sent as it is
+        with wave():
+            pass
+
+
+def _recorded(wave: Wave) -> contextlib.AbstractContextManager[None]:
+    """A span: of one group where it is updated alone."""
+    alone = wave.shards[0].group if len(wave.shards) == 1 else None
+    return recorder.span(UPDATE, "update", alone.name if alone is not None and alone.tiers.optimizer.moves else "")
+
+
+def _unfold(optimizer: HostOptimizer) -> None:
+    optimizer.folds, optimizer.factor = None, 1.0
+
+
+@contextlib.contextmanager
+def _hooks(optimizer: torch.optim.Optimizer, first: bool, last: bool, then: Callable[..., None]) -> Iterator[None]:
+    """Step hooks, of this optimizer and of all, run before the first wave and after the last.
+
+    Args:
+        optimizer: the inner one.
+        first: it is the first wave.
+        last: it is the last.
+        then: called after the hooks that run before the first of several waves.
+    """
+    if first and last:
+        yield
+        return
+    with contextlib.ExitStack() as stack:
+        if first:
+            handle = optimizer.register_step_pre_hook(then)  # the last of them: what hooks have set is there
+            stack.callback(handle.remove)
+        else:
+            _silence(optimizer, "pre", stack)
+        if not last:
+            _silence(optimizer, "post", stack)
+        yield
+
+
+def _silence(optimizer: torch.optim.Optimizer, when: str, stack: contextlib.ExitStack) -> None:
+    """Until the stack ends no hooks of that kind run."""
+    stack.enter_context(mock.patch.object(optimizer, f"_optimizer_step_{when}_hooks", OrderedDict()))
+    stack.enter_context(mock.patch.object(torch_optimizer, f"_global_optimizer_{when}_hooks", OrderedDict()))
+
+
+def start_publish(groups: Sequence[ShardGroup], rounded: bool = False, late: bool = False) -> list[Handle]:
+    """Updated masters become parameters: round, unless that is done, and send to the ranks that hold copies.
+
+    Args:
+        groups: in the order in which all ranks send them.
+        rounded: the masters are rounded.
+        late: the values of whole groups may arrive when they are first used, where nobody holds a view of them.
+
+    Returns:
+        Messages that are to be waited for now.
+    """
+    handles = []
+    for group in groups:
+        if not rounded:
+            group.round_masters()
+        else:
+            group.deliver_staged()
+            group.draw_veil()
+        arrives = late and group.publishes_beside and not group.aliases.noisy()  # messages hold views themselves
+        handle = group.start_publish()
+        if handle is not None and arrives:
+            group.arrive(handle)
+        elif handle is not None:
+            handles.append(handle)
+    return handles
+
+
+def publish(groups: Sequence[ShardGroup]) -> None:
+    """Masters become parameters everywhere."""
+    for handle in start_publish(groups):
+        handle.wait()

@@ -1,0 +1,79 @@
+"""Turns an out-of-memory error into one that names the keys that would help."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterator
+
+import torch
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.errors import MemoryExhaustedError
+
+_MUCH = 0.1  # of what torch holds of a device, in pieces
+_WORDS = (
+    "can't allocate memory", "out of memory", "not enough memory", "Cannot allocate memory",
+    "can't start new thread",  # there is no room for its stack
+)  # fmt: skip
+
+
+def is_exhaustion(error: BaseException | None) -> bool:
+    """Whether an error says that memory ran out: the device's, the host's, or that of a limit set on the process."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in _WORDS)
+
+
+@contextlib.contextmanager
+def suggests_offload(doing: str) -> Iterator[None]:
+    """Turn running out of memory inside into an error that suggests offload.
+
+    Args:
+        doing: what is done inside.
+
+    Raises:
+        MemoryExhaustedError: memory ran out.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError, OSError) as error:
+        if isinstance(error, MemoryExhaustedError) or not is_exhaustion(error):
+            raise
+        raise exhausted(doing, error) from error
+
+
+@contextlib.contextmanager
+def behind(error: BaseException | None) -> Iterator[None]:
+    """Around an end: without memory none is a clean one, and `error`, which says what it was needed for, is told."""
+    try:
+        yield
+    except RuntimeError as trouble:
+        if not (isinstance(error, MemoryExhaustedError) and is_exhaustion(trouble)):
+            raise
+
+
+def exhausted(doing: str, error: BaseException) -> MemoryExhaustedError:
+    """The error itself."""
+    return MemoryExhaustedError(
+        f"memory ran out while {doing} ({str(error).strip().splitlines()[0]}). Move training state away: "
+        f'zero_optimization.offload_optimizer.device "cpu" or "nvme" takes master weights, gradient sums and optimizer '
+        f"state from stage 1 on; at stage 3 zero_optimization.offload_param does the same for parameters, with "
+        f"zero.Init(remote_device=…) from birth on{_advice_on_pieces()}"
+    )
+
+
+def _advice_on_pieces() -> str:
+    """What helps where torch holds much of the device in pieces too small to be lent."""
+    accelerator = get_accelerator()
+    held, used = accelerator.memory_reserved(), accelerator.memory_allocated()
+    settings = os.environ.get("PYTORCH_ALLOC_CONF", "") + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    if accelerator.device_name() != "cuda" or held - used < _MUCH * held or "expandable_segments" in settings:
+        return ""
+    return (
+        f". Of {held / 2**30:.2f} GiB that torch holds of the device, {(held - used) / 2**30:.2f} are in pieces that "
+        f"nothing fitted into: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True joins them"
+    )

@@ -1,0 +1,132 @@
+"""Statistics of all-gathers: calls, elements and time, in the format of the old profiler.
+
+The timeline (`deepspeed/profiling/timeline`) says more; this is for scripts that count.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from deepspeed.errors import UsageError
+from deepspeed.foundation.log import log_dist
+from deepspeed.foundation.timer import SynchronizedWallClockTimer
+from deepspeed.zero.parameters.module_hooks import Lifecycle, in_backward
+from deepspeed.zero.parameters.parameter import is_managed
+from deepspeed.zero.parameters.prefetch import Keeper
+
+
+class PartitionedParameterProfiler:
+    """Counts and times events by name; `watch` has the gathers of a stage-3 model be such events. Off until then.
+
+    Events of a watched model are `forward_fetch_submit` (gathers that a unit started as it needed them),
+    `forward_fetch_wait` (groups whose arrival was awaited), `forward_prefetch_submit` (gathers started ahead of use)
+    and the same with `backward_`.
+
+    Args:
+        timers: where the times are kept, as `engine.timers`; None counts nothing.
+
+    Example:
+        >>> profiler = PartitionedParameterProfiler(engine.timers)
+        >>> profiler.watch(engine); step(); profiler.log_events(); profiler.reset_events(); profiler.stop()
+    """
+
+    @dataclass
+    class EventCounter:
+        """How often an event was, and of how many elements in all."""
+
+        name: str
+        count: int = 0
+        num_elem: int = 0
+
+        def reset(self) -> None:
+            """Back to none."""
+            self.count = self.num_elem = 0
+
+        def increment(self, numel: int) -> None:
+            """The event was once more, of `numel` elements."""
+            self.count += 1
+            self.num_elem += numel
+
+    def __init__(self, timers: SynchronizedWallClockTimer | None) -> None:
+        self.timers = timers
+        self.event_counters: dict[str, PartitionedParameterProfiler.EventCounter] = {}
+        self._watched: list[Keeper] = []
+
+    def reset_events(self) -> None:
+        """Forget counts and times."""
+        for name, counter in self.event_counters.items():
+            counter.reset()
+            if self.timers is not None:
+                self.timers(name).reset()
+
+    def start_event(self, name: str) -> None:
+        """An event begins."""
+        if self.timers is not None:
+            self.event_counters.setdefault(name, self.EventCounter(name))
+            self.timers(name).start()
+
+    def stop_event(self, name: str, num_elem: int) -> None:
+        """An event that has begun is over.
+
+        Raises:
+            UsageError: no event of that name has begun.
+        """
+        if self.timers is None:
+            return
+        if name not in self.event_counters or not self.timers(name).started_:
+            raise UsageError(f"stop_event('{name}') without start_event('{name}')")
+        self.timers(name).stop()
+        self.event_counters[name].increment(num_elem)
+
+    def log_events(self) -> None:
+        """Log times, then counts, on rank 0; they go on."""
+        if self.timers is None:
+            return
+        self.timers.log(self.event_counters, reset=False)
+        log_dist(
+            "gathers (count / elements) | "
+            + " | ".join(f"{one.name}: {one.count} / {one.num_elem:,}" for one in self.event_counters.values()),
+            ranks=[0],
+        )
+
+    # -- of a model ------------------------------------------------------------------------------------------------
+
+    def watch(self, model: nn.Module) -> None:
+        """The gathers of a model (or an engine) at stage 3 are events from now on, until it is laid out anew.
+
+        Raises:
+            UsageError: none of its parameters is sharded.
+        """
+        keepers = {id(keeper): keeper for keeper in map(_keeper_of, model.parameters()) if keeper is not None}
+        if not keepers:
+            raise UsageError("watch() of a model without sharded parameters; they are sharded at ZeRO stage 3")
+        for keeper in keepers.values():
+            keeper.profile = self._event
+            self._watched.append(keeper)
+
+    def stop(self) -> None:
+        """Watch no longer; what was counted stays."""
+        for keeper in self._watched:
+            keeper.profile = None
+        self._watched.clear()
+
+    @contextlib.contextmanager
+    def _event(self, name: str, elements: int) -> Iterator[None]:
+        name = f"{'backward' if in_backward() else 'forward'}_{name}"
+        self.start_event(name)
+        try:
+            yield
+        finally:
+            self.stop_event(name, elements)
+
+
+def _keeper_of(param: Any) -> Keeper | None:
+    if not is_managed(param):
+        return None
+    lifecycle = param._ds_member.group.lifecycle
+    return lifecycle.keeper if isinstance(lifecycle, Lifecycle) else None

@@ -1,0 +1,278 @@
+"""Tracks views of a group's unsharded buffer, and what autograd saves of it.
+
+[Note: aliases] In plain PyTorch a view, a `detach()` or a `.data` of a parameter shows the parameter's values for as
+long as somebody holds it. So the buffer of a freed group is given back only when nobody does: a storage counts its
+tensors, and the group knows how many are its own. While somebody holds one, the memory stays, and the new values are
+brought under it when the slices change (`ShardGroup.refresh`).
+
+Autograd holds views too: `F.linear` on a matrix saves `weight.t()`. Those must not keep memory from forward to
+backward. They are found in the graph of a unit's outputs, and what is saved becomes the place in the group instead;
+backward makes the view anew. A saved view that is not found there counts as held: it costs memory, never a value.
+
+A backward with `create_graph` saves once more what it unpacks, in nodes that no hook of a unit surrounds. What it
+unpacks is therefore a view that counts its changes with the parameter, not with the memory, which gathers refill with
+the same values. Autograd saves a parameter itself as the object, which is without values while it is freed; such a
+backward unpacks a view in its place. These views are held: the memory stays until their graph goes.
+"""
+
+from __future__ import annotations
+
+import weakref
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from deepspeed.errors import ShardedParameterError
+from deepspeed.foundation.malloc import huge_pages, own_pages
+from deepspeed.foundation.saved_tensors import nodes_since, saved_by, saved_since
+from deepspeed.zero.parameters.functorch import in_transform
+from deepspeed.zero.parameters.parameter import is_managed
+from deepspeed.zero.parameters.record import Group, Member, ZeroParamStatus, memories, references
+
+
+class LentGroup(Group, Protocol):
+    """What views of a group's memory ask of it."""
+
+    users: int
+    editors: int
+    retains: bool
+    own_pages: bool
+
+    @property
+    def aliases(self) -> Aliases:
+        """Its memory, and who holds views of it."""
+        ...
+
+    @property
+    def fetch(self) -> object | None:
+        """How it is gathered one-sidedly; None where it is not."""
+
+    def whole(self) -> AbstractContextManager[None]:
+        """The values are in the full buffer inside."""
+        ...
+
+    def new_buffer(self) -> None:
+        """Make the full buffer anew."""
+
+
+class Aliases:
+    """The memory of a group's full buffer, and the tensors over it that are not the group's own.
+
+    Args:
+        group: with its full buffer and its views.
+    """
+
+    def __init__(self, group: LentGroup) -> None:
+        self._group, self._storage = group, group.full.untyped_storage()
+        self.key = self._storage._cdata  # equal for all tensors over it
+        memories.add(self.key)
+        weakref.finalize(self, memories.discard, self.key).atexit = False
+        self._bytes = self._storage.nbytes()
+        self._own = len(group.views) + 2  # tensors of the freed group: views, the full buffer; and `self._storage`
+        self.lent = False  # somebody held a view when the group was freed
+        self._quiet: int | None = None  # fewest tensors over the memory that were ever seen
+
+    @property
+    def _gathered(self) -> bool:
+        return self._group.status is ZeroParamStatus.AVAILABLE
+
+    def others(self) -> int:
+        """Tensors over the memory beside the freed group's own: parameters while gathered, what somebody holds."""
+        return references(self.key) - self._own
+
+    def noisy(self) -> bool:
+        """Whether more tensors lie over the memory than there have to be: somebody may hold one."""
+        now = self.others()
+        self._quiet = now if self._quiet is None else min(self._quiet, now)
+        return now > self._quiet
+
+    def outlived(self) -> bool:
+        """Whether somebody holds the memory of a whole group that some parameter has left by `param.data = …`."""
+        away = sum(member.param.untyped_storage()._cdata != self.key for member in self._group.members)
+        return self._quiet is not None and self.others() > self._quiet - away
+
+    def held(self) -> bool:
+        """Whether somebody holds a view of the freed group."""
+        return self.lent and self.others() > 0
+
+    def grow(self) -> None:
+        """Have memory; the values are unspecified unless it was there."""
+        if self._storage.nbytes() != self._bytes:
+            with own_pages() if self._group.own_pages else nullcontext():
+                self._storage.resize_(self._bytes)
+            if self._group.own_pages:
+                huge_pages(self._storage.data_ptr(), self._bytes)
+
+    def let_go(self) -> None:
+        """Give the memory of the freed group back, unless it is retained or somebody holds a view of it."""
+        self.lent = self.others() > 0
+        for member in self._group.members:
+            member.snapshot = member.flat().clone() if self.lent else None
+        if self.lent or self._group.retains:
+            return
+        if not self._storage.resizable():  # `numpy()` fixes the size for ever, also after the array is gone
+            self._leave()
+        else:
+            self.shrink()
+
+    def shrink(self) -> None:
+        """Give the memory back; nobody may hold it."""
+        self._storage.resize_(0)
+
+    # -- writes that would be lost ----------------------------------------------------------------------------------
+
+    def expose(self, member: Member) -> None:
+        """`param.data` is handed out: remember the values, since writes through it are not counted."""
+        group, member.exposed = self._group, True
+        self.noisy()
+        if group.policy.gathers_before_use and self._gathered and not group.editors and member.snapshot is None:
+            member.snapshot = member.flat().clone()
+
+    def snap(self, members: list[Member] | None = None) -> None:
+        """The full buffer has new values that are no lost write."""
+        for member in members or self._group.members:
+            if member.snapshot is not None:
+                member.snapshot = member.flat().clone()
+
+    def written(self, member: Member) -> bool:
+        """Whether a write through `param.data` has changed the values."""
+        return member.snapshot is not None and not same_bits(member.flat(), member.snapshot)
+
+    def refuse_lost_writes(self) -> None:
+        """Raise when a view of the freed group was written to. Its memory is left to who holds it, as it is now."""
+        if not self.lent or self._gathered:
+            return
+        written = [m for m in self._group.members if version_of(m) != m.version or self.written(m)]
+        if not written:
+            return
+        for member in written:
+            member.version, member.snapshot = version_of(member), None
+        self._leave()
+        names = ", ".join(f"'{member.name}'" for member in written)
+        raise ShardedParameterError(
+            f"a view of parameter {names}, taken while it was gathered, was changed after it was freed, and the change "
+            f"would be lost. Change the parameter in deepspeed.zero.GatheredParameters([param], modifier_rank=0)."
+        )
+
+    def _leave(self) -> None:
+        """Give this memory up, and have other memory from now on."""
+        self._group.new_buffer()
+        if not self._group.retains:
+            self._group.aliases.shrink()
+
+    def refuse_stale(self) -> None:
+        """Raise when views are held on this rank and only a collective of all ranks could bring them new values."""
+        group = self._group
+        if not self.lent or group.fetch is not None or group.axis.size == 1 or not self.held():
+            return
+        if any(member.param.requires_grad for member in group.members):
+            raise ShardedParameterError(
+                f"somebody holds a view of a parameter of '{group.name}', taken while it was gathered, and its values "
+                f"change now: hold a clone() instead. (Views follow their parameter where gathers are one-sided; "
+                f"zero_optimization.stage3_fixed_graph makes them collectives.)"
+            )
+
+
+def version_of(member: Member) -> int:
+    """How often a member was changed in place, also while it is freed."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return member.param._version
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A view that autograd saved, as a place in the full buffer."""
+
+    group: LentGroup
+    member: Member
+    version: int | None  # of the parameter; None for a view that does not count with it
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    def view(self) -> torch.Tensor:
+        """The values of now: a view of the full buffer, or a copy when the group has to be gathered for it."""
+        group = self.group
+        if self.version is not None and self.version != version_of(self.member):
+            raise ShardedParameterError(
+                f"backward needs parameter '{self.member.name}' as it was in forward, and it has been changed since "
+                f"(by a step or in place); run backward before, or the forward again"
+            )
+        with group.whole():
+            view = torch.as_strided(self._source(), self.size, self.stride, self.offset)
+            return view if group.users else view.clone()
+
+    def _source(self) -> torch.Tensor:
+        """The full buffer, as a tensor whose version is not raised by the next gather."""
+        param = self.member.param
+        if self.version is not None and param.untyped_storage()._cdata == self.group.aliases.key:
+            return param.detach()  # a backward through what is made of it now is refused after a step
+        return self.group.full.data
+
+
+def keep_places(outputs: Iterable[torch.Tensor], since: int, groups: Sequence[LentGroup]) -> None:
+    """Let autograd keep places instead of views.
+
+    Args:
+        outputs: of a forward.
+        since: `now()` before it; older nodes are left alone.
+        groups: whose views are meant; gathered.
+    """
+    of = {group.aliases.key: group for group in groups}
+    for saved in saved_since(outputs, since):
+        _keep_place(saved, of)
+
+
+def _keep_place(saved: Any, of: dict[int, LentGroup]) -> None:
+    view = saved.data
+    if type(view) is not torch.Tensor or view.layout != torch.strided or in_transform(view):
+        return
+    group = of.get(view.untyped_storage()._cdata)
+    if group is None or view.dtype != group.dtype or view.is_conj() or view.is_neg():
+        return
+    offset = int(view.storage_offset())
+    member = group.members[bisect_right(group.offsets, offset - int(group.full.storage_offset())) - 1]
+    counts = view._version == member.param._version
+    place = _Place(group, member, view._version if counts else None, view.size(), view.stride(), offset)
+    del view
+    _keep(saved, place)
+
+
+def keep_parameters(node: Any, since: int) -> None:
+    """Let autograd keep places instead of the parameters themselves, before a backward that makes a graph.
+
+    Args:
+        node: of an output of a forward; its backward has not begun.
+        since: `now()` before that forward; older nodes are left alone.
+
+    Raises:
+        RuntimeError: torch's, when a parameter has been changed since.
+    """
+    for user in nodes_since([node], since):
+        for name, saved in saved_by(user):
+            param: Any = None if saved.unpack_hook is not None else saved.data
+            if is_managed(param) and param._ds_member.group.policy.gathers_before_use:
+                getattr(user, name)  # unpacks it as torch does, which looks at its version
+                member, group = param._ds_member, param._ds_member.group
+                start = int(group.full.storage_offset()) + member.offset
+                _keep(saved, _Place(group, member, version_of(member), member.shape, member.strides, start))
+
+
+def _keep(saved: Any, place: _Place) -> None:
+    saved.register_hooks(lambda _view: place, _Place.view)
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two contiguous tensors of one dtype hold the same bits; NaN equals itself."""
+    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+
+
+def lies_elsewhere(param: torch.Tensor, view: torch.Tensor) -> bool:
+    """Whether `param.data = …` has put other values under a gathered parameter."""
+    if param.data_ptr() == view.data_ptr():
+        return False
+    return param.dtype != view.dtype or not torch.equal(param.detach(), view)

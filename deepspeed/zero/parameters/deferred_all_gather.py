@@ -1,0 +1,123 @@
+"""The all-gather of updated parameters that is still running when `step` returns, and the waits for it.
+
+[Note: arriving] With `overlap_publish`, stages 1 and 2 on devices do not order the compute stream behind the publish.
+A group whose publish is under way *arrives*: its parameters wear `ArrivingParameter`, so that the first torch function
+that reads or writes one of them orders the current stream, and the stream of the step, behind the message; hooks do the
+same for a whole unit before its forward (`deepspeed/zero/parameters/deferred_all_gather_hooks.py`), and the package's
+own reads of the buffer pass the properties below. Whoever holds a view of the buffer makes the step wait at once. What
+no class can see is what the key's user promises not to do: addresses kept from before, a captured graph, a kernel given
+a parameter past torch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.collectives.collectives import Handle
+from deepspeed.foundation.pytree import leaves_in
+from deepspeed.storage.tier import Stored
+from deepspeed.zero.parameters.parameter import ManagedParameter, reads_values
+from deepspeed.zero.parameters.record import Member
+
+
+class ArrivingParameter(ManagedParameter):
+    """A whole parameter whose values are on their way: the first read or write of them waits on its stream."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        found = list(leaves_in((args, kwargs), ArrivingParameter)) if reads_values(func) else []
+        for param in found:
+            param._ds_member.group.land()
+        if found:
+            return func(*args, **kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+
+def landed(value: Any) -> Any:
+    """`value`, which may be read: what wraps tensors below their classes (torch.func's transforms) asks it first."""
+    if isinstance(value, ArrivingParameter):
+        value._ds_member.group.land()
+    return value
+
+
+class Arriving:
+    """The side of a group whose values may be on their way: every access to the buffer is ordered behind them.
+
+    Attributes:
+        full: the full buffer.
+        views: the parameters' places in it.
+        values: this rank's slice.
+    """
+
+    members: list[Member]
+    _full: torch.Tensor
+    _views: list[torch.Tensor]
+    _values: Stored
+    _arriving: tuple[Handle, Any] | None = None  # the publish, and the stream of the step
+
+    @property
+    def full(self) -> torch.Tensor:
+        """The full buffer: one flat tensor of the compute dtype."""
+        if self._arriving is not None:
+            self.land()
+        return self._full
+
+    @full.setter
+    def full(self, full: torch.Tensor) -> None:
+        self._full = full
+
+    @property
+    def views(self) -> list[torch.Tensor]:
+        """The parameters' places in the full buffer, in their shapes; valid whenever the storage has its size."""
+        if self._arriving is not None:
+            self.land()
+        return self._views
+
+    @views.setter
+    def views(self, views: list[torch.Tensor]) -> None:
+        self._views = views
+
+    @property
+    def values(self) -> Stored:
+        """This rank's slice of the values."""
+        if self._arriving is not None:
+            self.land()
+        return self._values
+
+    @values.setter
+    def values(self, values: Stored) -> None:
+        self._values = values
+
+    def arrive(self, publish: Handle) -> None:
+        """The publish of new values is under way, and nobody has waited for it.
+
+        Args:
+            publish: its message; the stream that is current now is the one of the step.
+        """
+        self._arriving = publish, get_accelerator().current_stream()
+        for member in self.members:
+            if member.param.__class__ is ManagedParameter:
+                member.param.__class__ = ArrivingParameter
+
+    def land(self) -> None:
+        """Order the stream of the step, and the current one, behind the values; nothing to do when they are there."""
+        arriving, self._arriving = self._arriving, None
+        if arriving is None:
+            return
+        for member in self.members:
+            if member.param.__class__ is ArrivingParameter:
+                member.param.__class__ = ManagedParameter
+        publish, home = arriving
+        accelerator = get_accelerator()
+        reader = accelerator.current_stream()
+        if reader == home:
+            publish.wait()
+            return
+        with accelerator.stream(home):
+            publish.wait()
+        reader.wait_stream(home)

@@ -1,0 +1,201 @@
+"""Groups parameters: buckets in backward order, or the units of a sharded module."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.nn import Parameter
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.foundation.log import say_once
+from deepspeed.foundation.malloc import limits_addresses, own_pages
+from deepspeed.storage.device_tier import RESIDENT
+from deepspeed.zero.layout.layout import Layout, by_first, by_group, by_owner
+from deepspeed.zero.layout.stages import KEPT_WHOLE, Policy
+from deepspeed.zero.layout.units import repeated_blocks, units_of
+from deepspeed.zero.parameters.parallel_groups import DATA_PARALLEL, Holders, Signature
+from deepspeed.zero.parameters.parameter import is_managed
+from deepspeed.zero.parameters.record import Member
+from deepspeed.zero.parameters.shard_group import ShardGroup
+from deepspeed.zero.parameters.tiers import Tiers
+
+# A bucket is never larger than this share of the model, so that sending overlaps backward on small models too, and
+# never smaller than this many elements on account of it.
+LEAST_BUCKETS, SMALLEST_SHARE = 8, 1 << 18
+
+
+@dataclass(frozen=True)
+class GroupingPlan:
+    """How parameters are put into groups.
+
+    Args:
+        bucket: most elements in a group (`reduce_bucket_size`).
+        whole_tensors: the optimizer needs whole matrices, so groups are cut between parameters.
+        one_owner: the optimizer needs all parameters at once, so one rank updates them all.
+        persist_below: parameters with fewer elements stay whole (`stage3_param_persistence_threshold`).
+        persist_total: most elements that stay whole (`stage3_model_persistence_threshold`).
+    """
+
+    bucket: int = 500_000_000
+    whole_tensors: bool = False
+    one_owner: bool = False
+    persist_below: int = 0
+    persist_total: int = 1 << 62
+
+
+def named_parameters(module: nn.Module, extra: Iterable[Parameter] = ()) -> dict[Parameter, str]:
+    """Every parameter once, by its first name; those the optimizer knows and the module does not come last."""
+    names = {param: name for name, param in module.named_parameters()}
+    for index, param in enumerate(extra):
+        names.setdefault(param, f"optimizer parameter {index}")
+    return names
+
+
+T = TypeVar("T")
+
+
+def bins(items: Iterable[T], limit: int, numel: Callable[[T], int]) -> list[list[T]]:
+    """Consecutive parameters, at most `limit` elements together, one at least.
+
+    Args:
+        items: parameters, or what stands for them.
+        limit: elements.
+        numel: of one.
+    """
+    found: list[list[T]] = []
+    filled = limit + 1
+    for item in items:
+        if filled + numel(item) > limit:
+            found.append([])
+            filled = 0
+        found[-1].append(item)
+        filled += numel(item)
+    return found
+
+
+def plan_groups(
+    module: nn.Module,
+    names: dict[Parameter, str],
+    updated: set[Parameter],
+    policy: Policy,
+    plan: GroupingPlan,
+    dtypes: Mapping[Parameter, torch.dtype],
+    signatures: Mapping[Parameter, Signature] = MappingProxyType({}),
+) -> list[tuple[Policy, list[Parameter]]]:
+    """The groups of a model.
+
+    Args:
+        module: the model.
+        names: its parameters.
+        updated: parameters the optimizer has.
+        policy: what the stage splits.
+        plan: sizes.
+        dtypes: compute dtypes of the parameters that are to be cast.
+        signatures: of parameters that do not stand as in plain data parallelism.
+
+    Returns:
+        (policy, parameters) per group; every group is of one dtype, device and signature, trainable or frozen, updated
+        or not.
+    """
+    unit_of = _announced_units(module) if policy.gathers_before_use else {}
+    kinds: dict[tuple[object, ...], list[Parameter]] = defaultdict(list)
+    kept = 0
+    for param in names:
+        own = policy
+        # Kept parameters live by another row of the table: gathered for good, gradients and optimizer state split.
+        small = param.numel() < plan.persist_below and kept + param.numel() <= plan.persist_total
+        if policy.gathers_before_use and small:
+            own, kept = KEPT_WHOLE, kept + param.numel()
+        elif not policy.gathers_before_use and param not in updated:
+            continue  # neither split nor updated: nothing to manage
+        unit = unit_of.get(param) if own.gathers_before_use else None
+        dtype, signature = dtypes.get(param, param.dtype), signatures.get(param, DATA_PARALLEL)
+        kinds[(own, unit, dtype, param.device, param.requires_grad, param in updated, signature)].append(param)
+    groups: list[tuple[Policy, list[Parameter]]] = []
+    total = sum(p.numel() for p in names)
+    share = max(total // LEAST_BUCKETS, SMALLEST_SHARE)
+    limit = plan.bucket if plan.whole_tensors else min(plan.bucket, share)
+    for key, params in kinds.items():
+        own = key[0]
+        if not isinstance(own, Policy):
+            raise TypeError("grouping key without a policy")
+        if own.gathers_before_use:
+            groups.append((own, params))
+        else:
+            groups += [(own, chunk) for chunk in bins(params[::-1], limit, Parameter.numel)]
+    return groups
+
+
+def _announced_units(module: nn.Module) -> dict[Parameter, nn.Module]:
+    blocks = repeated_blocks(module)
+    if blocks:
+        say_once(f"sharding {len(blocks)} repeated blocks as units, other modules one by one", key=id(module))
+    return units_of(module)
+
+
+def cut(plan: GroupingPlan, policy: Policy, numels: list[int], ranks: int) -> Layout:
+    """The layout of a group."""
+    if plan.one_owner and policy.owns_a_slice:
+        return by_first(numels, ranks)
+    if plan.whole_tensors and policy.owns_a_slice:
+        return by_owner(numels, ranks)
+    return by_group(numels, ranks)
+
+
+def release(params: Iterable[Any]) -> None:
+    """Give parameters that zero.Init has sharded back as plain, whole ones. All ranks that split them call together."""
+    managed = [param for param in params if is_managed(param)]
+    groups = list(dict.fromkeys(param._ds_member.group for param in managed))
+    for group in groups:
+        group.finish_gather()
+        group.dissolve()
+    for param in managed:
+        param.data = param.data.clone()
+    for group in groups:
+        group.drop()
+
+
+def build_group(
+    holders: Holders,
+    policy: Policy,
+    params: list[Parameter],
+    names: dict[Parameter, str],
+    plan: GroupingPlan,
+    dtypes: tuple[torch.dtype, torch.dtype | None],
+    tiers: Tiers | None = None,
+) -> ShardGroup:
+    """One group; parameters born sharded (zero.Init) are gathered, re-laid and their old slices dropped.
+
+    Args:
+        holders: the ranks around it.
+        policy: what is split.
+        params: the members, with equal values on all ranks.
+        names: their names.
+        plan: sizes.
+        dtypes: (compute dtype, master dtype or None).
+        tiers: where its state rests.
+    """
+    away = tiers is not None and tiers.parameters is not RESIDENT
+    # What it takes over goes back as it came: where memory is short, buffers are mapped, so that none lies in the way.
+    with own_pages() if away or limits_addresses() else contextlib.nullcontext():
+        born: list[ShardGroup] = [param._ds_member.group for param in params if is_managed(param)]  # type: ignore[attr-defined]
+        for group in born:
+            group.finish_gather()
+            group.dissolve()
+        members = [Member(param, names[param]) for param in params]
+        layout = cut(plan, policy, [p.numel() for p in params], holders.shard.size)
+        made = ShardGroup(holders, policy, layout, members, dtype=dtypes[0], master=dtypes[1], tiers=tiers)
+    if born:
+        for group in born:
+            group.drop()
+        if made.device.type == "cpu":
+            # Many small buffers have been freed: without this their pages stay with the process.
+            get_accelerator().empty_cache()
+    return made

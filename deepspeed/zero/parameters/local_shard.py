@@ -1,0 +1,210 @@
+"""This rank's shard of a group: its values, and the master copy that the optimizer updates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from deepspeed.comm.process_groups.axis import Axis
+from deepspeed.storage.async_copy import Arrival, mover_of
+from deepspeed.storage.device_tier import RESIDENT
+from deepspeed.storage.tier import Stored
+from deepspeed.zero.layout.layout import Layout
+from deepspeed.zero.layout.stages import Policy
+from deepspeed.zero.parameters.deferred_all_gather import Arriving
+from deepspeed.zero.parameters.record import Member
+from deepspeed.zero.parameters.tiers import Tiers
+
+
+class LocalShard(Arriving):
+    """The side of a group that rests in tiers. Its `values` are a view of the full buffer where that stays.
+
+    Attributes:
+        master: the copy of it that the optimizer updates; None where the slice itself is updated.
+        low: first element this rank updates, counted in the group.
+        high: one past the last.
+    """
+
+    axis: Axis
+    policy: Policy
+    layout: Layout
+    tiers: Tiers
+    name: str
+    dtype: torch.dtype
+    device: torch.device
+    master: Stored | None = None
+    low: int
+    high: int
+    owes_own = False  # the own slice is on its way from its tier, and not in the full buffer yet
+    _brings = False  # … and comes straight to its place there
+    _staged: torch.Tensor | None = None
+    veil: Callable[[torch.Tensor], None] | None = None  # masks the values that are made of a master
+
+    def settle_values(self, values: torch.Tensor) -> None:
+        """Store the slice in its tier.
+
+        Args:
+            values: 1-D, of the compute dtype, on the device.
+        """
+        label = f"values of {self.name}"
+        self.values = self.tiers.parameters.store(label, values.numel(), self.dtype, self.device)
+        self.values.replace(values)
+
+    @property
+    def publishes_beside(self) -> bool:
+        """Whether what is updated travels beside what is computed."""
+        return self.policy.publishes_after_step and self.between_devices
+
+    @property
+    def between_devices(self) -> bool:
+        """Whether its messages are waited for by streams, not by the host."""
+        return self.axis.size > 1 and self.axis.group is not None and not self.axis.tagged
+
+    # -- the own slice, to its place in the full buffer -----------------------------------------------------------
+
+    def expect_own(self) -> None:
+        """The slice will be brought: start what takes time, straight into its place where nobody else asks for it."""
+        self.owes_own = True
+        alone = self.axis.size == 1 and self.device.type == "cpu"
+        self._brings = alone and self.values.bring(self._own_place)
+        if not self._brings:
+            self.values.ahead()
+
+    def bring_own(self) -> Arrival | None:
+        """Have the slice in its place; from another device, what is under way."""
+        self.owes_own = False
+        if self._brings:
+            self._brings = False
+            self.values.brought()
+            return None
+        place = self._own_place
+        with self.values.borrowed() as values:
+            if values.device == self.device:
+                place.copy_(values)
+                return None
+            arrival = mover_of(self.device).copy(place, values)
+            self.values.use_until(arrival)
+            return arrival
+
+    @property
+    def _own_place(self) -> torch.Tensor:
+        cuts, rank = self.layout.cuts, self.axis.rank
+        return self.full[cuts[rank] : cuts[rank + 1]]
+
+    # -- values and master ----------------------------------------------------------------------------------------
+
+    def overwrite_master(self, member: Member, values: torch.Tensor) -> None:
+        """Take one member's values, dense and flat, into the master copy, if there is one."""
+        range_ = self.layout.range_of(member.index, self.low, self.high)
+        if self.master is None or range_ is None:
+            return
+        with self.master.borrowed(changed=True) as master:
+            at = range_.at - self.low
+            master[at : at + range_.numel].copy_(values[range_.start : range_.stop])
+
+    def import_edits(self, member: Member) -> None:
+        """Take those values of a whole member into the master copy that are not its rounded master already."""
+        range_ = self.layout.range_of(member.index, self.low, self.high)
+        if self.master is None or range_ is None:
+            return
+        with self.master.borrowed(changed=True) as lent:
+            master = lent[range_.at - self.low :][: range_.numel]
+            values = self.full[member.offset + range_.start : member.offset + range_.stop].to(master.device)
+            same = self._seen(lent)[range_.at - self.low :][: range_.numel] == values
+            torch.where(same, master, values.to(master.dtype), out=master)
+
+    def _seen(self, master: torch.Tensor) -> torch.Tensor:
+        """The values that are made of a master."""
+        seen = master.to(self.dtype, copy=self.veil is not None)
+        if self.veil is not None:
+            self.veil(seen)
+        return seen
+
+    def add_master(self, dtype: torch.dtype) -> Stored | None:
+        """Make the master copy, of zeros, unless the values themselves can be updated where they rest."""
+        if self.master is None and (dtype != self.dtype or self._apart):
+            label = f"master of {self.name}"
+            self.master = self.tiers.optimizer.store(label, self.high - self.low, dtype, self.device)
+        return self.master
+
+    def split_master(self) -> bool:
+        """Keep a master apart from the values although they have its dtype; whether it was made now."""
+        if self.master is not None:
+            return False
+        label = f"master of {self.name}"
+        self.master = self.tiers.optimizer.store(label, self.high - self.low, self.dtype, self.device)
+        with self.master.borrowed(changed=True, read=False) as master, self.values.borrowed() as values:
+            master.copy_(values)
+        return True
+
+    @property
+    def _apart(self) -> bool:
+        """Whether the values rest elsewhere than what the optimizer updates."""
+        rests = self.tiers.parameters if self.policy.gathers_before_use else RESIDENT
+        return rests is not self.tiers.optimizer
+
+    @property
+    def under_leaves(self) -> Stored | None:
+        """What the optimizer's leaves lie over; None for a frozen group that has no master where it would rest."""
+        return None if self.master is None and self._apart else self.updated
+
+    def thaw(self, dtype: torch.dtype) -> None:
+        """Give a group that was frozen its master copy, from the values it has."""
+        if self.master is not None:
+            return
+        made = self.add_master(dtype if dtype.itemsize > self.dtype.itemsize else self.dtype)
+        if made is not None:
+            with made.borrowed(changed=True, read=False) as master, self.values.borrowed() as values:
+                master.copy_(values)
+
+    @property
+    def updated(self) -> Stored:
+        """What the optimizer updates: the master copy, or the values themselves when they are their own master."""
+        return self.values if self.master is None else self.master
+
+    def round_masters(self) -> None:
+        """Cast updated masters into the compute dtype."""
+        if self.master is not None:
+            with self.master.borrowed() as master, self.values.borrowed(changed=True, read=False) as values:
+                if values.device == master.device or self.tiers.optimizer.pool is None:
+                    values.copy_(master)
+                else:
+                    mover_of(self.device).deliver(values, master, self.tiers.optimizer.pool)
+        self.draw_veil()
+
+    def stage_rounded(self, keeps: bool) -> torch.Tensor | None:
+        """A host buffer for rounded masters of values on a device, until `deliver_staged`; None where none is lent.
+
+        Args:
+            keeps: not all of it will be written: it must hold what the values hold.
+        """
+        pool = self.tiers.optimizer.pool
+        if pool is None or self.master is None:
+            return None
+        self._staged = pool.take(self.values.numel * self.dtype.itemsize).view(self.dtype)
+        if keeps:
+            with self.master.borrowed() as master:
+                self._staged.copy_(master)
+        return self._staged
+
+    def deliver_staged(self) -> None:
+        """Send what was staged to the values, without waiting; the current stream sees it."""
+        staged, self._staged = self._staged, None
+        if staged is not None and self.tiers.optimizer.pool is not None:
+            with self.values.borrowed(changed=True, read=False) as values:
+                arrival = mover_of(self.device).copy(values, staged)
+            arrival.before_current()
+            self.tiers.optimizer.pool.put(staged, after=arrival)
+
+    def drop_staged(self) -> None:
+        """The update was given up before anything was delivered."""
+        staged, self._staged = self._staged, None
+        if staged is not None and self.tiers.optimizer.pool is not None:
+            self.tiers.optimizer.pool.put(staged)
+
+    def draw_veil(self) -> None:
+        """Mask the values that were made of the master."""
+        if self.veil is not None and self.master is not None:
+            with self.values.borrowed(changed=True) as values:
+                self.veil(values)

@@ -1,0 +1,333 @@
+"""Module hooks that all-gather and reshard parameters in forward, backward and recomputation.
+
+[Note: units] A unit is a module before whose forward its groups are gathered: a repeated block (a child of a ModuleList
+or Sequential with siblings of its class), or, outside any block, the module that owns the parameter. After forward the
+group is kept or freed by the limits; the gradient of the unit's outputs gathers it again, the gradient of its inputs
+(or of its last parameter) releases it. Inside backward, forward hooks (checkpoint recomputation) never free.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd import Variable
+
+from deepspeed.comm.collectives import collectives
+from deepspeed.errors import ShardedParameterError
+from deepspeed.foundation.module_tree import children_of, own_parameters
+from deepspeed.foundation.pytree import tensors_in
+from deepspeed.foundation.saved_tensors import now
+from deepspeed.zero.layout.units import repeated_blocks
+from deepspeed.zero.parameters import buffer_views
+from deepspeed.zero.parameters.collective_order import GatherOrder
+from deepspeed.zero.parameters.parameter import is_managed
+from deepspeed.zero.parameters.prefetch import Keeper, Trace
+from deepspeed.zero.parameters.shard_group import ShardGroup
+
+_EXTERNALS = "ds_external_parameters"  # TRL asks the root for parameters it uses that are not below it
+
+
+class Hook:
+    """A hook that a deep copy of the module turns into nothing: the copy is a plain module."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        # torch.compile traces the hooks of a compiled module; these run eagerly, between the graphs it makes.
+        self._call = torch.compiler.disable(call)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Hook:
+        return Hook(_nothing)
+
+    def __reduce__(self) -> Any:
+        return Hook, (_nothing,)
+
+
+def _nothing(*_args: Any, **_kwargs: Any) -> None:
+    return None
+
+
+def _no_externals() -> list[Any]:
+    return []
+
+
+@dataclass(eq=False)
+class _Call:
+    """One forward of a unit, until its backward is over."""
+
+    unit: nn.Module
+    inputs: int  # how many have a gradient that marks the end of the unit's backward
+    since: int  # autograd's count of nodes before it
+    using: bool = False
+    begun: int = -1  # the last backward pass that came to it
+    open: set[int] = field(default_factory=set)  # groups whose gradients end it, where inputs have none
+    arrived: dict[int, int] = field(default_factory=dict)  # gradients of inputs so far, by backward pass
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward pass in this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class Lifecycle:
+    """Gathers and frees the groups of one module tree.
+
+    Args:
+        module: the root.
+        keeper: the groups and the limits.
+        gather_order: compares what ranks gather; None where gathers are one-sided, or carry names.
+    """
+
+    def __init__(self, module: nn.Module, keeper: Keeper, gather_order: GatherOrder | None = None) -> None:
+        self.module, self.keeper, self.gather_order = module, keeper, gather_order
+        self.units: dict[nn.Module, list[ShardGroup]] = {}
+        self.depth = 0  # forward passes running right now
+        self.running: list[nn.Module] = []  # units whose forward is on the stack
+        self._calls: list[_Call | None] = []
+        self._open_ended: dict[int, list[_Call]] = defaultdict(list)
+        self._alone: set[nn.Module] = set()  # units that ran outside of the root's forward in a pass of their own
+        self._turned = True  # the last pass is over: backward has run since it began, or it has none
+        self._with_grad = True
+        # TRL takes these off for generation, empties the lists, and has `_register_deepspeed_module` put them back.
+        self.forward_hooks: list[Any] = []
+        self.backward_hooks: list[Any] = []
+        self._managed = {id(g) for g in keeper.groups}
+        self._find_units(set(repeated_blocks(module)))
+        self.attach()
+        for group in keeper.groups:
+            group.lifecycle, group.gather_order = self, gather_order
+
+    def _find_units(self, blocks: set[nn.Module]) -> None:
+        def visit(module: nn.Module, unit: nn.Module | None) -> None:
+            unit = unit or (module if module in blocks else None)
+            home = unit or module
+            for param in own_parameters(module):
+                if is_managed(param) and id(param._ds_member.group) in self._managed:  # type: ignore[union-attr]
+                    groups = self.units.setdefault(home, [])
+                    if param._ds_member.group not in groups:  # type: ignore[union-attr]
+                        groups.append(param._ds_member.group)  # type: ignore[union-attr]
+            for child in children_of(module):
+                visit(child, unit)
+
+        visit(self.module, None)
+
+    def bound(self) -> str:
+        """How many elements may be gathered at once, and what decides it, in words."""
+        limits = self.keeper.limits
+        names = {module: name or "the root module" for name, module in self.module.named_modules()}
+        units = [
+            (sum(g.numel for g in groups), names.get(unit) or getattr(unit, "name", "?"))
+            for unit, groups in self.units.items()
+        ]
+        ahead = limits.prefetch > 0
+        pairs = zip(units, units[1:] or units, strict=False)
+        most, first, second = max((a + b, of, then) for (a, of), (b, then) in pairs)
+        if limits.live >= sum(numel for numel, _ in units):
+            text = f"everything may be, stage3_max_live_parameters is {limits.live:,}"
+        elif limits.live >= most:
+            text = f"{limits.live:,} elements (stage3_max_live_parameters)"
+        else:
+            text = f"{most:,} elements ({first} and {second}; stage3_max_live_parameters is {limits.live:,})"
+        return f"gathered at once: {text}; {'at least one unit' if ahead else 'nothing'} is gathered ahead of its use"
+
+    def attach(self) -> None:
+        """Put the hooks on (again)."""
+        vars(self.module)[_EXTERNALS] = Hook(_no_externals)
+        for unit in self.units:
+            self.attach_unit(unit)
+        self.forward_hooks.append(self.module.register_forward_pre_hook(Hook(self._enter_root), prepend=True))
+        self.forward_hooks.append(self.module.register_forward_hook(Hook(self._leave_root), always_call=True))
+
+    def attach_unit(self, unit: nn.Module) -> None:
+        """Hooks of one unit."""
+        self.forward_hooks.append(unit.register_forward_pre_hook(Hook(self._before), with_kwargs=True, prepend=True))
+        self.forward_hooks.append(unit.register_forward_hook(Hook(self._after), with_kwargs=True, always_call=True))
+
+    def detach(self) -> None:
+        """Take the hooks off."""
+        for handle in self.forward_hooks:
+            handle.remove()
+        self.forward_hooks.clear()
+        vars(self.module).pop(_EXTERNALS, None)
+
+    def _register_deepspeed_module(self, module: nn.Module) -> None:
+        self.detach()
+        self.attach()
+
+    @property
+    def param_coordinator(self) -> Trace:
+        """The order of the last pass, which clients forget after a pass of another kind."""
+        return self.keeper.trace
+
+    def add_external(self, module: nn.Module, group: ShardGroup) -> None:
+        """`module` also uses `group`, which is not below it."""
+        if group in self.units.get(module, ()):
+            return
+        known = module in self.units
+        self.units.setdefault(module, []).append(group)
+        if not known:
+            self.attach_unit(module)
+
+    def remove_external(self, module: nn.Module, group: ShardGroup) -> None:
+        """Undo `add_external`."""
+        if group in self.units.get(module, ()):
+            self.units[module].remove(group)
+
+    def used_outside(self, group: ShardGroup) -> None:
+        """`group` was read while a unit that does not own it was running: gather it with that unit from now on."""
+        if self.running:
+            self.add_external(self.running[-1], group)
+
+    # -- forward --------------------------------------------------------------------------------------------------
+
+    def _enter_root(self, module: nn.Module, args: Any) -> None:
+        if not in_backward() and self.depth == 0:
+            self._begin_pass(module)
+        self.depth += 1
+
+    def _leave_root(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.depth -= 1
+        if self.depth == 0 and not in_backward() and not torch.is_grad_enabled():
+            self.keeper.free_idle()
+            self._turned = True  # without a backward to come, what follows is another pass
+
+    def _begin_pass(self, first: nn.Module) -> None:
+        """The order of the last pass that began like this one is expected."""
+        kind = (first, torch.is_grad_enabled())
+        self.keeper.trace.restart(kind)
+        if self.gather_order is not None:
+            self.gather_order.begin(kind)
+        self._with_grad, self._turned = torch.is_grad_enabled(), False
+        self._alone.clear()
+
+    def _run_alone(self, unit: nn.Module) -> None:
+        """A unit is driven through a child or a method: no forward of the root says where a pass begins.
+
+        It begins with the first unit after a backward, in another mode of autograd, or that runs for a second time.
+        """
+        if self._turned or self._with_grad != torch.is_grad_enabled() or unit in self._alone:
+            if not torch.is_grad_enabled():
+                self.keeper.free_idle()  # what the last pass expected and did not use
+            self._begin_pass(unit)
+            self._alone.add(unit)
+        elif self._alone:
+            self._alone.add(unit)
+
+    def _before(self, unit: nn.Module, args: Any, kwargs: Any) -> None:
+        collectives.delay("before a unit")
+        if self.depth == 0 and not self.running and not in_backward():
+            self._run_alone(unit)
+        try:
+            self._gather(unit)
+        except ShardedParameterError:  # a write that would be lost; this forward does not take place
+            for group in self.units[unit]:
+                group.users -= 1
+            raise
+        self.running.append(unit)
+        self._calls.append(self._watch_inputs(unit, args, kwargs) if torch.is_grad_enabled() else None)
+
+    def _after(self, unit: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        collectives.delay("after a unit")
+        if not self.running:  # the gather before it failed; that error is on its way
+            return
+        self.running.pop()
+        call = self._calls.pop()
+        outputs = [t for t in tensors_in(output) if t.requires_grad] if call is not None else []
+        if call is not None and outputs:
+            hook = Hook(lambda _grad: self._output_gradient(call))
+            for tensor in outputs:
+                tensor.register_hook(hook)
+        if outputs and call is not None and not in_backward():
+            viewed = [g for g in self.units[unit] if not g.retains and g.aliases.others() > len(g.members)]
+            if viewed:
+                buffer_views.keep_places(outputs, call.since, viewed)
+        for group in self.units[unit]:
+            group.users -= 1
+            if not in_backward():
+                self.keeper.release(group)
+
+    def _gather(self, unit: nn.Module) -> None:
+        """Have the groups of a unit here until they are released."""
+        groups = self.units[unit]
+        for group in groups:
+            group.users += 1
+        self.keeper.gather(*groups)
+
+    # -- backward -------------------------------------------------------------------------------------------------
+
+    def _watch_inputs(self, unit: nn.Module, args: Any, kwargs: Any) -> _Call:
+        inputs = [t for t in tensors_in((args, kwargs)) if t.requires_grad]
+        # A leaf's gradient cannot be waited for under autograd.grad, so its unit's backward has no known end.
+        call = _Call(unit, 0 if any(t.is_leaf for t in inputs) else len(inputs), now())
+        if call.inputs:
+            # Not torch's hook of several tensors: it keeps their nodes, which keep it, so that the graph of every
+            # forward would stand until a garbage collection, one unit of it at a time.
+            hook = Hook(lambda _grad: self._input_gradient(call))
+            for tensor in inputs:
+                tensor.register_hook(hook)
+        return call
+
+    def _output_gradient(self, call: _Call) -> None:
+        """The gradient of one of a unit's outputs has come: with the first one in a pass the unit's backward begins."""
+        task = torch._C._current_graph_task_id()
+        if call.begun != task:
+            call.begun = task
+            self._before_backward(call)
+        if torch.is_grad_enabled():  # `create_graph=True`
+            buffer_views.keep_parameters(torch._C._current_autograd_node(), call.since)
+
+    def _before_backward(self, call: _Call) -> None:
+        collectives.delay("before a unit's backward")
+        if call.using:
+            return
+        call.using = self._turned = True
+        self._gather(call.unit)
+        if not call.inputs:
+            for group in self.units[call.unit]:
+                call.open.add(id(group))
+                self._open_ended[id(group)].append(call)
+        if call.inputs > 1:  # of which this pass may not ask for all
+            Variable._execution_engine.queue_callback(lambda: self._after_backward(call))
+
+    def _input_gradient(self, call: _Call) -> None:
+        task = torch._C._current_graph_task_id()
+        call.arrived[task] = call.arrived.get(task, 0) + 1
+        if call.arrived[task] == call.inputs:
+            del call.arrived[task]
+            self._after_backward(call)
+
+    def _after_backward(self, call: _Call) -> None:
+        collectives.delay("after a unit's backward")
+        if not call.using:
+            return
+        call.using = False
+        for group in self.units[call.unit]:
+            group.users = max(0, group.users - 1)
+            self.keeper.release(group)
+
+    def gradients_complete(self, group: ShardGroup) -> None:
+        """All gradients of a group have arrived: backward of units without inputs to differentiate is over."""
+        for call in self._open_ended.pop(id(group), ()):
+            call.open.discard(id(group))
+            if call.using and not call.open:
+                self._after_backward(call)
+
+    def settle(self) -> None:
+        """The window is over: nothing is in use, everything is freed."""
+        self._open_ended.clear()
+        self._turned = True
+        self.running.clear()
+        self._calls.clear()
+        self.depth = 0
+        for group in self.keeper.groups:
+            group.users = 0
+        self.keeper.free_idle()
+        for group in self.keeper.groups:
+            group.aliases.refuse_lost_writes()
+            group.aliases.refuse_stale()

@@ -1,0 +1,494 @@
+"""The parameter classes: unsharded, or sharded with its true shape and checked reads and writes.
+
+[Note: sharded parameters] A parameter of a freed group keeps its identity, shape and dtype; only its class and its data
+change. Its data is one NaN expanded to the true shape (no memory, never a view of freed storage), and its class is
+`ShardedParameter`, whose `__torch_function__` answers metadata, raises for writes and raw storage, and serves every
+other function a dense copy. While gathered the class is `ManagedParameter`, which intercepts nothing but `.data` and
+`.grad`: per-op cost is nil. Reads of a freed parameter hand out private copies; views taken while it is gathered keep
+the memory (`zero/parameters/buffer_views.py`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._guards import TracingContext
+from torch.nn import Parameter
+
+from deepspeed.errors import ShardedParameterError
+from deepspeed.zero.layout.placement import WHOLE, place
+from deepspeed.zero.parameters.ds_attributes import ClientSurface, elements_here
+from deepspeed.zero.parameters.functorch import in_transform, outside_transforms
+from deepspeed.zero.parameters.record import Member
+
+# While zero.Init is open, what carries out a write to a parameter that is sharded already.
+birth_writers: list[Callable[[str, Any, tuple[Any, ...], dict[str, Any]], Any]] = []
+
+_raw_grad: Any = torch._C.TensorBase.grad  # the field itself, below the property of ManagedParameter
+_raw_data: Any = torch._C.TensorBase.data
+_raw_class: Any = object.__dict__["__class__"]
+
+METADATA = frozenset(
+    "shape size dim ndim ndimension numel nelement dtype device layout is_leaf requires_grad requires_grad_ grad_fn "
+    "is_cuda is_cpu is_meta is_sparse is_quantized is_complex is_floating_point is_signed is_inference itemsize nbytes "
+    "element_size names has_names output_nr _version _backward_hooks _post_accumulate_grad_hooks retain_grad "
+    "retains_grad register_hook register_post_accumulate_grad_hook get_device is_tensor __len__ "
+    "__hash__ __dlpack_device__ is_mkldnn is_xpu is_mps is_ipu is_maia is_mtia is_vulkan is_xla is_sparse_csr "
+    "is_nested is_conj is_neg is_distributed is_inference volatile name _is_view _base "
+    "grad_dtype dense_dim sparse_dim __instancecheck__ _cdata".split()
+)
+DENSE_METADATA = frozenset("stride is_contiguous storage_offset is_non_overlapping_and_dense dim_order".split())
+LIKE = frozenset(
+    "empty_like zeros_like ones_like full_like rand_like randn_like randint_like new_empty new_zeros new_ones new_full "
+    "new_empty_strided new_tensor new".split()
+)
+_RAW_STORAGE = frozenset(
+    "data_ptr untyped_storage storage _typed_storage storage_type is_shared share_memory_ numpy __array__ __dlpack__ "
+    "set_ resize_ resize_as_ is_set_to __cuda_array_interface__ to_dlpack _data_ptr const_data_ptr storage_use_count "
+    "_fix_weakref module_load".split()
+)
+_STAND_IN = frozenset(["detach", "data"])
+_OWN_GRAD = frozenset(["grad", "grad="])  # of a stand-in that the user made a leaf
+_MOVES = frozenset("to cpu cuda type float double half bfloat16".split())
+_MOVED = "_ds_moved"  # on values moved to another device: whose, and their version then
+
+
+_UNREAD = METADATA | DENSE_METADATA | {"grad", "grad=", "requires_grad="}
+
+
+def reads_values(func: Any) -> bool:
+    """Whether a torch function may read or write the values of its arguments, or hand out their memory."""
+    return name_of(func) not in _UNREAD and func is not torch.autograd.grad
+
+
+def raw_grad(param: torch.Tensor) -> torch.Tensor | None:
+    """What autograd itself has put on `param`, past the property."""
+    if param.__class__ is ManagedParameter:  # no torch function to be kept away
+        return _raw_grad.__get__(param)
+    with torch._C.DisableTorchFunctionSubclass():
+        return _raw_grad.__get__(param)
+
+
+def set_raw_grad(param: torch.Tensor, value: torch.Tensor) -> None:
+    """Put a gradient on `param` as autograd does, past the property."""
+    with torch._C.DisableTorchFunctionSubclass():
+        _raw_grad.__set__(param, value)
+
+
+def clear_raw_grad(param: torch.Tensor) -> None:
+    """Forget what autograd has put on `param`."""
+    if param.__class__ is ManagedParameter:
+        _raw_grad.__set__(param, None)
+        return
+    with torch._C.DisableTorchFunctionSubclass():
+        _raw_grad.__set__(param, None)
+
+
+class ManagedParameter(ClientSurface, Parameter):
+    """A parameter some engine manages, whole at the moment; `.grad` reads the engine's accumulated mean gradient."""
+
+    _ds_member: Member
+
+    def _change_class(self, kind: type) -> None:
+        """`torch.utils.swap_tensors` begins with the classes: see [Note: replaced parameters]."""
+        if not issubclass(kind, ManagedParameter) and "_ds_member" in vars(self):
+            leave(self._ds_member, kind)
+        _raw_class.__set__(self, kind)
+
+    __class__ = property(_raw_class.__get__, _change_class)  # type: ignore[assignment]
+
+    @property
+    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+        """The mean gradient of the window so far, as plain PyTorch under DDP would show it.
+
+        At stages 2 and 3 every rank holds a slice only, so this gathers: all ranks read together. In-place changes of
+        the tensor handed out are taken over before more gradients are added and by `step`; one that comes after more
+        have been added is refused by `step`, on all ranks.
+        """
+        if TracingContext.try_get() is not None:  # the compiler looks at every parameter; no collective for it
+            return None
+        member = self._ds_member
+        if member.reducer is None:
+            return raw_grad(self)
+        return member.reducer.grad_of(member)
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        member = self._ds_member
+        if member.reducer is None:
+            with torch._C.DisableTorchFunctionSubclass():
+                _raw_grad.__set__(self, value)  # type: ignore[attr-defined]
+        else:
+            member.reducer.set_grad(member, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        """The values; writes through it are not counted by the parameter's version, so the next step looks for them."""
+        if "_ds_member" in vars(self):
+            self._ds_member.group.aliases.expose(self._ds_member)
+        return _raw_data.__get__(self)
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        _raw_data.__set__(self, value)
+
+    def set_(self, *source: Any, **how: Any) -> Any:
+        """As torch's; what lies there already is no change, as where a parametrization is registered on a parameter."""
+        if len(source) == 1 and not how and _is_same(self, source[0]):
+            return self
+        return super().set_(*source, **how)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Parameter:
+        if id(self) not in memo:
+            copied = memo[id(self)] = Parameter(self._ds_member.dense(), self.requires_grad)
+            if self._ds_member.placement is not WHOLE:
+                place(copied, self._ds_member.placement)
+        return memo[id(self)]
+
+    def __reduce_ex__(self, proto: int) -> Any:
+        return Parameter(self._ds_member.dense(), self.requires_grad).__reduce_ex__(proto)
+
+
+def _is_same(param: torch.Tensor, source: Any) -> bool:
+    """Whether `param.set_(source)` would put under a parameter what lies there already."""
+    if source is param:
+        return True
+    if not isinstance(source, torch.Tensor) or isinstance(source, _GUARDED):
+        return False
+    return (
+        source.dtype == param.dtype
+        and source.untyped_storage()._cdata == param.untyped_storage()._cdata
+        and (source.storage_offset(), source.shape, source.stride())
+        == (param.storage_offset(), param.shape, param.stride())
+    )
+
+
+# Torch hands these two to no class, so they are methods.
+def _set_sharded(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Its own values change nothing; others are a write."""
+    source = args[0] if len(args) == 1 and not kwargs else None
+    if isinstance(source, (ManagedParameter, StandIn)) and source._ds_member is self._ds_member:
+        return self
+    if isinstance(source, torch.Tensor) and (source.shape, source.dtype) == (self.shape, self.dtype):
+        if birth_writers:
+            return birth_writers[-1]("data=", None, (self, source), {})
+    refuse_write("set_", self._ds_member)
+
+
+def _dense_as_subclass(self: Any, cls: type[torch.Tensor]) -> Any:
+    return dense_copy(self).as_subclass(cls)
+
+
+class ShardedParameter(ManagedParameter):
+    """A parameter whose group is freed; see [Note: sharded parameters]."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return intercept(func, args, kwargs or {})
+
+    set_, as_subclass = _set_sharded, _dense_as_subclass
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return _describe("Parameter", self._ds_member, self.dtype)
+
+
+class StandIn(torch.Tensor):
+    """What `detach()` and `state_dict()` give for a sharded parameter: it stays sharded and costs no memory."""
+
+    _ds_member: Member
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return intercept(func, args, kwargs or {})
+
+    set_, as_subclass = _set_sharded, _dense_as_subclass
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return _describe("stand-in", self._ds_member, self.dtype)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return self._ds_member.dense()
+
+    def __reduce_ex__(self, proto: int) -> Any:
+        return self._ds_member.dense().__reduce_ex__(proto)
+
+
+class ReadView(torch.Tensor):
+    """A view of a dense copy: reads as a tensor, but a write, which would be lost, raises."""
+
+    _ds_member: Member
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return intercept(func, args, kwargs or {})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return self.clone()
+
+    def __reduce_ex__(self, proto: int) -> Any:
+        return self.clone().__reduce_ex__(proto)
+
+
+_GUARDED = (ShardedParameter, StandIn, ReadView)
+
+
+def _describe(kind: str, member: Member, dtype: torch.dtype) -> str:
+    return f"<sharded {kind} {member.name}: shape {tuple(member.shape)}, {dtype}, {elements_here(member)} here>"
+
+
+def name_of(func: Any) -> str:
+    """The name of a torch function; of a property, with `=` where it is set."""
+    name = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__", "__delete__"):
+        return getattr(func.__self__, "__name__", "") + {"__get__": "", "__set__": "=", "__delete__": "="}[name]
+    return name
+
+
+def is_write(name: str) -> bool:
+    """Whether a torch function of that name changes its first argument."""
+    in_place = name.endswith("_") and not name.endswith("__")
+    operator = name.startswith("__i") and name.endswith("__") and name not in ("__invert__", "__index__", "__int__")
+    return in_place or operator or name.endswith("=") or name in ("__setitem__", "__delitem__")
+
+
+def refuse_write(name: str, member: Member) -> None:
+    """Raise for an operation that would change or expose values that nobody keeps."""
+    raise ShardedParameterError(
+        f"{name.rstrip('=') or 'write'} on parameter '{member.name}', which is sharded here: it would change or expose "
+        f"a copy that nobody keeps. Do it inside deepspeed.zero.GatheredParameters([param], modifier_rank=0), or use "
+        f"deepspeed.utils.safe_set_full_fp32_param."
+    )
+
+
+def was_replaced(tensor: torch.Tensor, member: Member) -> bool:
+    """Whether the unbound `torch.Tensor.set_`, which torch hands to no class, has put something under `tensor`."""
+    return tensor.data_ptr() != member.placeholder.data_ptr()
+
+
+def _refuse_if_replaced(tensor: Any) -> None:
+    if isinstance(tensor, (ShardedParameter, StandIn)) and was_replaced(tensor, tensor._ds_member):
+        _raw_data.__set__(tensor, tensor._ds_member.placeholder)
+        refuse_write("set_", tensor._ds_member)
+
+
+def _refuse_targets(name: str, out: Any) -> None:
+    for target in _walk(out):
+        if isinstance(target, _GUARDED):
+            refuse_write(name, target._ds_member)
+
+
+def intercept(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What any torch function does when it meets a sharded parameter, a stand-in, or a view of a copy."""
+    name = name_of(func)
+    if not args and "tensor" in kwargs:  # torch.nn.init passes by name
+        args, kwargs = (kwargs["tensor"],), {key: value for key, value in kwargs.items() if key != "tensor"}
+    first = args[0] if args and isinstance(args[0], _GUARDED) else None
+    with torch._C.DisableTorchFunctionSubclass():
+        _refuse_if_replaced(first)
+        own = name in _OWN_GRAD and isinstance(first, StandIn)
+        if name in METADATA or name == "requires_grad=" or own or func is torch.autograd.grad:
+            return func(*args, **kwargs)  # torch.autograd.grad knows its inputs by identity
+        if first is not None:
+            if _stays(name, first, args, kwargs):
+                return first
+            if is_write(name) or name in _RAW_STORAGE:
+                return _write(name, func, args, kwargs)
+            if not isinstance(first, ReadView):
+                if name in _STAND_IN:
+                    return stand_in(first._ds_member)
+                if name in DENSE_METADATA:
+                    return func(_dense_meta(first), *args[1:], **kwargs)
+                if name in LIKE:
+                    dense = torch.empty(first.shape, dtype=first.dtype, device=first.device)
+                    return func(dense, *args[1:], **kwargs)
+        _refuse_targets(f"{name}(out=…)", kwargs.get("out"))
+        return _compute(name, func, args, kwargs)
+
+
+def _write(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Refused, but for modules being born that initialize what their children own."""
+    if birth_writers and is_write(name) and not (isinstance(args[0], ReadView) and name == "data="):
+        return birth_writers[-1](name, func, args, kwargs)
+    refuse_write(name, args[0]._ds_member)
+
+
+def _stays(name: str, first: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a move leads where the parameter is already, or it is given its own values: `module.cpu()` does both."""
+    if isinstance(first, ReadView):
+        return False
+    if name == "data=":
+        value = args[1]
+        own = isinstance(value, (ManagedParameter, StandIn)) and value._ds_member is first._ds_member
+        return own or getattr(value, _MOVED, None) == (first._ds_member.uid, _version_of(value))
+    if name not in _MOVES or kwargs.get("copy") or "memory_format" in kwargs or len(args) > 4:
+        return False
+    probe = torch.empty((), dtype=first.dtype, device=first.device)
+    return getattr(probe, name)(*args[1:], **kwargs) is probe
+
+
+def _note_move(source: ShardedParameter | StandIn, result: torch.Tensor) -> None:
+    if type(result) is torch.Tensor and result.dtype == source.dtype:
+        setattr(result, _MOVED, (source._ds_member.uid, _version_of(result)))
+
+
+def _compute(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call `func` on dense copies; a write to one of them raises, views of them come back guarded."""
+    copies: dict[int, tuple[torch.Tensor, Member, int]] = {}
+
+    def dense(value: Any) -> Any:
+        if not isinstance(value, _GUARDED):
+            return value
+        if id(value) not in copies:
+            member = value._ds_member
+            plain = value.as_subclass(torch.Tensor) if isinstance(value, ReadView) else _read(value, member)
+            copies[id(value)] = (plain, member, _version_of(plain))
+        return copies[id(value)][0]
+
+    result = func(*map_nested(dense, args), **map_nested(dense, kwargs))
+    if name in _MOVES and isinstance(args[0], (ShardedParameter, StandIn)):
+        _note_move(args[0], result)
+    storages = {}
+    for plain, member, version in copies.values():
+        if _version_of(plain) != version:
+            refuse_write(name, member)
+        if plain.layout == torch.strided and plain.device.type != "meta":
+            storages[plain.untyped_storage()._cdata] = member
+
+    def guard(value: Any) -> Any:
+        if type(value) is not torch.Tensor or value.layout != torch.strided or not storages or in_transform(value):
+            return value
+        member = storages.get(value.untyped_storage()._cdata)
+        if member is None:
+            return value
+        view = value.as_subclass(ReadView)
+        view._ds_member = member
+        return view
+
+    return map_nested(guard, result)
+
+
+class _Read(torch.autograd.Function):
+    """A dense copy whose gradient goes to the parameter."""
+
+    @staticmethod
+    def forward(param: torch.Tensor, copied: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return copied.detach()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # apart from forward, as torch.func asks
+        return None
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return grad, None
+
+
+def _version_of(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version  # inference tensors do not count their writes
+
+
+@outside_transforms
+def _read(value: torch.Tensor, member: Member) -> torch.Tensor:
+    copied = member.dense()
+    if isinstance(value, (ShardedParameter, StandIn)) and value.requires_grad and torch.is_grad_enabled():
+        return _Read.apply(value, copied)  # type: ignore[return-value]
+    return copied
+
+
+def dense_copy(tensor: Any) -> Any:
+    """A dense copy of a sharded parameter or stand-in, whose gradient flows to it; anything else as it is."""
+    if not isinstance(tensor, (ShardedParameter, StandIn)):
+        return tensor
+    with torch._C.DisableTorchFunctionSubclass():
+        return _read(tensor, tensor._ds_member)
+
+
+def refuse_functionalize(tensor: Any) -> Any:
+    """Raise for what is sharded, since `functionalize` writes to its arguments; anything else as it is."""
+    _refuse_targets("functionalize", tensor)
+    return tensor
+
+
+def stand_in(member: Member) -> StandIn:
+    """A stand-in of a member: true shape, no memory."""
+    made = torch.Tensor._make_subclass(StandIn, member.placeholder)
+    made._ds_member = member
+    return made
+
+
+def _dense_meta(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+def _walk(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (list, tuple)) else [] if value is None else [value]
+
+
+def map_nested(change: Any, value: Any) -> Any:
+    """A nest of tuples, lists and dicts with what `change` gives for each of its leaves."""
+    if isinstance(value, tuple):
+        made = [map_nested(change, v) for v in value]
+        return type(value)(*made) if hasattr(value, "_fields") else _rebuild(value, made)
+    if isinstance(value, list):
+        return [map_nested(change, v) for v in value]
+    if isinstance(value, dict):
+        return {k: map_nested(change, v) for k, v in value.items()}
+    return change(value)
+
+
+def _rebuild(value: tuple[Any, ...], made: list[Any]) -> Any:
+    same = all(a is b for a, b in zip(value, made, strict=True))
+    return value if same else tuple(made) if type(value) is tuple else type(value)(made)
+
+
+@functools.cache
+def _feed_parameters() -> None:
+    """From now on `nn.Parameter(tensor)` takes managed parameters and what is read of them.
+
+    As torch's, it shares the memory of a parameter that is whole for good; of one that is sharded, or gathered for a
+    while, it takes a copy.
+    """
+    new = Parameter.__new__
+
+    @functools.wraps(new)
+    def with_values(cls: Any, data: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(data, (ManagedParameter, *_GUARDED)):
+            with torch.no_grad():
+                whole = not data._ds_member.group.policy.gathers_before_use
+                data = data.detach() if whole else dense_copy(data).clone().as_subclass(torch.Tensor)
+        return new(cls, data, *args, **kwargs)
+
+    Parameter.__new__ = staticmethod(with_values)  # type: ignore[method-assign,assignment]
+
+
+def manage(param: Parameter, member: Member) -> None:
+    """Make `param` a managed one."""
+    _feed_parameters()
+    param.__class__ = ManagedParameter
+    param._ds_member = member  # type: ignore[attr-defined]
+
+
+def leave(member: Member, kind: type) -> None:
+    """The parameter is about to be of a class that manages nothing."""
+    if member.reducer is not None:
+        member.reducer.replaced.leaves(member, kind)
+    elif member.group.policy.gathers_before_use:
+        refuse_write("swap_tensors", member)
+
+
+def unmanage(param: Parameter) -> None:
+    """Give `param` back as a plain one."""
+    _raw_class.__set__(param, Parameter)
+    vars(param).pop("_ds_member", None)
+
+
+def is_managed(param: Any) -> bool:
+    """Whether `param` belongs to an engine or to zero.Init."""
+    return isinstance(param, ManagedParameter)

@@ -1,0 +1,357 @@
+"""Prefetches all-gathers by the module order of the last pass, within the limits of the JSON.
+
+[Note: costs] A pass uses every group a few times, so nothing here may look at all groups for one of them. Sums are kept
+as groups come and go, places in the last pass are looked up, and two heaps give the next sharded group to start and the
+idle one that is needed last. An entry of a heap is only a hint: whether it still holds is asked when it comes up.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+
+import torch
+
+from deepspeed.zero.parameters.shard_group import ShardGroup, State
+
+# Passes that begin differently (training, evaluation, a child or a method called by itself) are remembered apart.
+_REMEMBERED = 8
+# What a profile is told of: a gather is started as it is needed, is waited for, is started ahead.
+FETCH_SUBMIT, FETCH_WAIT, PREFETCH_SUBMIT = "fetch_submit", "fetch_wait", "prefetch_submit"
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Elements, not bytes, as in the JSON.
+
+    Args:
+        live: gathered at once (`stage3_max_live_parameters`).
+        reuse: a group is kept if it is used again within so many gathered elements (`stage3_max_reuse_distance`).
+        prefetch: on their way ahead of use (`stage3_prefetch_bucket_size`), or the next unit if that is larger; 0:
+            nothing is gathered ahead.
+    """
+
+    live: int = 1_000_000_000
+    reuse: int = 1_000_000_000
+    prefetch: int = 50_000_000
+
+
+@dataclass
+class _Pass:
+    """Groups in the order in which they were needed.
+
+    Args:
+        groups: one entry for each use.
+        units: by entry, which of the pass's gathers it was part of.
+    """
+
+    groups: list[ShardGroup] = field(default_factory=list)
+    units: list[int] = field(default_factory=list)
+    places: dict[int, list[int]] = field(default_factory=dict)  # entries of each group, by its id
+    before: list[int] = field(default_factory=lambda: [0])  # elements needed before each entry
+
+    def index(self) -> None:
+        """Make the look-ups, when the pass is over."""
+        for place, group in enumerate(self.groups):
+            self.places.setdefault(id(group), []).append(place)
+            self.before.append(self.before[-1] + group.numel)
+
+
+class Trace:
+    """The order in which groups were needed in the last pass of a kind, and where the running pass is in it."""
+
+    def __init__(self) -> None:
+        self._passes: dict[Hashable, _Pass] = {}
+        self._kind: Hashable = None
+        self._last, self._now = _Pass(), _Pass()
+        self._at = 0
+        self.restarts = 0
+
+    def restart(self, kind: Hashable = None) -> None:
+        """A new pass begins (an engine's forward).
+
+        Args:
+            kind: the order of the last pass of the same kind is expected.
+        """
+        if self._now.groups:
+            known = self._passes.pop(self._kind, None)
+            if known is None or known.groups != self._now.groups or known.units != self._now.units:
+                known = self._now
+                known.index()
+            self._passes[self._kind] = known
+            if len(self._passes) > _REMEMBERED:
+                del self._passes[next(iter(self._passes))]
+        self._kind, self._last = kind, self._passes.get(kind) or _Pass()
+        self._now, self._at = _Pass(), 0
+        self.restarts += 1
+
+    def used(self, *groups: ShardGroup) -> range:
+        """`groups` are needed now, all of them for one unit; returns the entries of the last pass that are left out."""
+        unit = self._now.units[-1] + 1 if self._now.units else 0
+        reached, skipped = self._at, 0
+        for group in groups:
+            self._now.groups.append(group)
+            self._now.units.append(unit)
+            place = self.place(group)
+            if place is not None:
+                skipped += place - self._at
+                self._at = place + 1
+        return range(reached, self._at if skipped else reached)
+
+    def coming(self) -> list[ShardGroup]:
+        """What the last pass needed from here on, nearest first."""
+        return self._last.groups[self._at :]
+
+    def place(self, group: ShardGroup) -> int | None:
+        """The entry of the last pass in which `group` is needed next; None when it is not, or not known."""
+        places = self._last.places.get(id(group), ())
+        index = bisect_left(places, self._at)
+        return places[index] if index < len(places) else None
+
+    def at(self, place: int) -> ShardGroup:
+        """The group of an entry."""
+        return self._last.groups[place]
+
+    def over(self, place: int) -> bool:
+        """Whether the running pass is beyond an entry."""
+        return place < self._at
+
+    def next_unit(self) -> list[ShardGroup]:
+        """What the next gather will need."""
+        units, end = self._last.units, self._at
+        while end < len(units) and units[end] == units[self._at]:
+            end += 1
+        return self._last.groups[self._at : end]
+
+    def distance(self, group: ShardGroup) -> int | None:
+        """Elements needed before `group` is needed again; None when it is not, or not known."""
+        place = self.place(group)
+        return None if place is None else self._last.before[place] - self._last.before[self._at]
+
+    def is_invalid_trace(self) -> bool:
+        """Whether there is no last pass to go by, under the name clients ask for."""
+        return not self.known
+
+    def _invalidate_trace(self) -> None:
+        self._passes.clear()
+        self._last, self._now, self._at = _Pass(), _Pass(), 0
+        self.restarts += 1
+
+    @property
+    def begun(self) -> bool:
+        """Whether the running pass has needed anything."""
+        return bool(self._now.groups)
+
+    @property
+    def known(self) -> bool:
+        """Whether there is a last pass to go by."""
+        return bool(self._last.groups)
+
+
+class Keeper:
+    """Applies the limits: frees what may not stay, starts what will be needed.
+
+    Args:
+        groups: the groups that are gathered before use.
+        limits: how much may be here.
+    """
+
+    def __init__(self, groups: list[ShardGroup], limits: Limits) -> None:
+        self.groups, self.limits, self.trace = groups, limits, Trace()
+        everything = sum(g.numel for g in groups)
+        if min(limits.live, limits.reuse) >= everything:  # all may be here at once, so memory is set aside for all
+            for group in groups:
+                group.retain()
+        self.peak = 0  # most elements gathered or in flight at once
+        self.gathers = 0
+        self.late = 0  # gathers of a known pass that were started when their unit needed them, not ahead
+        self.profile: Callable[[str, int], AbstractContextManager[None]] | None = None  # takes an event, its elements
+        self._number = {id(g): number for number, g in enumerate(groups)}
+        self._here: dict[int, ShardGroup] = {}  # gathered or in flight, by id
+        self._used: dict[int, ShardGroup] = {}  # gathered for a unit that is not done with it
+        self._ahead: dict[int, ShardGroup] = {}  # in flight and not needed yet
+        self._live = self._on_the_way = 0  # elements of `_here`, of `_ahead`
+        self._unit: tuple[ShardGroup, ...] = ()  # the last that was gathered
+        self._coming: list[int] = []  # heap: entries of the last pass whose groups may be sharded
+        self._idle: list[tuple[float, int]] = []  # heap: (- entry of next use, number) of groups that may be idle here
+        self._restarts = -1
+        for group in groups:
+            group.observer = self.note
+            self.note(group)
+
+    def live(self) -> int:
+        """Elements gathered or in flight."""
+        return self._live
+
+    def note(self, group: ShardGroup) -> None:
+        """`group` may have another state than before."""
+        key, state = id(group), group.state
+        if state is not State.INFLIGHT and self._ahead.pop(key, None) is not None:
+            self._on_the_way -= group.numel
+        if state is not State.SHARDED:
+            if key not in self._here:
+                self._here[key] = group
+                self._live += group.numel
+        elif self._here.pop(key, None) is not None:
+            self._live -= group.numel
+            self._used.pop(key, None)
+            self._queue(group)
+
+    def _queue(self, group: ShardGroup) -> None:
+        """Where it is found: among what is to be started, or among what may be freed."""
+        place = self.trace.place(group)
+        if group.state is not State.SHARDED:
+            heappush(self._idle, (-math.inf if place is None else -place, self._number[id(group)]))
+        elif place is not None:
+            heappush(self._coming, place)
+
+    def _follow(self) -> None:
+        """Take in that the trace has begun anew."""
+        if self._restarts != self.trace.restarts:
+            self._restarts = self.trace.restarts
+            self._coming.clear()
+            self._idle.clear()
+            for group in self.groups:
+                self._queue(group)
+
+    def make_room(self, group: ShardGroup) -> None:
+        """Free idle groups until `group` fits the live limit, or none is idle: first those needed last."""
+        if group.state is State.SHARDED:
+            self._evict(self.limits.live - group.numel)
+
+    def _evict(self, limit: int) -> None:
+        """Free idle groups, those needed last before others, until at most `limit` elements are here."""
+        if self._live <= limit:
+            return
+        self._follow()
+        while self._idle and self._live > limit:
+            expected, number = heappop(self._idle)
+            group = self.groups[number]
+            if group.state is State.SHARDED or group.users:
+                continue
+            place = self.trace.place(group)
+            if expected != (-math.inf if place is None else -place):
+                self._queue(group)
+            else:
+                self._free(group)
+
+    def _free(self, group: ShardGroup) -> None:
+        group.free()
+        self.note(group)
+
+    def gather(self, *groups: ShardGroup) -> None:
+        """Have the groups of a unit here, with what comes after them on its way."""
+        self._follow()
+        expected = self.trace.known and self.trace.begun
+        for place in self.trace.used(*groups):
+            self._queue(self.trace.at(place))
+        self._unit = groups
+        for group in groups:
+            self._used[id(group)] = group
+            if self._ahead.pop(id(group), None) is not None:
+                self._on_the_way -= group.numel
+            if group.state is State.SHARDED:
+                self.late += expected
+                self.make_room(group)
+                with self._event(FETCH_SUBMIT, group):
+                    self._start(group)
+        self._prefetch()
+        self._read_ahead()
+        for group in groups:
+            with self._event(FETCH_WAIT, group) if group.state is State.INFLIGHT else _NOTHING:
+                group.finish_gather()
+            self.note(group)
+
+    def _event(self, name: str, group: ShardGroup) -> AbstractContextManager[None]:
+        if self.profile is None:
+            return _NOTHING
+        return self.profile(name, sum(member.shape.numel() for member in group.members))  # without what fills it up
+
+    def _start(self, group: ShardGroup) -> None:
+        group.start_gather()
+        self.note(group)
+        self.gathers += 1
+        self.peak = max(self.peak, self._live)
+
+    def _prefetch(self) -> None:
+        """Start what comes next, whatever its size, and then what the limits allow."""
+        if self.limits.prefetch <= 0 or not self._prefetch_unit():
+            return
+        for group in self._sharded_to_come():
+            if self._on_the_way + group.numel > self.limits.prefetch or self._live + group.numel > self.limits.live:
+                return
+            self._start_ahead(group)
+
+    def _read_ahead(self) -> None:
+        """The next group whose gather has not begun starts to come from where it rests: a gather would wait for that.
+
+        Where blocks are computed again the next unit is this one once more, so what follows it is looked for.
+        """
+        group = next(self._sharded_to_come(), None) if self.limits.prefetch > 0 else None
+        if group is not None:
+            group.expect_gather()
+
+    def _prefetch_unit(self) -> bool:
+        """Start the next unit if it, with the one before it, fits beside what is in use; whether it is here."""
+        unit = self.trace.next_unit()
+        missing = [g for g in unit if g.state is State.SHARDED]
+        if not missing:
+            return True
+        together = {id(g): g.numel for g in (*unit, *self._unit)}
+        limit = max(self.limits.live, sum(together.values()))
+        beside = together | {key: g.numel for key, g in self._used.items()}
+        if sum(beside[key] for key in {*self._used, *map(id, unit)}) > limit:
+            return False
+        for group in missing:
+            if group.state is State.SHARDED:  # a unit may name a group twice
+                self._evict(limit - group.numel)
+                self._start_ahead(group)
+        return True
+
+    def _start_ahead(self, group: ShardGroup) -> None:
+        with self._event(PREFETCH_SUBMIT, group):
+            self._start(group)
+        if group.state is State.INFLIGHT:
+            self._ahead[id(group)] = group
+            self._on_the_way += group.numel
+        self._queue(group)
+
+    def _sharded_to_come(self) -> Iterator[ShardGroup]:
+        """Groups that are sharded and will be needed, nearest first; what is not taken is found again."""
+        while self._coming:
+            place = self._coming[0]
+            if not self.trace.over(place) and self.trace.at(place).state is State.SHARDED:
+                yield self.trace.at(place)
+                if self.trace.at(place).state is State.SHARDED:
+                    return
+            else:
+                heappop(self._coming)
+
+    def release(self, group: ShardGroup) -> None:
+        """`group` is not in use any more: free it unless it is needed again soon and there is room."""
+        if group.users:
+            return
+        self._follow()
+        self._used.pop(id(group), None)
+        distance = self.trace.distance(group)
+        if distance is None and not self.trace.known and torch.is_grad_enabled():
+            distance = 0  # the first pass: its backward is still to come
+        stays = distance is not None and distance <= self.limits.reuse and self._live <= self.limits.live
+        ahead = self.limits.prefetch > 0
+        if stays or (ahead and group in self.trace.next_unit()):  # which would be started again at once
+            self._queue(group)
+            return
+        self._free(group)
+        if ahead:
+            self._prefetch_unit()
+
+    def free_idle(self) -> None:
+        """Free everything that is not in use (before an update, at the end of a pass)."""
+        for group in list(self._here.values()):
+            if not group.users:
+                self._free(group)

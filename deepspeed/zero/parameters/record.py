@@ -1,0 +1,299 @@
+"""The record of one parameter in a group: its name, its offset and its stand-in while it is sharded.
+
+Those objects know the record; the record knows them by these roles alone, so that imports, types included, form no
+circle. Whoever needs more of a group than its role asks `shard_group.group_of`.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.nn import Parameter
+
+from deepspeed.comm.process_groups.axis import Axis
+from deepspeed.errors import UsageError
+from deepspeed.foundation.log import warn_once
+from deepspeed.storage.tier import Stored
+from deepspeed.zero.layout.layout import Layout
+from deepspeed.zero.layout.placement import Placement, placement_of
+from deepspeed.zero.layout.stages import Policy
+from deepspeed.zero.parameters.tiers import Tiers
+
+
+class ZeroParamStatus(enum.Enum):
+    """Where a parameter's values are right now."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
+class Gatherer(Protocol):
+    """Gathers and frees the groups of an engine; see `lifecycle.Lifecycle`."""
+
+    depth: int
+
+    def used_outside(self, group: Any) -> None:
+        """A group was read while a unit that does not own it was running."""
+
+    def add_external(self, module: nn.Module, group: Any) -> None:
+        """A module also uses a group that is not below it."""
+
+    def remove_external(self, module: nn.Module, group: Any) -> None:
+        """Undo `add_external`."""
+
+
+class Gradients(Protocol):
+    """Where a parameter's gradients are; see `reducer.Reducer`."""
+
+    replaced: Any  # see `replaced.Replaced`
+
+    def arrived(self, member: Any) -> None:
+        """Autograd has finished its gradient."""
+
+    def grad_of(self, member: Any) -> torch.Tensor | None:
+        """The mean gradient of the window so far."""
+        ...
+
+    def set_grad(self, member: Any, value: torch.Tensor | None) -> None:
+        """Replace it."""
+
+
+class Exposed(Protocol):
+    """The memory of a group that users may hold; see `aliases.Aliases`."""
+
+    def expose(self, member: Any) -> None:
+        """`param.data` was handed out."""
+
+
+class Group(Protocol):
+    """The parameters that travel with it; see `shard_group.ShardGroup`."""
+
+    members: list[Any]
+    axis: Axis
+    policy: Policy
+    layout: Layout
+    tiers: Tiers
+    name: str
+    dtype: torch.dtype
+    device: torch.device
+    offsets: Sequence[int]
+    views: list[torch.Tensor]
+    full: torch.Tensor
+    values: Stored
+    low: int
+    high: int
+    lifecycle: Gatherer | None
+
+    @property
+    def aliases(self) -> Exposed:
+        """Its memory, and who holds views of it."""
+        ...
+
+    @property
+    def status(self) -> ZeroParamStatus:
+        """Where the values are."""
+        ...
+
+    @property
+    def updated(self) -> Stored:
+        """What the optimizer updates."""
+        ...
+
+    def land(self) -> None:
+        """Wait on the current stream for values that are still on their way."""
+
+    def read(self, member: Any) -> torch.Tensor:
+        """A private dense copy of a member."""
+        ...
+
+    def write(self, member: Any, values: torch.Tensor) -> None:
+        """Replace a member's values on this rank."""
+
+    def assemble(self, member: Any, of: torch.Tensor, kind: int, label: str) -> torch.Tensor:
+        """All fragments of a member, as every rank holds them."""
+        ...
+
+    def advance(self) -> None:
+        """The slice has new values."""
+
+    def thaw(self, dtype: torch.dtype) -> None:
+        """Give a frozen group its master copy."""
+
+    def import_edits(self, member: Any) -> None:
+        """Take a member's edited values into the master copy."""
+
+
+class Pruner(Protocol):
+    """What masks the slices of an optimizer."""
+
+    def on_gradients(self) -> None:
+        """The window's gradients are complete, and not yet part of a norm."""
+
+    def on_update(self, groups: Iterable[Any]) -> None:
+        """The masters of these groups were updated, and are not published yet."""
+
+    def fragment_state(self, fragment: Any) -> dict[str, torch.Tensor]:
+        """What a checkpoint stores beside the optimizer's state of a fragment."""
+        ...
+
+    def take_fragment_state(self, fragment: Any, state: dict[str, Any]) -> dict[str, Any]:
+        """Take its own part out of a loaded state; gives the optimizer's."""
+        ...
+
+    def arriving(self, fragment: Any) -> dict[str, torch.Tensor]:
+        """The tensors of that part, which the load fills."""
+        ...
+
+
+_uids = itertools.count()
+references: Any = torch._C._storage_Use_Count  # pyright: ignore[reportAttributeAccessIssue]  # tensors over a storage
+
+memories: set[int] = set()  # of all groups, by identity of the storage: what lies there belongs to a parameter
+
+
+def tensors_over(tensor: torch.Tensor) -> int:
+    """How many tensors lie over the memory of `tensor`, itself included."""
+    return references(tensor.untyped_storage()._cdata) - 1  # the object that it is asked by counts too
+
+
+@dataclass(eq=False)
+class Member:
+    """One parameter of a group.
+
+    Args:
+        param: the parameter; its identity never changes.
+        name: qualified name in the module, for reports.
+        index: position in the group.
+        place: position in the model.
+    """
+
+    param: Parameter
+    name: str
+    index: int = 0
+    place: int = 0
+    shape: torch.Size = field(init=False)
+    numel: int = field(init=False)
+    uid: int = field(default_factory=lambda: next(_uids))
+    group: Group = field(init=False, repr=False)
+    placeholder: torch.Tensor = field(init=False, repr=False)
+    reducer: Gradients | None = field(default=None, repr=False)
+    owner: object | None = field(default=None, repr=False)  # the optimizer that updates it
+    active_modules: set[Any] = field(default_factory=set, repr=False)
+    version: int = 0  # the parameter's version counter when it was last known to agree with its slice
+    address: int = 0  # of its place in the full buffer, when it was last looked at
+    exposed: bool = False  # `param.data` was handed out, and writes through it are not counted
+    snapshot: torch.Tensor | None = field(default=None, repr=False)  # 1-D values then, where a write would be lost
+
+    def __post_init__(self) -> None:
+        self.shape = self.param.shape
+        self.numel = self.shape.numel()
+
+    @property
+    def offset(self) -> int:
+        """Where it begins in the group."""
+        return self.group.offsets[self.index]
+
+    @property
+    def placement(self) -> Placement:
+        """Its row of the table of placements."""
+        return placement_of(self.param)
+
+    @cached_property
+    def strides(self) -> tuple[int, ...]:
+        """Of a contiguous tensor of its shape."""
+        return torch.empty(self.shape, device="meta").stride()
+
+    @cached_property
+    def padded(self) -> bool:
+        """Whether some of its elements are no part of the global tensor."""
+        return any(cut.padding for cut in self.placement.cuts)
+
+    def without_padding(self, values: torch.Tensor) -> torch.Tensor:
+        """A copy of values of its shape, with zeros for padding."""
+        values = values.clone()
+        for cut in self.placement.cuts:
+            at = 0
+            for start, length in cut.segments:
+                if start < 0:
+                    values.narrow(cut.dim, at, length).zero_()
+                at += length
+        return values
+
+    def flat(self) -> torch.Tensor:
+        """Its place in the full buffer, 1-D; values while that has its memory."""
+        return self.group.full[self.offset : self.offset + self.numel]
+
+    def rest(self) -> None:
+        """Make what stands for the values while they are away: true shape, no memory, every element NaN (or large)."""
+        dtype = self.group.dtype
+        integral = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+        value = torch.iinfo(dtype).max if integral else torch.nan
+        self.placeholder = torch.full((), value, dtype=dtype, device=self.group.device).expand(self.shape)
+
+    def own_span(self) -> slice:
+        """Where this rank's part of the values lies in the group's slice; possibly empty."""
+        group, cuts = self.group, self.group.layout.cuts_of(self.index)
+        rank = group.axis.rank
+        low = max(self.offset + cuts[rank] - group.layout.cuts[rank], 0)
+        return slice(low, low + cuts[rank + 1] - cuts[rank])
+
+    def own_values(self) -> torch.Tensor:
+        """This rank's part of the values, 1-D: a view of the slice where that rests in memory, else a copy."""
+        values = self.group.values
+        with values.borrowed() as lent:
+            own = lent[self.own_span()]
+            return own if values.memory is not None else own.clone()
+
+    def step_aside(self) -> None:
+        """Let values that were put under the parameter, and may be another parameter's memory, be values of its own."""
+        if self.param.data_ptr() != self.group.views[self.index].data_ptr():
+            self.param.data = self.param.detach().clone()
+
+    def tell_holder(self) -> None:
+        """Say that values put under the parameter are copied, when somebody holds the tensor that they come from."""
+        with torch._C.DisableTorchFunctionSubclass():
+            away = self.param.data_ptr() != self.group.views[self.index].data_ptr()
+            if away and tensors_over(self.param) > 1 and self.param.untyped_storage()._cdata not in memories:
+                warn_once(
+                    f"parameter '{self.name}' was given the memory of another tensor by `.data =`: its values are "
+                    f"copied, and the two do not share memory; what a step changes does not show there, nor what is "
+                    f"written there here",
+                    key=("copied", self.uid),
+                )
+
+    def rejoin(self) -> None:
+        """Take back values that were put under the gathered parameter by `param.data = …`.
+
+        Raises:
+            UsageError: they have another shape or dtype, as after `module.half()`.
+        """
+        view, param = self.group.views[self.index], self.param
+        self.address = view.data_ptr()
+        if param.data_ptr() == self.address and param.dtype == view.dtype:
+            return
+        self.check_fit()
+        view.copy_(param.detach())
+        param.data = view
+        self.version = -1
+
+    def check_fit(self) -> None:
+        """Raise for values of another shape or dtype, as after `module.half()`."""
+        view, param = self.group.views[self.index], self.param
+        if param.shape != view.shape or param.dtype != view.dtype:
+            raise UsageError(
+                f"parameter '{self.name}' was {tuple(view.shape)} {view.dtype} at initialize and is now "
+                f"{tuple(param.shape)} {param.dtype}: cast or resize the model before initialize, or name the dtype "
+                f"in the JSON (bf16, fp16)"
+            )
+
+    def dense(self) -> torch.Tensor:
+        """A private dense copy; all ranks of the axis call together unless the values are here."""
+        return self.group.read(self)

@@ -1,0 +1,145 @@
+"""Takes over tensors that were put in the place of a managed parameter, or rejects them.
+
+[Note: replaced parameters] A parameter keeps its identity under an engine: the optimizer, gradients and slices know it.
+`torch.utils.swap_tensors`, which torch's conversions of modules may use, leaves the object and exchanges everything
+in it; `module.weight = nn.Parameter(…)` and `load_state_dict(assign=True)` leave the module with another object. Either
+is found before the next forward in training, and at the latest before the update: the values are the parameter's from
+then on. Where each rank holds a slice only, a rank cannot take them over alone, and raises.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import Parameter
+
+from deepspeed.errors import UsageError
+from deepspeed.foundation.log import warn_once
+from deepspeed.zero.parameters.parameter import (
+    ManagedParameter,
+    is_managed,
+    manage,
+    raw_grad,
+    refuse_write,
+    set_raw_grad,
+)
+from deepspeed.zero.parameters.record import Member
+
+Table = dict[str, Parameter | None]
+
+
+class Replaced:
+    """Finds what was replaced under an engine.
+
+    Args:
+        listen: takes the gradients of a member, after it was given another tensor.
+        arrived: told of a gradient that autograd has put on a parameter meanwhile.
+    """
+
+    def __init__(self, listen: Callable[[Member, bool], None], arrived: Callable[[Member], None]) -> None:
+        self._listen, self._arrived = listen, arrived
+        self._left: dict[int, tuple[Member, dict[str, Any]]] = {}
+        self._places: list[tuple[Table, str, Member]] = []
+        self._columns: tuple[tuple[Any, ...], ...] = ()  # of tables, names, parameters
+
+    def watch(self, module: nn.Module) -> None:
+        """Look after the parameters of a model, wherever it names them."""
+        tables = [child._parameters for child in module.modules() if isinstance(child._parameters, dict)]
+        named = [(table, name, param) for table in tables for name, param in table.items()]
+        self._places = [
+            (table, name, param._ds_member)
+            for table, name, param in named
+            if isinstance(param, ManagedParameter) and param._ds_member.reducer is not None
+        ]
+        self._columns = tuple(zip(*((table, name, member.param) for table, name, member in self._places), strict=True))
+
+    def leaves(self, member: Member, kind: type) -> None:
+        """`swap_tensors` is about to put another tensor under a parameter.
+
+        Args:
+            member: its record.
+            kind: the class that it gets.
+
+        Raises:
+            UsageError: that is no plain parameter: nothing was swapped.
+            ShardedParameterError: each rank holds a slice of the values: nothing was swapped.
+        """
+        if member.group.policy.gathers_before_use:
+            refuse_write("swap_tensors", member)
+        if kind is not Parameter:
+            raise UsageError(
+                f"swap_tensors would make parameter '{member.name}' a {kind.__name__}, which the engine that trains it "
+                f"cannot update: convert the model before deepspeed.initialize"
+            )
+        self._left[member.uid] = member, dict(vars(member.param))
+
+    def settle(self) -> None:
+        """Take over what was replaced on this rank.
+
+        Raises:
+            UsageError: it has another shape or dtype, or only all ranks together could take it over.
+        """
+        while self._left:
+            uid, (member, marks) = next(iter(self._left.items()))
+            member.check_fit()
+            vars(member.param).update(marks)
+            manage(member.param, member)
+            del self._left[uid]
+            self._listen(member, True)
+            if raw_grad(member.param) is not None:
+                self._arrived(member)
+        if self._columns:
+            tables, names, params = self._columns
+            if not all(map(operator.is_, map(dict.get, tables, names), params)):  # in each step: no loop in Python
+                self._look()
+
+    def _look(self) -> None:
+        """Take over parameters that others stand for."""
+        others = defaultdict[int, list[tuple[Table, str, Member]]](list)
+        for place in self._places:
+            table, name, member = place
+            there = table.get(name)
+            if there is not member.param and there is not None and not is_managed(there):
+                others[member.uid].append(place)
+        for places in others.values():
+            self._take_over(places)
+
+    def _take_over(self, places: list[tuple[Table, str, Member]]) -> None:
+        member = places[0][2]
+        param, found = member.param, [table[name] for table, name, _ in places]
+        new, how = found[0], f"parameter '{member.name}' was replaced by another tensor after initialize"
+        everywhere = sum(other is member for _, _, other in self._places)
+        if new is None or new.shape != member.shape or new.dtype.is_floating_point != param.dtype.is_floating_point:
+            raise UsageError(
+                f"{how}, of {tuple(new.shape) if new is not None else ()} instead of {tuple(member.shape)}, which the "
+                f"optimizer does not have: change the model before deepspeed.initialize, or put the parameter back"
+            )
+        if member.group.policy.gathers_before_use:
+            raise UsageError(
+                f"{how}, and the optimizer has the old one, of which each rank holds a slice. Put it back, and copy "
+                f"the values into it inside deepspeed.zero.GatheredParameters([param], modifier_rank=0), or with "
+                f"deepspeed.utils.safe_set_full_fp32_param"
+            )
+        if len(found) < everywhere or any(other is not new for other in found):
+            raise UsageError(
+                f"{how} in one of the {everywhere} places that share it: share other weights before "
+                f"deepspeed.initialize, or put the parameter back"
+            )
+        warn_once(
+            f"{how} (an assignment to the module, or load_state_dict with assign=True): its values are copied into the "
+            f"parameter that the optimizer has, which the module gets back",
+            key=("replaced", member.uid),
+        )
+        with torch.no_grad():
+            param.copy_(new)
+        param.requires_grad_(new.requires_grad)
+        for table, name, _ in places:
+            table[name] = param
+        if new.grad is not None:
+            set_raw_grad(param, new.grad)
+            self._arrived(member)

@@ -1,0 +1,486 @@
+"""Parameters that are all-gathered and reduced together: one flat buffer, one shard per rank.
+
+[Note: one storage] The full buffer of a group is one storage for the life of the group. Freeing shrinks it to nothing,
+gathering grows it back and refills it. Where somebody holds a view it is not shrunk, see
+`deepspeed/zero/parameters/buffer_views.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import itertools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import cast
+
+import torch
+
+from deepspeed.comm.collectives.collectives import READ, SPREAD, Handle, spread, tag_of
+from deepspeed.comm.collectives.one_sided import FetchService, SharedSlices, meet, service_of
+from deepspeed.errors import ShardedParameterError
+from deepspeed.foundation.malloc import at_a_page, limits_addresses
+from deepspeed.storage.async_copy import Arrival
+from deepspeed.storage.device_tier import RESIDENT, Resident
+from deepspeed.storage.tier import Stored
+from deepspeed.zero.layout.layout import Layout
+from deepspeed.zero.layout.stages import Policy
+from deepspeed.zero.parameters.buffer_views import Aliases, lies_elsewhere
+from deepspeed.zero.parameters.collective_order import GatherOrder, gather_all
+from deepspeed.zero.parameters.functorch import feed_transforms, outside_transforms
+from deepspeed.zero.parameters.local_shard import LocalShard
+from deepspeed.zero.parameters.parallel_groups import Holders
+from deepspeed.zero.parameters.parameter import (
+    ManagedParameter,
+    ShardedParameter,
+    dense_copy,
+    manage,
+    refuse_functionalize,
+    refuse_write,
+    unmanage,
+    was_replaced,
+)
+from deepspeed.zero.parameters.record import Gatherer, Member, ZeroParamStatus
+from deepspeed.zero.parameters.tiers import Tiers
+
+
+class State(enum.Enum):
+    """Where the full buffer of a group is."""
+
+    SHARDED = "sharded"
+    INFLIGHT = "in flight"
+    GATHERED = "gathered"
+
+
+_STATUS = {
+    State.SHARDED: ZeroParamStatus.NOT_AVAILABLE,
+    State.INFLIGHT: ZeroParamStatus.INFLIGHT,
+    State.GATHERED: ZeroParamStatus.AVAILABLE,
+}
+
+
+class ShardGroup(LocalShard):
+    """A group of parameters under one policy.
+
+    Args:
+        holders: the ranks around it.
+        policy: what is split.
+        layout: how the concatenation is cut.
+        members: the parameters, in the order of the layout, with their values in `param.data`.
+        dtype: compute dtype; None: that of the parameters.
+        master: dtype of a master copy of what the optimizer updates here; None, or the compute dtype: none is needed,
+            the values are the master.
+        tiers: where slice, master and gradient accumulators rest; None: on the device.
+    """
+
+    def __init__(
+        self,
+        holders: Holders,
+        policy: Policy,
+        layout: Layout,
+        members: list[Member],
+        *,
+        dtype: torch.dtype | None = None,
+        master: torch.dtype | None = None,
+        tiers: Tiers | None = None,
+    ) -> None:
+        first = members[0].param
+        axis = holders.shard
+        self.holders, self.axis, self.policy, self.layout, self.members = holders, axis, policy, layout, members
+        self.offsets: Sequence[int] = layout.offsets
+        self.numel = layout.padded  # elements of the full buffer
+        self.dtype, self.device = dtype or first.dtype, first.device
+        self.tiers = tiers or Tiers()
+        # Who lets parameters rest elsewhere is short of memory here: what is freed goes back to the system at once.
+        # So is who gathers under a limit on addresses.
+        short = self.tiers.parameters is not RESIDENT or (policy.gathers_before_use and limits_addresses())
+        self.own_pages = self.device.type == "cpu" and short
+        self.channel, self.copies_channel = holders.open_channels()
+        self.name = members[0].name + (f" … {members[-1].name}" if len(members) > 1 else "")
+        self.users = 0  # modules and contexts that need the values right now
+        self.editors = 0  # contexts that say what becomes of changes
+        self.retains = False  # freeing keeps the memory of the full buffer
+        self.fetch: FetchService | SharedSlices | None = None
+        self._dropped: weakref.finalize | None = None
+        self.lifecycle: Gatherer | None = None  # of the engine that gathers it
+        self.gather_order: GatherOrder | None = None  # where messages of a device carry no names
+        self.observer: Callable[[ShardGroup], None] | None = None  # told when the state has changed
+        self.changes = 0  # how often the slice has got new values
+        self._handle: Handle | None = None
+        self._arrival: Arrival | None = None  # the own slice, on its way from another device
+        self._seq = itertools.count()
+        for index, member in enumerate(members):
+            member.group, member.index = self, index
+            member.rest()
+        self.new_buffer()
+        self.state = State.GATHERED
+        low, high = layout.cuts[axis.rank], layout.cuts[axis.rank + 1]
+        # What the optimizer updates here.
+        self.low, self.high = (low, high) if policy.owns_a_slice else (0, layout.padded)
+        span = self.full[low:high] if policy.owns_a_slice else self.full
+        self.values: Stored = Resident(f"values of {self.name}", span)
+        if master is not None:
+            self.add_master(master)
+        self._adopt()
+        if policy.gathers_before_use:
+            feed_transforms(dense_copy, refuse_functionalize)
+            self.settle_values(span)
+            del span  # a view, which would count as somebody's
+            self.free()
+
+    @property
+    def state(self) -> State:
+        """Where the full buffer is."""
+        return self._state
+
+    @state.setter
+    def state(self, state: State) -> None:
+        self._state = state
+        if self.observer is not None:
+            self.observer(self)
+
+    @property
+    def status(self) -> ZeroParamStatus:
+        """The public name of the state."""
+        return _STATUS[self.state]
+
+    def new_buffer(self) -> None:
+        """Make the full buffer, of zeros, with nobody's views over it."""
+        padded, dtype = self.layout.padded, self.dtype
+        self.full = at_a_page(padded, dtype) if self.own_pages else torch.zeros(padded, dtype=dtype, device=self.device)
+        # The parameters' places in the full buffer, in their shapes; valid whenever the storage has its size.
+        self.views = [member.flat().view(member.shape) for member in self.members]
+        self.aliases = Aliases(self)
+
+    def move_out(self) -> None:
+        """Leave the memory of a whole group to whoever holds it, and go on in memory of its own."""
+        old, views = self.full, self.views
+        self.new_buffer()
+        self.full.copy_(old)
+        span = self.full[self.low : self.high]
+        self.values = Resident(self.values.label, span)
+        for member, before, view in zip(self.members, views, self.views, strict=True):
+            if member.param.data_ptr() == before.data_ptr():
+                member.param.data = view
+                member.address = view.data_ptr()
+
+    def _adopt(self) -> None:
+        """Copy the values into the full buffer and make the parameters views of it."""
+        with self.master.borrowed(changed=True) if self.master is not None else contextlib.nullcontext():
+            for member, offset in zip(self.members, self.offsets, strict=True):
+                values = member.param.detach().reshape(-1)
+                self.full[offset : offset + member.numel].copy_(values)
+                self.overwrite_master(member, values)
+        for member, view in zip(self.members, self.views, strict=True):
+            member.param.data = view
+            manage(member.param, member)
+            member.version = member.param._version
+
+    def write(self, member: Member, values: torch.Tensor) -> None:
+        """Replace one member's values on this rank: slice, master, and the full buffer if it is here.
+
+        Args:
+            member: the parameter.
+            values: dense, any shape of the right number of elements, the same on all ranks.
+        """
+        flat = values.detach().reshape(-1)
+        meet_before_change([self])
+        self.overwrite_master(member, flat)
+        if self.state is State.GATHERED or self.aliases.lent:
+            self.aliases.refuse_lost_writes()
+            member.flat().copy_(flat)
+            self.aliases.snap([member])
+        if self.policy.gathers_before_use:
+            cuts, rank = self.layout.cuts_of(member.index), self.axis.rank
+            with self.values.borrowed(changed=True) as lent:
+                lent[member.own_span()].copy_(flat[cuts[rank] : cuts[rank + 1]])
+
+    # -- gather and free ------------------------------------------------------------------------------------------
+
+    def expect_gather(self) -> None:
+        """The group will be gathered soon: a slice that is to be sent begins to come from where it rests."""
+        if self.state is State.SHARDED and self.fetch is None and self.axis.size > 1 and self.values.memory is None:
+            self.values.ahead()
+
+    @outside_transforms
+    def start_gather(self) -> None:
+        """Begin to gather; nothing to do unless the group is sharded."""
+        if self.state is not State.SHARDED:
+            return
+        self.aliases.refuse_lost_writes()
+        label = f"gather of {self.name}"
+        self.aliases.grow()
+        cuts = self.layout.cuts
+        sends = self.fetch is None and self.axis.size > 1
+        arrival = None
+        if self.values.memory is None and not sends:
+            self.expect_own()
+        else:
+            arrival = self.bring_own()
+        if self.fetch is not None:
+            self._handle = self.fetch.pull(self.channel, self.full, cuts, label)
+        else:
+            # Behind the copy of the own slice, which what is computed meanwhile need not wait for.
+            with contextlib.nullcontext() if arrival is None else arrival.stream():
+                self._handle = gather_all(self, tag_of(self.channel, SPREAD, next(self._seq)), label)
+        self._arrival = arrival
+        self.state = State.INFLIGHT
+
+    @outside_transforms
+    def finish_gather(self) -> None:
+        """Wait for the values and put them under the parameters."""
+        if self.state is State.SHARDED:
+            self.start_gather()
+        if self.state is State.INFLIGHT:
+            if self._handle is not None:
+                self._handle.wait()
+                self._handle = None
+            arrival = self.bring_own() if self.owes_own else self._arrival
+            self._arrival = None
+            if arrival is not None:
+                arrival.before_current()
+            self.state = State.GATHERED
+            replaced = []
+            for member, view in zip(self.members, self.views, strict=True):
+                param = member.param
+                param.__class__ = ManagedParameter
+                if was_replaced(param, member):
+                    replaced.append(member)
+                param.data = view
+                member.version = param._version
+            self.aliases.snap()
+            for member in replaced:
+                refuse_write("set_", member)
+
+    def gather_together(self) -> None:
+        """Gather as a collective that every rank of the axis joins, whatever each rank has already."""
+        mine, self.fetch = self.fetch, None
+        try:
+            if self.state is not State.SHARDED:
+                self._fill_again()
+            else:
+                self.finish_gather()
+        finally:
+            self.fetch = mine
+
+    def _fill_again(self) -> None:
+        """Bring the slices' values under a gathered group once more."""
+        label = f"gather of {self.name}"
+        self.finish_gather()
+        arrival = self.bring_own()
+        if arrival is not None:
+            arrival.before_current()
+        if self.fetch is not None:
+            self.fetch.pull(self.channel, self.full, self.layout.cuts, label).wait()
+        else:
+            gather_all(self, tag_of(self.channel, SPREAD, next(self._seq)), label).wait()
+        self.aliases.snap()
+
+    def retain(self) -> None:
+        """Keep the memory of the full buffer from now on; freed values are out of reach all the same.
+
+        Growing a buffer anew costs a page fault per page, more than the gather itself on small models. Where parameters
+        rest elsewhere, the device is short of memory, and nothing is kept.
+        """
+        if self.tiers.parameters is not RESIDENT:
+            return
+        self.aliases.grow()
+        self.retains = True
+
+    @outside_transforms
+    def free(self, edits_allowed: bool = False) -> None:
+        """Give the memory of the full buffer back.
+
+        Args:
+            edits_allowed: in-place changes of the parameters have been taken care of.
+
+        Raises:
+            ShardedParameterError: when a parameter was changed in place while gathered: the change would be lost.
+        """
+        if self.state is State.SHARDED or not self.policy.gathers_before_use:
+            return
+        self.finish_gather()
+        for member, view in zip(self.members, self.views, strict=True):
+            param = member.param
+            version = param._version
+            changed = version != member.version or lies_elsewhere(param, view) or self.aliases.written(member)
+            if changed and not edits_allowed:
+                param.data = view
+                member.version, member.snapshot = version, None
+                raise ShardedParameterError(
+                    f"parameter '{member.name}' was changed in place while it was gathered, and the change would be "
+                    f"lost. Wrap it in deepspeed.zero.GatheredParameters([param], modifier_rank=0)."
+                )
+            member.version = version
+            param.data = member.placeholder
+            param.__class__ = ShardedParameter
+        self.state = State.SHARDED
+        self.aliases.let_go()
+
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[None]:
+        """The values are in the full buffer inside, on this rank; freed after it unless they were there or are used."""
+        was = self.state
+        self.finish_gather()
+        yield
+        if was is State.SHARDED and not self.users:
+            self.free()
+
+    def refresh(self) -> None:
+        """The slices have new values: bring them under what is gathered, and under views that somebody holds.
+
+        Raises:
+            ShardedParameterError: somebody does, and only a collective of all ranks could bring them.
+        """
+        if not self.policy.gathers_before_use:
+            return
+        if self.state is not State.SHARDED and self.users:
+            self._fill_again()
+            return
+        self.free()
+        if self.aliases.held():
+            self.aliases.refuse_stale()
+            self.finish_gather()
+            self.free()
+
+    # -- reading and writing --------------------------------------------------------------------------------------
+
+    def read(self, member: Member) -> torch.Tensor:
+        """A private dense copy of one member."""
+        self.aliases.refuse_lost_writes()
+        if self.state is State.GATHERED:
+            return self.views[member.index].clone()
+        if self.fetch is not None and self.lifecycle is not None and self.lifecycle.depth:
+            self.lifecycle.used_outside(self)
+            self.finish_gather()
+            copied = self.views[member.index].clone()
+            self.free()
+            return copied
+        with self.values.borrowed() as values:
+            return self.assemble(member, values, READ, f"read of {member.name}").view(member.shape)
+
+    def assemble(self, member: Member, of: torch.Tensor, kind: int, label: str) -> torch.Tensor:
+        """All fragments of one member, as every rank holds them in `of`.
+
+        Args:
+            member: the parameter.
+            of: 1-D over this rank's slice: values, master, gradients or optimizer state.
+            kind: kind of message.
+            label: for reports.
+
+        Returns:
+            1-D dense tensor of the member on the device, dtype of `of`; all ranks call together.
+        """
+        dense = torch.empty(member.numel, dtype=of.dtype, device=self.device)
+        cuts, rank = self.layout.cuts_of(member.index), self.axis.rank
+        low = max(member.offset + cuts[rank] - self.layout.cuts[rank], 0)
+        dense[cuts[rank] : cuts[rank + 1]] = of[low : low + cuts[rank + 1] - cuts[rank]]
+        spread(self.axis, dense, cuts, tag_of(self.channel, kind, next(self._seq)), label).wait()
+        return dense
+
+    def keep_own(self) -> None:
+        """Take this rank's part of the full buffer as the new slice (after an edit of gathered parameters)."""
+        meet_before_change([self])
+        if self.policy.gathers_before_use:
+            low, high = self.layout.cuts[self.axis.rank], self.layout.cuts[self.axis.rank + 1]
+            with self.values.borrowed(changed=True, read=False) as values:
+                values.copy_(self.full[low:high])
+        for member in self.members:
+            self.import_edits(member)
+            member.version = member.param._version
+        self.aliases.snap()
+        self.advance()
+
+    def advance(self) -> None:
+        """The slice has new values: ranks that ask for this version are served now."""
+        self.changes += 1
+        if self.fetch is not None:
+            self.fetch.advance(self.channel)
+
+    def start_publish(self) -> Handle | None:
+        """Send the updated slice to the other ranks; None when nothing travels."""
+        if not self.policy.publishes_after_step or self.axis.size == 1:
+            return None
+        tag = tag_of(self.channel, SPREAD, next(self._seq))
+        return spread(self.axis, self.full, self.layout.cuts, tag, f"publish of {self.name}")
+
+    def serve(self, any_graph: bool) -> None:
+        """Gather one-sidedly from now on, where ranks may need groups in different orders or share memory.
+
+        Args:
+            any_graph: ranks may need groups in different orders.
+        """
+        shared, memory = self.axis.shared, self.values.memory
+        if shared is not None and memory is not None and self.tiers.parameters is RESIDENT:
+            memory = self.axis.empty(memory.numel(), self.dtype, self.device).copy_(memory)
+            self.values = Resident(self.values.label, memory)
+        if shared is not None and memory is not None and shared.can_serve(self.channel, memory):
+            self.fetch = SharedSlices(self.axis)
+            self.fetch.serve(self.channel, memory)
+        elif any_graph:
+            self.fetch = service_of(self.axis)
+            self.fetch.serve(self.channel, self.values.borrowed if memory is None else memory)
+        if self.fetch is not None:  # dropped without an end, its slice is still pulled by slower ranks
+            self._dropped = weakref.finalize(self, self.axis.abandoned.append, self.channel)
+            self._dropped.atexit = False
+
+    def dissolve(self) -> None:
+        """Leave the engine: parameters that are whole become plain ones, sharded ones stay as zero.Init makes them."""
+        self.land()
+        if self.state is State.INFLIGHT:
+            self.finish_gather()
+        if self.retains and self.state is State.SHARDED:
+            self.retains = False
+            self.aliases.let_go()
+        self.retains = False
+        if self.fetch is not None:
+            self.fetch.withdraw(self.channel)
+            self.fetch = None
+        if self._dropped is not None:
+            self._dropped.detach()
+        self.lifecycle = self.observer = self.gather_order = None
+        if self.master is not None:
+            self.master.drop()
+            self.master = None
+        for member in self.members:
+            if self.state is State.GATHERED:
+                unmanage(member.param)
+            member.reducer = member.owner = None
+
+    def drop(self) -> None:
+        """Let the buffers go: the parameters have been laid elsewhere."""
+        self.full = torch.empty(0, dtype=self.dtype, device=self.device)
+        self.values.drop()
+        self.views = []
+        self.aliases = Aliases(self)
+
+
+def edited(group: ShardGroup) -> list[Member]:
+    """Members of a gathered group whose values may have been changed, or replaced, by somebody else."""
+    dtype, found = group.dtype, []
+    for member in group.members:
+        param = member.param
+        moved = param.data_ptr() != member.address
+        if moved or param._version != member.version or member.exposed or param.dtype != dtype:
+            found.append(member)
+    return found
+
+
+def group_of(member: Member) -> ShardGroup:
+    """The group of a parameter, with all that a group can do."""
+    return cast(ShardGroup, member.group)
+
+
+def meet_before_change(groups: Sequence[ShardGroup]) -> None:
+    """Slices are about to change outside of `step`: let everybody have what they still pull. All ranks call together.
+
+    Args:
+        groups: of one engine.
+    """
+    for group in groups:
+        group.land()
+        if group.state is State.INFLIGHT:
+            group.finish_gather()
+    served = next((group for group in groups if group.fetch is not None), None)
+    if served is not None:
+        meet(served.axis, served.channel, next(served._seq), f"agreement before a change of {served.name}")
