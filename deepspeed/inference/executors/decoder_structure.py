@@ -117,8 +117,13 @@ class Reader:
                 for tensor in held.values():
                     if tensor is None:
                         continue
-                    if is_managed(tensor) or type(tensor.data) is not torch.Tensor:
-                        raise PackingError(f"{type(module).__name__} has weights that are not whole here")
+                    if is_managed(tensor):
+                        raise PackingError(
+                            "an engine trains its parameters, and native passes read weights where they rest; tokens "
+                            "are right, but slower: make the Generator of a copy of the model, or of saved weights"
+                        )
+                    if type(tensor.data) is not torch.Tensor:
+                        raise PackingError(f"{type(module).__name__} has weights that are no plain tensors")
                     self._see(held)
 
     def _only(self, module: nn.Module, names: set[str], optional: frozenset[str] = frozenset()) -> dict[str, Any]:
