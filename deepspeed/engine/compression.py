@@ -168,7 +168,7 @@ class Shrinking:
         if components.optimizer is not None:
             self._give_parameters_back(components.optimizer)
             components.optimizer.reducer.detach()
-            components.optimizer._guard.remove()
+            components.optimizer.release_inner()
             for shard in components.optimizer.shards:
                 shard.drop()
             components.optimizer.optimizer.state.clear()

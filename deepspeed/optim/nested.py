@@ -20,26 +20,23 @@ _OWN = frozenset({"param_groups", "state", "defaults"})
 def nested_optimizers(optimizer: Optimizer) -> dict[str, Optimizer]:
     """The optimizers that an optimizer holds, in attributes or in lists and dicts there, by their path."""
     nested: dict[str, Optimizer] = {}
-
-    def visit(path: str, value: Any, depth: int) -> None:
+    waiting: list[tuple[str, Any, int]] = [("", optimizer, 1)]
+    while waiting:
+        path, value, depth = waiting.pop(0)
         if isinstance(value, Optimizer):
-            if value is optimizer or any(value is known for known in nested.values()):
-                return
-            nested[path] = value
-            visit_attributes(f"{path}.", value)
-        elif depth and isinstance(value, (list, tuple)):
-            for index, item in enumerate(value):
-                visit(f"{path}.{index}", item, depth - 1)
-        elif depth and isinstance(value, dict):
-            for key, item in value.items():
-                visit(f"{path}.{key}", item, depth - 1)
-
-    def visit_attributes(prefix: str, holder: Optimizer) -> None:
-        for name, value in vars(holder).items():
-            if name not in _OWN and not name.startswith("_optimizer_"):
-                visit(prefix + name, value, 1)
-
-    visit_attributes("", optimizer)
+            if path:
+                if value is optimizer or any(value is known for known in nested.values()):
+                    continue
+                nested[path] = value
+            named = [(n, v) for n, v in vars(value).items() if n not in _OWN and not n.startswith("_optimizer_")]
+        elif not depth:
+            continue
+        elif isinstance(value, (list, tuple)):
+            named, depth = [(str(index), item) for index, item in enumerate(value)], depth - 1
+        else:
+            named, depth = [(str(key), item) for key, item in value.items()], depth - 1
+        prefix = f"{path}." if path else ""
+        waiting += [(prefix + name, v, depth) for name, v in named if isinstance(v, (Optimizer, list, tuple, dict))]
     return nested
 
 

@@ -15,7 +15,7 @@ CYCLES = 20
 SETUP = """
 import collections, gc, threading
 import torch.distributed as plain
-from deepspeed.comm.collectives.collectives import one_sided as fetch
+from deepspeed.comm.collectives import one_sided as fetch
 from deepspeed.comm.process_groups.axis import group_axis, make_axes
 from deepspeed.comm.process_groups.mesh import current_mesh
 

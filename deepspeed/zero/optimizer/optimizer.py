@@ -601,15 +601,19 @@ class ZeroOptimizer(OptimizerSurface):
         if self.lifecycle is not None:
             self.lifecycle.keeper.free_idle()
 
+    def release_inner(self) -> None:
+        """Give the inner optimizer its own methods back, and take the hooks off."""
+        self._methods.remove()
+        for guard in self._guards:
+            guard.remove()
+
     def destroy(self) -> None:
         """Stop listening to gradients and let the state go."""
         self.reducer.detach()
         if self._late is not None:
             self._late.detach()
         self.window.rates = list
-        self._methods.remove()
-        for guard in self._guards:
-            guard.remove()
+        self.release_inner()
         for shard in self.shards:
             shard.drop()
         self.shards, self.fragments, self._shard_of, self.bit16_groups = [], {}, {}, []

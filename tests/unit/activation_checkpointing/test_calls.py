@@ -175,8 +175,8 @@ def test_configure_reads_the_json_and_arguments_win() -> None:
     checkpointing.partition_activations_in_checkpoint(True)
     assert calls.checkpointer().flags.partition_activations
     assert calls.checkpointer().flags.cpu_checkpointing
-    with pytest.raises(DeepSpeedConfigError, match="activation_checkpointing.cpu_checkpoint"):
-        checkpointing.configure(None, {"train_batch_size": 1, "activation_checkpointing": {"cpu_checkpoint": True}})
+    with pytest.raises(DeepSpeedConfigError, match="activation_checkpointing.cpu_checkpointing"):
+        checkpointing.configure(None, {"train_batch_size": 1, "activation_checkpointing": {"cpu_checkpointing": "no!"}})
 
 
 class TwoRanks:
