@@ -9,6 +9,11 @@ Autograd holds views too: `F.linear` on a matrix saves `weight.t()`. Those must 
 backward. They are found in the graph of a unit's outputs, and what is saved becomes the place in the group instead;
 backward makes the view anew. A saved view that is not found there counts as held: it costs memory, never a value.
 
+The same holds of a parameter that autograd saves itself, as the object: torch counts who holds it besides Python. In
+the graph of a unit's outputs it becomes a place; functions written in Python get it as the object, gathered for them.
+What is beyond them (another module has read it, or a unit's forward has put something aside) runs in a backward that
+gathers nothing: the freed parameter then goes on to lie in the full buffer, whose memory stays (`Member.saved`).
+
 A backward with `create_graph` saves once more what it unpacks, in nodes that no hook of a unit surrounds. What it
 unpacks is therefore a view that counts its changes with the parameter, not with the memory, which gathers refill with
 the same values. Autograd saves a parameter itself as the object, which is without values while it is freed; such a
@@ -19,19 +24,20 @@ from __future__ import annotations
 
 import weakref
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 
 from deepspeed.errors import ShardedParameterError
 from deepspeed.foundation.malloc import huge_pages, own_pages
-from deepspeed.foundation.saved_tensors import nodes_since, saved_by, saved_since
+from deepspeed.foundation.saved_tensors import nodes_since, saved_by
 from deepspeed.zero.parameters.functorch import in_transform
 from deepspeed.zero.parameters.parameter import is_managed
-from deepspeed.zero.parameters.record import Group, Member, ZeroParamStatus, memories, references
+from deepspeed.zero.parameters.record import Group, Member, ZeroParamStatus, memories, references, references_to
 
 
 class LentGroup(Group, Protocol):
@@ -58,6 +64,9 @@ class LentGroup(Group, Protocol):
     def new_buffer(self) -> None:
         """Make the full buffer anew."""
 
+    def finish_gather(self) -> None:
+        """Have the values under the parameters."""
+
 
 class Aliases:
     """The memory of a group's full buffer, and the tensors over it that are not the group's own.
@@ -74,6 +83,8 @@ class Aliases:
         self._bytes = self._storage.nbytes()
         self._own = len(group.views) + 2  # tensors of the freed group: views, the full buffer; and `self._storage`
         self.lent = False  # somebody held a view when the group was freed
+        self.saved = 0  # parameters of the freed group that lie in it, since autograd has saved them
+        self.functions: list[weakref.ref[Any]] = []  # written in Python, in graphs of units, that have saved parameters
         self._quiet: int | None = None  # fewest tensors over the memory that were ever seen
 
     @property
@@ -82,7 +93,41 @@ class Aliases:
 
     def others(self) -> int:
         """Tensors over the memory beside the freed group's own: parameters while gathered, what somebody holds."""
-        return references(self.key) - self._own
+        return references(self.key) - self._own - self.saved
+
+    def saves(self, member: Member) -> bool:
+        """Whether autograd has saved the gathered parameter itself where the backward of its unit does not see to it."""
+        param = member.param
+        count = references_to(param) - 1  # Python's
+        if count == 1 and param.requires_grad:  # what is saved, or the node that accumulates its gradient
+            edge = get_gradient_edge(param)  # that node is there now
+            count = references_to(param) - 1
+            del edge
+        count -= param.requires_grad
+        if count > 0 and self.functions:
+            count -= sum(saved.data is param for saved in self._saved_by_functions())
+        return count > 0
+
+    def _saved_by_functions(self) -> Iterator[Any]:
+        alive = [(reference, node) for reference in self.functions if (node := reference()) is not None]
+        self.functions = [reference for reference, _ in alive]
+        for _, node in alive:
+            yield from (saved for _, saved in saved_by(node) if saved.unpack_hook is None)
+
+    def may_be_saved(self) -> bool:
+        """Whether autograd may have saved a gathered parameter itself."""
+        return any(references_to(member.param) > 1 + member.param.requires_grad for member in self._group.members)
+
+    def forget_saved(self) -> None:
+        """The values have changed: torch refuses a backward through parameters that were saved before."""
+        if not self.saved:
+            return
+        for member in self._group.members:
+            if member.saved:
+                member.saved = False
+                _put_under(member)
+        self.saved = 0
+        self._give_back()
 
     def noisy(self) -> bool:
         """Whether more tensors lie over the memory than there have to be: somebody may hold one."""
@@ -109,10 +154,14 @@ class Aliases:
 
     def let_go(self) -> None:
         """Give the memory of the freed group back, unless it is retained or somebody holds a view of it."""
+        self.saved = sum(member.saved for member in self._group.members)
         self.lent = self.others() > 0
         for member in self._group.members:
             member.snapshot = member.flat().clone() if self.lent else None
-        if self.lent or self._group.retains:
+        self._give_back()
+
+    def _give_back(self) -> None:
+        if self.lent or self.saved or self._group.retains:
             return
         if not self._storage.resizable():  # `numpy()` fixes the size for ever, also after the array is gone
             self._leave()
@@ -160,9 +209,15 @@ class Aliases:
 
     def _leave(self) -> None:
         """Give this memory up, and have other memory from now on."""
-        self._group.new_buffer()
-        if not self._group.retains:
-            self._group.aliases.shrink()
+        group, before, saved = self._group, self._group.full, self.saved
+        group.new_buffer()
+        if saved:
+            group.full.copy_(before)
+            group.aliases.saved = saved
+            for member in group.members:
+                _put_under(member)
+        elif not group.retains:
+            group.aliases.shrink()
 
     def refuse_stale(self) -> None:
         """Raise when views are held on this rank and only a collective of all ranks could bring them new values."""
@@ -175,6 +230,12 @@ class Aliases:
                 f"change now: hold a clone() instead. (Views follow their parameter where gathers are one-sided; "
                 f"zero_optimization.stage3_fixed_graph makes them collectives.)"
             )
+
+
+def _put_under(member: Member) -> None:
+    """Lay the freed parameter where it rests."""
+    with torch._C.DisableTorchFunctionSubclass():
+        torch.Tensor.data.__set__(member.param, member.under(member.param))  # type: ignore[attr-defined]
 
 
 def version_of(member: Member) -> int:
@@ -215,7 +276,7 @@ class _Place:
 
 
 def keep_places(outputs: Iterable[torch.Tensor], since: int, groups: Sequence[LentGroup]) -> None:
-    """Let autograd keep places instead of views.
+    """Let autograd keep places instead of views, and of parameters themselves.
 
     Args:
         outputs: of a forward.
@@ -223,13 +284,26 @@ def keep_places(outputs: Iterable[torch.Tensor], since: int, groups: Sequence[Le
         groups: whose views are meant; gathered.
     """
     of = {group.aliases.key: group for group in groups}
-    for saved in saved_since(outputs, since):
-        _keep_place(saved, of)
+    for node in nodes_since([tensor.grad_fn for tensor in outputs], since):
+        for _, saved in saved_by(node):
+            if saved.unpack_hook is not None:  # somebody's hooks keep it already
+                continue
+            view = saved.data
+            if is_managed(view) and isinstance(node, torch.autograd.function.BackwardCFunction):
+                _gather_for(node, of.get(view.untyped_storage()._cdata))  # it may want attributes of the object
+            else:
+                _keep_place(saved, view, of)
 
 
-def _keep_place(saved: Any, of: dict[int, LentGroup]) -> None:
-    view = saved.data
-    if type(view) is not torch.Tensor or view.layout != torch.strided or in_transform(view):
+def _gather_for(node: Any, group: LentGroup | None) -> None:
+    """Have the group here when the backward of a function written in Python runs, whatever leads to it."""
+    if group is not None and not any(reference() is node for reference in group.aliases.functions):
+        group.aliases.functions.append(weakref.ref(node))
+        node.register_prehook(lambda _grads: group.finish_gather())
+
+
+def _keep_place(saved: Any, view: Any, of: dict[int, LentGroup]) -> None:
+    if not (type(view) is torch.Tensor or is_managed(view)) or view.layout != torch.strided or in_transform(view):
         return
     group = of.get(view.untyped_storage()._cdata)
     if group is None or view.dtype != group.dtype or view.is_conj() or view.is_neg():

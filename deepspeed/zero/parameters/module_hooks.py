@@ -244,13 +244,19 @@ class Lifecycle:
             for tensor in outputs:
                 tensor.register_hook(hook)
         if outputs and call is not None and not in_backward():
-            viewed = [g for g in self.units[unit] if not g.retains and g.aliases.others() > len(g.members)]
-            if viewed:
-                buffer_views.keep_places(outputs, call.since, viewed)
+            self._keep_places(unit, outputs, call.since)
         for group in self.units[unit]:
             group.users -= 1
             if not in_backward():
                 self.keeper.release(group)
+
+    def _keep_places(self, unit: nn.Module, outputs: list[torch.Tensor], since: int) -> None:
+        """Keep no memory until backward for what autograd has saved of a unit's groups."""
+        groups = [group for group in self.units[unit] if not group.retains]
+        viewed = any(group.aliases.others() > len(group.members) for group in groups)
+        # The backward of the root is next: its memory is needed at once, so parameters are no reason to look.
+        if viewed or (unit is not self.module and any(group.aliases.may_be_saved() for group in groups)):
+            buffer_views.keep_places(outputs, since, groups)
 
     def _gather(self, unit: nn.Module) -> None:
         """Have the groups of a unit here until they are released."""

@@ -269,12 +269,12 @@ def refuse_write(name: str, member: Member) -> None:
 
 def was_replaced(tensor: torch.Tensor, member: Member) -> bool:
     """Whether the unbound `torch.Tensor.set_`, which torch hands to no class, has put something under `tensor`."""
-    return tensor.data_ptr() != member.placeholder.data_ptr()
+    return tensor.data_ptr() != member.under(tensor).data_ptr()
 
 
 def _refuse_if_replaced(tensor: Any) -> None:
     if isinstance(tensor, (ShardedParameter, StandIn)) and was_replaced(tensor, tensor._ds_member):
-        _raw_data.__set__(tensor, tensor._ds_member.placeholder)
+        _raw_data.__set__(tensor, tensor._ds_member.under(tensor))
         refuse_write("set_", tensor._ds_member)
 
 

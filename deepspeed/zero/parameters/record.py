@@ -156,6 +156,8 @@ class Pruner(Protocol):
 _uids = itertools.count()
 references: Any = torch._C._storage_Use_Count  # pyright: ignore[reportAttributeAccessIssue]  # tensors over a storage
 
+references_to: Any = torch.Tensor._use_count  # pyright: ignore  # of C++ and of Python, which counts as one
+
 memories: set[int] = set()  # of all groups, by identity of the storage: what lies there belongs to a parameter
 
 
@@ -189,6 +191,7 @@ class Member:
     active_modules: set[Any] = field(default_factory=set, repr=False)
     version: int = 0  # the parameter's version counter when it was last known to agree with its slice
     address: int = 0  # of its place in the full buffer, when it was last looked at
+    saved: bool = False  # autograd has saved the parameter itself, so it lies in the full buffer though it is freed
     exposed: bool = False  # `param.data` was handed out, and writes through it are not counted
     snapshot: torch.Tensor | None = field(default=None, repr=False)  # 1-D values then, where a write would be lost
 
@@ -237,6 +240,10 @@ class Member:
         integral = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
         value = torch.iinfo(dtype).max if integral else torch.nan
         self.placeholder = torch.full((), value, dtype=dtype, device=self.group.device).expand(self.shape)
+
+    def under(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What lies under the freed parameter, or under a stand-in of it."""
+        return self.group.views[self.index] if self.saved and tensor is self.param else self.placeholder
 
     def own_span(self) -> slice:
         """Where this rank's part of the values lies in the group's slice; possibly empty."""

@@ -186,7 +186,7 @@ class ShardGroup(LocalShard):
         flat = values.detach().reshape(-1)
         meet_before_change([self])
         self.overwrite_master(member, flat)
-        if self.state is State.GATHERED or self.aliases.lent:
+        if self.state is State.GATHERED or self.aliases.lent or self.aliases.saved:
             self.aliases.refuse_lost_writes()
             member.flat().copy_(flat)
             self.aliases.snap([member])
@@ -247,7 +247,8 @@ class ShardGroup(LocalShard):
                 if was_replaced(param, member):
                     replaced.append(member)
                 param.data = view
-                member.version = param._version
+                member.version, member.saved = param._version, False
+            self.aliases.saved = 0
             self.aliases.snap()
             for member in replaced:
                 refuse_write("set_", member)
@@ -312,7 +313,8 @@ class ShardGroup(LocalShard):
                     f"lost. Wrap it in deepspeed.zero.GatheredParameters([param], modifier_rank=0)."
                 )
             member.version = version
-            param.data = member.placeholder
+            member.saved = self.aliases.saves(member)
+            param.data = member.under(param)
             param.__class__ = ShardedParameter
         self.state = State.SHARDED
         self.aliases.let_go()
@@ -338,6 +340,7 @@ class ShardGroup(LocalShard):
             self._fill_again()
             return
         self.free()
+        self.aliases.forget_saved()
         if self.aliases.held():
             self.aliases.refuse_stale()
             self.finish_gather()

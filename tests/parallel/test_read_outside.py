@@ -1,0 +1,182 @@
+"""A module that reads another one's parameter, whatever is freed between its forward and its backward: as in torch."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from tests.parallel.test_higher_order import LIMITS, WAYS, Times
+from tests.parallel.tiny import WIDTH, expect_close, rows, start
+
+slow = pytest.mark.slow
+# The first block is still here after the last one, and has to go for what comes then: beside three blocks, or four.
+SOME = {
+    name: {f"stage3_max_{key}": value for key, value in sizes.items()} | {"stage3_prefetch_bucket_size": 0}
+    for name, sizes in {
+        "three": {"live_parameters": 320, "reuse_distance": 1000},
+        "four": {"live_parameters": 360, "reuse_distance": 1000},
+    }.items()
+}
+ALL_LIMITS = {**LIMITS, **SOME}
+BARS = {"fp32": 1e-6, "bf16": 2e-2}
+
+
+class Block(nn.Module):
+    """Autograd saves `s`, `norm.weight` and `matrix` themselves, and a view of the linear's matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+        self.s = nn.Parameter(1 + 0.1 * torch.randn(WIDTH))
+        self.matrix = nn.Parameter(torch.randn(WIDTH, WIDTH) / 3)
+        self.frozen = nn.Parameter(torch.randn(WIDTH), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + torch.tanh(self.norm(self.linear(x)) * self.s) @ self.matrix * self.frozen
+        self.aside = (self.s * x).square()
+        return x
+
+
+class Reads(nn.Module):
+    """The last block reads what the first one owns."""
+
+    def __init__(self, first: Block) -> None:
+        super().__init__()
+        self.linear, self.of = nn.Linear(WIDTH, WIDTH), [first]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x * self.of[0].s)
+
+
+Use = Callable[[nn.ModuleList, torch.Tensor], torch.Tensor]
+
+
+def _functional_call(blocks: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
+    norm: Any = blocks[0].norm
+    values = {"weight": norm.weight, "bias": blocks[1].norm.bias}  # type: ignore[union-attr]
+    return torch.func.functional_call(nn.LayerNorm(WIDTH), values, (x,))
+
+
+def _dropped(blocks: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
+    """Of what autograd saves of a parameter, something goes while something comes."""
+    x = x * blocks[0].s
+    blocks[0].aside = None  # type: ignore[assignment]
+    gc.collect()
+    return x
+
+
+# What the root computes after the blocks, of parameters that are theirs.
+USES: dict[str, Use] = {
+    "elementwise": lambda blocks, x: x * blocks[0].s,
+    "square": lambda blocks, x: x + blocks[1].s.square(),  # type: ignore[union-attr,operator]
+    "product": lambda blocks, x: x @ blocks[0].matrix,
+    "transposed": lambda blocks, x: functional.linear(x, blocks[0].matrix),  # type: ignore[arg-type]
+    "frozen": lambda blocks, x: x * blocks[0].frozen,
+    "norm": lambda blocks, x: functional.layer_norm(x, (WIDTH,), blocks[0].norm.weight),  # type: ignore[union-attr]
+    "functional call": _functional_call,
+    "in Python": lambda blocks, x: Times.apply(x, blocks[0].s),  # type: ignore[arg-type,return-value]
+    "checkpointed": lambda blocks, x: checkpoint(lambda y: y * blocks[0].s, x, use_reentrant=False),
+    "twice": lambda blocks, x: x * blocks[0].s * blocks[1].s + x * blocks[0].s,
+    "dropped": _dropped,
+    "aside": lambda blocks, x: x + blocks[0].aside + blocks[2].aside,  # no output of a block leads to it
+    "sibling": lambda blocks, x: Reads.forward(blocks[3], x),  # type: ignore[arg-type]
+}
+
+
+class Model(nn.Module):
+    def __init__(self, use: str, recompute: bool = False) -> None:
+        super().__init__()
+        self.use, self.recompute = use, recompute
+        self.first, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        if use == "sibling":
+            self.blocks.append(Reads(self.blocks[0]))  # type: ignore[arg-type]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
+        x = USES[self.use](self.blocks, x) if self.use != "sibling" else x
+        return self.out(torch.tanh(x))
+
+
+def _between(model: Any, x: torch.Tensor) -> None:
+    """An evaluation between a forward and its backward frees what the forward kept."""
+    with torch.no_grad():
+        model(x)
+
+
+def equals_torch(use: str, limits: str, way: str, precision: str, recompute: bool, evaluated: bool, stage: int) -> None:
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    torch.manual_seed(0)
+    model = Model(use, recompute)
+    twin = copy.deepcopy(model)
+    plain = torch.optim.SGD([p for p in twin.parameters() if p.requires_grad], lr=1e-1)
+    zero = {"stage3_param_persistence_threshold": 0} | ALL_LIMITS[limits] | WAYS[way] if stage == 3 else {}
+    lr = lambda ps: torch.optim.SGD([p for p in ps if p.requires_grad], lr=1e-1)  # noqa: E731
+    with start(stage, model, lr, sharded=False, zero=zero, precision=precision) as engine:
+        for step in range(2):
+            for rank in range(dist.get_world_size()):
+                (twin(rows(step, rank)).square().mean() / dist.get_world_size()).backward()
+            plain.step()
+            plain.zero_grad()
+            x = rows(step, dist.get_rank()).to(next(engine.module.parameters()).dtype)
+            loss = engine(x).float().square().mean()
+            if evaluated:
+                _between(engine, x)
+            engine.backward(loss)
+            engine.step()
+        wanted = {name: p.detach() for name, p in twin.named_parameters() if p.requires_grad}
+        ours = {name: safe_get_full_fp32_param(engine.module.get_parameter(name)) for name in wanted}
+        where = (use, limits, way, precision, recompute, evaluated, stage)
+        expect_close(ours, wanted, BARS[precision], at=where)
+
+
+def several(cells: list[tuple[Any, ...]]) -> list[str]:
+    misses = []
+    for cell in cells:
+        try:
+            equals_torch(*cell)
+        except AssertionError as miss:
+            misses.append(str(miss))
+    return misses
+
+
+def check(workers: Any, cells: list[tuple[Any, ...]]) -> None:
+    for misses in workers(2).run(several, cells, timeout=180):
+        assert not misses, "\n".join(misses)
+
+
+def test_what_the_root_reads_of_its_blocks(workers: Any) -> None:
+    cells = [(use, "four" if use == "sibling" else "three", "device", "fp32", False, False, 3) for use in USES]
+    check(workers, [*cells, *[(use, "default", "device", "fp32", False, True, 3) for use in ("elementwise", "aside")]])
+
+
+def test_what_is_computed_again_in_16_bits_and_by_collectives(workers: Any) -> None:
+    cells = [("elementwise", "three", "device", precision, True, False, 3) for precision in BARS]
+    cells += [("norm", "three", "device", "bf16", False, False, 3)]
+    check(workers, [*cells, *[(use, "three", "fixed graph", "fp32", False, False, 3) for use in ("twice", "aside")]])
+
+
+@slow
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("limits", ALL_LIMITS)
+def test_every_use(workers: Any, limits: str, way: str) -> None:
+    kinds = [("fp32", False, False), ("bf16", False, True), ("fp32", True, False)]
+    check(workers, [(use, limits, way, *kind, 3) for use in USES for kind in kinds])
+
+
+@slow
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_the_other_stages(workers: Any, stage: int) -> None:
+    check(workers, [(use, "default", "device", "fp32", False, False, stage) for use in USES])
