@@ -11,7 +11,7 @@ import statistics
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,7 @@ from deepspeed.comm.watchdog.last_collective import boot
 from deepspeed.engine.accessors import StateAccessors
 from deepspeed.engine.build import without_optimizer
 from deepspeed.engine.client_support import loss_is_divided
+from deepspeed.engine.data_loading import tokens_in
 from deepspeed.engine.engine_state import EngineState
 from deepspeed.engine.memory.report import MemoryReport, allocated
 from deepspeed.engine.memory.watchdog import PressureWatch
@@ -213,10 +214,6 @@ class Tracing:
     Args:
         state: of the engine.
         memory: by category, as counts of the trace.
-
-    Attributes:
-        enabled: whether the `timeline` block asks for a record.
-        timeline: what was recorded, on rank 0; None before, and elsewhere.
     """
 
     def __init__(self, state: EngineState, memory: MemoryReport) -> None:
@@ -370,26 +367,8 @@ _NONE: Mapping[str, float] = MappingProxyType({})
 _SAMPLES, _MEMORY, _MS = "Train/Samples/", "Train/Memory/", "elapsed_time_ms_"
 
 
-def tokens_in(inputs: Iterable[Any]) -> int:
-    """Elements of the first tensor of whole numbers with two or more dims, as token ids are; 0 without one."""
-    for value in inputs:
-        if isinstance(value, dict):
-            found = tokens_in(value.values())
-            if found:
-                return found
-        elif isinstance(value, torch.Tensor) and value.dim() > 1 and not value.dtype.is_floating_point:
-            return value.numel() * (value.dtype != torch.bool)
-    return 0
-
-
 class _Guard:
-    """A part of a step, out of which running out of memory comes as an error with a report.
-
-    Args:
-        report: forms it.
-        inner: the part.
-        measures: it is the first forward: what that leaves to backward is measured.
-    """
+    """Wraps a part of a step: running out of memory inside raises an error with a report."""
 
     __slots__ = ("_inner", "_measures", "_report")
 

@@ -1,7 +1,8 @@
 """How many files of the package a training step enters: what a reader of one has to open.
 
 Five units, Adam, clipping, one rank on the CPU. Calls are counted with the profiler in the third step, when what is
-made once has been made. `python -m tests.architecture.test_step_files` prints the table; with `stage0` behind it, the files of that run too.
+made once has been made. `python -m tests.architecture.test_step_files` prints the table; names of runs behind it,
+as `stage0`, print their files too.
 """
 
 from __future__ import annotations

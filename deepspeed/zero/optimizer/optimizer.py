@@ -67,6 +67,7 @@ class OptimizerSurface:
     fragments: dict[int, list[Fragment]]
     groups: Sequence[ShardGroup]
     bit16_groups: list[list[Parameter]]  # the model's parameters that each group of the optimizer updates
+    traits: UpdateTraits  # of the optimizer
     engine: TrainingEngine | None = None  # that it is attached to
 
     @property
