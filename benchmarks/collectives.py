@@ -31,15 +31,8 @@ Side = Callable[[], Any]
 def sides_of(operation: str, dtype: torch.dtype, nbytes: int) -> tuple[dict[str, Side], Callable[[], None]]:
     """What is timed, and a check that all give one result."""
     from deepspeed import comm
-    from deepspeed.comm.collectives.collectives import (
-        EXCHANGE,
-        SPREAD,
-        reduce_to_owners,
-        spread,
-        sum_in_rank_order,
-        tag_of,
-    )
-    from deepspeed.comm.process_groups.axis import group_axis
+    from deepspeed.comm.collectives.collectives import EXCHANGE, SPREAD, reduce_to_owners, spread, sum_in_rank_order
+    from deepspeed.comm.process_groups.axis import group_axis, tag_of
 
     dist = torch.distributed
     axis = group_axis("benchmark", dist.group.WORLD)

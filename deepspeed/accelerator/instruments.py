@@ -121,19 +121,9 @@ class ThroughputTimer(ThroughputMeter):
         monitor_memory: bool = False,
         logging_fn: Callable[[str], Any] | None = None,
     ) -> None:
-        wait = get_accelerator().synchronize if config.synchronized else lambda: None
-        super().__init__(batch_size, start_step, steps_per_output, wait)
+        wait = get_accelerator().synchronize if config.synchronized else None
+        super().__init__(batch_size, start_step, steps_per_output, wait, config.enabled)
         self.config, self.monitor_memory, self.logging = config, monitor_memory, logging_fn or say
-
-    def start(self) -> None:
-        """A micro-step begins."""
-        if self.config.enabled:
-            super().start()
-
-    def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
-        """A micro-step ends; see `ThroughputMeter.stop`."""
-        if self.config.enabled:
-            super().stop(global_step, report_speed)
 
     def say(self, now: float) -> None:
         """Log the figures."""

@@ -12,8 +12,8 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 
-from deepspeed.comm.collectives.collectives import SPREAD, spread, tag_of
-from deepspeed.comm.process_groups.axis import Axis
+from deepspeed.comm.collectives.collectives import SPREAD, spread
+from deepspeed.comm.process_groups.axis import Axis, tag_of
 from deepspeed.config.sections.memory import ActivationCheckpointing
 from deepspeed.foundation.partition import partition_uniform
 

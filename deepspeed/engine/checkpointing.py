@@ -198,14 +198,16 @@ class CheckpointIO:
     Args:
         state: of the engine.
         weights: refuses what a load has left in pieces.
+        guard: a context around what makes state: running out of memory inside comes with a report.
     """
 
-    def __init__(self, state: EngineState, weights: WeightsIO) -> None:
-        self._state, self._weights = state, weights
+    def __init__(
+        self, state: EngineState, weights: WeightsIO, guard: Callable[[], AbstractContextManager[None]] = nullcontext
+    ) -> None:
+        self._state, self._weights, self._guard = state, weights, guard
         self._background = Background()
         self._extra_objects: list[Any] = []
         self.replay_removals: Callable[[dict[str, Any]], None] = lambda _saved: None  # told of a save's removals
-        self.guard: Callable[[], AbstractContextManager[None]] = nullcontext  # around what makes state
         self.remember: Callable[[Any, Any], None] = lambda _folder, _client_state: None  # told of every save and load
 
     def register_for_checkpointing(self, *objects: Any) -> None:
@@ -469,7 +471,7 @@ class CheckpointIO:
             if what.run:
                 self._check_objects(saved.get("objects", []))
         # A load makes and drops copies of all that there is: they are not to leave holes in the heap.
-        with self._weights.replacing(optimizer is not None), self.guard(), own_pages():
+        with self._weights.replacing(optimizer is not None), self._guard(), own_pages():
             self._state.forget_window()
             if what.custom is None:
                 rounded = not self._state.ds_config.zero.load_from_fp32_weights

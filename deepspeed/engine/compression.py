@@ -309,6 +309,7 @@ class Compressing:
                 self._state.axes,
                 self._state.components.optimizer,
             )
+            self._state.hooks.applied.append(self.after_applied_step)
             self._make_teacher()
             self._let_layers_leave(self._state.compression)
 

@@ -265,3 +265,15 @@ class RepeatingLoader:
             f"RepeatingLoader: {type(self.loader).__name__} gives no batch when started again; it is empty, or an "
             "iterator or generator that can be read once (pass the object that makes it)"
         )
+
+
+def tokens_in(inputs: Iterable[Any]) -> int:
+    """Elements of the first tensor of whole numbers with two or more dims, as token ids are; 0 without one."""
+    for value in inputs:
+        if isinstance(value, dict):
+            found = tokens_in(value.values())
+            if found:
+                return found
+        elif isinstance(value, torch.Tensor) and value.dim() > 1 and not value.dtype.is_floating_point:
+            return value.numel() * (value.dtype != torch.bool)
+    return 0

@@ -27,6 +27,7 @@ from deepspeed.comm.collectives.one_sided import release_abandoned
 from deepspeed.comm.collectives.same_error import SameBatches
 from deepspeed.comm.watchdog.comms_logger import configure
 from deepspeed.comm.watchdog.desync import trail
+from deepspeed.comm.watchdog.graceful_stop import stopping
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.engine.accessors import GETTERS, ConfigAccessors, MeshAccessors, StateAccessors
 from deepspeed.engine.build import (
@@ -106,7 +107,9 @@ class EngineSurface:
     global_steps, micro_steps = shared("global_steps"), shared("micro_steps")
     global_samples, skipped_steps = shared("global_samples"), shared("skipped_steps")
     device, compression = shared("device"), shared("compression")
-    _components, _axes, _window = shared("components"), shared("axes"), shared("window")
+    _components = shared("components")
+    _axes: Any = property(lambda self: self._state.components.axes)
+    _window: Any = property(lambda self: self._state.components.window)
 
     config = read("_facts", StateAccessors.config)
     mesh = read("_mesh", MeshAccessors.mesh)
@@ -246,8 +249,7 @@ class DeepSpeedEngine(EngineSurface, ModuleWrapper):
         take_over(model, self.destroy)
         self.optimizer: Any = components.optimizer or components.lifecycle
         if components.optimizer is not None:
-            components.optimizer._scale_loss = lambda loss, retain: self.backward(loss, retain_graph=retain)
-            components.optimizer.states = self._offload
+            components.optimizer.engine = self
         self.lr_scheduler = make_scheduler(lr_scheduler, resolved, chosen)
         if training_data is not None:
             self.training_dataloader = self.deepspeed_io(training_data, collate_fn=collate_fn)
@@ -269,15 +271,14 @@ class DeepSpeedEngine(EngineSurface, ModuleWrapper):
     def _hold_parts(self) -> None:
         """The components that `EngineSurface` names."""
         state = self._state
-        self._statistics = RunningStatistics(state.module, state.axes.same_slice)
+        self._share_statistics()
         self._facts, self._mesh = StateAccessors(state), MeshAccessors(state)
         self._settings = ConfigAccessors(state.ds_config)
         self._reports, self._offload = Reporting(state), OffloadStates(state, self.register_forward_pre_hook)
         self._instruments = Instruments(state, self._facts, self)
         self._feeding = Feeding(state, lambda: self.training, self.flush, self._instruments)
         self._weights = WeightsIO(state)
-        self._checkpoints = CheckpointIO(state, self._weights)
-        self._checkpoints.guard = self._instruments.guard
+        self._checkpoints = CheckpointIO(state, self._weights, self._instruments.guard)
         self._preemption = Preemption(state, self._checkpoints)
         self._compressing = Compressing(
             state, self._weights, self._checkpoints, self._feeding, self._laid_out_anew, type(self)
@@ -291,8 +292,12 @@ class DeepSpeedEngine(EngineSurface, ModuleWrapper):
 
     def _laid_out_anew(self) -> None:
         """The groups are others than before."""
-        self._statistics = RunningStatistics(self.module, self._axes.same_slice)
+        self._share_statistics()
         self.optimizer = self._components.optimizer or self._components.lifecycle
+
+    def _share_statistics(self) -> None:
+        self._statistics = RunningStatistics(self.module, self._axes.same_slice)
+        self._state.hooks.stepped = [self._statistics.publish] if self._statistics.buffers else []
 
     def train(self, mode: bool = True) -> DeepSpeedEngine:
         """Switch to training, or with False to evaluation (with rank 0's running statistics, see BatchNorm)."""
@@ -428,8 +433,7 @@ class DeepSpeedEngine(EngineSurface, ModuleWrapper):
         self._applied = False
         if self._instruments.on_step(self._window.end_micro_batch()):
             self._update(lr_kwargs)
-            self._offload.let_pinned_go()
-            self._preemption.stop_if_asked()
+            self._end_step()
 
     def flush(self) -> None:
         """Apply a window that is not full, as at the end of an epoch: the mean is over the micro-batches seen.
@@ -449,11 +453,13 @@ class DeepSpeedEngine(EngineSurface, ModuleWrapper):
         if optimizer is None:
             return
         self._thaw()  # also where this rank had no forward in the window
-        samples = self._window.seen * self._window.micro * self.dp_world_size
+        components, hooks = self._state.components, self._state.hooks
+        samples = components.window.seen * components.window.micro * components.axes.data.size
         optimizer.along = self._instruments.row()
         with self._timed(STEP):
             optimizer.step()
-            self._statistics.publish()
+            for hook in hooks.stepped:
+                hook()
         self.global_samples += samples
         self.global_steps += 1
         self._applied = not optimizer.overflow
@@ -463,12 +469,20 @@ class DeepSpeedEngine(EngineSurface, ModuleWrapper):
             say(f"step {self.global_steps} is skipped: {optimizer.skip_reason}{scaled}")
         elif self.lr_scheduler is not None:
             self.lr_scheduler.step(**(lr_kwargs or {}))
-        if self._applied:
-            self._compressing.after_applied_step()
+        for hook in hooks.applied if self._applied else ():
+            hook()
         self._instruments.after_update(optimizer.alongside, samples)
         if self.ds_config.disable_python_gc:
             gc.collect()
-        self._reports.report()
+        every = self.ds_config.steps_per_print
+        if every and self.global_steps % every == 0:
+            self._reports.report()
+
+    def _end_step(self) -> None:
+        for hook in list(self._state.hooks.ended):
+            hook()
+        if stopping.possible:
+            self._preemption.stop_if_asked()
 
     def was_step_applied(self) -> bool:
         """Whether the last `step` updated the parameters."""

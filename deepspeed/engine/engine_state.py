@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +20,21 @@ from deepspeed.foundation.timer import SynchronizedWallClockTimer
 from deepspeed.zero.api.state_view import StateView
 from deepspeed.zero.gradients.accumulation import AccumulationWindow
 from deepspeed.zero.parameters.parallel_groups import Axes
+
+
+@dataclass(eq=False)
+class StepHooks:
+    """What features do in a step, in order. A list is empty where no feature that is on needs it.
+
+    Attributes:
+        stepped: after the optimizer's step, and within its time.
+        applied: after an update that was not skipped, and its schedule.
+        ended: at the end of a step; a hook may take itself off.
+    """
+
+    stepped: list[Callable[[], None]] = field(default_factory=list)
+    applied: list[Callable[[], None]] = field(default_factory=list)
+    ended: list[Callable[[], None]] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -40,6 +56,7 @@ class EngineState:
         global_samples: samples so far, over all ranks.
         skipped_steps: updates that were skipped.
         compression: what makes the model smaller; None without it.
+        hooks: what features do in a step.
         removals: what has left the model, in order; a checkpoint of it is a checkpoint of what is left.
     """
 
@@ -57,6 +74,7 @@ class EngineState:
     global_samples: int = 0
     skipped_steps: int = 0
     compression: Compression | None = None
+    hooks: StepHooks = field(default_factory=StepHooks)
     removals: list[Removal] = field(default_factory=list)
 
     @property

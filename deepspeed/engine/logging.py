@@ -80,10 +80,7 @@ class Reporting:
             )
 
     def report(self) -> None:
-        """A line, every `steps_per_print` updates."""
-        every = self._state.ds_config.steps_per_print
-        if not every or self._state.global_steps % every:
-            return
+        """A line: the engine asks for one every `steps_per_print` updates."""
         rates = ", ".join(f"{rate:.3g}" for rate in self._facts.get_lr())
         norm = self._facts.get_global_grad_norm()
         say(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
@@ -12,10 +11,11 @@ import statistics
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, TracebackType
 from typing import Any
 
 import torch
@@ -23,17 +23,19 @@ from torch.utils._pytree import tree_leaves
 
 from deepspeed.accelerator.instruments import ThroughputTimer, see_memory_usage
 from deepspeed.comm.collectives import scalars
-from deepspeed.comm.collectives.collectives import SMALL, tag_of
+from deepspeed.comm.collectives.collectives import SMALL
 from deepspeed.comm.collectives.torch_api import all_gather_object, gather_object, told_by_all
+from deepspeed.comm.process_groups.axis import tag_of
 from deepspeed.comm.watchdog.last_collective import boot
 from deepspeed.engine.accessors import StateAccessors
 from deepspeed.engine.build import without_optimizer
 from deepspeed.engine.client_support import loss_is_divided
+from deepspeed.engine.data_loading import tokens_in
 from deepspeed.engine.engine_state import EngineState
 from deepspeed.engine.memory.report import MemoryReport, allocated
 from deepspeed.engine.memory.watchdog import PressureWatch
 from deepspeed.engine.nan_detector import NonFiniteFinder
-from deepspeed.errors import NotAvailableError
+from deepspeed.errors import MemoryExhaustedError, NotAvailableError
 from deepspeed.foundation.log import say
 from deepspeed.foundation.spans import Span, now, recorder
 from deepspeed.foundation.timer import SynchronizedWallClockTimer
@@ -44,6 +46,7 @@ from deepspeed.profiling.timeline import ModuleSpans, RankRecord, Timeline
 from deepspeed.zero.gradients.accumulation import Purpose
 from deepspeed.zero.gradients.grad_norm import squares_by_name
 from deepspeed.zero.gradients.reducer import Reducer
+from deepspeed.zero.out_of_memory import is_exhaustion
 
 FORWARD_MICRO_TIMER, FORWARD_GLOBAL_TIMER = "fwd_microstep", "fwd"
 BACKWARD_MICRO_TIMER, BACKWARD_GLOBAL_TIMER = "bwd_microstep", "bwd"
@@ -83,7 +86,7 @@ class StepTimers:
         self._timers, self.active, self._says = timers, active, says
         self.last: dict[str, float] = {}
 
-    @contextlib.contextmanager
+    @contextmanager
     def timed(self, part: str) -> Iterator[None]:
         """Inside, a part of the step runs; a part within itself counts once."""
         pair = [self._timers(name) for name in _PAIRS[part]]
@@ -217,7 +220,7 @@ class Tracing:
         self._state, self._memory, self._section = state, memory, state.ds_config.top.timeline
         self._marks: list[int] = []
         self._modules: ModuleSpans | None = None
-        self._due = self._section.enabled
+        self._due = self.enabled = self._section.enabled
         self.timeline: Timeline | None = None
 
     def after_update(self) -> None:
@@ -359,21 +362,30 @@ def _write(path: Path, found: dict[str, Any]) -> None:
     part.replace(path)
 
 
-_NOTHING = contextlib.nullcontext()
+_NOTHING = nullcontext()
 _NONE: Mapping[str, float] = MappingProxyType({})
 _SAMPLES, _MEMORY, _MS = "Train/Samples/", "Train/Memory/", "elapsed_time_ms_"
 
 
-def tokens_in(inputs: Iterable[Any]) -> int:
-    """Elements of the first tensor of whole numbers with two or more dims, as token ids are; 0 without one."""
-    for value in inputs:
-        if isinstance(value, dict):
-            found = tokens_in(value.values())
-            if found:
-                return found
-        elif isinstance(value, torch.Tensor) and value.dim() > 1 and not value.dtype.is_floating_point:
-            return value.numel() * (value.dtype != torch.bool)
-    return 0
+class _Guard:
+    """Wraps a part of a step: running out of memory inside raises an error with a report."""
+
+    __slots__ = ("_inner", "_measures", "_report")
+
+    def __init__(self, report: MemoryReport, inner: AbstractContextManager[Any], measures: bool = False) -> None:
+        self._report, self._inner, self._measures = report, inner, measures
+
+    def __enter__(self) -> None:
+        self._inner.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._inner.__exit__(kind, error, trace)
+        if error is not None and (isinstance(error, MemoryExhaustedError) or is_exhaustion(error)):
+            raise self._report.exhausted(error) from error
+        if self._measures and error is None:
+            self._report.note_forward()
 
 
 class Instruments:
@@ -395,7 +407,7 @@ class Instruments:
         self._monitor = MonitorMaster(state.ds_config.monitor_config, state.everyone.rank)
         self._profiling = Profiling(state, engine, lambda: self.times.elapsed())
         self._memory = MemoryReport(state)
-        self.guard = partial(self._memory.guard, _NOTHING)  # running out of memory inside comes with a report
+        self.guard = partial(_Guard, self._memory, _NOTHING)  # running out of memory inside comes with a report
         self._pressure = PressureWatch(self._memory)
         self._tracing = Tracing(state, self._memory)
         self._finder = NonFiniteFinder(state, engine)
@@ -414,8 +426,21 @@ class Instruments:
         self._channel, self._asked = state.axes.one_copy.channel(), 0
         self._names: tuple[list[str], list[str]] = ([], [])  # this rank's, and those of the whole model
         self.progress: progress.Progress | None = None  # on rank 0, where a line is shown
+        self._after_update = self._hooks()
         if progress.asked():
             self.start_progress(None)
+
+    def _hooks(self) -> list[Callable[[list[list[float]], int], None]]:
+        """What is done after an update, in order, with what each rank gave as its `row` and the window's samples."""
+        hooks: list[tuple[bool, Callable[[list[list[float]], int], None]]] = [
+            (self._profiling.profiler is not None, lambda _rows, _samples: self._profiling.after_update()),
+            (self._finder.enabled, lambda _rows, _samples: self._finder.forget()),
+            (self._tracing.enabled, lambda _rows, _samples: self._tracing.after_update()),
+            (self.times.active, self._end_times),
+            (self.progress is not None, self._show_progress),
+            (self._monitor.enabled, self._write_events),
+        ]
+        return [hook for is_on, hook in hooks if is_on]
 
     def start_progress(self, batches: int | None) -> None:
         """Show a live line on rank 0, instead of the one that is shown.
@@ -427,19 +452,22 @@ class Instruments:
         if self._state.everyone.rank == 0:
             device = self._state.device
             self.progress = progress.Progress(lambda: allocated(device), batches)
+            self._after_update = self._hooks()
 
     def stop_progress(self) -> None:
         """End the line."""
         shown, self.progress = self.progress, None
         if shown is not None:
+            self._after_update = self._hooks()
             shown.close()
 
-    def span(self, name: str) -> contextlib.AbstractContextManager[None]:
+    def span(self, name: str) -> AbstractContextManager[None]:
         """A context that the timer and the recorder call `name`."""
         watched = self.times.active or self._state.ds_config.memory_breakdown
-        return self._memory.guard(self._watched(name) if watched else recorder.span(name), name == FORWARD)
+        inner = self._watched(name) if watched else recorder.span(name) if recorder.on else _NOTHING
+        return _Guard(self._memory, inner, name == FORWARD and self._memory.left_by_forward < 0)
 
-    def _waiting(self) -> contextlib.AbstractContextManager[None]:
+    def _waiting(self) -> AbstractContextManager[None]:
         """The wait for gradients that are under way."""
         return self.times.timed(BACKWARD_REDUCE)
 
@@ -450,7 +478,7 @@ class Instruments:
         """
         return dict(self.times.last)
 
-    def inner(self) -> contextlib.AbstractContextManager[None]:
+    def inner(self) -> AbstractContextManager[None]:
         """Autograd itself, inside of backward."""
         return self.times.timed(BACKWARD_INNER) if self.times.active else _NOTHING
 
@@ -458,7 +486,7 @@ class Instruments:
         """See `MemoryReport.by_category`."""
         return self._memory.by_category()
 
-    @contextlib.contextmanager
+    @contextmanager
     def _watched(self, name: str) -> Iterator[None]:
         shows, reducer = self._state.ds_config.memory_breakdown, self._state.components.reducer
         if reducer is not None and self.times.active:  # a layout made anew has another
@@ -488,10 +516,12 @@ class Instruments:
     def on_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A micro-batch begins."""
         self.throughput.start()
-        self._profiling.on_forward((args, kwargs))
+        if self._profiling.profiler is not None:
+            self._profiling.on_forward((args, kwargs))
         if self.progress is not None:
             self.progress.on_batch()
-        self._finder.on_forward(args, kwargs)
+        if self._finder.enabled:
+            self._finder.on_forward(args, kwargs)
         if self._monitor.enabled:
             self._since = self._since or time.perf_counter()
             self._tokens += tokens_in([kwargs.get("input_ids"), *args, *kwargs.values()])
@@ -538,7 +568,8 @@ class Instruments:
 
     def on_step(self, boundary: bool) -> bool:
         """A micro-batch ends, with an update or without; gives which."""
-        self._profiling.on_step(boundary)
+        if self._profiling.profiler is not None:
+            self._profiling.on_step(boundary)
         if not boundary:
             self.times.end_micro_batch()
             self.throughput.stop()
@@ -554,7 +585,7 @@ class Instruments:
         return row
 
     def after_update(self, rows: list[list[float]], samples: int) -> None:
-        """Write the events of an update.
+        """An update is over: tell the instruments that are on.
 
         Args:
             rows: what each rank gave as its `row`.
@@ -562,15 +593,18 @@ class Instruments:
         """
         self.throughput.batch_size = samples
         self.throughput.stop(global_step=True, report_speed=False)
-        self._profiling.after_update()
-        self._finder.forget()
-        self._tracing.after_update()
+        for hook in self._after_update:
+            hook(rows, samples)
+
+    def _end_times(self, _rows: list[list[float]], samples: int) -> None:
         self._elapsed = self.times.end_window()
         self._trial.after_update(samples, self._elapsed)
+
+    def _show_progress(self, _rows: list[list[float]], samples: int) -> None:
         if self.progress is not None:
             self.progress.on_update(self._state.global_steps, samples)
-        if not self._monitor.enabled:
-            return
+
+    def _write_events(self, rows: list[list[float]], samples: int) -> None:
         state, now = self._state, time.perf_counter()
         seconds, self._since = now - (self._since or now), now
         self._tell(seconds)

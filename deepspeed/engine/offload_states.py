@@ -104,14 +104,17 @@ class OffloadStates:
             for shard in self._state.components.optimizer.shards:
                 shard.restore_state(non_blocking)
         self._refusal.remove()
+        if self._returning is None:
+            self._state.hooks.ended.append(self._let_pinned_go)
         self._returning, self._away, self._refusal = self._away, None, None
-        self.let_pinned_go(wait=not non_blocking)
+        self._let_pinned_go(wait=not non_blocking)
 
-    def let_pinned_go(self, wait: bool = False) -> None:
-        """Unlock the host memory of the last reload, once nothing is copied from it any more."""
+    def _let_pinned_go(self, wait: bool = False) -> None:
+        """Unlock the host memory of the last reload, once nothing is copied from it any more: asked at each step."""
         if self._returning is not None and (wait or self._returning.idle):
             self._returning.shrink()
             self._returning = None
+            self._state.hooks.ended.remove(self._let_pinned_go)
 
     def _held(self, kinds: list[OffloadStateTypeEnum]) -> list[Resident]:
         """What rests on the device, of these kinds."""

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 
 from deepspeed.comm.collectives import scalars
-from deepspeed.comm.collectives.collectives import SMALL, tag_of
+from deepspeed.comm.collectives.collectives import SMALL
 from deepspeed.comm.collectives.same_error import SameBatches
 from deepspeed.comm.collectives.torch_api import told_by_all
+from deepspeed.comm.process_groups.axis import tag_of
 from deepspeed.comm.process_groups.mesh import DATA, REPLICATED, Mesh
 from deepspeed.engine.build import without_optimizer
 from deepspeed.engine.client_support import loss_is_divided
@@ -200,8 +201,7 @@ class PipelineEngine(DeepSpeedEngine):
         if self._compares_shared and self._applied:
             self._compares_shared = False
             _compare_shared(self.module, self.mesh)
-        self._offload.let_pinned_go()
-        self._preemption.stop_if_asked()
+        self._end_step()
         return mean
 
     def _refusal(self) -> Exception | None:

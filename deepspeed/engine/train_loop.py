@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from deepspeed.comm.collectives import scalars
-from deepspeed.comm.collectives.collectives import SMALL, tag_of
+from deepspeed.comm.collectives.collectives import SMALL
+from deepspeed.comm.process_groups.axis import tag_of
 from deepspeed.engine.data_loading import DeepSpeedDataLoader
 from deepspeed.engine.engine_state import EngineState
 from deepspeed.engine.metrics import Instruments

@@ -178,7 +178,8 @@ class ThroughputMeter:
         batch_size: samples of one global step, over all ranks.
         start_step: steps to leave out as warm-up.
         steps_per_output: global steps between two log lines; None or 0 logs none.
-        synchronize: waits until the device has finished what it was given.
+        synchronize: waits until the device has finished what it was given; None where nobody waits for it.
+        enabled: measure.
     """
 
     def __init__(
@@ -186,7 +187,8 @@ class ThroughputMeter:
         batch_size: int,
         start_step: int = 2,
         steps_per_output: int | None = None,
-        synchronize: Callable[[], None] = _no_wait,
+        synchronize: Callable[[], None] | None = None,
+        enabled: bool = True,
     ) -> None:
         self.batch_size = max(1, batch_size)
         self.start_step = start_step
@@ -196,7 +198,8 @@ class ThroughputMeter:
         self.global_step_count = 0
         self.total_elapsed_time = 0.0
         self._step_time = 0.0
-        self._synchronize = synchronize
+        self._synchronize = synchronize or _no_wait
+        self._enabled = enabled
         self._begun: float | None = None
 
     def update_epoch_count(self) -> None:
@@ -206,7 +209,7 @@ class ThroughputMeter:
 
     def start(self) -> None:
         """A micro-step begins; one that has begun goes on."""
-        if self._begun is None and self.global_step_count >= self.start_step:
+        if self._enabled and self._begun is None and self.global_step_count >= self.start_step:
             self._synchronize()
             self._begun = time.perf_counter()
 
@@ -217,6 +220,8 @@ class ThroughputMeter:
             global_step: it was the last of its window, the optimizer has stepped.
             report_speed: log the figures when `steps_per_output` says so.
         """
+        if not self._enabled:
+            return
         self.micro_step_count += 1
         self.global_step_count += global_step
         if self._begun is None:

@@ -28,21 +28,17 @@ def is_exhaustion(error: BaseException | None) -> bool:
     return isinstance(error, RuntimeError) and any(word in str(error) for word in _WORDS)
 
 
-@contextlib.contextmanager
-def suggests_offload(doing: str) -> Iterator[None]:
-    """Turn running out of memory inside into an error that suggests offload.
+def raise_if_exhausted(doing: str, error: BaseException) -> None:
+    """Turn running out of memory into an error that suggests offload; nothing happens for any other error.
 
     Args:
-        doing: what is done inside.
+        doing: what was done.
+        error: that ended it.
 
     Raises:
         MemoryExhaustedError: memory ran out.
     """
-    try:
-        yield
-    except (RuntimeError, MemoryError, OSError) as error:
-        if isinstance(error, MemoryExhaustedError) or not is_exhaustion(error):
-            raise
+    if not isinstance(error, MemoryExhaustedError) and is_exhaustion(error):
         raise exhausted(doing, error) from error
 
 

@@ -306,7 +306,7 @@ def test_what_is_on_the_wire_is_bounded_where_waiting_does_not_block(emulated):
 
 def told_when_memory_runs_out(pieces: bool) -> str:
     from deepspeed.errors import MemoryExhaustedError
-    from deepspeed.zero.out_of_memory import suggests_offload
+    from deepspeed.zero.out_of_memory import raise_if_exhausted
 
     native = emulates()
     torch.cuda.empty_cache()
@@ -314,8 +314,11 @@ def told_when_memory_runs_out(pieces: bool) -> str:
     if pieces:
         del held  # torch keeps it
     try:
-        with suggests_offload("a test ran"):
+        try:
             torch.empty(native.limit() + 1, dtype=torch.uint8, device="cuda")
+        except RuntimeError as error:
+            raise_if_exhausted("a test ran", error)
+            raise
     except MemoryExhaustedError as error:
         return str(error)
     finally:

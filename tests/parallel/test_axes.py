@@ -106,8 +106,8 @@ def test_no_mesh_answers_with_axes_that_were_forgotten(workers: Any) -> None:
 
 
 INTERLEAVED = """
-    from deepspeed.comm.process_groups.axis import group_axis, world_axis
-    from deepspeed.comm.collectives.collectives import EXCHANGE, reduce_to_owners, tag_of
+    from deepspeed.comm.process_groups.axis import group_axis, world_axis, tag_of
+    from deepspeed.comm.collectives.collectives import EXCHANGE, reduce_to_owners
     from deepspeed.comm.collectives.collectives import sum_in_rank_order
 
     dist.init_distributed("gloo")

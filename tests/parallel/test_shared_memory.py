@@ -11,16 +11,8 @@ import pytest
 import torch
 
 from deepspeed import comm
-from deepspeed.comm.collectives.collectives import (
-    EXCHANGE,
-    SPREAD,
-    Handle,
-    reduce_to_owners,
-    share,
-    sum_in_rank_order,
-    tag_of,
-)
-from deepspeed.comm.process_groups.axis import world_axis
+from deepspeed.comm.collectives.collectives import EXCHANGE, SPREAD, Handle, reduce_to_owners, share, sum_in_rank_order
+from deepspeed.comm.process_groups.axis import tag_of, world_axis
 from deepspeed.comm.shared_memory.allocator import SharedAllocator
 from deepspeed.native import library
 

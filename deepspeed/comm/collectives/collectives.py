@@ -130,11 +130,6 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def tag_of(channel: int, kind: int, seq: int) -> int:
-    """The 31-bit message tag of a channel, kind and sequence number; clients have the tags below 2^30."""
-    return 1 << 30 | (channel % (1 << 17)) << 13 | kind << 10 | seq % (1 << 10)
-
-
 def has_host_backend(axis: Axis) -> bool:
     """Whether messages of an axis on a device can also start in host memory ("cpu:gloo,cuda:nccl")."""
     return axis.group is not None and torch.device("cpu") in axis.group._device_types

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from deepspeed.comm.collectives.collectives import EXCHANGE, SPREAD, reduce_to_owners, spread, sum_in_rank_order, tag_of
-from deepspeed.comm.process_groups.axis import PUBLIC, Axis, group_axis
+from deepspeed.comm.collectives.collectives import EXCHANGE, SPREAD, reduce_to_owners, spread, sum_in_rank_order
+from deepspeed.comm.process_groups.axis import PUBLIC, Axis, group_axis, tag_of
 from deepspeed.comm.shutdown import Phase, released_in
 from deepspeed.comm.watchdog import watchdog
 from deepspeed.native import KINDS

@@ -28,8 +28,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from deepspeed.comm.collectives.collectives import PULL, SMALL, Handle, delay, post, spread, tag_of
-from deepspeed.comm.process_groups.axis import Axis
+from deepspeed.comm.collectives.collectives import PULL, SMALL, Handle, delay, post, spread
+from deepspeed.comm.process_groups.axis import Axis, tag_of
 from deepspeed.comm.shared_memory.transport import require
 from deepspeed.comm.shutdown import Phase, released_in
 from deepspeed.comm.watchdog import watchdog

@@ -18,17 +18,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from deepspeed.comm.collectives.collectives import (
-    EXCHANGE,
-    READ,
-    SMALL,
-    delay,
-    has_host_backend,
-    post,
-    tag_of,
-    wait_all,
-)
-from deepspeed.comm.process_groups.axis import Axis
+from deepspeed.comm.collectives.collectives import EXCHANGE, READ, SMALL, delay, has_host_backend, post, wait_all
+from deepspeed.comm.process_groups.axis import Axis, tag_of
 from deepspeed.comm.watchdog.last_collective import underway
 from deepspeed.errors import CommError, NotAvailableError
 

@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.comm.collectives.collectives import SMALL, has_host_backend, spread, tag_of
+from deepspeed.comm.collectives.collectives import SMALL, has_host_backend, spread
 from deepspeed.comm.collectives.torch_api import all_gather_into_tensor, told_by_all
-from deepspeed.comm.process_groups.axis import Axis
+from deepspeed.comm.process_groups.axis import Axis, tag_of
 from deepspeed.comm.watchdog import watchdog
 from deepspeed.errors import CommError, DataError, DeepSpeedError, OrderError
 from deepspeed.foundation.fake_mode import simulating

@@ -38,6 +38,11 @@ PUBLIC = 1  # the channel of the public collectives of each axis
 FEWEST_PER_HOST = 3
 
 
+def tag_of(channel: int, kind: int, seq: int) -> int:
+    """The 31-bit message tag of a channel, kind and sequence number; clients have the tags below 2^30."""
+    return 1 << 30 | (channel % (1 << 17)) << 13 | kind << 10 | seq % (1 << 10)
+
+
 @dataclass(frozen=True)
 class Hosts:
     """The ranks of an axis that spans hosts: neighbours on each, and as many.

@@ -16,7 +16,7 @@ from deepspeed.comm.shared_memory.doorbell import Until
 from deepspeed.comm.shared_memory.transport import SharedMemory
 from deepspeed.foundation.fake_mode import late
 
-_KIND = 7 << 10  # of a tag: what `collectives.tag_of` puts there
+_KIND = 7 << 10  # of a tag: what `axis.tag_of` puts there
 _EXCHANGE = 0
 
 

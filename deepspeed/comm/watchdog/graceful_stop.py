@@ -19,7 +19,11 @@ _WAIT_S = 0.002
 
 
 class Stopping:
-    """What the main thread and the watch's thread of this process share about stopping."""
+    """What the main thread and the watch's thread of this process share about stopping.
+
+    Attributes:
+        possible: a watch has been started, or somebody has asked: the main thread has to count its steps.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -27,6 +31,7 @@ class Stopping:
         self._promise: int | None = None
         self._decision: int | None = None
         self._told = False
+        self.possible = False
         self.request = 0  # number of the signal, once one came
 
     @property
@@ -37,6 +42,7 @@ class Stopping:
     def ask(self, number: int) -> None:
         """This rank wants all to stop; called from a signal handler."""
         self.request = self.request or number
+        self.possible = True
 
     def alone(self) -> None:
         """Nobody else has to agree."""

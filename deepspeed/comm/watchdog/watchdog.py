@@ -192,6 +192,7 @@ def start(store: Store, rank: int, world: int, timeout: timedelta) -> None:
         _here.watches += 1
         own = dist.PrefixStore(f"deepspeed.watch.{_here.watches}", store.clone())
         _here.watcher = _Watcher(own, rank, world)
+        stopping.possible = True
         _here.watcher.go_on()
     atexit.unregister(_at_exit)
     atexit.register(_at_exit)

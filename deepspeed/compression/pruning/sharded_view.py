@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.comm.collectives.collectives import READ, SMALL, spread, tag_of
-from deepspeed.comm.process_groups.axis import Axis
+from deepspeed.comm.collectives.collectives import READ, SMALL, spread
+from deepspeed.comm.process_groups.axis import Axis, tag_of
 from deepspeed.zero.gradients.buckets import Bucket
 from deepspeed.zero.optimizer.optimizer import ZeroOptimizer
 from deepspeed.zero.parameters.parameter import is_managed

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from types import TracebackType
 from typing import Any
 
 import psutil
@@ -43,7 +41,6 @@ from deepspeed.foundation.malloc import limits_addresses, resident
 from deepspeed.zero.api.memory_estimate import HOST
 from deepspeed.zero.layout.units import repeated_blocks
 from deepspeed.zero.optimizer.state_tensor import Away
-from deepspeed.zero.out_of_memory import is_exhaustion
 
 _ROOM = 0.8  # of what seems to fit
 _AT_ONCE = 5  # tensors as large as the one that was asked for, which its operator and its gradient take together
@@ -66,6 +63,9 @@ class MemoryReport:
 
     Args:
         state: of the engine.
+
+    Attributes:
+        left_by_forward: bytes of activations after the first one; below 0 before.
     """
 
     def __init__(self, state: EngineState) -> None:
@@ -75,7 +75,7 @@ class MemoryReport:
         self._unwritten = known - self._resident() if state.device.type == "cpu" else 0
         self._before = allocated(state.device) - known + self._unwritten
         self._mapped = addresses() - known
-        self._left_by_forward = -1  # bytes of activations after the first one
+        self.left_by_forward = -1
 
     def _known(self) -> dict[str, int]:
         parts = self._state.components
@@ -102,18 +102,9 @@ class MemoryReport:
         found[ACTIVATIONS] = max(0, allocated(self._state.device) - self._before - known + self._unwritten)
         return found
 
-    def guard(self, inner: AbstractContextManager[Any], of_forward: bool = False) -> AbstractContextManager[None]:
-        """`inner`, out of which running out of memory comes as an error with a report.
-
-        Args:
-            inner: a part of a step.
-            of_forward: it is a forward; what the first one leaves to backward is measured.
-        """
-        return _Guard(self, inner, of_forward and self._left_by_forward < 0)
-
     def note_forward(self) -> None:
         """A forward is over."""
-        self._left_by_forward = self._live()
+        self.left_by_forward = self._live()
 
     def _live(self) -> int:
         """Bytes of activations; under a limit on addresses, of what is mapped for them, resident or not."""
@@ -165,8 +156,8 @@ class MemoryReport:
             if found:
                 return found
         # State has to leave room for the activations that come with it.
-        beside = max(0, self._left_by_forward)
-        if category == ACTIVATIONS and (fits or self._left_by_forward < 0):
+        beside = max(0, self.left_by_forward)
+        if category == ACTIVATIONS and (fits or self.left_by_forward < 0):
             beside = self._live() + _AT_ONCE * asked
         return self._on_state(category, room - beside)
 
@@ -222,27 +213,6 @@ class MemoryReport:
         units = units_in(state.module, lambda param: sizes.get(id(param), param.numel()))
         shape = Shape([(member.numel, member.uid in updated) for member in members], units, parts.given)
         return holding_of(state.ds_config, shape, state.axes.same_slice.size, state.basic_optimizer, state.device)
-
-
-class _Guard:
-    """See `MemoryReport.guard`."""
-
-    __slots__ = ("_inner", "_measures", "_report")
-
-    def __init__(self, report: MemoryReport, inner: AbstractContextManager[Any], measures: bool) -> None:
-        self._report, self._inner, self._measures = report, inner, measures
-
-    def __enter__(self) -> None:
-        self._inner.__enter__()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._inner.__exit__(kind, error, trace)
-        if error is not None and (isinstance(error, MemoryExhaustedError) or is_exhaustion(error)):
-            raise self._report.exhausted(error) from error
-        if self._measures and error is None:
-            self._report.note_forward()
 
 
 def holdings(engine: Any) -> list[tuple[str, list[torch.Tensor | None]]]:

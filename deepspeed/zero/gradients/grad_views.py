@@ -56,17 +56,20 @@ class _Gradient:
 
 
 class HandedOut:
-    """The gradients of a window that users have been given as copies."""
+    """The gradients of a window that users have been given as copies.
+
+    Attributes:
+        used: whether there have been any in the window.
+        edits: changes of reduced gradients that were taken over in the window.
+    """
 
     def __init__(self) -> None:
+        self.used = False
         self._out: OrderedDict[int, _Gradient] = OrderedDict()  # by identity
         self._of: dict[int, list[_Gradient]] = {}  # those of a member
         # More has been added since: the name, the tensor, its version and values.
         self._late: list[tuple[str, weakref.ref[torch.Tensor], int, torch.Tensor]] = []
-        self.edits = 0  # changes of reduced gradients that were taken over in the window
-
-    def __bool__(self) -> bool:
-        return bool(self._out)
+        self.edits = 0
 
     def add(
         self, member: Member, tensor: torch.Tensor, source: torch.Tensor | None = None, own: bool = False
@@ -86,6 +89,7 @@ class HandedOut:
             else:
                 self._drop(oldest)
         given = _Gradient(member, tensor, source, own)
+        self.used = True
         self._out[id(given)] = given
         self._of.setdefault(id(member), []).append(given)
         return tensor
@@ -144,4 +148,4 @@ class HandedOut:
         self._out.clear()
         self._of.clear()
         self._late.clear()
-        self.edits = 0
+        self.used, self.edits = False, 0

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 
 from deepspeed.comm.collectives import scalars
-from deepspeed.comm.collectives.collectives import SMALL, tag_of
-from deepspeed.comm.process_groups.axis import Axis
+from deepspeed.comm.collectives.collectives import SMALL
+from deepspeed.comm.process_groups.axis import Axis, tag_of
 from deepspeed.zero.gradients.accumulation import AccumulationWindow, Purpose, disagreement
 from deepspeed.zero.gradients.buckets import Bucket, BucketRow, Round
 from deepspeed.zero.parameters.collective_order import LaunchOrder

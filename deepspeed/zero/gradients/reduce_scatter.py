@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import torch
 
 from deepspeed.comm.collectives import collectives, hierarchical
-from deepspeed.comm.collectives.collectives import EXCHANGE, SPREAD, Handle, sum_in_rank_order, tag_of
-from deepspeed.comm.process_groups.axis import Axis
+from deepspeed.comm.collectives.collectives import EXCHANGE, SPREAD, Handle, sum_in_rank_order
+from deepspeed.comm.process_groups.axis import Axis, tag_of
 from deepspeed.comm.shared_memory import doorbell
 from deepspeed.foundation.log import warn_once
 from deepspeed.storage.device_tier import RESIDENT

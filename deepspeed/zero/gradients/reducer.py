@@ -158,7 +158,7 @@ class Reducer:
             return
         self.clean = False
         self.revision += 1
-        if self._handed_out:
+        if self._handed_out.used:
             self._adopt_edits()
             self._handed_out.close()
         self.window.entering()
@@ -251,12 +251,13 @@ class Reducer:
             UsageError: on all ranks, when they differ in what each of them decides alone, or a gradient that was read
                 has been changed after more were added to it; the window is dropped.
         """
-        self._adopt_edits(of)
+        if self._handed_out.used:
+            self._adopt_edits(of)
         self._launch_open()
-        late = self._handed_out.late() if of is None else []
+        late = self._handed_out.late() if of is None and self._handed_out.used else []
         edits = self._handed_out.edits + len(late)
         trouble, found, updates = None, None, purpose in (Purpose.STEP, Purpose.FLUSH)
-        known = updates and self.squares.hold(self.revision)
+        known = updates and self.squares.total is not None and self.squares.hold(self.revision)
         for meeting in self._agreement.meetings(of):
             rows = self._agreement.exchange(meeting, purpose, of, edits, self.revision, known)
             trouble = trouble or disagreement(rows.heads)
@@ -292,11 +293,12 @@ class Reducer:
         """Send what is collected so far."""
         if self._launched == self.revision:
             return  # one read of a gradient after another
-        self._handed_out.close(own=True)
+        if self._handed_out.used:
+            self._handed_out.close(own=True)
         for bucket in self.buckets:
             if bucket.round is not None:
                 self._launch(bucket)
-            elif simulating() and not self.clean and _is_of_other_stages(bucket):
+            elif bucket.group.holders.across_stages and simulating() and not self.clean and _is_untouched(bucket):
                 bucket.prepare()
                 bucket.touched = bytearray(b"\1" * len(bucket.touched))
                 self._send_zeros(bucket, int(bucket.sums_locally), bucket.factor)
@@ -354,7 +356,8 @@ class Reducer:
             bucket.clear()
         self._touched_anywhere.clear()
         self.revision += 1
-        self._handed_out.clear()
+        if self._handed_out.used:
+            self._handed_out.clear()
         self.clean = True
         self.window.forget()
 
@@ -455,7 +458,6 @@ class _Arrival:
             member.reducer.arrived(member)
 
 
-def _is_of_other_stages(bucket: Bucket) -> bool:
-    """Whether stages that are not there have the gradients of a window: this one holds a copy, and has none."""
-    trained = any(member.param.requires_grad for member in bucket.group.members)
-    return bucket.group.holders.across_stages and trained and not any(bucket.launches)
+def _is_untouched(bucket: Bucket) -> bool:
+    """Whether only stages that are not there have the gradients of a window: this one holds a copy, and has none."""
+    return any(member.param.requires_grad for member in bucket.group.members) and not any(bucket.launches)

@@ -7,13 +7,14 @@ This is the only file that says what follows from a stage's number.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from deepspeed.errors import ArgumentError
 
 
 @dataclass(frozen=True)
 class Policy:
-    """What a stage splits; the rest of the code asks the four questions below.
+    """What a stage splits; the rest of the code asks the four questions below, often: an answer is kept.
 
     Args:
         splits_parameters: each rank keeps its slice of the parameters between uses.
@@ -25,22 +26,22 @@ class Policy:
     splits_gradients: bool
     splits_optimizer: bool
 
-    @property
+    @cached_property
     def gathers_before_use(self) -> bool:
         """Parameters are whole only around their modules."""
         return self.splits_parameters
 
-    @property
+    @cached_property
     def reduces_as_gradients_arrive(self) -> bool:
         """Gradients are reduced in every micro-batch, not in the boundary one only."""
         return self.splits_gradients
 
-    @property
+    @cached_property
     def owns_a_slice(self) -> bool:
         """The optimizer updates a slice, not everything."""
         return self.splits_optimizer
 
-    @property
+    @cached_property
     def publishes_after_step(self) -> bool:
         """Updated slices are sent to the other ranks at once."""
         return self.splits_optimizer and not self.splits_parameters

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch.nn import Parameter
 
-from deepspeed.comm.collectives.collectives import SMALL, tag_of
+from deepspeed.comm.collectives.collectives import SMALL
 from deepspeed.comm.collectives.torch_api import told_by_all
-from deepspeed.comm.process_groups.axis import Axis
+from deepspeed.comm.process_groups.axis import Axis, tag_of
 from deepspeed.errors import OptimizerError, UsageError
 from deepspeed.optim.grad_norm import clip_factor
 from deepspeed.optim.nested import groups_of, join_states, nested_optimizers
@@ -33,7 +33,7 @@ from deepspeed.zero.optimizer.optimizer_shard import (
 from deepspeed.zero.optimizer.optimizer_state import OptimizerState, adopt, follow
 from deepspeed.zero.optimizer.published_methods import PublishedMethods
 from deepspeed.zero.optimizer.update import StepGuard, publish, update, waves_of
-from deepspeed.zero.out_of_memory import suggests_offload
+from deepspeed.zero.out_of_memory import raise_if_exhausted
 from deepspeed.zero.parameters.deferred_all_gather_hooks import LatePublish
 from deepspeed.zero.parameters.module_hooks import Lifecycle
 from deepspeed.zero.parameters.parameter import is_managed
@@ -44,8 +44,12 @@ if TYPE_CHECKING:
     from deepspeed.zero.parameters.shard_group import ShardGroup
 
 
-class StateMover(Protocol):
-    """Moves an engine's training state off the device and back."""
+class TrainingEngine(Protocol):
+    """The engine of an optimizer: what clients ask an optimizer for, and it does."""
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> Any:
+        """Run `loss` backward."""
+        ...
 
     def offload_states(self, include: Any, device: Any, pin_memory: bool, non_blocking: bool) -> None:
         """Move what `include` names, all of it for None."""
@@ -63,7 +67,8 @@ class OptimizerSurface:
     fragments: dict[int, list[Fragment]]
     groups: Sequence[ShardGroup]
     bit16_groups: list[list[Parameter]]  # the model's parameters that each group of the optimizer updates
-    states: StateMover | None = None  # of the engine
+    traits: UpdateTraits  # of the optimizer
+    engine: TrainingEngine | None = None  # that it is attached to
 
     @property
     def state(self) -> OptimizerState:
@@ -103,7 +108,7 @@ class OptimizerSurface:
             pin_memory: into page-locked memory.
             non_blocking: accepted; see the engine's.
         """
-        self._mover().offload_states(include, device, pin_memory, non_blocking)
+        self._attached().offload_states(include, device, pin_memory, non_blocking)
 
     def reload_states(self, non_blocking: bool = False) -> None:
         """Bring back what `offload_states` moved, as `engine.reload_states` does.
@@ -111,12 +116,12 @@ class OptimizerSurface:
         Args:
             non_blocking: do not wait until the copies are over.
         """
-        self._mover().reload_states(non_blocking)
+        self._attached().reload_states(non_blocking)
 
-    def _mover(self) -> StateMover:
-        if self.states is None:
+    def _attached(self) -> TrainingEngine:
+        if self.engine is None:
             raise UsageError("this optimizer is not attached to an engine")
-        return self.states
+        return self.engine
 
     def _rank_state(self, **state: Any) -> RankState:
         made = RankState(state)
@@ -241,7 +246,6 @@ class ZeroOptimizer(OptimizerSurface):
         self.inspect: Callable[[float | None, list[list[float]]], None] | None = None  # between norm and update
         self.along: list[float] = []  # numbers that ride on the step's exchange, and everybody's
         self.alongside: list[list[float]] = []
-        self._scale_loss: Callable[[torch.Tensor, bool], Any] | None = None
         self._late: LatePublish | None = None
         self.attach(reducer, lifecycle, late)
 
@@ -524,13 +528,15 @@ class ZeroOptimizer(OptimizerSurface):
         self._updated = True
         self._stepping = True
         try:
-            with suggests_offload("parameters were updated"):
-                late = self._late is not None and self._late.allowed  # here; the order is that of all ranks
-                at_once = not self.traits.in_parts
-                waves = waves_of(self.shards, self.reducer, self.optimizer, self._late is not None, at_once)
-                updated = None if self.masks is None else self.masks.on_update
-                with state.by_leaf():
-                    handles = update(self.optimizer, waves, factor, updated, late, call)
+            late = self._late is not None and self._late.allowed  # here; the order is that of all ranks
+            at_once = not self.traits.in_parts
+            waves = waves_of(self.shards, self.reducer, self.optimizer, self._late is not None, at_once)
+            updated = None if self.masks is None else self.masks.on_update
+            with state.by_leaf():
+                handles = update(self.optimizer, waves, factor, updated, late, call)
+        except (RuntimeError, MemoryError, OSError) as error:
+            raise_if_exhausted("parameters were updated", error)
+            raise
         finally:
             self._stepping = False
         for handle in handles:
@@ -578,9 +584,7 @@ class ZeroOptimizer(OptimizerSurface):
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> Any:
         """Run `loss` backward through the engine."""
-        if self._scale_loss is None:
-            raise UsageError("this optimizer is not attached to an engine")
-        return self._scale_loss(loss, retain_graph)
+        return self._attached().backward(loss, retain_graph=retain_graph)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state: the inner optimizer's over its fragments, the loss scaler's; see `RankState`."""
@@ -619,4 +623,4 @@ class ZeroOptimizer(OptimizerSurface):
         self.shards, self.fragments, self._shard_of, self.bit16_groups = [], {}, {}, []
         self.groups, self._gathered, self._whole, self.reducer.squares.buckets = [], [], [], []
         self.optimizer.state.clear()
-        self._scale_loss = self.states = None
+        self.engine = None

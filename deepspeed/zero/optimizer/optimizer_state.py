@@ -20,6 +20,7 @@ from torch.nn import Parameter
 
 from deepspeed.errors import UsageError
 from deepspeed.optim.nested import join_states, nested_optimizers
+from deepspeed.optim.separability import UpdateTraits
 from deepspeed.zero.optimizer.optimizer_shard import Fragment, cut_state
 from deepspeed.zero.optimizer.state_tensor import Away, Piece, StateTensor
 from deepspeed.zero.parameters.parameter import is_managed
@@ -34,6 +35,7 @@ class Owner(Protocol):
     optimizer: torch.optim.Optimizer
     fragments: dict[int, list[Fragment]]  # of this rank, by the member's uid
     bit16_groups: list[list[Parameter]]  # the model's parameters that it updates
+    traits: UpdateTraits  # of the inner one; a class that is known has no others inside
 
 
 class ParamState(MutableMapping[str, Any]):
@@ -411,6 +413,8 @@ def adopt(owner: Owner) -> OptimizerState:
     inner = owner.optimizer
     before = inner.state
     _adopt(inner, owner)
+    if owner.traits.known:
+        return inner.state  # type: ignore[return-value]
     nested = list(nested_optimizers(inner).values())
     for each in nested:
         if each.state is before:  # the class has both share one

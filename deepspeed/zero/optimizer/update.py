@@ -322,6 +322,8 @@ def _inside(
 
 def _recorded(wave: Wave) -> contextlib.AbstractContextManager[None]:
     """A span: of one group where it is updated alone."""
+    if not recorder.on:
+        return contextlib.nullcontext()
     alone = wave.shards[0].group if len(wave.shards) == 1 else None
     return recorder.span(UPDATE, "update", alone.name if alone is not None and alone.tiers.optimizer.moves else "")
 

@@ -16,8 +16,9 @@ from typing import cast
 
 import torch
 
-from deepspeed.comm.collectives.collectives import READ, SPREAD, Handle, spread, tag_of
+from deepspeed.comm.collectives.collectives import READ, SPREAD, Handle, spread
 from deepspeed.comm.collectives.one_sided import FetchService, SharedSlices, meet, service_of
+from deepspeed.comm.process_groups.axis import tag_of
 from deepspeed.errors import ShardedParameterError
 from deepspeed.foundation.malloc import at_a_page, limits_addresses
 from deepspeed.storage.async_copy import Arrival

@@ -6,18 +6,9 @@ import pytest
 import torch
 
 from deepspeed.comm.collectives import collectives
-from deepspeed.comm.collectives.collectives import (
-    EXCHANGE,
-    PULL,
-    READ,
-    SMALL,
-    SPREAD,
-    Handle,
-    sum_in_rank_order,
-    tag_of,
-)
+from deepspeed.comm.collectives.collectives import EXCHANGE, PULL, READ, SMALL, SPREAD, Handle, sum_in_rank_order
 from deepspeed.comm.collectives.scalars import Scalars, Simulated
-from deepspeed.comm.process_groups.axis import Axis
+from deepspeed.comm.process_groups.axis import Axis, tag_of
 
 ALONE = Axis("dp", (0,), 0, None, True)
 THREE = Axis("dp", (4, 5, 6), 1, None, True)
