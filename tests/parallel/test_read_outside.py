@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from tests.parallel.test_higher_order import LIMITS, WAYS, Times
-from tests.parallel.tiny import WIDTH, expect_close, rows, start
+from tests.parallel.tiny import WIDTH, expect_close, raises, rows, start
 
 slow = pytest.mark.slow
 # The first block is still here after the last one, and has to go for what comes then: beside three blocks, or four.
@@ -57,19 +57,18 @@ class Reads(nn.Module):
         return self.linear(x * self.of[0].s)
 
 
-Use = Callable[[nn.ModuleList, torch.Tensor], torch.Tensor]
+Use = Callable[[Any, torch.Tensor], torch.Tensor]
 
 
-def _functional_call(blocks: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
-    norm: Any = blocks[0].norm
-    values = {"weight": norm.weight, "bias": blocks[1].norm.bias}  # type: ignore[union-attr]
+def _functional_call(blocks: Any, x: torch.Tensor) -> torch.Tensor:
+    values = {"weight": blocks[0].norm.weight, "bias": blocks[1].norm.bias}
     return torch.func.functional_call(nn.LayerNorm(WIDTH), values, (x,))
 
 
-def _dropped(blocks: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
+def _dropped(blocks: Any, x: torch.Tensor) -> torch.Tensor:
     """Of what autograd saves of a parameter, something goes while something comes."""
     x = x * blocks[0].s
-    blocks[0].aside = None  # type: ignore[assignment]
+    blocks[0].aside = None
     gc.collect()
     return x
 
@@ -77,18 +76,18 @@ def _dropped(blocks: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
 # What the root computes after the blocks, of parameters that are theirs.
 USES: dict[str, Use] = {
     "elementwise": lambda blocks, x: x * blocks[0].s,
-    "square": lambda blocks, x: x + blocks[1].s.square(),  # type: ignore[union-attr,operator]
+    "square": lambda blocks, x: x + blocks[1].s.square(),
     "product": lambda blocks, x: x @ blocks[0].matrix,
-    "transposed": lambda blocks, x: functional.linear(x, blocks[0].matrix),  # type: ignore[arg-type]
+    "transposed": lambda blocks, x: functional.linear(x, blocks[0].matrix),
     "frozen": lambda blocks, x: x * blocks[0].frozen,
-    "norm": lambda blocks, x: functional.layer_norm(x, (WIDTH,), blocks[0].norm.weight),  # type: ignore[union-attr]
+    "norm": lambda blocks, x: functional.layer_norm(x, (WIDTH,), blocks[0].norm.weight),
     "functional call": _functional_call,
-    "in Python": lambda blocks, x: Times.apply(x, blocks[0].s),  # type: ignore[arg-type,return-value]
+    "in Python": lambda blocks, x: Times.apply(x, blocks[0].s),
     "checkpointed": lambda blocks, x: checkpoint(lambda y: y * blocks[0].s, x, use_reentrant=False),
     "twice": lambda blocks, x: x * blocks[0].s * blocks[1].s + x * blocks[0].s,
     "dropped": _dropped,
     "aside": lambda blocks, x: x + blocks[0].aside + blocks[2].aside,  # no output of a block leads to it
-    "sibling": lambda blocks, x: Reads.forward(blocks[3], x),  # type: ignore[arg-type]
+    "sibling": lambda blocks, x: Reads.forward(blocks[3], x),
 }
 
 
@@ -97,9 +96,9 @@ class Model(nn.Module):
         super().__init__()
         self.use, self.recompute = use, recompute
         self.first, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.blocks: Any = nn.ModuleList(Block() for _ in range(3))
         if use == "sibling":
-            self.blocks.append(Reads(self.blocks[0]))  # type: ignore[arg-type]
+            self.blocks.append(Reads(self.blocks[0]))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)
@@ -107,6 +106,10 @@ class Model(nn.Module):
             x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
         x = USES[self.use](self.blocks, x) if self.use != "sibling" else x
         return self.out(torch.tanh(x))
+
+
+def trained(parameters: Iterable[Any]) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for p in parameters if p.requires_grad], lr=1e-1)
 
 
 def _between(model: Any, x: torch.Tensor) -> None:
@@ -121,10 +124,9 @@ def equals_torch(use: str, limits: str, way: str, precision: str, recompute: boo
     torch.manual_seed(0)
     model = Model(use, recompute)
     twin = copy.deepcopy(model)
-    plain = torch.optim.SGD([p for p in twin.parameters() if p.requires_grad], lr=1e-1)
+    plain = trained(twin.parameters())
     zero = {"stage3_param_persistence_threshold": 0} | ALL_LIMITS[limits] | WAYS[way] if stage == 3 else {}
-    lr = lambda ps: torch.optim.SGD([p for p in ps if p.requires_grad], lr=1e-1)  # noqa: E731
-    with start(stage, model, lr, sharded=False, zero=zero, precision=precision) as engine:
+    with start(stage, model, trained, sharded=False, zero=zero, precision=precision) as engine:
         for step in range(2):
             for rank in range(dist.get_world_size()):
                 (twin(rows(step, rank)).square().mean() / dist.get_world_size()).backward()
@@ -137,7 +139,7 @@ def equals_torch(use: str, limits: str, way: str, precision: str, recompute: boo
             engine.backward(loss)
             engine.step()
         wanted = {name: p.detach() for name, p in twin.named_parameters() if p.requires_grad}
-        ours = {name: safe_get_full_fp32_param(engine.module.get_parameter(name)) for name in wanted}
+        ours: dict[str, Any] = {name: safe_get_full_fp32_param(engine.module.get_parameter(name)) for name in wanted}
         where = (use, limits, way, precision, recompute, evaluated, stage)
         expect_close(ours, wanted, BARS[precision], at=where)
 
@@ -166,6 +168,40 @@ def test_what_is_computed_again_in_16_bits_and_by_collectives(workers: Any) -> N
     cells = [("elementwise", "three", "device", precision, True, False, 3) for precision in BARS]
     cells += [("norm", "three", "device", "bf16", False, False, 3)]
     check(workers, [*cells, *[(use, "three", "fixed graph", "fp32", False, False, 3) for use in ("twice", "aside")]])
+
+
+def memory_and_old_graphs(way: str) -> None:
+    torch.manual_seed(0)
+    zero = {"stage3_param_persistence_threshold": 0} | SOME["three"] | WAYS[way]
+    with start(3, Model("elementwise"), trained, sharded=False, zero=zero) as engine:
+        groups = {p._ds_member.group: i for i, block in enumerate(engine.module.blocks) for p in block.parameters()}
+
+        def held() -> list[int]:
+            for block in engine.module.blocks:
+                block.aside = None
+            for group in groups:
+                group.finish_gather()
+                group.free()
+            return sorted({i for group, i in groups.items() if group.full.untyped_storage().nbytes()})
+
+        x = rows(0, dist.get_rank()).requires_grad_()
+        assert held() == []
+        value = engine(x).square().mean()
+        assert held() == [0]  # what autograd saves in a block's own graph costs no memory
+        (wanted,) = torch.autograd.grad(value, x, retain_graph=True)
+        assert wanted.isfinite().all()
+        assert held() == [0]
+        engine.backward(engine(x).square().mean())
+        engine.step()
+        with raises(RuntimeError):
+            torch.autograd.grad(value, x)
+        del value
+        assert held() == []
+
+
+@pytest.mark.parametrize("way", ["device", "fixed graph"])
+def test_memory_goes_with_the_graph_and_a_step_ends_it(workers: Any, way: str) -> None:
+    workers(2).run(memory_and_old_graphs, way)
 
 
 @slow

@@ -96,7 +96,7 @@ class Aliases:
         return references(self.key) - self._own - self.saved
 
     def saves(self, member: Member) -> bool:
-        """Whether autograd has saved the gathered parameter where the backward of its unit does not see to it."""
+        """Whether autograd has saved the gathered parameter itself, where no place or prehook sees to its values."""
         param = member.param
         count = references_to(param) - 1  # Python's
         if count == 1 and param.requires_grad:  # what is saved, or the node that accumulates its gradient

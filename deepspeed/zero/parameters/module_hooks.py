@@ -27,7 +27,7 @@ from deepspeed.zero.parameters import buffer_views
 from deepspeed.zero.parameters.collective_order import GatherOrder
 from deepspeed.zero.parameters.parameter import is_managed
 from deepspeed.zero.parameters.prefetch import Keeper, Trace
-from deepspeed.zero.parameters.shard_group import ShardGroup
+from deepspeed.zero.parameters.shard_group import ShardGroup, State
 
 _EXTERNALS = "ds_external_parameters"  # TRL asks the root for parameters it uses that are not below it
 
@@ -252,7 +252,7 @@ class Lifecycle:
 
     def _keep_places(self, unit: nn.Module, outputs: list[torch.Tensor], since: int) -> None:
         """Keep no memory until backward for what autograd has saved of a unit's groups."""
-        groups = [group for group in self.units[unit] if not group.retains]
+        groups = [g for g in self.units[unit] if not g.retains and g.state is State.GATHERED]
         viewed = any(group.aliases.others() > len(group.members) for group in groups)
         # The backward of the root is next: its memory is needed at once, so parameters are no reason to look.
         if viewed or (unit is not self.module and any(group.aliases.may_be_saved() for group in groups)):
