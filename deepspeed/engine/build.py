@@ -405,7 +405,9 @@ def _add_optimizer(
         watch_ranks=low,
     )
     axes = components.axes
-    components.reducer = Reducer(axes, components.groups, settings, components.window)
+    lifecycle = components.lifecycle
+    complete = None if lifecycle is None else lifecycle.gradients_complete
+    components.reducer = Reducer(axes, components.groups, settings, components.window, complete)
     components.reducer.replaced.watch(model)
     steps = StepSettings(
         clip=config.gradient_clipping,
@@ -415,19 +417,15 @@ def _add_optimizer(
         master=master_dtype(config, components.dtype),
     )
     scaler = loss_scale.from_config(config.fp16) if fp16 else None
-    whole = config.zero.overlap_publish and components.lifecycle is None and axes.mesh.size("pp") == 1
+    whole = config.zero.overlap_publish and lifecycle is None and axes.mesh.size("pp") == 1
     late = LatePublish(model, components.groups) if whole else None
     if held is None:
         components.window.set_scaler(scaler)
         optimizer, traits = chosen
-        components.optimizer = ZeroOptimizer(
-            optimizer, components.reducer, steps, scaler, components.lifecycle, late, traits
-        )
+        components.optimizer = ZeroOptimizer(optimizer, components.reducer, steps, scaler, lifecycle, late, traits)
     else:
-        held.attach(components.reducer, components.lifecycle, late)
+        held.attach(components.reducer, lifecycle, late)
         components.optimizer = held
-    if components.lifecycle is not None:
-        components.reducer.on_complete = components.lifecycle.gradients_complete
     components.frozen = [
         m
         for g in components.groups

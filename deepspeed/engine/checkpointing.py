@@ -207,8 +207,6 @@ class CheckpointIO:
         self._state, self._weights, self._guard = state, weights, guard
         self._background = Background()
         self._extra_objects: list[Any] = []
-        self.replay_removals: Callable[[dict[str, Any]], None] = lambda _saved: None  # told of a save's removals
-        self.remember: Callable[[Any, Any], None] = lambda _folder, _client_state: None  # told of every save and load
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Save and load the state of these objects with every checkpoint.
@@ -277,7 +275,8 @@ class CheckpointIO:
             SCRIPTS,
             settings.tag_validation,
         )
-        self.remember(save_dir, client_state)
+        for hook in self._state.hooks.checkpointed:
+            hook(save_dir, client_state)
         saving = Saving(target, self._contents(ranks, client_state or {}, leave_out_frozen), ranks)
         saving.begin()
         if settings.async_save or settings.writer.decoupled:
@@ -413,7 +412,8 @@ class CheckpointIO:
         found while tensors are replaced: the engine then raises `UsageError` until another load has gone through.
         """
         self.wait_for_checkpoint()
-        self.remember(load_dir, None)
+        for hook in self._state.hooks.checkpointed:
+            hook(load_dir, None)
         ranks = Ranks(self._state.everyone)
         finder = Finder(Path(load_dir), ranks, self._state.ds_config.top.checkpoint.client_state_pickle)
         what = _What(
@@ -510,7 +510,8 @@ class CheckpointIO:
         if not isinstance(found, Source):
             with ranks.together("opening the checkpoint"):
                 return open_foreign(found, self._state.view().optimizer_names())
-        self.replay_removals(found.state().get("engine", {}).get("compression", {}))
+        for hook in self._state.hooks.opened:
+            hook(found.state().get("engine", {}).get("compression", {}))
         return found
 
     def _restore_run(

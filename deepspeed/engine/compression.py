@@ -26,7 +26,6 @@ from deepspeed.compression.pruning.structured_removal import Removal, cut_buffer
 from deepspeed.compression.pruning.transformers_groups import shapes_of
 from deepspeed.compression.pruning.unwrap import left_on
 from deepspeed.engine.build import build
-from deepspeed.engine.checkpointing import CheckpointIO
 from deepspeed.engine.engine_state import EngineState
 from deepspeed.engine.state_dict_io import WeightsIO
 from deepspeed.engine.train_loop import Feeding
@@ -262,7 +261,6 @@ class Compressing:
     Args:
         state: of the engine.
         weights: gives whole weights to export.
-        checkpoints: asks for the removals of a checkpoint to be done again.
         feeding: agrees with the other ranks.
         laid_out_anew: tells the engine that its groups are others than before.
         make: makes another engine of a model and a configuration.
@@ -272,7 +270,6 @@ class Compressing:
         self,
         state: EngineState,
         weights: WeightsIO,
-        checkpoints: CheckpointIO,
         feeding: Feeding,
         laid_out_anew: Callable[[], None],
         make: Callable[..., Any],
@@ -280,7 +277,7 @@ class Compressing:
         self._state, self._weights, self._feeding, self._make = state, weights, feeding, make
         self._laid_out_anew = laid_out_anew
         self._exported = False
-        checkpoints.replay_removals = self.replay
+        state.hooks.opened.append(self.replay)
 
     @property
     def compression_scheduler(self) -> Compression | None:

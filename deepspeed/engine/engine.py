@@ -280,9 +280,7 @@ class DeepSpeedEngine(EngineSurface, ModuleWrapper):
         self._weights = WeightsIO(state)
         self._checkpoints = CheckpointIO(state, self._weights, self._instruments.guard)
         self._preemption = Preemption(state, self._checkpoints)
-        self._compressing = Compressing(
-            state, self._weights, self._checkpoints, self._feeding, self._laid_out_anew, type(self)
-        )
+        self._compressing = Compressing(state, self._weights, self._feeding, self._laid_out_anew, type(self))
         self._same_batches = SameBatches(state.axes.mesh.axis("tp"))
         top = state.ds_config.top
         again = top.sequence_parallel_recompute

@@ -23,18 +23,22 @@ from deepspeed.zero.parameters.parallel_groups import Axes
 
 
 @dataclass(eq=False)
-class StepHooks:
-    """What features do in a step, in order. A list is empty where no feature that is on needs it.
+class EngineHooks:
+    """What features do in a step, and around checkpoints, in order; empty where no feature that is on needs it.
 
     Attributes:
         stepped: after the optimizer's step, and within its time.
         applied: after an update that was not skipped, and its schedule.
         ended: at the end of a step; a hook may take itself off.
+        checkpointed: told of every save and load: the folder, and the client's state where that is saved.
+        opened: told of the compression that an opened checkpoint was saved with, before it is looked into.
     """
 
     stepped: list[Callable[[], None]] = field(default_factory=list)
     applied: list[Callable[[], None]] = field(default_factory=list)
     ended: list[Callable[[], None]] = field(default_factory=list)
+    checkpointed: list[Callable[[str, dict[str, Any] | None], None]] = field(default_factory=list)
+    opened: list[Callable[[dict[str, Any]], None]] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -56,7 +60,7 @@ class EngineState:
         global_samples: samples so far, over all ranks.
         skipped_steps: updates that were skipped.
         compression: what makes the model smaller; None without it.
-        hooks: what features do in a step.
+        hooks: what features do in a step, and around checkpoints.
         removals: what has left the model, in order; a checkpoint of it is a checkpoint of what is left.
     """
 
@@ -74,7 +78,7 @@ class EngineState:
     global_samples: int = 0
     skipped_steps: int = 0
     compression: Compression | None = None
-    hooks: StepHooks = field(default_factory=StepHooks)
+    hooks: EngineHooks = field(default_factory=EngineHooks)
     removals: list[Removal] = field(default_factory=list)
 
     @property

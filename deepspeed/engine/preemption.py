@@ -38,7 +38,7 @@ class Preemption:
         self._state, self._checkpoints = state, checkpoints
         self._folder = state.ds_config.top.checkpoint.signal_dir
         self._last_client_state: dict[str, Any] | None = None
-        checkpoints.remember = self._remember
+        state.hooks.checkpointed.append(self._remember)
 
     def listen(self) -> None:
         """Take the signals that nobody else has taken; a handler of the user's or of a client's stays in charge."""

@@ -94,10 +94,16 @@ class Reducer:
         groups: the engine's groups.
         settings: how to sum.
         window: where its driver stands; says what gradients are multiplied by, and whether they travel now.
+        on_complete: told of each group of which all gradients have arrived.
     """
 
     def __init__(
-        self, axes: Axes, groups: list[ShardGroup], settings: ReduceSettings, window: AccumulationWindow
+        self,
+        axes: Axes,
+        groups: list[ShardGroup],
+        settings: ReduceSettings,
+        window: AccumulationWindow,
+        on_complete: Callable[[ShardGroup], None] | None = None,
     ) -> None:
         self.axes, self.settings, self.window = axes, settings, window
         self.buckets = [
@@ -109,7 +115,7 @@ class Reducer:
         self._launched = -1  # at this revision no round was open
         self.squares = Squares()
         self.timing: Callable[[], AbstractContextManager[object]] = nullcontext  # around the wait for what is under way
-        self.on_complete: Callable[[ShardGroup], None] | None = None  # all gradients of a group are here
+        self._on_complete = on_complete
         largest = max((g.numel for g in groups), default=0)
         self.device = groups[0].device if groups else torch.device("cpu")
         separate_reductions((axis for group in groups for axis in group.holders.summing), axes.everyone)
@@ -175,8 +181,8 @@ class Reducer:
         if entry.sends_now:
             current.fresh.add(member.index)
             if len(current.fresh) >= current.expected:
-                if self.on_complete is not None:
-                    self.on_complete(bucket.group)
+                if self._on_complete is not None:
+                    self._on_complete(bucket.group)
                 self._launch(bucket)
 
     def _enter(self, bucket: Bucket, member: Member, gradient: torch.Tensor, how: Entry) -> Round:
