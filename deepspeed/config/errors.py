@@ -57,9 +57,13 @@ def nearest(name: str, section: type[Section]) -> str:
 
 
 def near(name: str, value: object, section: type[Section]) -> str | None:
-    """The key of a section that a name is at most two edits from; a text where that key is a block is a remark."""
+    """The key that a name is a few edits from; a text where that key is a block is a remark.
+
+    Two edits make any three letters any other, so names this short are off by one.
+    """
+    edits = min(_TYPO, len(name) // 2)
     for spelling, (field, _) in spellings(section).items():
-        if abs(len(spelling) - len(name)) <= _TYPO and _edits(name, spelling) <= _TYPO:
+        if abs(len(spelling) - len(name)) <= edits and _edits(name, spelling) <= edits:
             child = child_of(section.model_fields[field])
             if child is None or not isinstance(value, str):
                 return spelling

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
+from deepspeed.comm.collectives.torch_api import told_by_all
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.errors import OptimizerError
 from deepspeed.foundation.log import warn_once
-from deepspeed.optim.separability import UpdateTraits, update_traits
+from deepspeed.optim.separability import MethodTraits, UpdateTraits, update_traits
 from deepspeed.zero.parameters.parallel_groups import Axes
 
 
@@ -20,6 +23,7 @@ def traits_of(optimizer: torch.optim.Optimizer | None, config: DeepSpeedConfig, 
     traits = UpdateTraits(known=True) if optimizer is None else update_traits(optimizer)
     if optimizer is None or traits.known:
         return traits
+    traits = _agreed(traits, axes)
     name, mesh = type(optimizer).__name__, axes.mesh
     if traits.unknown:
         warn_once(
@@ -42,3 +46,32 @@ def traits_of(optimizer: torch.optim.Optimizer | None, config: DeepSpeedConfig, 
             key=type(optimizer),
         )
     return traits
+
+
+def _agreed(traits: UpdateTraits, axes: Axes) -> UpdateTraits:
+    """What all ranks found together: a rank may hold what cannot be copied (a writer of logs), or other parameters.
+
+    Ranks lay parameters out by it, so none may decide alone.
+    """
+    every = [
+        replace(each, methods=methods)
+        for each, methods in told_by_all(axes.everyone, (replace(traits, methods={}), dict(traits.methods)))
+    ]
+    tried = [each for each in every if not each.unknown]
+    if not tried:
+        return traits
+    methods: dict[str, MethodTraits] = {}
+    for each in tried:
+        for name, found in each.methods.items():
+            known = methods.get(name, found)
+            methods[name] = MethodTraits(
+                known.reads_gradients or found.reads_gradients, known.by_parameter and found.by_parameter
+            )
+    return replace(
+        tried[0],
+        by_parameter=all(each.by_parameter for each in tried),
+        in_parts=all(each.in_parts for each in tried),
+        counts_alone=all(each.counts_alone for each in tried),
+        methods=methods,
+        difference=max(each.difference for each in tried),
+    )

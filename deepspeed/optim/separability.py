@@ -11,6 +11,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import os
+import random
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +20,7 @@ from types import MappingProxyType
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 import torch.optim.optimizer as torch_optimizer
 from torch import Tensor, nn
@@ -30,7 +33,7 @@ Values = list[Tensor]
 
 _KNOWN = ("torch.optim.", "deepspeed.ops.")  # classes that are tested with every stage and tier by their names
 _PER_GROUP, _SIDE, _SIDE_OF_MANY = 3, 6, 3  # parameters of a copied group; their longest side; with over two dims
-_STEPS, _MOST_METHODS = 12, 8  # more steps than the usual period of Lookahead (5 or 6), twice
+_STEPS, _FEW_METHODS = 12, 8  # more steps than the usual period of Lookahead (5 or 6), twice
 _TOLERANCE = 1e-5  # of the distance that a parameter moves
 _HOOKS = ("pre", "post")
 
@@ -109,6 +112,8 @@ def _measured(optimizer: Optimizer) -> UpdateTraits:
     whole = _run(_Copy(optimizer), how)
     start = _Copy(optimizer).values()
     moved = max([float((a - b).abs().max()) for a, b in zip(whole.values(), start, strict=True)], default=0.0)
+    if start and not moved:
+        return UpdateTraits(how=how, unknown=f"{_STEPS} steps moved none of them")
     halves = [_run(_Copy(optimizer, lambda place, half=half: place % 2 == half), how) for half in (0, 1)]
     empty = _run(_Copy(optimizer, lambda place: False), how)
     apart = [halves[place % 2].tensors[place].detach() for place in range(len(start))]
@@ -151,6 +156,9 @@ def _quiet(optimizer: Optimizer) -> Iterator[None]:
         torch.set_num_threads(1)  # matrices this small are slower on several
         stack.callback(torch.set_num_threads, threads)
         stack.enter_context(torch.random.fork_rng(devices=cards))
+        stack.callback(random.setstate, random.getstate())
+        stack.callback(np.random.set_state, np.random.get_state())
+        stack.callback(Counters.of(optimizer).restore)  # functions that it keeps may count on itself, not on a copy
         for when in _HOOKS:
             stack.enter_context(mock.patch.object(torch_optimizer, f"_global_optimizer_{when}_hooks", OrderedDict()))
         yield
@@ -180,7 +188,7 @@ class _Copy:
                     self.tensors[place] = small[id(param)]
                 place += 1
             self._remember(group, {})
-        left = {id(tensor) for tensor in self.tensors.values()}
+        left, left_out = {id(tensor) for tensor in self.tensors.values()}, torch.zeros(1)
         for group in groups_of(optimizer):
             kept = [small[id(p)] for p in group["params"] if id(p) in small and id(small[id(p)]) in left]
             twin = self._memo[id(group)]
@@ -188,7 +196,7 @@ class _Copy:
             twin["params"] = kept
             _set_rate(twin)
             for param in group["params"]:
-                self._remember(param, small.get(id(param), torch.zeros(1)))
+                self._remember(param, small.get(id(param), left_out))
         every = [optimizer, *nested_optimizers(optimizer).values()]
         for each in every:
             self._remember(each, object.__new__(type(each)))
@@ -298,14 +306,21 @@ def _methods(optimizer: Optimizer, how: HowToStep) -> dict[str, MethodTraits]:
     """The public methods that torch's Optimizer has not, and that write parameters or state without arguments."""
     names = _own_methods(type(optimizer))
     traits: dict[str, MethodTraits] = {}
-    for first in (None, *names):  # some do something only after another: train() after eval()
+
+    def look(calls: list[str]) -> None:
+        effect, name = _effect(optimizer, calls, how), calls[-1]
+        if effect is not None:
+            known = traits.get(name, effect)
+            traits[name] = MethodTraits(
+                effect.reads_gradients or known.reads_gradients, effect.by_parameter and known.by_parameter
+            )
+
+    for name in names:
+        look([name])
+    # Some do something only after another: train() after eval(). With many methods, after one that writes.
+    for first in names if len(names) <= _FEW_METHODS else tuple(traits):
         for name in names:
-            effect = _effect(optimizer, [*([first] if first else []), name], how)
-            if effect is not None:
-                known = traits.get(name, effect)
-                traits[name] = MethodTraits(
-                    effect.reads_gradients or known.reads_gradients, effect.by_parameter and known.by_parameter
-                )
+            look([first, name])
     return traits
 
 
@@ -337,7 +352,7 @@ def _effect(optimizer: Optimizer, calls: list[str], how: HowToStep) -> MethodTra
 
 def _own_methods(cls: type) -> list[str]:
     """Names of the public methods that torch's Optimizer has not and that can be called without arguments."""
-    return [name for name in _callable_alone(cls) if not hasattr(Optimizer, name)][:_MOST_METHODS]
+    return [name for name in _callable_alone(cls) if not hasattr(Optimizer, name)]
 
 
 def _equal(left: tuple[Values, Values], right: tuple[Values, Values]) -> bool:
@@ -352,7 +367,10 @@ def _callable_alone(cls: type) -> Iterator[str]:
         function = inspect.getattr_static(cls, name)
         if name.startswith("_") or not inspect.isfunction(function):
             continue
-        needed = [p for p in list(inspect.signature(function).parameters.values())[1:] if p.default is p.empty]
+        parameters = list(inspect.signature(function).parameters.values())[1:]
+        if any(isinstance(p.default, (str, os.PathLike)) for p in parameters):
+            continue  # what is called by a name or a path may write files
+        needed = [p for p in parameters if p.default is p.empty]
         if all(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in needed):
             yield name
 

@@ -257,7 +257,7 @@ class Renamer:
                 source.module
                 for source in self.package
                 if (not row.room or source.room == row.room)
-                and (not row.stem or source.module.rpartition(".")[2] == row.stem)
+                and (not row.stem or source.module.rpartition(".")[2] in row.stem.split("|"))
                 and (wanted in source.defined or source.module in self.classes.get(wanted, ()))
             ]
             if not row.owner:
@@ -643,7 +643,7 @@ class TextPass:
         for index, name in enumerate(parts):
             candidates = self.by_name.get(name, [])
             if candidates and index:
-                row = self.behind_module(source, parts[:index], candidates)
+                row = self.behind_module(source, parts[:index], name, candidates)
             elif candidates:
                 row = self.first(source, path, parts, candidates)
                 if row is None:
@@ -652,8 +652,12 @@ class TextPass:
                 return index, row
         return None
 
-    def behind_module(self, source: Source | None, before: list[str], candidates: list[tuple[str, Row]]) -> Row | None:
-        """The row of `module.Name`."""
+    def behind_module(
+        self, source: Source | None, before: list[str], name: str, candidates: list[tuple[str, Row]]
+    ) -> Row | None:
+        """The row of `module.Name`, also where the module imports the name."""
+        if found := self.renamer.resolver.name(".".join(before), name):
+            return self.renamer.symbols.get(found)
         end = ".".join(before).removeprefix("deepspeed")
         fitting = [c for c in candidates if c[0].rpartition(".")[2] == before[-1] and c[0].endswith(end)]
         near = [c for c in fitting if source is not None and room_of(c[0]) == source.room]
@@ -672,7 +676,9 @@ class TextPass:
                 return fitting[0]
         if source is not None and (found := self.renamer.resolver.name(source.module, name)):
             return self.renamer.symbols.get(found)
-        if len(parts) == 1 and name in self.renamer.bound:
+        if name in self.renamer.bound and (len(parts) == 1 or name.islower()):
+            return None
+        if path.endswith((".cpp", ".h")):
             return None
         if len(candidates) == 1 and len(self.defined[name]) == 1 and name[0] != "_":
             return candidates[0][1]

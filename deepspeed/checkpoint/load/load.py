@@ -152,6 +152,8 @@ def load_values(
     _read_all(view, source, slots_of, plain, rounded)
     for _, _, slot in plain:
         view.write_back(slot)
+    if settings is not None:
+        view.share_counters()
     view.publish()
 
 
@@ -169,6 +171,7 @@ def load_optimizer(view: StateView, source: Source, rows: dict[str, Row], settin
     """
     _take_settings(view, settings)
     _read_all(view, source, lambda group: _optimizer_slots(view, source, rows, group), [])
+    view.share_counters()
 
 
 def _optimizer_slots(view: StateView, source: Source, rows: dict[str, Row], group: ShardGroup) -> Slots:

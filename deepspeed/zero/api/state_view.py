@@ -430,6 +430,11 @@ class StateView(WindowView, PlacedView):
         if view is not None and view.leaf is None:
             view.note(exists)
 
+    def share_counters(self) -> None:
+        """Optimizer state has been loaded: ranks that have no part of it learn what it is. All ranks call together."""
+        if self.optimizer is not None:
+            self.optimizer.share_counters()
+
     def publish(self) -> None:
         """Make loaded masters the parameters of every rank. All ranks call together."""
         publish(self.groups)

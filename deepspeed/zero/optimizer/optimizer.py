@@ -159,7 +159,7 @@ def _whole(group: ShardGroup) -> torch.Tensor:
         return lent.detach().clone()
 
 
-def share_counters(optimizer: torch.optim.Optimizer, axis: Axis) -> None:
+def share_counters(optimizer: torch.optim.Optimizer, axis: Axis, state: OptimizerState) -> None:
     """Counters that a step leaves in a group come from the first rank that updates parameters of it. All ranks call.
 
     Some optimizers count only where a group has parameters, and a rank may own none of it.
@@ -167,12 +167,15 @@ def share_counters(optimizer: torch.optim.Optimizer, axis: Axis) -> None:
     Args:
         optimizer: the inner one.
         axis: the ranks that share out its parameters.
+        state: of the optimizer; a rank that has no parameter learns from the others what it holds.
     """
     own = [
         {key: value for key, value in group.items() if key != "params"} if group["params"] else None
         for group in groups_of(optimizer)
     ]
-    by_rank = told_by_all(axis, own)
+    told = told_by_all(axis, (own, state.outline()))
+    by_rank = [groups for groups, _ in told]
+    state.of_others = next((outline for _, outline in told if outline), {})
     for number, group in enumerate(groups_of(optimizer)):
         values = next((groups[number] for groups in by_rank if groups[number] is not None), {})
         group.update({key: value for key, value in values.items() if not isinstance(value, torch.Tensor)})
@@ -310,7 +313,15 @@ class ZeroOptimizer(OptimizerSurface):
                 leaves_of[id(param)] = [fragment.leaf for fragment in fragments]
                 for fragment in fragments if state else ():
                     self.optimizer.state[fragment.leaf] = cut_state(state, fragment)
-        for group in self.optimizer.param_groups if self.traits.known else groups_of(self.optimizer):
+        every = self.optimizer.param_groups if self.traits.known else groups_of(self.optimizer)
+        for param in (param for group in every for param in group["params"]):
+            if id(param) not in leaves_of and param.requires_grad:
+                raise OptimizerError(
+                    f"{type(self.optimizer).__name__} holds an optimizer "
+                    f"({', '.join(nested_optimizers(self.optimizer))}) with a parameter of shape {tuple(param.shape)} "
+                    f"that is in none of its own param_groups, so it would not be trained: list it there too"
+                )
+        for group in every:
             group["params"] = [leaf for param in group["params"] for leaf in leaves_of.get(id(param), ())]
         self._leaves = sum(len(group["params"]) for group in self.optimizer.param_groups)
 
@@ -549,12 +560,16 @@ class ZeroOptimizer(OptimizerSurface):
     def _show_new_values(self) -> None:
         """Ranks that ask for the new slices get them; counters of groups without parameters follow the others."""
         self._writes = self._leaf_writes
-        if not self.traits.counts_alone or not self.traits.by_parameter:
-            share_counters(self.optimizer, self.reducer.axes.same_slice)
+        self.share_counters()
         for group in self._gathered:
             group.advance()
         for group in self._gathered:
             group.refresh()
+
+    def share_counters(self) -> None:
+        """Have ranks without parameters of a group know what others count and hold, where that differs."""
+        if not self.traits.counts_alone or not self.traits.by_parameter:
+            share_counters(self.optimizer, self.reducer.axes.same_slice, adopt(self))
 
     def import_edits(self, member: Member) -> None:
         """A parameter changed in place by the user since the last step (weight clipping) updates its master."""

@@ -126,6 +126,9 @@ class ParamState(MutableMapping[str, Any]):
         shape, start = (member.shape, fragment.range.start) if sliced else (value.shape, None)
         return StateTensor.of(Piece(member, key, value, shape, start))
 
+    def __contains__(self, key: object) -> bool:
+        return key in self._entries
+
     def __setitem__(self, key: str, value: Any) -> None:
         shape = self._member.shape
         if self._cut and isinstance(value, torch.Tensor) and value.dim() and value.shape != shape:
@@ -145,12 +148,15 @@ class ParamState(MutableMapping[str, Any]):
         """What this rank keeps of a value."""
         if not isinstance(value, torch.Tensor) or not value.dim():
             return value
+        live = self._entries.get(key)
         if isinstance(value, StateTensor):
             piece = value._ds_piece
             if piece.member is not self._member:
                 raise piece.refuse(f"assignment to the state of '{self._member.name}', which is cut in another way,")
-            return piece.local
-        live = self._entries.get(key)
+            value = piece.local
+            return value.clone() if isinstance(value, Away) and value is not live else value
+        if isinstance(value, Away) and value is not live:
+            value = value.clone()  # what stands for values in another tier is that of one place
         if value.shape != self._member.shape:
             return value
         there = isinstance(live, torch.Tensor) and live.shape == fragment.leaf.shape
@@ -195,12 +201,14 @@ class OptimizerState(defaultdict[Any, Any]):
 
     Attributes:
         elsewhere: parameters of which only other ranks have a part, and whether their entry holds anything.
+        of_others: the outline of another rank's state, where ranks have told each other.
     """
 
     def __init__(self, owner: Owner) -> None:
         super().__init__(dict)
         self._owner = weakref.ref(owner)
         self.elsewhere: dict[int, bool] = {}
+        self.of_others: dict[str, Any] = {}
         self.packing = False  # the optimizer makes its `state_dict`
         self._inside = 0
 
@@ -228,7 +236,14 @@ class OptimizerState(defaultdict[Any, Any]):
             for leaf in group["params"]:
                 if entries := dict.get(self, leaf):
                     return entries
-        return {}
+        return self.of_others
+
+    def outline(self) -> dict[str, Any]:
+        """What this rank holds of its first parameter that has state: numbers, and tensors without their elements."""
+        return {
+            key: value.new_empty(0, device="cpu") if isinstance(value, torch.Tensor) and value.dim() else value
+            for key, value in next((entries for entries in dict.values(self) if entries), {}).items()
+        }
 
     def note_updated(self, members: Sequence[Member]) -> None:
         """The optimizer has updated these parameters: those that have no part here have state on other ranks.

@@ -104,7 +104,8 @@ class Replaced:
         for place in self._places:
             table, name, member = place
             there = table.get(name)
-            if there is not member.param and there is not None and not is_managed(there):
+            # A tensor that is no parameter stands there for one call only, that of torch.func.functional_call.
+            if there is not member.param and isinstance(there, Parameter) and not is_managed(there):
                 others[member.uid].append(place)
         for places in others.values():
             self._take_over(places)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from deepspeed.config import DeepSpeedConfig, DeepSpeedConfigError
+from deepspeed.config.errors import near
+from deepspeed.config.sections.top import TopLevel
 from deepspeed.errors import ArgumentError, NotAvailableError
 from tests.parallel.tiny import said, with_words
 
@@ -188,3 +190,10 @@ def test_a_scheduler_without_a_type_makes_none():
     with said() as lines:
         assert DeepSpeedConfig({**BATCH, "scheduler": {"params": {"warmup_num_steps": 3}}}).scheduler.type is None
     assert with_words(lines, "scheduler has no type:") == len(lines) == 1
+
+
+@pytest.mark.parametrize("name", ["dp", "pp", "id", "fp8", "all"])
+def test_two_edits_of_three_letters_make_another_word(name: str) -> None:
+    assert near(name, 2, TopLevel) is None
+    assert near("amb", 2, TopLevel) == "amp"
+    assert near("bf61", {}, TopLevel) == "bf16"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -173,3 +174,55 @@ def test_counters_of_groups_and_objects_are_put_back() -> None:
     counters.restore()
     assert optimizer.updates == 0 and "k" not in optimizer.param_groups[0]
     assert optimizer.history == [1, 2] and optimizer.rate == 3.0
+
+
+# -- what a class does besides ----------------------------------------------------------------------------------------
+
+
+class _Chatty(torch.optim.SGD):
+    """Many methods, one of which writes weights and one a file; a function of its own that counts; random numbers."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+        self.steps = 0
+        self.count = lambda: setattr(self, "steps", self.steps + 1)
+
+    def step(self, closure: Any = None) -> Any:
+        self.count()
+        random.random()
+        return super().step(closure)
+
+    @torch.no_grad()
+    def train(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.mul_(2)
+
+    def dump(self, path: str = "dumped_by_a_probe.pt") -> None:
+        torch.save(self.state_dict(), path)
+
+
+for _number in range(9):
+    setattr(_Chatty, f"a{_number}", lambda self: None)
+
+
+class _Idle(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        return None
+
+
+def test_a_run_leaves_the_optimizer_the_disk_and_random_numbers(tmp_path: Any, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    optimizer = _Chatty([nn.Parameter(torch.ones(3, 3)), nn.Parameter(torch.ones(3))])
+    random.seed(3)
+    traits = update_traits(optimizer)
+    drawn = random.random()
+    random.seed(3)
+    assert drawn == random.random()
+    assert optimizer.steps == 0
+    assert not list(tmp_path.iterdir())
+    assert list(traits.methods) == ["train"]  # of more methods than are tried in pairs
+
+
+def test_steps_that_move_nothing_show_nothing() -> None:
+    assert "moved" in update_traits(_Idle([nn.Parameter(torch.ones(3))], lr=0.1)).unknown
