@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from deepspeed.foundation.pytree import tensors_in
 from deepspeed.ops.cpu_optimizer import HostOptimizer
-from deepspeed.simulator.trace import DISK, EMPTIED, HOST, MESSAGE, NOTHING, Block, Entry, Recording
-from deepspeed.simulator.trace_recorder import DTYPES, Recorder
+from deepspeed.simulator.trace import DISK, EMPTIED, HOST, MESSAGE, NOTHING, HostEvent, MemoryEvent, Recording
+from deepspeed.simulator.trace_recorder import DTYPES, StepRecorder
 from deepspeed.storage.simulated import SimulatedDisk
 from deepspeed.storage.tensor_file import Transfer
 
@@ -65,7 +65,7 @@ class _Work(dist.Work):
         return future
 
 
-class DeviceRecorder(Recorder):
+class DeviceRecorder(StepRecorder):
     """See the module.
 
     Args:
@@ -111,7 +111,9 @@ class DeviceRecorder(Recorder):
         number = NOTHING
         if self.on and self.here(there[0][0]):
             nbytes = max(sum(t.numel() * t.itemsize for t in each) for each in there)
-            entry = Entry(MESSAGE, kind, self.current(), nbytes=float(nbytes), dtype=DTYPES.get(there[0][0].dtype, ""))
+            entry = HostEvent(
+                MESSAGE, kind, self.current(), nbytes=float(nbytes), dtype=DTYPES.get(there[0][0].dtype, "")
+            )
             found = (v for v in args if isinstance(v, torch.ScriptObject) and "ProcessGroup" in str(v._type()))
             group = dist.ProcessGroup.unbox(next(found))
             entry.group = tuple(dist.get_process_group_ranks(group))
@@ -124,8 +126,8 @@ class DeviceRecorder(Recorder):
         return answer if len(func._schema.returns) == 1 else (args[0], answer)
 
 
-def _emptied(recorder: DeviceRecorder) -> Block:
-    return Block(len(recorder.recording.entries), EMPTIED, 0, 0)
+def _emptied(recorder: DeviceRecorder) -> MemoryEvent:
+    return MemoryEvent(len(recorder.recording.entries), EMPTIED, 0, 0)
 
 
 def _watch_streams(recorder: DeviceRecorder, wrap: Callable[..., None]) -> None:
@@ -164,7 +166,7 @@ class _Moving(Transfer):
     def __init__(self, recorder: DeviceRecorder, kind: str, nbytes: int) -> None:
         self._recorder, self._number = recorder, NOTHING
         if recorder.on:
-            recorder.add(Entry(DISK, kind, nbytes=float(nbytes)))
+            recorder.add(HostEvent(DISK, kind, nbytes=float(nbytes)))
             self._number = len(recorder.recording.entries) - 1
 
     def done(self) -> bool:
@@ -181,7 +183,9 @@ def _watch_host(recorder: DeviceRecorder, wrap: Callable[..., None]) -> None:
     def step_natively(_optimizer: Any, _group: Any, param: torch.Tensor, fold: Any, state: Any) -> bool:
         both = [param, *(each for each in state.values() if isinstance(each, torch.Tensor) and each.dim())]
         once = [fold.gradient, *([] if fold.out is None else [fold.out])]
-        recorder.add(Entry(HOST, "adam", nbytes=float(2 * sum(t.nbytes for t in both) + sum(t.nbytes for t in once))))
+        recorder.add(
+            HostEvent(HOST, "adam", nbytes=float(2 * sum(t.nbytes for t in both) + sum(t.nbytes for t in once)))
+        )
         return True
 
     wrap(HostOptimizer, "_step_natively", step_natively)

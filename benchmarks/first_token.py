@@ -13,9 +13,9 @@ side, folder, prompt = sys.argv[1], sys.argv[2], [int(token) for token in sys.ar
 torch.set_num_threads(1)
 model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
 if side == "ours":
-    from deepspeed.inference import Generator, Sampling
+    from deepspeed.inference import Generator, SamplingParams
 
-    found = Generator(model).generate([prompt], Sampling(max_new_tokens=1, ignore_eos=True))[0]
+    found = Generator(model).generate([prompt], SamplingParams(max_new_tokens=1, ignore_eos=True))[0]
 else:
     made = model.generate(torch.tensor([prompt]), max_new_tokens=1, do_sample=False, pad_token_id=0)
     found = made[0, len(prompt) :].tolist()

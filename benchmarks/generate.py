@@ -42,7 +42,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.common import BENCHMARKS, REPOSITORY, median_interval, print_table, write_json
-from deepspeed.inference import Generator, Request, Sampling
+from deepspeed.inference import Generator, Request, SamplingParams
 from deepspeed.inference.quantization.lossless_bf16 import LosslessWeight
 from deepspeed.inference.quantization.quantization import quantize_linears
 
@@ -95,8 +95,8 @@ def hugging_face(model: Any, prompts: list[list[int]], new: int) -> list[list[in
     return out[:, longest:].tolist()
 
 
-def greedy(new: int) -> Sampling:
-    return Sampling(max_new_tokens=new, ignore_eos=True)
+def greedy(new: int) -> SamplingParams:
+    return SamplingParams(max_new_tokens=new, ignore_eos=True)
 
 
 class Peer:

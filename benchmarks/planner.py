@@ -39,14 +39,14 @@ from typing import Any
 
 from deepspeed.planner.confirm_plans import MOST, confirm
 from deepspeed.planner.machine_benchmark import calibrate
-from deepspeed.planner.mesh_options import Shape
+from deepspeed.planner.mesh_options import MeshShape
 from deepspeed.planner.search import (
     ALL,
     ON_DEVICE,
     OPTIMIZER,
     Judged,
-    Plan,
     Task,
+    TrainingPlan,
     by_worth,
     judge,
     legal_plans,
@@ -55,7 +55,7 @@ from deepspeed.planner.search import (
 )
 from deepspeed.planner.step_time import StepTime
 from deepspeed.planner.training_script import model_named
-from deepspeed.planner.trials import Limits, Outcome, run_trial, trial_config
+from deepspeed.planner.trials import TrialLimits, TrialOutcome, run_trial, trial_config
 from deepspeed.simulator.machine import Machine
 
 HERE = Path(__file__).resolve().parent
@@ -114,8 +114,8 @@ def interpreter_of(kept: Path) -> int:
         most = 0
         for stage, tier in ((0, ON_DEVICE), (3, ON_DEVICE), (2, OPTIMIZER), (3, ALL)):
             with tempfile.TemporaryDirectory(prefix="planner-") as folder:
-                told = trial_config(Plan(stage, tier, 1, 1, False).config(ADAMW, folder), Path(folder))
-                outcome = run_trial(command_of("tiny"), told, Path(folder), Limits(120.0, 0, exact=True))
+                told = trial_config(TrainingPlan(stage, tier, 1, 1, False).config(ADAMW, folder), Path(folder))
+                outcome = run_trial(command_of("tiny"), told, Path(folder), TrialLimits(120.0, 0, exact=True))
             if outcome.seconds is None:
                 raise SystemExit(f"the trial of a tiny model failed: {outcome.reason}")
             most = max(most, outcome.held)
@@ -128,14 +128,14 @@ def command_of(factory: str) -> WarmCommand:
     return WarmCommand(RANKS, (f"{HERE / 'planner_models.py'}:{factory}", "--deepspeed_config", "{config}"))
 
 
-def sample(plans: list[Plan], count: int, seed: str) -> set[Plan]:
+def sample(plans: list[TrainingPlan], count: int, seed: str) -> set[TrainingPlan]:
     """So many of the legal plans, drawn before anything is known of them."""
     return set(random.Random(seed).sample(plans, min(count, len(plans))))
 
 
-def plan_of(row: dict[str, Any]) -> Plan:
+def plan_of(row: dict[str, Any]) -> TrainingPlan:
     """The plan of a row that was kept."""
-    return Plan(**{**row["plan"], "shape": Shape(**row["plan"].get("shape", {}))})
+    return TrainingPlan(**{**row["plan"], "shape": MeshShape(**row["plan"].get("shape", {}))})
 
 
 def predicted(judged: Judged) -> dict[str, Any]:
@@ -148,7 +148,7 @@ def predicted(judged: Judged) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def predict(name: str, machine: Machine, took: float, runs: dict[Plan, Any]) -> dict[str, Any]:
+def predict(name: str, machine: Machine, took: float, runs: dict[TrainingPlan, Any]) -> dict[str, Any]:
     """What the planner says of a case, before any trial: of each plan its time, and the least and the most memory."""
     begun = time.perf_counter()
     judged = [run if isinstance(run, Judged) else verdict(plan, run, machine) for plan, run in runs.items()]
@@ -162,7 +162,7 @@ def run_without_values(name: str, machine: Machine, count: int, path: Path) -> N
     factory, batch, config = CASES[name]
     make, rows = model_named(f"{HERE / 'planner_models.py'}:{factory}", 0)
     begun, task = time.perf_counter(), Task(make, rows, batch, config)
-    found: dict[Plan, Any] = {}
+    found: dict[TrainingPlan, Any] = {}
     for plan in sorted(sample(legal_plans(batch, machine), count, name), key=lambda plan: plan.name):
         try:
             found[plan] = simulated(task, plan, replace(machine, memory=1))
@@ -182,7 +182,7 @@ def judged_under(found: dict[str, Any], memory: float) -> list[Judged]:
     return sorted(listed, key=by_worth)
 
 
-def limit_of(trials: dict[str, Outcome]) -> tuple[float, bool]:
+def limit_of(trials: dict[str, TrialOutcome]) -> tuple[float, bool]:
     """The loosest limit of a rank's memory under which the measured plans are a case, and whether there is one: a
     quarter of the plans or more does not fit, and at most three that do are near the best of them. What the planner has
     said is not looked at."""
@@ -208,7 +208,7 @@ def measure(found: dict[str, Any], machine: Machine, path: Path, seconds: float,
         with tempfile.TemporaryDirectory(prefix="planner-") as folder:
             plan = plan_of(row)
             told = trial_config(plan.config(config, machine.folder), Path(folder), *TIMED)
-            outcome = run_trial(command_of(factory), told, Path(folder), Limits(seconds, 0, exact=True))
+            outcome = run_trial(command_of(factory), told, Path(folder), TrialLimits(seconds, 0, exact=True))
         found["trials"][row["name"]] = dataclasses.asdict(outcome)
         write(path, found)
         took = "–" if outcome.seconds is None else f"{1e3 * outcome.seconds:,.1f} ms"
@@ -227,17 +227,19 @@ def write(path: Path, found: dict[str, Any]) -> None:
 
 def score(found: dict[str, Any], interpreter: int) -> dict[str, Any]:
     """How near the planner's choices are to the best, and how near five drawn at random would be."""
-    trials = {name: Outcome(**told) for name, told in found["trials"].items()}
+    trials = {name: TrialOutcome(**told) for name, told in found["trials"].items()}
     limit, good = limit_of(trials)
-    within = {name: told if told.held <= limit else Outcome(None, "out of memory", held=told.held, out_of_memory=True)
-              for name, told in trials.items()}  # fmt: skip
+    within = {
+        name: told if told.held <= limit else TrialOutcome(None, "out of memory", held=told.held, out_of_memory=True)
+        for name, told in trials.items()
+    }
     judged = [each for each in judged_under(found, limit - interpreter) if each.plan.name in trials]
     times = {name: told.seconds for name, told in within.items() if told.seconds is not None}
     best = min(times.values())
     close = [name for name, seconds in times.items() if seconds <= NEAR * best]
     tried = list[str]()
 
-    def run(plan: Plan) -> Outcome:
+    def run(plan: TrainingPlan) -> TrialOutcome:
         tried.append(plan.name)
         return within[plan.name]
 

@@ -149,7 +149,7 @@ def main() -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=args.ranks)
     from deepspeed.comm.collectives import scalars
 
-    scalars.current = scalars.Simulated()
+    scalars.current = scalars.FakeScalars()
     rows = [measure(name, keys, args.layers) for name in args.models for keys in KEYS]
     print_table(list(rows[0]), [[f"{v:,}" if type(v) is int else str(v) for v in row.values()] for row in rows])
     if not args.dry:

@@ -25,7 +25,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from benchmarks.common import REPOSITORY
-from deepspeed.inference import Generator, Request, Sampling
+from deepspeed.inference import Generator, Request, SamplingParams
 
 VOCABULARY = 2048
 
@@ -62,7 +62,7 @@ def ratio(name: str, one: list[tuple[float, float]], other: list[tuple[float, fl
 
 def first_token(model: LlamaForCausalLM, rounds: int) -> None:
     generator = Generator(model, cache_bytes=1 << 28)
-    one, shared = Sampling(max_new_tokens=1, ignore_eos=True), tokens(512, 1)
+    one, shared = SamplingParams(max_new_tokens=1, ignore_eos=True), tokens(512, 1)
     generator.generate([shared + [7]], one)
     warm, cold, again = [], [], []
     for number in range(rounds):
@@ -76,10 +76,10 @@ def first_token(model: LlamaForCausalLM, rounds: int) -> None:
 def drafts(model: LlamaForCausalLM, rounds: int) -> None:
     """Text that repeats itself: a bias lets the model say one cycle. Text that does not: drawn."""
     plain, guessing = Generator(model), Generator(model, speculation=6)
-    drawn = Sampling(max_new_tokens=128, temperature=3.0, seed=5, ignore_eos=True)
+    drawn = SamplingParams(max_new_tokens=128, temperature=3.0, seed=5, ignore_eos=True)
     cases = {"repeats": (tokens(24, 4) * 4, None), "does not repeat": (tokens(96, 5), drawn)}
     for name, (prompt, sampling) in cases.items():
-        sampling = sampling or Sampling(max_new_tokens=256, ignore_eos=True)
+        sampling = sampling or SamplingParams(max_new_tokens=256, ignore_eos=True)
         sides: list[list[tuple[float, float]]] = [[], []]
         for _ in range(rounds):
             for side, generator in zip(sides, (plain, guessing), strict=True):
@@ -100,8 +100,8 @@ def library_drafts(folder: Path, rounds: int, count: int = 12) -> None:
     plain, guessing = Generator(model, prefix_cache=False), Generator(model, prefix_cache=False, speculation=6)
     print(f"{folder}: {plain.kind}, {len(prompts)} prompts of {length} bytes, as many new ones", flush=True)
     for name, sampling in (
-        ("greedy", Sampling(max_new_tokens=length, ignore_eos=True)),
-        ("drawn at temperature 3", Sampling(max_new_tokens=length, temperature=3.0, seed=5, ignore_eos=True)),
+        ("greedy", SamplingParams(max_new_tokens=length, ignore_eos=True)),
+        ("drawn at temperature 3", SamplingParams(max_new_tokens=length, temperature=3.0, seed=5, ignore_eos=True)),
     ):
         said = [generator.generate(prompts, sampling) for generator in (plain, guessing)]
         sides: list[list[tuple[float, float]]] = [[], []]
@@ -114,12 +114,12 @@ def library_drafts(folder: Path, rounds: int, count: int = 12) -> None:
 def gap(model: LlamaForCausalLM) -> None:
     generator = Generator(model, cache_bytes=1 << 28, prefix_cache=False)
     for stream in range(8):
-        sampling = Sampling(max_new_tokens=160, ignore_eos=True)
+        sampling = SamplingParams(max_new_tokens=160, ignore_eos=True)
         generator.submit(Request(stream, tokens(32, stream), sampling))
     steps = []
     for step in range(120):
         if step == 40:
-            generator.submit(Request("long", tokens(1500, 9), Sampling(max_new_tokens=1, ignore_eos=True)))
+            generator.submit(Request("long", tokens(1500, 9), SamplingParams(max_new_tokens=1, ignore_eos=True)))
         steps.append(cost(generator.step))
     for which, name in enumerate(("CPU", "wall")):
         gaps = sorted(step[which] for step in steps[9:])

@@ -95,7 +95,7 @@ def main() -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=args.ranks)
     from deepspeed.comm.collectives import scalars
 
-    scalars.current = scalars.Simulated()
+    scalars.current = scalars.FakeScalars()
     missed = False
     print("stage  build and step   bytes/parameter/rank    formula   bar: < 60 s, within 3 %")
     for stage in args.stages:

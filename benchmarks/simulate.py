@@ -25,7 +25,7 @@ from deepspeed.planner.train_program import Program
 from deepspeed.simulator.allocator import replay_memory
 from deepspeed.simulator.machine import Machine, cards
 from deepspeed.simulator.picture import draw
-from deepspeed.simulator.replay import Timeline, repeated, replay
+from deepspeed.simulator.replay import SimulatedTimeline, repeated, replay
 from deepspeed.simulator.trace import COPY, DISK, HOST, KERNEL, MARK, Recording
 
 RESULTS = Path(__file__).parent / "results" / "simulated"
@@ -111,7 +111,7 @@ def ends_of(recording: Recording) -> list[int]:
     return [at for at, e in enumerate(recording.entries, 1) if e.kind == MARK and e.name == "end"]
 
 
-def throughput(recording: Recording, timeline: Timeline) -> float:
+def throughput(recording: Recording, timeline: SimulatedTimeline) -> float:
     """Tokens per second and card."""
     return recording.facts["tokens"] / timeline.seconds
 

@@ -76,7 +76,7 @@ class Case:
         return f"{self.model}, {self.ranks} cards, {how}{hybrid}{offload}"
 
 
-class _Numbers(scalars.Simulated):
+class _Numbers(scalars.FakeScalars):
     """One, read with a wait of the host, as it would be of a device."""
 
     device = torch.device("cuda", 0)

@@ -23,7 +23,7 @@ from benchmarks import simulated_models
 from benchmarks.simulated_models import Decoder, llama, package_config
 from deepspeed.comm.fake.fake_world import simulated_world
 from deepspeed.simulator.trace import KERNEL, Recording
-from deepspeed.simulator.trace_recorder import Recorder
+from deepspeed.simulator.trace_recorder import StepRecorder
 
 TINY = llama(24, 32, 2, 64, vocabulary=128)
 STEPS = 15
@@ -71,7 +71,7 @@ def _measured(step: Callable[[], None]) -> dict[str, float]:
     for _ in range(3):
         step()
     recording = Recording("host", 0, 8)
-    with Recorder(recording):
+    with StepRecorder(recording):
         step()
     launches = sum(entry.kind == KERNEL for entry in recording.entries)
     least = float("inf")

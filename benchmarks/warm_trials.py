@@ -168,7 +168,7 @@ def _end(started: dict[int, int]) -> None:
 
 def _rank(rank: int, ranks: int, port: int, program: list[str]) -> int:
     """Fork a rank; gives its id."""
-    from deepspeed.launcher.environment import Node
+    from deepspeed.launcher.environment import NodePlacement
     from deepspeed.planner import training_script
 
     first, pid = os.getpid(), os.fork()
@@ -180,7 +180,7 @@ def _rank(rank: int, ranks: int, port: int, program: list[str]) -> int:
         _end_with(first)
         _prctl(_PR_SET_NAME, f"RANK={rank}".encode())
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        os.environ |= Node(0, 1, 0, ranks, list(range(ranks))).variables(rank)
+        os.environ |= NodePlacement(0, 1, 0, ranks, list(range(ranks))).variables(rank)
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         training_script.main(program)
         code = 0

@@ -25,7 +25,7 @@ import torch
 import deepspeed
 from benchmarks.common import write_json
 from deepspeed.config.sections.memory import Aio
-from deepspeed.inference import Generator, Request, Sampling
+from deepspeed.inference import Generator, Request, SamplingParams
 from deepspeed.ops.aio.memory import aligned_bytes
 from deepspeed.storage.tensor_file import Disk
 
@@ -130,7 +130,7 @@ def passes(model: Any, ids: torch.Tensor, arguments: argparse.Namespace) -> list
     config = model.config
     each = 2 * 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * page
     generator = Generator(model, page_size=page, cache_bytes=room * each, prefix_cache=False, max_batch_tokens=ROWS)
-    sampling = Sampling(max_new_tokens=arguments.tokens, ignore_eos=True)
+    sampling = SamplingParams(max_new_tokens=arguments.tokens, ignore_eos=True)
     for _ in range(2):
         for number, prompt in enumerate(ids.tolist()):
             generator.submit(Request(number, prompt, sampling))

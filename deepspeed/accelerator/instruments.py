@@ -11,7 +11,7 @@ import psutil
 
 from deepspeed.accelerator.real_accelerator import get_accelerator
 from deepspeed.foundation import timer
-from deepspeed.foundation.log import log_dist, say
+from deepspeed.foundation.log import log_dist, log_rank0
 from deepspeed.foundation.timer import ThroughputMeter
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -32,7 +32,7 @@ def see_memory_usage(message: str, force: bool = False) -> None:
         return
     gc.collect()
     device, host = get_accelerator(), psutil.virtual_memory()
-    say(
+    log_rank0(
         f"{message}\nMA {device.memory_allocated() / GB:.2f} GB  Max_MA {device.max_memory_allocated() / GB:.2f} GB  "
         f"CA {device.memory_reserved() / GB:.2f} GB  Max_CA {device.max_memory_reserved() / GB:.2f} GB\n"
         f"CPU Virtual Memory:  used = {host.used / GB:.2f} GB, percent = {host.percent}%"
@@ -82,7 +82,7 @@ def instrument_w_nvtx(func: Function) -> Function:
     return ranged  # type: ignore[return-value]
 
 
-class SynchronizedWallClockTimer(timer.SynchronizedWallClockTimer):
+class SynchronizedWallClockTimer(timer.HostWallClockTimer):
     """Timers by name that wait for the device at each look, where it works on its own: `timers("forward").start()`."""
 
     def __init__(self) -> None:
@@ -123,7 +123,7 @@ class ThroughputTimer(ThroughputMeter):
     ) -> None:
         wait = get_accelerator().synchronize if config.synchronized else None
         super().__init__(batch_size, start_step, steps_per_output, wait, config.enabled)
-        self.config, self.monitor_memory, self.logging = config, monitor_memory, logging_fn or say
+        self.config, self.monitor_memory, self.logging = config, monitor_memory, logging_fn or log_rank0
 
     def say(self, now: float) -> None:
         """Log the figures."""

@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from deepspeed.activation_checkpointing.recompute import Checkpointer, calls, inside_checkpoint
 from deepspeed.config.sections.memory import ActivationCheckpointing
 from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.foundation.log import say, say_once
+from deepspeed.foundation.log import log_once, log_rank0
 from deepspeed.zero.layout.units import repeated_blocks
 from deepspeed.zero.parameters.module_hooks import Hook
 
@@ -71,7 +71,7 @@ def _without_caches(arguments: Any) -> Any:
 
     def keep(value: Any) -> Any:
         if hasattr(value, "get_seq_length"):
-            say_once("activation checkpointing: key-value caches are not filled while training")
+            log_once("activation checkpointing: key-value caches are not filled while training")
             return None
         return value
 
@@ -137,14 +137,16 @@ class Wrapping:
                     f"activation_checkpointing.enabled is true, but {text}; put the blocks into a ModuleList, or leave "
                     f"the key out and call deepspeed.checkpointing.checkpoint in forward"
                 )
-            say(f"activation checkpointing: {text}; the flags hold for calls of deepspeed.checkpointing.checkpoint")
+            log_rank0(
+                f"activation checkpointing: {text}; the flags hold for calls of deepspeed.checkpointing.checkpoint"
+            )
             return
         for block in blocks:
             block.forward = BlockForward(block, self.checkpointer)
         self._wrapped = list(blocks)
         kinds = ", ".join(f"{n} {kind}" for kind, n in Counter(type(b).__name__ for b in blocks).items())
         flags = ", ".join(flags_set(self.checkpointer.flags))
-        say(
+        log_rank0(
             f"activation checkpointing: {len(blocks)} blocks ({kinds}) are computed again in backward"
             + (f"; {flags}" if flags else "")
         )
@@ -166,7 +168,9 @@ class Wrapping:
                 self._governed.append((module, theirs))
         if self._governed:
             self._unwrap()
-            say("activation checkpointing: the model's gradient checkpointing is on; its blocks are not wrapped again")
+            log_rank0(
+                "activation checkpointing: the model's gradient checkpointing is on; its blocks are not wrapped again"
+            )
         return bool(self._governed)
 
     # -- around the model's forward -------------------------------------------------------------------------------
@@ -184,7 +188,7 @@ class Wrapping:
         self._first = False
         if self._wrapped and calls.made > self._calls_before:
             self._unwrap()
-            say(
+            log_rank0(
                 "activation checkpointing: the model calls deepspeed.checkpointing.checkpoint itself; its blocks are "
                 "no longer wrapped, the flags hold for those calls"
             )

@@ -21,7 +21,7 @@ from deepspeed.activation_checkpointing import rng
 from deepspeed.activation_checkpointing.saved_inputs import Saver
 from deepspeed.comm.process_groups.axis import group_axis
 from deepspeed.config.sections.memory import ActivationCheckpointing
-from deepspeed.foundation.log import say, say_once
+from deepspeed.foundation.log import log_once, log_rank0
 
 _inside: ContextVar[bool] = ContextVar("inside a checkpointed function", default=False)
 
@@ -47,7 +47,7 @@ class Checkpointer:
             if group is not None:
                 axis = group_axis("model", group, torch.device(get_accelerator().current_device_name()))
             if axis is None or axis.size == 1:
-                say_once(
+                log_once(
                     "activation_checkpointing.partition_activations: no model-parallel group of several ranks is "
                     "known (pass mpu), so saved inputs stay whole"
                 )
@@ -119,7 +119,7 @@ class Checkpointer:
             if wait:
                 get_accelerator().synchronize()
             if self.flags.profile:
-                say(f"checkpoint of {what}: {1e3 * (time.perf_counter() - start):.2f} ms")
+                log_rank0(f"checkpoint of {what}: {1e3 * (time.perf_counter() - start):.2f} ms")
 
 
 class _Fresh:
@@ -147,7 +147,7 @@ def _marked() -> Iterator[None]:
         _inside.reset(token)
 
 
-class Calls:
+class CheckpointFlags:
     """Under which flags a call by hand runs: those of the engine whose forward is running, else of `configure`."""
 
     def __init__(self) -> None:
@@ -161,4 +161,4 @@ class Calls:
         return self.running.get() or self.configured or self._plain
 
 
-calls = Calls()
+calls = CheckpointFlags()

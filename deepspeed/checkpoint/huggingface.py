@@ -14,13 +14,13 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from deepspeed.checkpoint.format.manifest import FROZEN, Manifest, Row
+from deepspeed.checkpoint.format.manifest import FROZEN, Manifest, ManifestEntry
 from deepspeed.checkpoint.format.safetensors_file import Range, TensorFile, read_all
 from deepspeed.checkpoint.load import load
-from deepspeed.checkpoint.load.reader import Source, Wanted, byte_range, clear_padding, runs
+from deepspeed.checkpoint.load.reader import ReadRequest, Source, byte_range, clear_padding, runs
 from deepspeed.checkpoint.ranks import Ranks
 from deepspeed.errors import ArgumentError, CheckpointCorruptError, CheckpointMissingError
-from deepspeed.foundation.log import say
+from deepspeed.foundation.log import log_rank0
 from deepspeed.zero.api.state_view import StateView
 from deepspeed.zero.layout.regions import copies
 from deepspeed.zero.parameters.parameter import is_managed
@@ -45,13 +45,13 @@ class FolderSource(Source):
             with TensorFile(file) as opened:
                 for name, stored in opened.entries.items():
                     self._file_of[name] = file
-                    rows.append(Row(name, stored.shape, stored.dtype, FROZEN))
+                    rows.append(ManifestEntry(name, stored.shape, stored.dtype, FROZEN))
         super().__init__(path, Manifest(rows, [], [], {}, {}))
 
-    def read(self, wanted: Iterable[Wanted]) -> None:
+    def read(self, wanted: Iterable[ReadRequest]) -> None:
         """Read elements into tensors, converting on the way."""
         with self._ranks.together(f"reading {self.path}"):
-            by_file: dict[Path, list[Wanted]] = {}
+            by_file: dict[Path, list[ReadRequest]] = {}
             for one in wanted:
                 by_file.setdefault(self._file_of[one.row.name], []).append(one)
             for path, some in by_file.items():
@@ -63,7 +63,7 @@ class FolderSource(Source):
         return max(self._ranks.gather(count))
 
 
-def _ranges(file: TensorFile, one: Wanted) -> Iterator[Range]:
+def _ranges(file: TensorFile, one: ReadRequest) -> Iterator[Range]:
     stored = file.find(one.row.name)
     clear_padding(one)
     for copy in copies(one.row.everything, one.range):
@@ -107,7 +107,7 @@ def load_pretrained(module: nn.Module, path: str | Path, strict: bool = True) ->
     view, source = StateView(module, groups, axis, None, None), FolderSource(Path(path), Ranks(axis))
     rows, found = load.compare(view, source, strict)
     load.load_values(view, source, rows)
-    say(f"loaded {found.elements:,} of {found.total:,} elements from {path}")
+    log_rank0(f"loaded {found.elements:,} of {found.total:,} elements from {path}")
     return found.elements
 
 

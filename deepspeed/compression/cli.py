@@ -16,7 +16,7 @@ from torch import nn
 from deepspeed.compression.compare import report
 from deepspeed.compression.pruning.experts import expert_shrinks
 from deepspeed.compression.pruning.layer_selection import block_lists
-from deepspeed.compression.pruning.pruning_plan import Plan
+from deepspeed.compression.pruning.pruning_plan import PruningPlan
 from deepspeed.compression.pruning.transformers_groups import Shrink, on_meta, shapes_of
 from deepspeed.compression.pruning.verify import kept_per_block, layers_of, with_layers
 from deepspeed.errors import CompressionError, DeepSpeedError
@@ -100,7 +100,7 @@ def plan_rows(model: nn.Module, config: Any, kinds: list[str] | None, ratio: flo
     """
     total = sum(shape.numel() for shape in shapes_of(model).values())
     rows: list[dict[str, Any]] = [{"model": type(model).__name__, "parameters": total, "bytes_fp32": 4 * total}]
-    plan = Plan(model)
+    plan = PruningPlan(model)
     for kind in kinds or [kind for kind in KINDS if kind != "experts" or expert_shrinks(model, config)]:
         started = time.perf_counter()
         found = [_layers_row(model, config, ratio, total)] if kind == "layers" else _unit_rows(model, plan, kind, ratio)
@@ -114,12 +114,12 @@ def plan_rows(model: nn.Module, config: Any, kinds: list[str] | None, ratio: flo
     return rows
 
 
-def _unit_rows(model: nn.Module, plan: Plan, kind: str, ratio: float) -> list[dict[str, Any]]:
+def _unit_rows(model: nn.Module, plan: PruningPlan, kind: str, ratio: float) -> list[dict[str, Any]]:
     rows = [_row(model, plan, shrink, ratio) for shrink in plan.shrinks(kind)]
     return rows or [{"kind": kind, "refused": plan.refused[kind]}]
 
 
-def _row(model: nn.Module, plan: Plan, shrink: Shrink, ratio: float) -> dict[str, Any]:
+def _row(model: nn.Module, plan: PruningPlan, shrink: Shrink, ratio: float) -> dict[str, Any]:
     family = shrink.families[0]
     kept, of = kept_per_block(shrink, ratio), family.size // family.blocks
     try:

@@ -17,8 +17,8 @@ from deepspeed.compression.fake_quantize import FakeQuantizers
 from deepspeed.compression.helper import compression_preparation, recursive_getattr
 from deepspeed.compression.pruning.layer_reduction import REDUCED
 from deepspeed.compression.pruning.masks import Masks
-from deepspeed.compression.pruning.pruning_plan import Plan
-from deepspeed.compression.pruning.rules import Rule, matched, rules_of
+from deepspeed.compression.pruning.pruning_plan import PruningPlan
+from deepspeed.compression.pruning.rules import CompressionRule, matched, rules_of
 from deepspeed.compression.pruning.structured_removal import removal_of, remove_from
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.sections.compression import CompressionTraining, LayerReduction, QuantizeTraining
@@ -76,7 +76,7 @@ def init_compression(model: nn.Module, deepspeed_config: Any, teacher_model: Any
     compression_preparation(inner)
     FakeQuantizers(inner, section, training)  # names and shapes are checked now
     if any(technique.shared_parameters.enabled for technique in section.pruning.values()):
-        rules_of(inner, section, Plan(inner), called=True)
+        rules_of(inner, section, PruningPlan(inner), called=True)
     vars(inner)[CALLED] = section
     return model
 
@@ -151,7 +151,7 @@ def redundancy_clean(model: nn.Module, deepspeed_config: Any, mpu: Any = None) -
     if any(is_managed(param) for param in inner.parameters()):
         raise ArgumentError("redundancy_clean works on a whole model: load the weights into a fresh one first")
     _bake_weights(inner, section, training)
-    plan = Plan(inner)
+    plan = PruningPlan(inner)
     rules = rules_of(inner, section, plan, called=True)
     for rule in rules:
         rule.criterion, rule.offset, rule.end = "magnitude", 0, None
@@ -164,7 +164,7 @@ def redundancy_clean(model: nn.Module, deepspeed_config: Any, mpu: Any = None) -
     return model
 
 
-def _removed(rule: Rule, masks: Masks) -> list[Any]:
+def _removed(rule: CompressionRule, masks: Masks) -> list[Any]:
     return list(zip(rule.families, masks.units[rule.name], strict=True)) if removable(rule) else []
 
 

@@ -14,16 +14,16 @@ from deepspeed.compression.pruning.dependency_groups import CONV, out_axis
 from deepspeed.compression.pruning.distributed_topk import kept_of
 from deepspeed.compression.pruning.layer_reduction import REDUCED, Depth
 from deepspeed.compression.pruning.masks import Masks
-from deepspeed.compression.pruning.pruning_plan import Plan
-from deepspeed.compression.pruning.rules import Rule, rules_of
+from deepspeed.compression.pruning.pruning_plan import PruningPlan
+from deepspeed.compression.pruning.rules import CompressionRule, rules_of
 from deepspeed.compression.pruning.sharded_view import Exchange
 from deepspeed.compression.pruning.structured_removal import Removal, removal_of
 from deepspeed.compression.pruning.unwrap import left_on
 from deepspeed.config.sections.compression import CompressionTraining, QuantizeTraining
 from deepspeed.errors import CompressionError
-from deepspeed.foundation.log import say
+from deepspeed.foundation.log import log_rank0
 from deepspeed.zero.optimizer.optimizer import ZeroOptimizer
-from deepspeed.zero.parameters.parallel_groups import Axes
+from deepspeed.zero.parameters.parallel_groups import ParallelGroups
 
 CALLED = "_ds_compression"  # on a model: the section it was prepared with by the old calls
 
@@ -44,18 +44,18 @@ class Compression:
         model: nn.Module,
         section: CompressionTraining,
         training: QuantizeTraining,
-        axes: Axes,
+        axes: ParallelGroups,
         optimizer: ZeroOptimizer | None,
     ) -> None:
         self.model, self.section, self._axes = model, section, axes
         self.training_steps = 0
         self.done: list[str] = []  # rules whose units have left
         self._waiting: dict[str, Any] | None = None
-        self.plan = Plan(model)
+        self.plan = PruningPlan(model)
         self.rules = rules_of(model, section, self.plan, called=left_on(model, CALLED) is not None)
         self.masks = Masks(model, self.rules, axes.shard, optimizer)
         # What is seen of batches is added up over copies of the state too: each copy sees its own.
-        self._seen = Exchange(axes.same_slice, self.masks.exchange.device)
+        self._seen = Exchange(axes.dp_sp_group, self.masks.exchange.device)
         self.quantizers = FakeQuantizers(model, section, training)
         self._watch = _InputNorms(model, self.rules)
         reduced = any(left_on(model, mark) is not None for mark in (CALLED, REDUCED))
@@ -68,14 +68,14 @@ class Compression:
     def _announce(self) -> None:
         for rule in self.rules:
             for line in describe(rule, self.masks):
-                say(line)
+                log_rank0(line)
         if self.plan.unproven:
-            say(
+            log_rank0(
                 f"related_modules of {', '.join(self.plan.unproven[:4])}: removed is masked, it is assumed; "
                 f"nothing says what {type(self.model).__name__} takes (example_input_array) to try it"
             )
 
-    def step(self) -> list[Rule]:
+    def step(self) -> list[CompressionRule]:
         """An optimizer step was applied. All ranks call together.
 
         Returns:
@@ -89,7 +89,7 @@ class Compression:
         """Layers that are to leave the engine now, after the units that leave. All ranks call together."""
         return None if self.depth is None else self.depth.after_step(self.training_steps, self._seen)
 
-    def _form(self, step: int) -> list[Rule]:
+    def _form(self, step: int) -> list[CompressionRule]:
         if any(rule.criterion == "activation" and rule.due(step) for rule in self.rules):
             self.masks.scores.inputs = self._watch.of_all_ranks(self._seen)
         ended = self.masks.after_step(step)
@@ -97,7 +97,7 @@ class Compression:
             self._watch.remove()
         return ended
 
-    def removal(self, rules: list[Rule]) -> Removal:
+    def removal(self, rules: list[CompressionRule]) -> Removal:
         """What is to leave the engine for these rules."""
         chosen = [
             (family, keep)
@@ -130,7 +130,7 @@ class Compression:
         self._watch = self._watch.followed(self.model, left, removal, names)
         self.done += [rule.name for rule in self.rules if rule not in left]
         self.rules = left
-        self.plan = Plan(self.model)
+        self.plan = PruningPlan(self.model)
         self.masks = Masks(self.model, left, self._axes.shard, optimizer)
         self._waiting = {**state, "units": {r.name: state["units"][r.name] for r in left if r.name in state["units"]}}
 
@@ -179,12 +179,12 @@ class Compression:
             self.distiller.remove()
 
 
-def removable(rule: Rule) -> bool:
+def removable(rule: CompressionRule) -> bool:
     """Whether its units can be taken out: everything that is coupled to them is known."""
     return bool(rule.families) and all(family.config is not False for family in rule.families)
 
 
-def follow_layers(rule: Rule, removal: Removal, names: Mapping[str, str], state: dict[str, Any]) -> bool:
+def follow_layers(rule: CompressionRule, removal: Removal, names: Mapping[str, str], state: dict[str, Any]) -> bool:
     """Give a rule the names that its parameters have after layers left; whether any of them stays.
 
     Args:
@@ -206,7 +206,7 @@ def follow_layers(rule: Rule, removal: Removal, names: Mapping[str, str], state:
     return bool(rule.families or rule.weights)
 
 
-def describe(rule: Rule, masks: Masks) -> list[str]:
+def describe(rule: CompressionRule, masks: Masks) -> list[str]:
     """The plan of a rule in words: what goes, from which tensors, when."""
     when = f"after step {rule.offset}" + (f" to {rule.end}" if rule.end is not None else "")
     if rule.weights:
@@ -237,7 +237,7 @@ def describe(rule: Rule, masks: Masks) -> list[str]:
 class _InputNorms:
     """Adds up the squares of what enters the modules of activation-weighted rules."""
 
-    def __init__(self, model: nn.Module, rules: list[Rule]) -> None:
+    def __init__(self, model: nn.Module, rules: list[CompressionRule]) -> None:
         self.sums: dict[str, torch.Tensor] = {}
         self._inputs: dict[str, tuple[int, int]] = {}  # by weight: how many, and their axis
         self._hooks: list[Any] = []
@@ -281,7 +281,9 @@ class _InputNorms:
 
         return add
 
-    def followed(self, model: nn.Module, rules: list[Rule], removal: Removal, names: Mapping[str, str]) -> _InputNorms:
+    def followed(
+        self, model: nn.Module, rules: list[CompressionRule], removal: Removal, names: Mapping[str, str]
+    ) -> _InputNorms:
         """One for what is left of a model, with what was added up about it."""
         self.remove()
         made = _InputNorms(model, rules)

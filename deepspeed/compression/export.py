@@ -20,7 +20,7 @@ from deepspeed.compression.pruning.dependency_groups import CONV
 from deepspeed.compression.pruning.transformers_groups import config_of, dense_class, on_meta
 from deepspeed.compression.pruning.unwrap import inside, plain_state
 from deepspeed.errors import CompressionError, NotAvailableError
-from deepspeed.foundation.log import say
+from deepspeed.foundation.log import log_rank0
 
 BITS = {"int8": 8, "int4": 4, "w8a8": 8}
 
@@ -113,7 +113,7 @@ def _tell_float(model: nn.Module) -> None:
     beside = [type(m).__name__ for m in model.modules() if type(m).__name__ == "Conv1D" or isinstance(m, CONV)]
     if beside:
         kinds = ", ".join(f"{beside.count(kind)} {kind}" for kind in dict.fromkeys(beside))
-        say(f"{kinds} stay float: only Linears are packed (Conv1D: convert_conv1d_to_linear before initialize)")
+        log_rank0(f"{kinds} stay float: only Linears are packed (Conv1D: convert_conv1d_to_linear before initialize)")
 
 
 def _pack_aside(model: Any, weights: str, group_size: int, folder: Path) -> None:

@@ -11,7 +11,7 @@ from deepspeed.compression.basic_layer import QuantAct, WeightQuantizer, compres
 from deepspeed.compression.pruning.rules import compressible, matched
 from deepspeed.config.sections.compression import CompressionTraining, QuantizeTraining
 from deepspeed.errors import CompressionError
-from deepspeed.foundation.log import say
+from deepspeed.foundation.log import log_rank0
 
 
 @dataclass(eq=False)
@@ -94,7 +94,9 @@ class FakeQuantizers:
             some = [name for name in names if name in quantized]
             if some and len(some) < len(names):
                 others = ", ".join(name for name in names if name not in quantized)
-                say(f"{some[0]} is quantized and shares its weight with {others}: exports hold it quantized for all")
+                log_rank0(
+                    f"{some[0]} is quantized and shares its weight with {others}: exports hold it quantized for all"
+                )
 
     def _add_weights(self, section: CompressionTraining) -> None:
         shared = section.weight_quantization.shared_parameters
@@ -178,7 +180,7 @@ class FakeQuantizers:
             bits, share = group.at(step)
             for one in group.quantizers:
                 if group.verbose and one is group.quantizers[0] and one.bits != bits:
-                    say(f"weight quantization '{group.name}': {bits} bits after {step} steps")
+                    log_rank0(f"weight quantization '{group.name}': {bits} bits after {step} steps")
                 one.bits, one.full = bits if bits < 16 or share else 0, share
         for offset, acts in self._inputs:
             for act in acts:

@@ -36,7 +36,7 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class Rule:
+class AutoRule:
     """One row: how the value is found, in code and in words; `needs` is what to do when it cannot be found.
 
     With an empty `needs`, a value that cannot be found is the default.
@@ -85,38 +85,38 @@ def _warmup_steps(_: Reading, facts: Facts) -> int | None:
 _MACHINE = "give true or false, or leave it to deepspeed.initialize, which knows the machine"
 
 # In this order: later rules may read what earlier ones found.
-RULES: dict[str, Rule] = {
-    "bf16.enabled": Rule(
+RULES: dict[str, AutoRule] = {
+    "bf16.enabled": AutoRule(
         _bf16,
         "true where the device computes bf16 faster than fp32, unless another precision is enabled",
         _MACHINE,
     ),
-    "fp16.enabled": Rule(
+    "fp16.enabled": AutoRule(
         _fp16, "true on a CUDA device without fast bf16, unless another precision is enabled", _MACHINE
     ),
-    "optimizer.params.lr": Rule(
+    "optimizer.params.lr": AutoRule(
         _learning_rate,
         "the learning rate of the client's optimizer, else 1e-3 (Adagrad 1e-2, Lion 1e-4)",
     ),
-    "scheduler.params.warmup_min_lr": Rule(_constant(0.0), "0"),
-    "scheduler.params.warmup_max_lr": Rule(_learning_rate, "the optimizer's learning rate"),
-    "scheduler.params.warmup_num_steps": Rule(_warmup_steps, "a tenth of the run, at most 1000; 1000 when unknown"),
-    "scheduler.params.total_num_steps": Rule(
+    "scheduler.params.warmup_min_lr": AutoRule(_constant(0.0), "0"),
+    "scheduler.params.warmup_max_lr": AutoRule(_learning_rate, "the optimizer's learning rate"),
+    "scheduler.params.warmup_num_steps": AutoRule(_warmup_steps, "a tenth of the run, at most 1000; 1000 when unknown"),
+    "scheduler.params.total_num_steps": AutoRule(
         lambda _, facts: facts.num_train_steps,
         "the optimizer steps of the run",
         "give the number; the length of the run is not known here",
     ),
-    "gradient_clipping": Rule(_constant(1.0), "1.0"),
-    "zero_optimization.reduce_bucket_size": Rule(
+    "gradient_clipping": AutoRule(_constant(1.0), "1.0"),
+    "zero_optimization.reduce_bucket_size": AutoRule(
         _times_hidden(lambda h: h * h), "hidden_size squared, the default when the model does not tell it"
     ),
-    "zero_optimization.prefetch_bucket_size": Rule(
+    "zero_optimization.prefetch_bucket_size": AutoRule(
         _times_hidden(lambda h: int(0.9 * h * h)), "0.9 x hidden_size squared, or the default"
     ),
-    "zero_optimization.param_persistence_threshold": Rule(
+    "zero_optimization.param_persistence_threshold": AutoRule(
         _times_hidden(lambda h: 10 * h), "10 x hidden_size, or the default"
     ),
-    "zero_optimization.gather_16bit_weights_on_model_save": Rule(
+    "zero_optimization.gather_16bit_weights_on_model_save": AutoRule(
         lambda reading, _: reading.find("zero_optimization.stage") == 3, "true at stage 3"
     ),
 }

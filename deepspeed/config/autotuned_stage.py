@@ -11,7 +11,7 @@ from typing import Any, cast
 from deepspeed.config.batch import MICRO, STEPS, TRAIN
 from deepspeed.config.load import load_raw
 from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.foundation.log import say_once
+from deepspeed.foundation.log import log_once
 
 PLAN = "plan"
 VARIABLE = "DS_PLAN"
@@ -54,7 +54,7 @@ def with_plan(raw: dict[str, Any]) -> dict[str, Any]:
         made[_SEQUENCE] = found[_SEQUENCE]
     if _RECOMPUTE in raw or _RECOMPUTE in found:
         made[_RECOMPUTE] = {**_block(raw, _RECOMPUTE), "enabled": bool(_block(found, _RECOMPUTE).get("enabled", False))}
-    say_once(f'"stage": "plan" takes {path}: stage {planned["stage"]}, micro-batch {found[MICRO]} x {found[STEPS]}')
+    log_once(f'"stage": "plan" takes {path}: stage {planned["stage"]}, micro-batch {found[MICRO]} x {found[STEPS]}')
     return made
 
 

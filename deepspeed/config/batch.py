@@ -18,7 +18,7 @@ _ONE_RANK = (
 
 
 @dataclass(frozen=True)
-class Batch:
+class BatchSizes:
     """The batch triple, with the origin of what was not given."""
 
     train: int
@@ -27,7 +27,7 @@ class Batch:
     derived: dict[str, str]
 
 
-def derive_batch(train: int | None, micro: int | None, steps: int | None, world: int) -> Batch | str:
+def derive_batch(train: int | None, micro: int | None, steps: int | None, world: int) -> BatchSizes | str:
     """Derive what is missing of the batch triple and check that it holds.
 
     Args:
@@ -63,12 +63,12 @@ def derive_batch(train: int | None, micro: int | None, steps: int | None, world:
             + (_ONE_RANK if train == micro * steps else "")
             + (f". {train} is no multiple of {world} ranks, whatever the others are" if train % world else "")
         )
-    return Batch(train, micro, steps, derived)
+    return BatchSizes(train, micro, steps, derived)
 
 
 def elastic_batch(
     block: Mapping[str, Any], given: tuple[int | None, int | None, int | None], world: int
-) -> Batch | str:
+) -> BatchSizes | str:
     """The batch triple of an `elasticity` block: the same global batch for every number of ranks that can share it.
 
     Args:
@@ -92,4 +92,4 @@ def elastic_batch(
         return str(error)
     steps = train // micro // world
     derived: dict[str, str] = dict.fromkeys((TRAIN, MICRO, STEPS), f"elasticity, for {world} rank(s)")
-    return Batch(train, micro, steps, derived)
+    return BatchSizes(train, micro, steps, derived)

@@ -7,8 +7,8 @@ from typing import Any, cast
 from deepspeed.config.auto import BATCH, Facts, resolve_autos
 from deepspeed.config.autotuned_stage import with_plan
 from deepspeed.config.base_model import Section
-from deepspeed.config.batch import MICRO, STEPS, TRAIN, Batch, derive_batch, elastic_batch
-from deepspeed.config.docs import Row, rows
+from deepspeed.config.batch import MICRO, STEPS, TRAIN, BatchSizes, derive_batch, elastic_batch
+from deepspeed.config.docs import ResolvedValue, rows
 from deepspeed.config.errors import Problem, nearest, raise_for
 from deepspeed.config.load import load_raw
 from deepspeed.config.parse import Reading, read
@@ -163,12 +163,12 @@ class DeepSpeedConfig:
                 here = cast("dict[str, Any]", here).get(part) if isinstance(here, dict) else None
         return here
 
-    def explain(self) -> list[Row]:
+    def explain(self) -> list[ResolvedValue]:
         """Every resolved value with its origin, in the order of the table of keys."""
         return rows(self.top, self._reading)
 
 
-def _batch(top: TopLevel, reading: Reading, world: int, facts: Facts) -> Batch | None:
+def _batch(top: TopLevel, reading: Reading, world: int, facts: Facts) -> BatchSizes | None:
     """The batch triple; None when a part of it already has a problem of its own, or it does not hold."""
     train, micro, steps = top.train_batch_size, top.train_micro_batch_size_per_gpu, top.gradient_accumulation_steps
     if any(getattr(top, name) is None and reading.origins.get(name) == "given" for name in BATCH):

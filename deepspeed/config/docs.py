@@ -113,7 +113,7 @@ def _old_rows() -> Iterator[str]:
 
 
 @dataclass(frozen=True)
-class Row:
+class ResolvedValue:
     """One resolved value.
 
     Attributes:
@@ -129,13 +129,15 @@ class Row:
     remark: str = ""
 
 
-def rows(top: TopLevel, reading: Reading) -> list[Row]:
+def rows(top: TopLevel, reading: Reading) -> list[ResolvedValue]:
     """All values in the order of the table of keys."""
     found = list(_section_rows(top, reading, ""))
-    return found + [Row(name, value, "given", "accepted and not read") for name, value in reading.tolerated.items()]
+    return found + [
+        ResolvedValue(name, value, "given", "accepted and not read") for name, value in reading.tolerated.items()
+    ]
 
 
-def _section_rows(section: Section, reading: Reading, path: str) -> Iterator[Row]:
+def _section_rows(section: Section, reading: Reading, path: str) -> Iterator[ResolvedValue]:
     for name, field in type(section).model_fields.items():
         here = f"{path}.{name}" if path else name
         value = getattr(section, name)
@@ -145,26 +147,28 @@ def _section_rows(section: Section, reading: Reading, path: str) -> Iterator[Row
         elif child is not None and child.shape == "kwargs":
             yield from _kwargs_rows(child.section, cast("dict[str, Any]", value), reading, here)
         else:
-            yield Row(here, _plain(value), reading.origins.get(here, "default"), _remark(note_of(field)))
+            yield ResolvedValue(here, _plain(value), reading.origins.get(here, "default"), _remark(note_of(field)))
             yield from _moot_rows(cast("list[Any]", value) if isinstance(value, list) else [], here)
 
 
-def _moot_rows(items: list[Any], path: str) -> Iterator[Row]:
+def _moot_rows(items: list[Any], path: str) -> Iterator[ResolvedValue]:
     """What a list's sections were given that decides nothing."""
     for at, item in enumerate(items):
         for name, field in type(item).model_fields.items() if isinstance(item, Section) else ():
             if note_of(field).status == "moot by design" and name in item.model_fields_set:
-                yield Row(f"{path}[{at}].{name}", _plain(getattr(item, name)), "given", _remark(note_of(field)))
+                yield ResolvedValue(
+                    f"{path}[{at}].{name}", _plain(getattr(item, name)), "given", _remark(note_of(field))
+                )
 
 
-def _kwargs_rows(section: type[Section], value: dict[str, Any], reading: Reading, path: str) -> Iterator[Row]:
+def _kwargs_rows(section: type[Section], value: dict[str, Any], reading: Reading, path: str) -> Iterator[ResolvedValue]:
     autos = [auto for auto in reading.autos if auto.startswith(path + ".")]
     dropped = [auto for auto in autos if auto.rpartition(".")[2] not in value]
     for name, item in value.items():
         here = f"{path}.{name}"
         field = section.model_fields.get(name)
-        yield Row(here, item, reading.origins.get(here, "given"), _remark(note_of(field)) if field else "")
-    yield from (Row(auto, None, "auto: the default of the class") for auto in dropped)
+        yield ResolvedValue(here, item, reading.origins.get(here, "given"), _remark(note_of(field)) if field else "")
+    yield from (ResolvedValue(auto, None, "auto: the default of the class") for auto in dropped)
 
 
 def _plain(value: Any) -> Any:
@@ -183,7 +187,7 @@ def _remark(note: Note) -> str:
     }[note.status]
 
 
-def as_text(found: Sequence[Row]) -> str:
+def as_text(found: Sequence[ResolvedValue]) -> str:
     """Rows as aligned lines."""
     columns = [(row.path, show(row.value), row.origin, row.remark) for row in found]
     widths = [max((len(column[at]) for column in columns), default=0) for at in range(3)]

@@ -23,7 +23,7 @@ _OFFLOAD_OPTIMIZER, _OFFLOAD_PARAM = "zero_optimization.offload_optimizer", "zer
 
 
 @dataclass(frozen=True)
-class Moved:
+class MovedKey:
     """A deprecated key whose value now lives elsewhere; `values` maps its old values to new ones."""
 
     old: str
@@ -32,14 +32,14 @@ class Moved:
 
 
 MOVED = (
-    Moved("zero_optimization.cpu_offload", (f"{_OFFLOAD_OPTIMIZER}.device",), _CPU),
-    Moved("zero_optimization.cpu_offload_param", (f"{_OFFLOAD_PARAM}.device",), _CPU),
-    Moved("zero_optimization.cpu_offload_params", (f"{_OFFLOAD_PARAM}.device",), _CPU),
-    Moved(
+    MovedKey("zero_optimization.cpu_offload", (f"{_OFFLOAD_OPTIMIZER}.device",), _CPU),
+    MovedKey("zero_optimization.cpu_offload_param", (f"{_OFFLOAD_PARAM}.device",), _CPU),
+    MovedKey("zero_optimization.cpu_offload_params", (f"{_OFFLOAD_PARAM}.device",), _CPU),
+    MovedKey(
         "zero_optimization.cpu_offload_use_pin_memory",
         (f"{_OFFLOAD_OPTIMIZER}.pin_memory", f"{_OFFLOAD_PARAM}.pin_memory"),
     ),
-    Moved("allgather_size", ("zero_optimization.allgather_bucket_size",)),
+    MovedKey("allgather_size", ("zero_optimization.allgather_bucket_size",)),
 )
 
 

@@ -22,7 +22,7 @@ _MOST_DEVICES = 720720
 
 
 @dataclass(frozen=True)
-class Block:
+class ElasticityConfig:
     """The keys of an `elasticity` block, checked."""
 
     max_batch: int
@@ -40,7 +40,7 @@ def elasticity_enabled(ds_config: Mapping[str, Any]) -> bool:
     return bool(ds_config.get(ELASTICITY, {}).get("enabled", False))
 
 
-def read_block(block: Mapping[str, Any]) -> Block:
+def read_block(block: Mapping[str, Any]) -> ElasticityConfig:
     """The block with its defaults.
 
     Raises:
@@ -67,7 +67,7 @@ def read_block(block: Mapping[str, Any]) -> Block:
         raise ElasticityConfigError("elasticity.model_parallel_size > 1 needs elasticity.version 0.2")
     if values["num_gpus_per_node"] % values["model_parallel_size"]:
         raise ElasticityConfigError("elasticity: model_parallel_size must divide num_gpus_per_node")
-    return Block(
+    return ElasticityConfig(
         max_batch=values["max_train_batch_size"],
         micro_batches=tuple(micro),
         min_gpus=values["min_gpus"],
@@ -202,7 +202,7 @@ def _largest_micro(micro: Sequence[int], batch: int, world: int) -> int | None:
     return max((size for size in micro if batch // world % size == 0), default=None)
 
 
-def _by_nodes(block: Block, world: int) -> tuple[int, list[int], int | None]:
+def _by_nodes(block: ElasticityConfig, world: int) -> tuple[int, list[int], int | None]:
     """Version 0.2: whole nodes share the batch, each by its data-parallel ranks."""
     per_node = block.gpus_per_node // block.model_parallel
     nodes = (max(1, block.min_gpus // block.gpus_per_node), max(1, block.max_gpus // block.gpus_per_node))

@@ -43,7 +43,7 @@ class MeshAccessors:
     @property
     def seq_dp_world_size(self) -> int:
         """Ranks that hold the same slice of the model."""
-        return self._state.axes.same_slice.size
+        return self._state.axes.dp_sp_group.size
 
     @property
     def mp_world_size(self) -> int:

@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.collectives.collectives import broadcast_tensors
 from deepspeed.comm.collectives.one_sided import release_abandoned
-from deepspeed.comm.collectives.same_error import Lockstep
+from deepspeed.comm.collectives.same_error import OrderCheck
 from deepspeed.config import DeepSpeedConfig, Facts
 from deepspeed.engine.client_support import tell_dtypes
 from deepspeed.engine.memory.suggestions import tells_what_fits
@@ -22,14 +22,14 @@ from deepspeed.engine.offload_plan import Offload, accumulator_dtype, master_dty
 from deepspeed.engine.optimizer_setup import traits_of
 from deepspeed.engine.pipeline_setup import limits_of_stages
 from deepspeed.errors import ArgumentError, OptimizerError, SchedulerError, ShardedParameterError, UsageError
-from deepspeed.foundation.log import say, say_once
+from deepspeed.foundation.log import log_once, log_rank0
 from deepspeed.foundation.module_tree import own_state
 from deepspeed.optim import loss_scale
-from deepspeed.optim.build import build_optimizer, leave_embeddings_to_adam, needs_whole_tensors, refuse_unsupported
+from deepspeed.optim.build import build_optimizer, check_supported, leave_embeddings_to_adam, needs_whole_tensors
 from deepspeed.optim.lr_schedules import build_scheduler
 from deepspeed.optim.precision import DTYPES, InputCaster, cast_buffers, check_policies, compute_dtypes
 from deepspeed.optim.separability import UpdateTraits
-from deepspeed.zero.api.reshard import refuse_served
+from deepspeed.zero.api.reshard import check_not_served
 from deepspeed.zero.gradients.accumulation import AccumulationWindow
 from deepspeed.zero.gradients.buckets import ReduceSettings
 from deepspeed.zero.gradients.reducer import Reducer
@@ -37,12 +37,19 @@ from deepspeed.zero.layout.stages import policy_for
 from deepspeed.zero.layout.units import mark_leaves
 from deepspeed.zero.optimizer.optimizer import StepSettings, ZeroOptimizer
 from deepspeed.zero.parameters.collective_order import GatherOrder
-from deepspeed.zero.parameters.deferred_all_gather_hooks import LatePublish
+from deepspeed.zero.parameters.deferred_all_gather_hooks import DeferredAllGatherHooks
 from deepspeed.zero.parameters.grouping import GroupingPlan, build_group, cut, named_parameters, plan_groups
-from deepspeed.zero.parameters.module_hooks import Hook, Lifecycle
-from deepspeed.zero.parameters.parallel_groups import Axes, Relations, Signature, equalise, find_tied, signatures_of
+from deepspeed.zero.parameters.module_hooks import Hook, ModuleHooks
+from deepspeed.zero.parameters.parallel_groups import (
+    ParallelGroups,
+    RankResolver,
+    Signature,
+    equalise,
+    find_tied,
+    signatures_of,
+)
 from deepspeed.zero.parameters.parameter import is_managed
-from deepspeed.zero.parameters.prefetch import Keeper, Limits
+from deepspeed.zero.parameters.prefetch import PrefetchLimits, PrefetchScheduler
 from deepspeed.zero.parameters.shard_group import ShardGroup, State
 
 
@@ -51,12 +58,12 @@ class Components:
     """What an engine puts in order."""
 
     groups: list[ShardGroup]
-    axes: Axes
+    axes: ParallelGroups
     dtype: torch.dtype
     window: AccumulationWindow
     reducer: Reducer | None = None
     optimizer: ZeroOptimizer | None = None
-    lifecycle: Lifecycle | None = None
+    lifecycle: ModuleHooks | None = None
     caster: InputCaster | None = None
     frozen: list[Any] = field(default_factory=list)  # members that may be unfrozen later
     destroyed: bool = False  # the engine has let everything go
@@ -75,7 +82,7 @@ class Components:
                 first = first or error
         for group in self.groups:
             if group.state is State.INFLIGHT:
-                group.finish_gather()
+                group.wait_all_gather()
         return first
 
 
@@ -83,7 +90,7 @@ def compute_dtype(config: DeepSpeedConfig) -> torch.dtype:
     """The dtype of parameters while they compute."""
     if config.fp16.enabled:
         if get_accelerator().device_name() == "cpu":
-            say_once("fp16 on CPU works but is slow (about 45 times slower than bf16 on this class of machine)")
+            log_once("fp16 on CPU works but is slow (about 45 times slower than bf16 on this class of machine)")
         return torch.float16
     return torch.bfloat16 if config.bf16.enabled else torch.float32
 
@@ -138,7 +145,7 @@ def choose_optimizer(
     """The optimizer of an engine: the client's, the JSON's, AdamW when there are parameters to train, or none."""
     params: list[Any] = parameters or [p for p in model.parameters() if p.requires_grad]
     if isinstance(client, torch.optim.Optimizer):
-        refuse_unsupported(client)
+        check_supported(client)
         return client
     if client is not None and hasattr(client, "param_groups"):
         raise OptimizerError(f"optimizer is a {type(client).__name__}, not a torch.optim.Optimizer or a callable")
@@ -148,7 +155,7 @@ def choose_optimizer(
         made = call_with("optimizer", client, params)
         if not isinstance(made, torch.optim.Optimizer):
             raise OptimizerError(f"the optimizer callable returned a {type(made).__name__}, not an Optimizer")
-        refuse_unsupported(made)
+        check_supported(made)
         return made
     if config.optimizer is not None and config.optimizer.type:
         if not params:
@@ -161,7 +168,7 @@ def choose_optimizer(
         on_host = config.zero.offload_optimizer.device != "none"
         return build_optimizer(config.optimizer.type, arguments, params, on_host=on_host)
     if parameters and any(p.requires_grad for p in _flat(parameters)):
-        say_once("no optimizer given: AdamW with torch's defaults (lr 1e-3, betas 0.9 0.999, weight decay 1e-2)")
+        log_once("no optimizer given: AdamW with torch's defaults (lr 1e-3, betas 0.9 0.999, weight decay 1e-2)")
         return build_optimizer("AdamW", {"torch_adam": True, "weight_decay": 1e-2}, parameters)
     return None
 
@@ -211,7 +218,7 @@ def build(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     config: DeepSpeedConfig,
-    axes: Axes,
+    axes: ParallelGroups,
     device: torch.device,
     held: ZeroOptimizer | None = None,
 ) -> Components:
@@ -233,7 +240,7 @@ def build(
     updated = _check_optimizer(model, optimizer, names) if optimizer is not None else set()
     _place(model, device)
     broadcast_tensors(
-        axes.same_slice,
+        axes.dp_sp_group,
         [t for t in [*names, *written, *model.buffers()] if not is_managed(t) and t.device.type != "meta"],
         "broadcast of rank 0's model",
     )
@@ -241,7 +248,7 @@ def build(
     tied = find_tied(axes.mesh, names, signatures)
     equalise(axes.mesh, names, signatures, tied)
     own = {names[param]: signature for param, signature in signatures.items() if signature[1]}
-    relations = Relations(axes.mesh, policy_for(config.zero.stage, axes.mesh.size("pp")).owns_a_slice, tied, own)
+    relations = RankResolver(axes.mesh, policy_for(config.zero.stage, axes.mesh.size("pp")).owns_a_slice, tied, own)
     kept = config.data_types.keep_in_fp32_modules
     stay = () if kept in (None, "auto") else kept
     wanted = compute_dtypes(model, low, stay) if low != torch.float32 else {}
@@ -286,7 +293,7 @@ def _without(
     return {param: name for param, name in names.items() if param not in written}
 
 
-def _window(config: DeepSpeedConfig, axes: Axes) -> AccumulationWindow:
+def _window(config: DeepSpeedConfig, axes: ParallelGroups) -> AccumulationWindow:
     ranks = axes.data.size if config.gradient_allreduce_op == "mean" else 1
     # Ranks of a sequence have the same loss, of all its tokens, and each differentiates it once.
     ranks *= axes.mesh.size("sp")
@@ -295,7 +302,7 @@ def _window(config: DeepSpeedConfig, axes: Axes) -> AccumulationWindow:
 
 def _check_parameters(model: nn.Module, low: torch.dtype) -> None:
     check_policies(model, low)
-    refuse_served(model)
+    check_not_served(model)
     for name, param in model.named_parameters():
         if isinstance(param, nn.UninitializedParameter):
             raise ArgumentError(f"parameter '{name}' of a lazy module has no shape yet; run a forward first")
@@ -333,7 +340,7 @@ def _groups(
     model: nn.Module,
     names: dict[Parameter, str],
     chosen: tuple[dict[Parameter, torch.dtype], set[Parameter]],
-    ranks: tuple[Relations, dict[Parameter, Signature]],
+    ranks: tuple[RankResolver, dict[Parameter, Signature]],
     plan: GroupingPlan,
     config: DeepSpeedConfig,
     optimizer: torch.optim.Optimizer | None,
@@ -363,9 +370,11 @@ def _groups(
     return groups
 
 
-def _lifecycle(model: nn.Module, sharded: list[ShardGroup], config: DeepSpeedConfig, axes: Axes) -> Lifecycle:
+def _lifecycle(
+    model: nn.Module, sharded: list[ShardGroup], config: DeepSpeedConfig, axes: ParallelGroups
+) -> ModuleHooks:
     zero = config.zero
-    limits = Limits(zero.max_live_parameters, zero.max_reuse_distance, zero.prefetch_bucket_size)
+    limits = PrefetchLimits(zero.max_live_parameters, zero.max_reuse_distance, zero.prefetch_bucket_size)
     if axes.mesh.size("pp") > 1:
         limits = limits_of_stages(sum(group.numel for group in sharded), limits, config)
     any_graph = axes.shard.tagged and axes.shard.size > 1 and not zero.stage3_fixed_graph
@@ -373,10 +382,10 @@ def _lifecycle(model: nn.Module, sharded: list[ShardGroup], config: DeepSpeedCon
     for group in sharded:
         group.serve(any_graph)
     order = None
-    if any(group.fetch is None for group in sharded) and Lockstep.possible(axes.same_slice):
-        order = GatherOrder(axes.same_slice, zero.stage3_check_order, zero.stage3_fixed_graph)
-    lifecycle = Lifecycle(model, Keeper(sharded, limits), order)
-    say(lifecycle.bound())
+    if any(group.fetch is None for group in sharded) and OrderCheck.possible(axes.dp_sp_group):
+        order = GatherOrder(axes.dp_sp_group, zero.stage3_check_order, zero.stage3_fixed_graph)
+    lifecycle = ModuleHooks(model, PrefetchScheduler(sharded, limits), order)
+    log_rank0(lifecycle.bound())
     return lifecycle
 
 
@@ -418,7 +427,7 @@ def _add_optimizer(
     )
     scaler = loss_scale.from_config(config.fp16) if fp16 else None
     whole = config.zero.overlap_publish and lifecycle is None and axes.mesh.size("pp") == 1
-    late = LatePublish(model, components.groups) if whole else None
+    late = DeferredAllGatherHooks(model, components.groups) if whole else None
     if held is None:
         components.window.set_scaler(scaler)
         optimizer, traits = chosen

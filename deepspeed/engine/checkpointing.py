@@ -27,13 +27,13 @@ from deepspeed.checkpoint.load.reader import NativeSource, Source
 from deepspeed.checkpoint.ranks import Ranks
 from deepspeed.checkpoint.save.async_save import Background
 from deepspeed.checkpoint.save.save import Contents, Saving, Target
-from deepspeed.checkpoint.save.snapshot import Captured, capture
+from deepspeed.checkpoint.save.snapshot import Snapshot, capture
 from deepspeed.comm.process_groups.process_group import get_local_rank
 from deepspeed.engine.data_loading import DeepSpeedDataLoader
 from deepspeed.engine.engine_state import EngineState
 from deepspeed.engine.state_dict_io import WeightsIO
 from deepspeed.errors import CheckpointCorruptError, CheckpointError
-from deepspeed.foundation.log import say, warn_once
+from deepspeed.foundation.log import log_rank0, warn_once
 from deepspeed.foundation.malloc import own_pages
 from deepspeed.foundation.spans import SAVE, recorder
 from deepspeed.version import __version__
@@ -116,7 +116,7 @@ def restore_optimizer(state: EngineState, saved: dict[str, Any]) -> None:
         optimizer.scaler.load_state_dict(saved["scaler"])
     now, before = type(optimizer.optimizer).__name__, saved.get("class")
     if before not in (None, now):
-        say(f"the checkpoint is of {before}, the engine has {now}: the state is taken over by its keys")
+        log_rank0(f"the checkpoint is of {before}, the engine has {now}: the state is taken over by its keys")
 
 
 def restore_scheduler(state: EngineState, saved: Any) -> None:
@@ -175,7 +175,7 @@ def restart_window(state: EngineState, saved: dict[str, Any]) -> None:
     if isinstance(loader, DeepSpeedDataLoader):
         loader.rewind(seen * then["micro"] * then["ranks"])
     state.micro_steps -= seen
-    say(
+    log_rank0(
         f"the checkpoint was saved after {seen} of {then['gas']} micro-batches of a window, which are no whole number "
         f"of micro-batches on {state.axes.data.size} rank(s): the window starts again"
     )
@@ -298,7 +298,9 @@ class CheckpointIO:
                     prune(target.folder, target.tag, settings.keep_last, settings.keep_every)
         if settings.writer.show_statistics:
             seconds, mib = time.perf_counter() - started, sum(entry.nbytes for entry in saving.entries) / 2**20
-            say(f"checkpoint '{target.tag}': {mib:.0f} MiB per rank in {seconds:.2f} s, {mib / seconds:.0f} MiB/s")
+            log_rank0(
+                f"checkpoint '{target.tag}': {mib:.0f} MiB per rank in {seconds:.2f} s, {mib / seconds:.0f} MiB/s"
+            )
 
     def _upstream_files(self, saving: Saving, ranks: Ranks) -> Callable[[Path, Manifest], dict[str, Seal]]:
         """What writes upstream's files next to the native ones of a save."""
@@ -331,7 +333,7 @@ class CheckpointIO:
     def _contents(self, ranks: Ranks, client_state: dict[str, Any], leave_out_frozen: bool) -> Contents:
         view = self._state.view()
         view.settle()
-        view.settle_gradients(Ranks(self._state.axes.same_slice).gather)
+        view.settle_gradients(Ranks(self._state.axes.dp_sp_group).gather)
         captured = capture(view, leave_out_frozen)
         captured.private |= capture_private(self._state)
         self._add_own_buffers(captured, view, ranks)
@@ -358,7 +360,7 @@ class CheckpointIO:
             beside = upstream_names(client_state, about, state["engine"]["counters"])
         return Contents(captured, state, about, beside, settings.client_state_pickle)
 
-    def _add_own_buffers(self, captured: Captured, view: StateView, ranks: Ranks) -> None:
+    def _add_own_buffers(self, captured: Snapshot, view: StateView, ranks: Ranks) -> None:
         """Buffers that differ from the first rank's, as running statistics do, are this rank's own state."""
         if not view.buffers and not self._state.sliced:
             return
@@ -495,7 +497,7 @@ class CheckpointIO:
         left = f", {len(report.left_out)} frozen parameters kept (the save left them out)" if report.left_out else ""
         gone = f", missing {report.missing[:4]}" if report.missing else ""
         more = f", not used {report.unexpected[:4]}" if report.unexpected else ""
-        say(f"loaded {report.elements:,} of {report.total:,} elements from {source.path}{left}{gone}{more}")
+        log_rank0(f"loaded {report.elements:,} of {report.total:,} elements from {source.path}{left}{gone}{more}")
         written_by = source.manifest.about.get("package")
         return str(source.path), {**({"ds_version": written_by} if written_by else {}), **saved.get("client_state", {})}
 
@@ -551,7 +553,7 @@ class CheckpointIO:
         rows = [row for row in source.manifest.rows if row.kind != LEFT_OUT]
         state = {row.name: source.whole(row.name) for row in rows}
         state |= {alias: state[name] for alias, name in source.manifest.aliases.items() if name in state}
-        first = self._state.axes.same_slice.ranks[0]
+        first = self._state.axes.dp_sp_group.ranks[0]
         with GatheredParameters(list(self._state.module.parameters()), modifier_rank=first):
             load(src=state, dst=self._state.module)
         view.settle()

@@ -12,27 +12,27 @@ from torch.nn import Parameter
 from deepspeed.comm.collectives.collectives import broadcast_tensors
 from deepspeed.comm.process_groups.axis import Axis
 from deepspeed.errors import ArgumentError
-from deepspeed.foundation.log import say
+from deepspeed.foundation.log import log_rank0
 from deepspeed.foundation.module_tree import modules_of, running_statistics
 from deepspeed.zero.parameters.module_hooks import Hook
 
 _CLOSE = "_ds_close"
 
 
-def end_earlier(model: nn.Module) -> None:
+def close_previous_engine(model: nn.Module) -> None:
     """End the engine that has `model`, as Lightning's Trainer asks for when it validates after it has fitted."""
     before: Any = vars(model).get(_CLOSE)
     if before is not None:
-        say(f"{type(model).__name__} gets a new engine: the one it had is closed")
+        log_rank0(f"{type(model).__name__} gets a new engine: the one it had is closed")
         before()
 
 
-def take_over(model: nn.Module, close: Callable[[], None]) -> None:
+def register_engine(model: nn.Module, close: Callable[[], None]) -> None:
     """Note how the engine that has `model` now is ended, once it can be: one that was refused has nothing to end."""
     vars(model)[_CLOSE] = Hook(close)
 
 
-def let_go(model: nn.Module) -> None:
+def unregister_engine(model: nn.Module) -> None:
     """The engine of `model` is closed."""
     vars(model).pop(_CLOSE, None)
 

@@ -28,13 +28,13 @@ from deepspeed.compression.pruning.unwrap import left_on
 from deepspeed.engine.build import build
 from deepspeed.engine.engine_state import EngineState
 from deepspeed.engine.state_dict_io import WeightsIO
-from deepspeed.engine.train_loop import Feeding
+from deepspeed.engine.train_loop import TrainLoop
 from deepspeed.errors import ArgumentError, CheckpointError, NotAvailableError, UsageError
-from deepspeed.foundation.log import say
+from deepspeed.foundation.log import log_rank0
 from deepspeed.zero.api.state_view import StateView
 from deepspeed.zero.parameters.grouping import GroupingPlan, build_group
 from deepspeed.zero.parameters.parameter import is_managed
-from deepspeed.zero.parameters.record import Member
+from deepspeed.zero.parameters.record import ParamRecord
 from deepspeed.zero.parameters.shard_group import ShardGroup
 
 _VALUE = "value"
@@ -55,7 +55,7 @@ class _Facts:
     rest: dict[str, Any] = field(default_factory=dict)
 
 
-class Shrinking:
+class StructuredPruning:
     """One removal from one engine. All ranks call together.
 
     Args:
@@ -140,7 +140,7 @@ class Shrinking:
                         here[fragment.span] = self._view.state_of(fragment)[key].reshape(-1).to(here.device)
                     self._keep(member, key, self._whole(member, here))
 
-    def _whole(self, member: Member, part: torch.Tensor) -> torch.Tensor:
+    def _whole(self, member: ParamRecord, part: torch.Tensor) -> torch.Tensor:
         group = member.group
         if not group.policy.owns_a_slice:
             return part[member.offset : member.offset + member.numel].view(member.shape)
@@ -148,7 +148,7 @@ class Shrinking:
         whole = group.assemble(member, wire.to(group.device), READ, f"removal from {member.name}")
         return whole.to(part.dtype).view(member.shape)
 
-    def _keep(self, member: Member, key: str, whole: torch.Tensor) -> None:
+    def _keep(self, member: ParamRecord, key: str, whole: torch.Tensor) -> None:
         flat = self.removal.select(member.name, whole).reshape(-1)
         axis, n = self._exchange.axis, flat.numel()
         low, high = n * axis.rank // axis.size, n * (axis.rank + 1) // axis.size
@@ -191,7 +191,7 @@ class Shrinking:
     def _cut(self, group: ShardGroup) -> None:
         """Give a group's parameters their new shapes; what is gathered before use is sharded again at once."""
         shard = group.policy.gathers_before_use
-        group.finish_gather()
+        group.wait_all_gather()
         group.dissolve()
         params = [member.param for member in group.members if id(member.param) in self._stay]
         for member in group.members:
@@ -216,7 +216,7 @@ class Shrinking:
         now = {id(param): name for name, param in self.state.module.named_parameters()}
         return {old: now[ident] for ident, names in self._before.items() if ident in now for old in names}
 
-    def _was(self, member: Member) -> str:
+    def _was(self, member: ParamRecord) -> str:
         """The name that a member had before layers left."""
         return self._members[id(member.param)]
 
@@ -239,7 +239,7 @@ class Shrinking:
                 for key in (_VALUE, *facts.sliced):
                     self._write(view, member, key)
 
-    def _write(self, view: StateView, member: Member, key: str) -> None:
+    def _write(self, view: StateView, member: ParamRecord, key: str) -> None:
         part, n = self._aside.pop((self._was(member), key))
         size = self._exchange.axis.size
         wire = part.to(torch.uint8) if part.dtype is torch.bool else part
@@ -255,7 +255,7 @@ class Shrinking:
             view.state(fragment, key, start, stop).values().copy_(flat[start:stop])
 
 
-class Compressing:
+class CompressionHooks:
     """What `compression_training` does to one engine.
 
     Args:
@@ -270,7 +270,7 @@ class Compressing:
         self,
         state: EngineState,
         weights: WeightsIO,
-        feeding: Feeding,
+        feeding: TrainLoop,
         laid_out_anew: Callable[[], None],
         make: Callable[..., Any],
     ) -> None:
@@ -369,14 +369,14 @@ class Compressing:
         """
         section = self._state.ds_config.top.compression_training.export
         state, report = self._weights._consolidated_16bit_state_dict(), None
-        with Ranks(self._state.axes.same_slice).together(f"exporting to {folder}"):
+        with Ranks(self._state.axes.dp_sp_group).together(f"exporting to {folder}"):
             if state is not None:
                 if self._state.compression is not None:
                     self._state.compression.quantizers.bake(state)
                 report = export(
                     self._state.module, state, folder, weights or section.weights, group_size or section.group_size
                 )
-                say(f"exported to {folder}: {report['parameters']:,} parameters, {report['bytes']:,} bytes")
+                log_rank0(f"exported to {folder}: {report['parameters']:,} parameters, {report['bytes']:,} bytes")
         return report
 
     def _export_when_due(self) -> None:
@@ -391,13 +391,13 @@ class Compressing:
         """Take units out of the running engine. All ranks call together."""
         before = sum(shape.numel() for shape in shapes_of(self._state.module).values())
         agree = functools.partial(self._feeding.agree, 0, "all ranks are ready for a removal")
-        Shrinking(self._state, removal, agree).run()
+        StructuredPruning(self._state, removal, agree).run()
         self._state.removals.append(removal)
         self._laid_out_anew()
         if self._state.compression is not None:
             self._state.compression.resume()
         after = sum(shape.numel() for shape in shapes_of(self._state.module).values())
-        say(f"removed {removal.text} …: {before:,} parameters are now {after:,}")
+        log_rank0(f"removed {removal.text} …: {before:,} parameters are now {after:,}")
 
     def replay(self, saved: dict[str, Any]) -> None:
         """Take out what was out of the model when a checkpoint was saved."""

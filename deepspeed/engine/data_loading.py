@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
 from deepspeed.errors import DataError
-from deepspeed.foundation.log import say_once
+from deepspeed.foundation.log import log_once
 from deepspeed.foundation.spans import LOADER, recorder
 
 _END = object()
@@ -159,7 +159,7 @@ class DeepSpeedDataLoader:
         if sampler is not None:
             raise DataError("a sampler chooses indices, but training_data is an IterableDataset, which has none")
         if world > 1:
-            say_once(
+            log_once(
                 f"{type(stream).__name__} is split by position over {world} data-parallel ranks; a stream that already "
                 "yields other samples on each rank should go into a DataLoader of its own"
             )

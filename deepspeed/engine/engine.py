@@ -24,7 +24,7 @@ from deepspeed.accelerator.instruments import SynchronizedWallClockTimer
 from deepspeed.activation_checkpointing.apply import compile_block, wrap
 from deepspeed.comm.collectives import scalars
 from deepspeed.comm.collectives.one_sided import release_abandoned
-from deepspeed.comm.collectives.same_error import SameBatches
+from deepspeed.comm.collectives.same_error import BatchCheck
 from deepspeed.comm.watchdog.comms_logger import configure
 from deepspeed.comm.watchdog.desync import trail
 from deepspeed.comm.watchdog.graceful_stop import stopping
@@ -43,23 +43,23 @@ from deepspeed.engine.checkpointing import CheckpointIO
 from deepspeed.engine.client_support import (
     RunningStatistics,
     check_loss,
-    end_earlier,
-    let_go,
+    close_previous_engine,
     loss_is_divided,
-    take_over,
+    register_engine,
+    unregister_engine,
 )
-from deepspeed.engine.compression import Compressing
+from deepspeed.engine.compression import CompressionHooks
 from deepspeed.engine.engine_state import EngineState
-from deepspeed.engine.logging import Reporting
+from deepspeed.engine.logging import ProgressLog
 from deepspeed.engine.metrics import BACKWARD, FORWARD, STEP, Instruments
 from deepspeed.engine.offload_states import OffloadStates
 from deepspeed.engine.preemption import Preemption
 from deepspeed.engine.sequence_parallel import BARE, Sequencing, share_sequence
 from deepspeed.engine.state_dict_io import WeightsIO
-from deepspeed.engine.tensor_parallel import asked_by_model, pack_weights, refuse_whole_tensors, slice_model
-from deepspeed.engine.train_loop import Feeding
+from deepspeed.engine.tensor_parallel import asked_by_model, check_elementwise_optimizer, pack_weights, slice_model
+from deepspeed.engine.train_loop import TrainLoop
 from deepspeed.errors import ArgumentError, NotAvailableError, UsageError
-from deepspeed.foundation.log import logger, say, say_once
+from deepspeed.foundation.log import log_once, log_rank0, logger
 from deepspeed.foundation.wrapper import ModuleWrapper
 from deepspeed.optim.precision import DTYPES
 from deepspeed.zero.gradients.accumulation import Purpose, Way
@@ -153,8 +153,8 @@ class EngineSurface:
     dynamic_loss_scale_args = by("_settings", ConfigAccessors.dynamic_loss_scale_args)
     postscale_gradients = by("_settings", ConfigAccessors.postscale_gradients)
 
-    deepspeed_io = by("_feeding", Feeding.deepspeed_io)
-    loop = by("_feeding", Feeding.loop)
+    deepspeed_io = by("_feeding", TrainLoop.deepspeed_io)
+    loop = by("_feeding", TrainLoop.loop)
 
     offload_states = by("_offload", OffloadStates.offload_states)
     reload_states = by("_offload", OffloadStates.reload_states)
@@ -166,9 +166,9 @@ class EngineSurface:
     timeline = read("_instruments", Instruments.timeline)
     gradient_norms = by("_instruments", Instruments.gradient_norms)
 
-    compression_scheduler = read("_compressing", Compressing.compression_scheduler)
-    set_teacher = by("_compressing", Compressing.set_teacher)
-    export_compressed = by("_compressing", Compressing.export_compressed)
+    compression_scheduler = read("_compressing", CompressionHooks.compression_scheduler)
+    set_teacher = by("_compressing", CompressionHooks.set_teacher)
+    export_compressed = by("_compressing", CompressionHooks.export_compressed)
 
     save_checkpoint = by("_checkpoints", CheckpointIO.save_checkpoint)
     load_checkpoint = by("_checkpoints", CheckpointIO.load_checkpoint)
@@ -228,7 +228,7 @@ class DeepSpeedEngine(EngineSurface, ModuleWrapper):
         mesh = find_mesh(DeepSpeedConfig.for_init(config), mpu, mesh_param, device, asked_by_model(model))
         axes = axes_of(mesh)
         facts = facts_of(model, optimizer, device)
-        resolved = DeepSpeedConfig(config, world=axes.data.size, holders=axes.same_slice.size, facts=facts)
+        resolved = DeepSpeedConfig(config, world=axes.data.size, holders=axes.dp_sp_group.size, facts=facts)
         if resolved.log_level:
             logger.setLevel(resolved.log_level.upper())
         if resolved.comms_logger.enabled:
@@ -237,16 +237,16 @@ class DeepSpeedEngine(EngineSurface, ModuleWrapper):
         self.client_optimizer, self.client_lr_scheduler = optimizer, lr_scheduler
         parameters = self._cut(model, resolved, mesh, mpu, optimizer, listed(model_parameters))
         chosen = choose_optimizer(model, optimizer, parameters, resolved)
-        refuse_whole_tensors(model, chosen)
+        check_elementwise_optimizer(model, chosen)
         self.module = model
-        end_earlier(model)
+        close_previous_engine(model)
         share_sequence(model, mesh, mpu)
         self._recompute = wrap(model, resolved.top.activation_checkpointing, mpu)
         components = build(model, chosen, resolved, axes, device)
         timers = SynchronizedWallClockTimer()
         self._state = EngineState(resolved, model, device, mpu, components, chosen, timers)
         self._hold_parts()
-        take_over(model, self.destroy)
+        register_engine(model, self.destroy)
         self.optimizer: Any = components.optimizer or components.lifecycle
         if components.optimizer is not None:
             components.optimizer.engine = self
@@ -274,14 +274,14 @@ class DeepSpeedEngine(EngineSurface, ModuleWrapper):
         self._share_statistics()
         self._facts, self._mesh = StateAccessors(state), MeshAccessors(state)
         self._settings = ConfigAccessors(state.ds_config)
-        self._reports, self._offload = Reporting(state), OffloadStates(state, self.register_forward_pre_hook)
+        self._reports, self._offload = ProgressLog(state), OffloadStates(state, self.register_forward_pre_hook)
         self._instruments = Instruments(state, self._facts, self)
-        self._feeding = Feeding(state, lambda: self.training, self.flush, self._instruments)
+        self._feeding = TrainLoop(state, lambda: self.training, self.flush, self._instruments)
         self._weights = WeightsIO(state)
         self._checkpoints = CheckpointIO(state, self._weights, self._instruments.guard)
         self._preemption = Preemption(state, self._checkpoints)
-        self._compressing = Compressing(state, self._weights, self._feeding, self._laid_out_anew, type(self))
-        self._same_batches = SameBatches(state.axes.mesh.axis("tp"))
+        self._compressing = CompressionHooks(state, self._weights, self._feeding, self._laid_out_anew, type(self))
+        self._same_batches = BatchCheck(state.axes.mesh.axis("tp"))
         top = state.ds_config.top
         again = top.sequence_parallel_recompute
         self._sequencing = Sequencing(state.module, state.axes.mesh, top.sequence_parallel_verify, again)
@@ -294,7 +294,7 @@ class DeepSpeedEngine(EngineSurface, ModuleWrapper):
         self.optimizer = self._components.optimizer or self._components.lifecycle
 
     def _share_statistics(self) -> None:
-        self._statistics = RunningStatistics(self.module, self._axes.same_slice)
+        self._statistics = RunningStatistics(self.module, self._axes.dp_sp_group)
         self._state.hooks.stepped = [self._statistics.publish] if self._statistics.buffers else []
 
     def train(self, mode: bool = True) -> DeepSpeedEngine:
@@ -323,9 +323,9 @@ class DeepSpeedEngine(EngineSurface, ModuleWrapper):
             return
         reducer.replaced.settle()
         reducer.clean = False  # on all ranks alike, whatever branch each takes
-        self._thaw()
+        self._add_unfrozen_parameters()
 
-    def _thaw(self) -> None:
+    def _add_unfrozen_parameters(self) -> None:
         """Parameters that were frozen, and no longer are, are updated from now on."""
         optimizer, frozen = self._components.optimizer, self._components.frozen
         for member in [m for m in frozen if m.param.requires_grad]:
@@ -391,7 +391,7 @@ class DeepSpeedEngine(EngineSurface, ModuleWrapper):
         if self._window.holding:
             raise UsageError("no_sync contexts cannot be nested")
         if self.ds_config.zero.stage >= 2:
-            say_once("no_sync at stages 2 and 3: gradients are still reduced into slices; the sum is the same")
+            log_once("no_sync at stages 2 and 3: gradients are still reduced into slices; the sum is the same")
         self._window.hold(True)
         try:
             yield
@@ -450,10 +450,10 @@ class DeepSpeedEngine(EngineSurface, ModuleWrapper):
         optimizer = self._components.optimizer
         if optimizer is None:
             return
-        self._thaw()  # also where this rank had no forward in the window
+        self._add_unfrozen_parameters()  # also where this rank had no forward in the window
         components, hooks = self._state.components, self._state.hooks
         samples = components.window.seen * components.window.micro * components.axes.data.size
-        optimizer.along = self._instruments.row()
+        optimizer.piggyback_values = self._instruments.row()
         with self._timed(STEP):
             optimizer.step()
             for hook in hooks.stepped:
@@ -464,12 +464,12 @@ class DeepSpeedEngine(EngineSurface, ModuleWrapper):
         if optimizer.overflow:
             self.skipped_steps += 1
             scaled = f"; loss scale is now {optimizer.loss_scale:g}" if optimizer.scaler is not None else ""
-            say(f"step {self.global_steps} is skipped: {optimizer.skip_reason}{scaled}")
+            log_rank0(f"step {self.global_steps} is skipped: {optimizer.skip_reason}{scaled}")
         elif self.lr_scheduler is not None:
             self.lr_scheduler.step(**(lr_kwargs or {}))
         for hook in hooks.applied if self._applied else ():
             hook()
-        self._instruments.after_update(optimizer.alongside, samples)
+        self._instruments.after_update(optimizer.gathered_piggyback_values, samples)
         if self.ds_config.disable_python_gc:
             gc.collect()
         every = self.ds_config.steps_per_print
@@ -601,7 +601,7 @@ class DeepSpeedEngine(EngineSurface, ModuleWrapper):
         for group in components.groups:
             group.dissolve()
         self._sequencing.close()
-        let_go(self.module)
+        unregister_engine(self.module)
         self._state.components = Components([], self._axes, components.dtype, self._window, destroyed=True)
         self.optimizer = self.basic_optimizer = self.lr_scheduler = None
         self.client_optimizer = self.client_lr_scheduler = None

@@ -16,10 +16,10 @@ from deepspeed.compression.controller import Compression
 from deepspeed.compression.pruning.structured_removal import Removal
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.engine.build import Components
-from deepspeed.foundation.timer import SynchronizedWallClockTimer
+from deepspeed.foundation.timer import HostWallClockTimer
 from deepspeed.zero.api.state_view import StateView
 from deepspeed.zero.gradients.accumulation import AccumulationWindow
-from deepspeed.zero.parameters.parallel_groups import Axes
+from deepspeed.zero.parameters.parallel_groups import ParallelGroups
 
 
 @dataclass(eq=False)
@@ -70,7 +70,7 @@ class EngineState:
     mpu: Any
     components: Components
     basic_optimizer: torch.optim.Optimizer | None
-    timers: SynchronizedWallClockTimer
+    timers: HostWallClockTimer
     lr_scheduler: Any = None
     training_dataloader: Any = None
     global_steps: int = 0
@@ -82,7 +82,7 @@ class EngineState:
     removals: list[Removal] = field(default_factory=list)
 
     @property
-    def axes(self) -> Axes:
+    def axes(self) -> ParallelGroups:
         """Who shares what."""
         return self.components.axes
 
@@ -109,13 +109,13 @@ class EngineState:
     def view(self) -> StateView:
         """The training state by name."""
         parts, at = self.components, self.axes.mesh.coordinates
-        return StateView(self.module, parts.groups, self.axes.same_slice, parts.optimizer, parts.reducer, at)
+        return StateView(self.module, parts.groups, self.axes.dp_sp_group, parts.optimizer, parts.reducer, at)
 
     def names_elsewhere(self, view: StateView) -> set[str]:
         """Names of the model that other ranks hold. All ranks call together."""
         if not self.sliced:
             return set()
-        mine = [*view.members, *view.plain, *view.buffers, *view.aliases] if self.axes.same_slice.rank == 0 else []
+        mine = [*view.members, *view.plain, *view.buffers, *view.aliases] if self.axes.dp_sp_group.rank == 0 else []
         return {name for names in Ranks(self.everyone).gather(mine) for name in names}
 
     def forget_window(self) -> None:

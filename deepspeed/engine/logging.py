@@ -14,7 +14,7 @@ from deepspeed.comm.process_groups.process_group import get_backend, get_world_s
 from deepspeed.config.docs import as_text
 from deepspeed.engine.accessors import StateAccessors
 from deepspeed.engine.engine_state import EngineState
-from deepspeed.foundation.log import say, say_once
+from deepspeed.foundation.log import log_once, log_rank0
 from deepspeed.foundation.pytree import tensors_in
 from deepspeed.version import __version__
 
@@ -22,13 +22,13 @@ from deepspeed.version import __version__
 def say_info() -> None:
     """What runs on what: the first line of `initialize`."""
     ranks = f"ranks={get_world_size()}, backend={get_backend()}" if is_initialized() else "ranks=1, no process group"
-    say(
+    log_rank0(
         f"DeepSpeed info: version={__version__}, torch={torch.__version__}, "
         f"accelerator={get_accelerator().device_name()}, {ranks}, native library: {native.state()}"
     )
 
 
-class Reporting:
+class ProgressLog:
     """The speaking side of an engine.
 
     Args:
@@ -49,16 +49,16 @@ class Reporting:
             precision = f"autocast {config.torch_autocast.dtype}"
         count, model = sum(p.numel() for p in state.module.parameters()), type(state.module).__name__
         name = type(chosen).__name__ if chosen is not None else "no optimizer"
-        say(
+        log_rank0(
             f"{model}: {count:,} parameters, ZeRO stage {config.zero.stage}, {precision}, {name}, "
             f"{state.axes.mesh.world} rank(s), batch {batch} = {micro} x {steps} x {state.axes.data.size}"
         )
         if state.axes.mesh.world > 1:
-            say(f"mesh: {state.axes.mesh.table()}")
+            log_rank0(f"mesh: {state.axes.mesh.table()}")
         if chosen is not None and not config.gradient_clipping:
-            say_once("gradient_clipping is not set: gradients are not clipped")
+            log_once("gradient_clipping is not set: gradients are not clipped")
         if config.dump_state:
-            say(as_text(config.explain()))
+            log_rank0(as_text(config.explain()))
 
     def look_at_batch(self, *given: Any) -> None:
         """A line where a rank's first batch is as large as that of all should be: then all train on the same samples.
@@ -72,7 +72,7 @@ class Reporting:
         first = next(iter(tensors_in(given)), None)
         ranks, (_, micro, _) = self._state.axes.data.size, self._facts.get_batch_info()
         if first is not None and first.dim() and ranks > 1 and first.shape[0] == ranks * micro:
-            say(
+            log_rank0(
                 f"forward got {first.shape[0]} samples; the configuration has {micro} for each of {ranks} ranks. If "
                 f"every rank loads the same, all learn from the same samples: pass training_data to initialize, or a "
                 f"torch.utils.data.DistributedSampler to the loader",
@@ -83,13 +83,13 @@ class Reporting:
         """A line: the engine asks for one every `steps_per_print` updates."""
         rates = ", ".join(f"{rate:.3g}" for rate in self._facts.get_lr())
         norm = self._facts.get_global_grad_norm()
-        say(
+        log_rank0(
             f"step {self._state.global_steps}: skipped {self._state.skipped_steps}, lr {rates}"
             + (f", gradient norm {norm:.4g}" if norm is not None else "")
             + self._throughput()
         )
         if self._state.ds_config.memory_breakdown:
-            say("state bytes: " + ", ".join(f"{k} {v:,}" for k, v in self._facts.state_bytes().items()))
+            log_rank0("state bytes: " + ", ".join(f"{k} {v:,}" for k, v in self._facts.state_bytes().items()))
 
     def _throughput(self) -> str:
         """Samples per second since the last report."""

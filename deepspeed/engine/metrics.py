@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from deepspeed.accelerator.instruments import ThroughputTimer, see_memory_usage
 from deepspeed.comm.collectives import scalars
 from deepspeed.comm.collectives.collectives import SMALL
-from deepspeed.comm.collectives.torch_api import all_gather_object, gather_object, told_by_all
+from deepspeed.comm.collectives.torch_api import all_gather_object, all_gather_objects, gather_object
 from deepspeed.comm.process_groups.axis import tag_of
 from deepspeed.comm.watchdog.last_collective import boot
 from deepspeed.engine.accessors import StateAccessors
@@ -33,12 +33,12 @@ from deepspeed.engine.client_support import loss_is_divided
 from deepspeed.engine.data_loading import tokens_in
 from deepspeed.engine.engine_state import EngineState
 from deepspeed.engine.memory.report import MemoryReport, allocated
-from deepspeed.engine.memory.watchdog import PressureWatch
+from deepspeed.engine.memory.watchdog import MemoryWatchdog
 from deepspeed.engine.nan_detector import NonFiniteFinder
 from deepspeed.errors import MemoryExhaustedError, NotAvailableError
-from deepspeed.foundation.log import say
+from deepspeed.foundation.log import log_rank0
 from deepspeed.foundation.spans import Span, now, recorder
-from deepspeed.foundation.timer import SynchronizedWallClockTimer
+from deepspeed.foundation.timer import HostWallClockTimer
 from deepspeed.monitor import progress
 from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.profiling.flops_profiler import FlopsProfiler
@@ -82,7 +82,7 @@ class StepTimers:
         last: milliseconds by name of the last window and its last micro-batch; empty before.
     """
 
-    def __init__(self, timers: SynchronizedWallClockTimer, active: bool, says: bool) -> None:
+    def __init__(self, timers: HostWallClockTimer, active: bool, says: bool) -> None:
         self._timers, self.active, self._says = timers, active, says
         self.last: dict[str, float] = {}
 
@@ -277,8 +277,8 @@ class Tracing:
         try:
             timeline.picture(base.with_suffix(".png"))
         except NotAvailableError as error:
-            say(str(error))
-        say(f"{text}\nwritten: {base}.txt, .json (Perfetto, chrome://tracing), .png")
+            log_rank0(str(error))
+        log_rank0(f"{text}\nwritten: {base}.txt, .json (Perfetto, chrome://tracing), .png")
 
 
 def _ahead(group: Any) -> int:
@@ -340,7 +340,7 @@ class Trial:
     def _end(self, updates: int, samples: int) -> None:
         seconds = (time.perf_counter() - self._since) / updates
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        told = told_by_all(self._state.everyone, (seconds, peak))  # nobody ends while a neighbour still needs it
+        told = all_gather_objects(self._state.everyone, (seconds, peak))  # nobody ends while a neighbour still needs it
         if self._state.everyone.rank == 0:
             slowest = max(one for one, _ in told)
             found = {**self._parts(updates), "latency": slowest * 1e6, "throughput": samples / slowest, "rank": 0}
@@ -408,7 +408,7 @@ class Instruments:
         self._profiling = Profiling(state, engine, lambda: self.times.elapsed())
         self._memory = MemoryReport(state)
         self.guard = partial(_Guard, self._memory, _NOTHING)  # running out of memory inside comes with a report
-        self._pressure = PressureWatch(self._memory)
+        self._pressure = MemoryWatchdog(self._memory)
         self._tracing = Tracing(state, self._memory)
         self._finder = NonFiniteFinder(state, engine)
         self._trial = Trial(state, facts)
@@ -423,7 +423,7 @@ class Instruments:
         self._weight, self._tokens = 0.0, 0
         self._since: float | None = None  # when the window began
         self._elapsed: dict[str, float] = {}
-        self._channel, self._asked = state.axes.one_copy.channel(), 0
+        self._channel, self._asked = state.axes.model_replica_group.channel(), 0
         self._names: tuple[list[str], list[str]] = ([], [])  # this rank's, and those of the whole model
         self.progress: progress.Progress | None = None  # on rank 0, where a line is shown
         self._after_update = self._hooks()
@@ -630,7 +630,7 @@ class Instruments:
         if seconds > 0:
             yield f"{_SAMPLES}samples_per_second", samples / seconds
             if tokens:  # ranks that share matrices have seen the same ones
-                yield f"{_SAMPLES}tokens_per_second", tokens / len(rows) * self._state.axes.same_slice.size / seconds
+                yield f"{_SAMPLES}tokens_per_second", tokens / len(rows) * self._state.axes.dp_sp_group.size / seconds
 
     def _of_update(self) -> Iterator[tuple[str, float]]:
         rates, norm = self._facts.get_lr(), self._facts.get_global_grad_norm()
@@ -666,7 +666,7 @@ class Instruments:
         found, factor = squares_by_name(reducer), abs(self._state.window.rescale(agreed))
         names = self._all_names(reducer)
         self._asked += 1
-        tag, axis = tag_of(self._channel, SMALL, self._asked), self._state.axes.one_copy
+        tag, axis = tag_of(self._channel, SMALL, self._asked), self._state.axes.model_replica_group
         row = [found.get(name, -1.0) for name in names]  # below 0: no gradient here
         row.append(reducer.squares.own(reducer.revision) or 0.0)
         table = scalars.current.table(axis, row, tag, "agreement on gradient norms by name", reducer.device)
@@ -679,11 +679,11 @@ class Instruments:
         """Names of parameters anywhere in a copy of the model, in one order on all ranks."""
         members = sorted((m for b in reducer.buckets for m in b.group.members), key=lambda member: member.place)
         mine = [member.name for member in members]
-        axis = self._state.axes.one_copy
+        axis = self._state.axes.model_replica_group
         if not self._state.sliced or axis.group is None:
             return mine
         if mine != self._names[0]:
-            told = told_by_all(axis, mine)
+            told = all_gather_objects(axis, mine)
             self._names = mine, list(dict.fromkeys(name for names in told for name in names))
         return self._names[1]
 

@@ -20,7 +20,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.collectives.torch_api import all_gather_object
 from deepspeed.engine.engine_state import EngineState
 from deepspeed.errors import NotAvailableError
-from deepspeed.foundation.log import say
+from deepspeed.foundation.log import log_rank0
 from deepspeed.foundation.pytree import tensors_in
 from deepspeed.optim.loss_scale import DynamicLossScaler
 from deepspeed.profiling.nonfinite import INPUT, OF_LOSS, UPDATE, Checker, Finding, describe, first_input, kinds_in
@@ -130,7 +130,7 @@ class NonFiniteFinder:
         bad = norm is not None and not math.isfinite(norm)
         if isinstance(scaler, DynamicLossScaler) and scaler.loss_scale > scaler.min_scale:
             bad = False  # the scale is too large, which is no fault
-        if axes.one_copy.size == axes.everyone.size:  # else others have not seen the same rows
+        if axes.model_replica_group.size == axes.everyone.size:  # else others have not seen the same rows
             bad = bad or any(row and not math.isfinite(row[0]) for row in rows)
         if bad and self._left:
             self._left -= 1
@@ -166,7 +166,7 @@ class NonFiniteFinder:
             )
         else:
             self.found = f"update {step}: not found again when the window was run once more"
-        say(self.found)
+        log_rank0(self.found)
 
     def _dump(self, finding: Finding, words: str) -> None:
         """What the operation was given, as a file that torch.load reads."""

@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 
 from deepspeed.config import DeepSpeedConfig
-from deepspeed.foundation.log import say
+from deepspeed.foundation.log import log_rank0
 from deepspeed.optim.precision import DTYPES
 from deepspeed.storage.buffer_pool import BufferPool
 from deepspeed.storage.device_tier import RESIDENT
@@ -18,7 +18,7 @@ from deepspeed.storage.nvme_tier import NvmeTier
 from deepspeed.storage.simulated import disk_in
 from deepspeed.storage.tier import Tier
 from deepspeed.zero.api.memory_estimate import DEVICE, HOST, NVME, GroupState, rest_bytes
-from deepspeed.zero.layout.layout import Layout
+from deepspeed.zero.layout.layout import ShardLayout
 from deepspeed.zero.layout.stages import Policy, policy_for
 from deepspeed.zero.parameters.tiers import Tiers
 
@@ -110,9 +110,11 @@ class Offload:
         shown = [
             f"{place} {held / unit:.2f} {name} ({held / total:.2f} B per parameter)" for place, held in needs.items()
         ]
-        say(f"predicted for each rank at rest: {', '.join(shown)}")
+        log_rank0(f"predicted for each rank at rest: {', '.join(shown)}")
         if self.parameters.device == "nvme" and any(s.gathered for s, _ in groups) and not needs[NVME]:
-            say("nothing rests on nvme: all of it is within offload_param.max_in_cpu; 0 there puts it on the disk")
+            log_rank0(
+                "nothing rests on nvme: all of it is within offload_param.max_in_cpu; 0 there puts it on the disk"
+            )
         for tier in self._disks.values():
             tier.disk.preflight(int(on_disk[id(tier)]))
         return needs
@@ -137,7 +139,7 @@ def accumulator_dtype(config: DeepSpeedConfig) -> torch.dtype:
 
 def state_of_group(
     config: DeepSpeedConfig,
-    cut: tuple[Policy, Layout],
+    cut: tuple[Policy, ShardLayout],
     rank: int,
     dtypes: tuple[torch.dtype, torch.dtype | None],
     optimizer: torch.optim.Optimizer | None,

@@ -87,7 +87,7 @@ class OffloadStates:
                 shard.evict_state(pool)
         if reducer is not None and OffloadStateTypeEnum.contiguous_grad_buffer in kinds:
             reducer.wire.forget_buffers()
-        self._refusal = self._before_forward(_refuse)
+        self._refusal = self._before_forward(_reject_moved_state)
         get_accelerator().empty_cache()
 
     def reload_states(self, non_blocking: bool = False) -> None:
@@ -138,5 +138,5 @@ def _known(include: Iterable[OffloadStateTypeEnum | str] | None) -> Iterable[Off
     return chosen
 
 
-def _refuse(*_: Any) -> None:
+def _reject_moved_state(*_: Any) -> None:
     raise UsageError("training state was moved by engine.offload_states(); call engine.reload_states() first")

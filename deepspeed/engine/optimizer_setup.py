@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import torch
 
-from deepspeed.comm.collectives.torch_api import told_by_all
+from deepspeed.comm.collectives.torch_api import all_gather_objects
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.errors import OptimizerError
 from deepspeed.foundation.log import warn_once
 from deepspeed.optim.separability import MethodTraits, UpdateTraits, update_traits
-from deepspeed.zero.parameters.parallel_groups import Axes
+from deepspeed.zero.parameters.parallel_groups import ParallelGroups
 
 
-def traits_of(optimizer: torch.optim.Optimizer | None, config: DeepSpeedConfig, axes: Axes) -> UpdateTraits:
+def traits_of(optimizer: torch.optim.Optimizer | None, config: DeepSpeedConfig, axes: ParallelGroups) -> UpdateTraits:
     """How the optimizer's update may be split; what follows of it is logged.
 
     Raises:
@@ -48,14 +48,14 @@ def traits_of(optimizer: torch.optim.Optimizer | None, config: DeepSpeedConfig, 
     return traits
 
 
-def _agreed(traits: UpdateTraits, axes: Axes) -> UpdateTraits:
+def _agreed(traits: UpdateTraits, axes: ParallelGroups) -> UpdateTraits:
     """What all ranks found together: a rank may hold what cannot be copied (a writer of logs), or other parameters.
 
     Ranks lay parameters out by it, so none may decide alone.
     """
     every = [
         replace(each, methods=methods)
-        for each, methods in told_by_all(axes.everyone, (replace(traits, methods={}), dict(traits.methods)))
+        for each, methods in all_gather_objects(axes.everyone, (replace(traits, methods={}), dict(traits.methods)))
     ]
     tried = [each for each in every if not each.unknown]
     if not tried:

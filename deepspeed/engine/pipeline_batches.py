@@ -12,7 +12,7 @@ import torch
 from deepspeed.engine.train_loop import Window
 from deepspeed.errors import ArgumentError, DataError, PipelineError, UsageError
 from deepspeed.foundation.pytree import map_tensors
-from deepspeed.pipe.executor import Means, Part
+from deepspeed.pipe.executor import Means, ModelPart
 from deepspeed.zero.gradients.accumulation import AccumulationWindow, Way
 from deepspeed.zero.gradients.buckets import by_rows
 
@@ -95,9 +95,9 @@ def agree(
     rows = tell(Said(found, wanted, samples is not None, items, read is None, does))
     if problem is not None:
         raise problem
-    _refuse_apart(rows)
+    _check_same_mode(rows)
     leading = {rank: row for rank, row in enumerate(rows) if not row.along} or dict(enumerate(rows))
-    _refuse(leading)
+    _check_can_start(leading)
     first = next(iter(leading.values()))
     count = int(first.wanted)
     if read is None:
@@ -109,7 +109,7 @@ def agree(
     return Fed(batches, samples, bool(first.items))
 
 
-def _refuse_apart(rows: list[Said]) -> None:
+def _check_same_mode(rows: list[Said]) -> None:
     """All train or all evaluate; the same on all ranks but those that have been refused."""
     refused = [rank for rank, row in enumerate(rows) if row.does == REFUSED]
     if refused:
@@ -123,7 +123,7 @@ def _refuse_apart(rows: list[Said]) -> None:
         )
 
 
-def _refuse(leading: dict[int, Said]) -> None:
+def _check_can_start(leading: dict[int, Said]) -> None:
     """Windows that cannot start; the same on all ranks."""
     failed = [rank for rank, row in leading.items() if row.found == FAILED]
     if failed:
@@ -174,7 +174,11 @@ class WindowDriver:
     """
 
     def __init__(
-        self, parts: list[Part], window: AccumulationWindow, divided: bool, lookups: Sequence[torch.nn.Embedding] = ()
+        self,
+        parts: list[ModelPart],
+        window: AccumulationWindow,
+        divided: bool,
+        lookups: Sequence[torch.nn.Embedding] = (),
     ) -> None:
         self._parts, self._window, self._divided, self._lookups = parts, window, divided, lookups
         self.ran = {"forward": 0, "backward": 0}  # chunks times micro-batches of the window so far

@@ -15,8 +15,8 @@ import torch
 
 from deepspeed.comm.collectives import scalars
 from deepspeed.comm.collectives.collectives import SMALL
-from deepspeed.comm.collectives.same_error import SameBatches
-from deepspeed.comm.collectives.torch_api import told_by_all
+from deepspeed.comm.collectives.same_error import BatchCheck
+from deepspeed.comm.collectives.torch_api import all_gather_objects
 from deepspeed.comm.process_groups.axis import tag_of
 from deepspeed.comm.process_groups.mesh import DATA, REPLICATED, Mesh
 from deepspeed.engine.build import without_optimizer
@@ -28,11 +28,11 @@ from deepspeed.engine.pipeline_setup import check_model, generate, stage_model, 
 from deepspeed.engine.train_loop import Window
 from deepspeed.errors import ArgumentError, NotAvailableError, PipelineError
 from deepspeed.foundation.fake_mode import STEP, enter
-from deepspeed.foundation.log import say
-from deepspeed.pipe.executor import Count, Executor, Part, check, check_shared, mean_loss
+from deepspeed.foundation.log import log_rank0
+from deepspeed.pipe.executor import Count, Executor, ModelPart, check, check_shared, mean_loss
 from deepspeed.pipe.module import PipelineModule
-from deepspeed.pipe.schedule import Schedule, make_schedule
-from deepspeed.pipe.schedule_simulator import Simulated, simulate
+from deepspeed.pipe.schedule import PipelineSchedule, make_schedule
+from deepspeed.pipe.schedule_simulator import ScheduleCost, simulate
 from deepspeed.zero.api.gathered_parameters import GatheredParameters
 from deepspeed.zero.api.materialize import materialize
 from deepspeed.zero.gradients.buckets import tables
@@ -42,26 +42,26 @@ _REDUCTIONS = ("avg", "sum", None)
 
 
 @functools.lru_cache(maxsize=16)
-def validated(name: str, stages: int, micros: int, chunks: int) -> Schedule:
+def validated(name: str, stages: int, micros: int, chunks: int) -> PipelineSchedule:
     """A schedule that was run without processes once."""
     schedule = make_schedule(name, stages, micros, chunks)
     simulate(schedule)
     return schedule
 
 
-def _say_held(schedule: Schedule) -> None:
+def _say_held(schedule: PipelineSchedule) -> None:
     """Where weights come later, stages hold more than their own place in the pipeline asks for."""
     if schedule.splits:
         found = simulate(schedule)
         together, later = (", ".join(map(str, numbers)) for numbers in (found.peaks, found.put_off))
-        say(
+        log_rank0(
             f"{schedule.name}: stages hold at most {together} micro-batches (1f1b: {_peaks_of_1f1b(schedule)}). Of "
             f"{later} of those backward is through, and what the gradients of weights need is held: inputs and "
             f"gradients of matrix products"
         )
 
 
-def _peaks_of_1f1b(schedule: Schedule) -> str:
+def _peaks_of_1f1b(schedule: PipelineSchedule) -> str:
     return ", ".join(map(str, simulate(make_schedule("1f1b", schedule.stages, schedule.micros)).peaks))
 
 
@@ -84,7 +84,7 @@ class PipelineEngine(DeepSpeedEngine):
         >>> loss = engine.train_batch(iter(batches))
     """
 
-    _parts: list[Part]
+    _parts: list[ModelPart]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -100,7 +100,7 @@ class PipelineEngine(DeepSpeedEngine):
         self._driver = WindowDriver(self._parts, self._window, divided, lookups)
         self._executor = Executor(axis, self._driver, ring=self._chunks > 1, device=self.device)
         self._channel, self._sums = self._axes.everyone.channel(), 0
-        self._same = [SameBatches(axis, "are stages of one pipeline (pp)"), self._same_batches]
+        self._same = [BatchCheck(axis, "are stages of one pipeline (pp)"), self._same_batches]
         self._compares_shared = axis.size > 1
         self.metrics: dict[str, float] = {}  # of the last window: means over micro-batches and replicas, on every rank
         self._iterator: Iterator[Any] | None = None
@@ -126,7 +126,7 @@ class PipelineEngine(DeepSpeedEngine):
         self._parts = stage_model(model, config, mesh, optimizer)
         return staying(model, parameters)
 
-    def schedule(self, micros: int, training: bool = True) -> Schedule:
+    def schedule(self, micros: int, training: bool = True) -> PipelineSchedule:
         """What all stages do in a window; prints as text.
 
         Args:
@@ -139,7 +139,7 @@ class PipelineEngine(DeepSpeedEngine):
         name = self._name if training else "inference"
         return validated(name, self.num_stages, micros, self._chunks)
 
-    def simulated(self, micros: int) -> Simulated:
+    def simulated(self, micros: int) -> ScheduleCost:
         """What a window costs by simulation: time, activations held, idle part.
 
         Args:
@@ -385,13 +385,13 @@ class PipelineEngine(DeepSpeedEngine):
             return found
 
         counts = items is not None
-        fed = agree(data_iter, wanted, counts, read if reads else None, self._said, trains, refused)
+        fed = agree(data_iter, wanted, counts, read if reads else None, self._gather_window_reports, trains, refused)
         for same in self._same:
             for batch in fed.batches[: same.left]:
                 same.compare(batch, in_parts=isinstance(self.module, PipelineModule))
         return fed
 
-    def _said(self, mine: Said) -> list[Said]:
+    def _gather_window_reports(self, mine: Said) -> list[Said]:
         """What all ranks say of a window before it starts. All ranks call together."""
         self._sums += 1
         tag, label = tag_of(self._channel, SMALL, self._sums), "agreement on the micro-batches of a window"
@@ -452,7 +452,7 @@ class PipelineEngine(DeepSpeedEngine):
         if not any(part.reads_batch for part in self._parts):
             loader = None
         elif loader is None:
-            loader = self.training_dataloader if self.training_dataloader is not None else _Nothing()
+            loader = self.training_dataloader if self.training_dataloader is not None else _MissingLoader()
         return self._feeding.windows(loader, policy, progress)
 
     def step(self, *_: Any, **__: Any) -> None:
@@ -466,7 +466,7 @@ class PipelineEngine(DeepSpeedEngine):
 
 def _of_last_stage(mesh: Mesh, numbers: list[float] | None) -> list[float] | None:
     """What the last stage has counted: others may have no data. All ranks call together."""
-    return None if numbers is None else told_by_all(mesh.axis("pp"), numbers)[-1]
+    return None if numbers is None else all_gather_objects(mesh.axis("pp"), numbers)[-1]
 
 
 def _without(mesh: Mesh, dim: str) -> str:
@@ -475,7 +475,7 @@ def _without(mesh: Mesh, dim: str) -> str:
     return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1 and name != dim)
 
 
-class _Nothing:
+class _MissingLoader:
     """A loader that is missing: every rank is told so."""
 
     def __iter__(self) -> Iterator[Any]:

@@ -12,26 +12,26 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.comm.collectives.same_error import alarmed, first_difference, in_step
-from deepspeed.comm.collectives.torch_api import told_by_all
+from deepspeed.comm.collectives.same_error import alarmed, first_difference, raise_together
+from deepspeed.comm.collectives.torch_api import all_gather_objects
 from deepspeed.comm.process_groups.axis import Axis
 from deepspeed.comm.process_groups.mesh import DIMS, REPLICATED, Mesh
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.errors import ArgumentError, DeepSpeedError, MeshError, NotAvailableError, PipelineError, UsageError
 from deepspeed.foundation.fake_mode import simulating
-from deepspeed.foundation.log import say
+from deepspeed.foundation.log import log_rank0
 from deepspeed.foundation.pytree import map_tensors
-from deepspeed.pipe.executor import Part
+from deepspeed.pipe.executor import ModelPart
 from deepspeed.pipe.module import PipelineModule
 from deepspeed.pipe.partition_cost import seconds
-from deepspeed.pipe.split_model import Layout, Meter, find_layout
+from deepspeed.pipe.split_model import Meter, ModelSplit, find_layout
 from deepspeed.pipe.stage import keep_stage
 from deepspeed.tensor_parallel.example_inputs import inputs_of
 from deepspeed.zero.api.materialize import is_without_values
-from deepspeed.zero.api.reshard import is_born, refuse_served, resettle
+from deepspeed.zero.api.reshard import check_not_served, is_born, resettle
 from deepspeed.zero.layout.placement import Relation, placement_of
 from deepspeed.zero.layout.stages import policy_for
-from deepspeed.zero.parameters.prefetch import Limits
+from deepspeed.zero.parameters.prefetch import PrefetchLimits
 
 _PROFILED_TOKENS = 512  # a row; two fewer than a model's positions, which RoBERTa begins to count at two
 
@@ -61,12 +61,12 @@ def check_model(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh, optimizer
         NotAvailableError: what is asked for besides does not go together with stages yet.
     """
     axis = mesh.axis(*DIMS)
-    in_step(
+    raise_together(
         axis,
-        lambda: (refuse_served(model), _refuse_unavailable(model, config, mesh, optimizer)),
+        lambda: (check_not_served(model), _check_supported(model, config, mesh, optimizer)),
         lambda rank, words: PipelineError(f"rank {rank} cannot be made a stage: {words}"),
     )
-    told = told_by_all(axis, is_without_values(model))
+    told = all_gather_objects(axis, is_without_values(model))
     empty = dict(zip(axis.ranks, told, strict=True))
     if len(set(empty.values())) > 1:
         without, having = (next(rank for rank, is_so in empty.items() if is_so is wanted) for wanted in (True, False))
@@ -74,11 +74,11 @@ def check_model(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh, optimizer
             f"rank {without} was given a model without values (on the meta device), and rank {having} one that has "
             f"them: make it on the meta device on every rank or on none; to hold it once only, make it under zero.Init"
         )
-    _refuse_other_models(_description(model), mesh)
+    _check_same_model(_description(model), mesh)
     return empty[axis.ranks[axis.rank]]
 
 
-def stage_model(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh, optimizer: Any) -> list[Part]:
+def stage_model(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh, optimizer: Any) -> list[ModelPart]:
     """Reduce a model to this rank's stage. All ranks call together.
 
     Args:
@@ -102,19 +102,21 @@ def stage_model(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh, optimizer
                 f"is stage {stage} of {stages} of mesh {mesh.describe()}"
             )
         _take_own(model.whole_parameters(), model, config, mesh)
-        _refuse_untied(model, mesh)
+        _check_tied_copies(model, mesh)
         return list(model.parts())
     times = section.partition == "profile" and not simulating()  # without values: operations
     meter = _meter(config, mesh) if times else None
     layout = _find(model, stages, section, meter, mesh)
     everything = dict(model.named_parameters())
-    parts: list[Part] = list(keep_stage(model, layout, stages, stage))
+    parts: list[ModelPart] = list(keep_stage(model, layout, stages, stage))
     _take_own(everything, model, config, mesh)
-    _refuse_untied(model, mesh)
+    _check_tied_copies(model, mesh)
     names = [", ".join(layout.words(part) for part in range(at, layout.parts, stages)) for at in range(stages)]
     shares = [sum(layout.costs[at::stages]) / sum(layout.costs) for at in range(stages)]
     unit = "time" if meter is not None else "operations"
-    say(f"{stages} stages: {'; '.join(f'{n} ({share:.0%} of {unit})' for n, share in zip(names, shares, strict=True))}")
+    log_rank0(
+        f"{stages} stages: {'; '.join(f'{n} ({share:.0%} of {unit})' for n, share in zip(names, shares, strict=True))}"
+    )
     left = set(model.parameters())
     if isinstance(optimizer, torch.optim.Optimizer):
         for group in optimizer.param_groups:
@@ -122,18 +124,18 @@ def stage_model(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh, optimizer
     return parts
 
 
-def _find(model: nn.Module, stages: int, section: Any, meter: Meter | None, mesh: Mesh) -> Layout:
+def _find(model: nn.Module, stages: int, section: Any, meter: Meter | None, mesh: Mesh) -> ModelSplit:
     """Where to cut. All ranks call together; what one of them alone raises ends all."""
 
-    def find(method: str, meter: Meter | None = None) -> Layout:
+    def find(method: str, meter: Meter | None = None) -> ModelSplit:
         return find_layout(model, stages, inputs_of(model), method, section.chunks, meter)
 
     if not is_born(model):
         told = lambda rank, words: PipelineError(f"rank {rank} could not cut the model into stages: {words}")  # noqa: E731
         axis = mesh.axis(*DIMS)
         if meter is None:
-            return in_step(axis, lambda: find(section.partition), told)
-        in_step(
+            return raise_together(axis, lambda: find(section.partition), told)
+        raise_together(
             axis, lambda: find("uniform"), told
         )  # it can be cut on all ranks, which meet to compare what they measure
     with alarmed(lambda: "looking for where to cut", (DeepSpeedError,)):  # ranks meet inside, to gather or to compare
@@ -148,7 +150,7 @@ def _meter(config: DeepSpeedConfig, mesh: Mesh) -> Meter:
         tokens = min(_PROFILED_TOKENS, limit - 2 if isinstance(limit, int) and limit > 2 else _PROFILED_TOKENS)
         rows = config.train_micro_batch_size_per_gpu
         found = seconds(model, blocks, inputs_of(model, shape=(rows, tokens)))
-        return [statistics.median(column) for column in zip(*told_by_all(mesh.axis(*DIMS), found), strict=True)]
+        return [statistics.median(column) for column in zip(*all_gather_objects(mesh.axis(*DIMS), found), strict=True)]
 
     return measured
 
@@ -173,7 +175,7 @@ def _description(model: nn.Module) -> list[str]:
     ]
 
 
-def _refuse_other_models(mine: list[str], mesh: Mesh) -> None:
+def _check_same_model(mine: list[str], mesh: Mesh) -> None:
     """All ranks of a pipeline hand over one model. All ranks call together."""
     axis = mesh.axis("pp")
     found = first_difference(axis, mine)
@@ -186,12 +188,12 @@ def _refuse_other_models(mine: list[str], mesh: Mesh) -> None:
     )
 
 
-def _refuse_untied(model: nn.Module, mesh: Mesh) -> None:
+def _check_tied_copies(model: nn.Module, mesh: Mesh) -> None:
     """What several stages hold under one name has to be placed as a copy there. All ranks call together."""
     if simulating():  # other stages would say something else, and are not there
         return
     mine = {name: placement_of(p).relations.get("pp") is Relation.PARTIAL for name, p in model.named_parameters()}
-    everyone = told_by_all(mesh.axis("pp"), mine)
+    everyone = all_gather_objects(mesh.axis("pp"), mine)
     first: dict[str, int] = {}
     for stage, theirs in enumerate(everyone):
         for name, copied in theirs.items():
@@ -200,7 +202,7 @@ def _refuse_untied(model: nn.Module, mesh: Mesh) -> None:
                 raise PipelineError(f"'{name}' is held by stages {other} and {stage}, and nothing ties it there")
 
 
-def _refuse_unavailable(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh, optimizer: Any) -> None:
+def _check_supported(model: nn.Module, config: DeepSpeedConfig, mesh: Mesh, optimizer: Any) -> None:
     stage, section = config.zero.stage, config.top.pipeline
     if section.schedule == "zero_bubble" and policy_for(stage, mesh.size("pp")).reduces_as_gradients_arrive:
         raise NotAvailableError(
@@ -242,7 +244,7 @@ def staying(model: nn.Module, parameters: list[Any] | None) -> list[Any] | None:
     return found or [{"params": []}]
 
 
-def limits_of_stages(held: int, limits: Limits, config: DeepSpeedConfig) -> Limits:
+def limits_of_stages(held: int, limits: PrefetchLimits, config: DeepSpeedConfig) -> PrefetchLimits:
     """How long the stages of a pipeline keep what they have gathered; says what either way costs.
 
     Args:
@@ -252,7 +254,7 @@ def limits_of_stages(held: int, limits: Limits, config: DeepSpeedConfig) -> Limi
     """
     wanted, micros = config.top.pipeline.stage3_gather, config.gradient_accumulation_steps
     keeps = limits.live >= held if wanted == "auto" else wanted == "window"
-    say(
+    log_rank0(
         f"stage 3 under a pipeline: units gathered in each micro-batch are {2 * micros * held:,} elements in a "
         f"window of {micros}; kept for the window {held:,}, and {held:,} are whole at a time. "
         f"pipeline.stage3_gather = {wanted!r}: {'kept for the window' if keeps else 'gathered in each micro-batch'}"
@@ -316,13 +318,13 @@ def _through_stages(model: nn.Module, axis: Axis, outputs_of: Callable[[dict[str
 def _sent_by_last(outputs: Any, axis: Axis) -> Any:
     """What the last stage has, on every stage."""
     mine = None if outputs is None else map_tensors(lambda tensor: tensor.detach(), outputs)
-    return told_by_all(axis, mine)[-1]
+    return all_gather_objects(axis, mine)[-1]
 
 
 @contextmanager
 def _drawn_as_on_rank_0(axis: Axis) -> Iterator[None]:
     """Inside, all stages draw the numbers that the first one draws; afterwards each goes on where it was."""
-    state = told_by_all(axis, torch.get_rng_state())[0]
+    state = all_gather_objects(axis, torch.get_rng_state())[0]
     with torch.random.fork_rng(devices=[]):
         torch.set_rng_state(state)
         yield

@@ -13,7 +13,7 @@ from deepspeed.comm.watchdog import watchdog
 from deepspeed.comm.watchdog.graceful_stop import stopping
 from deepspeed.engine.checkpointing import CheckpointIO
 from deepspeed.engine.engine_state import EngineState
-from deepspeed.foundation.log import say, say_once
+from deepspeed.foundation.log import log_once, log_rank0
 
 REQUEUE = 85
 """Exit code after a save that a signal asked for."""
@@ -51,7 +51,7 @@ class Preemption:
         _process[0] = os.getpid()
         if taken and self._folder is None and any(name in os.environ for name in _LAUNCHED_BY):
             names = ", ".join(number.name for number in taken)
-            say_once(f"{names}: nothing will be saved before a checkpoint was saved or loaded, or signal_dir names one")
+            log_once(f"{names}: nothing will be saved before a checkpoint was saved or loaded, or signal_dir names one")
 
     @property
     def can_save(self) -> bool:
@@ -74,7 +74,7 @@ class Preemption:
         for each in list(_listening):
             if each.can_save:
                 each._save_and_wait()
-        say(f"{signal.Signals(number).name}: saved to {self._folder}; exit code {REQUEUE} asks for a new start")
+        log_rank0(f"{signal.Signals(number).name}: saved to {self._folder}; exit code {REQUEUE} asks for a new start")
         raise SystemExit(REQUEUE)
 
     def _save_and_wait(self) -> None:

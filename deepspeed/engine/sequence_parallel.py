@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from deepspeed.comm.collectives.same_error import COMPARED, digest
-from deepspeed.comm.collectives.torch_api import told_by_all
+from deepspeed.comm.collectives.torch_api import all_gather_objects
 from deepspeed.comm.process_groups.mesh import DIMS, Mesh
 from deepspeed.errors import UsageError
 from deepspeed.foundation.log import warn_once
@@ -105,7 +105,7 @@ class Sequencing:
         named = self._named(inputs, kwargs)
         positions = named.get("position_ids")
         mine = (digest([inputs, kwargs]), positions.cpu() if positions is not None else None, edge_of(named))
-        everyone = told_by_all(self._axis, mine)
+        everyone = all_gather_objects(self._axis, mine)
         if len({found for found, *_ in everyone}) == 1:
             if not self._models:
                 warn_once(
@@ -127,7 +127,7 @@ class Sequencing:
         if not self._losses:
             return
         self._losses -= 1
-        everyone = told_by_all(self._axis, (digest(loss), float(loss.detach())))
+        everyone = all_gather_objects(self._axis, (digest(loss), float(loss.detach())))
         for at, (bits, value) in enumerate(everyone):
             if bits != everyone[0][0]:
                 raise UsageError(

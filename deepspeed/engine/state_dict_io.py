@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from deepspeed.checkpoint.format import filesystem
-from deepspeed.checkpoint.format.manifest import Row
+from deepspeed.checkpoint.format.manifest import ManifestEntry
 from deepspeed.checkpoint.huggingface import FolderSource, once
 from deepspeed.checkpoint.load import load
 from deepspeed.checkpoint.load.reader import Source, from_state_dict
@@ -21,7 +21,7 @@ from deepspeed.checkpoint.save.save_plan import join_slices
 from deepspeed.engine.engine_state import EngineState
 from deepspeed.engine.save_window import SaveWindow
 from deepspeed.errors import ArgumentError, UsageError
-from deepspeed.foundation.log import logger, say
+from deepspeed.foundation.log import log_rank0, logger
 from deepspeed.zero.api.gathered_parameters import GatheredParameters
 from deepspeed.zero.api.state_view import StateView
 from deepspeed.zero.parameters.shard_group import meet_before_change
@@ -110,7 +110,7 @@ class WeightsIO:
         self, exclude_frozen_parameters: bool = False
     ) -> OrderedDict[str, torch.Tensor] | None:
         """The whole model on rank 0's CPU, group by group; None on the others. All ranks call together."""
-        first = self._state.axes.same_slice.rank == 0
+        first = self._state.axes.dp_sp_group.rank == 0
         found: dict[str, torch.Tensor] = {}
         view = self._state.view()
         view.settle()
@@ -199,7 +199,7 @@ class WeightsIO:
         if custom_load_fn is not None:
             self.check_custom(view)
             with GatheredParameters(
-                list(self._state.module.parameters()), modifier_rank=self._state.axes.same_slice.ranks[0]
+                list(self._state.module.parameters()), modifier_rank=self._state.axes.dp_sp_group.ranks[0]
             ):
                 custom_load_fn(src=state, dst=self._state.module)
             view.settle()
@@ -208,10 +208,10 @@ class WeightsIO:
         rows, found = self._compare(view, source, strict)
         with self.replacing():
             load.load_values(view, source, rows)
-        say(f"loaded {found.elements:,} of {found.total:,} elements from the state dict")
+        log_rank0(f"loaded {found.elements:,} of {found.total:,} elements from the state dict")
         return found
 
-    def _compare(self, view: StateView, source: Source, strict: bool) -> tuple[dict[str, Row], load.Loaded]:
+    def _compare(self, view: StateView, source: Source, strict: bool) -> tuple[dict[str, ManifestEntry], load.Loaded]:
         """`restore.compare`, with one outcome for all ranks."""
         if not self._state.sliced:
             return load.compare(view, source, strict)
@@ -252,7 +252,7 @@ class WeightsIO:
         rows, found = self._compare(view, source, strict)
         with self.replacing():
             load.load_values(view, source, rows)
-        say(f"loaded {found.elements:,} of {found.total:,} elements from {path}")
+        log_rank0(f"loaded {found.elements:,} of {found.total:,} elements from {path}")
         return found.elements
 
 

@@ -105,7 +105,7 @@ def _specs(section: PartitionConfig, config: Any) -> Specs:
     return Specs(made, others=section.use_default_specs)
 
 
-def refuse_whole_tensors(model: nn.Module, optimizer: Any) -> None:
+def check_elementwise_optimizer(model: nn.Module, optimizer: Any) -> None:
     """Refuse optimizers whose update reads whole matrices, where ranks have slices.
 
     Raises:

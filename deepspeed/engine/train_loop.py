@@ -45,7 +45,7 @@ def count_samples(batch: Any) -> int:
     return int(found.shape[0]) if found is not None and len(found.shape) else 1
 
 
-class _Reader:
+class _BatchReader:
     """One rank's loader, read one batch at a time so that its failures can be told to the others."""
 
     def __init__(self, loader: Iterable[Any], agree: Agree) -> None:
@@ -102,7 +102,7 @@ class _Reader:
         return low, high
 
 
-class _Companion(_Reader):
+class _Companion(_BatchReader):
     """A rank that needs no data: a stage in the middle of layers in a row."""
 
     def __init__(self, agree: Agree) -> None:
@@ -140,7 +140,7 @@ def equal_steps(
     """
     if policy not in POLICIES:
         raise DataError(f"policy {policy!r} is unknown{nearest(policy, POLICIES)}; use one of {', '.join(POLICIES)}")
-    reader = _Companion(agree) if loader is None else _Reader(loader, agree)
+    reader = _Companion(agree) if loader is None else _BatchReader(loader, agree)
     while True:
         low, high = reader.tell(reader.advance(cycle=policy == "cycle"))
         if reader.steps == 0 and low == ENDING:
@@ -179,7 +179,7 @@ class Window:
         return self._batches.popleft()  # who runs it has it alone
 
 
-class Feeding:
+class TrainLoop:
     """The data side of an engine.
 
     Args:

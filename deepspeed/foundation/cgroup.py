@@ -10,7 +10,7 @@ from pathlib import Path
 _CGROUP = Path("/sys/fs/cgroup")
 
 
-class Memory:
+class CgroupMemory:
     """The memory of the container (cgroup, version 1 or 2) that this process is in.
 
     Args:

@@ -41,7 +41,7 @@ def per_host() -> int:
     return _running[-1][2] if _running else 0
 
 
-def said() -> dict[int, Any]:
+def stage_outputs() -> dict[int, Any]:
     """What each part of a pipeline hands on, by part: learned in the run of its stage, read in that of the next."""
     return _running[-1][3]
 

@@ -52,25 +52,25 @@ def log_dist(message: str, ranks: Iterable[int] | None = None, level: int = logg
         logger.log(level, "[rank %d] %s", current_rank(), message)
 
 
-def in_words(error: Exception, most: int = 120) -> str:
+def describe_error(error: Exception, most: int = 120) -> str:
     """An error's class and the first line of what it says, which may be nothing."""
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:most]}"
 
 
-def say(message: str, level: int = logging.INFO) -> None:
+def log_rank0(message: str, level: int = logging.INFO) -> None:
     """Log `message` on rank 0 only."""
     if current_rank() == 0:
         logger.log(level, message)
 
 
-def say_once(message: str, key: object = None, level: int = logging.INFO) -> None:
+def log_once(message: str, key: object = None, level: int = logging.INFO) -> None:
     """Log `message` on rank 0, once per process for each `key` (default: once per text)."""
     mark = (key, "" if key is not None else message)
     if mark not in _said:
         _said.add(mark)
-        say(message, level)
+        log_rank0(message, level)
 
 
 def warn_once(message: str, key: object = None) -> None:
-    """`say_once` at warning level."""
-    say_once(message, key, logging.WARNING)
+    """`log_once` at warning level."""
+    log_once(message, key, logging.WARNING)

@@ -53,7 +53,7 @@ class _Open:
 
     __slots__ = ("_recorder", "_what", "_begin")
 
-    def __init__(self, recorder: Recorder, what: tuple[str, str, str, int]) -> None:
+    def __init__(self, recorder: SpanRecorder, what: tuple[str, str, str, int]) -> None:
         self._recorder, self._what = recorder, what
 
     def __enter__(self) -> None:
@@ -79,7 +79,7 @@ def _drop(_written: _Written) -> None:
     """Where spans go that nobody keeps."""
 
 
-class Recorder:
+class SpanRecorder:
     """The newest spans of this process; any thread may write.
 
     Attributes:
@@ -145,4 +145,4 @@ def _with_module(span: Span) -> Span:
     return span._replace(module=span.label.partition(" of ")[2])
 
 
-recorder = Recorder()  # of this process
+recorder = SpanRecorder()  # of this process

@@ -7,7 +7,7 @@ import re
 import sys
 from importlib import metadata
 
-from deepspeed.foundation.log import say_once
+from deepspeed.foundation.log import log_once
 
 NAME = "deepspeed"
 _BOUND = re.compile(r"([\w.-]+)[^;]*<=\s*([\w.]+)")
@@ -18,7 +18,7 @@ def say_untested() -> None:
     for name, newest in newest_tested().items():
         here = getattr(sys.modules.get(name), "__version__", None)
         if isinstance(here, str) and _numbers(here) > _numbers(newest):
-            say_once(
+            log_once(
                 f"{name} {here} is newer than the newest release that was tested, {newest}: if something is refused or "
                 f"slower than before, compare with `pip install '{name}<={newest}'`"
             )

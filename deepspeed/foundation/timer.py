@@ -86,7 +86,7 @@ class Timer:
         return trimmed_mean(self._records)
 
 
-class SynchronizedWallClockTimer:
+class HostWallClockTimer:
     """Timers by name: `timers("forward").start()`.
 
     Args:
@@ -158,8 +158,8 @@ class _NoTimer(Timer):
         """Do nothing."""
 
 
-class NoopTimer(SynchronizedWallClockTimer):
-    """Stands in for SynchronizedWallClockTimer where nothing is to be measured."""
+class NoopTimer(HostWallClockTimer):
+    """Stands in for HostWallClockTimer where nothing is to be measured."""
 
     def __call__(self, name: str) -> Timer:
         return _NO_TIMER

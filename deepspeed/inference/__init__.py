@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from deepspeed.inference.generator import Generator, Load, packable
-    from deepspeed.inference.request import Logprob, Output, Request, Sampling
+    from deepspeed.inference.generator import EngineStats, Generator, Load, packable, why_not_batchable
+    from deepspeed.inference.request import Logprob, Output, Request, Sampling, SamplingParams
     from deepspeed.inference.v2 import (
         DeepSpeedTPConfig,
         InferenceEngineV2,
@@ -17,11 +17,14 @@ if TYPE_CHECKING:
 
 _PLACES = {
     "Generator": "generator",
+    "EngineStats": "generator",
     "Load": "generator",
+    "why_not_batchable": "generator",
     "packable": "generator",
     "Logprob": "request",
     "Output": "request",
     "Request": "request",
+    "SamplingParams": "request",
     "Sampling": "request",
     "DeepSpeedTPConfig": "v2",
     "InferenceEngineV2": "v2",
@@ -33,14 +36,17 @@ __all__ = [
     "DeepSpeedTPConfig",
     "Generator",
     "InferenceEngineV2",
+    "EngineStats",
     "Load",
     "Logprob",
     "Output",
     "RaggedInferenceEngineConfig",
     "Request",
+    "SamplingParams",
     "Sampling",
     "build_engine_from_ds_checkpoint",
     "build_hf_engine",
+    "why_not_batchable",
     "packable",
 ]
 

@@ -309,7 +309,7 @@ def moot_lines(config: DeepSpeedInferenceConfig) -> list[str]:
     return lines
 
 
-def refuse_later(config: DeepSpeedInferenceConfig) -> None:
+def check_supported(config: DeepSpeedInferenceConfig) -> None:
     """Refuse what is not there, by name.
 
     Raises:

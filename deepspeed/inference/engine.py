@@ -14,11 +14,11 @@ from deepspeed.comm.collectives.collectives import broadcast_tensors
 from deepspeed.comm.process_groups.axis import Axis, group_axis
 from deepspeed.comm.process_groups.mesh import mesh_for, ranks_started, resolve
 from deepspeed.errors import ArgumentError, TensorParallelError, UsageError
-from deepspeed.foundation.log import say, say_once, warn_once
+from deepspeed.foundation.log import log_once, log_rank0, warn_once
 from deepspeed.foundation.pytree import map_tensors
 from deepspeed.foundation.tested_versions import say_untested
 from deepspeed.foundation.wrapper import ModuleWrapper
-from deepspeed.inference.config import DeepSpeedInferenceConfig, merged, moot_lines, refuse_later
+from deepspeed.inference.config import DeepSpeedInferenceConfig, check_supported, merged, moot_lines
 from deepspeed.inference.quantization.packed_weight import PackedWeight
 from deepspeed.inference.quantization.quantization import apply_section, quantize_linears
 from deepspeed.inference.request import check_length, length_limit, new_tokens, prompt_length
@@ -61,10 +61,10 @@ class InferenceEngine(ModuleWrapper):
         if not isinstance(model, nn.Module):
             raise ArgumentError(f"init_inference needs a torch module, got {type(model).__name__}")
         config = config if config is not None else DeepSpeedInferenceConfig()
-        refuse_later(config)
+        check_supported(config)
         _check_policy(model, config)
         for line in moot_lines(config):
-            say(f"init_inference: {line}")
+            log_rank0(f"init_inference: {line}")
         self.module = model
         self._config = config
         self.mp_group: Any = None
@@ -133,7 +133,7 @@ class InferenceEngine(ModuleWrapper):
         def cast(tensor: torch.Tensor) -> torch.Tensor:
             if tensor.dtype == wanted or tensor.dim() < 2 or tensor.dtype not in (torch.float32, torch.float64):
                 return tensor
-            say_once(f"inputs in {tensor.dtype} are cast to the model's {wanted}")
+            log_once(f"inputs in {tensor.dtype} are cast to the model's {wanted}")
             return tensor.to(wanted)
 
         return nest if wanted.itemsize > 2 else map_tensors(cast, nest)
@@ -236,7 +236,7 @@ def _check_policy(model: nn.Module, config: DeepSpeedInferenceConfig) -> None:
         for name in _names_in(names):
             if not any(one == name or one.endswith(f".{name}") for one in known):
                 raise ArgumentError(f"Injection policy layer'{name}' not valid.")
-    say(
+    log_rank0(
         "init_inference: injection_policy has no effect beyond this check: "
         + (
             "the plan of what is cut is made of the model and compared with it"
@@ -264,9 +264,11 @@ def _runs_in(config: DeepSpeedInferenceConfig, model: nn.Module, device: torch.d
     if wanted != torch.float16 or device.type != "cpu" or not held:
         return wanted
     if held == {torch.bfloat16} and get_accelerator().is_bf16_fast():
-        say("init_inference: dtype fp16 runs in bf16, which the model has: this CPU multiplies fp16 many times slower")
+        log_rank0(
+            "init_inference: dtype fp16 runs in bf16, which the model has: this CPU multiplies fp16 many times slower"
+        )
         return torch.bfloat16
-    say(
+    log_rank0(
         "init_inference: dtype fp16 runs in fp32, which holds every fp16 value: this CPU multiplies fp16 many times "
         "slower; dtype=torch.bfloat16 takes half the memory"
     )
@@ -354,4 +356,4 @@ def _axis(size: int, group: Any, device: torch.device) -> Axis:
 def _save(model: nn.Module, config: DeepSpeedInferenceConfig, folder: str) -> None:
     if config.tensor_parallel.tp_size > 1:
         raise ArgumentError("save_mp_checkpoint_path: slices of ranks are not written; save with tp_size 1")
-    say(f"init_inference: weights are written; checkpoint={str(save_checkpoint(model, folder))!r} reads them")
+    log_rank0(f"init_inference: weights are written; checkpoint={str(save_checkpoint(model, folder))!r} reads them")

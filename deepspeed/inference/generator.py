@@ -20,15 +20,22 @@ from deepspeed.foundation.tested_versions import say_untested
 from deepspeed.inference.detokenizer import StopStrings
 from deepspeed.inference.executors.hf_generate import Thread
 from deepspeed.inference.executors.native_tensors import largest
-from deepspeed.inference.executors.ragged_batch import Batch, Span
-from deepspeed.inference.executors.select import choose, device_of, packable, passing, warn_of
-from deepspeed.inference.kv_cache import Pages
-from deepspeed.inference.request import Logprob, Output, Request, Sampling, length_limit, packed_limit, vocabulary
+from deepspeed.inference.executors.ragged_batch import BatchSlice, RaggedBatch
+from deepspeed.inference.executors.select import (
+    device_of,
+    exclusive_pass,
+    packable,
+    select_executor,
+    warn_of,
+    why_not_batchable,
+)
+from deepspeed.inference.kv_cache import BlockPool
+from deepspeed.inference.request import Logprob, Output, Request, SamplingParams, length_limit, packed_limit, vocabulary
 from deepspeed.inference.sampler import Sampler
-from deepspeed.inference.scheduler import Scheduler, Share, Track
-from deepspeed.inference.speculative import Drafter
+from deepspeed.inference.scheduler import ScheduledTokens, Scheduler, TokenSequence
+from deepspeed.inference.speculative import NgramProposer
 
-__all__ = ["Generator", "Load", "packable"]
+__all__ = ["Generator", "EngineStats", "Load", "why_not_batchable", "packable"]
 
 SHARE_OF_MEMORY, LARGEST_CACHE = 0.25, 4 << 30  # bytes of the cache where none are given
 _NO_NUMBERS = (
@@ -40,7 +47,7 @@ DRAFTING_STREAMS = 8  # with more of them a pass is bound by arithmetic, and a g
 
 
 @dataclass(frozen=True)
-class Load:
+class EngineStats:
     """Requests that run and wait, pages that can be taken, all pages, and preemptions so far."""
 
     running: int
@@ -50,15 +57,18 @@ class Load:
     preemptions: int = 0
 
 
+Load = EngineStats  # the former name, still importable
+
+
 @dataclass(eq=False)
 class _Live:
     """A request that is not finished."""
 
     request: Request
     sampler: Sampler
-    track: Track
+    track: TokenSequence
     watch: StopStrings | None = None
-    drafter: Drafter | None = None
+    drafter: NgramProposer | None = None
     thread: Thread | None = None
     new: list[int] = field(default_factory=list)
     logprobs: list[Logprob] = field(default_factory=list)
@@ -152,7 +162,7 @@ class Generator:
         self.limit = _limit(model, max_length)
         self._vocabulary = vocabulary(model)
         self._ends = _ends(model)
-        self._executor, self.why = choose(model, packed=lossless_weights)
+        self._executor, self.why = select_executor(model, packed=lossless_weights)
         self.kind = "generate" if self._executor is None else self._executor.kind
         warn_of(model, self._executor, self.why)
         pages = 1
@@ -162,13 +172,13 @@ class Generator:
                 probed.bytes_per_page() // probed.size * page_size, page_size, cache_bytes, self, max_sequences
             )
             self._executor.store = probed.resized(pages, page_size)
-        self.pages = Pages(pages, page_size, prefix_cache)
+        self.pages = BlockPool(pages, page_size, prefix_cache)
         self._scheduler = Scheduler(self.pages, self._copy, max_batch_tokens, max_sequences, prompt_chunk or CHUNK)
         self._packed_limit = packed_limit(model)
         self._live: dict[Hashable, _Live] = {}
-        self._alone: dict[Hashable, _Live] = {}  # through `generate`
+        self._fallback_requests: dict[Hashable, _Live] = {}  # through `generate`
         # Their threads stand still and hold the model: who drops the generator lets them end.
-        weakref.finalize(self, _let_go, self._alone).atexit = False
+        weakref.finalize(self, _let_go, self._fallback_requests).atexit = False
         self._ready: list[Output] = []
         self._arrivals = 0
         self._lock = threading.RLock()
@@ -186,12 +196,12 @@ class Generator:
             if self._closed:
                 raise UsageError("the generator is closed")
             self._check(request, tokens)
-            alone = self._executor is None or self._over_packed(len(tokens) + sampling.max_new_tokens)
+            alone = self._executor is None or self._exceeds_rope_limit(len(tokens) + sampling.max_new_tokens)
             if not alone:
                 self._check_room(len(tokens) + sampling.max_new_tokens)
             sampler = Sampler(sampling, tokens, self._ends)
             watch = StopStrings(self.tokenizer, sampling.stop) if sampling.stop else None
-            live = _Live(request, sampler, Track(request.ident, tokens, self._arrivals), watch)
+            live = _Live(request, sampler, TokenSequence(request.ident, tokens, self._arrivals), watch)
             self._arrivals += 1
             self._live[request.ident] = live
             if alone:
@@ -202,9 +212,9 @@ class Generator:
                     )
                 choose = functools.partial(_alone_takes, weakref.ref(live))
                 live.thread = Thread(self.model, tokens, sampling.max_new_tokens, choose)
-                self._alone[request.ident] = live
+                self._fallback_requests[request.ident] = live
             else:
-                live.drafter = Drafter(self._speculation) if self._speculation else None
+                live.drafter = NgramProposer(self._speculation) if self._speculation else None
                 self._scheduler.add(live.track)
 
     def step(self) -> list[Output]:
@@ -213,10 +223,10 @@ class Generator:
         with self._lock:
             outputs, self._ready = self._ready, []
             try:
-                with passing(self.model):
+                with exclusive_pass(self.model):
                     if not self._scheduler.idle:
                         outputs += self._packed_step()
-                    for live in list(islice(self._alone.values(), self._scheduler.max_sequences)):
+                    for live in list(islice(self._fallback_requests.values(), self._scheduler.max_sequences)):
                         outputs += self._alone_step(live)
             except BaseException:
                 self._ready = outputs  # what others got is told by the next step
@@ -239,15 +249,15 @@ class Generator:
         """No request is left, and nothing to report."""
         return not self._live and not self._ready
 
-    def load(self) -> Load:
+    def load(self) -> EngineStats:
         """How busy it is."""
         with self._lock:
-            alone = min(len(self._alone), self._scheduler.max_sequences)
+            alone = min(len(self._fallback_requests), self._scheduler.max_sequences)
             running = len(self._scheduler.running) + alone
-            waiting = len(self._scheduler.waiting) + len(self._alone) - alone
-            return Load(running, waiting, self.pages.available, self.pages.count, self._scheduler.preemptions)
+            waiting = len(self._scheduler.waiting) + len(self._fallback_requests) - alone
+            return EngineStats(running, waiting, self.pages.available, self.pages.count, self._scheduler.preemptions)
 
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling | None = None) -> list[list[int]]:
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams | None = None) -> list[list[int]]:
         """New tokens for each prompt, all with the same options. Requests under way go on beside it.
 
         Raises:
@@ -260,7 +270,7 @@ class Generator:
         with self._lock:
             try:
                 for ident, prompt in zip(idents, prompts, strict=True):
-                    self.submit(Request(ident, prompt, sampling or Sampling()))
+                    self.submit(Request(ident, prompt, sampling or SamplingParams()))
                 lives = {ident: self._live[ident] for ident in idents}
                 while any(ident in self._live for ident in idents):
                     for output in self.step():
@@ -299,7 +309,7 @@ class Generator:
     def _copy(self, source: int, target: int) -> None:
         self._executor.store.copy(source, target)
 
-    def _over_packed(self, length: int) -> bool:
+    def _exceeds_rope_limit(self, length: int) -> bool:
         return self._packed_limit is not None and length > self._packed_limit
 
     def _check(self, request: Request, tokens: list[int]) -> None:
@@ -336,9 +346,9 @@ class Generator:
         spans = []
         for share, count in zip(shares, wanted, strict=True):
             tokens = [*share.track.tokens[share.start : share.start + share.count], *share.drafts]
-            spans.append(Span(tokens, share.start, share.track.pages, count))
+            spans.append(BatchSlice(tokens, share.start, share.track.pages, count))
         even = getattr(self._executor, "even", False)
-        logits = self._executor.run(Batch(spans, self.pages.size, device_of(self.model), even))
+        logits = self._executor.run(RaggedBatch(spans, self.pages.size, device_of(self.model), even))
         chosen = largest(logits) if len(logits) else []
         outputs, at = [], 0
         for share, count in zip(shares, wanted, strict=True):
@@ -347,12 +357,12 @@ class Generator:
             at += count
         return outputs
 
-    def _guess(self, track: Track, most: int) -> list[int]:
+    def _guess(self, track: TokenSequence, most: int) -> list[int]:
         live = self._live[track.ident]
         most = min(most, live.request.sampling.max_new_tokens - live.sampler.made - 1)
         return live.drafter.guess(track.tokens, most) if live.drafter is not None and most > 0 else []
 
-    def _accept(self, share: Share, logits: torch.Tensor, chosen: list[int]) -> list[Output]:
+    def _accept(self, share: ScheduledTokens, logits: torch.Tensor, chosen: list[int]) -> list[Output]:
         """Tokens from a share's logits: the next one, and more as long as drafts are what was chosen."""
         live = self._live[share.track.ident]
         accepted: list[int] = []
@@ -392,7 +402,7 @@ class Generator:
         del self._live[live.request.ident]
         if live.thread is not None:
             live.thread.cancel()
-            del self._alone[live.request.ident]
+            del self._fallback_requests[live.request.ident]
         else:
             self._scheduler.remove(live.track)
 

@@ -10,7 +10,7 @@ from torch import nn
 from deepspeed.foundation.log import warn_once
 from deepspeed.inference.executors.native import FusedExecutor
 from deepspeed.inference.generator import Generator
-from deepspeed.inference.request import Sampling, new_tokens
+from deepspeed.inference.request import SamplingParams, new_tokens
 
 # What a call or a generation config may hold: what is read here, and what decides nothing where tokens are not drawn.
 _READ = {
@@ -49,7 +49,7 @@ class Injected:
     def generate(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
         """What `generate` returns for these arguments, int64 [batch, prompt + new]; None where it has to be asked
         itself, and then a line says why."""
-        why = self._refuses(inputs, kwargs)
+        why = self._why_not_native(inputs, kwargs)
         if why is not None:
             warn_once(f"generate goes through {type(self._model).__name__}'s own: {why}")
             return None
@@ -58,10 +58,10 @@ class Injected:
         begins = [0] * len(ids) if mask is None else (mask.shape[1] - mask.long().sum(1)).tolist()
         prompts = [row[begin:] for row, begin in zip(ids.tolist(), begins, strict=True)]
         own = self._model.generation_config
-        ends, pad = (self._said(name, kwargs) for name in ("eos_token_id", "pad_token_id"))
+        ends, pad = (self._argument(name, kwargs) for name in ("eos_token_id", "pad_token_id"))
         ends = tuple(ends) if isinstance(ends, (list, tuple)) else () if ends is None else (ends,)
-        least = self._said("min_new_tokens", kwargs) or 0
-        sampling = Sampling(
+        least = self._argument("min_new_tokens", kwargs) or 0
+        sampling = SamplingParams(
             max_new_tokens=new_tokens(ids.shape[1], kwargs, own), min_new_tokens=least, ignore_eos=True,
             stop_token_ids=ends,
         )  # fmt: skip
@@ -75,11 +75,11 @@ class Injected:
         """Let the cache go."""
         self._generator.close()
 
-    def _said(self, name: str, kwargs: dict[str, Any]) -> Any:
+    def _argument(self, name: str, kwargs: dict[str, Any]) -> Any:
         config = kwargs.get("generation_config") or self._model.generation_config
         return kwargs[name] if name in kwargs else getattr(config, name, None)
 
-    def _refuses(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    def _why_not_native(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         """Why the native form does not answer a call."""
         config = kwargs.get("generation_config") or self._model.generation_config
         if kwargs.get("do_sample", getattr(config, "do_sample", False)) not in _NOTHING:
@@ -104,7 +104,7 @@ class Injected:
 
     def _padding(self, ids: torch.Tensor, mask: Any, kwargs: dict[str, Any]) -> str | None:
         if mask is None:
-            pad = self._said("pad_token_id", kwargs)
+            pad = self._argument("pad_token_id", kwargs)
             return (
                 "prompts hold the pad token, and there is no mask" if pad is not None and (ids == pad).any() else None
             )

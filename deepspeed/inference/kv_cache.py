@@ -12,15 +12,15 @@ MOST_LOOKED_AT = 8  # pages that begin alike, compared for a partial hit
 
 
 @dataclass(eq=False)
-class Node:
+class PrefixBlock:
     """A full page: its tokens after those of its ancestors. `children` holds them by their tokens, which the dict
     compares, so that equal hashes of unlike tokens are no hit."""
 
     page: int
-    parent: Node | None = None
+    parent: PrefixBlock | None = None
     tokens: tuple[int, ...] = ()
-    children: dict[tuple[int, ...], Node] = field(default_factory=dict)
-    by_first: dict[int, dict[tuple[int, ...], Node]] = field(default_factory=dict)
+    children: dict[tuple[int, ...], PrefixBlock] = field(default_factory=dict)
+    by_first: dict[int, dict[tuple[int, ...], PrefixBlock]] = field(default_factory=dict)
     alive: bool = True
 
 
@@ -28,12 +28,12 @@ class Node:
 class Match:
     """Pages that hold the beginning of some tokens: whole ones, and one whose first `partial` tokens fit."""
 
-    nodes: list[Node]
-    tail: Node | None = None
+    nodes: list[PrefixBlock]
+    tail: PrefixBlock | None = None
     partial: int = 0
 
 
-class Pages:
+class BlockPool:
     """`count` pages of `size` tokens. A page is free, held (by one or several), or kept: full, held by nobody, and
     given up for whoever needs room, least recently used first."""
 
@@ -41,9 +41,9 @@ class Pages:
         self.count, self.size, self.reuse = count, size, reuse
         self._free = list(range(count - 1, -1, -1))
         self._holders = [0] * count
-        self._nodes: dict[int, Node] = {}
+        self._nodes: dict[int, PrefixBlock] = {}
         self._kept: OrderedDict[int, None] = OrderedDict()
-        self.root = Node(page=-1)
+        self.root = PrefixBlock(page=-1)
 
     @property
     def available(self) -> int:
@@ -92,7 +92,7 @@ class Pages:
         """Whether its one holder may write to it: it is shared with nobody and cannot be found."""
         return self._holders[page] == 1 and page not in self._nodes
 
-    def remember(self, parent: Node, tokens: Sequence[int], page: int) -> Node | None:
+    def remember(self, parent: PrefixBlock, tokens: Sequence[int], page: int) -> PrefixBlock | None:
         """Let the full `page` be found after `parent`. None where that chain was given up; the page that is known
         under the same tokens, if there is one."""
         if not self.reuse or not parent.alive:
@@ -100,14 +100,14 @@ class Pages:
         key = tuple(tokens)
         if (known := parent.children.get(key)) is not None:
             return known
-        node = parent.children[key] = Node(page, parent, key)
+        node = parent.children[key] = PrefixBlock(page, parent, key)
         parent.by_first.setdefault(key[0], {})[key] = node
         self._nodes[page] = node
         return node
 
     def match(self, tokens: Sequence[int]) -> Match:
         """Known pages with the beginning of `tokens`, of which at least the last is left to compute."""
-        nodes: list[Node] = []
+        nodes: list[PrefixBlock] = []
         at, most, node = 0, len(tokens) - 1, self.root
         while self.reuse and at + self.size <= most:
             found = node.children.get(tuple(tokens[at : at + self.size]))
@@ -118,7 +118,7 @@ class Pages:
         tail, partial = self._alike(node, tokens[at:most]) if self.reuse and at < most else (None, 0)
         return Match(nodes, tail, partial)
 
-    def _alike(self, node: Node, rest: Sequence[int]) -> tuple[Node | None, int]:
+    def _alike(self, node: PrefixBlock, rest: Sequence[int]) -> tuple[PrefixBlock | None, int]:
         best, length = None, 0
         for looked, (key, child) in enumerate(node.by_first.get(rest[0], {}).items()):
             if looked == MOST_LOOKED_AT:
@@ -130,7 +130,7 @@ class Pages:
                 best, length = child, same
         return best, length
 
-    def _forget(self, node: Node) -> None:
+    def _forget(self, node: PrefixBlock) -> None:
         """Drop a node and what hangs under it: without it, nobody finds them."""
         if node.parent is not None:
             del node.parent.children[node.tokens]

@@ -123,7 +123,7 @@ _MOST = 3e38  # a bias has to be a number of fp32
 
 
 @dataclass(frozen=True)
-class Sampling:
+class SamplingParams:
     """How the next token is chosen, and when a request ends.
 
     Applied to fp32 logits in this order: repetition penalty (tokens of prompt and output), presence and frequency
@@ -205,17 +205,20 @@ class Sampling:
             raise RequestError(f"logit_bias adds numbers, not {dict(self.logit_bias)!r}")
 
 
+Sampling = SamplingParams  # the former name, still importable
+
+
 def _adds(bias: float) -> bool:
     return abs(bias) <= _MOST or bias in (math.inf, -math.inf)
 
 
-def _whole(options: Sampling, name: str, least: int) -> None:
+def _whole(options: SamplingParams, name: str, least: int) -> None:
     value = getattr(options, name)
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise RequestError(f"{name} has to be a whole number of at least {least}, not {value!r}")
 
 
-def _within(options: Sampling, name: str, least: float, most: float, above: bool = False) -> None:
+def _within(options: SamplingParams, name: str, least: float, most: float, above: bool = False) -> None:
     value = getattr(options, name)
     fits = isinstance(value, (int, float)) and not isinstance(value, bool) and least <= value <= most
     if not fits or (above and value == least) or (math.isinf(value)):
@@ -228,7 +231,7 @@ class Request:
 
     ident: Hashable
     tokens: Sequence[int]
-    sampling: Sampling = field(default_factory=Sampling)
+    sampling: SamplingParams = field(default_factory=SamplingParams)
 
 
 @dataclass(frozen=True)

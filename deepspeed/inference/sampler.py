@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from deepspeed.inference.request import Logprob, Sampling
+from deepspeed.inference.request import Logprob, SamplingParams
 
 COLDEST = 1e-30  # a temperature under it is no number of fp32, and leaves the largest alone as this one does
 
@@ -23,7 +23,7 @@ class Sampler:
         ends: the model's own end tokens.
     """
 
-    def __init__(self, sampling: Sampling, prompt: Sequence[int], ends: frozenset[int] = frozenset()) -> None:
+    def __init__(self, sampling: SamplingParams, prompt: Sequence[int], ends: frozenset[int] = frozenset()) -> None:
         self.sampling = sampling
         self.ends = frozenset() if sampling.ignore_eos else ends
         self.stops = self.ends | set(sampling.stop_token_ids)

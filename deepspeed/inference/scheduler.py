@@ -7,11 +7,11 @@ from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
-from deepspeed.inference.kv_cache import Node, Pages
+from deepspeed.inference.kv_cache import BlockPool, PrefixBlock
 
 
 @dataclass(eq=False)
-class Track:
+class TokenSequence:
     """A sequence: its tokens so far, of which the first `computed` have keys and values in `pages`."""
 
     ident: Hashable
@@ -19,7 +19,7 @@ class Track:
     arrival: int
     pages: list[int] = field(default_factory=list)
     computed: int = 0
-    node: Node | None = None
+    node: PrefixBlock | None = None
     known: int = 0  # leading pages that can be found by their tokens, or were given up for that
     prompt: int = 0
     reused: int = 0
@@ -31,11 +31,11 @@ class Track:
 
 
 @dataclass
-class Share:
+class ScheduledTokens:
     """Rows of one sequence in a pass: its tokens from `start` on, then drafts. Only with the last known token in it
     (`complete`) do its logits matter: those of the last token and of each draft."""
 
-    track: Track
+    track: TokenSequence
     start: int
     count: int
     drafts: Sequence[int] = ()
@@ -68,7 +68,7 @@ class Scheduler:
 
     def __init__(
         self,
-        pages: Pages,
+        pages: BlockPool,
         copy: Callable[[int, int], None],
         max_tokens: int = 768,
         max_sequences: int = 512,
@@ -78,8 +78,8 @@ class Scheduler:
         self.max_tokens, self.max_sequences = max_tokens, min(max_sequences, max_tokens)
         chunk = max_tokens if chunk is None else chunk
         self.least, self.most = (chunk, chunk) if isinstance(chunk, int) else chunk
-        self.running: list[Track] = []
-        self.waiting: deque[Track] = deque()
+        self.running: list[TokenSequence] = []
+        self.waiting: deque[TokenSequence] = deque()
         self.preemptions = 0
 
     @property
@@ -91,12 +91,12 @@ class Scheduler:
         """Whether a sequence of so many tokens fits into the cache alone."""
         return self._pages_for(tokens) <= self.pages.count
 
-    def add(self, track: Track) -> None:
+    def add(self, track: TokenSequence) -> None:
         """Let a sequence wait for its turn."""
         track.prompt = track.prompt or len(track.tokens)
         self.waiting.append(track)
 
-    def remove(self, track: Track) -> None:
+    def remove(self, track: TokenSequence) -> None:
         """Forget a sequence that is done or cancelled; its pages are free at once."""
         if track in self.running:
             self.running.remove(track)
@@ -104,14 +104,14 @@ class Scheduler:
             self.waiting.remove(track)
         self._drop(track)
 
-    def plan(self, drafts: Callable[[Track, int], Sequence[int]] | None = None) -> list[Share]:
+    def plan(self, drafts: Callable[[TokenSequence, int], Sequence[int]] | None = None) -> list[ScheduledTokens]:
         """The rows of the next pass; pages for them are taken.
 
         Args:
             drafts: guesses of what follows a sequence that generates, at most so many.
         """
         before = self.preemptions
-        shares: dict[Track, Share] = {}
+        shares: dict[TokenSequence, ScheduledTokens] = {}
         left = self.max_tokens
         order = sorted(self.running, key=lambda track: (track.pending > 1, track.arrival))
         streams = sum(track.pending == 1 for track in order)
@@ -135,7 +135,7 @@ class Scheduler:
             self._admit(shares, left, chunk)
         return [shares[track] for track in sorted(shares, key=lambda track: track.arrival)]
 
-    def advance(self, share: Share, accepted: Sequence[int]) -> None:
+    def advance(self, share: ScheduledTokens, accepted: Sequence[int]) -> None:
         """After the pass: note what was computed, and append `accepted` tokens (drafts that held, and the next)."""
         track = share.track
         held = max(len(accepted) - 1, 0)
@@ -150,11 +150,13 @@ class Scheduler:
     def _pages_for(self, tokens: int) -> int:
         return -(-tokens // self.pages.size)
 
-    def _read(self, track: Track, most: int, shares: dict[Track, Share]) -> int:
+    def _read(self, track: TokenSequence, most: int, shares: dict[TokenSequence, ScheduledTokens]) -> int:
         count = min(track.pending, most)
         return count if count > 0 and self._take(track, count, (), shares) else 0
 
-    def _take(self, track: Track, count: int, drafts: Sequence[int], shares: dict[Track, Share]) -> bool:
+    def _take(
+        self, track: TokenSequence, count: int, drafts: Sequence[int], shares: dict[TokenSequence, ScheduledTokens]
+    ) -> bool:
         """Put rows into the pass. The youngest goes when pages run out; False if that is the sequence itself."""
         start = track.computed
         if drafts and self._pages_for(start + count + len(drafts)) - len(track.pages) > self.pages.available:
@@ -168,10 +170,10 @@ class Scheduler:
                 return False
         while len(track.pages) < need:
             track.pages.append(self.pages.take())
-        shares[track] = Share(track, start, count, drafts)
+        shares[track] = ScheduledTokens(track, start, count, drafts)
         return True
 
-    def _admit(self, shares: dict[Track, Share], left: int, chunk: int) -> None:
+    def _admit(self, shares: dict[TokenSequence, ScheduledTokens], left: int, chunk: int) -> None:
         while self.waiting and len(self.running) < self.max_sequences and min(left, chunk) > 0:
             track = self.waiting[0]
             if not self._room_for(track):
@@ -184,13 +186,13 @@ class Scheduler:
                 return
             left, chunk = left - took, chunk - took
 
-    def _room_for(self, track: Track) -> bool:
+    def _room_for(self, track: TokenSequence) -> bool:
         """Room for all its tokens, and a page for each that runs already: so that it is not preempted at once."""
         held = {node.page for node in self.pages.match(track.tokens).nodes if self.pages.holders(node.page)}
         need = self._pages_for(len(track.tokens)) - len(held)
         return need + len(self.running) <= self.pages.available or not self.running
 
-    def _reuse(self, track: Track) -> None:
+    def _reuse(self, track: TokenSequence) -> None:
         """Begin with pages that hold the same tokens."""
         match = self.pages.match(track.tokens)
         for node in match.nodes:
@@ -209,14 +211,14 @@ class Scheduler:
             self.pages.release(source)
         track.reused = track.computed
 
-    def _preempt(self, track: Track) -> None:
+    def _preempt(self, track: TokenSequence) -> None:
         self.preemptions += 1
         self.running.remove(track)
         self._drop(track)
         place = next((i for i, other in enumerate(self.waiting) if other.arrival > track.arrival), len(self.waiting))
         self.waiting.insert(place, track)
 
-    def _drop(self, track: Track) -> None:
+    def _drop(self, track: TokenSequence) -> None:
         for page in reversed(track.pages):  # the end is given up first
             self.pages.release(page)
         track.pages, track.computed, track.node, track.known = [], 0, None, 0

@@ -9,7 +9,7 @@ TRIAL, PAYS = 12, 0.3  # guesses before the first judgement, and the part of the
 REST = 64  # tokens without guesses after a bad judgement
 
 
-class Drafter:
+class NgramProposer:
     """N-grams of one sequence. It stops guessing for a while where guesses do not hold.
 
     Args:

@@ -25,7 +25,7 @@ from deepspeed.errors import (
     CheckpointMissingError,
     NotAvailableError,
 )
-from deepspeed.foundation.log import say
+from deepspeed.foundation.log import log_rank0
 from deepspeed.inference.quantization.compressed_tensors import unpacked_from
 
 SAVED = "ds_inference_config.json"
@@ -98,7 +98,7 @@ def _say_names(module: Any, strange: list[str], lacking: set[str]) -> None:
         patterns = getattr(module, passed, None) or ()
         said = [name for name in names if not any(re.search(pattern, name) for pattern in patterns)]
         if said:
-            say(f"checkpoint: {text.format(len(said))}, such as {said[:3]}", logging.WARNING)
+            log_rank0(f"checkpoint: {text.format(len(said))}, such as {said[:3]}", logging.WARNING)
 
 
 def _tensors(checkpoint: Any, base: Path) -> Named:
@@ -139,7 +139,7 @@ def _described(said: Mapping[str, Any], base: Path) -> Named:
     return _of_files([base / one for one in files])
 
 
-def _refuse_transforms(folder: Path) -> None:
+def _check_no_transforms(folder: Path) -> None:
     """Matrices that were turned, and whose inputs have to be turned too while the model runs."""
     try:
         said = json.loads((folder / "config.json").read_text())
@@ -154,7 +154,7 @@ def _refuse_transforms(folder: Path) -> None:
 
 
 def _of_folder(folder: Path) -> Named:
-    _refuse_transforms(folder)
+    _check_no_transforms(folder)
     for index in _INDEXES:
         if (folder / index).is_file():
             try:

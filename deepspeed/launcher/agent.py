@@ -21,12 +21,12 @@ from typing import Any
 from deepspeed.errors import DeepSpeedError, LaunchError
 from deepspeed.launcher.channel import MAGIC, Channel
 from deepspeed.launcher.devices import VISIBLE, visible_devices
-from deepspeed.launcher.environment import Node, parse_cores, without_starter
+from deepspeed.launcher.environment import NodePlacement, parse_cores, without_starter
 from deepspeed.launcher.event_loop import signal_socket
-from deepspeed.launcher.exit_codes import Memory, meaning
+from deepspeed.launcher.exit_codes import CgroupMemory, meaning
 from deepspeed.launcher.job import keep
 from deepspeed.launcher.rank_logs import attempt_folder
-from deepspeed.launcher.rank_process import Guard, Rank, Start
+from deepspeed.launcher.rank_process import Guard, Rank, RankSpec
 
 CALL = "DS_AGENT_CALL"
 """Variable that tells an agent where the launcher listens, and the token, where standard input cannot."""
@@ -164,7 +164,7 @@ class Agent:
         self._kill_at: float | None = None
         self._limit = WAITS_FOR_JOB_S
         self._beat_at = 0.0
-        self._memory = Memory()
+        self._memory = CgroupMemory()
         self._kills_before = 0
         self._pid_file: Path | None = None
         self._done: int | None = None
@@ -291,7 +291,7 @@ class Agent:
     def _on_start(self, job: dict[str, Any], node: dict[str, Any], shared: dict[str, str]) -> None:
         """Start the ranks of this host."""
         job = self._job or job
-        place = Node(**node)
+        place = NodePlacement(**node)
         self._kill_at, self._clean = None, True
         self._kills_before = self._memory.kills()
         base = base_environment(job, shared, self._local or self._job is not None)
@@ -309,7 +309,7 @@ class Agent:
         for local_rank in range(len(place.slots)):
             own = cores[local_rank * share : (local_rank + 1) * share] if job["bind_cores"] else None
             number = place.first_rank + local_rank
-            start = Start(
+            start = RankSpec(
                 number=number,
                 command=command_of(job, local_rank),
                 environment={**environment, **place.variables(local_rank)},
@@ -326,7 +326,7 @@ class Agent:
             self._pid_file.write_text(json.dumps(pids))
         self._channel.send("started", pids=pids, logs=str(folder or ""), devices=devices.get(VISIBLE, ""))
 
-    def _start_rank(self, start: Start) -> None:
+    def _start_rank(self, start: RankSpec) -> None:
         try:
             rank = Rank(start, self._show)
         except OSError as error:

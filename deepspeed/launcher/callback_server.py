@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from deepspeed.launcher import agent
 from deepspeed.launcher.channel import Channel
-from deepspeed.launcher.host_state import Peer
+from deepspeed.launcher.host_state import HostState
 
 if TYPE_CHECKING:
     from deepspeed.launcher.controller import Control
@@ -23,7 +23,7 @@ CALLER_SECONDS = 5.0
 _LINE_BYTES = 256
 
 
-class Door:
+class CallbackServer:
     """A listening socket.
 
     Args:
@@ -31,7 +31,7 @@ class Door:
         peers: the hosts that are to call, each once.
     """
 
-    def __init__(self, control: Control, peers: list[Peer]) -> None:
+    def __init__(self, control: Control, peers: list[HostState]) -> None:
         self._control = control
         self._peers = peers
         self._socket = socket.create_server(("", 0), backlog=4096)
@@ -64,9 +64,9 @@ class Door:
             descriptor = caller.fileno()
             self._callers[descriptor] = (caller, b"")
             self._control.loop.watch(descriptor, lambda descriptor=descriptor: self._listen(descriptor))
-            self._control.loop.later(CALLER_SECONDS, lambda caller=caller: self._lose_patience(caller))
+            self._control.loop.later(CALLER_SECONDS, lambda caller=caller: self._drop_on_timeout(caller))
 
-    def _lose_patience(self, caller: socket.socket) -> None:
+    def _drop_on_timeout(self, caller: socket.socket) -> None:
         """Send a caller away that has not shown the token; its descriptor may be another's by now."""
         for descriptor, (known, _) in list(self._callers.items()):
             if known is caller:
@@ -113,7 +113,7 @@ class Door:
         def hear() -> None:
             for message, _ in channel.receive():
                 self._control.loop.unwatch(channel.reader)
-                self._seat(channel, message)
+                self._assign_host(channel, message)
                 return
             if not channel.open:
                 self._control.loop.unwatch(channel.reader)
@@ -121,7 +121,7 @@ class Door:
 
         self._control.loop.watch(channel.reader, hear)
 
-    def _seat(self, channel: Channel, hello: dict[str, Any]) -> None:
+    def _assign_host(self, channel: Channel, hello: dict[str, Any]) -> None:
         peer = identify(hello, self._peers)
         if peer is None:
             self._control.abort(
@@ -140,7 +140,7 @@ class Door:
         self._control.abort("the token of this job was used twice: somebody else has seen it, so the job ends")
 
 
-def identify(hello: dict[str, Any], peers: list[Peer]) -> Peer | None:
+def identify(hello: dict[str, Any], peers: list[HostState]) -> HostState | None:
     """Which of the hosts an agent is on: by the name its scheduler gave, its own name, its address, its number."""
     free = [peer for peer in peers if peer.channel is None]
     own = {hello["host"], hello["host"].split(".")[0], hello["node_name"], hello["address"]} - {""}

@@ -14,10 +14,10 @@ from deepspeed.errors import LaunchError
 from deepspeed.foundation.log import logger
 from deepspeed.launcher.channel import Channel
 from deepspeed.launcher.event_loop import Loop, signal_socket
-from deepspeed.launcher.host_state import Peer, Process
+from deepspeed.launcher.host_state import HostState, StarterProcess
 from deepspeed.launcher.job import Job
 from deepspeed.launcher.rank_process import helpers_of, kill
-from deepspeed.launcher.worker_group import Attempt
+from deepspeed.launcher.worker_group import WorkerGroup
 
 HELLO_SECONDS = 60.0
 """Longest time between the start of a starter and its agent's first word."""
@@ -33,11 +33,11 @@ class Starter(Protocol):
 
     name: str
 
-    def begin(self, control: Control, peers: list[Peer]) -> None:
+    def begin(self, control: Control, peers: list[HostState]) -> None:
         """Start agents; their channels come by `control.attach`, their processes by `control.adopt`."""
         ...
 
-    def again(self, control: Control, peer: Peer) -> None:
+    def again(self, control: Control, peer: HostState) -> None:
         """Try a host that was lost once more; one that cannot do so leaves it lost."""
         ...
 
@@ -58,12 +58,12 @@ class Control:
     def __init__(self, job: Job, starter: Starter, front: Channel) -> None:
         self.job = job
         self.loop = Loop()
-        self.peers = [Peer(name, slots) for name, slots in job.slots.items()]
+        self.peers = [HostState(name, slots) for name, slots in job.slots.items()]
         self.hello_seconds = HELLO_SECONDS
-        self.attempt: Attempt | None = None
+        self.attempt: WorkerGroup | None = None
         self.starter = starter
         self._front = front
-        self._processes: list[Process] = []
+        self._processes: list[StarterProcess] = []
         self._held = False
         self._refused = ""
         self._ports: list[int] = []
@@ -72,7 +72,7 @@ class Control:
 
     # -- what starters use ---------------------------------------------------------------------------------------------
 
-    def adopt(self, process: Process) -> None:
+    def adopt(self, process: StarterProcess) -> None:
         """Look after a process that starts agents: its words, its end."""
         self._processes.append(process)
         if process.popen is not None and process.popen.stderr is not None:
@@ -80,12 +80,12 @@ class Control:
             os.set_blocking(descriptor, False)
             self.loop.watch(descriptor, lambda: process.read() or self.loop.unwatch(descriptor))
 
-    def attach(self, peer: Peer, channel: Channel) -> None:
+    def attach(self, peer: HostState, channel: Channel) -> None:
         """The connection to a host's agent."""
         peer.channel, peer.since = channel, time.monotonic()
         self.loop.watch(channel.reader, lambda: self._read(peer))
 
-    def greet(self, peer: Peer, hello: dict[str, Any]) -> None:
+    def greet(self, peer: HostState, hello: dict[str, Any]) -> None:
         """The agent of a host has said its first word."""
         peer.ready, peer.address, peer.host = True, hello["address"], hello["host"]
         peer.send("limit", seconds=self.job.heartbeat)
@@ -132,9 +132,9 @@ class Control:
             )
         return self.one_attempt(self.peers, 0)
 
-    def one_attempt(self, members: list[Peer], number: int) -> tuple[int, str]:
+    def one_attempt(self, members: list[HostState], number: int) -> tuple[int, str]:
         """Run the job on these hosts; returns the exit code and the report."""
-        attempt = Attempt(self.job, members, number, self.loop)
+        attempt = WorkerGroup(self.job, members, number, self.loop)
         first = members[0]
         port = self.job.port
         if port == 0 or number:
@@ -188,7 +188,7 @@ class Control:
             for peer in self.peers:
                 self._beat(peer, now)
 
-    def _beat(self, peer: Peer, now: float) -> None:
+    def _beat(self, peer: HostState, now: float) -> None:
         if peer.local or peer.lost:
             return
         if peer.ready and peer.channel is not None:
@@ -218,7 +218,7 @@ class Control:
             elif not peer.ready and not peer.lost:
                 self.lose(peer, why)
 
-    def _forget(self, process: Process) -> None:
+    def _forget(self, process: StarterProcess) -> None:
         self._processes.remove(process)
         if process.popen is not None and process.popen.stderr is not None:
             self.loop.unwatch(process.popen.stderr.fileno())
@@ -226,7 +226,7 @@ class Control:
 
     # -- messages ------------------------------------------------------------------------------------------------------
 
-    def _read(self, peer: Peer) -> None:
+    def _read(self, peer: HostState) -> None:
         if peer.channel is None:
             return None
         try:
@@ -240,7 +240,7 @@ class Control:
             says = peer.process.says() if peer.process is not None else ""
             self.lose(peer, "its connection was closed" + (f" ({says})" if says else ""))
 
-    def _on_message(self, peer: Peer, message: dict[str, Any], data: bytes) -> None:
+    def _on_message(self, peer: HostState, message: dict[str, Any], data: bytes) -> None:
         kind = message["kind"]
         if kind == "out":
             self._show(message["to"], data)
@@ -258,7 +258,7 @@ class Control:
         elif kind == "signalled":
             self.on_signal(message["number"])
 
-    def lose(self, peer: Peer, why: str) -> None:
+    def lose(self, peer: HostState, why: str) -> None:
         """A host is gone, or will never come."""
         if peer.lost:
             return
@@ -326,7 +326,7 @@ class Control:
             _kill(process)
 
 
-def _kill(process: Process) -> None:
+def _kill(process: StarterProcess) -> None:
     """End a starter and what it started here, such as the ssh of pdsh."""
     if process.popen is None:
         return

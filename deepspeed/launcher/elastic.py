@@ -15,7 +15,7 @@ from deepspeed.errors import LaunchError
 from deepspeed.foundation.log import logger
 from deepspeed.launcher.controller import Control
 from deepspeed.launcher.exit_codes import REQUEUE
-from deepspeed.launcher.host_state import Peer
+from deepspeed.launcher.host_state import HostState
 from deepspeed.launcher.hosts import is_this_machine
 from deepspeed.launcher.job import Elastic
 from deepspeed.version import __version__
@@ -60,7 +60,7 @@ class ElasticControl(Control):
             why = "hosts came back" if self._growing else (report.splitlines() or ["a host was lost"])[0]
             logger.info("attempt %d follows: %s", number, why.removeprefix("[deepspeed] "))
 
-    def _form(self) -> list[Peer]:
+    def _form(self) -> list[HostState]:
         """The hosts of the next attempt, each with the slots it uses; the others wait as spares."""
         elastic = self.job.elastic or Elastic(1, len(self.peers))
         end, told = time.monotonic() + WAIT_SECONDS, False
@@ -77,8 +77,8 @@ class ElasticControl(Control):
             moment = time.monotonic() + 0.2
             self.wait(lambda moment=moment: time.monotonic() >= moment)
 
-    def _share(self, there: list[Peer], size: int) -> list[Peer]:
-        members: list[Peer] = []
+    def _share(self, there: list[HostState], size: int) -> list[HostState]:
+        members: list[HostState] = []
         for peer in there:
             peer.slots = self._slots[peer.name][:size]
             size -= len(peer.slots)

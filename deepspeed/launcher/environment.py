@@ -28,7 +28,7 @@ STARTER_NAMES = {
 
 
 @dataclass(frozen=True)
-class Node:
+class NodePlacement:
     """The place of a host in the world.
 
     Args:
@@ -65,11 +65,11 @@ class Node:
         }
 
 
-def nodes_of(slots: Mapping[str, list[int]]) -> dict[str, Node]:
+def nodes_of(slots: Mapping[str, list[int]]) -> dict[str, NodePlacement]:
     """The place of each host of a run, in the order given."""
     world, first, placed = sum(map(len, slots.values())), 0, {}
     for index, (name, own) in enumerate(slots.items()):
-        placed[name] = Node(index, len(slots), first, world, list(own))
+        placed[name] = NodePlacement(index, len(slots), first, world, list(own))
         first += len(own)
     return placed
 

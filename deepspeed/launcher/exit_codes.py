@@ -7,7 +7,7 @@ import re
 import shutil
 import signal
 
-from deepspeed.foundation.cgroup import Memory, machine_memory
+from deepspeed.foundation.cgroup import CgroupMemory, machine_memory
 
 REQUEUE = 85
 """Exit code of a rank that saved its state because it was asked to stop: start the job again."""
@@ -31,10 +31,10 @@ _CAUSES = (
     (re.compile(r"\bMemoryError\b|Cannot allocate memory"), "memory"),
     (re.compile(r"Connection (closed|reset) by peer|Broken pipe|no answer \(process gone"), "peer"),
 )
-_RUNS_OUT = re.compile(r"memory of the container runs out for .*")  # of the engine's `PressureWatch`
+_RUNS_OUT = re.compile(r"memory of the container runs out for .*")  # of the engine's `MemoryWatchdog`
 
 
-def meaning(code: int, peak: int, last_words: str, memory: Memory, kills_before: int) -> str:
+def meaning(code: int, peak: int, last_words: str, memory: CgroupMemory, kills_before: int) -> str:
     """One line on an exit code.
 
     Args:
@@ -61,7 +61,7 @@ def meaning(code: int, peak: int, last_words: str, memory: Memory, kills_before:
     return f"{text}: {added}" if added else text
 
 
-def _signalled(number: int, peak: int, memory: Memory, oom: bool) -> str:
+def _signalled(number: int, peak: int, memory: CgroupMemory, oom: bool) -> str:
     name = next((known.name for known in signal.Signals if known == number), "a real-time signal")
     reason = _MEANINGS.get(number, "")
     if number == signal.SIGKILL and oom:
@@ -72,7 +72,7 @@ def _signalled(number: int, peak: int, memory: Memory, oom: bool) -> str:
     return f"{text}: {reason}; {_of_memory(peak, memory)}" if reason else text
 
 
-def _of_memory(peak: int, memory: Memory) -> str:
+def _of_memory(peak: int, memory: CgroupMemory) -> str:
     """What it used, of what it was allowed: the container's limit where there is one."""
     limit = memory.limit()
     text = f"its peak memory was {_gib(peak)} of the {'container' if limit else 'machine'}'s "

@@ -8,13 +8,13 @@ import time
 from dataclasses import dataclass, field
 
 from deepspeed.launcher.channel import Channel
-from deepspeed.launcher.environment import Node
+from deepspeed.launcher.environment import NodePlacement
 
 TAIL_BYTES = 8192
 
 
 @dataclass(eq=False)
-class Process:
+class StarterProcess:
     """A process that starts agents: ssh for one host, mpirun for all.
 
     Args:
@@ -25,7 +25,7 @@ class Process:
 
     popen: subprocess.Popen[bytes] | None
     pid: int
-    peer: Peer | None
+    peer: HostState | None
     tail: bytes = b""
 
     def read(self) -> bool:
@@ -52,7 +52,7 @@ class Process:
 
 
 @dataclass(eq=False)
-class Peer:
+class HostState:
     """One host.
 
     Args:
@@ -63,11 +63,11 @@ class Peer:
     name: str
     slots: list[int]
     channel: Channel | None = None
-    process: Process | None = None
+    process: StarterProcess | None = None
     local: bool = False
     ready: bool = False
     started: bool = False
-    node: Node | None = None
+    node: NodePlacement | None = None
     left: set[int] = field(default_factory=set[int])  # ranks that have not ended
     pids: list[int] = field(default_factory=list[int])
     problem: str = ""

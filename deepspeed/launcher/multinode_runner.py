@@ -20,11 +20,11 @@ from typing import Any
 from deepspeed.errors import LaunchError
 from deepspeed.launcher import agent
 from deepspeed.launcher.agent import Agent
-from deepspeed.launcher.callback_server import Door
+from deepspeed.launcher.callback_server import CallbackServer
 from deepspeed.launcher.channel import Channel
 from deepspeed.launcher.controller import Control, Starter
 from deepspeed.launcher.event_loop import make_room
-from deepspeed.launcher.host_state import Peer, Process
+from deepspeed.launcher.host_state import HostState, StarterProcess
 from deepspeed.launcher.rank_process import adopt_orphans, close_all_but
 
 CONNECT_SECONDS = 10
@@ -41,31 +41,31 @@ _prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 
 
 @dataclass(frozen=True)
-class Settings:
+class StarterSettings:
     """What the user said about starting agents: further arguments for the starter, and the port of ssh."""
 
     arguments: Sequence[str] = ()
     ssh_port: int | None = None
 
 
-def make(name: str, settings: Settings) -> Starter:
+def make(name: str, settings: StarterSettings) -> Starter:
     """The starter of that name.
 
     Raises:
         LaunchError: there is none, or its program is not installed.
     """
-    known = {"ssh": Ssh, **{kind: Many for kind in _COMMANDS}}
+    known = {"ssh": Ssh, **{kind: FanoutStarter for kind in _COMMANDS}}
     if name.lower() not in known:
         raise LaunchError(f"--launcher {name!r} is not known; there is {', '.join(known)}")
     return known[name.lower()](name.lower(), settings)
 
 
-class Fork:
+class ForkStarter:
     """An agent on this machine, as a child that inherits everything."""
 
     name = "fork"
 
-    def begin(self, control: Control, peers: list[Peer]) -> None:
+    def begin(self, control: Control, peers: list[HostState]) -> None:
         """Fork the agent of the one host."""
         [peer] = peers
         ours, theirs = socket.socketpair()
@@ -74,10 +74,10 @@ class Fork:
             _be_agent(theirs)
         theirs.close()
         descriptor = ours.detach()
-        peer.local, peer.process = True, Process(None, pid, peer)
+        peer.local, peer.process = True, StarterProcess(None, pid, peer)
         control.attach(peer, Channel(descriptor, descriptor))
 
-    def again(self, control: Control, peer: Peer) -> None:
+    def again(self, control: Control, peer: HostState) -> None:
         """Fork another agent."""
         self.begin(control, [peer])
 
@@ -106,19 +106,19 @@ class Ssh:
         settings: of the user.
     """
 
-    def __init__(self, name: str, settings: Settings) -> None:
+    def __init__(self, name: str, settings: StarterSettings) -> None:
         _need("ssh")
         self.name = name
         self._settings = settings
-        self._waiting: list[Peer] = []
+        self._waiting: list[HostState] = []
 
-    def begin(self, control: Control, peers: list[Peer]) -> None:
+    def begin(self, control: Control, peers: list[HostState]) -> None:
         """Connect to every host, a limited number at a time."""
         make_room(2 * len(peers))  # the connection, and what ssh says itself
         self._waiting = list(peers)
         self._go_on(control)
 
-    def again(self, control: Control, peer: Peer) -> None:
+    def again(self, control: Control, peer: HostState) -> None:
         """Connect once more."""
         self._connect(control, peer)
 
@@ -130,7 +130,7 @@ class Ssh:
         if self._waiting:
             control.loop.later(0.05, lambda: self._go_on(control))
 
-    def _connect(self, control: Control, peer: Peer) -> None:
+    def _connect(self, control: Control, peer: HostState) -> None:
         port = [] if self._settings.ssh_port is None else ["-p", str(self._settings.ssh_port)]
         options = ["BatchMode=yes", f"ConnectTimeout={CONNECT_SECONDS}", "RemoteCommand=none", "ForwardX11=no"]
         flags = [word for option in options for word in ("-o", option)]
@@ -141,7 +141,7 @@ class Ssh:
             popen = _start(command, stdin=theirs, stdout=theirs)
         descriptor = ours.detach()
         channel = Channel(descriptor, descriptor, magic=True)
-        peer.process = Process(popen, popen.pid, peer)
+        peer.process = StarterProcess(popen, popen.pid, peer)
         control.adopt(peer.process)
         control.attach(peer, channel)
         channel.send_line(json.dumps(agent.import_path()))
@@ -162,7 +162,7 @@ def _python() -> str:
     return sys.executable
 
 
-class Many:
+class FanoutStarter:
     """One program that starts the agents of all hosts, which call the launcher back with a token.
 
     Args:
@@ -170,18 +170,18 @@ class Many:
         settings: of the user.
     """
 
-    def __init__(self, name: str, settings: Settings) -> None:
+    def __init__(self, name: str, settings: StarterSettings) -> None:
         self.name = name
         self._settings = settings
-        self._door: Door | None = None
+        self._door: CallbackServer | None = None
         self._hosts_file = ""
 
-    def begin(self, control: Control, peers: list[Peer]) -> None:
+    def begin(self, control: Control, peers: list[HostState]) -> None:
         """Open the door and start the program."""
         make_room(len(peers))
         adopt_orphans()
         names = [peer.name for peer in peers]
-        self._door = Door(control, peers)
+        self._door = CallbackServer(control, peers)
         call = ",".join([self._door.token, str(self._door.port), *agent.addresses(names)])
         plan = _COMMANDS[self.name](names, call, self._settings, self._write_hosts)
         stdin = subprocess.PIPE if plan.told else subprocess.DEVNULL
@@ -193,12 +193,12 @@ class Many:
                 popen.stdin.flush()
                 if plan.closes:
                     popen.stdin.close()
-        process = Process(popen, popen.pid, None)
+        process = StarterProcess(popen, popen.pid, None)
         control.adopt(process)
         if popen.stdout is not None:
             _drain(control, popen.stdout.fileno(), process)
 
-    def again(self, control: Control, peer: Peer) -> None:
+    def again(self, control: Control, peer: HostState) -> None:
         """The program cannot start one agent alone."""
         control.lose(peer, f"{self.name} cannot start a single host again")
 
@@ -218,7 +218,7 @@ class Many:
                 os.unlink(self._hosts_file)
 
 
-def _drain(control: Control, descriptor: int, process: Process) -> None:
+def _drain(control: Control, descriptor: int, process: StarterProcess) -> None:
     """What the starter prints itself is kept for the report of a failure."""
     os.set_blocking(descriptor, False)
 
@@ -237,7 +237,7 @@ def _drain(control: Control, descriptor: int, process: Process) -> None:
 
 
 @dataclass(frozen=True)
-class Plan:
+class StartPlan:
     """A command line, variables to add for it, what it is told on standard input, and whether that ends then."""
 
     command: list[str]
@@ -254,7 +254,7 @@ def _kept() -> dict[str, str]:
 WriteHosts = Callable[[Sequence[str]], str]
 
 
-def _pdsh(names: list[str], call: str, settings: Settings, write: WriteHosts) -> Plan:
+def _pdsh(names: list[str], call: str, settings: StarterSettings, write: WriteHosts) -> StartPlan:
     _need("pdsh")
     variables = {"PDSH_RCMD_TYPE": "ssh"}
     options = f"-o BatchMode=yes -o ConnectTimeout={CONNECT_SECONDS}"
@@ -262,50 +262,50 @@ def _pdsh(names: list[str], call: str, settings: Settings, write: WriteHosts) ->
     variables["PDSH_SSH_ARGS_APPEND"] = " ".join(filter(None, [os.environ.get("PDSH_SSH_ARGS_APPEND"), options + port]))
     fan_out = str(max(1, len(names)))  # all at once: an agent lasts as long as the job
     command = agent_command(call).replace("%", "%%")  # %h, %n and %u are pdsh's own words
-    return Plan(
+    return StartPlan(
         ["pdsh", "-S", "-R", "ssh", "-f", fan_out, "-w", "-", *settings.arguments, command],
         variables,
         "".join(f"{name}\n" for name in names),
     )
 
 
-def _openmpi(names: list[str], call: str, settings: Settings, write: WriteHosts) -> Plan:
+def _openmpi(names: list[str], call: str, settings: StarterSettings, write: WriteHosts) -> StartPlan:
     program = _mpi(("mpirun.openmpi", "mpirun", "mpiexec"), "Open MPI")
-    _refuse_users("openmpi", names)
+    _check_no_user_names("openmpi", names)
     port = [] if settings.ssh_port is None else ["--mca", "plm_rsh_args", f"-p {settings.ssh_port}"]
     file = write([f"{name} slots=1" for name in names])
     where = ["--hostfile", file, "-n", str(len(names)), "--map-by", "ppr:1:node", "--bind-to", "none"]
     command = [program, *where, *port, "-x", agent.CALL, *settings.arguments, _python(), "-c", agent.script()]
-    return Plan(command, {agent.CALL: call})
+    return StartPlan(command, {agent.CALL: call})
 
 
-def _hydra(names: list[str], call: str, settings: Settings, write: WriteHosts) -> Plan:
+def _hydra(names: list[str], call: str, settings: StarterSettings, write: WriteHosts) -> StartPlan:
     program = _mpi(("mpiexec.hydra", "mpirun.mpich", "mpirun", "mpiexec"), "HYDRA", "Intel(R) MPI")
-    _refuse_users("mpich", names)
+    _check_no_user_names("mpich", names)
     file = write([f"{name}:1" for name in names])
     where = ["-f", file, "-n", str(len(names)), "-ppn", "1"]  # it hands on its whole environment
-    return Plan([program, *where, *settings.arguments, _python(), "-c", agent.script()], {agent.CALL: call})
+    return StartPlan([program, *where, *settings.arguments, _python(), "-c", agent.script()], {agent.CALL: call})
 
 
-def _mvapich(names: list[str], call: str, settings: Settings, write: WriteHosts) -> Plan:
+def _mvapich(names: list[str], call: str, settings: StarterSettings, write: WriteHosts) -> StartPlan:
     plan = _hydra(names, call, settings, write)
     # its own pinning would put the threads of every local rank on one core
-    return Plan(plan.command, {**plan.variables, "MV2_ENABLE_AFFINITY": "0"})
+    return StartPlan(plan.command, {**plan.variables, "MV2_ENABLE_AFFINITY": "0"})
 
 
-def _slurm(names: list[str], call: str, settings: Settings, write: WriteHosts) -> Plan:
+def _slurm(names: list[str], call: str, settings: StarterSettings, write: WriteHosts) -> StartPlan:
     _need("srun")
-    _refuse_users("slurm", names)
+    _check_no_user_names("slurm", names)
     count = str(len(names))
     where = ["--nodes", count, "--ntasks", count, "--ntasks-per-node", "1", "--nodelist", ",".join(names)]
     # --disable-status: a single SIGINT goes to the agents, instead of asking for a second one
     how = ["--export", ",".join(_LOGIN), "--cpu-bind", "none", "--kill-on-bad-exit=0", "--wait=0", "--disable-status"]
     # the call comes over standard input, which srun sends to every task, and which stays open as long as the launcher
     command = ["srun", *where, *how, *settings.arguments, _python(), "-c", agent.script(), "stdin"]
-    return Plan(command, {}, f"{call}\n", closes=False)
+    return StartPlan(command, {}, f"{call}\n", closes=False)
 
 
-_COMMANDS: dict[str, Callable[[list[str], str, Settings, WriteHosts], Plan]] = {
+_COMMANDS: dict[str, Callable[[list[str], str, StarterSettings, WriteHosts], StartPlan]] = {
     "pdsh": _pdsh,
     "openmpi": _openmpi,
     "mpich": _hydra,
@@ -329,7 +329,7 @@ def _mpi(programs: Sequence[str], *says: str) -> str:
     raise LaunchError(f"none of {', '.join(programs)} is of {says[0]}{found}: choose another --launcher, or --no_ssh")
 
 
-def _refuse_users(launcher: str, names: list[str]) -> None:
+def _check_no_user_names(launcher: str, names: list[str]) -> None:
     named = [name for name in names if "@" in name]
     if named:
         raise LaunchError(

@@ -16,9 +16,9 @@ from deepspeed.launcher.channel import MAGIC, Channel
 from deepspeed.launcher.controller import Control
 from deepspeed.launcher.elastic import ElasticControl
 from deepspeed.launcher.event_loop import make_room
-from deepspeed.launcher.host_state import Peer
+from deepspeed.launcher.host_state import HostState
 from deepspeed.launcher.job import Job
-from deepspeed.launcher.multinode_runner import Fork
+from deepspeed.launcher.multinode_runner import ForkStarter
 
 ARRIVE_SECONDS = 600.0
 """How long the hosts wait for each other: containers are pulled, machines are started."""
@@ -48,7 +48,7 @@ def run(job: Job, own: int, fingerprint: str, front: Channel) -> int:
     try:
         if own == 0:
             kind = Control if job.elastic is None else ElasticControl
-            return kind(job, Callers(job, fingerprint), front).run()
+            return kind(job, NodeRendezvous(job, fingerprint), front).run()
         return _follow(job, own, fingerprint, front)
     except LaunchError as error:
         print(f"deepspeed: {error}", file=sys.stderr)
@@ -60,7 +60,7 @@ def control_port(job: Job) -> int:
     return job.port + 1 if job.port < 65535 else job.port - 1
 
 
-class Callers:
+class NodeRendezvous:
     """The first host's side: its own agent is a fork, the others call."""
 
     name = "the command on every host"
@@ -70,7 +70,7 @@ class Callers:
         self._fingerprint = fingerprint
         self._socket: socket.socket | None = None
 
-    def begin(self, control: Control, peers: list[Peer]) -> None:
+    def begin(self, control: Control, peers: list[HostState]) -> None:
         """Listen, and start the agent of this host."""
         port = control_port(self._job)
         for wanted in dict.fromkeys((port, self._job.port)):
@@ -85,7 +85,7 @@ class Callers:
                 self._socket = listening
             else:
                 listening.close()  # the ranks' own, free until rank 0 takes it
-        Fork().begin(control, peers[:1])  # the ranks keep the limit of the user's shell
+        ForkStarter().begin(control, peers[:1])  # the ranks keep the limit of the user's shell
         make_room(len(peers))
         if self._socket is not None:
             self._socket.setblocking(False)
@@ -93,10 +93,10 @@ class Callers:
         control.hello_seconds = ARRIVE_SECONDS
         control.loop.later(TELL_SECONDS, lambda: _tell(peers))
 
-    def again(self, control: Control, peer: Peer) -> None:
+    def again(self, control: Control, peer: HostState) -> None:
         """The host calls by itself when its command is started again; this one is forked."""
         if peer is control.peers[0]:
-            Fork().begin(control, [peer])
+            ForkStarter().begin(control, [peer])
         else:
             peer.since = float("inf")
 
@@ -105,7 +105,7 @@ class Callers:
         if self._socket is not None:
             self._socket.close()
 
-    def _accept(self, control: Control, peers: list[Peer]) -> None:
+    def _accept(self, control: Control, peers: list[HostState]) -> None:
         if self._socket is None:
             return
         with contextlib.suppress(OSError):
@@ -114,7 +114,7 @@ class Callers:
             channel = Channel(descriptor, descriptor, magic=True)
             control.loop.watch(descriptor, lambda: self._hear(control, peers, channel, address))
 
-    def _hear(self, control: Control, peers: list[Peer], channel: Channel, address: str) -> None:
+    def _hear(self, control: Control, peers: list[HostState], channel: Channel, address: str) -> None:
         with contextlib.suppress(ValueError, KeyError):
             for message, _ in channel.receive():
                 control.loop.unwatch(channel.reader)
@@ -133,7 +133,7 @@ class Callers:
         channel.close()
 
 
-def _tell(peers: list[Peer]) -> None:
+def _tell(peers: list[HostState]) -> None:
     missing = [peer.name for peer in peers if not peer.ready and not peer.lost]
     if missing:
         logger.info("waiting for %s (%d of %d hosts)", ", ".join(missing[:8]), len(missing), len(peers))

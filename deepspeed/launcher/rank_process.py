@@ -24,7 +24,7 @@ _prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 
 
 @dataclass(frozen=True)
-class Start:
+class RankSpec:
     """How a rank is started.
 
     Args:
@@ -56,7 +56,7 @@ class Rank:
         emit: takes the descriptor (1 or 2) and the bytes that are to be shown.
     """
 
-    def __init__(self, start: Start, emit: Callable[[int, bytes], object]) -> None:
+    def __init__(self, start: RankSpec, emit: Callable[[int, bytes], object]) -> None:
         self.number = start.number
         self.exit_code: int | None = None
         self.ended_at = 0.0

@@ -87,8 +87,8 @@ def run(options: argparse.Namespace, known: Hosts | None = None) -> int:
         own = options.node_rank if options.node_rank >= 0 else found.own or 0
         return run_behind(lambda front: node_rendezvous.run(job, own, _print(job), front))
     if here:
-        return run_behind(lambda front: kind(job, multinode_runner.Fork(), front).run())
-    settings = multinode_runner.Settings(shlex.split(options.launcher_args), options.ssh_port)
+        return run_behind(lambda front: kind(job, multinode_runner.ForkStarter(), front).run())
+    settings = multinode_runner.StarterSettings(shlex.split(options.launcher_args), options.ssh_port)
     starter = multinode_runner.make(options.launcher or found.launcher, settings)
     if job.elastic is not None and starter.name != "ssh":
         raise LaunchError(f"--elastic_training starts lost hosts again, and {starter.name} cannot: use ssh or --no_ssh")

@@ -11,7 +11,7 @@ from deepspeed.foundation.log import logger
 from deepspeed.launcher.environment import nodes_of
 from deepspeed.launcher.event_loop import Loop
 from deepspeed.launcher.exit_codes import LOST_ANOTHER, REQUEUE
-from deepspeed.launcher.host_state import Failure, Peer
+from deepspeed.launcher.host_state import Failure, HostState
 from deepspeed.launcher.job import Job
 
 SETTLE_SECONDS = 1.0
@@ -22,7 +22,7 @@ GRACE_SECONDS = 3.0
 _STOPS = (signal.SIGINT, signal.SIGTERM)  # after these the ranks end, whatever they do
 
 
-class Attempt:
+class WorkerGroup:
     """The ranks of some hosts.
 
     Args:
@@ -32,7 +32,7 @@ class Attempt:
         loop: calls back.
     """
 
-    def __init__(self, job: Job, members: Sequence[Peer], number: int, loop: Loop) -> None:
+    def __init__(self, job: Job, members: Sequence[HostState], number: int, loop: Loop) -> None:
         self.members = list(members)
         self.number = number
         self.failures: list[Failure] = []
@@ -68,7 +68,7 @@ class Attempt:
             peer.left = set(range(peer.node.first_rank, peer.node.first_rank + len(peer.slots)))
             peer.send("start", job=self._job.message(peer.name), node=peer.node.to_json(), shared=shared)
 
-    def started(self, peer: Peer, message: dict[str, Any]) -> None:
+    def started(self, peer: HostState, message: dict[str, Any]) -> None:
         """The ranks of a host run."""
         peer.pids = message["pids"]
         if peer is not self.members[0] or self.number:
@@ -80,7 +80,7 @@ class Attempt:
             hint = "; --num_gpus N starts N ranks" if count == 1 else ""
             logger.info("%d rank(s) on the CPU with gloo: this machine has no accelerator%s", count, hint)
 
-    def ended(self, peer: Peer, message: dict[str, Any]) -> None:
+    def ended(self, peer: HostState, message: dict[str, Any]) -> None:
         """A rank has ended."""
         peer.left.discard(message["rank"])
         if message["code"] == 0 or self._ending:
@@ -93,7 +93,7 @@ class Attempt:
         at = time.monotonic() - message["ago"]
         self._fail(Failure(at, message["code"], text, LOST_ANOTHER in message["means"], message["rank"]))
 
-    def lost(self, peer: Peer, why: str) -> None:
+    def lost(self, peer: HostState, why: str) -> None:
         """A host is gone, and its ranks with it."""
         had_ranks = bool(peer.left)
         peer.left.clear()

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
-from deepspeed.foundation.log import current_rank, say
+from deepspeed.foundation.log import current_rank, log_rank0
 from deepspeed.monitor.base import Event, Monitor, folder_of
 from deepspeed.monitor.config import DeepSpeedMonitorConfig
 from deepspeed.monitor.live_status import LivePage
@@ -83,7 +83,7 @@ class MonitorMaster:
             self._page.write(facts)
         except OSError as error:
             self._place = None, rank
-            say(f"ds_top will not see rank {rank}: {error}", logging.WARNING)
+            log_rank0(f"ds_top will not see rank {rank}: {error}", logging.WARNING)
 
     def write_events(self, event_list: Iterable[tuple[Any, ...]], flush: bool = True) -> None:
         """Queue events on rank 0; nothing happens elsewhere.

@@ -23,7 +23,7 @@ from queue import Empty, SimpleQueue
 from types import SimpleNamespace
 from typing import Any, BinaryIO
 
-from deepspeed.foundation.log import say
+from deepspeed.foundation.log import log_rank0
 from deepspeed.monitor.base import Event, Monitor
 
 LIMIT = 30.0  # seconds that a writer has to write the rest, once the run has ended
@@ -135,7 +135,7 @@ class Feed:
         return next((line for line in reversed(said) if line.strip()), "it said nothing").strip()[:_WORDS]
 
     def _warn(self, what: str) -> None:
-        say(f"the monitor {self.block} {what}; training goes on", logging.WARNING)
+        log_rank0(f"the monitor {self.block} {what}; training goes on", logging.WARNING)
 
 
 def close_all(feeds: list[Feed]) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from deepspeed.foundation.fake_mode import simulating
-from deepspeed.foundation.log import say
+from deepspeed.foundation.log import log_rank0
 from deepspeed.native.simulated import simulated_library
 
 __all__ = ["INSTRUCTION_SETS", "KINDS", "library", "state", "threads"]
@@ -86,7 +86,7 @@ def _fingerprint(sources: list[Path]) -> int:
 
 def _absent(reason: str) -> tuple[None, str]:
     asked = reason.startswith("off")
-    say(f"native library: {reason}; plain torch does its work", logging.INFO if asked else logging.WARNING)
+    log_rank0(f"native library: {reason}; plain torch does its work", logging.INFO if asked else logging.WARNING)
     return None, reason
 
 

@@ -15,7 +15,7 @@
 
 namespace ds {
 
-// Mirrored by `_Leaf` in deepspeed/ops/cpu_optimizer.py.
+// Mirrored by `_NativeLeaf` in deepspeed/ops/cpu_optimizer.py.
 struct Leaf {
     int64_t count;
     void* param;

@@ -6,7 +6,7 @@ import ctypes
 from typing import Any, cast
 
 
-class _Nothing:
+class _NoOpFunction:
     """A native function: takes anything, changes nothing, returns 0."""
 
     argtypes: Any = ()
@@ -19,8 +19,8 @@ class _Nothing:
 class _SimulatedLibrary:
     """See the module."""
 
-    def __getattr__(self, name: str) -> _Nothing:
-        function = _Nothing()
+    def __getattr__(self, name: str) -> _NoOpFunction:
+        function = _NoOpFunction()
         setattr(self, name, function)
         return function
 

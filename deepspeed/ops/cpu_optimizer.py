@@ -32,7 +32,7 @@ class Fold:
     out: Tensor | None = None
 
 
-class _Leaf(ctypes.Structure):
+class _NativeLeaf(ctypes.Structure):
     """`Leaf` of optimizers.cpp."""
 
     _fields_ = [
@@ -155,7 +155,7 @@ class HostOptimizer(GroupOptimizer):
         numbers = self.numbers(group, state)
         first, second = moments if len(moments) == 2 else (moments[0], None)
         columns = (param, fold.gradient, first, second, fold.out)
-        leaf = _Leaf(
+        leaf = _NativeLeaf(
             param.numel(),
             *(None if t is None else t.data_ptr() for t in columns),
             *(0 if t is None else KINDS[t.dtype] for t in columns),

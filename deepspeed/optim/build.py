@@ -241,7 +241,7 @@ def build_optimizer(
     if cls in FUSED_IN_TORCH and not chosen and not together:
         arguments["fused"] = all(t.device.type in FUSED_DEVICES and t.is_floating_point() for t in tensors)
     optimizer = construct("optimizer", cls, list(groups), arguments, OptimizerError)
-    refuse_unsupported(optimizer)
+    check_supported(optimizer)
     return optimizer
 
 
@@ -270,7 +270,7 @@ def needs_whole_tensors(optimizer: torch.optim.Optimizer) -> bool:
     return type(optimizer) not in ELEMENTWISE
 
 
-def refuse_unsupported(optimizer: torch.optim.Optimizer) -> None:
+def check_supported(optimizer: torch.optim.Optimizer) -> None:
     """Refuse the classes that cannot step on reduced gradients.
 
     Raises:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from deepspeed.errors import SchedulerError, UsageError
-from deepspeed.foundation.log import say_once, warn_once
+from deepspeed.foundation.log import log_once, warn_once
 from deepspeed.optim.build import construct, nearest
 
 WARMUP_TYPES = ("log", "linear")
@@ -32,7 +32,7 @@ def get_torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     return inner
 
 
-class Schedule:
+class LRSchedule:
     """What the five schedules share: a count of steps, and the rates it gives each group.
 
     A schedule counts from -1, so that the first `step()` asks for iteration 0. Before it the groups have the rates
@@ -117,7 +117,7 @@ class _Warmup:
         return iteration / self.num_steps if self.linear else math.log(iteration + 1) / math.log(self.num_steps)
 
 
-class WarmupLR(Schedule):
+class WarmupLR(LRSchedule):
     """Rise from `warmup_min_lr` to `warmup_max_lr`, then stay."""
 
     def __init__(
@@ -196,7 +196,7 @@ class WarmupDecayLR(WarmupLR):
         return max(0.0, (self.total_num_steps - self.last_batch_iteration) / max(1, self.total_num_steps - rise))
 
 
-class WarmupCosineLR(Schedule):
+class WarmupCosineLR(LRSchedule):
     """The optimizer's own rates times a ratio that rises to 1, then follows half a cosine down to `cos_min_ratio`."""
 
     def __init__(
@@ -248,7 +248,7 @@ class WarmupCosineLR(Schedule):
         return [lr * ratio for lr in self.org_lrs]
 
 
-class LRRangeTest(Schedule):
+class LRRangeTest(LRSchedule):
     """A rate that grows until training diverges, to find the range of useful ones (Smith 2017, section 3.3)."""
 
     def __init__(
@@ -287,7 +287,7 @@ class LRRangeTest(Schedule):
         return [lr * factor for lr in self.min_lr]
 
 
-class OneCycle(Schedule):
+class OneCycle(LRSchedule):
     """One rise and fall of the rate, momentum falling and rising against it, then a decay (Smith 2018, 1cycle)."""
 
     def __init__(
@@ -376,7 +376,7 @@ class OneCycle(Schedule):
     def _has_momentum(self) -> bool:
         found = all("betas" in group or group.get("momentum") for group in self.optimizer.param_groups)
         if not found:
-            say_once(f"OneCycle: {type(self.optimizer).__name__} has no momentum here, so only the rate is cycled")
+            log_once(f"OneCycle: {type(self.optimizer).__name__} has no momentum here, so only the rate is cycled")
         return found
 
 
@@ -398,7 +398,7 @@ def _warn_if_all_warmup(total_num_steps: int, rise: int) -> None:
         )
 
 
-SCHEDULES: dict[str, type[Schedule]] = {
+SCHEDULES: dict[str, type[LRSchedule]] = {
     cls.__name__: cls for cls in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
 }
 VALID_LR_SCHEDULES = list(SCHEDULES)

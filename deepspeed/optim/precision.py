@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import Parameter
 
 from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.foundation.log import say_once
+from deepspeed.foundation.log import log_once
 from deepspeed.foundation.module_tree import layer_dtypes, own_state
 from deepspeed.foundation.pytree import map_tensors
 
@@ -122,7 +122,7 @@ class InputCaster:
             if target == self._low:
                 where = f"'{name}' ({type(module).__name__})" if name else type(module).__name__
                 short = str(tensor.dtype).removeprefix("torch.")
-                say_once(
+                log_once(
                     f"{short} inputs are cast to {str(target).removeprefix('torch.')} where they enter modules whose "
                     f"parameters were cast, first at {where}; auto_cast: false turns it off",
                     key=("auto_cast", id(self)),

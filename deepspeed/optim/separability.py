@@ -25,7 +25,7 @@ import torch
 import torch.optim.optimizer as torch_optimizer
 from torch import Tensor, nn
 
-from deepspeed.foundation.log import in_words
+from deepspeed.foundation.log import describe_error
 from deepspeed.optim.nested import Counters, groups_of, join_states, nested_optimizers
 
 Optimizer = torch.optim.Optimizer
@@ -104,7 +104,7 @@ def update_traits(optimizer: Optimizer) -> UpdateTraits:
         with _quiet(optimizer):
             return _measured(optimizer)
     except Exception as error:  # anything that a foreign class raises
-        return UpdateTraits(unknown=in_words(error))
+        return UpdateTraits(unknown=describe_error(error))
 
 
 def _measured(optimizer: Optimizer) -> UpdateTraits:

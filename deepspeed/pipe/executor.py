@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from deepspeed.comm.collectives.p2p import Header, Receiver, Sender, Wire, put_together, take_apart
-from deepspeed.comm.collectives.torch_api import told_by_all
+from deepspeed.comm.collectives.p2p import Header, P2PChannel, Receiver, Sender, put_together, take_apart
+from deepspeed.comm.collectives.torch_api import all_gather_objects
 from deepspeed.comm.fake.fake_p2p import SimulatedSender
 from deepspeed.comm.process_groups.axis import Axis, message_groups
 from deepspeed.comm.watchdog import watchdog
@@ -18,7 +18,7 @@ from deepspeed.errors import CommError, PipelineError
 from deepspeed.foundation.fake_mode import enter, simulating
 from deepspeed.foundation.spans import BACKWARD, FORWARD, recorder
 from deepspeed.pipe.fake_stages import AbsentStages
-from deepspeed.pipe.schedule import Action, Schedule
+from deepspeed.pipe.schedule import Action, PipelineSchedule
 from deepspeed.pipe.split_backward import SplitBackward
 
 _APART = 1e-5  # relative; kernels may round the ends of differently aligned slices in another way
@@ -81,7 +81,7 @@ class Means:
         """The means over all ranks that have one. All ranks of the axis call together."""
         sums: dict[str, tuple[float, float]] = {}
         mine = {name: (float(total), weights) for name, (total, weights) in self._sums.items()}
-        for theirs in told_by_all(axis, mine):
+        for theirs in all_gather_objects(axis, mine):
             for name, (total, weights) in theirs.items():
                 before = sums.get(name, (0.0, 0.0))
                 sums[name] = before[0] + total, before[1] + weights
@@ -134,7 +134,7 @@ def check_shared(values: dict[str, torch.Tensor], axis: Axis) -> None:
         name: (float(value.detach().double().sum()), float(value.detach().double().abs().sum()))
         for name, value in values.items()
     }
-    everyone = told_by_all(axis, mine)
+    everyone = all_gather_objects(axis, mine)
     first: dict[str, tuple[int, tuple[float, float]]] = {}
     for stage, theirs in enumerate(everyone):
         for name, (total, size) in theirs.items():
@@ -151,7 +151,7 @@ _COMPUTES = {"F": "forward", "B": "backward", "W": "backward of weights"}
 _CARRIES = {"F": "activation", "B": "gradient"}
 
 
-class Part(Protocol):
+class ModelPart(Protocol):
     """A part of a model that this stage holds."""
 
     first: bool
@@ -179,7 +179,7 @@ class Driver(Protocol):
 
     @property
     def costs(self) -> list[float]:
-        """Of all parts of the model; see `Part`."""
+        """Of all parts of the model; see `ModelPart`."""
         ...
 
     def forward(self, chunk: int, micro: int, received: Any) -> Any:
@@ -206,7 +206,7 @@ class Driver(Protocol):
         ...
 
 
-class _Arrival(torch.autograd.Function):
+class _ReceivedTensors(torch.autograd.Function):
     """Received tensors enter this stage's graph; what comes back to them is noted."""
 
     @staticmethod
@@ -269,7 +269,7 @@ class Executor:
             if edge not in half:
                 return None
             group = groups[half.index(edge) + (0 if forward else len(forth))]
-            return kind(axis, edge[kind is sends], channel, Wire(group, device) if group is not None else None)
+            return kind(axis, edge[kind is sends], channel, P2PChannel(group, device) if group is not None else None)
 
         self._takes: dict[str, Receiver | None] = {
             "F": end(Receiver, (before, axis.rank), onward, True), "B": end(Receiver, (after, axis.rank), back, False)
@@ -293,7 +293,7 @@ class Executor:
         """Headers sent so far: one for each change of tree, shapes or dtypes."""
         return sum(sender.headers_sent for sender in self._sends.values() if sender is not None)
 
-    def run(self, schedule: Schedule, training: bool) -> list[Any]:
+    def run(self, schedule: PipelineSchedule, training: bool) -> list[Any]:
         """Do what the schedule says for this stage. All stages call together.
 
         Args:
@@ -415,7 +415,7 @@ class Executor:
         enter = [at for at, leaf in enumerate(header.leaves) if leaf.differentiable]
         if training and enter:
             held.anchor = torch.empty((), requires_grad=True)
-            entered: Any = _Arrival.apply(held.anchor, held, [tensors[at] for at in enter])
+            entered: Any = _ReceivedTensors.apply(held.anchor, held, [tensors[at] for at in enter])
             for at, tensor in zip(enter, entered, strict=True):
                 tensors[at] = tensor
             held.arrived = len(enter)

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from deepspeed.comm.collectives.p2p import Header
-from deepspeed.comm.fake.fake_p2p import Message, SimulatedSender, UnheardError
-from deepspeed.foundation.fake_mode import late, said
-from deepspeed.pipe.schedule import Action, Schedule
+from deepspeed.comm.fake.fake_p2p import FakeMessage, SimulatedSender, UnheardError
+from deepspeed.foundation.fake_mode import late, stage_outputs
+from deepspeed.pipe.schedule import Action, PipelineSchedule
 from deepspeed.pipe.schedule_simulator import begins
 
 
@@ -28,7 +28,7 @@ class AbsentStages:
         costs: of the parts; none: alike.
     """
 
-    def __init__(self, schedule: Schedule, stage: int, costs: list[float]) -> None:
+    def __init__(self, schedule: PipelineSchedule, stage: int, costs: list[float]) -> None:
         self._schedule, self._stage, self._late = schedule, stage, late()
         self._begins = begins(schedule, costs)
         self._places = [{(one.op, one.micro, one.chunk): at for at, one in enumerate(row)} for row in schedule.rows]
@@ -51,9 +51,9 @@ class AbsentStages:
     def sends(self, action: Action, header: Header, tensors: list[torch.Tensor]) -> None:
         """Keep what an activation's message says of itself, for the run of the next stage."""
         if action.op == ">F":
-            said()[self._schedule.part(self._stage, action.chunk)] = Message.of(header, tensors)
+            stage_outputs()[self._schedule.part(self._stage, action.chunk)] = FakeMessage.of(header, tensors)
 
-    def message(self, action: Action, rank: int) -> Message:
+    def message(self, action: Action, rank: int) -> FakeMessage:
         """What is received.
 
         Args:
@@ -65,10 +65,10 @@ class AbsentStages:
         """
         part = self._schedule.part(self._stage, action.chunk)
         if action.op == "<B":
-            return said()[part].gradients()
-        if part - 1 not in said():
+            return stage_outputs()[part].gradients()
+        if part - 1 not in stage_outputs():
             raise UnheardError(rank)
-        return said()[part - 1]
+        return stage_outputs()[part - 1]
 
     def let_go(self, sender: SimulatedSender, action: Action) -> None:
         """Before a message is sent: have its peer read, and let go of, what it is through with.

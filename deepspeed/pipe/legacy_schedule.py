@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from deepspeed.errors import ArgumentError
-from deepspeed.pipe.schedule import Action, Schedule, make_schedule
+from deepspeed.pipe.schedule import Action, PipelineSchedule, make_schedule
 from deepspeed.pipe.schedule_simulator import simulate
 
 
@@ -148,7 +148,7 @@ class PipeSchedule:
 
 
 @functools.lru_cache(maxsize=4)
-def _schedule(name: str, stages: int, micro_batches: int) -> Schedule:
+def _schedule(name: str, stages: int, micro_batches: int) -> PipelineSchedule:
     """Of all stages, each of which asks for the same."""
     return make_schedule(name, stages, micro_batches)
 
@@ -164,7 +164,7 @@ class _OfRows(PipeSchedule):
 
     schedule_name: str
 
-    def data(self) -> Schedule:
+    def data(self) -> PipelineSchedule:
         """The schedule of all stages, as an engine runs it."""
         return _schedule(self.schedule_name, self.stages, self.micro_batches)
 

@@ -24,7 +24,7 @@ from deepspeed.comm.collectives.torch_api import all_gather_object
 from deepspeed.comm.process_groups.mesh import ranks_started
 from deepspeed.errors import ArgumentError
 from deepspeed.foundation.fake_mode import simulating
-from deepspeed.foundation.log import in_words
+from deepspeed.foundation.log import describe_error
 from deepspeed.foundation.partition import partition_balanced
 from deepspeed.foundation.pytree import map_tensors, tensors_in
 from deepspeed.ops.dispatch import DispatchMode
@@ -318,7 +318,7 @@ def agreed(measured: Callable[[], list[LayerCost]], limit: float | None = None) 
         mine = measured()
     except Exception as met:  # layers' own code; the others wait for this rank's answer
         error = met
-    everyone: list[Any] = [(mine, limit, in_words(error) if error is not None else None)]
+    everyone: list[Any] = [(mine, limit, describe_error(error) if error is not None else None)]
     if ranks_started() > 1:
         told, everyone = everyone[0], [None] * ranks_started()
         all_gather_object(everyone, told)

@@ -44,7 +44,7 @@ Row = tuple[Action, ...]
 
 
 @dataclass(frozen=True)
-class Schedule:
+class PipelineSchedule:
     """What all stages do.
 
     Args:
@@ -90,7 +90,7 @@ class Schedule:
         return " ".join([*(["…"] if low else []), *words, *(["…"] if low + len(near) < len(row) else [])])
 
 
-def parse(text: str) -> Schedule:
+def parse(text: str) -> PipelineSchedule:
     """A schedule from what `str` makes of one.
 
     Raises:
@@ -103,7 +103,7 @@ def parse(text: str) -> Schedule:
     rows = tuple(tuple(_action(word) for word in line.split()) for line in lines)
     if len(rows) != int(found[2]):
         raise PipelineError(f"a schedule of {found[2]} stages has a line for each, and here are {len(rows)}")
-    return Schedule(found[1], int(found[3]), int(found[4]), rows)
+    return PipelineSchedule(found[1], int(found[3]), int(found[4]), rows)
 
 
 def _action(word: str) -> Action:
@@ -113,7 +113,7 @@ def _action(word: str) -> Action:
     return Action(found[1], int(found[2]), int(found[3] or 0))
 
 
-def make_schedule(name: str, stages: int, micros: int, chunks: int = 1) -> Schedule:
+def make_schedule(name: str, stages: int, micros: int, chunks: int = 1) -> PipelineSchedule:
     """A schedule by its name.
 
     Args:
@@ -142,7 +142,7 @@ def make_schedule(name: str, stages: int, micros: int, chunks: int = 1) -> Sched
         )
     rows = (_computing(name, stage, stages, micros, chunks) for stage in range(stages))
     last = stages * chunks - 1
-    return Schedule(
+    return PipelineSchedule(
         name, micros, chunks, tuple(tuple(_with_messages(row, at, stages, last)) for at, row in enumerate(rows))
     )
 

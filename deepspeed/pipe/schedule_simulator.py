@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from deepspeed.errors import PipelineError
-from deepspeed.pipe.schedule import Action, Schedule, warmup
+from deepspeed.pipe.schedule import Action, PipelineSchedule, warmup
 
 FORWARD, BACKWARD = 1.0, 2.0  # what a part costs
 WEIGHTS = 1.0  # of the latter, where it is in two
@@ -15,7 +15,7 @@ Cost = float | tuple[float, ...]  # times those, or forward, backward and weight
 
 
 @dataclass(frozen=True)
-class Simulated:
+class ScheduleCost:
     """What a schedule costs.
 
     Args:
@@ -46,7 +46,7 @@ class _Stage:
 
 
 class _Simulation:
-    def __init__(self, schedule: Schedule, costs: Sequence[Cost], way: float = 0.0) -> None:
+    def __init__(self, schedule: PipelineSchedule, costs: Sequence[Cost], way: float = 0.0) -> None:
         self.way = way
         self.schedule, later = schedule, WEIGHTS if schedule.splits else 0.0
         unit = (FORWARD, BACKWARD - later, later)
@@ -162,8 +162,8 @@ class _Simulation:
 
 
 def simulate(
-    schedule: Schedule, costs: Sequence[Cost] = (), beside: Sequence[float] = (), way: float = 0.0
-) -> Simulated:
+    schedule: PipelineSchedule, costs: Sequence[Cost] = (), beside: Sequence[float] = (), way: float = 0.0
+) -> ScheduleCost:
     """Run a schedule, and say what it costs.
 
     Args:
@@ -184,10 +184,10 @@ def simulate(
     busy = sum(stage.busy for stage in simulation.stages) + sum(beside)
     peaks = tuple(stage.peak[0] for stage in simulation.stages)
     put_off = tuple(together - held for together, held in (stage.peak for stage in simulation.stages))
-    return Simulated(time, peaks, 1 - busy / (time * schedule.stages), put_off)
+    return ScheduleCost(time, peaks, 1 - busy / (time * schedule.stages), put_off)
 
 
-def begins(schedule: Schedule, costs: Sequence[Cost] = ()) -> list[list[float]]:
+def begins(schedule: PipelineSchedule, costs: Sequence[Cost] = ()) -> list[list[float]]:
     """When each stage comes to each of its actions; arguments as those of `simulate`."""
     simulation = _Simulation(schedule, costs or [1.0] * schedule.parts)
     simulation.run()
@@ -197,7 +197,7 @@ def begins(schedule: Schedule, costs: Sequence[Cost] = ()) -> list[list[float]]:
 # -- by formula -------------------------------------------------------------------------------------------------------
 
 
-def peak_by_formula(schedule: Schedule, stage: int) -> int:
+def peak_by_formula(schedule: PipelineSchedule, stage: int) -> int:
     """Micro-batches times chunks whose activations a stage holds at most."""
     total = schedule.micros * schedule.chunks
     if schedule.name == "inference":
@@ -207,13 +207,13 @@ def peak_by_formula(schedule: Schedule, stage: int) -> int:
     return min(total, warmup(schedule.name, stage, schedule.stages, schedule.micros, schedule.chunks) + 1)
 
 
-def put_off_by_formula(schedule: Schedule, stage: int) -> int:
+def put_off_by_formula(schedule: PipelineSchedule, stage: int) -> int:
     """How many of those are through backward."""
     whole = min(schedule.micros, schedule.stages - stage)
     return peak_by_formula(schedule, stage) - whole if schedule.name == "zero_bubble" else 0
 
 
-def time_by_formula(schedule: Schedule) -> float:
+def time_by_formula(schedule: PipelineSchedule) -> float:
     """Time of a schedule: what one stage computes, and the way through the others.
 
     Where all micro-batches go through a chunk before the next one begins, fewer of them than stages leave gaps. Where

@@ -24,7 +24,7 @@ from deepspeed.tensor_parallel.example_inputs import quiet
 
 
 @dataclass
-class Layout:
+class ModelSplit:
     """How a model is cut into parts.
 
     Args:
@@ -76,7 +76,7 @@ class View:
         stand_ins: for modules that are not run, by name.
     """
 
-    def __init__(self, model: nn.Module, layout: Layout, part: int, stand_ins: dict[str, nn.Module]) -> None:
+    def __init__(self, model: nn.Module, layout: ModelSplit, part: int, stand_ins: dict[str, nn.Module]) -> None:
         self._model, self.words, self.costs = model, layout.words(part), layout.costs
         self._skipped: list[Skipped] = []
         self.first, self.last, self.reads_batch = part == 0, part == layout.parts - 1, True
@@ -149,7 +149,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() == 0 and value.is_floating_point()
 
 
-def all_units(layout: Layout, stand_ins: dict[str, nn.Module]) -> list[str]:
+def all_units(layout: ModelSplit, stand_ins: dict[str, nn.Module]) -> list[str]:
     """Names of the modules around the blocks that have a stand-in."""
     return [name for name in dict.fromkeys([*layout.before, *layout.after]) if name in stand_ins]
 
@@ -178,7 +178,7 @@ def find_layout(
     method: str = "best",
     chunks: int = 1,
     meter: Meter | None = None,
-) -> Layout:
+) -> ModelSplit:
     """Cut a model, and see that its parts compute what it computes.
 
     Args:
@@ -201,7 +201,7 @@ def find_layout(
     parts = stages * chunks
     container = _block_list(model, parts)
     blocks = list(model.get_submodule(container).children())
-    layout = Layout(container, [0, len(blocks)])
+    layout = ModelSplit(container, [0, len(blocks)])
     wanted = _order(model, layout, inputs)
     costs = operations(model, blocks, inputs) if meter is None else meter(model, blocks)
     weights = [float(sum(p.numel() for p in block.parameters())) for block in blocks]
@@ -274,7 +274,7 @@ def _watched(watched: Mapping[str, nn.Module], events: list[tuple[str, bool]]) -
             handle.remove()
 
 
-def _order(model: nn.Module, layout: Layout, inputs: dict[str, Any]) -> Any:
+def _order(model: nn.Module, layout: ModelSplit, inputs: dict[str, Any]) -> Any:
     """Run the whole model; note what runs before and after its blocks. Returns what the model returns."""
     container = model.get_submodule(layout.container)
     units, count = dict(_around(model, layout.container)), len(list(container.children()))
@@ -305,7 +305,7 @@ def _order(model: nn.Module, layout: Layout, inputs: dict[str, Any]) -> Any:
     return wanted
 
 
-def _compare(model: nn.Module, layout: Layout, inputs: dict[str, Any], wanted: Any) -> None:
+def _compare(model: nn.Module, layout: ModelSplit, inputs: dict[str, Any], wanted: Any) -> None:
     """Run the parts one after another; they have to give what the whole model gave."""
     if not _wrong(model, layout, inputs, wanted):
         return
@@ -319,7 +319,7 @@ def _compare(model: nn.Module, layout: Layout, inputs: dict[str, Any], wanted: A
         )
 
 
-def _matters(model: nn.Module, layout: Layout, inputs: dict[str, Any], wanted: Any, name: str) -> bool:
+def _matters(model: nn.Module, layout: ModelSplit, inputs: dict[str, Any], wanted: Any, name: str) -> bool:
     """Whether later parts need a module that runs before the blocks."""
     before, layout.needed = layout.needed, [other for other in layout.before if other != name]
     try:
@@ -328,7 +328,7 @@ def _matters(model: nn.Module, layout: Layout, inputs: dict[str, Any], wanted: A
         layout.needed = before
 
 
-def _wrong(model: nn.Module, layout: Layout, inputs: dict[str, Any], wanted: Any) -> str:
+def _wrong(model: nn.Module, layout: ModelSplit, inputs: dict[str, Any], wanted: Any) -> str:
     """What is other than whole when the parts run one after another; empty: nothing."""
     stand_ins = stand_ins_of(model, list(dict.fromkeys([*layout.before, *layout.after])))
     value: Any = None

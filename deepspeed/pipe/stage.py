@@ -6,11 +6,11 @@ from dataclasses import replace
 
 from torch import nn
 
-from deepspeed.pipe.split_model import Layout, View, slot_of, stand_ins_of
+from deepspeed.pipe.split_model import ModelSplit, View, slot_of, stand_ins_of
 from deepspeed.zero.layout.placement import Relation, place, placement_of
 
 
-def holders(model: nn.Module, layout: Layout, stages: int) -> list[set[str]]:
+def holders(model: nn.Module, layout: ModelSplit, stages: int) -> list[set[str]]:
     """Names of the modules each stage keeps: those it runs, and those under whose name a parameter of them is known.
 
     Args:
@@ -35,13 +35,13 @@ def holders(model: nn.Module, layout: Layout, stages: int) -> list[set[str]]:
     return kept
 
 
-def unit_names(layout: Layout) -> list[str]:
+def unit_names(layout: ModelSplit) -> list[str]:
     """Blocks, and modules around them that have parameters."""
     blocks = [f"{layout.container}.{at}" for at in range(layout.bounds[-1])]
     return [*blocks, *dict.fromkeys([*layout.before, *layout.after])]
 
 
-def keep_stage(model: nn.Module, layout: Layout, stages: int, stage: int) -> list[View]:
+def keep_stage(model: nn.Module, layout: ModelSplit, stages: int, stage: int) -> list[View]:
     """Reduce a model to one stage, in place; names of what stays are those of the whole model.
 
     Args:
@@ -64,7 +64,7 @@ def keep_stage(model: nn.Module, layout: Layout, stages: int, stage: int) -> lis
     return [View(model, layout, part, around) for part in range(stage, layout.parts, stages)]
 
 
-def _place(model: nn.Module, layout: Layout, kept: list[set[str]]) -> None:
+def _place(model: nn.Module, layout: ModelSplit, kept: list[set[str]]) -> None:
     """Parameters that several stages hold have parts of a gradient there."""
     held: dict[int, set[int]] = {}
     params = dict(model.named_parameters())

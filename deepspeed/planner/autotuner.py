@@ -19,9 +19,9 @@ from deepspeed.planner.cli import how_known, say_trial
 from deepspeed.planner.confirm_plans import MOST, Answer, confirm
 from deepspeed.planner.machine_benchmark import INTERPRETER, calibrate
 from deepspeed.planner.script_probe import INFO, JOB, PLANS, is_allowed
-from deepspeed.planner.search import STAGES, Judged, Plan, legal_plans, table
+from deepspeed.planner.search import STAGES, Judged, TrainingPlan, legal_plans, table
 from deepspeed.planner.training_script import Script, flags_of, inside
-from deepspeed.planner.trials import METRICS, Limits, Outcome, run_trial, trial_config
+from deepspeed.planner.trials import METRICS, TrialLimits, TrialOutcome, run_trial, trial_config
 from deepspeed.simulator.machine import Machine
 
 _SEARCH_S = 300.0
@@ -70,7 +70,7 @@ class Autotuner:
         judged = self._judged(machine)
         if judged and (judged[0].fits or judged[0].perhaps):
             print(f"predicted best: {judged[0].plan.name}; trying at most {self._most()}", flush=True)
-        limits = Limits(memory=machine.memory + INTERPRETER)
+        limits = TrialLimits(memory=machine.memory + INTERPRETER)
         self.answer = confirm(judged, lambda plan: self._try(plan, judged, limits), self._most(), say_trial)
         (self._results / "plans.txt").write_text(table(self.answer.judged, 10_000, machine) + "\n")
         self._summarize(self.answer)
@@ -113,7 +113,7 @@ class Autotuner:
         """Run the script to its first forward, in a process of its own; gives what went wrong."""
         share = self._batch // self._script.ranks
         micro = next(size for size in [*range(2, share + 1), 1] if share % size == 0)
-        config = Plan(0, "none", micro, share // micro, False).config(inside(self._base), "")
+        config = TrainingPlan(0, "none", micro, share // micro, False).config(inside(self._base), "")
         path = folder / "ds_config.json"
         path.write_text(json.dumps(config, indent=2) + "\n")
         job = {
@@ -149,16 +149,16 @@ class Autotuner:
             "micros": micro if isinstance(micro, list) else None,
         }
 
-    def _wanted(self, plan: Plan) -> bool:
+    def _wanted(self, plan: TrainingPlan) -> bool:
         return is_allowed(plan, self._wishes())
 
     # -- trying ---------------------------------------------------------------------------------------------------
 
-    def _try(self, plan: Plan, judged: list[Judged], limits: Limits) -> Outcome:
+    def _try(self, plan: TrainingPlan, judged: list[Judged], limits: TrialLimits) -> TrialOutcome:
         folder = self._results / plan.name
         if not self._block.overwrite and (folder / METRICS).exists():
             metrics = json.loads((folder / METRICS).read_text())
-            return Outcome(metrics["latency"] / 1e6, "", metrics)
+            return TrialOutcome(metrics["latency"] / 1e6, "", metrics)
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         config = trial_config(plan.config(inside(self._base), self._machine.folder), folder.absolute(),
@@ -230,7 +230,7 @@ def _nvme(base: dict[str, Any]) -> str:
     return next((str(path) for path in paths if path), "")
 
 
-def _most_even(plan: Plan) -> tuple[bool, int]:
+def _most_even(plan: TrainingPlan) -> tuple[bool, int]:
     """Of plans that nobody has predicted, those that hold least last."""
     return plan.recompute, plan.stage
 

@@ -14,9 +14,9 @@ from deepspeed.errors import DeepSpeedError
 from deepspeed.planner.confirm_plans import MOST, Answer, confirm
 from deepspeed.planner.machine_benchmark import INTERPRETER, calibrate
 from deepspeed.planner.mesh_options import unjudged
-from deepspeed.planner.search import Judged, Plan, Task, search, table
+from deepspeed.planner.search import Judged, Task, TrainingPlan, search, table
 from deepspeed.planner.training_script import model_named
-from deepspeed.planner.trials import Command, Limits, Outcome, run_trial, trial_config
+from deepspeed.planner.trials import Command, TrialLimits, TrialOutcome, run_trial, trial_config
 from deepspeed.simulator.machine import Machine
 
 _DEFAULT = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}
@@ -79,13 +79,13 @@ def _confirmed(options: argparse.Namespace, judged: list[Judged], config: dict[s
     """The best plans tried, where that was asked for."""
     most = options.trials if options.trials >= 0 else MOST if options.machine == "here" else 0
     if not most or not (judged[0].fits or judged[0].perhaps):
-        return confirm(judged, lambda _plan: Outcome(None), 0)
+        return confirm(judged, lambda _plan: TrialOutcome(None), 0)
     print(f"predicted best: {judged[0].plan.name}; trying the best {min(most, MOST)}", flush=True)
     program = ["--module", "deepspeed.planner.training_script", options.model, "--length", str(options.length)]
     command = Command(["--num_gpus", str(machine.ranks), "--grace", "1"], [*program, "--deepspeed_config", "{config}"])
-    limits = Limits(options.trial_seconds, machine.memory + INTERPRETER)
+    limits = TrialLimits(options.trial_seconds, machine.memory + INTERPRETER)
 
-    def run(plan: Plan) -> Outcome:
+    def run(plan: TrainingPlan) -> TrialOutcome:
         folder = Path(options.trial_folder, plan.name)
         return run_trial(command, trial_config(plan.config(config, machine.folder), folder.absolute()), folder, limits)
 

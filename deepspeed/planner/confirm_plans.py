@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from deepspeed.planner.search import Judged, Plan, holds_less
-from deepspeed.planner.trials import Outcome
+from deepspeed.planner.search import Judged, TrainingPlan, holds_less
+from deepspeed.planner.trials import TrialOutcome
 
 MOST = 5
 """Trials at most."""
@@ -36,7 +36,7 @@ class Answer:
 
 def confirm(
     judged: list[Judged],
-    run: Callable[[Plan], Outcome],
+    run: Callable[[TrainingPlan], TrialOutcome],
     most: int = MOST,
     told: Callable[[Judged], None] = lambda _judged: None,
 ) -> Answer:
@@ -48,8 +48,8 @@ def confirm(
         most: trials; above `MOST` it is that.
         told: called with each plan that was tried.
     """
-    tried: dict[Plan, Judged] = {}
-    too_large: list[Plan] = []
+    tried: dict[TrainingPlan, Judged] = {}
+    too_large: list[TrainingPlan] = []
     daring = 0
     for each in sorted((each for each in judged if each.fits or each.perhaps), key=lambda each: each.seconds):
         if len(tried) >= min(most, MOST):
@@ -67,7 +67,7 @@ def confirm(
     return Answer(after[0] if after and after[0].fits else None, after)
 
 
-def _but(judged: Judged, too_large: list[Plan]) -> Judged:
+def _but(judged: Judged, too_large: list[TrainingPlan]) -> Judged:
     """The same with what trials say of memory."""
     if judged.trial is not None:
         return replace(

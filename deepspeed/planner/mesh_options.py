@@ -17,7 +17,7 @@ _MOST_STAGES = 8  # each is a run of its own
 
 
 @dataclass(frozen=True)
-class Shape:
+class MeshShape:
     """How the ranks are laid out.
 
     Args:
@@ -85,19 +85,19 @@ def sizes_of(ranks: int) -> list[int]:
     return [size for size in range(2, ranks + 1) if ranks % size == 0][:_SIZES]
 
 
-def shapes(machine: Machine) -> Iterator[tuple[Shape, tuple[int, ...]]]:
+def shapes(machine: Machine) -> Iterator[tuple[MeshShape, tuple[int, ...]]]:
     """One axis at a time, each with the stages at which it is looked at."""
     for size in sizes_of(machine.ranks):
-        shape = Shape(tensor=size)
+        shape = MeshShape(tensor=size)
         yield shape, _STAGES if len(shape.holders(machine.ranks)) > 1 else (0,)
     for size in sizes_of(machine.ranks):
-        yield Shape(sequence=size), _STAGES
+        yield MeshShape(sequence=size), _STAGES
     for size in sizes_of(machine.ranks):
         if size < machine.ranks:
-            yield Shape(shard=size), (3,)
+            yield MeshShape(shard=size), (3,)
     for size in sizes_of(machine.ranks):
         if size <= _MOST_STAGES:
-            yield Shape(stages=size), _OF_PIPELINE if size < machine.ranks else (0,)
+            yield MeshShape(stages=size), _OF_PIPELINE if size < machine.ranks else (0,)
 
 
 def asks_for_axes(config: Any) -> bool:

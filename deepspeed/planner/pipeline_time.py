@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from deepspeed.config import DeepSpeedConfig
-from deepspeed.pipe.schedule import Schedule, make_schedule
+from deepspeed.pipe.schedule import PipelineSchedule, make_schedule
 from deepspeed.pipe.schedule_simulator import simulate
 from deepspeed.planner.step_time import StepTime, first_touches
 from deepspeed.simulator.machine import Machine
@@ -18,7 +18,7 @@ from deepspeed.simulator.trace import MARK, MESSAGE, Recording
 _LONGEST = 2  # micro-batches for each stage: with more of them a stage holds no more, but for `gpipe`
 
 
-def schedule_of(config: Any, stages: int, micros: int) -> Schedule:
+def schedule_of(config: Any, stages: int, micros: int) -> PipelineSchedule:
     """What the stages would do.
 
     Args:
@@ -34,7 +34,7 @@ def schedule_of(config: Any, stages: int, micros: int) -> Schedule:
     return make_schedule(name, stages, micros, block.chunks)
 
 
-def enough(schedule: Schedule) -> int:
+def enough(schedule: PipelineSchedule) -> int:
     """Micro-batches in which a stage holds as much as in the whole window."""
     return schedule.micros if schedule.name == "gpipe" else min(schedule.micros, _LONGEST * schedule.stages)
 
@@ -57,7 +57,7 @@ def seconds_of_phases(recording: Recording, machine: Machine) -> dict[str, float
 
 
 def window_time(
-    schedule: Schedule, phases: Sequence[dict[str, float]], rests: Sequence[StepTime], way: float, shared: float
+    schedule: PipelineSchedule, phases: Sequence[dict[str, float]], rests: Sequence[StepTime], way: float, shared: float
 ) -> StepTime:
     """Time of an update over all stages.
 

@@ -27,7 +27,7 @@ from deepspeed.config.load import load_raw
 from deepspeed.engine import initialize as room
 from deepspeed.errors import ArgumentError
 from deepspeed.foundation.pytree import map_tensors, tensors_in
-from deepspeed.planner.search import Judged, Plan, Task, search
+from deepspeed.planner.search import Judged, Task, TrainingPlan, search
 from deepspeed.simulator.machine import Machine
 
 JOB, PLANS, INFO = "probe.json", "plans.pickle", "model_info.json"
@@ -51,7 +51,7 @@ class Heard:
     kwargs: dict[str, Any] | None = None
 
 
-class _Over(BaseException):
+class _EndScript(BaseException):
     """Ends the script; no `except Exception` of its own takes it."""
 
 
@@ -70,7 +70,7 @@ def listen(run: Callable[[], object], ranks: int) -> Heard:
 
     def over(_engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         heard[0].args, heard[0].kwargs = args, kwargs
-        raise _Over
+        raise _EndScript
 
     def hearing(*args: Any, **kwargs: Any) -> Any:
         given = dict(zip(("args", "model", "optimizer"), args, strict=False)) | kwargs
@@ -89,7 +89,7 @@ def listen(run: Callable[[], object], ranks: int) -> Heard:
     try:
         with simulated_world(0, ranks):
             run()
-    except _Over:
+    except _EndScript:
         return heard[0]
     except SystemExit as end:
         raise ArgumentError(f"the script ended with {end.code!r} before its engine's first forward") from None
@@ -158,7 +158,7 @@ def main() -> int:
     return 0
 
 
-def is_allowed(plan: Plan, limits: dict[str, Any]) -> bool:
+def is_allowed(plan: TrainingPlan, limits: dict[str, Any]) -> bool:
     """Whether a plan is among those that the user wants, and that the script can run: it calls forward, backward and
     step itself, which stages of a pipeline do not have.
 

@@ -17,11 +17,11 @@ from deepspeed.config.load import load_raw
 from deepspeed.engine.memory.categories import TRANSIT
 from deepspeed.errors import ArgumentError, NotAvailableError
 from deepspeed.planner.memory import MemoryCount, simulate
-from deepspeed.planner.mesh_options import Shape, asks_for_axes, shapes
+from deepspeed.planner.mesh_options import MeshShape, asks_for_axes, shapes
 from deepspeed.planner.pipeline_time import enough, schedule_of, seconds_of_phases, way_of, window_time
-from deepspeed.planner.step_time import Moved, StepTime, moves, recorded, step_time
+from deepspeed.planner.step_time import StepTime, UpdateTraffic, moves, recorded, step_time
 from deepspeed.planner.train_program import Loss, Program
-from deepspeed.planner.trials import Outcome
+from deepspeed.planner.trials import TrialOutcome
 from deepspeed.simulator.machine import Machine
 from deepspeed.simulator.trace import MESSAGE, Recording
 from deepspeed.zero.layout.stages import policy_for
@@ -33,7 +33,7 @@ _NAMES = {
     ON_DEVICE: "", OPTIMIZER: "_opt-nvme", ALL: "_all-nvme", HOST_OPTIMIZER: "_opt-cpu", HOST_ALL: "_all-cpu",
 }  # fmt: skip
 _WITH_PARAMETERS = (ALL, HOST_ALL)
-DATA_PARALLEL = Shape()
+DATA_PARALLEL = MeshShape()
 NARROW = 4_000_000
 """Elements of the buckets of plans whose usual ones do not fit: fewer gradients are under way."""
 WHOLE = "nothing travels between ranks that share samples: each would compute the whole model"
@@ -50,7 +50,7 @@ _UPDATES = 2  # simulated; the second allocates as all that follow
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrainingPlan:
     """One way to run.
 
     Args:
@@ -69,7 +69,7 @@ class Plan:
     steps: int
     recompute: bool
     bucket: int = 0
-    shape: Shape = DATA_PARALLEL
+    shape: MeshShape = DATA_PARALLEL
 
     @property
     def name(self) -> str:
@@ -129,14 +129,14 @@ class Judged:
         least: bytes of the device that it takes while ranks keep step.
     """
 
-    plan: Plan
+    plan: TrainingPlan
     memory: MemoryCount | None = None
     time: StepTime | None = None
     fits: bool = False
     perhaps: bool = False
     reason: str = ""
     flops: float = 0.0
-    trial: Outcome | None = None
+    trial: TrialOutcome | None = None
     least: int = 0
 
     @property
@@ -166,7 +166,7 @@ class Task:
     optimizer: Any = None
 
 
-def legal_plans(train_batch: int, machine: Machine, most_micro: int = 1024) -> list[Plan]:
+def legal_plans(train_batch: int, machine: Machine, most_micro: int = 1024) -> list[TrainingPlan]:
     """Every plan that keeps the global batch, those that hold least last.
 
     Raises:
@@ -189,11 +189,11 @@ def legal_plans(train_batch: int, machine: Machine, most_micro: int = 1024) -> l
         needless = not (policy.gathers_before_use if with_parameters else tier == ON_DEVICE or policy.owns_a_slice)
         if needless or (alone and tier == ON_DEVICE):
             continue
-        plans.append(Plan(stage, tier, micro, share // micro, recompute))
+        plans.append(TrainingPlan(stage, tier, micro, share // micro, recompute))
     return plans
 
 
-def mesh_plans(train_batch: int, machine: Machine, most_micro: int = 1024) -> list[Plan]:
+def mesh_plans(train_batch: int, machine: Machine, most_micro: int = 1024) -> list[TrainingPlan]:
     """Plans with an axis beside data parallelism, which keep the global batch too: samples differ over fewer ranks.
 
     One axis at a time, of few sizes, with all state on the device: each plan is a run without values.
@@ -204,12 +204,12 @@ def mesh_plans(train_batch: int, machine: Machine, most_micro: int = 1024) -> li
         micros = [size for size in range(min(share, most_micro), 0, -1) if share % size == 0]
         micros = [size for size in micros if share // size >= shape.stages] or micros[-1:]  # else most stages wait
         for recompute, stage, micro in itertools.product((False, True), stages, micros):
-            plans.append(Plan(stage, ON_DEVICE, micro, share // micro, recompute, 0, shape))
+            plans.append(TrainingPlan(stage, ON_DEVICE, micro, share // micro, recompute, 0, shape))
     return plans
 
 
 @dataclass(frozen=True)
-class Simulated:
+class SimulatedRun:
     """A run of a plan without values, from which its memory and its time are told.
 
     Args:
@@ -227,23 +227,23 @@ class Simulated:
     recording: Recording
     steps: int
     config: dict[str, Any]
-    others: tuple[Simulated, ...] = ()
+    others: tuple[SimulatedRun, ...] = ()
     crossing: int = 0
 
     @property
-    def stages(self) -> tuple[Simulated, ...]:
+    def stages(self) -> tuple[SimulatedRun, ...]:
         """This, and the other stages."""
         return (self, *self.others)
 
 
-def simulated(task: Task, plan: Plan, machine: Machine) -> Simulated:
+def simulated(task: Task, plan: TrainingPlan, machine: Machine) -> SimulatedRun:
     """Run a plan without values, each stage of a pipeline for itself; whatever goes wrong is raised."""
     steps, on_device, stages = min(plan.steps, 2), bool(machine.link), plan.shape.stages
     if stages > 1:
         steps = enough(schedule_of(plan.config(task.config, ""), stages, plan.steps))
     config = replace(plan, steps=steps).config(task.config, machine.folder or "/nonexistent")
     program = Program(task.model, config, task.batch(plan.micro), task.loss, task.optimizer, _UPDATES)
-    said, runs = dict[int, Any](), list[Simulated]()
+    said, runs = dict[int, Any](), list[SimulatedRun]()
     for rank in plan.shape.firsts(machine.ranks):
         recording = Recording("plan", rank, machine.ranks)
         memory = least = simulate(
@@ -251,14 +251,14 @@ def simulated(task: Task, plan: Plan, machine: Machine) -> Simulated:
         )
         if machine.ranks > 1 and memory.at_peak.get(TRANSIT) and _too_large(memory, machine):
             least = simulate(program, rank, machine.ranks, device=on_device, said=said)
-        runs.append(Simulated(memory, least, recording, steps, config))
+        runs.append(SimulatedRun(memory, least, recording, steps, config))
     if said and stages == 1:
         raise NotAvailableError("a model, or a JSON, that brings stages of its own is not judged: leave them out")
     crossing = max((message.header.nbytes for message in said.values()), default=0)
     return replace(runs[0], others=tuple(runs[1:]), crossing=crossing)
 
 
-def judge(task: Task, plan: Plan, machine: Machine) -> Judged:
+def judge(task: Task, plan: TrainingPlan, machine: Machine) -> Judged:
     """Predict one plan. What goes wrong becomes the reason to drop it."""
     try:
         return verdict(plan, simulated(task, plan, machine), machine)
@@ -267,7 +267,7 @@ def judge(task: Task, plan: Plan, machine: Machine) -> Judged:
         return Judged(plan, reason=f"{type(error).__name__}: {first}"[:300])
 
 
-def verdict(plan: Plan, run: Simulated, machine: Machine) -> Judged:
+def verdict(plan: TrainingPlan, run: SimulatedRun, machine: Machine) -> Judged:
     """What a run without values says of a plan on a machine."""
     worst = max(run.stages, key=lambda each: device_bytes(each.memory, machine))
     memory, entries = worst.memory, run.recording.entries
@@ -287,7 +287,7 @@ def verdict(plan: Plan, run: Simulated, machine: Machine) -> Judged:
     return Judged(plan, memory, took, not why, perhaps, why, flops, least=least)
 
 
-def _of_stages(plan: Plan, run: Simulated, machine: Machine, rests: list[StepTime]) -> StepTime:
+def _of_stages(plan: TrainingPlan, run: SimulatedRun, machine: Machine, rests: list[StepTime]) -> StepTime:
     """Time of an update of a pipeline, from that of each stage."""
     ranks = plan.shape.firsts(machine.ranks)
     schedule = schedule_of(run.config, plan.shape.stages, plan.steps)
@@ -324,7 +324,12 @@ def _too_large(memory: MemoryCount, machine: Machine) -> str:
 
 
 def _step_time(
-    plan: Plan, memory: MemoryCount, machine: Machine, recording: Recording, share: float, config: dict[str, Any]
+    plan: TrainingPlan,
+    memory: MemoryCount,
+    machine: Machine,
+    recording: Recording,
+    share: float,
+    config: dict[str, Any],
 ) -> StepTime:
     rest, policy = memory.at_rest, policy_for(plan.stage)
     itemsize, ranks = _itemsize(config), plan.shape.holders(machine.ranks)
@@ -342,7 +347,7 @@ def _step_time(
         down = turns * 4 * parameters / len(ranks)
         up = gathered if plan.tier in _WITH_PARAMETERS else parameters * itemsize / len(ranks)
         link = max(down, up)
-    besides = Moved(messages, traffic, moved if memory.disk else 0.0, link, tuple(ranks))
+    besides = UpdateTraffic(messages, traffic, moved if memory.disk else 0.0, link, tuple(ranks))
     return step_time(recording, share, _UPDATES, machine, besides)
 
 
@@ -351,7 +356,7 @@ def search(
     machine: Machine,
     seconds: float = 300.0,
     told: Callable[[Judged], None] = lambda _judged: None,
-    allowed: Callable[[Plan], bool] = lambda _plan: True,
+    allowed: Callable[[TrainingPlan], bool] = lambda _plan: True,
     axes: bool = False,
 ) -> list[Judged]:
     """Judge the legal plans, the likeliest first, until all are known or the time is over.
@@ -372,7 +377,7 @@ def search(
     plans = legal_plans(task.train_batch, machine)
     plans += mesh_plans(task.train_batch, machine) if axes and not asks_for_axes(task.config) else []
     plans = [plan for plan in plans if allowed(plan)]
-    found: dict[Plan, Judged] = {}
+    found: dict[TrainingPlan, Judged] = {}
     for plan in _in_turn(plans):
         if found and time.monotonic() > end:
             found[plan] = Judged(plan, reason="not looked at: the time was over")
@@ -399,19 +404,19 @@ def by_worth(judged: Judged) -> tuple[bool, bool, float, int]:
     return not judged.fits, not judged.perhaps, judged.seconds, judged.plan.micro
 
 
-def _does_not_fit_either(plan: Plan, found: dict[Plan, Judged]) -> Judged | None:
+def _does_not_fit_either(plan: TrainingPlan, found: dict[TrainingPlan, Judged]) -> Judged | None:
     """What was found of a smaller micro-batch that does not fit, where there is one."""
     smaller = (judged for other, judged in found.items() if holds_less(other, plan))
     return next((judged for judged in smaller if judged.memory is not None and not judged.perhaps), None)
 
 
-def _cannot_be_cut(plan: Plan, found: dict[Plan, Judged]) -> str:
+def _cannot_be_cut(plan: TrainingPlan, found: dict[TrainingPlan, Judged]) -> str:
     """Why the engine could not lay the model out so in another plan; "" where it could, or nobody has tried."""
     others = (judged for other, judged in found.items() if other.shape == plan.shape != DATA_PARALLEL)
     return next((judged.reason for judged in others if judged.reason.startswith(_UNCUT)), "")
 
 
-def _is_slower(plan: Plan, found: dict[Plan, Judged]) -> str:
+def _is_slower(plan: TrainingPlan, found: dict[TrainingPlan, Judged]) -> str:
     """Why a plan with an axis is not run: one that differs by a larger micro-batch, or by no recompute, fits. In a
     pipeline of several larger ones: more of smaller ones leave stages waiting for less."""
     if plan.shape == DATA_PARALLEL:
@@ -427,7 +432,7 @@ def _is_slower(plan: Plan, found: dict[Plan, Judged]) -> str:
     return f"not looked at: {larger[0].name} fits"
 
 
-def _narrows(task: Task, narrow: Plan, usual: Judged, machine: Machine) -> bool:
+def _narrows(task: Task, narrow: TrainingPlan, usual: Judged, machine: Machine) -> bool:
     """Whether a plan may fit with narrow buckets: gradients travel as they arrive, and what rests there fits."""
     if usual.fits or usual.memory is None or not policy_for(narrow.stage).reduces_as_gradients_arrive:
         return False
@@ -439,17 +444,17 @@ def _narrows(task: Task, narrow: Plan, usual: Judged, machine: Machine) -> bool:
     return max(usual.memory.birth - far, resting) <= machine.memory
 
 
-def _in_turn(plans: list[Plan]) -> Iterator[Plan]:
+def _in_turn(plans: list[TrainingPlan]) -> Iterator[TrainingPlan]:
     """One of each kind after the other: every kind is looked at before time is over. Small micro-batches first; with an
     axis beside data parallelism the large ones, since the first that fits is the last that is looked at."""
-    kinds: dict[tuple[Any, ...], list[Plan]] = {}
+    kinds: dict[tuple[Any, ...], list[TrainingPlan]] = {}
     for plan in sorted(plans, key=lambda plan: plan.micro if plan.shape == DATA_PARALLEL else -plan.micro):
         kinds.setdefault((plan.stage, plan.tier, plan.recompute, plan.shape), []).append(plan)
     for row in itertools.zip_longest(*kinds.values()):
         yield from (plan for plan in row if plan is not None)
 
 
-def holds_less(one: Plan, other: Plan) -> bool:
+def holds_less(one: TrainingPlan, other: TrainingPlan) -> bool:
     """Whether a plan differs from another by a smaller micro-batch alone."""
     return one.micro < other.micro and replace(one, micro=other.micro, steps=other.steps) == other
 

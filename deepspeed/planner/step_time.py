@@ -15,8 +15,8 @@ from deepspeed.foundation.fake_mode import STEP, listening
 from deepspeed.planner.train_program import MICRO_BATCH
 from deepspeed.simulator.machine import Machine
 from deepspeed.simulator.replay import replay
-from deepspeed.simulator.trace import COPY, DISK, HOST, KERNEL, MESSAGE, WAIT, Entry, Recording
-from deepspeed.simulator.trace_recorder import Recorder
+from deepspeed.simulator.trace import COPY, DISK, HOST, KERNEL, MESSAGE, WAIT, HostEvent, Recording
+from deepspeed.simulator.trace_recorder import StepRecorder
 from deepspeed.zero.layout.stages import Policy
 
 
@@ -53,7 +53,7 @@ class StepTime:
 
 
 @dataclass(frozen=True)
-class Moved:
+class UpdateTraffic:
     """What an update moves that is no operator of a recorded step.
 
     Args:
@@ -78,11 +78,11 @@ def recorded(recording: Recording) -> Iterator[Callable[[str], None]]:
     lanes: dict[tuple[int, ...], int] = {}
     recording.entries.clear()  # of a run that went no further for want of another stage's
     recording.blocks.clear()
-    with Recorder(recording) as recorder:
+    with StepRecorder(recording) as recorder:
 
         def hear(name: str, nbytes: int, ranks: tuple[int, ...]) -> None:
             lane = lanes.setdefault(ranks, len(lanes) + 1)
-            recorder.add(Entry(MESSAGE, name, recorder.current(), nbytes=nbytes, group=ranks, lane=lane))
+            recorder.add(HostEvent(MESSAGE, name, recorder.current(), nbytes=nbytes, group=ranks, lane=lane))
             recorder.order(len(recording.entries) - 1)  # what follows reads it
 
         with listening(hear):
@@ -94,7 +94,7 @@ def step_time(
     share: float,
     updates: int,
     machine: Machine,
-    moved: Moved,
+    moved: UpdateTraffic,
 ) -> StepTime:
     """Replay a step.
 
@@ -114,11 +114,11 @@ def step_time(
     group = moved.group or tuple(range(machine.ranks))
     whole = moved.messages * len(group) / max(1, len(group) - 1)
     rest = [
-        Entry(MESSAGE, "all_gather", nbytes=whole, group=group),
-        Entry(DISK, "state", nbytes=moved.disk),
-        Entry(COPY, "to_host", stream=1, nbytes=moved.link),
-        Entry(HOST, "update", nbytes=moved.update),
-        Entry(WAIT, "state", after=1),
+        HostEvent(MESSAGE, "all_gather", nbytes=whole, group=group),
+        HostEvent(DISK, "state", nbytes=moved.disk),
+        HostEvent(COPY, "to_host", stream=1, nbytes=moved.link),
+        HostEvent(HOST, "update", nbytes=moved.update),
+        HostEvent(WAIT, "state", after=1),
     ]
     parts = replay(Recording("update", 0, machine.ranks, rest), machine)
     took = {piece.name: piece.end - piece.begin for piece in parts.pieces}

@@ -27,7 +27,7 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass(frozen=True)
-class Limits:
+class TrialLimits:
     """What a trial may take.
 
     Args:
@@ -43,7 +43,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrialOutcome:
     """How a trial ended.
 
     Args:
@@ -63,7 +63,7 @@ class Outcome:
     out_of_memory: bool = False
 
 
-class Process(Protocol):
+class TrialProcess(Protocol):
     """A trial's first process, as `subprocess.Popen` has it; those of its ranks are below it."""
 
     pid: int
@@ -78,14 +78,14 @@ class Process(Protocol):
     def kill(self) -> None: ...
 
 
-class Start(Protocol):
+class TrialStarter(Protocol):
     """Starts trials; `Command` is the package's own."""
 
     def line(self, config: str) -> list[str]:
         """What is run, to be read."""
         ...
 
-    def start(self, config: str, out: Any, err: Any) -> Process:
+    def start(self, config: str, out: Any, err: Any) -> TrialProcess:
         """Start one."""
         ...
 
@@ -135,7 +135,7 @@ def trial_config(config: dict[str, Any], folder: Path, first: int = 3, last: int
     return {**config, "autotuning": {**block, "start_profile_step": first, "end_profile_step": max(first, last)}}
 
 
-def run_trial(command: Start, config: dict[str, Any], folder: Path, limits: Limits) -> Outcome:
+def run_trial(command: TrialStarter, config: dict[str, Any], folder: Path, limits: TrialLimits) -> TrialOutcome:
     """Run a trial, and wait for its end.
 
     Args:
@@ -156,7 +156,7 @@ def run_trial(command: Start, config: dict[str, Any], folder: Path, limits: Limi
     took, held = time.monotonic() - begun, max(watched.held.values(), default=0)
     metrics = _metrics(folder / METRICS)
     if metrics:
-        return Outcome(metrics["latency"] / 1e6, "", metrics, took, held)
+        return TrialOutcome(metrics["latency"] / 1e6, "", metrics, took, held)
     code, words = watched.process.returncode, _last_words(folder / "stderr.log")
     if not reason and code == 0:
         reason = "it ended by itself before the last measured update (end_profile_step), so nothing was measured"
@@ -164,7 +164,7 @@ def run_trial(command: Start, config: dict[str, Any], folder: Path, limits: Limi
     if watched.timed_out and words:
         reason = f"{reason}; the last it said: {words}"
     spent = watched.over_memory or any(word in reason for word in _OF_MEMORY)
-    return Outcome(None, reason[:500], {}, took, held, spent)
+    return TrialOutcome(None, reason[:500], {}, took, held, spent)
 
 
 _OF_MEMORY = ("MemoryExhaustedError", "MemoryError", "out of memory", "can't allocate memory", "out-of-memory killer")
@@ -198,14 +198,14 @@ class _Watched:
         over_memory, timed_out: which limit ended it.
     """
 
-    def __init__(self, process: Process) -> None:
+    def __init__(self, process: TrialProcess) -> None:
         self.process = process
         self.held: dict[int, int] = {}
         self.over_memory = self.timed_out = False
         self._seen: dict[int, psutil.Process] = {}
         self._ranks: dict[int, int | None] = {}  # by session
 
-    def until(self, end: float, limits: Limits, metrics: Path) -> str:
+    def until(self, end: float, limits: TrialLimits, metrics: Path) -> str:
         """Wait until the trial is over, or a limit is reached; gives which.
 
         Args:
@@ -305,7 +305,7 @@ def _held(pids: list[int], enough: int) -> int:
 
 
 @contextmanager
-def _watched(process: Process) -> Iterator[_Watched]:
+def _watched(process: TrialProcess) -> Iterator[_Watched]:
     """A trial that is over when the context is."""
     watched = _Watched(process)
     try:

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from deepspeed.config.sections.monitor import FlopsProfiler as DeepSpeedFlopsProfilerConfig
+from deepspeed.config.sections.monitor import FlopsProfilerConfig as DeepSpeedFlopsProfilerConfig
 
 __all__ = ["DeepSpeedFlopsProfilerConfig"]

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from deepspeed.comm.collectives.same_error import SameBatches
-from deepspeed.comm.collectives.torch_api import told_by_all
+from deepspeed.comm.collectives.same_error import BatchCheck
+from deepspeed.comm.collectives.torch_api import all_gather_objects
 from deepspeed.comm.process_groups.axis import Axis, group_axis
 from deepspeed.errors import DataError
 
@@ -179,7 +179,7 @@ class UlyssesSPDataLoaderAdapter:
             dl, sp_rank, sp_group, sp_world_size, device,
         )  # fmt: skip
         self._axis = group_axis("sp", sp_group)
-        self._same = SameBatches(self._axis, "share a sequence (sp)")
+        self._same = BatchCheck(self._axis, "share a sequence (sp)")
         self._takes_turns = type(dl).__module__.split(".")[0] == "accelerate"
 
     def __len__(self) -> int:
@@ -202,7 +202,7 @@ class UlyssesSPDataLoaderAdapter:
     def _turns(self) -> Iterator[Any]:
         batches = iter(self.dl)
         while True:
-            everyone = told_by_all(self._axis, next(batches, None))
+            everyone = all_gather_objects(self._axis, next(batches, None))
             if any(batch is None for batch in everyone):
                 return
             yield from everyone

@@ -20,19 +20,19 @@ from deepspeed.sequence.transformers_adapter import cut_sequence
 
 
 @dataclass(frozen=True)
-class Settings:
+class SequenceSettings:
     """What a script asked for: see `cut_sequence`."""
 
     core: str | None = None
     disable_in_eval: bool = False
 
 
-_asked: WeakKeyDictionary[Mesh, Settings] = WeakKeyDictionary()  # by the unit that was handed out
+_asked: WeakKeyDictionary[Mesh, SequenceSettings] = WeakKeyDictionary()  # by the unit that was handed out
 
 
-def settings_of(mpu: Any) -> Settings:
+def settings_of(mpu: Any) -> SequenceSettings:
     """What was registered with a model-parallel unit; with any other, or None, nothing was."""
-    return _asked.get(mpu, Settings()) if isinstance(mpu, Mesh) else Settings()
+    return _asked.get(mpu, SequenceSettings()) if isinstance(mpu, Mesh) else SequenceSettings()
 
 
 def initialize_sequence_parallel(sequence_parallel_size: int) -> Mesh:
@@ -96,7 +96,7 @@ class UlyssesSPAttentionHF:
         if isinstance(heads, int):
             check_heads(heads, mesh.axis("sp"))
         unit = copy(mesh)  # meshes of equal sizes are one object: what is asked for here is nothing to others that ask
-        _asked[unit] = settings = Settings(core_attn_implementation, disable_in_eval)
+        _asked[unit] = settings = SequenceSettings(core_attn_implementation, disable_in_eval)
         if model is not None:
             cut_sequence(model, mesh.axis("sp"), settings.core, settings.disable_in_eval)
         return unit

@@ -22,7 +22,7 @@ from torch import nn
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.collectives.autograd import gather_to, gathered, summed
 from deepspeed.comm.collectives.same_error import digest
-from deepspeed.comm.collectives.torch_api import told_by_all
+from deepspeed.comm.collectives.torch_api import all_gather_objects
 from deepspeed.comm.process_groups.axis import Axis
 from deepspeed.errors import DataError, NotAvailableError
 from deepspeed.foundation.fake_mode import simulating
@@ -213,7 +213,7 @@ class SequenceModel:
             return None
         # A whole sequence each, or as many documents.
         if not expected and all(torch.equal(one, slices[0]) for one in slices):
-            everyone = told_by_all(self.axis, digest(rows))
+            everyone = all_gather_objects(self.axis, digest(rows))
             if len(set(everyone)) == 1:
                 return None
         return whole
@@ -309,12 +309,12 @@ def cut_sequence(
             known.remove()
             known = None
         if known is None:
-            _refuse(module, axis)
+            _check_model(module, axis)
             SequenceModel(module, axis, disable_in_eval).install(core or str(module.config._attn_implementation))
     return sequence_models(model)
 
 
-def _refuse(model: Any, axis: Axis) -> None:
+def _check_model(model: Any, axis: Axis) -> None:
     """Raise NotAvailableError for a model that cannot be cut, MeshError for heads that cannot be shared out."""
     parameters, config = inspect.signature(model.forward).parameters, model.config
     why = ""

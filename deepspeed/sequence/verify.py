@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from deepspeed.comm.collectives.same_error import run_together
-from deepspeed.comm.collectives.torch_api import told_by_all
+from deepspeed.comm.collectives.same_error import run_collectively
+from deepspeed.comm.collectives.torch_api import all_gather_objects
 from deepspeed.comm.process_groups.axis import Axis
 from deepspeed.errors import SequenceParallelError
 from deepspeed.foundation.fake_mode import simulating
@@ -55,7 +55,7 @@ def prove(made: SequenceModel, everyone: Axis) -> None:
 
 def _together(made: SequenceModel, everyone: Axis, action: Callable[[], T]) -> T:
     """What a part of the proof gives this rank; where a rank raises, all end."""
-    return run_together(everyone, action).given(lambda texts: _wrong(made, everyone, texts))
+    return run_collectively(everyone, action).result_or_raise(lambda texts: _wrong(made, everyone, texts))
 
 
 def _wrong(made: SequenceModel, everyone: Axis, texts: Sequence[str]) -> SequenceParallelError:
@@ -88,7 +88,7 @@ def _compared(made: SequenceModel, everyone: Axis, kind: str, batch: dict[str, A
 
     def found() -> list[str]:
         own = _together(made, everyone, lambda: "; ".join(_differences(made, kind, batch)))
-        return told_by_all(everyone, own)
+        return all_gather_objects(everyone, own)
 
     texts = found()
     if kind == PACKED and any(texts):

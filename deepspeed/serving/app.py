@@ -10,8 +10,8 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from deepspeed.serving.protocol import Chat, Completion, Refusal, parse
-from deepspeed.serving.service import Call, Service
+from deepspeed.serving.protocol import APIError, ChatCompletionRequest, CompletionRequest, parse
+from deepspeed.serving.service import PendingRequest, Service
 
 
 def make_app(service: Service) -> FastAPI:
@@ -19,27 +19,27 @@ def make_app(service: Service) -> FastAPI:
     app = FastAPI(title="ds_serve", docs_url=None, redoc_url=None, openapi_url=None)
 
     async def refused(request: Request, error: Exception) -> JSONResponse:
-        refusal = error if isinstance(error, Refusal) else Refusal(500, f"{type(error).__name__}: {error}")
+        refusal = error if isinstance(error, APIError) else APIError(500, f"{type(error).__name__}: {error}")
         service.metrics.answers.labels(_endpoint(request), str(refusal.status)).inc()
         headers = {} if refusal.retry_after is None else {"Retry-After": str(refusal.retry_after)}
         return JSONResponse(refusal.body(), refusal.status, headers)
 
     async def unknown(request: Request, error: Any) -> JSONResponse:
         text = f"{request.method} {request.url.path}: {error.detail}"
-        return await refused(request, Refusal(error.status_code, text, code="unknown_url"))
+        return await refused(request, APIError(error.status_code, text, code="unknown_url"))
 
-    app.add_exception_handler(Refusal, refused)
+    app.add_exception_handler(APIError, refused)
     app.add_exception_handler(404, unknown)
     app.add_exception_handler(405, unknown)
     _add_reading(app, service)
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        return await _answered(service, request, Completion)
+        return await _answered(service, request, CompletionRequest)
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
-        return await _answered(service, request, Chat)
+        return await _answered(service, request, ChatCompletionRequest)
 
     return app
 
@@ -68,7 +68,7 @@ def _add_reading(app: FastAPI, service: Service) -> None:
     async def model(request: Request, name: str) -> Response:
         _check_key(service, request)
         if name != service.options.name:
-            raise Refusal(404, f"The model {name!r} does not exist", "model", "model_not_found")
+            raise APIError(404, f"The model {name!r} does not exist", "model", "model_not_found")
         return JSONResponse(card())
 
     @app.get("/health")
@@ -94,7 +94,7 @@ def _check_key(service: Service, request: Request) -> None:
         return
     given = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
     if not any([hmac.compare_digest(given, key.encode()) for key in keys]):
-        raise Refusal(401, "Incorrect API key provided", code="invalid_api_key", kind="authentication_error")
+        raise APIError(401, "Incorrect API key provided", code="invalid_api_key", kind="authentication_error")
 
 
 async def _body(service: Service, request: Request) -> bytes:
@@ -105,7 +105,7 @@ async def _body(service: Service, request: Request) -> bytes:
     """
     most, found = service.options.max_body, bytearray()
     said = request.headers.get("content-length", "")
-    too_long = Refusal(400, f"The body is longer than {most} bytes", code="request_too_large")
+    too_long = APIError(400, f"The body is longer than {most} bytes", code="request_too_large")
     if said.isdecimal() and int(said) > most:
         raise too_long
     async for part in request.stream():
@@ -115,7 +115,9 @@ async def _body(service: Service, request: Request) -> bytes:
     return bytes(found)
 
 
-async def _answered(service: Service, request: Request, kind: type[Completion] | type[Chat]) -> Response:
+async def _answered(
+    service: Service, request: Request, kind: type[CompletionRequest] | type[ChatCompletionRequest]
+) -> Response:
     _check_key(service, request)
     asked = parse(kind, await _body(service, request))
     call = await service.call(asked)
@@ -123,7 +125,7 @@ async def _answered(service: Service, request: Request, kind: type[Completion] |
     if asked.stream:
         counted.inc()
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        return _Stream(call, service.stream(call), media_type="text/event-stream", headers=headers)
+        return _ResponseStream(call, service.stream(call), media_type="text/event-stream", headers=headers)
     try:
         body = await _unless_gone(request, lambda: service.answer(call))
     finally:
@@ -134,10 +136,10 @@ async def _answered(service: Service, request: Request, kind: type[Completion] |
     return JSONResponse(body)
 
 
-class _Stream(StreamingResponse):
+class _ResponseStream(StreamingResponse):
     """A stream that gives its request up however it ends, begun or not."""
 
-    def __init__(self, call: Call, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, call: PendingRequest, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._call = call
 

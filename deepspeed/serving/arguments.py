@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deepspeed.errors import ArgumentError
-from deepspeed.foundation.log import say
+from deepspeed.foundation.log import log_rank0
 
 _LEAST = {
     "max_sequences": 1, "max_body": 1, "max_choices": 1, "max_batch_tokens": 1, "max_waiting": 0, "max_length": 0,
@@ -123,7 +123,7 @@ def _check(given: argparse.Namespace) -> None:
             raise ArgumentError(
                 f"there is no folder {given.model!r}: give one that `save_pretrained` has written, with the tokenizer"
             )
-        say(f"there is no folder {given.model} here: Transformers looks for a model of that name")
+        log_rank0(f"there is no folder {given.model} here: Transformers looks for a model of that name")
     for name, least in _LEAST.items():
         if getattr(given, name) < least:
             raise ArgumentError(f"--{name.replace('_', '-')} has to be at least {least}")

@@ -14,7 +14,7 @@ from deepspeed.errors import UsageError
 from deepspeed.foundation.log import logger
 from deepspeed.serving import worker
 from deepspeed.serving.arguments import EngineOptions
-from deepspeed.serving.ipc import Cancel, Failed, Part, Ready, Refused, Step, Stop, Submit
+from deepspeed.serving.ipc import Cancel, Failed, Ready, Refused, Step, Stop, Submit, TokenChunk
 
 
 class EngineGone(UsageError):
@@ -36,7 +36,7 @@ class EngineProcess:
         self.failure = ""
         self.last_step = time.monotonic()
         self.last = Step(0, idle=True)
-        self.live: dict[int, Callable[[Part | Refused | None], None]] = {}
+        self.live: dict[int, Callable[[TokenChunk | Refused | None], None]] = {}
         self._next = 0
         self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._ended = asyncio.Event()
@@ -80,12 +80,14 @@ class EngineProcess:
 
     # -- requests -------------------------------------------------------------------------------------------------
 
-    def submit(self, tokens: list[int], sampling: dict[str, Any], put: Callable[[Part | Refused | None], None]) -> int:
+    def submit(
+        self, tokens: list[int], sampling: dict[str, Any], put: Callable[[TokenChunk | Refused | None], None]
+    ) -> int:
         """Hand a request over.
 
         Args:
             tokens: the prompt.
-            sampling: keyword arguments of `Sampling`.
+            sampling: keyword arguments of `SamplingParams`.
             put: called with what comes of it: parts; a refusal; None when the engine is gone.
 
         Returns:
@@ -163,7 +165,7 @@ class EngineProcess:
         elif isinstance(message, Failed):
             self.failure = message.reason
 
-    def _deliver(self, message: Part | Refused, last: bool) -> None:
+    def _deliver(self, message: TokenChunk | Refused, last: bool) -> None:
         put = self.live.pop(message.ident, None) if last else self.live.get(message.ident)
         if put is not None:
             put(message)

@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Submit:
-    """A request: its number, the prompt's tokens, and the keyword arguments of `Sampling`."""
+    """A request: its number, the prompt's tokens, and the keyword arguments of `SamplingParams`."""
 
     ident: int
     tokens: list[int]
@@ -52,7 +52,7 @@ class Refused:
 
 
 @dataclass(frozen=True)
-class Part:
+class TokenChunk:
     """New tokens of a request: see `deepspeed.inference.request.Output`.
 
     `logprobs` are (token, log-probability, ((token, log-probability), …)).
@@ -78,7 +78,7 @@ class Step:
     """
 
     number: int
-    parts: list[Part] = field(default_factory=list)
+    parts: list[TokenChunk] = field(default_factory=list)
     running: int = 0
     waiting: int = 0
     free_pages: int = 0

@@ -10,9 +10,17 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from deepspeed.errors import DeepSpeedError
 
 # Fields that say nothing about the answer: taken and left alone.
-_QUIET = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"}
+IGNORED_FIELDS = {
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "parallel_tool_calls",
+}
 # field: values that ask for nothing
-_LACKING: dict[str, tuple[Any, ...]] = {
+UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
     "tools": (None, []), "tool_choice": (None, "none"), "functions": (None, []), "function_call": (None, "none"),
     "response_format": (None, {"type": "text"}), "suffix": (None, ""), "audio": (None,), "modalities": (None, ["text"]),
     "prediction": (None,), "web_search_options": (None,), "reasoning_effort": (None,), "verbosity": (None,),
@@ -20,7 +28,7 @@ _LACKING: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
-class Refusal(DeepSpeedError):
+class APIError(DeepSpeedError):
     """A request that is not answered.
 
     Args:
@@ -53,7 +61,7 @@ class StreamOptions(BaseModel):
     include_obfuscation: bool | None = False  # nothing is padded
 
 
-class _Asked(BaseModel):
+class BaseRequest(BaseModel):
     """What both endpoints take."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
@@ -84,7 +92,7 @@ class _Asked(BaseModel):
         """
         found = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         if len(found) > 4 or not all(found):
-            raise Refusal(400, f"stop: up to 4 strings that are not empty; got {len(found)}", "stop", "invalid_value")
+            raise APIError(400, f"stop: up to 4 strings that are not empty; got {len(found)}", "stop", "invalid_value")
         return found
 
     def wanted_tokens(self) -> int | None:
@@ -96,7 +104,7 @@ class _Asked(BaseModel):
         return None
 
     def sampling(self, most: int) -> dict[str, Any]:
-        """The keyword arguments of `Sampling`, but for `index`."""
+        """The keyword arguments of `SamplingParams`, but for `index`."""
         said: dict[str, Any] = {
             "max_new_tokens": most, "temperature": 1.0 if self.temperature is None else self.temperature,
             "top_p": self.top_p, "top_k": None if self.top_k == -1 else self.top_k, "min_p": self.min_p,
@@ -106,7 +114,7 @@ class _Asked(BaseModel):
             "min_new_tokens": self.min_tokens, "logprobs": self.wanted_logprobs(), "logit_bias": self._bias(),
         }  # fmt: skip
         if self.min_tokens is not None and self.min_tokens > most:
-            raise Refusal(
+            raise APIError(
                 400, f"min_tokens {self.min_tokens} is more than max_tokens {most}", "min_tokens", "invalid_value"
             )
         return {key: value for key, value in said.items() if value is not None}
@@ -117,13 +125,13 @@ class _Asked(BaseModel):
         try:
             made = {int(token): value for token, value in self.logit_bias.items()}
         except ValueError:
-            raise Refusal(400, "logit_bias: keys are numbers of tokens", "logit_bias", "invalid_value") from None
+            raise APIError(400, "logit_bias: keys are numbers of tokens", "logit_bias", "invalid_value") from None
         if any(not -100 <= value <= 100 for value in made.values()):
-            raise Refusal(400, "logit_bias: values are from -100 to 100", "logit_bias", "invalid_value")
+            raise APIError(400, "logit_bias: values are from -100 to 100", "logit_bias", "invalid_value")
         return made
 
 
-class Completion(_Asked):
+class CompletionRequest(BaseRequest):
     """`POST /v1/completions`."""
 
     prompt: str | list[str] | list[int] | list[list[int]]
@@ -140,7 +148,7 @@ class Completion(_Asked):
         if isinstance(given, str) or (given and isinstance(given[0], int)):
             given = [given]
         if not given or not all(given) and any(isinstance(one, list) for one in given):
-            raise Refusal(400, "prompt: an empty list holds nothing to go on from", "prompt", "invalid_value")
+            raise APIError(400, "prompt: an empty list holds nothing to go on from", "prompt", "invalid_value")
         return given
 
     def wanted_tokens(self) -> int | None:
@@ -160,7 +168,7 @@ class Text(BaseModel):
     text: str
 
 
-class Message(BaseModel):
+class ChatMessage(BaseModel):
     """A message of a chat."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -175,10 +183,10 @@ class Message(BaseModel):
         return {"role": "system" if self.role == "developer" else self.role, "content": text}
 
 
-class Chat(_Asked):
+class ChatCompletionRequest(BaseRequest):
     """`POST /v1/chat/completions`."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: list[ChatMessage] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
@@ -194,11 +202,11 @@ class Chat(_Asked):
             Refusal: `top_logprobs` without it.
         """
         if self.top_logprobs and not self.logprobs:
-            raise Refusal(400, "top_logprobs: needs logprobs: true", "top_logprobs", "invalid_value")
+            raise APIError(400, "top_logprobs: needs logprobs: true", "top_logprobs", "invalid_value")
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-def parse(kind: type[Completion] | type[Chat], body: bytes) -> Any:
+def parse(kind: type[CompletionRequest] | type[ChatCompletionRequest], body: bytes) -> Any:
     """A request from its bytes.
 
     Raises:
@@ -207,13 +215,13 @@ def parse(kind: type[Completion] | type[Chat], body: bytes) -> Any:
     try:
         said = json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise Refusal(400, f"The body is not valid JSON: {error}", code="invalid_json") from None
+        raise APIError(400, f"The body is not valid JSON: {error}", code="invalid_json") from None
     if not isinstance(said, dict):
-        raise Refusal(400, f"The body has to be a JSON object, not {type(said).__name__}", code="invalid_json")
-    for name, idle in _LACKING.items():
+        raise APIError(400, f"The body has to be a JSON object, not {type(said).__name__}", code="invalid_json")
+    for name, idle in UNSUPPORTED_FIELDS.items():
         if name in said and said.pop(name) not in idle:
-            raise Refusal(400, f"{name} is not available: this server does not have it", name, "unsupported_parameter")
-    said = {name: value for name, value in said.items() if name not in _QUIET}
+            raise APIError(400, f"{name} is not available: this server does not have it", name, "unsupported_parameter")
+    said = {name: value for name, value in said.items() if name not in IGNORED_FIELDS}
     try:
         return kind.model_validate(said)
     except ValidationError as error:
@@ -221,4 +229,4 @@ def parse(kind: type[Completion] | type[Chat], body: bytes) -> Any:
         where = ".".join(str(part) for part in first["loc"][:2])
         code = "unknown_parameter" if first["type"] == "extra_forbidden" else "invalid_value"
         text = "is unknown" if code == "unknown_parameter" else first["msg"]
-        raise Refusal(400, f"{where}: {text}", str(first["loc"][0]) if first["loc"] else None, code) from None
+        raise APIError(400, f"{where}: {text}", str(first["loc"][0]) if first["loc"] else None, code) from None

@@ -8,7 +8,7 @@ import uuid
 from dataclasses import dataclass, field
 from typing import Any
 
-from deepspeed.serving.ipc import Part
+from deepspeed.serving.ipc import TokenChunk
 from deepspeed.serving.text_stream import TextStream
 
 DONE = "data: [DONE]\n\n"
@@ -21,7 +21,7 @@ def event(body: dict[str, Any]) -> str:
 
 
 @dataclass(eq=False)
-class Choice:
+class ResponseChoice:
     """One answer as it grows.
 
     Attributes:
@@ -41,7 +41,7 @@ class Choice:
     offset: int = 0
     reason: str | None = None
 
-    def take(self, part: Part) -> tuple[str, list[Any]]:
+    def take(self, part: TokenChunk) -> tuple[str, list[Any]]:
         """New text and log-probabilities."""
         self.tokens += len(part.tokens)
         if part.finish_reason is None:
@@ -53,7 +53,7 @@ class Choice:
         return text, list(part.logprobs or [])
 
 
-class Form:
+class ResponseFormatter:
     """How answers look; one for each endpoint.
 
     Args:
@@ -68,7 +68,7 @@ class Form:
         self.ident = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
         self._head = {"id": self.ident, "created": int(time.time()), "model": model}
 
-    def whole(self, choices: list[Choice]) -> dict[str, Any]:
+    def whole(self, choices: list[ResponseChoice]) -> dict[str, Any]:
         """The answer to a request that does not stream."""
         made = []
         for choice in choices:
@@ -82,18 +82,18 @@ class Form:
         kind = "chat.completion" if self._chat else "text_completion"
         return {**self._head, "object": kind, "choices": made, "usage": usage(choices)}
 
-    def first(self, choice: Choice) -> dict[str, Any]:
+    def first(self, choice: ResponseChoice) -> dict[str, Any]:
         """The chunk of a chat that says who speaks."""
         return self._chunk(choice.index, {"delta": {"role": "assistant", "content": ""}}, None, None)
 
-    def chunk(self, choice: Choice, text: str, logprobs: list[Any]) -> dict[str, Any]:
+    def chunk(self, choice: ResponseChoice, text: str, logprobs: list[Any]) -> dict[str, Any]:
         """New text; the reason with the last one."""
         said: dict[str, Any] = (
             {"delta": {"content": text} if text or choice.reason is None else {}} if self._chat else {"text": text}
         )
         return self._chunk(choice.index, said, self._logprobs(choice, logprobs), choice.reason)
 
-    def last(self, choices: list[Choice]) -> dict[str, Any]:
+    def last(self, choices: list[ResponseChoice]) -> dict[str, Any]:
         """The chunk with what was used."""
         kind = "chat.completion.chunk" if self._chat else "text_completion"
         return {**self._head, "object": kind, "choices": [], "usage": usage(choices)}
@@ -105,7 +105,7 @@ class Form:
 
     # -- log-probabilities ----------------------------------------------------------------------------------------
 
-    def _logprobs(self, choice: Choice, found: list[Any]) -> dict[str, Any] | None:
+    def _logprobs(self, choice: ResponseChoice, found: list[Any]) -> dict[str, Any] | None:
         if not self._wants:
             return None
         if self._chat:
@@ -136,7 +136,7 @@ class Form:
         return self._tokenizer.convert_ids_to_tokens(token) if "\ufffd" in text or not text else text
 
 
-def usage(choices: list[Choice]) -> dict[str, int]:
+def usage(choices: list[ResponseChoice]) -> dict[str, int]:
     """Tokens read and written; several answers to one prompt read it once."""
     prompts = {id(choice.prompt): len(choice.prompt) for choice in choices}
     read, written = sum(prompts.values()), sum(choice.tokens for choice in choices)

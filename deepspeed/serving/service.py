@@ -10,16 +10,16 @@ from typing import Any
 
 from deepspeed.serving.arguments import ServeOptions
 from deepspeed.serving.engine import EngineGone, EngineProcess
-from deepspeed.serving.ipc import Part, Refused
+from deepspeed.serving.ipc import Refused, TokenChunk
 from deepspeed.serving.metrics import Metrics
-from deepspeed.serving.protocol import Chat, Completion, Refusal
-from deepspeed.serving.responses import DONE, Choice, Form, event
+from deepspeed.serving.protocol import APIError, ChatCompletionRequest, CompletionRequest
+from deepspeed.serving.responses import DONE, ResponseChoice, ResponseFormatter, event
 from deepspeed.serving.text_stream import TextStream
 
 _LONG = 20_000  # characters from which a prompt is cut into tokens beside the event loop
 
 
-class Call:
+class PendingRequest:
     """One request on its way: its choices, and the queue in which their parts arrive.
 
     Args:
@@ -29,16 +29,25 @@ class Call:
         leads: text to go before each answer.
     """
 
-    def __init__(self, service: Service, asked: Completion | Chat, prompts: list[list[int]], leads: list[str]) -> None:
+    def __init__(
+        self,
+        service: Service,
+        asked: CompletionRequest | ChatCompletionRequest,
+        prompts: list[list[int]],
+        leads: list[str],
+    ) -> None:
         self._service, self.asked = service, asked
-        self.form = Form(
-            service.options.name, service.tokenizer, isinstance(asked, Chat), asked.wanted_logprobs() is not None
+        self.form = ResponseFormatter(
+            service.options.name,
+            service.tokenizer,
+            isinstance(asked, ChatCompletionRequest),
+            asked.wanted_logprobs() is not None,
         )
         self.begun = time.monotonic()
         self.deadline = self.begun + service.options.timeout
-        self.choices: list[Choice] = []
+        self.choices: list[ResponseChoice] = []
         self._idents: dict[int, int] = {}
-        self._arrived: list[tuple[int, Part | Refused | None]] = []
+        self._arrived: list[tuple[int, TokenChunk | Refused | None]] = []
         self._waiting: asyncio.Future[None] | None = None  # of the reader, while nothing is there for it
         self._late = False
         self._sampling = []
@@ -47,7 +56,9 @@ class Call:
             sampling = asked.sampling(service.room(prompt, asked))
             for copy in range(copies):
                 index = number * copies + copy
-                self.choices.append(Choice(index, prompt, TextStream(service.tokenizer, stops, prompt), leads[number]))
+                self.choices.append(
+                    ResponseChoice(index, prompt, TextStream(service.tokenizer, stops, prompt), leads[number])
+                )
                 self._sampling.append({**sampling, "index": copy})
 
     def start(self) -> None:
@@ -58,7 +69,7 @@ class Call:
         self._service.metrics.prompt_tokens.inc(sum({id(c.prompt): len(c.prompt) for c in self.choices}.values()))
 
     def _put(self, index: int) -> Any:
-        def put(message: Part | Refused | None) -> None:
+        def put(message: TokenChunk | Refused | None) -> None:
             self._arrived.append((index, message))
             self._wake()
 
@@ -72,7 +83,7 @@ class Call:
         self._late = True
         self._wake()
 
-    async def _some(self) -> list[tuple[int, Part | Refused | None]]:
+    async def _some(self) -> list[tuple[int, TokenChunk | Refused | None]]:
         """What has arrived, once there is something; nothing when the time is over.
 
         A future and one timer: `asyncio.wait_for` makes a task for each token.
@@ -93,7 +104,7 @@ class Call:
         if gone:
             self._service.metrics.cancelled.inc()
 
-    async def parts(self) -> AsyncIterator[list[tuple[Choice, Part]]]:
+    async def parts(self) -> AsyncIterator[list[tuple[ResponseChoice, TokenChunk]]]:
         """Parts as they come; what came while the reader was slow comes together.
 
         Raises:
@@ -107,21 +118,23 @@ class Call:
             timer.cancel()
         self._service.metrics.whole.observe(time.monotonic() - self.begun)
 
-    async def _made(self) -> AsyncIterator[list[tuple[Choice, Part]]]:
+    async def _made(self) -> AsyncIterator[list[tuple[ResponseChoice, TokenChunk]]]:
         open_choices = len(self.choices)
         first = True
         while open_choices:
             found = await self._some()
             if self._late:
-                raise Refusal(504, f"not finished within {self._service.options.timeout:g} s", code="deadline_exceeded")
+                raise APIError(
+                    504, f"not finished within {self._service.options.timeout:g} s", code="deadline_exceeded"
+                )
             made = []
             for index, message in found:
                 if message is None:
-                    raise Refusal(500, "the engine has ended", code="engine_ended")
+                    raise APIError(500, "the engine has ended", code="engine_ended")
                 if isinstance(message, Refused):
-                    raise Refusal(400, message.reason, code="invalid_value")
+                    raise APIError(400, message.reason, code="invalid_value")
                 if message.error is not None:
-                    raise Refusal(500, message.error, code="model_error")
+                    raise APIError(500, message.error, code="model_error")
                 made.append((self.choices[index], message))
                 open_choices -= message.finish_reason is not None
             if first:
@@ -154,12 +167,12 @@ class Service:
             Refusal: 503 while the server ends, 429 when enough wait already.
         """
         if self.draining:
-            raise Refusal(503, "the server is ending", code="draining", retry_after=5)
+            raise APIError(503, "the server is ending", code="draining", retry_after=5)
         if not self.engine.alive:
-            raise Refusal(503, self.engine.failure or "the engine has ended", code="engine_ended")
+            raise APIError(503, self.engine.failure or "the engine has ended", code="engine_ended")
         most = self.options.engine.max_sequences + self.options.max_waiting
         if len(self.engine.live) + choices > most:
-            raise Refusal(
+            raise APIError(
                 429, f"{len(self.engine.live)} answers are under way, and {most} are the most: try again later",
                 code="overloaded", kind="rate_limit_error", retry_after=self._retry_after(),
             )  # fmt: skip
@@ -168,40 +181,40 @@ class Service:
         """Seconds, more of them the longer the queue."""
         return 1 + len(self.engine.live) // max(self.options.engine.max_sequences, 1) // 4
 
-    async def call(self, asked: Completion | Chat) -> Call:
+    async def call(self, asked: CompletionRequest | ChatCompletionRequest) -> PendingRequest:
         """A request with its prompts as tokens.
 
         Raises:
             Refusal: it cannot be answered.
         """
         if asked.model != self.options.name:
-            raise Refusal(
+            raise APIError(
                 404,
                 f"The model {asked.model!r} does not exist; there is {self.options.name!r}",
                 "model",
                 "model_not_found",
             )
-        given = 1 if isinstance(asked, Chat) else len(asked.prompts())
+        given = 1 if isinstance(asked, ChatCompletionRequest) else len(asked.prompts())
         choices = given * (asked.n or 1)
         if choices > self.options.max_choices:
-            raise Refusal(
+            raise APIError(
                 400, f"{choices} answers to one request; {self.options.max_choices} are the most", "n", "invalid_value"
             )
         if asked.stream_options is not None and not asked.stream:
-            raise Refusal(400, "stream_options: only with stream: true", "stream_options", "invalid_value")
+            raise APIError(400, "stream_options: only with stream: true", "stream_options", "invalid_value")
         self.admit(choices)
         prompts, leads = await self._prompts(asked)
         self.admit(choices)  # others may have come meanwhile
-        call = Call(self, asked, prompts, leads)
+        call = PendingRequest(self, asked, prompts, leads)
         self.start(call)  # in one go with the look at what is under way: requests that come together are counted
         return call
 
-    async def _prompts(self, asked: Completion | Chat) -> tuple[list[list[int]], list[str]]:
-        if isinstance(asked, Chat):
+    async def _prompts(self, asked: CompletionRequest | ChatCompletionRequest) -> tuple[list[list[int]], list[str]]:
+        if isinstance(asked, ChatCompletionRequest):
             text, special = self._chat_text(asked), False
             return [await self._tokens(text, special)], [""]
         if asked.echo and asked.logprobs is not None:
-            raise Refusal(400, "echo together with logprobs is not available", "echo", "unsupported_parameter")
+            raise APIError(400, "echo together with logprobs is not available", "echo", "unsupported_parameter")
         prompts, leads = [], []
         for one in asked.prompts():
             prompts.append(self._checked(one) if isinstance(one, list) else await self._tokens(one, True))
@@ -209,18 +222,18 @@ class Service:
             leads.append(shown if asked.echo else "")
         return prompts, leads
 
-    def _chat_text(self, asked: Chat) -> str:
+    def _chat_text(self, asked: ChatCompletionRequest) -> str:
         template = self.options.chat_template or getattr(self.tokenizer, "chat_template", None)
         if not template:
             text = "this model has no chat template: start ds_serve with --chat-template, or use /v1/completions"
-            raise Refusal(400, f"messages: {text}", "messages", "no_chat_template")
+            raise APIError(400, f"messages: {text}", "messages", "no_chat_template")
         messages = [message.plain() for message in asked.messages]
         try:
             return self.tokenizer.apply_chat_template(
                 messages, chat_template=self.options.chat_template or None, tokenize=False, add_generation_prompt=True
             )
         except Exception as error:  # templates refuse in their own words, with errors of Jinja's or others
-            raise Refusal(
+            raise APIError(
                 400, f"messages: the chat template refuses them: {error}", "messages", "invalid_value"
             ) from None
 
@@ -231,18 +244,18 @@ class Service:
         try:
             found = await asyncio.to_thread(cut) if len(text) > _LONG else cut()
         except (TypeError, ValueError, UnicodeError) as error:  # lone surrogates are valid JSON and no text
-            raise Refusal(400, f"the prompt is no valid text: {error}", "prompt", "invalid_value") from None
+            raise APIError(400, f"the prompt is no valid text: {error}", "prompt", "invalid_value") from None
         if not found:
-            raise Refusal(400, "the prompt is empty: there is nothing to go on from", "prompt", "invalid_value")
+            raise APIError(400, "the prompt is empty: there is nothing to go on from", "prompt", "invalid_value")
         return found
 
     def _checked(self, tokens: list[int]) -> list[int]:
         most = len(self.tokenizer)
         if any(not 0 <= token < most for token in tokens):
-            raise Refusal(400, f"prompt: tokens are numbers from 0 to {most - 1}", "prompt", "invalid_value")
+            raise APIError(400, f"prompt: tokens are numbers from 0 to {most - 1}", "prompt", "invalid_value")
         return tokens
 
-    def room(self, prompt: list[int], asked: Completion | Chat) -> int:
+    def room(self, prompt: list[int], asked: CompletionRequest | ChatCompletionRequest) -> int:
         """Tokens that the answer may have.
 
         Raises:
@@ -254,18 +267,18 @@ class Service:
             return wanted or 1024
         whole = len(prompt) + (wanted or 1)
         if whole > limit:
-            where = "messages" if isinstance(asked, Chat) else "prompt"
+            where = "messages" if isinstance(asked, ChatCompletionRequest) else "prompt"
             text = (
                 f"This model's maximum context length is {limit} tokens. However, you requested {whole} tokens "
                 f"({len(prompt)} in the {where}, {wanted or 1} in the completion). "
                 f"Please reduce the length of the {where} or completion."
             )
-            raise Refusal(400, text, where, "context_length_exceeded")
+            raise APIError(400, text, where, "context_length_exceeded")
         return wanted or limit - len(prompt)
 
     # -- answers --------------------------------------------------------------------------------------------------
 
-    async def answer(self, call: Call) -> dict[str, Any]:
+    async def answer(self, call: PendingRequest) -> dict[str, Any]:
         """The whole answer; cancelled with its caller."""
         try:
             async for parts in call.parts():
@@ -277,7 +290,7 @@ class Service:
         finally:
             call.close()
 
-    async def stream(self, call: Call) -> AsyncIterator[str]:
+    async def stream(self, call: PendingRequest) -> AsyncIterator[str]:
         """Server-sent events; an error after the first is an event too."""
         options = call.asked.stream_options
         try:
@@ -287,17 +300,17 @@ class Service:
             if options is not None and options.include_usage:
                 yield event(call.form.last(call.choices))
             yield DONE
-        except Refusal as refusal:
+        except APIError as refusal:
             yield event(refusal.body())
         finally:
             call.close()
 
-    def _events(self, call: Call, parts: list[tuple[Choice, Part]]) -> list[str]:
+    def _events(self, call: PendingRequest, parts: list[tuple[ResponseChoice, TokenChunk]]) -> list[str]:
         """Events of parts: those of one choice that came together are one."""
         made: dict[int, tuple[str, list[Any]]] = {}
         events = []
         for choice, part in parts:
-            if choice.tokens == 0 and isinstance(call.asked, Chat):
+            if choice.tokens == 0 and isinstance(call.asked, ChatCompletionRequest):
                 events.append(event(call.form.first(choice)))
             text, logprobs = choice.take(part)
             before = made.get(choice.index, ("", []))
@@ -308,7 +321,7 @@ class Service:
                 events.append(event(call.form.chunk(choice, text, logprobs)))
         return events
 
-    def start(self, call: Call) -> None:
+    def start(self, call: PendingRequest) -> None:
         """Hand a request to the engine.
 
         Raises:
@@ -317,7 +330,7 @@ class Service:
         try:
             call.start()
         except EngineGone as error:
-            raise Refusal(503, str(error), code="engine_ended") from None
+            raise APIError(503, str(error), code="engine_ended") from None
 
     # -- health ---------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed.serving.arguments import EngineOptions
-from deepspeed.serving.ipc import Cancel, Failed, Part, Ready, Refused, Step, Stop, Submit
+from deepspeed.serving.ipc import Cancel, Failed, Ready, Refused, Step, Stop, Submit, TokenChunk
 
 BEAT = 0.5  # seconds between two signs of life while there is nothing to do
 
@@ -117,22 +117,22 @@ class _Engine:
                 self.ending = True
 
     def _submit(self, message: Submit) -> None:
-        from deepspeed.inference.request import Request, Sampling
+        from deepspeed.inference.request import Request, SamplingParams
 
         try:
-            self.generator.submit(Request(message.ident, message.tokens, Sampling(**message.sampling)))
+            self.generator.submit(Request(message.ident, message.tokens, SamplingParams(**message.sampling)))
         except Exception as error:  # whatever is wrong with a request is no matter of the others
             self.pipe.send(Refused(message.ident, str(error)))
 
-    def _tell(self, parts: list[Part], idle: bool) -> None:
+    def _tell(self, parts: list[TokenChunk], idle: bool) -> None:
         load = self.generator.load()
         self.pipe.send(
             Step(self.steps, parts, load.running, load.waiting, load.free_pages, load.pages, load.preemptions, idle)
         )
 
 
-def _part(output: Any) -> Part:
+def _part(output: Any) -> TokenChunk:
     logprobs = None
     if output.logprobs is not None:
         logprobs = [(one.token, one.logprob, tuple(one.top)) for one in output.logprobs]
-    return Part(output.ident, list(output.tokens), logprobs, output.finish_reason, output.matched, output.error)
+    return TokenChunk(output.ident, list(output.tokens), logprobs, output.finish_reason, output.matched, output.error)

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from deepspeed.errors import ArgumentError
 from deepspeed.simulator.machine import Machine
-from deepspeed.simulator.replay import Timeline, replay
-from deepspeed.simulator.trace import EMPTIED, Block, Recording
+from deepspeed.simulator.replay import SimulatedTimeline, replay
+from deepspeed.simulator.trace import EMPTIED, MemoryEvent, Recording
 
 _ROUND, _SMALL, _LARGE = 512, 1 << 20, 10 << 20
 _SMALL_SEGMENT, _LARGE_SEGMENT, _ROUND_SEGMENT = 2 << 20, 20 << 20, 2 << 20
@@ -195,17 +195,17 @@ def replay_memory(recording: Recording, machine: Machine, ends: list[int], limit
 class _Times:
     """When the host is at a block, and when a stream is done with what it was given before."""
 
-    def __init__(self, recording: Recording, timeline: Timeline) -> None:
+    def __init__(self, recording: Recording, timeline: SimulatedTimeline) -> None:
         self._timeline = timeline
         self._on: dict[int, list[int]] = {}
         for number, entry in enumerate(recording.entries):
             self._on.setdefault(entry.stream, []).append(number)
 
-    def of_host(self, block: Block) -> float:
+    def of_host(self, block: MemoryEvent) -> float:
         """Seconds."""
         return self._timeline.clocks[block.at - 1] if block.at else 0.0
 
-    def of_stream(self, stream: int, block: Block) -> float:
+    def of_stream(self, stream: int, block: MemoryEvent) -> float:
         """Seconds."""
         entries = self._on.get(stream, [])
         at = bisect.bisect_left(entries, block.at)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from deepspeed.simulator.replay import Piece, Timeline, joined
+from deepspeed.simulator.replay import SimulatedTimeline, TimedOp, joined
 from deepspeed.simulator.trace import COPY, DISK, HOST, KERNEL, MESSAGE
 
 _COLORS = {KERNEL: "#4477aa", MESSAGE: "#ee6677", COPY: "#ccbb44", DISK: "#aa3377", HOST: "#228833"}
@@ -13,7 +13,7 @@ _WORDS = {KERNEL: "kernels", MESSAGE: "messages", COPY: "host and device", DISK:
 _GAP = 1e-4  # shorter gaps than this part of the step are drawn over: nobody could see them
 
 
-def draw(timelines: Sequence[Timeline], path: str | Path, title: str) -> None:
+def draw(timelines: Sequence[SimulatedTimeline], path: str | Path, title: str) -> None:
     """Write the picture; needs matplotlib (extra `plot`).
 
     Args:
@@ -50,7 +50,7 @@ def draw(timelines: Sequence[Timeline], path: str | Path, title: str) -> None:
     figure.savefig(path, dpi=110)
 
 
-def _stretches(pieces: Sequence[Piece], track: str, gap: float) -> dict[str, list[tuple[float, float]]]:
+def _stretches(pieces: Sequence[TimedOp], track: str, gap: float) -> dict[str, list[tuple[float, float]]]:
     """What a track did, by kind, without gaps that nobody could see."""
     found: dict[str, list[tuple[float, float]]] = {}
     for kind in _COLORS:

@@ -7,13 +7,25 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from deepspeed.simulator.machine import Machine
-from deepspeed.simulator.trace import COPY, DISK, HOST, KERNEL, MARK, MESSAGE, NOTHING, ORDER, WAIT, Entry, Recording
+from deepspeed.simulator.trace import (
+    COPY,
+    DISK,
+    HOST,
+    KERNEL,
+    MARK,
+    MESSAGE,
+    NOTHING,
+    ORDER,
+    WAIT,
+    HostEvent,
+    Recording,
+)
 
 _ORDER_COST = 0.2  # of a launch: an event is recorded or waited for without a kernel
 
 
 @dataclass(slots=True)
-class Piece:
+class TimedOp:
     """Something that ran.
 
     Args:
@@ -33,7 +45,7 @@ class Piece:
 
 
 @dataclass
-class Timeline:
+class SimulatedTimeline:
     """A step on a machine.
 
     Args:
@@ -46,7 +58,7 @@ class Timeline:
     """
 
     name: str
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[TimedOp] = field(default_factory=list)
     seconds: float = 0.0
     host: float = 0.0
     ends: list[float] = field(default_factory=list)
@@ -123,14 +135,14 @@ class _Link:
 class _Replay:
     def __init__(self, recording: Recording, machine: Machine, host_time: float) -> None:
         self.recording, self.machine, self.launch = recording, machine, host_time
-        self.timeline = Timeline(recording.name)
+        self.timeline = SimulatedTimeline(recording.name)
         self.clock = 0.0  # of the host
         self.tails: dict[str, float] = {}  # by track: when its last piece is over
         self.ends = self.timeline.ends
         self.links = {name: _Link() for name in ("messages", "to_host", "to_device", "disk")}
         self.floors: dict[int, float] = {}  # by stream: when what it was ordered behind is over
 
-    def run(self) -> Timeline:
+    def run(self) -> SimulatedTimeline:
         for entry in self.recording.entries:
             self.ends.append(self._one(entry))
             self.timeline.clocks.append(self.clock)
@@ -141,7 +153,7 @@ class _Replay:
         self.clock += seconds
         self.timeline.host += seconds
 
-    def _one(self, entry: Entry) -> float:
+    def _one(self, entry: HostEvent) -> float:
         if entry.kind == MARK:
             return self.clock
         if entry.kind == ORDER:
@@ -167,18 +179,18 @@ class _Replay:
         """When a stream has done what it was given, and what it waits for is over."""
         return max(self.tails.get(f"stream {stream}", 0.0), self.floors.get(stream, 0.0))
 
-    def _kernel(self, entry: Entry) -> float:
+    def _kernel(self, entry: HostEvent) -> float:
         begin = max(self.clock, self._ready(entry.stream))
         return self._piece(f"stream {entry.stream}", entry, begin,
                            begin + self.machine.kernel(entry.name, entry.flops, entry.nbytes, entry.dtype))  # fmt: skip
 
-    def _copy(self, entry: Entry) -> float:
+    def _copy(self, entry: HostEvent) -> float:
         seconds = self.machine.latency / 2 + (entry.nbytes / self.machine.link if self.machine.link else 0.0)
         begin = self.links[entry.name].take(max(self.clock, self._ready(entry.stream)), seconds)
         self.tails[f"stream {entry.stream}"] = begin + seconds
         return self._piece(entry.name, entry, begin, begin + seconds)
 
-    def _message(self, entry: Entry) -> float:
+    def _message(self, entry: HostEvent) -> float:
         machine, lane = self.machine, f"lane {entry.lane}"
         on_link, besides = machine.message(entry.name, entry.nbytes, entry.group)
         ready = max(self.clock, self._ready(entry.stream), self.tails.get(lane, 0.0))
@@ -189,13 +201,13 @@ class _Replay:
             begin = self.links["messages"].take(ready + besides, on_link) - besides
         return self._piece(lane, entry, begin, begin + besides + on_link)
 
-    def _piece(self, track: str, entry: Entry, begin: float, end: float) -> float:
+    def _piece(self, track: str, entry: HostEvent, begin: float, end: float) -> float:
         self.tails[track] = max(self.tails.get(track, 0.0), end)
-        self.timeline.pieces.append(Piece(track, entry.name, entry.kind, begin, end, entry.where))
+        self.timeline.pieces.append(TimedOp(track, entry.name, entry.kind, begin, end, entry.where))
         return end
 
 
-def replay(recording: Recording, machine: Machine, host_time: float | None = None) -> Timeline:
+def replay(recording: Recording, machine: Machine, host_time: float | None = None) -> SimulatedTimeline:
     """Run a recording on a machine.
 
     Args:
@@ -216,7 +228,7 @@ def repeated(recording: Recording, times: int) -> Recording:
     first = next((at for at, e in enumerate(recording.entries) if e.kind == MARK and e.name == "step"), None)
     if first is None or times <= 1:
         return recording
-    head, tail, entries = recording.entries[:first], recording.entries[first:], list[Entry]()
+    head, tail, entries = recording.entries[:first], recording.entries[first:], list[HostEvent]()
     for turn in range(times):
         entries += [_shifted(entry, turn * first) for entry in head]
     entries += [_shifted(entry, (times - 1) * first) for entry in tail]
@@ -224,8 +236,18 @@ def repeated(recording: Recording, times: int) -> Recording:
     return Recording(recording.name, recording.rank, recording.size, entries, [], recording.host_time, facts)
 
 
-def _shifted(entry: Entry, by: int) -> Entry:
+def _shifted(entry: HostEvent, by: int) -> HostEvent:
     if entry.after == NOTHING or not by:
         return entry
-    return Entry(entry.kind, entry.name, entry.stream, entry.flops, entry.nbytes, entry.dtype, entry.group, entry.lane,
-                 entry.after + by, entry.where)  # fmt: skip
+    return HostEvent(
+        entry.kind,
+        entry.name,
+        entry.stream,
+        entry.flops,
+        entry.nbytes,
+        entry.dtype,
+        entry.group,
+        entry.lane,
+        entry.after + by,
+        entry.where,
+    )

@@ -23,7 +23,7 @@ NOTHING = -1  # an order behind a stream on which nothing was
 
 
 @dataclass(slots=True)
-class Entry:
+class HostEvent:
     """One thing that the host does or launches, in the order in which it does so.
 
     Args:
@@ -51,8 +51,11 @@ class Entry:
     where: str = ""
 
 
+Entry = HostEvent  # the former name, still importable
+
+
 @dataclass(slots=True)
-class Block:
+class MemoryEvent:
     """A piece of device memory that comes, goes, or is used by another stream than its own.
 
     Args:
@@ -89,8 +92,8 @@ class Recording:
     name: str
     rank: int
     size: int
-    entries: list[Entry] = field(default_factory=list)
-    blocks: list[Block] = field(default_factory=list)
+    entries: list[HostEvent] = field(default_factory=list)
+    blocks: list[MemoryEvent] = field(default_factory=list)
     host_time: float = 0.0
     facts: dict[str, float] = field(default_factory=dict)
 
@@ -127,8 +130,8 @@ class Recording:
         try:
             held = Path(path).read_bytes()
             told: dict[str, Any] = json.loads(gzip.decompress(held) if str(path).endswith(".gz") else held)
-            entries = [Entry(**{**each, "group": tuple(each["group"])}) for each in told.pop("entries")]
-            blocks = [Block(**each) for each in told.pop("blocks")]
+            entries = [HostEvent(**{**each, "group": tuple(each["group"])}) for each in told.pop("entries")]
+            blocks = [MemoryEvent(**each) for each in told.pop("blocks")]
             return cls(**told, entries=entries, blocks=blocks)
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise ArgumentError(f"recording {path}: {error}; `Recording.save` writes one") from error

@@ -1,6 +1,6 @@
 """Records the trace of a step: operators, copies and waits, with their streams and memory.
 
-A CPU has one stream, and `Recorder` is enough for it. What a device is asked besides (streams, events, messages) is
+A CPU has one stream, and `StepRecorder` is enough for it. What a device is asked besides (streams, events, messages) is
 recorded by `benchmarks/device_recorder.py`, a recorder for the emulated device.
 """
 
@@ -18,7 +18,7 @@ from deepspeed.foundation.pytree import tensors_in
 from deepspeed.ops.dispatch import DispatchMode
 from deepspeed.ops.fake_tensors import dispatches, is_fake
 from deepspeed.ops.flop_formulas import formulas
-from deepspeed.simulator.trace import COPY, HOST, KERNEL, MARK, NOTHING, ORDER, WAIT, Block, Entry, Recording
+from deepspeed.simulator.trace import COPY, HOST, KERNEL, MARK, NOTHING, ORDER, WAIT, HostEvent, MemoryEvent, Recording
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 _FREE = ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "empty_permuted")
@@ -34,7 +34,7 @@ _PARTS: dict[str, Any] = {
 _SMALL = 1 << 16  # bytes of host memory whose arithmetic is part of the host's time per launch
 
 
-class Recorder(DispatchMode):
+class StepRecorder(DispatchMode):
     """Inside, a step is written down. Enter it inside `Valueless`, so that recording costs no arithmetic.
 
     Args:
@@ -92,7 +92,7 @@ class Recorder(DispatchMode):
             return
         if not any(self.here(tensor) for tensor in tensors):
             if nbytes > _SMALL and any(tensor.device.type == "cpu" for tensor in tensors):
-                self.add(Entry(HOST, name, nbytes=nbytes))
+                self.add(HostEvent(HOST, name, nbytes=nbytes))
             return
         nbytes += _read_as_well(func, name, args, kwargs)
         if name in _PARTS:
@@ -102,7 +102,7 @@ class Recorder(DispatchMode):
         if flops and "flash_attention" in name and _is_causal(func, args, kwargs):
             flops /= 2  # formulas count the masked half, which the kernel leaves out
         dtype = next((DTYPES[t.dtype] for t in tensors if t.dtype in DTYPES), "")
-        self.add(Entry(KERNEL, name, self.current(), flops, nbytes, dtype))
+        self.add(HostEvent(KERNEL, name, self.current(), flops, nbytes, dtype))
 
     def _copy(self, name: str, args: Any, kwargs: Any, out: Any) -> None:
         if name == "copy_":
@@ -112,12 +112,14 @@ class Recorder(DispatchMode):
             into, source, waits = out, args[0], not kwargs.get("non_blocking", False)
         to_host = not self.here(into)
         self.add(
-            Entry(COPY, "to_host" if to_host else "to_device", self.current(), nbytes=source.numel() * source.itemsize)
+            HostEvent(
+                COPY, "to_host" if to_host else "to_device", self.current(), nbytes=source.numel() * source.itemsize
+            )
         )
         if waits:
             self.wait(len(self.recording.entries) - 1)
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: HostEvent) -> None:
         """The next entry."""
         if not self.on:
             return
@@ -129,7 +131,7 @@ class Recorder(DispatchMode):
     def mark(self, name: str) -> None:
         """Name what follows."""
         self._mark = name
-        self.add(Entry(MARK, name))
+        self.add(HostEvent(MARK, name))
 
     # -- streams and events ------------------------------------------------------------------------------------------
 
@@ -144,12 +146,12 @@ class Recorder(DispatchMode):
     def order(self, after: int, stream: int | None = None) -> None:
         """A stream goes on behind an entry."""
         if after != NOTHING:
-            self.add(Entry(ORDER, "order", self.current() if stream is None else stream, after=after))
+            self.add(HostEvent(ORDER, "order", self.current() if stream is None else stream, after=after))
 
     def wait(self, after: int) -> None:
         """The host goes on behind an entry."""
         if after != NOTHING:
-            self.add(Entry(WAIT, "wait", after=after))
+            self.add(HostEvent(WAIT, "wait", after=after))
 
     def wait_all(self) -> None:
         """The host goes on behind all streams."""
@@ -177,7 +179,7 @@ class Recorder(DispatchMode):
 
     def _block(self, number: int, nbytes: int, stream: int = 0, used: bool = False, new: bool = False) -> None:
         at = len(self.recording.entries)
-        self.recording.blocks.append(Block(at, number, nbytes, stream if used else self.current(), used, new))
+        self.recording.blocks.append(MemoryEvent(at, number, nbytes, stream if used else self.current(), used, new))
 
     def _used(self, tensor: torch.Tensor, stream: int) -> None:
         known = self._alive.get(tensor.untyped_storage()._cdata)
@@ -219,7 +221,7 @@ class Recorder(DispatchMode):
         self._alive.clear()  # what goes later is not of the step, whoever still holds the recorder
 
 
-def _gone(recorder: weakref.ref[Recorder], key: int, number: int, _reference: Any) -> None:
+def _gone(recorder: weakref.ref[StepRecorder], key: int, number: int, _reference: Any) -> None:
     this = recorder()
     if this is not None and this._alive.pop(key, None) is not None:
         this._block(number, 0)

@@ -15,10 +15,10 @@ from deepspeed.foundation.spans import COPY, recorder
 from deepspeed.storage.buffer_pool import BufferPool
 
 
-class Arrival:
+class PendingCopy:
     """One copy under way."""
 
-    def __init__(self, mover: Mover, event: object, source: torch.Tensor) -> None:
+    def __init__(self, mover: AsyncCopier, event: object, source: torch.Tensor) -> None:
         self._mover = mover
         self._event, self._source = event, source  # the source lives until the copy is over
 
@@ -40,7 +40,7 @@ class Arrival:
         self._event.wait()  # type: ignore[attr-defined]
 
 
-class Mover:
+class AsyncCopier:
     """Copies for one device, in the order they were asked for.
 
     Args:
@@ -53,7 +53,7 @@ class Mover:
         elsewhere = self._accelerator.on_accelerator(torch.empty(0, device=device)) and device.type != "cpu"
         self._stream = self._accelerator.Stream(device=device) if elsewhere else self._accelerator.Stream()
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> Arrival:
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> PendingCopy:
         """Start copying, after what the current stream has been given so far.
 
         Args:
@@ -65,7 +65,7 @@ class Mover:
             target.copy_(source, non_blocking=True)
             event = self._accelerator.Event()
             event.record()
-        return Arrival(self, event, source)
+        return PendingCopy(self, event, source)
 
     def stream(self) -> AbstractContextManager[object]:
         """Inside, the copying stream is the current one."""
@@ -87,7 +87,7 @@ class Mover:
         pool.put(buffer, after=arrival)
 
 
-def mover_of(device: torch.device) -> Mover:
+def mover_of(device: torch.device) -> AsyncCopier:
     """The mover of a device; without an index, of the current one of its kind."""
     if device.index is None and device.type != "cpu":
         device = torch.device(device.type, get_accelerator().current_device())
@@ -95,5 +95,5 @@ def mover_of(device: torch.device) -> Mover:
 
 
 @cache
-def _mover(device: torch.device) -> Mover:
-    return Mover(device)
+def _mover(device: torch.device) -> AsyncCopier:
+    return AsyncCopier(device)

@@ -22,7 +22,7 @@ _MOST_RETURNING = 4
 
 
 class Copying(Protocol):
-    """What a loan may outlast: see `deepspeed.storage.async_copy.Arrival`."""
+    """What a loan may outlast: see `deepspeed.storage.async_copy.PendingCopy`."""
 
     def done(self) -> bool:
         """Whether it is over."""

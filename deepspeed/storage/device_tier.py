@@ -7,7 +7,7 @@ import torch
 from deepspeed.errors import UsageError
 from deepspeed.storage.async_copy import mover_of
 from deepspeed.storage.buffer_pool import BufferPool
-from deepspeed.storage.tier import Stored, Tier
+from deepspeed.storage.tier import StoredTensor, Tier
 
 
 class Evicted:
@@ -37,7 +37,7 @@ class Evicted:
         self._pool.put(self._buffer, after=arrival)
 
 
-class Resident(Stored):
+class Resident(StoredTensor):
     """A tensor that is computed on where it rests.
 
     Args:
@@ -55,7 +55,7 @@ class Resident(Stored):
         """The tensor."""
         return self._tensor
 
-    def borrow(self, read: bool = True) -> torch.Tensor:
+    def acquire(self, read: bool = True) -> torch.Tensor:
         """The tensor itself.
 
         Raises:
@@ -76,7 +76,7 @@ class Resident(Stored):
             self._evicted.restore(non_blocking)
             self._evicted = None
 
-    def give_back(self, changed: bool) -> None:
+    def release(self, changed: bool) -> None:
         """Nothing to do: it never left."""
 
     def drop(self) -> None:
@@ -89,7 +89,7 @@ class ResidentTier(Tier):
 
     name, moves, pool = "none", False, None
 
-    def store(self, label: str, numel: int, dtype: torch.dtype, device: torch.device) -> Stored:
+    def store(self, label: str, numel: int, dtype: torch.dtype, device: torch.device) -> StoredTensor:
         """Zeros on `device`."""
         return Resident(label, torch.zeros(numel, dtype=dtype, device=device))
 

@@ -6,7 +6,7 @@ import torch
 
 from deepspeed.storage.buffer_pool import BufferPool
 from deepspeed.storage.device_tier import Resident
-from deepspeed.storage.tier import Stored, Tier
+from deepspeed.storage.tier import StoredTensor, Tier
 
 CPU = torch.device("cpu")
 
@@ -40,7 +40,7 @@ class HostTier(Tier):
     def __init__(self, pool: BufferPool) -> None:
         self.pool = pool
 
-    def store(self, label: str, numel: int, dtype: torch.dtype, device: torch.device) -> Stored:
+    def store(self, label: str, numel: int, dtype: torch.dtype, device: torch.device) -> StoredTensor:
         """Zeros in host memory."""
         return _Pooled(label, self.pool, numel, dtype)
 

@@ -18,10 +18,10 @@ from deepspeed.errors import StorageError
 from deepspeed.storage.buffer_pool import BufferPool
 from deepspeed.storage.host_tier import CPU
 from deepspeed.storage.tensor_file import Disk, Extent, Transfer
-from deepspeed.storage.tier import Stored, Tier
+from deepspeed.storage.tier import StoredTensor, Tier
 
 
-class _OnDisk(Stored):
+class _OnDisk(StoredTensor):
     """A tensor in an extent of a disk; between uses it has no memory."""
 
     def __init__(self, label: str, tier: NvmeTier, numel: int, dtype: torch.dtype) -> None:
@@ -34,12 +34,12 @@ class _OnDisk(Stored):
         self._straight: Transfer | None = None  # under way between memory of the caller's and the disk
         self._users, self._dirty = 0, False
 
-    def ahead(self) -> None:
+    def prefetch(self) -> None:
         """Start reading, if a buffer may be had for it."""
         with self._tier.lock:
-            if self._buffer is None and len(self._tier.ahead) < self._tier.most_ahead:
+            if self._buffer is None and len(self._tier.prefetching) < self._tier.most_ahead:
                 self._load(read=True)
-                self._tier.ahead.add(self)
+                self._tier.prefetching.add(self)
 
     def bring(self, into: torch.Tensor) -> bool:
         """Read past the buffers, unless one has the values."""
@@ -73,7 +73,7 @@ class _OnDisk(Stored):
         if transfer is not None:
             transfer.wait()
 
-    def borrow(self, read: bool = True) -> torch.Tensor:
+    def acquire(self, read: bool = True) -> torch.Tensor:
         """The values in a buffer.
 
         Raises:
@@ -87,7 +87,7 @@ class _OnDisk(Stored):
             self._users += 1
             return buffer.view(self.dtype)
 
-    def give_back(self, changed: bool) -> None:
+    def release(self, changed: bool) -> None:
         """Write what changed, behind the caller's back where that is allowed."""
         with self._tier.lock:
             self._users -= 1
@@ -101,7 +101,7 @@ class _OnDisk(Stored):
                 self._tier.behind.append(self)
                 self._tier.limit()
             else:
-                self.release()
+                self.return_buffer()
 
     def drop(self) -> None:
         """Give buffer and extent back."""
@@ -110,7 +110,7 @@ class _OnDisk(Stored):
             with contextlib.suppress(StorageError):  # what could not be moved is not needed any more
                 self._end_straight()
             with contextlib.suppress(StorageError):
-                self.release()
+                self.return_buffer()
             self._written = False
             self._tier.leave(self._extent)
 
@@ -123,7 +123,7 @@ class _OnDisk(Stored):
             raise RuntimeError(f"{self.label} has no buffer")
         return self._buffer
 
-    def release(self) -> None:
+    def return_buffer(self) -> None:
         """Let the buffer go, once nothing is under way."""
         if self._buffer is not None:
             try:
@@ -162,12 +162,12 @@ class NvmeTier(Tier):
         self.most_ahead = buffers if reads_ahead else 0
         self._most_behind = buffers if writes_behind else 0
         self.lock = threading.RLock()  # slices are lent to the fetch service's thread too
-        self.ahead: set[_OnDisk] = set()  # with a buffer that was filled before they were borrowed
+        self.prefetching: set[_OnDisk] = set()  # with a buffer that was filled before they were borrowed
         self.behind: deque[_OnDisk] = deque()  # with a buffer that is written, oldest first
         self.spare: dict[int, list[int]] = defaultdict(list)  # places of dropped tensors, by size
         self._stored = 0  # tensors that are not dropped
 
-    def store(self, label: str, numel: int, dtype: torch.dtype, device: torch.device) -> Stored:
+    def store(self, label: str, numel: int, dtype: torch.dtype, device: torch.device) -> StoredTensor:
         """Zeros, for which space is reserved on the disk."""
         self._stored += 1
         return _OnDisk(label, self, numel, dtype)
@@ -190,11 +190,11 @@ class NvmeTier(Tier):
 
     def forget(self, stored: _OnDisk) -> None:
         """`stored` is borrowed or dropped: its buffer is not counted any more."""
-        self.ahead.discard(stored)
+        self.prefetching.discard(stored)
         if stored in self.behind:
             self.behind.remove(stored)
 
     def limit(self) -> None:
         """Let the oldest writes end until no more than the allowed number keep their buffers."""
         while len(self.behind) > self._most_behind:
-            self.behind.popleft().release()
+            self.behind.popleft().return_buffer()

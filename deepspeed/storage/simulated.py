@@ -12,7 +12,7 @@ from deepspeed.ops.aio.files import ALIGNMENT
 from deepspeed.storage.tensor_file import Disk, Extent, Transfer
 
 
-class _Over(Transfer):
+class _DoneTransfer(Transfer):
     """A transfer that is over."""
 
     def __init__(self) -> None:
@@ -33,11 +33,11 @@ class SimulatedDisk(Disk):
 
     def write(self, extent: Extent, source: torch.Tensor) -> Transfer:
         """Over."""
-        return _Over()
+        return _DoneTransfer()
 
     def read(self, extent: Extent, into: torch.Tensor) -> Transfer:
         """Over."""
-        return _Over()
+        return _DoneTransfer()
 
     def preflight(self, need_bytes: int) -> float:
         """Nobody asks this disk for room or speed."""

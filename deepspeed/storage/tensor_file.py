@@ -11,11 +11,11 @@ import torch
 
 from deepspeed.config.sections.memory import Aio
 from deepspeed.errors import StorageError, UsageError
-from deepspeed.foundation.log import say
+from deepspeed.foundation.log import log_rank0
 from deepspeed.foundation.spans import DISK, TRANSFER, now, recorder
 from deepspeed.ops.aio.files import ALIGNMENT, BlockFile, size_text
 from deepspeed.ops.aio.memory import aligned_bytes
-from deepspeed.ops.aio.queue import BlockQueue, Job, block_queue, cause_of
+from deepspeed.ops.aio.queue import BlockQueue, IORequest, block_queue, cause_of
 
 _TRIAL = 64 * 1024**2  # most bytes written and read to measure the disk: 8 rounds of the default requests in flight
 _TRIAL_BUFFER = 16 * 1024**2  # memory for that
@@ -49,10 +49,10 @@ class Extent:
 class Transfer:
     """One read or write under way. Until `wait` returns, its tensor and its extent belong to it."""
 
-    def __init__(self, disk: Disk, extent: Extent, job: Job, writing: bool) -> None:
+    def __init__(self, disk: Disk, extent: Extent, job: IORequest, writing: bool) -> None:
         self._disk, self._extent, self._writing = disk, extent, writing
         self._began = now()
-        self._job: Job | None = job
+        self._job: IORequest | None = job
 
     def done(self) -> bool:
         """Whether `wait` would return at once."""
@@ -162,7 +162,7 @@ class Disk:
         write, read = self._measure(min(_TRIAL, max(free // 4, 1)))
         seconds = need_bytes / write + need_bytes / read
         way = "direct" if self._file.direct >= 0 else "through the page cache"
-        say(
+        log_rank0(
             f"nvme_path '{self.folder}': {size_text(need_bytes)} of {size_text(free)} free, {way}; "
             f"write {write / 1e6:,.0f} MB/s, read {read / 1e6:,.0f} MB/s: a step that moves all of it both ways "
             f"takes {seconds:.2f} s for that"

@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from deepspeed.storage.buffer_pool import BufferPool, Copying
 
 
-class Stored(ABC):
+class StoredTensor(ABC):
     """A flat tensor that rests in a tier.
 
     The contract every tier keeps, shown by `tests/unit/storage/test_tier_contract.py`: a new one holds zeros; what was
-    written between `borrow` and `give_back(changed=True)` is what every later `borrow` sees; borrowing again before
+    written between `acquire` and `release(changed=True)` is what every later `acquire` sees; borrowing again before
     giving back lends the same memory; what is lent is contiguous and keeps its values until it is given back.
 
     Args:
@@ -35,12 +35,12 @@ class Stored(ABC):
         """Bytes of the values."""
         return self.numel * self.dtype.itemsize
 
-    def ahead(self) -> None:
+    def prefetch(self) -> None:
         """It will be borrowed soon: start what takes time."""
         return None
 
     @abstractmethod
-    def borrow(self, read: bool = True) -> torch.Tensor:
+    def acquire(self, read: bool = True) -> torch.Tensor:
         """The values where they can be computed on: 1-D, valid until given back.
 
         Args:
@@ -48,8 +48,8 @@ class Stored(ABC):
         """
 
     @abstractmethod
-    def give_back(self, changed: bool) -> None:
-        """End one `borrow`; `changed` says that new values are to be kept."""
+    def release(self, changed: bool) -> None:
+        """End one `acquire`; `changed` says that new values are to be kept."""
 
     def bring(self, into: torch.Tensor) -> bool:
         """Begin to fill `into` straight from where the values rest, until `brought`; False: they have to be borrowed.
@@ -93,7 +93,7 @@ class Stored(ABC):
     @contextlib.contextmanager
     def borrowed(self, changed: bool = False, read: bool = True) -> Iterator[torch.Tensor]:
         """Borrow for the length of a `with` block; after an error nothing counts as changed."""
-        lent = self.borrow(read)
+        lent = self.acquire(read)
         copying = self.end_use() if changed else None
         if copying is not None:
             copying.wait()  # the device reads what is to be overwritten
@@ -102,7 +102,7 @@ class Stored(ABC):
             yield lent
             kept = changed
         finally:
-            self.give_back(kept)
+            self.release(kept)
 
 
 class Tier(ABC):
@@ -119,7 +119,7 @@ class Tier(ABC):
     pool: BufferPool | None
 
     @abstractmethod
-    def store(self, label: str, numel: int, dtype: torch.dtype, device: torch.device) -> Stored:
+    def store(self, label: str, numel: int, dtype: torch.dtype, device: torch.device) -> StoredTensor:
         """A new flat tensor of zeros whose home is this tier; `device` is where parameters compute."""
 
     @abstractmethod

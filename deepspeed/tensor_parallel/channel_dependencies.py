@@ -22,7 +22,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.foundation.fake_mode import with_values
 from deepspeed.foundation.partition import partition_uniform
 from deepspeed.tensor_parallel.layers import is_transposed
-from deepspeed.tensor_parallel.trace import Region, owner
+from deepspeed.tensor_parallel.trace import ShardableRegion, owner
 
 DRAWS = 6  # of random values: a channel that an activation shuts in one is open in another
 MOST_DRAWS = 30  # while a column's output was shut in all: of many thousands of a ReLU, some are shut in six
@@ -30,7 +30,7 @@ Segments = tuple[tuple[int, int], ...]
 
 
 @dataclass
-class Share:
+class TensorSharding:
     """How one tensor of a region is shared out.
 
     Args:
@@ -47,7 +47,7 @@ class Share:
 
 
 @dataclass
-class Shares:
+class ChannelDependencies:
     """A region, shared out.
 
     Args:
@@ -59,29 +59,29 @@ class Shares:
         bytes: of the largest rank, over those of the dense region.
     """
 
-    region: Region
+    region: ShardableRegion
     rows: list[Segments]
-    tensors: dict[str, Share] = field(default_factory=dict)
-    inputs: dict[str, Share] = field(default_factory=dict)
+    tensors: dict[str, TensorSharding] = field(default_factory=dict)
+    inputs: dict[str, TensorSharding] = field(default_factory=dict)
     partial_inputs: list[str] = field(default_factory=list)
     bytes: float = 1.0
 
 
 @dataclass
-class Call:
+class ModuleInputs:
     """What a module is called with, under the names of its parameters."""
 
     arguments: dict[str, Any]
     positional: list[str]
 
     @staticmethod
-    def of(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+    def of(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ModuleInputs:
         """Name the positional arguments."""
         names = _positional(module)
         named = [names[at] if at < len(names) else f"*{at}" for at in range(len(args))]
-        return Call({**dict(zip(named, args, strict=True)), **kwargs}, named)
+        return ModuleInputs({**dict(zip(named, args, strict=True)), **kwargs}, named)
 
-    def mapped(self, change: Any) -> Call:
+    def mapped(self, change: Any) -> ModuleInputs:
         """With every tensor replaced by `change(path, tensor)`; paths are "name" or "name.0"."""
 
         def walk(path: str, value: Any) -> Any:
@@ -91,7 +91,7 @@ class Call:
                 return type(value)(walk(f"{path}.{at}", one) for at, one in enumerate(value))
             return value
 
-        return Call({name: walk(name, value) for name, value in self.arguments.items()}, self.positional)
+        return ModuleInputs({name: walk(name, value) for name, value in self.arguments.items()}, self.positional)
 
     def given(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
         """Which tensors there are, and their shapes."""
@@ -126,9 +126,9 @@ class Call:
         args = [self.arguments[name] for name in self.positional]
         return args, {name: value for name, value in self.arguments.items() if name not in self.positional}
 
-    def apart(self) -> Call:
+    def apart(self) -> ModuleInputs:
         """With objects of its own where a module may change one, such as a cache."""
-        return Call({name: _apart(value) for name, value in self.arguments.items()}, self.positional)
+        return ModuleInputs({name: _apart(value) for name, value in self.arguments.items()}, self.positional)
 
     def run(self, module: nn.Module) -> Any:
         """Call the module."""
@@ -137,14 +137,14 @@ class Call:
 
 
 def changing(change: Any) -> Any:
-    """A hook before a module's forward by which it is given `change(path, tensor)` for each tensor, see `Call.mapped`.
+    """Gives a module's forward `change(path, tensor)` for each tensor; see `ModuleInputs.mapped`.
 
     Args:
         change: called in the order of the arguments.
     """
 
     def hook(module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        positional, named = Call.of(module, args, kwargs).mapped(change).split()
+        positional, named = ModuleInputs.of(module, args, kwargs).mapped(change).split()
         return tuple(positional), named
 
     return hook
@@ -178,7 +178,7 @@ def randomised(module: nn.Module, draw: int) -> nn.Module:
     return made
 
 
-def floating(call: Call, grad: bool = False) -> tuple[Call, dict[str, torch.Tensor]]:
+def floating(call: ModuleInputs, grad: bool = False) -> tuple[ModuleInputs, dict[str, torch.Tensor]]:
     """The call with fp32 tensors of its own; and these by path."""
     found: dict[str, torch.Tensor] = {}
 
@@ -192,7 +192,7 @@ def floating(call: Call, grad: bool = False) -> tuple[Call, dict[str, torch.Tens
     return call.mapped(change), found
 
 
-def drawn(call: Call) -> Call:
+def drawn(call: ModuleInputs) -> ModuleInputs:
     """The call with random values, for one that was noted where tensors have none."""
     generator = torch.Generator().manual_seed(13)
 
@@ -244,7 +244,7 @@ def _taking(given: dict[str, torch.Tensor]) -> Any:
 class _Reads:
     """Captures what the rows of a region read; columns read without a gradient of what is before the region."""
 
-    def __init__(self, module: nn.Module, region: Region) -> None:
+    def __init__(self, module: nn.Module, region: ShardableRegion) -> None:
         self.found: list[torch.Tensor] = []
         modules = dict(module.named_modules())
         inner = {owner(name) for name in region.inner}
@@ -288,8 +288,8 @@ def row_size(module: nn.Module, row: str) -> int:
 
 
 def share_out(
-    module: nn.Module, region: Region, calls: Sequence[Call], units: Sequence[int], ranks: int
-) -> Shares | None:
+    module: nn.Module, region: ShardableRegion, calls: Sequence[ModuleInputs], units: Sequence[int], ranks: int
+) -> ChannelDependencies | None:
     """The way to share a region out that leaves the largest rank the least; None where none cuts anything.
 
     Args:
@@ -310,8 +310,8 @@ def share_out(
 
 
 def _dependence(
-    module: nn.Module, region: Region, calls: Sequence[Call], parts: list[tuple[int, int]]
-) -> Shares | None:
+    module: nn.Module, region: ShardableRegion, calls: Sequence[ModuleInputs], parts: list[tuple[int, int]]
+) -> ChannelDependencies | None:
     masks: dict[tuple[str, bool], list[list[torch.Tensor]]] = {}
     columns = set(region.columns)
     barren = 0  # draws in a row that showed nothing new: what is not covered then is what nobody reads
@@ -322,7 +322,7 @@ def _dependence(
         own = [by_rank for (name, is_input), by_rank in masks.items() if not is_input and name in asked]
         if barren == DRAWS or all(map(covered, own)):
             break
-    made = Shares(region, [(part,) for part in parts])
+    made = ChannelDependencies(region, [(part,) for part in parts])
     for (name, is_input), by_rank in masks.items():
         share = _share(name, by_rank)
         if is_input and share.dim >= 0:
@@ -353,13 +353,13 @@ def _add(masks: dict[tuple[str, bool], Any], found: Mapping[tuple[str, bool], An
     return new
 
 
-def _is_shared_out(share: Share | None) -> bool:
+def _is_shared_out(share: TensorSharding | None) -> bool:
     """Whether not every rank uses all of it."""
     return share is not None and len(set(share.segments)) > 1
 
 
 def _masks(
-    module: nn.Module, region: Region, call: Call, parts: list[tuple[int, int]], draw: int
+    module: nn.Module, region: ShardableRegion, call: ModuleInputs, parts: list[tuple[int, int]], draw: int
 ) -> dict[tuple[str, bool], list[list[torch.Tensor]]]:
     """By (name, whether it is an argument), rank and dim: the indices that the rank's channels depend on."""
     twin = randomised(module, draw)
@@ -403,21 +403,21 @@ def disjoint(masks: Sequence[torch.Tensor]) -> bool:
     return bool((torch.stack(list(masks)).sum(0) == 1).all()) and all(mask.any() for mask in masks)
 
 
-def _share(name: str, by_rank: list[list[torch.Tensor]]) -> Share:
+def _share(name: str, by_rank: list[list[torch.Tensor]]) -> TensorSharding:
     for dim, masks in enumerate(zip(*by_rank, strict=True)):
         if len(masks[0]) > 1 and disjoint(masks):
-            return Share(name, dim, [runs(mask) for mask in masks])
-    return Share(name, -1, [() for _ in by_rank], copied=True)
+            return TensorSharding(name, dim, [runs(mask) for mask in masks])
+    return TensorSharding(name, -1, [() for _ in by_rank], copied=True)
 
 
-def _column_share(module: nn.Module, name: str, by_rank: list[list[torch.Tensor]]) -> Share:
+def _column_share(module: nn.Module, name: str, by_rank: list[list[torch.Tensor]]) -> TensorSharding:
     layer = dict(module.named_modules())[owner(name)]
     dim = 1 if is_transposed(layer) else 0
     masks = [dims[dim] for dims in by_rank]
-    return Share(name, dim, [runs(mask) for mask in masks], copied=not disjoint(masks))
+    return TensorSharding(name, dim, [runs(mask) for mask in masks], copied=not disjoint(masks))
 
 
-def largest_part(module: nn.Module, shares: Shares) -> float:
+def largest_part(module: nn.Module, shares: ChannelDependencies) -> float:
     """The part of a region's matrices that the largest rank holds.
 
     Args:

@@ -13,9 +13,9 @@ from torch import nn
 from deepspeed.errors import ArgumentError
 from deepspeed.foundation.fake_mode import simulating
 from deepspeed.foundation.hf_forward import accepts, caches_at_all, without_cache
-from deepspeed.foundation.log import in_words, say
+from deepspeed.foundation.log import describe_error, log_rank0
 from deepspeed.foundation.pytree import tensors_in
-from deepspeed.tensor_parallel.channel_dependencies import Call
+from deepspeed.tensor_parallel.channel_dependencies import ModuleInputs
 
 TOKENS = 12
 
@@ -133,7 +133,9 @@ def masked(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any] | None:
     return {**inputs, "attention_mask": mask}
 
 
-def all_calls(model: nn.Module, names: Iterable[str], inputs: dict[str, Any]) -> tuple[dict[str, list[Call]], Any, str]:
+def all_calls(
+    model: nn.Module, names: Iterable[str], inputs: dict[str, Any]
+) -> tuple[dict[str, list[ModuleInputs]], Any, str]:
     """What modules are called with, plain and beside padding where they are given something else there.
 
     Returns:
@@ -147,8 +149,8 @@ def all_calls(model: nn.Module, names: Iterable[str], inputs: dict[str, Any]) ->
     try:
         others = calls_of(model, names, padded)[0]
     except Exception as error:  # a model's forward may raise what it likes
-        why = in_words(error)
-        say(f"attention beside padding is not looked at: {type(model).__name__} ended in {why}")
+        why = describe_error(error)
+        log_rank0(f"attention beside padding is not looked at: {type(model).__name__} ended in {why}")
         return found, output, why
     for name, call in others.items():
         plainly = found.setdefault(name, [])
@@ -157,7 +159,7 @@ def all_calls(model: nn.Module, names: Iterable[str], inputs: dict[str, Any]) ->
     return found, output, ""
 
 
-def calls_of(model: nn.Module, names: Iterable[str], inputs: dict[str, Any]) -> tuple[dict[str, Call], Any]:
+def calls_of(model: nn.Module, names: Iterable[str], inputs: dict[str, Any]) -> tuple[dict[str, ModuleInputs], Any]:
     """What modules are called with first in a forward, in their order, and what the model returns.
 
     Args:
@@ -165,9 +167,9 @@ def calls_of(model: nn.Module, names: Iterable[str], inputs: dict[str, Any]) -> 
         names: of the modules.
         inputs: of the model.
     """
-    found: dict[str, Call] = {}
+    found: dict[str, ModuleInputs] = {}
 
-    def note(name: str, call: Call) -> None:
+    def note(name: str, call: ModuleInputs) -> None:
         if name not in found:
             found[name] = call.apart()
 
@@ -175,12 +177,14 @@ def calls_of(model: nn.Module, names: Iterable[str], inputs: dict[str, Any]) -> 
         return found, _noted(model, names, inputs, note)
 
 
-def _noted(model: nn.Module, names: Iterable[str], inputs: dict[str, Any], note: Callable[[str, Call], None]) -> Any:
+def _noted(
+    model: nn.Module, names: Iterable[str], inputs: dict[str, Any], note: Callable[[str, ModuleInputs], None]
+) -> Any:
     """What the model returns; `note` is told of each call of the modules."""
     modules = dict(model.named_modules())
 
     def noting(name: str) -> Callable[..., None]:
-        return lambda module, args, kwargs: note(name, Call.of(module, args, kwargs))
+        return lambda module, args, kwargs: note(name, ModuleInputs.of(module, args, kwargs))
 
     handles = [modules[name].register_forward_pre_hook(noting(name), with_kwargs=True) for name in dict.fromkeys(names)]
     try:
@@ -190,7 +194,7 @@ def _noted(model: nn.Module, names: Iterable[str], inputs: dict[str, Any], note:
             handle.remove()
 
 
-def handed_states(model: nn.Module, calls: dict[str, Call], inputs: dict[str, Any]) -> set[str]:
+def handed_states(model: nn.Module, calls: dict[str, ModuleInputs], inputs: dict[str, Any]) -> set[str]:
     """The modules that a model hands states of its own when it generates, as recurrent ones do: tensors in a list, of
     sizes that no module knows. What one module of a class is handed, all may be.
 
@@ -205,7 +209,7 @@ def handed_states(model: nn.Module, calls: dict[str, Call], inputs: dict[str, An
     modules = dict(model.named_modules())
     kinds: set[type] = set()
 
-    def note(name: str, call: Call) -> None:
+    def note(name: str, call: ModuleInputs) -> None:
         if _has_states(call, calls[name]):
             kinds.add(type(modules[name]))
 
@@ -215,7 +219,7 @@ def handed_states(model: nn.Module, calls: dict[str, Call], inputs: dict[str, An
     return {name for name in calls if type(modules[name]) in kinds}
 
 
-def _has_states(call: Call, without: Call) -> bool:
+def _has_states(call: ModuleInputs, without: ModuleInputs) -> bool:
     """Whether a list of tensors is among the arguments that is not there without a cache."""
     there = {key for key, value in without.arguments.items() if value is not None}
     return any(

@@ -14,7 +14,14 @@ from deepspeed.comm.process_groups.mesh import mesh_for, ranks_started, resolve
 from deepspeed.comm.process_groups.process_group import is_initialized
 from deepspeed.errors import ArgumentError, MeshError
 from deepspeed.foundation.log import warn_once
-from deepspeed.tensor_parallel.layers import Slot, become_column, become_row, even_segments, is_linear, is_transposed
+from deepspeed.tensor_parallel.layers import (
+    SliceLocation,
+    become_column,
+    become_row,
+    even_segments,
+    is_linear,
+    is_transposed,
+)
 from deepspeed.tensor_parallel.parallelize import cut_over, is_cut
 
 
@@ -80,7 +87,7 @@ def LinearLayer(module: nn.Module, mp_group: Any = None, name: str = "linear") -
     """
     axis, made = _axis_of(mp_group), _linear(module)
     size = made.weight.shape[1 if is_transposed(module) else 0]
-    become_column(module, Slot(axis, name), even_segments(size, axis, name))
+    become_column(module, SliceLocation(axis, name), even_segments(size, axis, name))
     return module
 
 
@@ -88,7 +95,7 @@ def LinearAllreduce(module: nn.Module, mp_group: Any = None, name: str = "linear
     """A linear layer, made to hold this rank's inputs in place; its outputs are summed. See `LinearLayer`."""
     axis, made = _axis_of(mp_group), _linear(module)
     size = made.weight.shape[0 if is_transposed(module) else 1]
-    become_row(module, Slot(axis, name), even_segments(size, axis, name))
+    become_row(module, SliceLocation(axis, name), even_segments(size, axis, name))
     return module
 
 

@@ -24,7 +24,7 @@ from deepspeed.foundation.partition import partition_uniform
 from deepspeed.zero.layout.placement import Cut, Placement, Relation, place
 
 
-class Slot:
+class SliceLocation:
     """Where the slices of one layer lie; copies of a layer share it.
 
     Args:
@@ -35,7 +35,7 @@ class Slot:
     def __init__(self, axis: Axis, name: str = "") -> None:
         self.axis, self.name = axis, name
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Slot:
+    def __deepcopy__(self, memo: dict[int, Any]) -> SliceLocation:
         return self
 
 
@@ -49,7 +49,7 @@ def cut_tensor(tensor: torch.Tensor, dim: int, segments: Sequence[tuple[int, int
     size = tensor.shape[dim]
     with torch.no_grad():
         tensor.data = _apart(tensor.data, dim, segments)
-    place(tensor, Placement((Cut(dim, size, tuple(segments)),), {"tp": Relation.CUT}))
+    place(tensor, Placement((Cut(dim, size, tuple(segments)),), {"tp": Relation.SHARD}))
 
 
 def _apart(whole: torch.Tensor, dim: int, segments: Sequence[tuple[int, int]]) -> torch.Tensor:
@@ -89,7 +89,7 @@ class _Sliced(nn.Module):
 
     weight: nn.Parameter
     bias: nn.Parameter | None
-    slot: Slot
+    slot: SliceLocation
     transposed = False
 
     def _matrix(self) -> torch.Tensor:
@@ -163,7 +163,7 @@ class ColumnParallelLinear(ColumnParallel, nn.Linear):
         dtype: torch.dtype | None = None,
     ) -> None:
         nn.Linear.__init__(self, in_features, out_features, bias, device, dtype)
-        become_column(self, Slot(axis, name), even_segments(out_features, axis, name))
+        become_column(self, SliceLocation(axis, name), even_segments(out_features, axis, name))
         self.sizes = even_sizes(out_features, axis.size) if gather_output else None
 
 
@@ -182,7 +182,7 @@ class RowParallelLinear(RowParallel, nn.Linear):
         dtype: torch.dtype | None = None,
     ) -> None:
         nn.Linear.__init__(self, in_features, out_features, bias, device, dtype)
-        become_row(self, Slot(axis, name), even_segments(in_features, axis, name))
+        become_row(self, SliceLocation(axis, name), even_segments(in_features, axis, name))
 
 
 _classes: dict[tuple[type, type], type] = {}
@@ -219,7 +219,7 @@ def is_linear(module: nn.Module) -> bool:
 _FORWARDS = (nn.Linear.forward, ColumnParallel.forward, RowParallel.forward)
 
 
-def _turn(module: nn.Module, slot: Slot, slice_class: type) -> Any:
+def _turn(module: nn.Module, slot: SliceLocation, slice_class: type) -> Any:
     made: Any = module
     if not isinstance(module, slice_class):
         made.transposed = is_transposed(module)
@@ -230,7 +230,7 @@ def _turn(module: nn.Module, slot: Slot, slice_class: type) -> Any:
 
 def become_column(
     module: nn.Module,
-    slot: Slot,
+    slot: SliceLocation,
     segments: Sequence[tuple[int, int]],
     copied: bool = False,
     weight_is_cut: bool = False,
@@ -261,7 +261,7 @@ def become_column(
     setattr(made, "nf" if made.transposed else "out_features", here)
 
 
-def become_row(module: nn.Module, slot: Slot, segments: Sequence[tuple[int, int]]) -> None:
+def become_row(module: nn.Module, slot: SliceLocation, segments: Sequence[tuple[int, int]]) -> None:
     """Make a linear layer hold some of its inputs, in place; see `become_column`."""
     made = _turn(module, slot, RowParallel)
     cut_tensor(made.weight, 0 if made.transposed else 1, segments)

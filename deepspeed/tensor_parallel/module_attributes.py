@@ -18,18 +18,25 @@ from torch import nn
 
 from deepspeed.comm.process_groups.axis import Axis
 from deepspeed.errors import DeepSpeedError, TensorParallelError
-from deepspeed.foundation.log import in_words
+from deepspeed.foundation.log import describe_error
 from deepspeed.tensor_parallel.channel_dependencies import (
-    Call,
-    Share,
-    Shares,
+    ChannelDependencies,
+    ModuleInputs,
+    TensorSharding,
     changing,
     floating,
     randomised,
     row_size,
     same_draws,
 )
-from deepspeed.tensor_parallel.layers import Slot, become_column, become_row, cut_tensor, is_linear, mark_partial
+from deepspeed.tensor_parallel.layers import (
+    SliceLocation,
+    become_column,
+    become_row,
+    cut_tensor,
+    is_linear,
+    mark_partial,
+)
 from deepspeed.tensor_parallel.trace import lies_in, owner
 
 TRIES = 600
@@ -37,7 +44,7 @@ TOLERANCE = 1e-4
 Numbers = dict[tuple[str, str], int]  # by (module, attribute), "config.…" for those of its config
 
 
-def is_local(tensor: torch.Tensor, share: Share, rank: int) -> bool:
+def is_local(tensor: torch.Tensor, share: TensorSharding, rank: int) -> bool:
     """Whether an argument has one rank's channels already, as what another cut unit gives has."""
     if tensor.shape[share.dim] == 1:  # the same for all channels, as most masks are
         return True
@@ -48,7 +55,7 @@ def is_local(tensor: torch.Tensor, share: Share, rank: int) -> bool:
     return size % whole != 0
 
 
-def pick(tensor: torch.Tensor, share: Share, rank: int) -> torch.Tensor:
+def pick(tensor: torch.Tensor, share: TensorSharding, rank: int) -> torch.Tensor:
     """This rank's part of an argument that comes whole; a batch may be folded into the dim."""
     if tensor.shape[share.dim] == 1:
         return tensor
@@ -59,7 +66,7 @@ def pick(tensor: torch.Tensor, share: Share, rank: int) -> torch.Tensor:
     return tensor.index_select(share.dim, every.to(tensor.device))
 
 
-def cut_region(module: nn.Module, shares: Shares, rank: int, slot_of: Any) -> None:
+def cut_region(module: nn.Module, shares: ChannelDependencies, rank: int, slot_of: Any) -> None:
     """Make the layers of a region slices, in place.
 
     Args:
@@ -100,7 +107,7 @@ def set_numbers(module: nn.Module, numbers: Numbers) -> None:
         setattr(target, attribute, value)
 
 
-def fit(module: nn.Module, shares: Shares, calls: Sequence[Call], rank: int) -> Numbers | str:
+def fit(module: nn.Module, shares: ChannelDependencies, calls: Sequence[ModuleInputs], rank: int) -> Numbers | str:
     """The numbers by which a rank's copy of the module computes its share of the dense one's channels, or why none do.
 
     Args:
@@ -115,7 +122,7 @@ def fit(module: nn.Module, shares: Shares, calls: Sequence[Call], rank: int) -> 
         wanted = [_read(dense, shares, own) for own in every]
     alone = Axis("alone", (0,), 0, None, True)
     local = randomised(module, 0)
-    cut_region(local, shares, rank, lambda name: Slot(alone, name))
+    cut_region(local, shares, rank, lambda name: SliceLocation(alone, name))
     own_part = lambda path, t: pick(t, shares.inputs[path], rank) if path in shares.inputs else t  # noqa: E731
     local.get_submodule(shares.region.home).register_forward_pre_hook(changing(own_part), with_kwargs=True)
     start, length = shares.rows[rank][0]
@@ -128,7 +135,7 @@ def fit(module: nn.Module, shares: Shares, calls: Sequence[Call], rank: int) -> 
             set_numbers(local, {**as_before, **chosen})
             found = [read for call in every for read in _read(local, shares, call)]
         except (RuntimeError, ValueError, IndexError, TypeError, AttributeError, AssertionError, DeepSpeedError) as why:
-            reason = reason or in_words(why)
+            reason = reason or describe_error(why)
             continue
         if _alike(found, target):
             return chosen
@@ -153,7 +160,7 @@ def _alike(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
 
 
 @torch.no_grad()
-def _read(module: nn.Module, shares: Shares, call: Call) -> list[torch.Tensor]:
+def _read(module: nn.Module, shares: ChannelDependencies, call: ModuleInputs) -> list[torch.Tensor]:
     """What the rows are given."""
     found: list[torch.Tensor] = []
     modules = dict(module.named_modules())
@@ -202,7 +209,9 @@ def spied(module: nn.Module, home: str) -> Iterator[Numbers]:
             target.__class__ = kind
 
 
-def _options(numbers: Numbers, shares: Shares, module: nn.Module, rank: int) -> list[tuple[tuple[str, str], list[int]]]:
+def _options(
+    numbers: Numbers, shares: ChannelDependencies, module: nn.Module, rank: int
+) -> list[tuple[tuple[str, str], list[int]]]:
     """The numbers that may shrink, and what they may become."""
     length = lambda segments: sum(n for _, n in segments)  # noqa: E731
     whole = row_size(module, shares.region.rows[0])

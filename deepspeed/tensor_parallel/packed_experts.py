@@ -13,13 +13,13 @@ from torch import nn
 
 from deepspeed.comm.collectives.autograd import enter, reduce_from
 from deepspeed.errors import DeepSpeedError
-from deepspeed.foundation.log import in_words
+from deepspeed.foundation.log import describe_error
 from deepspeed.foundation.pytree import tensors_in
 from deepspeed.tensor_parallel.channel_dependencies import (
     DRAWS,
-    Call,
-    Share,
-    Shares,
+    ChannelDependencies,
+    ModuleInputs,
+    TensorSharding,
     covered,
     disjoint,
     floating,
@@ -28,9 +28,9 @@ from deepspeed.tensor_parallel.channel_dependencies import (
     runs,
     same_draws,
 )
-from deepspeed.tensor_parallel.layers import Slot, cut_tensor, mark_partial
+from deepspeed.tensor_parallel.layers import SliceLocation, cut_tensor, mark_partial
 from deepspeed.tensor_parallel.module_attributes import Numbers, combinations, set_numbers, settable, spied
-from deepspeed.tensor_parallel.trace import Region
+from deepspeed.tensor_parallel.trace import ShardableRegion
 
 TOLERANCE = 1e-4
 
@@ -38,7 +38,7 @@ TOLERANCE = 1e-4
 class PackedParallel(nn.Module):
     """Some of the channels of each expert."""
 
-    slot: Slot
+    slot: SliceLocation
     added: Sequence[str] = ()  # parameters that are added to the result: each rank adds its part of them
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -69,7 +69,7 @@ def parts_of_added(module: nn.Module, names: Sequence[str], ranks: int) -> Itera
 _classes: dict[type, type] = {}
 
 
-def become_packed(module: nn.Module, shares: Shares, rank: int, slot: Slot) -> None:
+def become_packed(module: nn.Module, shares: ChannelDependencies, rank: int, slot: SliceLocation) -> None:
     """Make a module of experts hold some of the channels of each, in place."""
     made: Any = module
     kind = type(module)
@@ -85,7 +85,9 @@ def become_packed(module: nn.Module, shares: Shares, rank: int, slot: Slot) -> N
             cut_tensor(getattr(module, share.name), share.dim, share.segments[rank])
 
 
-def share_packed(module: nn.Module, region: Region, call: Call, ranks: int) -> Shares | str:
+def share_packed(
+    module: nn.Module, region: ShardableRegion, call: ModuleInputs, ranks: int
+) -> ChannelDependencies | str:
     """What each rank has of the experts' matrices, or why they stay whole.
 
     Args:
@@ -115,16 +117,18 @@ def share_packed(module: nn.Module, region: Region, call: Call, ranks: int) -> S
                     a |= b
         if all(covered(masks[name]) for name in masks if name in region.columns):
             break
-    made = Shares(region, [(part,) for part in parts])
-    made.tensors[row] = Share(row, dim, [(part,) for part in parts])
+    made = ChannelDependencies(region, [(part,) for part in parts])
+    made.tensors[row] = TensorSharding(row, dim, [(part,) for part in parts])
     for name, by_rank in masks.items():
         dims = [d for d, of_dim in enumerate(zip(*by_rank, strict=True)) if disjoint(of_dim)]
         if not dims and all(_same(masks_of, by_rank[0]) for masks_of in by_rank):
-            made.tensors[name] = Share(name, -1, [() for _ in by_rank], copied=True)  # a bias of the last matrices
+            made.tensors[name] = TensorSharding(
+                name, -1, [() for _ in by_rank], copied=True
+            )  # a bias of the last matrices
             continue
         if not dims:
             return f"every channel of {name} depends on every other"
-        made.tensors[name] = Share(name, dims[-1], [runs(mask[dims[-1]]) for mask in by_rank])
+        made.tensors[name] = TensorSharding(name, dims[-1], [runs(mask[dims[-1]]) for mask in by_rank])
     made.bytes = max(length for _, length in parts) / size
     return made
 
@@ -141,7 +145,7 @@ def _inner_dim(module: nn.Module, shape: Sequence[int], width: int) -> int:
 
 
 def _masks(
-    module: nn.Module, call: Call, row: str, dim: int, part: tuple[int, int], draw: int
+    module: nn.Module, call: ModuleInputs, row: str, dim: int, part: tuple[int, int], draw: int
 ) -> dict[str, list[torch.Tensor]]:
     """By parameter and dim: the indices that some channels of the last matrices depend on."""
     twin = randomised(module, draw)
@@ -162,7 +166,7 @@ def _masks(
     return found
 
 
-def fit_packed(module: nn.Module, shares: Shares, call: Call, rank: int) -> Numbers | str:
+def fit_packed(module: nn.Module, shares: ChannelDependencies, call: ModuleInputs, rank: int) -> Numbers | str:
     """As `fit`: the numbers by which the ranks' outputs add up to the dense one. One set of numbers serves all ranks.
 
     Args:
@@ -191,7 +195,7 @@ def fit_packed(module: nn.Module, shares: Shares, call: Call, rank: int) -> Numb
                     with same_draws(), parts_of_added(local, added, ranks):
                         total += floating(call)[0].run(local)
         except (RuntimeError, ValueError, IndexError, TypeError, AttributeError, DeepSpeedError) as why:
-            reason = reason or in_words(why)
+            reason = reason or describe_error(why)
             continue
         if float((total - wanted).abs().max()) <= TOLERANCE * float(wanted.abs().max()):
             return {k: numbers[k] // whole * shares.rows[rank][0][1] for k in chosen}

@@ -14,21 +14,21 @@ from torch import nn
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.collectives.autograd import enter
 from deepspeed.comm.collectives.collectives import broadcast_tensors
-from deepspeed.comm.collectives.same_error import digest, first_difference, in_step, run_together, sent_among
-from deepspeed.comm.collectives.torch_api import told_by_all
+from deepspeed.comm.collectives.same_error import digest, first_difference, raise_together, run_collectively, sent_among
+from deepspeed.comm.collectives.torch_api import all_gather_objects
 from deepspeed.comm.process_groups.axis import Axis
 from deepspeed.comm.process_groups.mesh import DIMS, Mesh
 from deepspeed.errors import ArgumentError, DataError, MeshError, NotAvailableError, TensorParallelError, UsageError
 from deepspeed.foundation.fake_mode import simulating
-from deepspeed.foundation.log import in_words, say
+from deepspeed.foundation.log import describe_error, log_rank0
 from deepspeed.foundation.partition import partition_uniform
 from deepspeed.foundation.pytree import tensors_in
 from deepspeed.tensor_parallel import verify
 from deepspeed.tensor_parallel.channel_dependencies import changing
-from deepspeed.tensor_parallel.layers import Slot
+from deepspeed.tensor_parallel.layers import SliceLocation
 from deepspeed.tensor_parallel.module_attributes import cut_region, is_local, pick, set_numbers
 from deepspeed.tensor_parallel.packed_experts import become_packed
-from deepspeed.tensor_parallel.plan import Fitted, Plan, Specs, Unit, make_plan
+from deepspeed.tensor_parallel.plan import Fitted, Specs, TensorParallelPlan, Unit, make_plan
 from deepspeed.tensor_parallel.plan_file import read_plan, same_file
 from deepspeed.tensor_parallel.rng import draw_alike, install
 from deepspeed.tensor_parallel.trace import join
@@ -74,7 +74,7 @@ def guard_generating(model: nn.Module, axis: Axis) -> None:
 
     def look(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         own = getattr(self, "generation_config", None)
-        everyone = told_by_all(axis, digest([args, kwargs, own]))
+        everyone = all_gather_objects(axis, digest([args, kwargs, own]))
         other = next((at for at, found in enumerate(everyone) if found != everyone[0]), None)
         if other is not None:
             raise DataError(
@@ -104,7 +104,7 @@ _MARK = "_ds_tensor_plan"
 T = TypeVar("T")
 
 
-def plan_of(model: nn.Module) -> Plan | None:
+def plan_of(model: nn.Module) -> TensorParallelPlan | None:
     """The plan by which a model was cut; None for a dense one."""
     return getattr(model, _MARK, None)
 
@@ -114,7 +114,7 @@ def is_cut(model: nn.Module) -> bool:
     return plan_of(model) is not None or any(placement_of(param).cuts for param in model.parameters())
 
 
-def cut_over(mesh: Mesh, model: nn.Module, **options: Any) -> Plan:
+def cut_over(mesh: Mesh, model: nn.Module, **options: Any) -> TensorParallelPlan:
     """`cut_model` over the ranks of `tp`, where no row of them goes on alone. All ranks of the mesh call together.
 
     Raises:
@@ -137,7 +137,7 @@ def _in_step(everyone: Axis | None, action: Callable[[], T]) -> T:
     """
     if everyone is None:
         return action()
-    return in_step(
+    return raise_together(
         everyone,
         action,
         lambda rank, text: TensorParallelError(f"rank {rank}, of another row of tp, could not cut the model: {text}"),
@@ -155,7 +155,7 @@ def cut_model(
     settle: Callable[[nn.Module], None] | None = None,
     plan_file: str | None = None,
     in_step: Axis | None = None,
-) -> Plan:
+) -> TensorParallelPlan:
     """Make a dense model this rank's slices of it, in place. All ranks of the axis call together.
 
     Args:
@@ -181,7 +181,7 @@ def cut_model(
     find = make_plan if plan_file is None else functools.partial(read_plan, plan_file)
     looked = _planned(lambda: find(model, axis.size, axis.rank, example, specs), axis)
     plan = _in_step(in_step, lambda: _checked(_agreed(looked, axis), specs))
-    say(plan.table())
+    log_rank0(plan.table())
     # A model born sharded is whole unit by unit, and one whose ranks meet in its forward runs on all of them at once.
     alone = check == "off" or plan.meets or any(map(is_managed, model.parameters()))
     together = 1 if alone else DEALT * axis.size
@@ -204,7 +204,7 @@ def cut_model(
     return plan
 
 
-def _checked(plan: Plan, specs: Specs | None) -> Plan:
+def _checked(plan: TensorParallelPlan, specs: Specs | None) -> TensorParallelPlan:
     """The plan, compared with what is said of single matrices."""
     if specs is not None:
         specs.check(plan.cuts(), plan.whole, [name for name, shape in plan.shapes.items() if len(shape) > 1])
@@ -245,7 +245,7 @@ def _same_model(model: nn.Module, axis: Axis) -> None:
         )
 
 
-def _planned(find: Callable[[], Plan], axis: Axis) -> Plan | str:
+def _planned(find: Callable[[], TensorParallelPlan], axis: Axis) -> TensorParallelPlan | str:
     before = sent_among(axis)
     try:
         plan = find()
@@ -254,19 +254,19 @@ def _planned(find: Callable[[], Plan], axis: Axis) -> Plan | str:
     except (ArgumentError, TensorParallelError) as error:
         return str(error)
     except Exception as error:  # a model's forward may raise what it likes, on one rank alone
-        return f"its forward on a small input ended in {in_words(error, 300)}"
+        return f"its forward on a small input ended in {describe_error(error, 300)}"
 
 
-def _agreed(plan: Plan | str, axis: Axis) -> Plan:
+def _agreed(plan: TensorParallelPlan | str, axis: Axis) -> TensorParallelPlan:
     """The regions that fit on every rank; a region that does not on one stays whole on all."""
     mine: Any = plan
-    if isinstance(plan, Plan):
+    if isinstance(plan, TensorParallelPlan):
         regions = {_key(unit, one): _digest(one) for unit in plan.units for one in unit.regions}
         calls = {unit.name: [call.given() for call in unit.calls] for unit in plan.units}
         mine = (regions, plan.whole, calls, plan.meets, plan.unpadded)
-    everyone = told_by_all(axis, mine)
+    everyone = all_gather_objects(axis, mine)
     refusals = {axis.ranks[at]: one for at, one in enumerate(everyone) if isinstance(one, str)}
-    if refusals or not isinstance(plan, Plan):
+    if refusals or not isinstance(plan, TensorParallelPlan):
         alike = len(set(refusals.values())) == 1 and len(refusals) == axis.size
         texts = [text if alike else f"rank {rank}: {text}" for rank, text in refusals.items()]
         raise TensorParallelError(texts[0] if alike else " | ".join(texts))
@@ -317,7 +317,9 @@ def _same_calls(unit: Unit, everyone: Sequence[list[Any]], axis: Axis) -> None:
             f"tensors: {everyone[0][0]} and {everyone[at][0]}; give all of them one example"
         )
     if any(len(theirs) > count for theirs in everyone):
-        say(f"'{unit.name}' is compared in {count} of its ways of being called: not every rank has seen the others")
+        log_rank0(
+            f"'{unit.name}' is compared in {count} of its ways of being called: not every rank has seen the others"
+        )
     unit.calls = unit.calls[:count]
 
 
@@ -370,7 +372,7 @@ def _cut_units(units: Mapping[nn.Module, Unit], axis: Axis, check: bool, settle:
     release(param for module in units for param in module.parameters())
     if not check:
         for module, unit in units.items():
-            ended = run_together(axis, functools.partial(_become_slices, module, unit, axis))
+            ended = run_collectively(axis, functools.partial(_become_slices, module, unit, axis))
             verify.finished(unit.name, axis, ended)
             settle(module)
         return
@@ -380,9 +382,9 @@ def _cut_units(units: Mapping[nn.Module, Unit], axis: Axis, check: bool, settle:
     broadcast_tensors(axis, given, f"inputs of {' and '.join(unit.name for unit in units.values())}")
     wholes, seen = _dense_forms(units, axis), []
     for (module, unit), dense in zip(units.items(), wholes, strict=True):
-        ended = run_together(axis, functools.partial(_cut_and_run, module, unit, dense, axis))
+        ended = run_collectively(axis, functools.partial(_cut_and_run, module, unit, dense, axis))
         seen.append(verify.finished(unit.name, axis, ended))
-    everyone = told_by_all(axis, [text for text, _ in seen])
+    everyone = all_gather_objects(axis, [text for text, _ in seen])
     for (module, unit), (_, cut), *texts in zip(units.items(), seen, *everyone, strict=True):
         if any(texts):
             verify.judge(unit, texts, cut, module, axis)
@@ -393,13 +395,13 @@ def _cut_units(units: Mapping[nn.Module, Unit], axis: Axis, check: bool, settle:
         settle(module)
 
 
-def _dense_forms(units: Mapping[nn.Module, Unit], axis: Axis) -> list[list[verify.Seen]]:
+def _dense_forms(units: Mapping[nn.Module, Unit], axis: Axis) -> list[list[verify.UnitResult]]:
     """What units compute whole: of several each rank runs some, and tells the others; one unit alone is run by all."""
     dealt, running = list(units.items()), ""
     bounds = partition_uniform(len(dealt), axis.size)
     mine = dealt if len(dealt) == 1 else dealt[bounds[axis.rank] : bounds[axis.rank + 1]]
 
-    def action() -> list[list[verify.Seen]]:
+    def action() -> list[list[verify.UnitResult]]:
         nonlocal running
         found = []
         for module, unit in mine:
@@ -407,17 +409,19 @@ def _dense_forms(units: Mapping[nn.Module, Unit], axis: Axis) -> list[list[verif
             found.append(verify.run(module, unit))
         return found
 
-    ended = run_together(axis, action)
-    if not ended.well:
-        names = told_by_all(axis, running)
+    ended = run_collectively(axis, action)
+    if not ended.ok:
+        names = all_gather_objects(axis, running)
         running = next(name for name, text in zip(names, ended.texts, strict=True) if text)
     own = verify.finished(running, axis, ended)
     if simulating():  # nobody looks at them
         return (own or [[]])[:1] * len(dealt)
-    return own if len(dealt) == 1 else [one for theirs in told_by_all(axis, own) for one in theirs]
+    return own if len(dealt) == 1 else [one for theirs in all_gather_objects(axis, own) for one in theirs]
 
 
-def _cut_and_run(module: nn.Module, unit: Unit, dense: list[verify.Seen], axis: Axis) -> tuple[str, list[verify.Seen]]:
+def _cut_and_run(
+    module: nn.Module, unit: Unit, dense: list[verify.UnitResult], axis: Axis
+) -> tuple[str, list[verify.UnitResult]]:
     """What differs, and what the unit computes cut."""
     _become_slices(module, unit, axis)
     cut = verify.run(module, unit)
@@ -427,9 +431,9 @@ def _cut_and_run(module: nn.Module, unit: Unit, dense: list[verify.Seen], axis: 
 def _become_slices(module: nn.Module, unit: Unit, axis: Axis) -> None:
     for one in unit.regions:
         if one.shares.region.packed:
-            become_packed(module, one.shares, axis.rank, Slot(axis, unit.name))
+            become_packed(module, one.shares, axis.rank, SliceLocation(axis, unit.name))
         else:
-            cut_region(module, one.shares, axis.rank, lambda name: Slot(axis, join(unit.name, name)))
+            cut_region(module, one.shares, axis.rank, lambda name: SliceLocation(axis, join(unit.name, name)))
         set_numbers(module, one.numbers)
         home = module.get_submodule(one.shares.region.home)
         if hook := _inputs_hook(one, axis):

@@ -20,13 +20,30 @@ from torch import nn
 
 from deepspeed.errors import TensorParallelError
 from deepspeed.foundation.fake_mode import simulating, with_values
-from deepspeed.foundation.log import in_words, say
-from deepspeed.tensor_parallel.channel_dependencies import Call, Segments, Shares, drawn, heads_in, share_out
+from deepspeed.foundation.log import describe_error, log_rank0
+from deepspeed.tensor_parallel.channel_dependencies import (
+    ChannelDependencies,
+    ModuleInputs,
+    Segments,
+    drawn,
+    heads_in,
+    share_out,
+)
 from deepspeed.tensor_parallel.example_inputs import all_calls, handed_states, inputs_of, quiet
 from deepspeed.tensor_parallel.module_attributes import Numbers, fit
 from deepspeed.tensor_parallel.packed_experts import fit_packed, share_packed
 from deepspeed.tensor_parallel.rng import Draws
-from deepspeed.tensor_parallel.trace import Region, Trace, around, block, by_module, find_regions, join, lies_in, owner
+from deepspeed.tensor_parallel.trace import (
+    OpTrace,
+    ShardableRegion,
+    around,
+    block,
+    by_module,
+    find_regions,
+    join,
+    lies_in,
+    owner,
+)
 
 _STYLES = {
     "colwise": "column", "packed_colwise": "column", "colwise_gather_output": "column", "rowwise": "row",
@@ -87,7 +104,7 @@ class Specs:
         found = (one.how for one in self._entries if any(pattern.search(name) for pattern in one.patterns))
         return next(found, "")
 
-    def reason_to_skip(self, region: Region) -> str:
+    def reason_to_skip(self, region: ShardableRegion) -> str:
         """Why a region stays whole; empty: it does not."""
         said = {self._of(name) for name in [*region.columns, *region.rows]}
         if SKIP in said:
@@ -113,7 +130,7 @@ class Specs:
             raise TensorParallelError(f"partition_config wants '{name}' cut by {wanted}: {why}")
         for pattern in (pattern for one in self._entries for pattern in one.patterns):
             if not any(pattern.search(name) for name in matrices):
-                say(f"partition_config: the pattern '{pattern.pattern}' is in no matrix's name")
+                log_rank0(f"partition_config: the pattern '{pattern.pattern}' is in no matrix's name")
 
 
 _OTHER = {
@@ -126,7 +143,7 @@ _OTHER = {
 class Fitted:
     """A region, shared out, and the numbers of this rank."""
 
-    shares: Shares
+    shares: ChannelDependencies
     numbers: Numbers
 
 
@@ -146,11 +163,11 @@ class Unit:
 
     name: str
     regions: list[Fitted]
-    calls: list[Call]
+    calls: list[ModuleInputs]
 
 
 @dataclass
-class Plan:
+class TensorParallelPlan:
     """How a model is cut.
 
     Args:
@@ -268,7 +285,7 @@ def _counts(by_rank: Sequence[Segments]) -> str:
     return counts + (f" in {runs} runs" if runs > 1 else "")
 
 
-def _rows(unit: str, shares: Shares) -> list[tuple[str, str, str]]:
+def _rows(unit: str, shares: ChannelDependencies) -> list[tuple[str, str, str]]:
     made = []
     region = shares.region
     for name, share in shares.tensors.items():
@@ -285,7 +302,9 @@ def _rows(unit: str, shares: Shares) -> list[tuple[str, str, str]]:
     return made
 
 
-def make_plan(model: nn.Module, ranks: int, rank: int, example: Any = None, specs: Specs | None = None) -> Plan:
+def make_plan(
+    model: nn.Module, ranks: int, rank: int, example: Any = None, specs: Specs | None = None
+) -> TensorParallelPlan:
     """Find out how a dense model can be cut.
 
     Args:
@@ -300,7 +319,7 @@ def make_plan(model: nn.Module, ranks: int, rank: int, example: Any = None, spec
         TensorParallelError: none of its matrices can be cut.
     """
     inputs = inputs_of(model, example)
-    with Trace(model, inputs) as trace, quiet(model):
+    with OpTrace(model, inputs) as trace, quiet(model):
         model(**inputs)
     regions, whole = find_regions(model, trace.nodes)
     regions = _asked_for(regions, whole, specs)
@@ -341,7 +360,7 @@ def make_plan(model: nn.Module, ranks: int, rank: int, example: Any = None, spec
     if not units:
         raise _refusal(model, ranks, whole)
     drops, said = dropped_in(model, inputs), said_by(model, shapes)
-    plan = Plan(ranks, units, whole, inputs, output, drops, shapes, said, unpadded)
+    plan = TensorParallelPlan(ranks, units, whole, inputs, output, drops, shapes, said, unpadded)
     _name_others(plan, trace)
     return plan
 
@@ -353,7 +372,7 @@ def _refusal(model: nn.Module, ranks: int, whole: dict[str, str]) -> TensorParal
     )
 
 
-def _asked_for(regions: list[Region], whole: dict[str, str], specs: Specs | None) -> list[Region]:
+def _asked_for(regions: list[ShardableRegion], whole: dict[str, str], specs: Specs | None) -> list[ShardableRegion]:
     """Those that no entry wants whole; the others' matrices are noted."""
     skipped = {id(region): specs.reason_to_skip(region) for region in regions} if specs is not None else {}
     for region in regions:
@@ -362,7 +381,7 @@ def _asked_for(regions: list[Region], whole: dict[str, str], specs: Specs | None
     return [region for region in regions if not skipped.get(id(region))]
 
 
-def _name_others(plan: Plan, trace: Trace) -> None:
+def _name_others(plan: TensorParallelPlan, trace: OpTrace) -> None:
     """Why those matrices of blocks stay whole that no region had, so that no figure leaves them out."""
     for name in unnamed(plan):
         node = trace.nodes.get(name)
@@ -372,7 +391,7 @@ def _name_others(plan: Plan, trace: Trace) -> None:
             plan.whole[name] = "indices choose from it" if node.lookup else "it has no pair in its block"
 
 
-def unnamed(plan: Plan) -> list[str]:
+def unnamed(plan: TensorParallelPlan) -> list[str]:
     """The matrices of blocks that a plan neither cuts nor says why not."""
     cut = {join(unit.name, name) for unit in plan.units for one in unit.regions for name in one.shares.tensors}
     cut |= {join(unit.name, name) for unit in plan.units for one in unit.regions for name in one.shares.region.rows}
@@ -397,12 +416,12 @@ def dropped_in(model: nn.Module, inputs: dict[str, Any]) -> dict[str, list[froze
     return draws.found
 
 
-def _units_of(regions: Sequence[Region]) -> dict[str, list[Region]]:
+def _units_of(regions: Sequence[ShardableRegion]) -> dict[str, list[ShardableRegion]]:
     """Regions by the module that is cut at once: one that lies in no other of them; packed experts are their own."""
     packed = {region.home for region in regions if region.packed}
     others = {region.home for region in regions if not region.packed}
     outermost = {home: next(one for one in around(home) if one in others) for home in others}
-    found: dict[str, list[Region]] = {}
+    found: dict[str, list[ShardableRegion]] = {}
     for region in regions:
         home = region.home if region.packed else outermost[region.home]
         if region.packed or home not in packed:
@@ -410,15 +429,15 @@ def _units_of(regions: Sequence[Region]) -> dict[str, list[Region]]:
     return found
 
 
-def _inside(region: Region, home: str) -> Region:
+def _inside(region: ShardableRegion, home: str) -> ShardableRegion:
     tables = [name for name in region.tables if lies_in(name, home)]
     return renamed(replace(region, tables=tables), lambda name: name.removeprefix(home).removeprefix("."))
 
 
-def renamed(region: Region, change: Callable[[str], str]) -> Region:
+def renamed(region: ShardableRegion, change: Callable[[str], str]) -> ShardableRegion:
     """A region under other names."""
     columns, rows, tables = (list(map(change, names)) for names in (region.columns, region.rows, region.tables))
-    return Region(change(region.home), columns, rows, set(map(change, region.inner)), tables, region.packed)
+    return ShardableRegion(change(region.home), columns, rows, set(map(change, region.inner)), tables, region.packed)
 
 
 def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -433,7 +452,7 @@ def _without_place(told: Sequence[tuple[str, Any]]) -> tuple[tuple[str, Any], ..
     return tuple((path, value) for path, value in told if path not in _PLACES)
 
 
-def _kind(module: nn.Module, home: str, region: Region, shapes: dict[str, tuple[int, ...]]) -> Any:
+def _kind(module: nn.Module, home: str, region: ShardableRegion, shapes: dict[str, tuple[int, ...]]) -> Any:
     """What regions with one way of being cut have in common; shapes are those inside `home`."""
     numbers = {k: v for k, v in vars(module).items() if type(v) in (int, str, bool) and k not in (*_PLACES, "training")}
     inside = [(name.removeprefix(home), shape) for name, shape in shapes.items()]
@@ -443,26 +462,31 @@ def _kind(module: nn.Module, home: str, region: Region, shapes: dict[str, tuple[
 
 
 def _fitted(
-    module: nn.Module, inside: Region, region: Region, calls: list[Call], heads: list[int], at: tuple[int, int]
+    module: nn.Module,
+    inside: ShardableRegion,
+    region: ShardableRegion,
+    calls: list[ModuleInputs],
+    heads: list[int],
+    at: tuple[int, int],
 ) -> Fitted | str:
     if inside.packed:
         return _packed(module.get_submodule(inside.home), inside, calls[-1], at)
     try:
         shares = share_out(module, inside, calls, heads, at[0])
     except (RuntimeError, ValueError, TypeError) as error:
-        return f"it does not run alone: {in_words(error)}"
+        return f"it does not run alone: {describe_error(error)}"
     if shares is None:
         return "every channel depends on every other"
     numbers = fit(module, shares, calls, at[1])
     return numbers if isinstance(numbers, str) else Fitted(shares, numbers)
 
 
-def _packed(module: nn.Module, region: Region, call: Call, at: tuple[int, int]) -> Fitted | str:
+def _packed(module: nn.Module, region: ShardableRegion, call: ModuleInputs, at: tuple[int, int]) -> Fitted | str:
     try:
         shares = share_packed(module, region, call, at[0])
         if isinstance(shares, str):
             return shares
         numbers = fit_packed(module, shares, call, at[1])
     except (RuntimeError, ValueError, TypeError) as error:
-        return f"it does not run alone: {in_words(error)}"
+        return f"it does not run alone: {describe_error(error)}"
     return numbers if isinstance(numbers, str) else Fitted(shares, numbers)

@@ -15,17 +15,23 @@ from typing import Any
 
 from torch import nn
 
-from deepspeed.comm.collectives.torch_api import told_by_all
+from deepspeed.comm.collectives.torch_api import all_gather_objects
 from deepspeed.comm.process_groups.axis import Axis
 from deepspeed.errors import TensorParallelError
-from deepspeed.tensor_parallel.channel_dependencies import Call, Segments, Share, Shares, largest_part
+from deepspeed.tensor_parallel.channel_dependencies import (
+    ChannelDependencies,
+    ModuleInputs,
+    Segments,
+    TensorSharding,
+    largest_part,
+)
 from deepspeed.tensor_parallel.example_inputs import all_calls, inputs_of
 from deepspeed.tensor_parallel.layers import is_linear, is_transposed
 from deepspeed.tensor_parallel.module_attributes import Numbers
 from deepspeed.tensor_parallel.plan import (
     Fitted,
-    Plan,
     Specs,
+    TensorParallelPlan,
     Unit,
     by_pattern,
     dropped_in,
@@ -36,14 +42,14 @@ from deepspeed.tensor_parallel.plan import (
     starred,
     unnamed,
 )
-from deepspeed.tensor_parallel.trace import Region, by_module, join, lies_in, owner
+from deepspeed.tensor_parallel.trace import ShardableRegion, by_module, join, lies_in, owner
 
 FORMAT, VERSION = "deepspeed tensor plan", 1
 
 
 def write_plan(
     path: str | Path, model: nn.Module, ranks: int, example: Any = None, specs: Specs | None = None
-) -> list[Plan]:
+) -> list[TensorParallelPlan]:
     """Find the plan of a dense model for every rank, and write it. No other rank is needed.
 
     Args:
@@ -67,7 +73,7 @@ def write_plan(
     return plans
 
 
-def _described(plans: Sequence[Plan], model: nn.Module) -> dict[str, Any]:
+def _described(plans: Sequence[TensorParallelPlan], model: nn.Module) -> dict[str, Any]:
     shapes = shapes_of(model)
     inside_of, modules = by_module(shapes), by_pattern(name for name, _ in model.named_modules())
     units: dict[str, dict[str, Any]] = {}
@@ -111,14 +117,14 @@ def _region_data(by_rank: Sequence[Fitted]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _share_data(share: Share) -> dict[str, Any]:
+def _share_data(share: TensorSharding) -> dict[str, Any]:
     return {"dim": share.dim, "segments": share.segments, "copied": share.copied}
 
 
 # -- reading ---------------------------------------------------------------------------------------------------------
 
 
-class _Entry:
+class _FileEntry:
     """A part of the file, which knows where it is."""
 
     def __init__(self, value: Any, where: str) -> None:
@@ -127,23 +133,23 @@ class _Entry:
     def wrong(self, what: str) -> TensorParallelError:
         return TensorParallelError(f"{self.where}: {what}")
 
-    def fields(self, *names: str) -> list[_Entry]:
+    def fields(self, *names: str) -> list[_FileEntry]:
         """The values of an object that has these names and no others."""
         if not isinstance(self.value, dict):
             raise self.wrong("an object belongs here")
         for name in [*(n for n in names if n not in self.value), *(n for n in self.value if n not in names)]:
             raise self.wrong(f"{name!r} is {'unknown' if name in self.value else 'missing'}; it has {', '.join(names)}")
-        return [_Entry(self.value[name], f"{self.where}.{name}") for name in names]
+        return [_FileEntry(self.value[name], f"{self.where}.{name}") for name in names]
 
-    def items(self) -> list[tuple[str, _Entry]]:
+    def items(self) -> list[tuple[str, _FileEntry]]:
         if not isinstance(self.value, dict):
             raise self.wrong("an object belongs here")
-        return [(name, _Entry(value, f"{self.where}.{name}")) for name, value in self.value.items()]
+        return [(name, _FileEntry(value, f"{self.where}.{name}")) for name, value in self.value.items()]
 
-    def entries(self, count: int | None = None) -> list[_Entry]:
+    def entries(self, count: int | None = None) -> list[_FileEntry]:
         if not isinstance(self.value, list) or (count is not None and len(self.value) != count):
             raise self.wrong("a list belongs here" if count is None else f"a list of {count} belongs here")
-        return [_Entry(value, f"{self.where}[{at}]") for at, value in enumerate(self.value)]
+        return [_FileEntry(value, f"{self.where}[{at}]") for at, value in enumerate(self.value)]
 
     def of(self, kind: type) -> Any:
         right = isinstance(self.value, kind) and (kind is bool or not isinstance(self.value, bool))
@@ -178,7 +184,7 @@ def same_file(axis: Axis, path: str | None, stage: int = 0) -> None:
     except OSError:
         mine = None
     known: dict[int, tuple[int, str]] = {}
-    for rank, (of_stage, text) in zip(axis.ranks, told_by_all(axis, (stage, mine)), strict=True):
+    for rank, (of_stage, text) in zip(axis.ranks, all_gather_objects(axis, (stage, mine)), strict=True):
         first, wanted = (rank, text) if text is None else known.setdefault(of_stage, (rank, text))
         if text != wanted:
             raise TensorParallelError(
@@ -188,7 +194,7 @@ def same_file(axis: Axis, path: str | None, stage: int = 0) -> None:
 
 def read_plan(
     path: str | Path, model: nn.Module, ranks: int, rank: int, example: Any = None, specs: Specs | None = None
-) -> Plan:
+) -> TensorParallelPlan:
     """The plan that a file has for a model.
 
     Args:
@@ -202,7 +208,7 @@ def read_plan(
         ArgumentError: nothing says what the model takes.
         TensorParallelError: it cannot be read, or is no plan for this model over these ranks; with the place.
     """
-    at = _Entry(None, f"tensor_parallel.plan_file '{path}'")
+    at = _FileEntry(None, f"tensor_parallel.plan_file '{path}'")
     try:
         at.value = json.loads(Path(path).read_text())
     except OSError as error:
@@ -216,7 +222,7 @@ def read_plan(
         raise at.wrong(
             f"it is of a {kind.value} over {size.value} ranks, and this is a {type(model).__name__} over {ranks}"
         )
-    reader = _Reader(model, ranks, rank)
+    reader = _PlanReader(model, ranks, rank)
     found = [unit for entry in units.entries() for unit in reader.units(entry)]
     reasons = reader.reasons(whole)
     return _planned(model, reader, found, reasons, (inputs_of(model, example), specs), at)
@@ -224,12 +230,12 @@ def read_plan(
 
 def _planned(
     model: nn.Module,
-    reader: _Reader,
+    reader: _PlanReader,
     units: list[Unit],
     reasons: dict[str, str],
     given: tuple[dict[str, Any], Specs | None],
-    at: _Entry,
-) -> Plan:
+    at: _FileEntry,
+) -> TensorParallelPlan:
     """The units that are to be cut, with what they are called with."""
     inputs, specs = given
     left = [name for name in reader.shapes if name not in reader.taken]
@@ -253,12 +259,12 @@ def _planned(
                 raise entry.wrong(f"the model never calls '{home}'")
             _check_argument(home, calls[home], share, entry)
     drops, said = dropped_in(model, inputs), said_by(model, reader.shapes)
-    plan = Plan(reader.ranks, units, whole, inputs, output, drops, reader.shapes, said, unpadded)
+    plan = TensorParallelPlan(reader.ranks, units, whole, inputs, output, drops, reader.shapes, said, unpadded)
     plan.whole.update(dict.fromkeys(unnamed(plan), "the plan file leaves it whole"))
     return plan
 
 
-def _check_argument(home: str, calls: Sequence[Call], share: Share, entry: _Entry) -> None:
+def _check_argument(home: str, calls: Sequence[ModuleInputs], share: TensorSharding, entry: _FileEntry) -> None:
     """Whether a region's module is given the tensor, of as many channels as are shared out."""
     shapes = [shape for call in calls for path, shape in call.given() if path == share.name]
     if not shapes:
@@ -279,7 +285,7 @@ def _leave_out(unit: Unit, specs: Specs, whole: dict[str, str]) -> None:
             unit.regions.remove(one)
 
 
-class _Reader:
+class _PlanReader:
     """Compares entries with a model."""
 
     def __init__(self, model: nn.Module, ranks: int, rank: int) -> None:
@@ -287,10 +293,12 @@ class _Reader:
         self.modules, self.shapes = dict(model.named_modules()), shapes_of(model)
         self.taken: dict[str, str] = {}  # parameters that are cut, and where the file says so
         self._inside, self._patterns = by_module(self.shapes), by_pattern(self.modules)
-        self.given: dict[str, list[tuple[Share, _Entry]]] = {}  # arguments by module, to be looked at in its calls
+        self.given: dict[
+            str, list[tuple[TensorSharding, _FileEntry]]
+        ] = {}  # arguments by module, to be looked at in its calls
         self._units: dict[str, str] = {}  # where each is
 
-    def units(self, entry: _Entry) -> list[Unit]:
+    def units(self, entry: _FileEntry) -> list[Unit]:
         """The units that one entry is of."""
         modules, shapes, regions = entry.fields("modules", "shapes", "regions")
         found: list[Unit] = []
@@ -305,7 +313,7 @@ class _Reader:
             found += [self._unit(name, shapes, regions) for name in names]
         return found
 
-    def reasons(self, entry: _Entry) -> dict[str, str]:
+    def reasons(self, entry: _FileEntry) -> dict[str, str]:
         """Why parameters stay whole, by name, which may be starred."""
         found = {name: text.of(str) for name, text in entry.items()}
         patterns = by_pattern(self.shapes)
@@ -317,7 +325,7 @@ class _Reader:
                 raise entry.wrong(f"{name!r} is cut, in {self.taken[meant[0]].rpartition(': ')[2]}")
         return found
 
-    def _unit(self, name: str, shapes: _Entry, regions: _Entry) -> Unit:
+    def _unit(self, name: str, shapes: _FileEntry, regions: _FileEntry) -> Unit:
         here = {n.removeprefix(f"{name}."): self.shapes[n] for n in self._inside.get(name, ())}
         said = {n: tuple(size.of(int) for size in shape.entries()) for n, shape in shapes.items()}
         for one in [*(n for n in said if n not in here), *(n for n in here if n not in said)]:
@@ -327,20 +335,20 @@ class _Reader:
                 raise shapes.wrong(f"{one!r} has shape {list(shape)}, and {list(here[one])} in '{name}' of this model")
         return Unit(name, [self._region(name, here, entry) for entry in regions.entries()], [])
 
-    def _region(self, unit: str, shapes: Mapping[str, tuple[int, ...]], entry: _Entry) -> Fitted:
+    def _region(self, unit: str, shapes: Mapping[str, tuple[int, ...]], entry: _FileEntry) -> Fitted:
         home, columns, rows, inner, tables, packed, channels, tensors, inputs, partial, numbers = entry.fields(
             "home", "columns", "rows", "inner", "tables", "packed", "channels", "tensors", "inputs", "partial_inputs",
             "numbers",
         )  # fmt: skip
         if join(unit, home.of(str)) not in self.modules:
             raise home.wrong(f"'{unit}' has no module {home.value!r}")
-        region = Region(
+        region = ShardableRegion(
             home.value, columns.names(shapes, "parameter"), rows.names(shapes, "parameter"),
             set(inner.names(columns.value, "column")), tables.names(shapes, "parameter"), packed.of(bool),
         )  # fmt: skip
         if not region.rows or not region.columns:
             raise entry.wrong("it has no rows or no columns")
-        shares = Shares(region, self._segments(channels, None, copied=False))
+        shares = ChannelDependencies(region, self._segments(channels, None, copied=False))
         for name, share in tensors.items():
             if name not in shapes:
                 raise share.wrong(f"'{unit}' has no parameter {name!r}")
@@ -349,13 +357,18 @@ class _Reader:
         shares.partial_inputs = partial.names({name.of(str) for name in partial.entries()}, "argument")
         given = self.given.setdefault(join(unit, region.home), [])
         given += [(shares.inputs[name], share) for name, share in inputs.items()]
-        given += [(Share(name, -1, []), partial) for name in shares.partial_inputs]
+        given += [(TensorSharding(name, -1, []), partial) for name in shares.partial_inputs]
         self._check_layers(unit, shares, shapes, entry, tensors)
         shares.bytes = largest_part(self.modules[unit], shares)
         return Fitted(shares, self._numbers(unit, numbers))
 
     def _check_layers(
-        self, unit: str, shares: Shares, shapes: Mapping[str, tuple[int, ...]], entry: _Entry, tensors: _Entry
+        self,
+        unit: str,
+        shares: ChannelDependencies,
+        shapes: Mapping[str, tuple[int, ...]],
+        entry: _FileEntry,
+        tensors: _FileEntry,
     ) -> None:
         region, channels = shares.region, sum(length for part in shares.rows for _, length in part)
         for name in [*region.columns, *region.rows]:
@@ -379,18 +392,18 @@ class _Reader:
             if before != entry.where:
                 raise entry.wrong(f"'{join(unit, name)}' is in {before.rpartition(': ')[2]} already")
 
-    def _share(self, name: str, entry: _Entry, shape: tuple[int, ...] | None) -> Share:
+    def _share(self, name: str, entry: _FileEntry, shape: tuple[int, ...] | None) -> TensorSharding:
         dim, segments, copied = entry.fields("dim", "segments", "copied")
         if dim.of(int) < (0 if shape is None else -1):
             raise dim.wrong(f"{dim.value} is no dim that is cut")
         if dim.value < 0 and shape is not None:
-            return Share(name, -1, [() for _ in segments.entries(self.ranks)], copied=True)
+            return TensorSharding(name, -1, [() for _ in segments.entries(self.ranks)], copied=True)
         if shape is not None and dim.value >= len(shape):
             raise dim.wrong(f"{name!r} has shape {list(shape)}")
         size = None if shape is None else shape[dim.value]
-        return Share(name, dim.value, self._segments(segments, size, copied.of(bool)), copied.value)
+        return TensorSharding(name, dim.value, self._segments(segments, size, copied.of(bool)), copied.value)
 
-    def _segments(self, entry: _Entry, size: int | None, copied: bool) -> list[Segments]:
+    def _segments(self, entry: _FileEntry, size: int | None, copied: bool) -> list[Segments]:
         """By rank; together they are everything, and but for copies nothing is in two."""
         found: list[Segments] = []
         for of_rank in entry.entries(self.ranks):
@@ -411,7 +424,7 @@ class _Reader:
             raise entry.wrong(f"a rank uses what is at {last - 1}, of {size}")
         return found
 
-    def _numbers(self, unit: str, entry: _Entry) -> Numbers:
+    def _numbers(self, unit: str, entry: _FileEntry) -> Numbers:
         """Those of this rank; the others' are looked at too, so that all ranks refuse."""
         by_rank: list[Numbers] = []
         for of_rank in entry.entries(self.ranks):

@@ -15,19 +15,19 @@ import torch
 from torch import nn
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.comm.collectives.torch_api import broadcast, told_by_all
+from deepspeed.comm.collectives.torch_api import all_gather_objects, broadcast
 from deepspeed.comm.process_groups.axis import Axis
 from deepspeed.errors import TensorParallelError
 from deepspeed.foundation.fake_mode import simulating
-from deepspeed.foundation.log import say
-from deepspeed.tensor_parallel.trace import Trace
+from deepspeed.foundation.log import log_rank0
+from deepspeed.tensor_parallel.trace import OpTrace
 
 _DROPS = ("dropout", "alpha_dropout", "feature_alpha_dropout", "dropout1d", "dropout2d", "dropout3d")
 _PRIME = 1_000_003
 
 
-class Draws(Trace):
-    """Watches which module drops what; see `Trace`.
+class Draws(OpTrace):
+    """Watches which module drops what; see `OpTrace`.
 
     Attributes:
         found: sources of what each module drops, by module name.
@@ -165,9 +165,9 @@ def draw_alike(axis: Axis) -> None:
     """The first rank's random state for all: what is drawn for whole activations, or of tokens, is the same."""
     accelerator = get_accelerator()
     state = accelerator.get_rng_state()
-    everyone = told_by_all(axis, zlib.crc32(state.numpy().tobytes()))
+    everyone = all_gather_objects(axis, zlib.crc32(state.numpy().tobytes()))
     if len(set(everyone)) > 1:
-        say("random states differ over tp: all ranks go on with that of the first, since they share activations")
+        log_rank0("random states differ over tp: all ranks go on with that of the first, since they share activations")
         shared = state.clone().float()  # bytes: exact
         broadcast(shared, axis.ranks[0], group=axis.group)
         accelerator.set_rng_state(shared.to(state.dtype))
@@ -176,7 +176,7 @@ def draw_alike(axis: Axis) -> None:
 def _check_apart(forks: Forks, axis: Axis) -> None:
     if simulating():  # the other ranks are not there, and have no seeds
         return
-    everyone = told_by_all(axis, forks.own_seed(1))
+    everyone = all_gather_objects(axis, forks.own_seed(1))
     for at, seed in enumerate(everyone):
         if seed in everyone[:at]:
             raise TensorParallelError(

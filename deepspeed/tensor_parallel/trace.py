@@ -27,7 +27,7 @@ STREAM = "input"
 
 
 @dataclass
-class Node:
+class MatrixUse:
     """A use of one matrix.
 
     Args:
@@ -68,7 +68,7 @@ def _joined(one: _Taint | None, other: _Taint | None) -> _Taint | None:
     return _Taint(sources, frozenset() if sources else one.params | other.params)
 
 
-class Trace(TorchFunctionMode):
+class OpTrace(TorchFunctionMode):
     """Watches what runs inside.
 
     Args:
@@ -81,7 +81,7 @@ class Trace(TorchFunctionMode):
 
     def __init__(self, model: nn.Module, inputs: Any) -> None:
         super().__init__()
-        self.nodes: dict[str, Node] = {}
+        self.nodes: dict[str, MatrixUse] = {}
         self._names = {id(param): name for name, param in model.named_parameters()}
         self._taints: Any = WeakTensorKeyDictionary()
         self._written: Any = WeakTensorKeyDictionary()  # what was written into some views of a tensor
@@ -138,7 +138,7 @@ class Trace(TorchFunctionMode):
     def _node(self, params: frozenset[str], sources: frozenset[str], lookup: bool = False) -> _Taint:
         matrices = [name for name in params if not name.endswith("bias")] or list(params)
         for name in matrices:
-            self.nodes.setdefault(name, Node(name, lookup)).sources |= sources
+            self.nodes.setdefault(name, MatrixUse(name, lookup)).sources |= sources
         return _Taint(frozenset(matrices))
 
 
@@ -146,7 +146,7 @@ _STREAM = "it reads the stream that runs through all blocks"
 
 
 @dataclass
-class Region:
+class ShardableRegion:
     """Channels that can be shared out.
 
     Args:
@@ -207,7 +207,7 @@ def common(names: Iterable[str]) -> str:
     return ".".join(shared)
 
 
-def find_regions(model: nn.Module, nodes: Mapping[str, Node]) -> tuple[list[Region], dict[str, str]]:
+def find_regions(model: nn.Module, nodes: Mapping[str, MatrixUse]) -> tuple[list[ShardableRegion], dict[str, str]]:
     """The regions of a model, and why other matrices in its blocks stay whole.
 
     Args:
@@ -228,7 +228,7 @@ def find_regions(model: nn.Module, nodes: Mapping[str, Node]) -> tuple[list[Regi
     sizes = {name: param.numel() for name, param in model.named_parameters()}
     sizes = {name: sizes.get(name, 0) for name in nodes}
 
-    def weight(region: Region) -> int:
+    def weight(region: ShardableRegion) -> int:
         return sum(sizes[name] for name in {*region.columns, *region.rows})
 
     taken: set[str] = set()
@@ -242,7 +242,7 @@ def find_regions(model: nn.Module, nodes: Mapping[str, Node]) -> tuple[list[Regi
     return sorted(chosen, key=lambda one: order[one.rows[0]]), {n: why[n] for n in why if n not in taken}
 
 
-def _spaces(nodes: Mapping[str, Node]) -> list[tuple[set[str], set[str]]]:
+def _spaces(nodes: Mapping[str, MatrixUse]) -> list[tuple[set[str], set[str]]]:
     """Sets of (what writes, what reads) that belong together; tables that indices choose from join nothing."""
     parent: dict[tuple[str, str], tuple[str, str]] = {}
 
@@ -292,10 +292,10 @@ def _is_stream(modules: Mapping[str, nn.Module], table: str, rows: list[str]) ->
 
 def _region(
     modules: Mapping[str, nn.Module],
-    nodes: Mapping[str, Node],
+    nodes: Mapping[str, MatrixUse],
     order: Mapping[str, int],
     space: tuple[set[str], set[str]],
-) -> tuple[Region | None, str]:
+) -> tuple[ShardableRegion | None, str]:
     columns, reads = (sorted(one, key=order.__getitem__) for one in space)
     sources = set().union(*(nodes[name].sources for name in reads))
     tables = sorted(name for name in sources if name in nodes and nodes[name].lookup)
@@ -312,11 +312,11 @@ def _region(
     if len(owners) == 1 and all(nodes_of.count(".") for nodes_of in everything):
         home = owners.pop()
         if not is_linear(modules[home]):
-            return Region(home, columns, rows, inner, tables, packed=True), ""
+            return ShardableRegion(home, columns, rows, inner, tables, packed=True), ""
     odd = [name for name in everything if not is_linear(modules[owner(name)])]
     if odd:
         return None, f"{odd[0]} of the same channels belongs to no linear layer"
     home = common(map(owner, everything))
     while home and isinstance(modules[home], (nn.ModuleList, nn.ModuleDict)):
         home = owner(home)  # a container is never called
-    return Region(home, columns, rows, inner, tables), ""
+    return ShardableRegion(home, columns, rows, inner, tables), ""

@@ -14,14 +14,14 @@ import torch
 from torch import nn
 
 from deepspeed.comm.collectives.autograd import summed
-from deepspeed.comm.collectives.same_error import Ended, run_together
-from deepspeed.comm.collectives.torch_api import told_by_all
+from deepspeed.comm.collectives.same_error import Outcome, run_collectively
+from deepspeed.comm.collectives.torch_api import all_gather_objects
 from deepspeed.comm.process_groups.axis import Axis
 from deepspeed.errors import TensorParallelError
 from deepspeed.foundation.fake_mode import simulating
-from deepspeed.foundation.log import say
+from deepspeed.foundation.log import log_rank0
 from deepspeed.foundation.pytree import map_leaves, map_tensors, tensors_in
-from deepspeed.tensor_parallel.channel_dependencies import Call, floating, same_draws
+from deepspeed.tensor_parallel.channel_dependencies import ModuleInputs, floating, same_draws
 from deepspeed.tensor_parallel.gradient_sketch import Sketches, Watch, dims_of, part_of, sketches
 from deepspeed.tensor_parallel.plan import Unit
 from deepspeed.zero.layout.placement import Relation, placement_of
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 @dataclass
-class Seen:
+class UnitResult:
     """What a unit computes in one way of calling it.
 
     Args:
@@ -67,7 +67,7 @@ def _exact(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module).float() if low else module
 
 
-def run(module: nn.Module, unit: Unit) -> list[Seen]:
+def run(module: nn.Module, unit: Unit) -> list[UnitResult]:
     """Forward and backward in fp32 with fixed cotangents, without dropout, in each way in which the unit is called.
 
     Args:
@@ -75,7 +75,7 @@ def run(module: nn.Module, unit: Unit) -> list[Seen]:
         unit: says what it is called with.
     """
     exact = _exact(module)
-    found: list[Seen] = []
+    found: list[UnitResult] = []
     slices = frozenset(name for name, param in module.named_parameters() if "tp" in placement_of(param).relations)
     for call in unit.calls:
         with _unchanged(exact):
@@ -83,7 +83,7 @@ def run(module: nn.Module, unit: Unit) -> list[Seen]:
     return found
 
 
-def _seen(module: nn.Module, call: Call) -> Seen:
+def _seen(module: nn.Module, call: ModuleInputs) -> UnitResult:
     dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
     call, _ = floating(call)
     call = call.mapped(lambda _, t: t.to(dtype) if t.is_floating_point() and dtype != torch.float32 else t)
@@ -104,7 +104,7 @@ def _seen(module: nn.Module, call: Call) -> Seen:
         if total.requires_grad:
             asked = [*given.values(), *params.values()]
             inputs = dict(zip(given, torch.autograd.grad(total, asked, allow_unused=True), strict=False))
-    return Seen([t.detach() for t in outputs], inputs, watch.found())
+    return UnitResult([t.detach() for t in outputs], inputs, watch.found())
 
 
 @contextlib.contextmanager
@@ -146,10 +146,10 @@ def _drawn(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     return torch.randn(tensor.shape, generator=generator).to(tensor)
 
 
-def differences(unit: Unit, dense: list[Seen], cut: list[Seen], module: nn.Module, axis: Axis) -> str:
+def differences(unit: Unit, dense: list[UnitResult], cut: list[UnitResult], module: nn.Module, axis: Axis) -> str:
     """What this rank sees of what a unit computed whole that is not what it computes cut, way by way; empty: nothing.
 
-    All ranks of the axis call, inside `run_together`.
+    All ranks of the axis call, inside `run_collectively`.
     """
     if simulating():  # nothing has values that could differ: a real run compares them
         return ""
@@ -160,7 +160,7 @@ def differences(unit: Unit, dense: list[Seen], cut: list[Seen], module: nn.Modul
     return "; ".join(found[:3])
 
 
-def judge(unit: Unit, texts: Sequence[str], cut: list[Seen], module: nn.Module, axis: Axis) -> None:
+def judge(unit: Unit, texts: Sequence[str], cut: list[UnitResult], module: nn.Module, axis: Axis) -> None:
     """Name a unit that differs and computes something else each time. All ranks of the axis call together.
 
     Args:
@@ -173,26 +173,26 @@ def judge(unit: Unit, texts: Sequence[str], cut: list[Seen], module: nn.Module, 
     Raises:
         TensorParallelError: it computes the same each time; on every rank, with what differs on which.
     """
-    again = run_together(axis, lambda: _moved(cut, run(module, unit)))
-    if again.well and any(told_by_all(axis, again.result)):
-        say(f"'{unit.name}' is not compared with its dense form: it computes something else each time")
+    again = run_collectively(axis, lambda: _moved(cut, run(module, unit)))
+    if again.ok and any(all_gather_objects(axis, again.result)):
+        log_rank0(f"'{unit.name}' is not compared with its dense form: it computes something else each time")
         return
     raise _wrong(unit.name, axis, texts)
 
 
-def _moved(before: list[Seen], again: list[Seen]) -> bool:
+def _moved(before: list[UnitResult], again: list[UnitResult]) -> bool:
     ways = zip(before, again, strict=True)
     pairs = [pair for one, other in ways for pair in zip(one.outputs, other.outputs, strict=True)]
     return any(True for a, b in pairs for _ in _apart("", a, b, 0.0, TOLERANCE))
 
 
-def finished(name: str, axis: Axis, ended: Ended[T]) -> T:
+def finished(name: str, axis: Axis, ended: Outcome[T]) -> T:
     """What a unit's computation gave this rank.
 
     Raises:
         TensorParallelError: it ended otherwise on some rank; on every rank, with what that one raised.
     """
-    return ended.given(lambda texts: _wrong(name, axis, texts))
+    return ended.result_or_raise(lambda texts: _wrong(name, axis, texts))
 
 
 def _wrong(name: str, axis: Axis, texts: Sequence[str]) -> TensorParallelError:
@@ -203,7 +203,7 @@ def _wrong(name: str, axis: Axis, texts: Sequence[str]) -> TensorParallelError:
     )
 
 
-def _differences(dense: Seen, cut: Seen, module: nn.Module, axis: Axis, tolerance: float) -> Iterator[str]:
+def _differences(dense: UnitResult, cut: UnitResult, module: nn.Module, axis: Axis, tolerance: float) -> Iterator[str]:
     for at, (wanted, ours) in enumerate(zip(dense.outputs, cut.outputs, strict=False)):
         if at == 0 or wanted.shape == ours.shape:
             yield from _apart(f"output {at}", wanted, ours, 0.0, tolerance)
@@ -303,8 +303,8 @@ def compare_models(model: nn.Module, plan: Any, axis: Axis) -> None:
         ]  # fmt: skip
         return "; ".join(texts[:3])
 
-    ended = run_together(axis, differs)
-    everyone = told_by_all(axis, ended.result) if ended.well else ended.texts
+    ended = run_collectively(axis, differs)
+    everyone = all_gather_objects(axis, ended.result) if ended.ok else ended.texts
     wrong = [f"rank {axis.ranks[at]}: {text}" for at, text in enumerate(everyone) if text]
     if wrong:
         raise TensorParallelError(

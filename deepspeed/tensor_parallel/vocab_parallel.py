@@ -13,14 +13,21 @@ from torch.autograd.function import once_differentiable
 
 from deepspeed.comm import ReduceOp
 from deepspeed.comm.collectives.autograd import reduce_from, summed
-from deepspeed.comm.collectives.same_error import meet_before, run_together
-from deepspeed.comm.collectives.torch_api import all_reduce, told_by_all
+from deepspeed.comm.collectives.same_error import meet_before, run_collectively
+from deepspeed.comm.collectives.torch_api import all_gather_objects, all_reduce
 from deepspeed.comm.process_groups.axis import Axis
 from deepspeed.errors import ArgumentError, NotAvailableError, TensorParallelError
 from deepspeed.foundation.fake_mode import simulating
 from deepspeed.foundation.hf_forward import counts_items
 from deepspeed.foundation.partition import partition_uniform
-from deepspeed.tensor_parallel.layers import Slot, become_column, cut_tensor, even_segments, even_sizes, is_linear
+from deepspeed.tensor_parallel.layers import (
+    SliceLocation,
+    become_column,
+    cut_tensor,
+    even_segments,
+    even_sizes,
+    is_linear,
+)
 from deepspeed.tensor_parallel.verify import TOLERANCES
 from deepspeed.zero.parameters.grouping import release
 
@@ -42,7 +49,7 @@ class VocabParallelEmbedding(nn.Embedding):
         ArgumentError: fewer rows than ranks.
     """
 
-    slot: Slot
+    slot: SliceLocation
     first: int
     whole: int
 
@@ -58,7 +65,7 @@ class VocabParallelEmbedding(nn.Embedding):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(num_embeddings, embedding_dim, padding_idx, device=device, dtype=dtype)
-        become_vocabulary_slice(self, Slot(axis, name))
+        become_vocabulary_slice(self, SliceLocation(axis, name))
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Indices of any shape to (…, embedding_dim), equal on all ranks.
@@ -78,7 +85,7 @@ class VocabParallelEmbedding(nn.Embedding):
         return reduce_from(rows, self.slot.axis, f"rows of {self.slot.name}")
 
 
-def become_vocabulary_slice(module: nn.Embedding, slot: Slot) -> None:
+def become_vocabulary_slice(module: nn.Embedding, slot: SliceLocation) -> None:
     """Make an embedding hold its rank's rows, in place.
 
     Raises:
@@ -244,8 +251,8 @@ def cut_vocabulary(model: Any, axis: Axis, check: bool) -> list[tuple[str, str, 
     tied, vocabulary = head.weight is embedding.weight, embedding.num_embeddings
     dense = [None if t is None else t.detach().clone() for t in (embedding.weight, head.weight, head.bias)]
     names = {module: name for name, module in model.named_modules()}
-    slot = Slot(axis, names[head])
-    become_vocabulary_slice(embedding, Slot(axis, names[embedding]))
+    slot = SliceLocation(axis, names[head])
+    become_vocabulary_slice(embedding, SliceLocation(axis, names[embedding]))
     become_column(head, slot, even_segments(vocabulary, axis, names[head]), weight_is_cut=tied)
     around = _Head(head, axis, vocabulary)
     if check:
@@ -281,10 +288,10 @@ def _check(embedding: Any, head: Any, dense: Sequence[Any], axis: Axis, names: t
         of_embedding = _embedding_differs(embedding, dense[0], axis, names[0])
         return "; ".join([*of_embedding, *_head_differs(head, dense, axis, names[1])])
 
-    ended = run_together(axis, differs)
-    if simulating() and ended.well:  # nothing has values that could differ: a real run compares them
+    ended = run_collectively(axis, differs)
+    if simulating() and ended.ok:  # nothing has values that could differ: a real run compares them
         return
-    everyone = told_by_all(axis, ended.result) if ended.well else ended.texts
+    everyone = all_gather_objects(axis, ended.result) if ended.ok else ended.texts
     wrong = [f"rank {axis.ranks[at]}: {text}" for at, text in enumerate(everyone) if text]
     if wrong:
         raise TensorParallelError(

@@ -28,7 +28,7 @@ from deepspeed import comm
 from deepspeed.compression import init_compression, redundancy_clean
 from deepspeed.compression.compare import Exported
 from deepspeed.compression.export import export
-from deepspeed.compression.pruning.pruning_plan import Plan
+from deepspeed.compression.pruning.pruning_plan import PruningPlan
 from deepspeed.compression.pruning.structured_removal import removal_of, remove_from
 from deepspeed.compression.pruning.verify import flags_at_random
 
@@ -255,7 +255,7 @@ def one_shot(job: Job, dense: Any, criterion: str) -> dict[str, Any]:
 
 def cut_at_random(model: Any, seed: int) -> None:
     """Half of the FFN units of every layer, whichever."""
-    plan = Plan(model)
+    plan = PruningPlan(model)
     shrink = plan.shrinks("ffn")[0]
     keeps = flags_at_random(shrink, 0.5, seed)
     remove_from(model, removal_of(model, plan, list(zip(shrink.families, keeps, strict=True))))

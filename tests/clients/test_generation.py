@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache, DynamicCache
 
 import deepspeed
 from deepspeed.foundation import hf_forward, log
-from deepspeed.inference import Generator, Sampling
+from deepspeed.inference import Generator, SamplingParams
 from deepspeed.inference.executors.native import FusedExecutor
 from tests.unit.inference.toys import alone, llama, prompts
 
@@ -73,7 +73,7 @@ def test_a_family_goes_the_fast_way(name: str, warned: list[str]) -> None:
     model, given = family(name), prompts((12, 5))
     generator = Generator(model, cache_bytes=1 << 22)
     assert way(generator) == WAYS[name], generator.why
-    assert generator.generate(given, Sampling(max_new_tokens=NEW, ignore_eos=True)) == [
+    assert generator.generate(given, SamplingParams(max_new_tokens=NEW, ignore_eos=True)) == [
         alone(model, prompt, NEW) for prompt in given
     ]
     lost = [line for line in warned if type(model).__name__ in line]
@@ -109,7 +109,7 @@ def test_whatever_forward_calls_its_cache(kind: type, warned: list[str]) -> None
     generator = Generator(model, cache_bytes=1 << 22)
     given = prompts((12, 5))
     assert way(generator) == "native" and not warned, warned
-    assert generator.generate(given, Sampling(max_new_tokens=NEW, ignore_eos=True)) == [
+    assert generator.generate(given, SamplingParams(max_new_tokens=NEW, ignore_eos=True)) == [
         alone(plain, prompt, NEW) for prompt in given
     ]
 
@@ -122,7 +122,7 @@ def test_adapters_do_not_hide_the_cache(warned: list[str]) -> None:
     generator = Generator(model, cache_bytes=1 << 22)
     assert generator.kind == "packed", generator.why
     wanted = [alone(model.get_base_model(), prompt, NEW) for prompt in prompts((12, 5))]
-    assert generator.generate(prompts((12, 5)), Sampling(max_new_tokens=NEW, ignore_eos=True)) == wanted
+    assert generator.generate(prompts((12, 5)), SamplingParams(max_new_tokens=NEW, ignore_eos=True)) == wanted
     assert [line for line in warned if "PeftModelForCausalLM wraps a model" in line], warned
 
 

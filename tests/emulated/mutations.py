@@ -19,7 +19,7 @@ class Mutation:
 
     Args:
         what: what is wrong.
-        place: module and function, "deepspeed.storage.async_copy:Mover.copy".
+        place: module and function, "deepspeed.storage.async_copy:AsyncCopier.copy".
         before: text of the function, there once.
         after: what it becomes.
         cell: a run that takes the path.
@@ -121,7 +121,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a gather not waited for",
-        "deepspeed.zero.parameters.shard_group:ShardGroup.finish_gather",
+        "deepspeed.zero.parameters.shard_group:ShardGroup.wait_all_gather",
         "self._handle.wait()",
         "pass",
         GATHERS,
@@ -139,7 +139,7 @@ MUTATIONS = [
     ),
     Mutation(
         "another order on one rank",
-        "deepspeed.zero.optimizer.update:start_publish",
+        "deepspeed.zero.optimizer.update:start_all_gather_updated",
         "for group in groups:",
         "for group in (list(groups)[::-1] if groups[0].axis.rank else groups):",
         TWO,
@@ -148,7 +148,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a transit buffer used again at once",
-        "deepspeed.zero.gradients.reduce_scatter:Wire.depart",
+        "deepspeed.zero.gradients.reduce_scatter:GradReduceScatter.depart",
         "if not self.settings.overlap:",
         "self._pool[bucket.group.axis, current.buffer.dtype].append(current.buffer)\n    if not self.settings.overlap:",
         Cell(stage=3, ranks=2),

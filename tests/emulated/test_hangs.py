@@ -37,7 +37,7 @@ if {stage} == 3:
     values = group.full.new_zeros(group.numel)
     handle = spread(group.axis, values, group.layout.cuts, 0, f"gather of {{group.name}}")
 else:
-    values, handle = group.full, group.start_publish()
+    values, handle = group.full, group.start_all_gather_updated()
 handle.wait()  # returns at once
 print("not blocked", flush=True)
 values.sum().item()  # THE LINE

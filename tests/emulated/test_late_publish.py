@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 
-from deepspeed.zero.parameters.deferred_all_gather import Arriving, ArrivingParameter
+from deepspeed.zero.parameters.deferred_all_gather import ArrivingParameter, DeferredAllGather
 from deepspeed.zero.parameters.parameter import ManagedParameter
 from tests.emulated import runs
 from tests.emulated.cells import Cell
@@ -241,13 +241,13 @@ def unordered() -> list[str]:
     """Reports when landing orders nobody."""
     kept = []
 
-    def land(group: Arriving) -> None:
+    def land(group: DeferredAllGather) -> None:
         kept.append(group._arriving)
         group._arriving = None
         for member in group.members:
             member.param.__class__ = ManagedParameter
 
-    with asked(True), observed() as seen, mock.patch.object(Arriving, "land", land):
+    with asked(True), observed() as seen, mock.patch.object(DeferredAllGather, "wait", land):
         engine = runs.engine_of(TWO)
         for step in range(2):
             runs.micro_step(engine, step)

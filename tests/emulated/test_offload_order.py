@@ -21,7 +21,7 @@ ON_DISK = Cell(stage=3, ranks=2, dtype="bf16", tier="nvme-nvme", accumulation=2,
 def reads_of_slices(steps: int) -> Counter[str]:
     """How the reads of parameters' slices began, once the order of units is known."""
     found: Counter[str] = Counter()
-    load, ahead = _OnDisk._load, _OnDisk.ahead
+    load, ahead = _OnDisk._load, _OnDisk.prefetch
     begun: list[str] = []
 
     def noted(stored: Any, read: bool) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from deepspeed.zero.gradients.reduce_scatter import Wire
+from deepspeed.zero.gradients.reduce_scatter import GradReduceScatter
 from deepspeed.zero.optimizer import update
 from tests.emulated import runs
 from tests.emulated.cells import Cell
@@ -122,7 +122,7 @@ def shares_and_takes() -> list[str]:
     found: list[str] = []
 
     def noted(name: str) -> Callable[..., Any]:
-        plain = getattr(Wire, name)
+        plain = getattr(GradReduceScatter, name)
 
         def call(*args: Any) -> Any:
             found.append(name)
@@ -134,7 +134,10 @@ def shares_and_takes() -> list[str]:
     for step in range(2):
         ids, targets = (part.to(engine.device) for part in runs.batch(step, 0, torch.distributed.get_rank()))
         engine.backward(engine(ids, targets))
-        with mock.patch.object(Wire, "_share", noted("_share")), mock.patch.object(Wire, "_take", noted("_take")):
+        with (
+            mock.patch.object(GradReduceScatter, "_share", noted("_share")),
+            mock.patch.object(GradReduceScatter, "_take", noted("_take")),
+        ):
             engine.step()
     engine.destroy()
     return found

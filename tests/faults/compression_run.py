@@ -34,15 +34,15 @@ def configuration(stage: int) -> dict[str, Any]:
 
 def main() -> None:
     import deepspeed
-    from deepspeed.engine.compression import Shrinking
+    from deepspeed.engine.compression import StructuredPruning
     from tests.parallel.test_compression_removal import llama, state_of, train
 
     folder, stage, steps = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     torch.set_num_threads(1)
     deepspeed.init_distributed("gloo")
-    run = Shrinking.run
+    run = StructuredPruning.run
 
-    def announced(self: Shrinking) -> None:
+    def announced(self: StructuredPruning) -> None:
         print(f"removing {'heads' if any('o_proj' in name for name in self.removal.cuts) else 'rows'}", flush=True)
         run(self)
 
@@ -51,7 +51,7 @@ def main() -> None:
         0
     ]
     engine.load_checkpoint(f"{folder}/saved")
-    Shrinking.run = announced  # pyright: ignore[reportAttributeAccessIssue]
+    StructuredPruning.run = announced  # pyright: ignore[reportAttributeAccessIssue]
     print("ready", flush=True)
     while engine.global_steps < steps:
         print(f"step {engine.global_steps}", flush=True)

@@ -75,7 +75,7 @@ def every_operation(folder: str, how: str, tag: str, victim: int) -> int:
     """A fault at the first, second, … operation of one rank in a save, until one goes through."""
     before, after = f"{folder}/before", f"{folder}/after"
     with make(2) as engine:
-        rank, ranks = dist.get_rank(), Ranks(engine._axes.same_slice)
+        rank, ranks = dist.get_rank(), Ranks(engine._axes.dp_sp_group)
         batches = iter(engine.training_dataloader)
         train(engine, batches, 2)
         engine.save_checkpoint(before, "first")

@@ -112,7 +112,7 @@ class Slices(nn.Module):
                 relations["pp"] = Relation.PARTIAL
             cut = cut_of(kind, self.tp, self.at["tp"])
             if cut is not None:
-                relations["tp"] = Relation.CUT
+                relations["tp"] = Relation.SHARD
             place(param, Placement((cut,) if cut is not None else (), relations))
             self._hold(name, param)
 

@@ -17,7 +17,7 @@ from deepspeed.comm.process_groups.mesh import mesh_for
 from deepspeed.pipe.executor import Executor
 from deepspeed.pipe.schedule import make_schedule
 from deepspeed.pipe.schedule_simulator import simulate
-from deepspeed.pipe.split_model import Layout, find_layout
+from deepspeed.pipe.split_model import ModelSplit, find_layout
 from deepspeed.pipe.stage import keep_stage
 from deepspeed.zero.layout.placement import Relation, placement_of
 from tests.parallel.pipeline_models import Plain
@@ -117,7 +117,7 @@ def delays(seed: int) -> Any:
     return delay
 
 
-def cut_at_random(model: nn.Module, parts: int, batch: Any, draw: random.Random) -> Layout:
+def cut_at_random(model: nn.Module, parts: int, batch: Any, draw: random.Random) -> ModelSplit:
     """A layout with bounds that nobody would choose."""
     layout = find_layout(model, parts, batch)
     count = layout.bounds[-1]

@@ -43,7 +43,7 @@ def placement(shape: tuple[int, ...], dim: int | None, at: int, of: int) -> Plac
     begin, end = min(at * step, size), min((at + 1) * step, size)
     parts = ((begin, end - begin),) if begin < end else ()
     parts += ((-1, step - end + begin),) if end - begin < step else ()
-    return Placement((Cut(dim, size, parts),), {"tp": Relation.CUT, "pp": Relation.ABSENT})
+    return Placement((Cut(dim, size, parts),), {"tp": Relation.SHARD, "pp": Relation.ABSENT})
 
 
 def local(whole: torch.Tensor, placed: Placement) -> torch.Tensor:
@@ -71,7 +71,7 @@ class Sliced(nn.Module):
                 continue
             placed = placement(shape, dim, at[2], mesh[2])
             if stage == -1:
-                placed = Placement(placed.cuts, {"tp": Relation.CUT, "pp": Relation.EQUAL})
+                placed = Placement(placed.cuts, {"tp": Relation.SHARD, "pp": Relation.REPLICATE})
             key = name.replace(".", "_")
             self.weights[key] = nn.Parameter(local(values(name, shape, seed), placed), "frozen" not in name)
             place(self.weights[key], placed)

@@ -178,7 +178,7 @@ def test_experts_that_no_token_takes_are_not_missed() -> None:
     """The router's correction of scores follows: what is left chooses among the same experts as before."""
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
-    from deepspeed.compression.pruning.pruning_plan import Plan
+    from deepspeed.compression.pruning.pruning_plan import PruningPlan
     from deepspeed.compression.pruning.structured_removal import removal_of, remove_from
 
     heads = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
@@ -189,7 +189,7 @@ def test_experts_that_no_token_takes_are_not_missed() -> None:
     model = DeepseekV3ForCausalLM(DeepseekV3Config(**heads, **experts, **sizes, **counts)).eval()
     gate: Any = model.get_submodule("model.layers.1.mlp.gate")
     gate.e_score_correction_bias.copy_(torch.tensor([0.1, -9.0, 0.3, -9.0]))
-    plan, ids = Plan(model), torch.arange(8)[None]
+    plan, ids = PruningPlan(model), torch.arange(8)[None]
     (family,) = plan.shrinks("experts")[0].families
     with torch.no_grad():
         before = model(input_ids=ids).logits

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 import deepspeed
 from deepspeed.errors import TensorParallelError
-from deepspeed.inference import Generator, Sampling
+from deepspeed.inference import Generator, SamplingParams
 from deepspeed.inference.quantization.quantization import apply_section
 from tests.unit.inference_surface.models import model, prompt
 from tests.unit.inference_surface.test_stored import packed, stored
@@ -104,7 +104,7 @@ def test_a_live_engine_generates_with_the_weights_of_now(workers: Any, stage: in
 def _in_passes(module: Any, ids: torch.Tensor, length: int) -> torch.Tensor:
     """The same, each row a request of its own, in packed passes."""
     generator = Generator(module, page_size=4)
-    new = generator.generate(ids.tolist(), Sampling(max_new_tokens=length - ids.shape[1], ignore_eos=True))
+    new = generator.generate(ids.tolist(), SamplingParams(max_new_tokens=length - ids.shape[1], ignore_eos=True))
     kind = generator.kind
     generator.close()
     assert kind == "packed", generator.why

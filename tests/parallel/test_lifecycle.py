@@ -277,7 +277,7 @@ def destroyed_with_a_lost_write(slow: int) -> None:
         view = first.data.view(-1)
     view.add_(1.0)
     if dist.get_rank() != slow:
-        last._ds_member.group.start_gather()
+        last._ds_member.group.start_all_gather()
     if dist.get_rank() == slow:
         collectives.PLANTED_DELAY = lambda label: time.sleep(0.5) if label.startswith("serve") else None
     try:

@@ -379,7 +379,7 @@ def leaving() -> None:
     pool, numel = bucket.group.tiers.optimizer.pool, bucket.total.numel
     for round_, wanted in enumerate((1.5, 3.0, 4.5)):
         bucket.filled = round_ > 0
-        total = bucket.total.borrow()
+        total = bucket.total.acquire()
         parts = [torch.full((numel,), value, dtype=torch.bfloat16) for value in (1.0, 2.0)]
         bucket.leave_device(parts, 0.5, total).wait()
         assert total.eq(wanted).all()

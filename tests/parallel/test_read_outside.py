@@ -180,7 +180,7 @@ def memory_and_old_graphs(way: str) -> None:
             for block in engine.module.blocks:
                 block.aside = None
             for group in groups:
-                group.finish_gather()
+                group.wait_all_gather()
                 group.free()
             return sorted({i for group, i in groups.items() if group.full.untyped_storage().nbytes()})
 

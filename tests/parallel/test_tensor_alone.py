@@ -11,7 +11,7 @@ import torch.distributed as dist
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from deepspeed.comm.collectives.autograd import copy_to, gathered, reduce_from, summed
-from deepspeed.comm.collectives.same_error import run_together
+from deepspeed.comm.collectives.same_error import run_collectively
 from deepspeed.comm.process_groups.axis import world_axis
 from deepspeed.comm.process_groups.mesh import mesh_for
 from deepspeed.errors import TensorParallelError
@@ -60,16 +60,16 @@ def together() -> None:
         summed(torch.ones(2), axis, "left") if alone else gathered(torch.ones(2), axis, 0, label="right")
 
     for action in (before, after, backward):
-        ended = run_together(axis, action)
+        ended = run_collectively(axis, action)
         expected = ["" if rank != 1 else "Alone: planted" for rank in range(axis.size)]
-        assert not ended.well and ended.texts == expected and ended.result is None, (action, ended)
+        assert not ended.ok and ended.texts == expected and ended.result is None, (action, ended)
         assert isinstance(ended.error, Alone) is alone
-    ended = run_together(axis, swallowed)
-    assert not ended.well and "second" in ended.texts[1] and "first" in ended.texts[0], ended
-    ended = run_together(axis, elsewhere)
+    ended = run_collectively(axis, swallowed)
+    assert not ended.ok and "second" in ended.texts[1] and "first" in ended.texts[0], ended
+    ended = run_collectively(axis, elsewhere)
     assert "right" in ended.texts[0] and "left" in ended.texts[1], ended
-    well = run_together(axis, lambda: float(summed(torch.ones(2), axis).sum()))
-    assert well.well and well.result == 2 * axis.size
+    well = run_collectively(axis, lambda: float(summed(torch.ones(2), axis).sum()))
+    assert well.ok and well.result == 2 * axis.size
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -77,7 +77,7 @@ def test_what_one_rank_raises_ends_all(workers: Any, ranks: int) -> None:
     if ranks > 1:
         workers(ranks).run(together, timeout=30)
         return
-    ended = run_together(world_axis(), fails)
+    ended = run_collectively(world_axis(), fails)
     assert ended.texts == ["Alone: planted"] and isinstance(ended.error, Alone)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from deepspeed.comm.process_groups.mesh import Mesh, mesh_for
-from deepspeed.tensor_parallel.layers import Slot, become_column, become_row, even_segments
+from deepspeed.tensor_parallel.layers import SliceLocation, become_column, become_row, even_segments
 from tests.parallel.dense import Dense, compared, momentum
 
 
@@ -44,9 +44,9 @@ def cut_by_hand(model: nn.Module, mesh: Mesh) -> None:
     axis = mesh.axis("tp")
     for name, module in model.named_modules():
         if name.endswith(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")):
-            become_column(module, Slot(axis, name), even_segments(module.out_features, axis, name))  # type: ignore[arg-type]
+            become_column(module, SliceLocation(axis, name), even_segments(module.out_features, axis, name))  # type: ignore[arg-type]
         if name.endswith(("o_proj", "down_proj")):
-            become_row(module, Slot(axis, name), even_segments(module.in_features, axis, name))  # type: ignore[arg-type]
+            become_row(module, SliceLocation(axis, name), even_segments(module.in_features, axis, name))  # type: ignore[arg-type]
 
 
 def trained(sizes: dict[str, int], stage: int, accumulation: int, clip: float) -> list[tuple[float, ...]]:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from deepspeed.comm.collectives.collectives import broadcast_tensors
-from deepspeed.comm.collectives.torch_api import told_by_all
+from deepspeed.comm.collectives.torch_api import all_gather_objects
 from deepspeed.comm.process_groups.mesh import mesh_for
 from deepspeed.foundation.malloc import LARGE
 from deepspeed.tensor_parallel import verify
@@ -106,7 +106,7 @@ def counted() -> None:
         cut_model(model, axis)
         mine = [(int(block.seen), float(block.last), block.calls) for block in model.blocks]
         assert len(set(mine)) == 1 and mine[0][1] == 2 * mine[0][0], mine
-        assert all(theirs == mine for theirs in told_by_all(axis, mine))
+        assert all(theirs == mine for theirs in all_gather_objects(axis, mine))
 
 
 def test_comparing_changes_nothing_of_a_unit(workers: Any) -> None:
@@ -179,7 +179,7 @@ def test_each_side_of_a_gradient_has_its_own_scale() -> None:
     wrong = gradient * torch.tensor([1.0, 1.003, 1, 1, 1, 1, 1, 1])
     param = nn.Parameter(torch.zeros(4096, 8))
     found = {dim: sketches(one)[-2] for dim, one in ((0, gradient), (1, wrong))}
-    seen = [verify.Seen([], {}, {"weight": {**sketches(gradient), -2: sketch}}) for sketch in found.values()]
+    seen = [verify.UnitResult([], {}, {"weight": {**sketches(gradient), -2: sketch}}) for sketch in found.values()]
     module = nn.Module()
     module.weight = param
     axis: Any = None

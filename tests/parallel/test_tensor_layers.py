@@ -22,7 +22,7 @@ from deepspeed.comm.collectives.autograd import (
 )
 from deepspeed.comm.process_groups.axis import Axis, world_axis
 from deepspeed.errors import ArgumentError
-from deepspeed.foundation.log import in_words
+from deepspeed.foundation.log import describe_error
 from deepspeed.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, even_sizes
 from deepspeed.tensor_parallel.vocab_parallel import VocabParallelEmbedding, vocab_parallel_cross_entropy
 from deepspeed.zero.layout.placement import placement_of
@@ -196,4 +196,6 @@ def test_a_cut_vocabulary_equals_the_dense_one(workers: Any) -> None:
 
 
 def test_an_error_that_says_nothing_is_named_by_its_class() -> None:
-    assert in_words(AssertionError()) == "AssertionError: " and in_words(ValueError("a\nb")) == "ValueError: a"
+    assert (
+        describe_error(AssertionError()) == "AssertionError: " and describe_error(ValueError("a\nb")) == "ValueError: a"
+    )

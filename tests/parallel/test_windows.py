@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import deepspeed
-from deepspeed.engine.train_loop import Feeding
+from deepspeed.engine.train_loop import TrainLoop
 
 
 def held() -> list[tuple[int, int]]:
@@ -25,7 +25,7 @@ def held() -> list[tuple[int, int]]:
 
     config = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 3}
     with deepspeed.initialize(model=nn.Linear(2, 2), config=config)[0] as engine:
-        feeding = next(value for value in vars(engine).values() if isinstance(value, Feeding))
+        feeding = next(value for value in vars(engine).values() if isinstance(value, TrainLoop))
         for window in feeding.windows(loader(), "drop", None):
             for _ in range(len(window) - 1):  # the newest is what the loader's loop has at hand too
                 next(window)

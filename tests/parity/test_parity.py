@@ -163,34 +163,34 @@ def test_layout_settings_change_no_bit(workers: Any, stage: int, precision: str)
 
 
 def sum_instead_of_mean(patch: pytest.MonkeyPatch) -> None:
-    from deepspeed.zero.gradients.reducer import Entries
+    from deepspeed.zero.gradients.reducer import GradScales
 
-    form = Entries._form
+    form = GradScales._form
 
     def planted(entries: Any, *args: Any) -> Any:
         entries._window.factor = 1.0
         return form(entries, *args)
 
-    patch.setattr(Entries, "_form", planted)
+    patch.setattr(GradScales, "_form", planted)
 
 
 def drop_one_bucket(patch: pytest.MonkeyPatch) -> None:
-    from deepspeed.zero.gradients.reduce_scatter import Wire
+    from deepspeed.zero.gradients.reduce_scatter import GradReduceScatter
 
-    launch = Wire.launch
+    launch = GradReduceScatter.launch
 
     def planted(wire: Any, bucket: Any, current: Any) -> None:
         if any(member.name.startswith("blocks.1") for member in bucket.group.members):
             current.arrived.clear()  # what has not arrived counts as zero
         launch(wire, bucket, current)
 
-    patch.setattr(Wire, "launch", planted)
+    patch.setattr(GradReduceScatter, "launch", planted)
 
 
 def publish_nothing(patch: pytest.MonkeyPatch) -> None:
     from deepspeed.zero.optimizer import update
 
-    patch.setattr(update, "start_publish", lambda *_: [])
+    patch.setattr(update, "start_all_gather_updated", lambda *_: [])
 
 
 def run_with(fault: Callable[[pytest.MonkeyPatch], None], cell: Cell) -> Record:

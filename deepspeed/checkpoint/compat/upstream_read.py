@@ -16,7 +16,7 @@ from deepspeed.checkpoint.format.manifest import (
     LEFT_OUT,
     TRAINED,
     VALUE,
-    Row,
+    ManifestEntry,
     StateRule,
     entry_name,
     state_field,
@@ -100,7 +100,7 @@ class _Reading:
 
     def __init__(self, path: Path, trained: list[str]) -> None:
         self.path, self.trained = path, trained
-        self.rows: dict[str, Row] = {}
+        self.rows: dict[str, ManifestEntry] = {}
         self.chunks: dict[str, list[Chunk]] = {}
         self.states: list[StateRule] = []
         self.optimizer: dict[str, Any] | None = None
@@ -257,7 +257,7 @@ class _Reading:
 
     def _add(self, name: str, shape: torch.Size, chunks: list[Chunk], place: tuple[int, int]) -> None:
         dtype = chunks[0][1].dtype if chunks else torch.float32
-        self.rows[name] = Row(name, tuple(shape), dtype, TRAINED, None, *place)
+        self.rows[name] = ManifestEntry(name, tuple(shape), dtype, TRAINED, None, *place)
         self.chunks[entry_name(VALUE, name)] = chunks
 
     def _add_state(self, name: str, chunks: list[tuple[int, int, dict[str, Any]]]) -> None:
@@ -276,7 +276,7 @@ class _Reading:
             if rule not in self.states:
                 self.states.append(rule)
             row = self.rows[name]
-            self.rows[name] = Row(
+            self.rows[name] = ManifestEntry(
                 row.name, row.shape, row.dtype, row.kind, self.states.index(rule), row.order, row.group
             )
 
@@ -297,13 +297,13 @@ class _Reading:
                     chunks.append((at, values))
                     at += values.numel()
             kind = FROZEN if chunks else LEFT_OUT
-            self.rows[name] = Row(name, tuple(shape), chunks[0][1].dtype if chunks else torch.float32, kind)
+            self.rows[name] = ManifestEntry(name, tuple(shape), chunks[0][1].dtype if chunks else torch.float32, kind)
             self.chunks[entry_name(VALUE, name)] = chunks
         aliases, buffers = model.get("shared_params") or {}, set(model.get("buffer_names") or ())
         for name, value in (model.get("module") or {}).items():
             if name not in self.rows and name not in aliases and isinstance(value, torch.Tensor):
                 kind = BUFFER if name in buffers else FROZEN
-                self.rows[name] = Row(name, tuple(value.shape), value.dtype, kind)
+                self.rows[name] = ManifestEntry(name, tuple(value.shape), value.dtype, kind)
                 self.chunks[entry_name(VALUE, name)] = [(0, value.reshape(-1))]
 
 

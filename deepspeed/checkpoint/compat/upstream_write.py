@@ -19,13 +19,13 @@ import torch
 
 from deepspeed.checkpoint.format import filesystem
 from deepspeed.checkpoint.format.json_codec import Decoder
-from deepspeed.checkpoint.format.manifest import BUFFER, LEFT_OUT, VALUE, Row, state_field
+from deepspeed.checkpoint.format.manifest import BUFFER, LEFT_OUT, VALUE, ManifestEntry, state_field
 from deepspeed.checkpoint.format.safetensors_file import Seal
-from deepspeed.checkpoint.load.reader import Source, Wanted
+from deepspeed.checkpoint.load.reader import ReadRequest, Source
 from deepspeed.checkpoint.ranks import Ranks
-from deepspeed.foundation.log import say_once
+from deepspeed.foundation.log import log_once
 from deepspeed.version import __version__
-from deepspeed.zero.layout.regions import Box, BoxRange
+from deepspeed.zero.layout.regions import Region, RegionRange
 
 _SCRIPT = '''#!/usr/bin/env python
 """Writes the fp32 weights of the checkpoints beside this file: python zero_to_fp32.py . OUTPUT_DIR."""
@@ -84,7 +84,7 @@ def plain(state: dict[str, Any]) -> dict[str, Any]:
             made[key] = value
         except Exception as error:  # whatever pickling or the restricted unpickler has against it
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            say_once(f"client_state[{key!r}] is not in the files under upstream's names: {reason[:120]}")
+            log_once(f"client_state[{key!r}] is not in the files under upstream's names: {reason[:120]}")
     return made
 
 
@@ -176,15 +176,15 @@ class UpstreamWriter:
                 made[name] = _save(optimizer, self.source.path / name)
         return {name: seal for one in self.ranks.gather(made) for name, seal in one.items()}
 
-    def _read(self, wanted: list[tuple[str, Row, int, int, torch.Tensor]]) -> None:
+    def _read(self, wanted: list[tuple[str, ManifestEntry, int, int, torch.Tensor]]) -> None:
         self.source.read(
             [
-                Wanted(field, row, BoxRange(Box(row.shape), start, stop), into)
+                ReadRequest(field, row, RegionRange(Region(row.shape), start, stop), into)
                 for field, row, start, stop, into in wanted
             ]
         )
 
-    def _whole(self, rows: list[Row], dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+    def _whole(self, rows: list[ManifestEntry], dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
         """Whole values, on the ranks that write a model file; masters in the compute dtype."""
         if self.ranks.rank and self.stage < 3:
             rows = []
@@ -230,7 +230,7 @@ class UpstreamWriter:
 
     # -- optimizer ------------------------------------------------------------------------------------------------
 
-    def _keys(self, group: list[Row]) -> tuple[dict[str, torch.dtype], dict[str, Any]]:
+    def _keys(self, group: list[ManifestEntry]) -> tuple[dict[str, torch.dtype], dict[str, Any]]:
         """Tensors and values of the optimizer state of a group."""
         decoder = Decoder(lambda _: torch.empty(0))
         for row in group:
@@ -264,7 +264,7 @@ class UpstreamWriter:
         scale = {"dynamic_loss_scale": False, "cur_scale": self.scale, "cur_iter": self.shared.get("global_steps", 0)}
         return {**scale, "optimizer_state_dict": inner, "fp32_groups": masters}
 
-    def _field(self, group: list[Row], key: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    def _field(self, group: list[ManifestEntry], key: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         rows = group if self.ranks.rank == 0 else []
         made = {row.name: torch.empty(row.shape, dtype=dtype) for row in rows}
         self._read([(state_field(key), row, 0, row.numel, made[row.name].reshape(-1)) for row in rows])
@@ -289,16 +289,16 @@ class UpstreamWriter:
             made |= {"group_paddings": [self._padding(group) for group in self.groups]}
         return {"optimizer_state_dict": made, "ds_version": __version__}
 
-    def _step(self, group: list[Row]) -> int:
+    def _step(self, group: list[ManifestEntry]) -> int:
         """Elements of a group on a rank at stages 1 and 2: the total is aligned to twice the ranks."""
         unit = 2 * self.ranks.size
         return -(-sum(row.numel for row in group) // unit) * unit // self.ranks.size
 
-    def _padding(self, group: list[Row]) -> int:
+    def _padding(self, group: list[ManifestEntry]) -> int:
         last = self.ranks.rank == self.ranks.size - 1
         return self._step(group) * self.ranks.size - sum(row.numel for row in group) if last else 0
 
-    def _by_group(self, group: list[Row], field: str, dtype: torch.dtype) -> torch.Tensor:
+    def _by_group(self, group: list[ManifestEntry], field: str, dtype: torch.dtype) -> torch.Tensor:
         """Stages 1 and 2: an equal part of the concatenation; masters without the padding at its end."""
         step, total = self._step(group), sum(row.numel for row in group)
         low, high = min(self.ranks.rank * step, total), min((self.ranks.rank + 1) * step, total)
@@ -311,7 +311,7 @@ class UpstreamWriter:
         self._read(wanted)
         return made
 
-    def _by_parameter(self, group: list[Row], field: str, dtype: torch.dtype) -> torch.Tensor:
+    def _by_parameter(self, group: list[ManifestEntry], field: str, dtype: torch.dtype) -> torch.Tensor:
         """Stage 3: an equal part of each parameter, the last one padded."""
         steps = [-(-row.numel // self.ranks.size) for row in group]
         made, wanted, at = torch.zeros(sum(steps), dtype=dtype), [], 0
@@ -323,12 +323,12 @@ class UpstreamWriter:
 
 
 def _run(
-    field: str, row: Row, start: int, numel: int, into: torch.Tensor
-) -> list[tuple[str, Row, int, int, torch.Tensor]]:
+    field: str, row: ManifestEntry, start: int, numel: int, into: torch.Tensor
+) -> list[tuple[str, ManifestEntry, int, int, torch.Tensor]]:
     """Elements [start, start + numel) of a parameter as far as it has them."""
     stop = min(start + numel, row.numel)
     return [(field, row, start, stop, into[: stop - start])] if start < stop else []
 
 
-def _shapes(rows: list[Row]) -> OrderedDict[str, torch.Size]:
+def _shapes(rows: list[ManifestEntry]) -> OrderedDict[str, torch.Size]:
     return OrderedDict((row.name, torch.Size(row.shape)) for row in rows)

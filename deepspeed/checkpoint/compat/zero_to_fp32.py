@@ -14,13 +14,13 @@ from torch import nn
 
 from deepspeed.checkpoint.compat.upstream_read import open_foreign
 from deepspeed.checkpoint.format import filesystem
-from deepspeed.checkpoint.format.manifest import FROZEN, LEFT_OUT, MANIFEST, Row
+from deepspeed.checkpoint.format.manifest import FROZEN, LEFT_OUT, MANIFEST, ManifestEntry
 from deepspeed.checkpoint.huggingface import write_sharded
 from deepspeed.checkpoint.load.directory import Finder, read_latest
 from deepspeed.checkpoint.load.reader import Source
 from deepspeed.checkpoint.ranks import Ranks
 from deepspeed.errors import CheckpointMissingError
-from deepspeed.foundation.log import say
+from deepspeed.foundation.log import log_rank0
 
 
 def open_source(folder: str | Path, tag: str | None = None) -> Source:
@@ -50,7 +50,7 @@ def open_source(folder: str | Path, tag: str | None = None) -> Source:
     return newest
 
 
-def rows_of(source: Source, exclude_frozen: bool) -> Iterator[Row]:
+def rows_of(source: Source, exclude_frozen: bool) -> Iterator[ManifestEntry]:
     """The rows whose values are stored."""
     for row in source.manifest.rows:
         if row.kind != LEFT_OUT and not (exclude_frozen and row.kind == FROZEN):
@@ -71,7 +71,7 @@ class GatheredTensor:
         dtype: what it becomes.
     """
 
-    def __init__(self, source: Source, row: Row, dtype: torch.dtype) -> None:
+    def __init__(self, source: Source, row: ManifestEntry, dtype: torch.dtype) -> None:
         self._source, self._row = source, row
         self.shape = torch.Size(row.shape)
         self.dtype = dtype if row.dtype.is_floating_point else row.dtype
@@ -226,4 +226,4 @@ def main(arguments: list[str] | None = None) -> None:
         for name, one in get_fp32_state_dict_from_zero_checkpoint(
             given.checkpoint_dir, given.tag, given.exclude_frozen_parameters, lazy_mode=True
         ).items():
-            say(f"{name}: {tuple(one.shape)} {one.dtype}")
+            log_rank0(f"{name}: {tuple(one.shape)} {one.dtype}")

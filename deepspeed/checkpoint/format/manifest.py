@@ -20,9 +20,9 @@ import torch
 from deepspeed.checkpoint.format.safetensors_file import DTYPES, NAMES, Seal
 from deepspeed.errors import CheckpointCorruptError, CheckpointError
 from deepspeed.zero.api.state_view import LAYOUT_RULES
-from deepspeed.zero.layout.layout import Layout
+from deepspeed.zero.layout.layout import ShardLayout
 from deepspeed.zero.layout.placement import Cut
-from deepspeed.zero.layout.regions import Box, BoxRange, Copy, copies, extent
+from deepspeed.zero.layout.regions import Copy, Region, RegionRange, copies, extent
 
 MANIFEST = "manifest.json"
 # Files of the small state of a run.
@@ -52,7 +52,7 @@ def state_field(key: str) -> str:
 
 
 @dataclass(frozen=True)
-class Row:
+class ManifestEntry:
     """One parameter or buffer.
 
     Args:
@@ -81,9 +81,9 @@ class Row:
         return torch.Size(self.shape).numel()
 
     @property
-    def everything(self) -> BoxRange:
+    def everything(self) -> RegionRange:
         """All of its elements."""
-        return BoxRange(Box(self.shape), 0, self.numel)
+        return RegionRange(Region(self.shape), 0, self.numel)
 
 
 @dataclass(frozen=True)
@@ -122,18 +122,18 @@ class CutGroup:
         rule: `equal` slices of their concatenation, or cuts `between` them.
         files: slice r is in the r-th.
         stored: False for a tensor whose equal copy another group stores; empty: all are stored.
-        states: optimizer states as in `Row`, where they are not those of the rows; empty otherwise.
+        states: optimizer states as in `ManifestEntry`, where they are not those of the rows; empty otherwise.
     """
 
     rows: tuple[int, ...]
-    boxes: tuple[Box, ...]
+    boxes: tuple[Region, ...]
     rule: str
     files: tuple[str, ...]
     stored: tuple[bool, ...] = ()
     states: tuple[int | None, ...] = ()
 
     @cached_property
-    def layout(self) -> Layout:
+    def layout(self) -> ShardLayout:
         """Where the concatenation is cut, padding included."""
         return LAYOUT_RULES[self.rule]([box.numel for box in self.boxes], len(self.files))
 
@@ -141,7 +141,7 @@ class CutGroup:
     def _offsets(self) -> tuple[int, ...]:
         return self.layout.offsets
 
-    def pieces(self, index: int, low: int, high: int) -> Iterator[tuple[str, BoxRange]]:
+    def pieces(self, index: int, low: int, high: int) -> Iterator[tuple[str, RegionRange]]:
         """The stored pieces of a tensor, as (file, range of its packed box), that have elements of [low, high) there.
 
         Args:
@@ -156,7 +156,7 @@ class CutGroup:
                 break
             start, stop = (box.packed_index(min(max(cut, offset), end) - offset) for cut in cuts[rank : rank + 2])
             if max(start, low) < min(stop, high):
-                yield self.files[rank], BoxRange(box.packed, start, stop)
+                yield self.files[rank], RegionRange(box.packed, start, stop)
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ class Manifest:
         about: everything else: counters, who saved, typed JSON of small state.
     """
 
-    rows: list[Row]
+    rows: list[ManifestEntry]
     groups: list[CutGroup]
     states: list[StateRule]
     files: dict[str, Seal]
@@ -207,12 +207,12 @@ class Manifest:
         """Other names of tied parameters."""
         return self.about.get("aliases", {})
 
-    def row(self, name: str) -> Row | None:
+    def row(self, name: str) -> ManifestEntry | None:
         """The row of a parameter or buffer, by any of its names."""
         number = self._numbers.get(self.aliases.get(name, name))
         return None if number is None else self.rows[number]
 
-    def state_of(self, row: Row, box: Box | None = None) -> StateRule | None:
+    def state_of(self, row: ManifestEntry, box: Region | None = None) -> StateRule | None:
         """The optimizer state of a parameter; of one box, where boxes have different ones.
 
         Args:
@@ -223,20 +223,20 @@ class Manifest:
         number = row.state if found is None or not found[0].states else found[0].states[found[1]]
         return None if number is None else self.states[number]
 
-    def is_whole(self, field_: str, row: Row) -> bool:
+    def is_whole(self, field_: str, row: ManifestEntry) -> bool:
         """Whether a field of a parameter has a shape of its own and is not cut."""
         rule = self.state_of(row)
         return rule is not None and any(field_ == state_field(key) for key in rule.whole)
 
-    def _find(self, row: Row, box: Box) -> tuple[CutGroup, int] | None:
+    def _find(self, row: ManifestEntry, box: Region) -> tuple[CutGroup, int] | None:
         stored = self._stored.get(row.name, ())
         return next(((group, index) for group, index in stored if group.boxes[index] == box), None)
 
-    def has_box(self, row: Row, box: Box) -> bool:
+    def has_box(self, row: ManifestEntry, box: Region) -> bool:
         """Whether a box is stored as it is, so that state that cannot be cut fits it."""
         return self._find(row, box) is not None if self.groups else box.whole
 
-    def reads(self, row: Row, wanted: BoxRange) -> Iterator[Read]:
+    def reads(self, row: ManifestEntry, wanted: RegionRange) -> Iterator[Read]:
         """What must be read for a range of any box of a parameter; the same for every field that is cut as it is."""
         for group, index in self._stored.get(row.name, ()):
             low, high = extent(group.boxes[index].packed, wanted)
@@ -244,7 +244,7 @@ class Manifest:
                 for copy in copies(piece, wanted):
                     yield Read(file, copy)
 
-    def home(self, row: Row, box: Box) -> str:
+    def home(self, row: ManifestEntry, box: Region) -> str:
         """The file that holds the first element of a box, and its state that is not cut."""
         found = self._find(row, box)
         if found is None:
@@ -295,7 +295,7 @@ class Manifest:
             version = body.pop("version")
             if body.pop("format") != "deepspeed" or version not in _READERS:
                 raise CheckpointCorruptError(f"{where} was written by a newer version of this package")
-            rows = [Row(r[0], tuple(r[1]), DTYPES[r[2]], *r[3:]) for r in body.pop("rows")]
+            rows = [ManifestEntry(r[0], tuple(r[1]), DTYPES[r[2]], *r[3:]) for r in body.pop("rows")]
             groups = list(_READERS[version](rows, body))
             states = [StateRule.from_json(state) for state in body.pop("states")]
             seals = {name: Seal(size, int(crc, 16)) for name, (size, crc) in body.pop("files").items()}
@@ -327,7 +327,7 @@ def _signed(group: CutGroup, boxes: _Numbers) -> Iterator[int]:
         yield number if here else -1 - number
 
 
-def _groups_of_format_2(rows: list[Row], body: dict[str, Any]) -> Iterator[CutGroup]:
+def _groups_of_format_2(rows: list[ManifestEntry], body: dict[str, Any]) -> Iterator[CutGroup]:
     cuts = [
         tuple(Cut(dim, size, tuple((start, length) for start, length in segments)) for dim, size, segments in box)
         for box in body.pop("boxes")
@@ -336,15 +336,15 @@ def _groups_of_format_2(rows: list[Row], body: dict[str, Any]) -> Iterator[CutGr
     for numbers, signed, rule, files, states in body.pop("groups"):
         stored = () if all(number >= 0 for number in signed) else tuple(number >= 0 for number in signed)
         positions = (number if number >= 0 else -1 - number for number in signed)
-        boxes = tuple(Box(rows[n].shape, cuts[at]) for n, at in zip(numbers, positions, strict=True))
+        boxes = tuple(Region(rows[n].shape, cuts[at]) for n, at in zip(numbers, positions, strict=True))
         yield CutGroup(tuple(numbers), boxes, rule, slices[files], stored, tuple(states))
 
 
-def _groups_of_format_1(rows: list[Row], body: dict[str, Any]) -> Iterator[CutGroup]:
+def _groups_of_format_1(rows: list[ManifestEntry], body: dict[str, Any]) -> Iterator[CutGroup]:
     at = 0
     for count, rule, ranks in body.pop("groups"):
         numbers = tuple(range(at, at + count))
-        boxes = tuple(Box(row.shape) for row in rows[at : at + count])
+        boxes = tuple(Region(row.shape) for row in rows[at : at + count])
         yield CutGroup(numbers, boxes, rule, tuple(map(rank_file, range(ranks))))
         at += count
 

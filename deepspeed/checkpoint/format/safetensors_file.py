@@ -79,7 +79,7 @@ def name_of(dtype: torch.dtype, what: str) -> str:
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorToWrite:
     """A tensor that is to be written.
 
     Args:
@@ -115,7 +115,7 @@ class Seal:
     crc32: int
 
 
-def file_bytes(entries: Iterable[Entry]) -> int:
+def file_bytes(entries: Iterable[TensorToWrite]) -> int:
     """About how long the file of these entries becomes: tensors, checksums and a generous header."""
     listed = list(entries)
     body = sum(entry.nbytes for entry in listed)
@@ -125,7 +125,7 @@ def file_bytes(entries: Iterable[Entry]) -> int:
 # -- writing ----------------------------------------------------------------------------------------------------------
 
 
-def write_tensors(path: Path, entries: Iterable[Entry], metadata: dict[str, str]) -> Seal:
+def write_tensors(path: Path, entries: Iterable[TensorToWrite], metadata: dict[str, str]) -> Seal:
     """Write a new file; it is on the disk when this returns.
 
     Args:
@@ -140,13 +140,13 @@ def write_tensors(path: Path, entries: Iterable[Entry], metadata: dict[str, str]
     header = _header(ordered, blocks, metadata)
     base = len(header) + 4 * blocks
     with filesystem.created(path) as fd:
-        table = _Stream(fd, base, blocks).write(ordered)
+        table = _BodyWriter(fd, base, blocks).write(ordered)
         head = header + table
         filesystem.current.write(fd, memoryview(head), 0)
     return Seal(base + body, zlib.crc32(head))
 
 
-def _header(entries: list[Entry], blocks: int, metadata: dict[str, str]) -> bytes:
+def _header(entries: list[TensorToWrite], blocks: int, metadata: dict[str, str]) -> bytes:
     described: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
     at = 4 * blocks
     described[_TABLE] = {"dtype": "U32", "shape": [blocks], "data_offsets": [0, at]}
@@ -165,7 +165,7 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 
-class _Stream:
+class _BodyWriter:
     """The body of a file on its way: chunks go to a few threads that checksum and write them."""
 
     def __init__(self, fd: int, base: int, blocks: int) -> None:
@@ -179,7 +179,7 @@ class _Stream:
         self._scratch: torch.Tensor | None = None
         self._filled = 0
 
-    def write(self, entries: list[Entry]) -> bytes:
+    def write(self, entries: list[TensorToWrite]) -> bytes:
         """Write all entries; gives the table of checksums."""
         try:
             for hold, together in itertools.groupby(entries, lambda entry: entry.hold):
@@ -246,7 +246,7 @@ class _Stream:
 
 
 @dataclass(frozen=True)
-class Stored:
+class TensorLocation:
     """Where a tensor lies in a file: dtype, shape, and first and last byte counted in the file."""
 
     dtype: torch.dtype
@@ -309,7 +309,7 @@ class TensorFile:
     def __exit__(self, *_: Any) -> None:
         self.close()
 
-    def find(self, name: str) -> Stored:
+    def find(self, name: str) -> TensorLocation:
         """Where a tensor lies.
 
         Raises:
@@ -361,12 +361,12 @@ class TensorFile:
             yield start, min(start + BLOCK, self._end if self._table else end)
 
 
-def _stored(entry: dict[str, Any], base: int, size: int) -> Stored:
+def _stored(entry: dict[str, Any], base: int, size: int) -> TensorLocation:
     begin, end = entry["data_offsets"]
     dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
     if not 0 <= begin <= end <= size - base or end - begin != math.prod(shape) * dtype.itemsize:
         raise ValueError("an entry lies outside the file or is not as long as its shape")
-    return Stored(dtype, shape, base + begin, base + end)
+    return TensorLocation(dtype, shape, base + begin, base + end)
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ from deepspeed.checkpoint.format.manifest import MANIFEST, Manifest, check_files
 from deepspeed.checkpoint.load.reader import NativeSource, Source, missing
 from deepspeed.checkpoint.ranks import Ranks
 from deepspeed.errors import CheckpointCorruptError, CheckpointError, CheckpointMissingError
-from deepspeed.foundation.log import logger, say
+from deepspeed.foundation.log import log_rank0, logger
 
 
 @dataclass(frozen=True)
-class Seen:
+class CheckpointStatus:
     """What one rank sees of a tag.
 
     Args:
@@ -43,19 +43,21 @@ def place_of(folder: Path, tag: str) -> Path:
     return final
 
 
-def look(folder: Path, tag: str) -> Seen:
+def look(folder: Path, tag: str) -> CheckpointStatus:
     """What this rank sees of a tag."""
     path = place_of(folder, tag)
     if not path.is_dir():
-        return Seen(problem=f"there is no folder {path}")
+        return CheckpointStatus(problem=f"there is no folder {path}")
     if not (path / MANIFEST).exists() and is_foreign(path):
-        return Seen("foreign")
+        return CheckpointStatus("foreign")
     try:
         manifest = read_manifest(path)
     except CheckpointCorruptError as error:
-        return Seen(problem=str(error))
+        return CheckpointStatus(problem=str(error))
     absent = frozenset(name for name, seal in manifest.files.items() if _size(path / name) != seal.nbytes)
-    return Seen("native", "", manifest.about["saved_at"], zlib.crc32((path / MANIFEST).read_bytes()), absent)
+    return CheckpointStatus(
+        "native", "", manifest.about["saved_at"], zlib.crc32((path / MANIFEST).read_bytes()), absent
+    )
 
 
 def _size(path: Path) -> int:
@@ -120,7 +122,7 @@ class Finder:
         mine = {tag: look(self.folder, tag) for tag in tags_of(self.folder) if tag not in without}
         told = self.ranks.gather(mine)
         tags = {tag for one in told for tag, seen in one.items() if seen.kind == "native" or seen.problem}
-        views = {tag: [one.get(tag, Seen(problem="not there")) for one in told] for tag in tags}
+        views = {tag: [one.get(tag, CheckpointStatus(problem="not there")) for one in told] for tag in tags}
         for tag in sorted(tags, key=lambda t: -max(seen.saved_at for seen in views[t])):
             try:
                 found = self._open(tag, views[tag])
@@ -137,7 +139,7 @@ class Finder:
         if self.ranks.rank == 0:
             logger.warning("checkpoint '%s' is skipped: %s", tag, why)
 
-    def _open(self, tag: str, seen: list[Seen]) -> Source | Path:
+    def _open(self, tag: str, seen: list[CheckpointStatus]) -> Source | Path:
         path = place_of(self.folder, tag)
         native = [one for one in seen if one.kind == "native"]
         if not native:
@@ -185,4 +187,4 @@ def prune(folder: Path, newest: str, keep_last: int, keep_every: int | None) -> 
             hidden = filesystem.replaced_of(folder, entry.name)
             filesystem.current.rename(entry, hidden)
             filesystem.current.remove(hidden)
-            say(f"checkpoint '{entry.name}' is removed (checkpoint.keep_last: {keep_last})")
+            log_rank0(f"checkpoint '{entry.name}' is removed (checkpoint.keep_last: {keep_last})")

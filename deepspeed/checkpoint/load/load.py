@@ -10,15 +10,23 @@ from typing import Any
 import torch
 
 from deepspeed.checkpoint.format.json_codec import Decoder
-from deepspeed.checkpoint.format.manifest import GRADIENT, LEFT_OUT, VALUE, Row, StateRule, entry_name, state_field
+from deepspeed.checkpoint.format.manifest import (
+    GRADIENT,
+    LEFT_OUT,
+    VALUE,
+    ManifestEntry,
+    StateRule,
+    entry_name,
+    state_field,
+)
 from deepspeed.checkpoint.format.safetensors_file import DTYPES
-from deepspeed.checkpoint.load.reader import Source, Wanted
+from deepspeed.checkpoint.load.reader import ReadRequest, Source
 from deepspeed.checkpoint.ranks import Ranks
 from deepspeed.errors import CheckpointCorruptError, CheckpointError
-from deepspeed.zero.api.state_view import Slot, StateView
+from deepspeed.zero.api.state_view import StateRange, StateView
 from deepspeed.zero.layout.placement import Cut
-from deepspeed.zero.layout.regions import Box, BoxRange, copies
-from deepspeed.zero.parameters.record import Member
+from deepspeed.zero.layout.regions import Region, RegionRange, copies
+from deepspeed.zero.parameters.record import ParamRecord
 from deepspeed.zero.parameters.shard_group import ShardGroup
 
 
@@ -41,14 +49,14 @@ class Loaded:
     total: int = 0
 
 
-Slots = list[tuple[str, Row, Slot]]  # field, where it is stored, where it goes
+Slots = list[tuple[str, ManifestEntry, StateRange]]  # field, where it is stored, where it goes
 
 
 def _read(source: Source, slots: Slots) -> None:
     """Read into slots that have values now. All ranks call together."""
     with torch.no_grad():
-        wanted = [(field_, row, BoxRange(s.box, s.start, s.stop), s.values()) for field_, row, s in slots]
-        source.read([Wanted(*one) for one in wanted])
+        wanted = [(field_, row, RegionRange(s.box, s.start, s.stop), s.values()) for field_, row, s in slots]
+        source.read([ReadRequest(*one) for one in wanted])
 
 
 def _read_all(
@@ -82,7 +90,7 @@ def _read_all(
 
 def compare(
     view: StateView, source: Source, strict: bool, elsewhere: Collection[str] = ()
-) -> tuple[dict[str, Row], Loaded]:
+) -> tuple[dict[str, ManifestEntry], Loaded]:
     """Match names and shapes of the model and the checkpoint.
 
     Args:
@@ -127,7 +135,7 @@ def compare(
 def load_values(
     view: StateView,
     source: Source,
-    rows: dict[str, Row],
+    rows: dict[str, ManifestEntry],
     settings: list[dict[str, Any]] | None = None,
     rounded: bool = False,
 ) -> None:
@@ -160,7 +168,9 @@ def load_values(
 # -- optimizer --------------------------------------------------------------------------------------------------------
 
 
-def load_optimizer(view: StateView, source: Source, rows: dict[str, Row], settings: list[dict[str, Any]]) -> None:
+def load_optimizer(
+    view: StateView, source: Source, rows: dict[str, ManifestEntry], settings: list[dict[str, Any]]
+) -> None:
     """Read the optimizer's state alone, and take over the settings of its groups. All ranks call together.
 
     Args:
@@ -174,7 +184,7 @@ def load_optimizer(view: StateView, source: Source, rows: dict[str, Row], settin
     view.share_counters()
 
 
-def _optimizer_slots(view: StateView, source: Source, rows: dict[str, Row], group: ShardGroup) -> Slots:
+def _optimizer_slots(view: StateView, source: Source, rows: dict[str, ManifestEntry], group: ShardGroup) -> Slots:
     members = [member for member in group.members if member.name in rows]
     return [slot for member in members for slot in _prepare(view, source, member, rows[member.name])]
 
@@ -195,7 +205,9 @@ def _set(group: dict[str, Any], key: str, value: Any) -> None:
         group[key] = value
 
 
-def check_optimizer(view: StateView, source: Source, rows: dict[str, Row], settings: list[dict[str, Any]]) -> None:
+def check_optimizer(
+    view: StateView, source: Source, rows: dict[str, ManifestEntry], settings: list[dict[str, Any]]
+) -> None:
     """See that an optimizer's state can be loaded; nothing is changed.
 
     Args:
@@ -231,7 +243,7 @@ def check_optimizer(view: StateView, source: Source, rows: dict[str, Row], setti
                 )
 
 
-def _prepare(view: StateView, source: Source, member: Member, row: Row) -> Slots:
+def _prepare(view: StateView, source: Source, member: ParamRecord, row: ManifestEntry) -> Slots:
     """Give a parameter an optimizer state of the saved form; its tensors, still to be read."""
     rule, slots = source.manifest.state_of(row, view.box(member.name)), []
     view.note_state(member, rule is not None)
@@ -262,7 +274,7 @@ def _numbers(rule: StateRule) -> Iterator[tuple[str, Any]]:
 
 
 def load_window(
-    view: StateView, source: Source, rows: dict[str, Row], ranks: Ranks, private: dict[str, Any]
+    view: StateView, source: Source, rows: dict[str, ManifestEntry], ranks: Ranks, private: dict[str, Any]
 ) -> tuple[bool, list[str]]:
     """Put the gradients of an open window back. All ranks call together.
 
@@ -326,25 +338,25 @@ def _add_rounds(view: StateView, source: Source) -> list[str]:
             source.private_tensors(rank, wanted)
             for name, (box, whole) in added.items():
                 if name in view.members and name in one.get("once", one["names"]):
-                    _add(view, view.members[name], BoxRange(box, 0, box.numel), whole, one["at_owner"])
+                    _add(view, view.members[name], RegionRange(box, 0, box.numel), whole, one["at_owner"])
     return sorted(touched & set(view.members))
 
 
-def _saved_round(source: Source, one: dict[str, Any], name: str) -> tuple[Box, torch.Tensor]:
+def _saved_round(source: Source, one: dict[str, Any], name: str) -> tuple[Region, torch.Tensor]:
     """What a rank of the save had of a tensor, and room for its gradient."""
     row = source.manifest.row(name)
     if row is None:
         raise CheckpointCorruptError(f"{source.path} holds a gradient of '{name}', which its manifest does not name")
-    box = Box(row.shape, tuple(Cut(*cut) for cut in one.get("cuts", {}).get(name, ())))
+    box = Region(row.shape, tuple(Cut(*cut) for cut in one.get("cuts", {}).get(name, ())))
     return box, torch.empty(box.numel, dtype=DTYPES[one["dtype"]])
 
 
-def _add(view: StateView, member: Member, saved: BoxRange, gradient: torch.Tensor, factor: float) -> None:
+def _add(view: StateView, member: ParamRecord, saved: RegionRange, gradient: torch.Tensor, factor: float) -> None:
     hold = view.hold_of(member.group)
     with hold(changed=True) if hold is not None else nullcontext():
         for other, start, stop in view.held_ranges(member.group):
             if other is member:
                 slot = view.gradient(member, start, stop)
                 here = slot.values()
-                for copy in copies(saved, BoxRange(slot.box, start, stop)):
+                for copy in copies(saved, RegionRange(slot.box, start, stop)):
                     copy(gradient, here, add=factor)

@@ -22,20 +22,20 @@ from deepspeed.checkpoint.format.manifest import (
     STATE_TENSORS,
     VALUE,
     Manifest,
+    ManifestEntry,
     Read,
-    Row,
     StateRule,
     entry_name,
     rank_file,
 )
-from deepspeed.checkpoint.format.safetensors_file import Range, Stored, TensorFile, read_all
+from deepspeed.checkpoint.format.safetensors_file import Range, TensorFile, TensorLocation, read_all
 from deepspeed.checkpoint.ranks import Ranks
 from deepspeed.errors import CheckpointCorruptError, CheckpointError, CheckpointMissingError
-from deepspeed.zero.layout.regions import Box, BoxRange, Copy, copies
+from deepspeed.zero.layout.regions import Copy, Region, RegionRange, copies
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ReadRequest:
     """Elements of a field of a parameter, and where they go.
 
     Args:
@@ -46,8 +46,8 @@ class Wanted:
     """
 
     field: str
-    row: Row
-    range: BoxRange
+    row: ManifestEntry
+    range: RegionRange
     into: torch.Tensor
 
 
@@ -75,7 +75,7 @@ class Fetch:
         return self.start + self.distance * (self.into.shape[0] - 1 if self.distance else 0) + self.into.shape[-1]
 
 
-def byte_range(stored: Stored, start: int, distance: int, into: torch.Tensor) -> Range:
+def byte_range(stored: TensorLocation, start: int, distance: int, into: torch.Tensor) -> Range:
     """Elements of a stored tensor as bytes of its file; rows of `into` as in `Fetch`."""
     size, rows = stored.dtype.itemsize, into.shape[0] if distance else 1
     begin = stored.begin + start * size
@@ -89,7 +89,7 @@ def runs(copy: Copy, into: torch.Tensor) -> Iterator[tuple[int, int, torch.Tenso
         yield (start, distance, place) if place.shape[0] > 1 else (start, 0, place[0])
 
 
-def clear_padding(wanted: Wanted) -> None:
+def clear_padding(wanted: ReadRequest) -> None:
     """Make the elements zero that no checkpoint holds."""
     if wanted.range.box.packed is not wanted.range.box:
         wanted.into.zero_()
@@ -106,7 +106,7 @@ class Source:
     def __init__(self, path: Path, manifest: Manifest) -> None:
         self.path, self.manifest = path, manifest
 
-    def read(self, wanted: Iterable[Wanted]) -> None:
+    def read(self, wanted: Iterable[ReadRequest]) -> None:
         """Read elements into tensors. All ranks that share the source call together."""
         raise NotImplementedError
 
@@ -134,7 +134,7 @@ class Source:
         key = field_.removeprefix("state/")
         dtype = rule.sliced[key] if rule is not None and key != field_ else row.dtype
         made = torch.empty(row.shape, dtype=dtype)
-        self.read([Wanted(field_, row, row.everything, made.reshape(-1))])
+        self.read([ReadRequest(field_, row, row.everything, made.reshape(-1))])
         return made
 
 
@@ -157,14 +157,14 @@ class NativeSource(Source):
         self._here = seen[ranks.rank]
         self._everywhere = all(one == seen[0] for one in seen)
 
-    def read(self, wanted: Iterable[Wanted]) -> None:
+    def read(self, wanted: Iterable[ReadRequest]) -> None:
         """Read elements into tensors; blocks are verified on the way. All ranks call together.
 
         Raises:
             CheckpointCorruptError: bytes differ from what was written.
             CheckpointMissingError: a file is on no rank's disk.
         """
-        found: dict[tuple[str, BoxRange], list[Read]] = {}  # the same for all fields of a parameter
+        found: dict[tuple[str, RegionRange], list[Read]] = {}  # the same for all fields of a parameter
         fetches = []
         for one in wanted:
             name = entry_name(one.field, one.row.name)
@@ -326,7 +326,7 @@ class TensorSource(Source):
     def __init__(
         self,
         path: Path,
-        rows: list[Row],
+        rows: list[ManifestEntry],
         chunks: Mapping[str, list[Chunk]],
         states: Iterable[StateRule] = (),
         state: dict[str, Any] | None = None,
@@ -335,7 +335,7 @@ class TensorSource(Source):
         super().__init__(path, Manifest(rows, [], list(states), {}, about or {}))
         self._chunks, self._state = chunks, state or {}
 
-    def read(self, wanted: Iterable[Wanted]) -> None:
+    def read(self, wanted: Iterable[ReadRequest]) -> None:
         """Copy elements.
 
         Raises:
@@ -344,11 +344,11 @@ class TensorSource(Source):
         for one in wanted:
             name, copied = entry_name(one.field, one.row.name), 0
             own_shape = self.manifest.is_whole(one.field, one.row)
-            stored = Box((one.into.numel(),)) if own_shape else Box(one.row.shape)
-            range_ = BoxRange(stored, 0, one.into.numel()) if own_shape else one.range
+            stored = Region((one.into.numel(),)) if own_shape else Region(one.row.shape)
+            range_ = RegionRange(stored, 0, one.into.numel()) if own_shape else one.range
             clear_padding(one)
             for start, values in self._chunks.get(name, ()):
-                for copy in copies(BoxRange(stored, start, start + values.numel()), range_):
+                for copy in copies(RegionRange(stored, start, start + values.numel()), range_):
                     copy(values, one.into)
                     copied += copy.numel
             if copied != range_.real_numel:
@@ -370,7 +370,8 @@ def from_state_dict(state_dict: Mapping[str, Any], what: str) -> TensorSource:
     """
     tensors = {name: value.detach() for name, value in state_dict.items() if isinstance(value, torch.Tensor)}
     rows = [
-        Row(name, tuple(t.shape), t.dtype, FROZEN if t.is_floating_point() else BUFFER) for name, t in tensors.items()
+        ManifestEntry(name, tuple(t.shape), t.dtype, FROZEN if t.is_floating_point() else BUFFER)
+        for name, t in tensors.items()
     ]
     chunks = {entry_name(VALUE, name): [(0, tensor.reshape(-1))] for name, tensor in tensors.items()}
     return TensorSource(Path(what), rows, chunks)

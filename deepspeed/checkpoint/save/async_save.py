@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from deepspeed import comm
-from deepspeed.checkpoint.format.safetensors_file import Entry
+from deepspeed.checkpoint.format.safetensors_file import TensorToWrite
 from deepspeed.checkpoint.ranks import Ranks
 from deepspeed.checkpoint.save.save import Saving
 from deepspeed.comm.process_groups.axis import Axis
 from deepspeed.errors import CheckpointError
-from deepspeed.foundation.log import logger, say
+from deepspeed.foundation.log import log_rank0, logger
 
 _ALIGN = 64
 
@@ -57,14 +57,16 @@ class Background:
             atexit.register(_at_exit, weakref.ref(self))
         self._thread.start()
 
-    def _copied(self, entries: list[Entry]) -> list[Entry]:
+    def _copied(self, entries: list[TensorToWrite]) -> list[TensorToWrite]:
         places, size = [], 0
         for entry in entries:
             places.append(size)
             size += -(-entry.nbytes // _ALIGN) * _ALIGN
         if self._buffer.numel() < size:
             self._buffer = torch.empty(size, dtype=torch.uint8)
-            say(f"async_save: a host buffer of {size / 2**20:.0f} MiB on each rank holds the state while it is written")
+            log_rank0(
+                f"async_save: a host buffer of {size / 2**20:.0f} MiB on each rank holds the state while it is written"
+            )
         copies = []
         numbered = zip(entries, places, strict=True)
         for hold, together in itertools.groupby(numbered, lambda one: one[0].hold):

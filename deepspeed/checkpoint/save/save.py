@@ -25,12 +25,12 @@ from deepspeed.checkpoint.format.manifest import (
     rank_file,
     read_manifest,
 )
-from deepspeed.checkpoint.format.safetensors_file import Entry, Seal, file_bytes, write_tensors
+from deepspeed.checkpoint.format.safetensors_file import Seal, TensorToWrite, file_bytes, write_tensors
 from deepspeed.checkpoint.ranks import Ranks
-from deepspeed.checkpoint.save.save_plan import Reports, Taken, take
-from deepspeed.checkpoint.save.snapshot import Captured, fixed
+from deepspeed.checkpoint.save.save_plan import Reports, SavePlan, take
+from deepspeed.checkpoint.save.snapshot import Snapshot, fixed
 from deepspeed.errors import CheckpointCorruptError, CheckpointError
-from deepspeed.foundation.log import say, warn_once
+from deepspeed.foundation.log import log_rank0, warn_once
 
 _SMALL_FILES = 1 << 20  # bytes kept free for the files beside the tensors
 
@@ -47,7 +47,7 @@ class Contents:
         allow_pickle: objects without a place in JSON are pickled (`checkpoint.client_state_pickle`).
     """
 
-    captured: Captured
+    captured: Snapshot
     state: dict[str, Any]
     about: dict[str, Any]
     beside: dict[str, bytes] = field(default_factory=dict)
@@ -91,10 +91,10 @@ class Saving:
 
     def __init__(self, target: Target, contents: Contents, ranks: Ranks) -> None:
         self.target, self.contents, self.ranks = target, contents, ranks
-        self.entries: list[Entry] = []
+        self.entries: list[TensorToWrite] = []
         self._metadata: dict[str, str] = {}
         self._small: dict[str, Any] = {}
-        self.taken = Taken()
+        self.taken = SavePlan()
         self._reports: tuple[Reports, ...] = ()
         self._aliases: dict[str, str] = {}
         self._seal = Seal(0, 0)
@@ -133,7 +133,7 @@ class Saving:
             if self.target.leads:
                 self._make_staging(room)
 
-    def _encode(self) -> list[Entry]:
+    def _encode(self) -> list[TensorToWrite]:
         """Encode what is no part of the training state; gives this rank's own tensors."""
         captured, contents = self.contents.captured, self.contents
         tensors: list[torch.Tensor] = []
@@ -213,7 +213,7 @@ class Saving:
         if self.target.latest:
             beside[filesystem.LATEST] = f"{self.target.tag}\n".encode()
         filesystem.publish(folder, self.target.tag, beside)
-        say(f"checkpoint '{self.target.tag}' is complete in {folder}")
+        log_rank0(f"checkpoint '{self.target.tag}' is complete in {folder}")
 
     def _small_files(self) -> dict[str, bytes]:
         made = {STATE: json.dumps(self._small["json"], indent=1).encode(), **self.contents.beside}

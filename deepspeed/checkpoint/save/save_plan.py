@@ -12,11 +12,11 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from deepspeed.checkpoint.format.manifest import LEFT_OUT, CutGroup, Row, StateRule, rank_file
+from deepspeed.checkpoint.format.manifest import LEFT_OUT, CutGroup, ManifestEntry, StateRule, rank_file
 from deepspeed.checkpoint.ranks import Ranks
 from deepspeed.errors import CheckpointError
 from deepspeed.zero.api.state_view import StateView
-from deepspeed.zero.layout.regions import Box, BoxRange, copies, uncovered
+from deepspeed.zero.layout.regions import Region, RegionRange, copies, uncovered
 
 
 def join_slices(
@@ -35,7 +35,7 @@ def join_slices(
     mine = {name: (view.box(name), tensor.dtype) for name, tensor in held.items()}
     told = ranks.gather((mine, view.aliases))
     whole: dict[str, torch.Tensor] = {}
-    seen: set[tuple[str, Box]] = set()
+    seen: set[tuple[str, Region]] = set()
     for rank, (listed, _) in enumerate(told):
         for name, (box, dtype) in listed.items():
             if (name, box.packed) in seen:
@@ -49,13 +49,13 @@ def join_slices(
             if rank:
                 ranks.receive(values, rank)
             into = whole.setdefault(name, torch.zeros(box.shape, dtype=dtype))
-            for copy in copies(BoxRange(box, 0, box.numel), BoxRange(Box(box.shape), 0, into.numel())):
+            for copy in copies(RegionRange(box, 0, box.numel), RegionRange(Region(box.shape), 0, into.numel())):
                 copy(values.reshape(-1), into.reshape(-1))
     return whole, {alias: name for _, aliases in reversed(told) for alias, name in aliases.items()}
 
 
 @dataclass(frozen=True)
-class Offer:
+class LocalShards:
     """Tensors that some ranks hold together, cut by one rule.
 
     Args:
@@ -68,8 +68,8 @@ class Offer:
         alone: by name, the mesh axes along which no other rank has a copy.
     """
 
-    rows: list[Row]
-    boxes: list[Box]
+    rows: list[ManifestEntry]
+    boxes: list[Region]
     rule: str
     ranks: tuple[int, ...]
     filled: bool = False
@@ -87,7 +87,7 @@ Reports = Mapping[tuple[str, int], tuple[str | None, int]]
 
 
 @dataclass
-class Taken:
+class SavePlan:
     """What is stored of all offers.
 
     Args:
@@ -97,13 +97,13 @@ class Taken:
         filled: parameters whose window has a reduced part.
     """
 
-    rows: list[Row] = field(default_factory=list)
+    rows: list[ManifestEntry] = field(default_factory=list)
     groups: list[CutGroup] = field(default_factory=list)
     leaders: dict[str, set[int]] = field(default_factory=dict)
     filled: list[str] = field(default_factory=list)
-    _by_group: list[Offer] = field(default_factory=list)
+    _by_group: list[LocalShards] = field(default_factory=list)
 
-    def with_states(self, reports: Iterable[Reports]) -> tuple[list[Row], list[CutGroup], list[StateRule]]:
+    def with_states(self, reports: Iterable[Reports]) -> tuple[list[ManifestEntry], list[CutGroup], list[StateRule]]:
         """Rows and groups with their optimizer states, and the different states.
 
         Args:
@@ -112,7 +112,7 @@ class Taken:
         return _with_states(self, {key: report for one in reports for key, report in one.items()})
 
 
-def take(offers: Sequence[Offer], numbers: Sequence[int]) -> Taken:
+def take(offers: Sequence[LocalShards], numbers: Sequence[int]) -> SavePlan:
     """Decide what is stored; every rank finds the same.
 
     Args:
@@ -123,7 +123,7 @@ def take(offers: Sequence[Offer], numbers: Sequence[int]) -> Taken:
         CheckpointError: offers of one name do not fit each other, or some elements are in none.
     """
     position = {rank: at for at, rank in enumerate(numbers)}
-    made, row_of, taken = Taken(), {}, {}
+    made, row_of, taken = SavePlan(), {}, {}
     for offer in offers:
         stored = []
         for row, box in zip(offer.rows, offer.boxes, strict=True):
@@ -149,7 +149,7 @@ def take(offers: Sequence[Offer], numbers: Sequence[int]) -> Taken:
     return made
 
 
-def _in_order(made: Taken, ranks: Mapping[str, int]) -> None:
+def _in_order(made: SavePlan, ranks: Mapping[str, int]) -> None:
     """Rows as users list them: each rank's, in the order of the rank's module."""
     order = sorted(range(len(made.rows)), key=lambda at: (ranks[made.rows[at].name], made.rows[at].place))
     place = {at: new for new, at in enumerate(order)}
@@ -157,7 +157,7 @@ def _in_order(made: Taken, ranks: Mapping[str, int]) -> None:
     made.groups = [replace(group, rows=tuple(place[at] for at in group.rows)) for group in made.groups]
 
 
-def _check(row: Row, offer: Offer, other: Offer | None, first: Row) -> None:
+def _check(row: ManifestEntry, offer: LocalShards, other: LocalShards | None, first: ManifestEntry) -> None:
     """See that two offers of one name are of one tensor."""
     if other is None:
         return
@@ -175,8 +175,8 @@ def _check(row: Row, offer: Offer, other: Offer | None, first: Row) -> None:
         )
 
 
-def _check_covered(made: Taken, taken: Mapping[str, Mapping[Box, Offer]]) -> None:
-    known: dict[tuple[Box, ...], tuple[int, ...] | None] = {}
+def _check_covered(made: SavePlan, taken: Mapping[str, Mapping[Region, LocalShards]]) -> None:
+    known: dict[tuple[Region, ...], tuple[int, ...] | None] = {}
     for row in made.rows:
         boxes = tuple(taken[row.name])
         if any(box.whole for box in boxes) or row.kind == LEFT_OUT:
@@ -191,7 +191,7 @@ def _check_covered(made: Taken, taken: Mapping[str, Mapping[Box, Offer]]) -> Non
             )
 
 
-def _with_states(taken: Taken, told: Reports) -> tuple[list[Row], list[CutGroup], list[StateRule]]:
+def _with_states(taken: SavePlan, told: Reports) -> tuple[list[ManifestEntry], list[CutGroup], list[StateRule]]:
     numbers: dict[str, int] = {}
     found: dict[int, tuple[int | None, int]] = {}
     groups = []
@@ -205,13 +205,14 @@ def _with_states(taken: Taken, told: Reports) -> tuple[list[Row], list[CutGroup]
             states.append(state)
         groups.append((group, states))
     rows = [
-        Row(r.name, r.shape, r.dtype, r.kind, found[at][0], r.order, found[at][1]) for at, r in enumerate(taken.rows)
+        ManifestEntry(r.name, r.shape, r.dtype, r.kind, found[at][0], r.order, found[at][1])
+        for at, r in enumerate(taken.rows)
     ]
     made = [_with_own(group, states, rows) for group, states in groups]
     return rows, made, [StateRule.from_json(json.loads(text)) for text in numbers]
 
 
-def _with_own(group: CutGroup, states: list[int | None], rows: list[Row]) -> CutGroup:
+def _with_own(group: CutGroup, states: list[int | None], rows: list[ManifestEntry]) -> CutGroup:
     """The group with its own states, where its boxes' are not those of the rows."""
     if all(state == rows[at].state for at, state in zip(group.rows, states, strict=True)):
         return group

@@ -18,22 +18,22 @@ from deepspeed.checkpoint.format.manifest import (
     LEFT_OUT,
     TRAINED,
     VALUE,
-    Row,
+    ManifestEntry,
     StateRule,
     entry_name,
     state_field,
 )
-from deepspeed.checkpoint.format.safetensors_file import DTYPES, NAMES, Entry, name_of
-from deepspeed.checkpoint.save.save_plan import Offer
+from deepspeed.checkpoint.format.safetensors_file import DTYPES, NAMES, TensorToWrite, name_of
+from deepspeed.checkpoint.save.save_plan import LocalShards
 from deepspeed.errors import CheckpointError
-from deepspeed.zero.api.state_view import LAYOUT_RULES, Slot, StateView, layout_rule
-from deepspeed.zero.layout.regions import BoxRange, copies
+from deepspeed.zero.api.state_view import LAYOUT_RULES, StateRange, StateView, layout_rule
+from deepspeed.zero.layout.regions import RegionRange, copies
 from deepspeed.zero.optimizer.optimizer_shard import Fragment
-from deepspeed.zero.parameters.record import Member
+from deepspeed.zero.parameters.record import ParamRecord
 
 
 @dataclass
-class Captured:
+class Snapshot:
     """What one rank contributes to a checkpoint.
 
     Args:
@@ -44,23 +44,23 @@ class Captured:
         private: its own state; tensors are allowed.
     """
 
-    offers: list[Offer] = field(default_factory=list)
-    entries: list[tuple[str, Entry]] = field(default_factory=list)
+    offers: list[LocalShards] = field(default_factory=list)
+    entries: list[tuple[str, TensorToWrite]] = field(default_factory=list)
     reports: dict[tuple[str, int], tuple[str | None, int]] = field(default_factory=dict)
-    own: list[Entry] = field(default_factory=list)
+    own: list[TensorToWrite] = field(default_factory=list)
     private: dict[str, Any] = field(default_factory=dict)
 
-    def taken(self, leaders: Mapping[str, set[int]]) -> list[Entry]:
+    def taken(self, leaders: Mapping[str, set[int]]) -> list[TensorToWrite]:
         """What this rank writes.
 
         Args:
-            leaders: as in `Taken`.
+            leaders: as in `SavePlan`.
         """
         mine = {row.name: offer.leader for offer in self.offers for row in offer.rows}
         return [entry for name, entry in self.entries if mine[name] in leaders.get(name, ())] + self.own
 
 
-def capture(view: StateView, leave_out_frozen: bool) -> Captured:
+def capture(view: StateView, leave_out_frozen: bool) -> Snapshot:
     """Describe an engine's state and what this rank is to write of it; nothing is copied.
 
     Args:
@@ -70,14 +70,14 @@ def capture(view: StateView, leave_out_frozen: bool) -> Captured:
     Raises:
         CheckpointError: the optimizer keeps state that cannot be cut.
     """
-    made = Captured()
+    made = Snapshot()
     order, numbers, places = view.optimizer_order(), view.group_numbers(), _places(view.module)
     for group in view.groups:
         rows = []
         for member in group.members:
             kind, dtype = _kind(member.param, leave_out_frozen), view.value_dtype(member)
             at = order.get(member.uid, -1), -1, places.get(member.name, -1)
-            rows.append(Row(member.name, view.box(member.name).shape, dtype, kind, None, *at))
+            rows.append(ManifestEntry(member.name, view.box(member.name).shape, dtype, kind, None, *at))
         offer = _offer(view, rows, layout_rule(group.layout), group.axis.ranks, view.filled(group))
         made.offers.append(offer)
         for member, start, stop in view.written_ranges(group):
@@ -101,29 +101,31 @@ def _places(module: nn.Module) -> dict[str, int]:
     return {name: at for at, name in enumerate(names)}
 
 
-def _offer(view: StateView, rows: list[Row], rule: str, ranks: tuple[int, ...], filled: bool = False) -> Offer:
+def _offer(
+    view: StateView, rows: list[ManifestEntry], rule: str, ranks: tuple[int, ...], filled: bool = False
+) -> LocalShards:
     boxes = [view.box(row.name) for row in rows]
     alone = {row.name: axes for row in rows if (axes := view.alone_along(row.name))}
-    return Offer(rows, boxes, rule, ranks, filled, view.coordinates, alone)
+    return LocalShards(rows, boxes, rule, ranks, filled, view.coordinates, alone)
 
 
 def _kind(param: torch.Tensor, leave_out_frozen: bool) -> str:
     return TRAINED if param.requires_grad else LEFT_OUT if leave_out_frozen else FROZEN
 
 
-def _add(made: Captured, field_: str, slot: Slot) -> None:
+def _add(made: Snapshot, field_: str, slot: StateRange) -> None:
     """Add what files hold of a slot: its elements that are no padding."""
     name, values, numel = entry_name(field_, slot.name), slot.values, slot.stop - slot.start
     box = slot.box.packed
     if box is not slot.box:
-        padded = BoxRange(slot.box, slot.start, slot.stop)
-        packed = BoxRange(box, slot.box.packed_index(slot.start), slot.box.packed_index(slot.stop))
+        padded = RegionRange(slot.box, slot.start, slot.stop)
+        packed = RegionRange(box, slot.box.packed_index(slot.start), slot.box.packed_index(slot.stop))
         numel, values = padded.real_numel, lambda: _packed(padded, packed, slot.values())
     if numel:
-        made.entries.append((slot.name, Entry(name, slot.dtype, (numel,), values, slot.hold)))
+        made.entries.append((slot.name, TensorToWrite(name, slot.dtype, (numel,), values, slot.hold)))
 
 
-def _packed(padded: BoxRange, packed: BoxRange, values: torch.Tensor) -> torch.Tensor:
+def _packed(padded: RegionRange, packed: RegionRange, values: torch.Tensor) -> torch.Tensor:
     made = torch.empty(padded.real_numel, dtype=values.dtype, device=values.device)
     for copy in copies(padded, packed):
         copy(values.detach(), made)
@@ -131,7 +133,7 @@ def _packed(padded: BoxRange, packed: BoxRange, values: torch.Tensor) -> torch.T
 
 
 def _add_state(
-    made: Captured, view: StateView, member: Member, range_: tuple[int, int], numbers: dict[int, int]
+    made: Snapshot, view: StateView, member: ParamRecord, range_: tuple[int, int], numbers: dict[int, int]
 ) -> None:
     start, stop = range_
     for fragment in view.fragments_of(member):
@@ -144,7 +146,9 @@ def _add_state(
         if start == 0:
             for key in rule.whole if rule is not None else ():
                 slot = view.whole_state(fragment, key)
-                entry = Entry(entry_name(state_field(key), slot.name), slot.dtype, (slot.stop,), slot.values, slot.hold)
+                entry = TensorToWrite(
+                    entry_name(state_field(key), slot.name), slot.dtype, (slot.stop,), slot.values, slot.hold
+                )
                 made.entries.append((slot.name, entry))
             text = None if rule is None else json.dumps(rule.to_json())
             made.reports[member.name, member.group.axis.ranks[0]] = (text, numbers.get(id(fragment.leaf), -1))
@@ -178,18 +182,18 @@ def _rule_of(view: StateView, fragment: Fragment) -> StateRule | None:
     return rule
 
 
-def fixed(name: str, tensor: torch.Tensor) -> Entry:
+def fixed(name: str, tensor: torch.Tensor) -> TensorToWrite:
     """An entry of a tensor that stays where it is."""
     values = tensor.detach().contiguous()
-    return Entry(name, values.dtype, tuple(values.shape), lambda: values)
+    return TensorToWrite(name, values.dtype, tuple(values.shape), lambda: values)
 
 
-def _add_rest(made: Captured, view: StateView, leave_out_frozen: bool, places: Mapping[str, int]) -> None:
+def _add_rest(made: Snapshot, view: StateView, leave_out_frozen: bool, places: Mapping[str, int]) -> None:
     """Parameters no group has, each in the file of one rank, and the first rank's buffers."""
     rank, ranks = (0, (0,)) if view.world is None else (view.world.rank, view.world.ranks)
 
-    def row_of(name: str, tensor: torch.Tensor, kind: str) -> Row:
-        return Row(name, view.box(name).shape, tensor.dtype, kind, place=places.get(name, -1))
+    def row_of(name: str, tensor: torch.Tensor, kind: str) -> ManifestEntry:
+        return ManifestEntry(name, view.box(name).shape, tensor.dtype, kind, place=places.get(name, -1))
 
     rows = [row_of(name, param, _kind(param, leave_out_frozen)) for name, param in view.plain.items()]
     buffers = [row_of(name, buffer, BUFFER) for name, buffer in view.buffers.items()]
@@ -204,7 +208,7 @@ def _add_rest(made: Captured, view: StateView, leave_out_frozen: bool, places: M
                 _add(made, VALUE, view.plain_value(row.name))
 
 
-def _add_rounds(made: Captured, view: StateView) -> None:
+def _add_rounds(made: Snapshot, view: StateView) -> None:
     """Gradients of this rank that have not travelled yet."""
     made.private["groups"] = view.topology()
     if not view.has_gradients:

@@ -214,9 +214,9 @@ class Handle:
         if self._waiter is None:
             wait_all(self.axis, self.label, self.works)
         else:
-            watchdog.note(self.label)
+            watchdog.begin_collective(self.label)
             self._waiter.join()
-            watchdog.note_done()
+            watchdog.end_collective()
             if self._failure is not None:
                 raise watchdog.failed(self.label, self._failure, list(self.axis.ranks)) from self._failure
         if self._on_device is not None:
@@ -270,26 +270,26 @@ def wait_all(axis: Axis, label: str, works: Sequence[Any]) -> None:
     delay(label)
     if not works:
         return
-    watchdog.note(label)
+    watchdog.begin_collective(label)
     try:
         for work in works:
             work.wait()
     except RuntimeError as error:
         raise watchdog.failed(label, error, list(axis.ranks)) from error
     finally:
-        watchdog.note_done()
+        watchdog.end_collective()
 
 
 def post(axis: Axis, label: str, start: Callable[[], list[Any]]) -> list[Any]:
     """Start messages under a label; a failure to start becomes the labelled report."""
     delay(label)
-    watchdog.note(label, CALL)
+    watchdog.begin_collective(label, CALL)
     try:
         return start()
     except RuntimeError as error:
         raise watchdog.failed(label, error, list(axis.ranks)) from error
     finally:
-        watchdog.note_done()
+        watchdog.end_collective()
 
 
 def exchange(

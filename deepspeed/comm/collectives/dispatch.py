@@ -57,7 +57,7 @@ def all_reduce(tensor: torch.Tensor, op: Any = _SUM, group: Any = None, async_op
     if axis.shared is not None:
         axis.shared.all_reduce(tensor)
         return None
-    label = watchdog.noted()
+    label = watchdog.current_collective()
     flat, cuts = tensor.detach().view(-1), _even(tensor.numel(), axis.size)
     own = flat[cuts[axis.rank] : cuts[axis.rank + 1]]
     finish = lambda parts: sum_in_rank_order(parts, own, 1.0, add=False)  # noqa: E731
@@ -81,7 +81,7 @@ def reduce_scatter_tensor(
     out = output.detach().view(-1)
     finish = lambda parts: sum_in_rank_order(parts, out, 1.0, add=False)  # noqa: E731
     tag = _tag(axis, EXCHANGE)
-    reduce_to_owners(axis, flat, cuts, tag, watchdog.noted(), finish).unrecorded().wait()
+    reduce_to_owners(axis, flat, cuts, tag, watchdog.current_collective(), finish).unrecorded().wait()
     return None
 
 
@@ -97,7 +97,7 @@ def all_gather_into_tensor(
         axis.shared.all_gather(full, cuts, input_tensor)
         return None
     full[cuts[axis.rank] : cuts[axis.rank + 1]] = input_tensor.detach().view(-1)
-    spread(axis, full, cuts, _tag(axis, SPREAD), watchdog.noted()).unrecorded().wait()
+    spread(axis, full, cuts, _tag(axis, SPREAD), watchdog.current_collective()).unrecorded().wait()
     return None
 
 
@@ -121,7 +121,7 @@ def all_to_all_single(
         for slot, part in zip(slots, parts, strict=True):
             slot.copy_(part)
 
-    reduce_to_owners(axis, flat, cuts, _tag(axis, EXCHANGE), watchdog.noted(), finish).unrecorded().wait()
+    reduce_to_owners(axis, flat, cuts, _tag(axis, EXCHANGE), watchdog.current_collective(), finish).unrecorded().wait()
     return None
 
 

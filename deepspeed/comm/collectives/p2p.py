@@ -27,7 +27,7 @@ _ALIGN = 64
 _NOTICE = 16  # bytes: length of the header, or 0 where it is the last one; bytes of the tensors
 
 
-class _Leaf(NamedTuple):
+class _TensorRef(NamedTuple):
     """A tensor in a header."""
 
     shape: tuple[int, ...]
@@ -46,7 +46,7 @@ class Header:
     """
 
     tree: bytes
-    leaves: tuple[_Leaf, ...]
+    leaves: tuple[_TensorRef, ...]
 
     @property
     def nbytes(self) -> int:
@@ -69,7 +69,7 @@ class _Writer(pickle.Pickler):
         return self._places[id(obj)]
 
 
-class _Reader(pickle.Unpickler):
+class _TreeUnpickler(pickle.Unpickler):
     def __init__(self, tree: bytes, tensors: list[torch.Tensor]) -> None:
         super().__init__(io.BytesIO(tree))
         self._tensors = tensors
@@ -90,14 +90,14 @@ def take_apart(value: Any) -> tuple[Header, list[torch.Tensor]]:
         writer.dump(value)
     except (pickle.PicklingError, TypeError, AttributeError) as error:
         raise CommError(f"a {type(value).__name__} cannot be sent to another rank: {error}") from error
-    leaves: list[_Leaf] = []
+    leaves: list[_TensorRef] = []
     for tensor in writer.tensors:
         offset = -(-(_end(leaves[-1]) if leaves else 0) // _ALIGN) * _ALIGN
-        leaves.append(_Leaf(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, offset))
+        leaves.append(_TensorRef(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, offset))
     return Header(file.getvalue(), tuple(leaves)), writer.tensors
 
 
-def _end(leaf: _Leaf) -> int:
+def _end(leaf: _TensorRef) -> int:
     numel = 1
     for size in leaf.shape:
         numel *= size
@@ -106,11 +106,11 @@ def _end(leaf: _Leaf) -> int:
 
 def put_together(header: Header, tensors: list[torch.Tensor]) -> Any:
     """The nest again."""
-    return _Reader(header.tree, tensors).load()
+    return _TreeUnpickler(header.tree, tensors).load()
 
 
 @dataclass(frozen=True)
-class Wire:
+class P2PChannel:
     """Carries tensors from one device to another, in one direction.
 
     Args:
@@ -132,7 +132,7 @@ class Sender:
         wire: between devices; None: tensors are in host memory.
     """
 
-    def __init__(self, axis: Axis, peer: int, channel: int, wire: Wire | None = None) -> None:
+    def __init__(self, axis: Axis, peer: int, channel: int, wire: P2PChannel | None = None) -> None:
         _check(axis, wire)
         self.axis, self.peer, self.channel, self.wire = axis, peer, channel, wire
         self.bytes_sent = self.headers_sent = 0
@@ -234,7 +234,7 @@ class Sender:
 class Receiver:
     """Receives from one rank, in the order of its sends; arguments as those of `Sender`."""
 
-    def __init__(self, axis: Axis, peer: int, channel: int, wire: Wire | None = None) -> None:
+    def __init__(self, axis: Axis, peer: int, channel: int, wire: P2PChannel | None = None) -> None:
         _check(axis, wire)
         self.axis, self.peer, self.channel, self.wire = axis, peer, channel, wire
         self._sequence = 0
@@ -312,7 +312,7 @@ class Receiver:
             shared.acknowledge(self._read.popleft(), [self.peer])
 
 
-def place(buffer: torch.Tensor, leaf: _Leaf) -> torch.Tensor:
+def place(buffer: torch.Tensor, leaf: _TensorRef) -> torch.Tensor:
     """A tensor of a message: where it lies in the bytes of all."""
     return buffer[leaf.offset : _end(leaf)].view(leaf.dtype).view(leaf.shape)
 
@@ -321,7 +321,7 @@ def _is_over(work: Any) -> bool:
     return work.ready() if hasattr(work, "ready") else work.is_completed()
 
 
-def _check(axis: Axis, wire: Wire | None) -> None:
+def _check(axis: Axis, wire: P2PChannel | None) -> None:
     if not axis.tagged and not (wire is not None and has_host_backend(axis)):
         raise NotAvailableError(
             "stages of a pipeline send what describes their messages from host to host, and the process group has no "

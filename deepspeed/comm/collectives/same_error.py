@@ -23,16 +23,16 @@ import torch.distributed as dist
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.collectives.collectives import SMALL, has_host_backend, spread
-from deepspeed.comm.collectives.torch_api import all_gather_into_tensor, told_by_all
+from deepspeed.comm.collectives.torch_api import all_gather_into_tensor, all_gather_objects
 from deepspeed.comm.process_groups.axis import Axis, tag_of
 from deepspeed.comm.watchdog import watchdog
 from deepspeed.errors import CommError, DataError, DeepSpeedError, OrderError
 from deepspeed.foundation.fake_mode import simulating
-from deepspeed.foundation.log import in_words
+from deepspeed.foundation.log import describe_error
 
 T = TypeVar("T")
-_END = "the end"
-_MOST = 200  # characters of an error
+_END_LABEL = "the end"
+_MAX_ERROR_CHARS = 200  # characters of an error
 
 
 class _Apart(Exception):
@@ -40,7 +40,7 @@ class _Apart(Exception):
 
 
 @dataclass
-class Ended(Generic[T]):
+class Outcome(Generic[T]):
     """How a computation ended.
 
     Args:
@@ -54,11 +54,11 @@ class Ended(Generic[T]):
     error: Exception | None = None
 
     @property
-    def well(self) -> bool:
+    def ok(self) -> bool:
         """Whether all ranks have a result."""
         return not any(self.texts)
 
-    def given(self, wrong: Callable[[list[str]], Exception]) -> T:
+    def result_or_raise(self, wrong: Callable[[list[str]], Exception]) -> T:
         """This rank's result.
 
         Args:
@@ -67,7 +67,7 @@ class Ended(Generic[T]):
         Raises:
             Exception: `wrong`, on every rank, from what this one raised.
         """
-        if self.well:
+        if self.ok:
             return self.result  # type: ignore[return-value]
         raise wrong(self.texts) from self.error
 
@@ -95,7 +95,7 @@ class _Run:
         all_gather_into_tensor(every, here, group=axis.group, log_name=f"meeting before {label}")
         if bool((every.view(-1, 2) == torch.tensor([0, int(here[1])], device=device)).all()):
             return
-        said = told_by_all(axis, (error, label))
+        said = all_gather_objects(axis, (error, label))
         raised = any(text for text, _ in said)
         self.texts = [text if raised else f"it has come to {place}" for text, place in said]
         raise _Apart
@@ -105,12 +105,12 @@ _underway: list[_Run] = []
 
 
 def meet_before(axis: Axis, label: str) -> None:
-    """A collective of `axis` is about to begin; nothing happens outside of a `run_together` of its ranks, or more."""
+    """A collective of `axis` is about to begin; nothing happens outside of `run_collectively` of its ranks, or more."""
     if _underway and _underway[-1].ranks.issuperset(axis.ranks):
         _underway[-1].meet(label)
 
 
-def run_together(axis: Axis, action: Callable[[], T]) -> Ended[T]:
+def run_collectively(axis: Axis, action: Callable[[], T]) -> Outcome[T]:
     """Call `action` on all ranks of an axis; what one rank raises ends it on all, at its next collective there.
 
     Args:
@@ -130,12 +130,12 @@ def run_together(axis: Axis, action: Callable[[], T]) -> Ended[T]:
             raise
         except Exception as why:
             error = why
-        run.meet(_END, "" if error is None else in_words(error, _MOST))
+        run.meet(_END_LABEL, "" if error is None else describe_error(error, _MAX_ERROR_CHARS))
     except _Apart:
         result = None
     finally:
         _underway.pop()
-    return Ended(result, run.texts, error)
+    return Outcome(result, run.texts, error)
 
 
 def sent_among(axis: Axis) -> int:
@@ -151,7 +151,7 @@ def sent_among(axis: Axis) -> int:
     return count
 
 
-def in_step(axis: Axis, action: Callable[[], T], elsewhere: Callable[[int, str], Exception]) -> T:
+def raise_together(axis: Axis, action: Callable[[], T], elsewhere: Callable[[int, str], Exception]) -> T:
     """What an action returns, where it raises on no rank; all ranks of the axis call together.
 
     Args:
@@ -171,8 +171,8 @@ def in_step(axis: Axis, action: Callable[[], T], elsewhere: Callable[[int, str],
         raise
     except Exception as why:
         error = why
-    mine = "" if error is None else (isinstance(error, DeepSpeedError) and str(error)) or in_words(error, 300)
-    texts = told_by_all(axis, mine)
+    mine = "" if error is None else (isinstance(error, DeepSpeedError) and str(error)) or describe_error(error, 300)
+    texts = all_gather_objects(axis, mine)
     if error is not None:
         raise error
     other = next((pair for pair in zip(axis.ranks, texts, strict=True) if pair[1]), None)
@@ -205,7 +205,7 @@ _BYTES = 512  # of a message: a digest, and as much of the words as there is roo
 _DIGEST = 8
 
 
-class Lockstep:
+class OrderCheck:
     """Comparisons of the ranks of one axis, over the host's backend, whose messages carry tags.
 
     Args:
@@ -263,7 +263,7 @@ def _difference(axis: Axis, rows: list[bytes]) -> str:
 COMPARED = 10  # micro-batches
 
 
-class SameBatches:
+class BatchCheck:
     """Compares what the ranks of an axis are given.
 
     Args:
@@ -285,7 +285,7 @@ class SameBatches:
             DataError: two ranks have other values, on all ranks of the axis.
         """
         self.left -= 1
-        everyone = told_by_all(self._axis, _digests(inputs) if in_parts else {"": digest(inputs)})
+        everyone = all_gather_objects(self._axis, _digests(inputs) if in_parts else {"": digest(inputs)})
         first: dict[str, tuple[int, int]] = {}  # by entry: who had it first, and its digest
         for rank, theirs in zip(self._axis.ranks, everyone, strict=True):
             for entry, found in theirs.items():
@@ -311,9 +311,9 @@ def first_difference(axis: Axis, lines: Sequence[Any]) -> tuple[int, Any, Any] |
         Position of the rank, the first line in which it differs as the first rank has it, and its own; None for a line
         that is not there. None where all are the same.
     """
-    if len(set(told_by_all(axis, digest(list(lines))))) == 1:
+    if len(set(all_gather_objects(axis, digest(list(lines))))) == 1:
         return None
-    everyone = told_by_all(axis, lines)
+    everyone = all_gather_objects(axis, lines)
     at = next(at for at, theirs in enumerate(everyone) if theirs != everyone[0])
     return at, *next(pair for pair in itertools.zip_longest(everyone[0], everyone[at]) if pair[0] != pair[1])
 
@@ -342,14 +342,14 @@ def digest(value: Any) -> int:
         return zlib.crc32(repr([digest(one) for one in value]).encode())
     if isinstance(value, (set, frozenset)):
         return zlib.crc32(repr(sorted(map(digest, value))).encode())
-    inside = _said(value)
+    inside = _describe_contents(value)
     if inside is not None:
         return digest([type(value).__name__, inside])
     plain = isinstance(value, (int, float, str, bytes, bool, type(None), torch.dtype, torch.device))
     return zlib.crc32((repr(value) if plain else type(value).__name__).encode())
 
 
-def _said(value: Any) -> dict[str, Any] | None:
+def _describe_contents(value: Any) -> dict[str, Any] | None:
     """What an object says is in it; None where it says nothing."""
     if isinstance(value, type):
         return None

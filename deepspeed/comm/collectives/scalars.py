@@ -58,7 +58,7 @@ class Scalars:
         return [told[at : at + len(row)] for at in range(0, len(told), len(row))]
 
 
-class Simulated(Scalars):
+class FakeScalars(Scalars):
     """For models on the meta device: every rank says what this one says, every number read is one."""
 
     device = torch.device("meta")

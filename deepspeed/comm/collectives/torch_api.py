@@ -95,7 +95,7 @@ def _enter(group: Any, label: str) -> None:
 
 def _guarded(label: str, action: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run one collective under the watch; a failure of the network or of another rank becomes a report."""
-    watchdog.note(label, CALL)
+    watchdog.begin_collective(label, CALL)
     try:
         return action(*args, **kwargs)
     except RuntimeError as error:
@@ -103,7 +103,7 @@ def _guarded(label: str, action: Callable[..., Any], *args: Any, **kwargs: Any) 
             raise watchdog.failed(label, error) from error
         raise
     finally:
-        watchdog.note_done()
+        watchdog.end_collective()
 
 
 def _begin(operation: str, label: str, message: Any, group: Any, debug: bool) -> Callable[[], None]:
@@ -171,7 +171,7 @@ gather_object = timed_op(dist.gather_object)
 scatter_object_list = timed_op(dist.scatter_object_list)
 
 
-def told_by_all(axis: Axis, mine: Any) -> list[Any]:
+def all_gather_objects(axis: Axis, mine: Any) -> list[Any]:
     """What each rank of an axis says, by position; they call together. Objects are pickled."""
     everyone: list[Any] = [mine] * axis.size
     if axis.size > 1 and not simulating():  # else the other ranks would say the same

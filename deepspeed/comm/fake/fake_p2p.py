@@ -34,7 +34,7 @@ class UnheardError(CommError):
 
 
 @dataclass(frozen=True)
-class Message:
+class FakeMessage:
     """What is known of one.
 
     Args:
@@ -46,16 +46,16 @@ class Message:
     integers: list[Any]
 
     @classmethod
-    def of(cls, header: Header, tensors: list[torch.Tensor]) -> Message:
+    def of(cls, header: Header, tensors: list[torch.Tensor]) -> FakeMessage:
         """One that is sent."""
         kept = [None if t.is_floating_point() or t.is_complex() else t.detach().numpy().copy() for t in tensors]
         return cls(header, kept)
 
-    def gradients(self) -> Message:
+    def gradients(self) -> FakeMessage:
         """The answer: a gradient for each of its tensors that can have one."""
         leaves = [leaf for leaf in self.header.leaves if leaf.differentiable]
         header, tensors = take_apart([torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in leaves])
-        return Message(header, [None] * len(tensors))
+        return FakeMessage(header, [None] * len(tensors))
 
     def arrive(self, shared: bool) -> list[torch.Tensor]:
         """Its tensors at the receiver.
@@ -82,7 +82,7 @@ def is_of_an_absent_peer(storage: torch.UntypedStorage) -> bool:
     return storage.data_ptr() in _arrived
 
 
-class _Read(Until):
+class _ReadReceipt(Until):
     """Whether a message has been read."""
 
     def __init__(self) -> None:
@@ -103,7 +103,7 @@ class SimulatedSender(Sender):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._reads: dict[Any, _Read] = {}
+        self._reads: dict[Any, _ReadReceipt] = {}
         self._name: Any = None
 
     def name(self, message: Any) -> None:
@@ -120,5 +120,5 @@ class SimulatedSender(Sender):
 
     def _start(self, buffer: torch.Tensor, told: int, start: int) -> list[Any]:
         super()._start(buffer, told, start)
-        self._reads[self._name] = _Read()
+        self._reads[self._name] = _ReadReceipt()
         return [self._reads[self._name]]

@@ -15,7 +15,7 @@ from deepspeed.errors import UsageError
 from deepspeed.foundation.fake_mode import simulation
 
 
-class _Supplied(scalars.Simulated):
+class _Supplied(scalars.FakeScalars):
     """Numbers that decide, where tensors are the CPU's and hold nothing."""
 
     device = torch.device("cpu")

@@ -205,14 +205,14 @@ def make_group(ranks: list[int] | None, timeout: timedelta, backend: str | None 
 @contextlib.contextmanager
 def _watched(label: str) -> Iterator[None]:
     """A call of all ranks of the world, under the watch."""
-    watchdog.note(label)
+    watchdog.begin_collective(label)
     trail.enter(dist.group.WORLD, "groups", lambda: range(dist.get_world_size()), label)
     try:
         yield
     except RuntimeError as error:
         raise watchdog.failed(label, error) from error
     finally:
-        watchdog.note_done()
+        watchdog.end_collective()
 
 
 def separate_reductions(axes: Iterable[Axis], everyone: Axis) -> None:

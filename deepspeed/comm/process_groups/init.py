@@ -17,7 +17,7 @@ from deepspeed.comm.shutdown import wind_up, wind_up_with_the_groups
 from deepspeed.comm.watchdog import watchdog
 from deepspeed.comm.watchdog.comms_logger import configure
 from deepspeed.errors import ArgumentError, CommError, CommTimeoutError, NotAvailableError
-from deepspeed.foundation.log import say, say_once
+from deepspeed.foundation.log import log_once, log_rank0
 
 
 def init_distributed(
@@ -66,7 +66,7 @@ def init_distributed(
         backend = choose_backend(dist_backend)
         _join(world, backend, limit, None if init_method == "env://" else init_method)
         if verbose:
-            say(f"{world.size} rank(s) by {world.source}, backend {backend}, timeout {limit.total_seconds():g} s")
+            log_rank0(f"{world.size} rank(s) by {world.source}, backend {backend}, timeout {limit.total_seconds():g} s")
 
 
 def default_timeout() -> timedelta:
@@ -92,7 +92,7 @@ def choose_backend(asked: str | None) -> str:
     own = accelerator.communication_backend_name()
     backend = (asked or ("cpu:gloo,cuda:nccl" if own == "nccl" else own)).lower()
     if "nccl" in backend and accelerator.device_name() != "cuda":
-        say_once(f"backend {backend!r} needs CUDA and this process runs on {accelerator.device_name()}: using gloo")
+        log_once(f"backend {backend!r} needs CUDA and this process runs on {accelerator.device_name()}: using gloo")
         return "gloo"
     for name in (part.split(":")[-1] for part in backend.split(",")):
         if not dist.is_backend_available(name):
@@ -137,7 +137,7 @@ def _join(world: World, backend: str, limit: timedelta, init_method: str | None)
             f"{limit.total_seconds():g} s: {str(error).strip().splitlines()[0]}. "
             "Check that every rank was started, that the address is rank 0's and that the port is free."
         ) from error
-    watchdog.settle()
+    watchdog.wait_for_peers()
     wind_up_with_the_groups()
     atexit.unregister(_leave)
     atexit.register(_leave)

@@ -82,7 +82,7 @@ def discover(rank: int, size: int, port: int, look_further: bool, root: str = "/
         found, others = others[0], others[1:]
     if found is None:
         if look_further:
-            _refuse_forgotten(env)
+            _check_started_by_launcher(env)
         return World(port=port)
     _compare(found, others)
     for other in others:  # what one does not say, another may
@@ -150,7 +150,7 @@ def _compare(found: Claim, others: list[Claim]) -> None:
         )
 
 
-def _refuse_forgotten(env: Environment) -> None:
+def _check_started_by_launcher(env: Environment) -> None:
     """A batch script's own process is not rank 0 of the job: nobody has started the others."""
     tasks = env.get("SLURM_NTASKS", "")
     in_step = any(name.startswith("SLURM_STEP") for name in env)

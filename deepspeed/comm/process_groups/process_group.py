@@ -16,7 +16,7 @@ from deepspeed.comm.process_groups.axis import make_group, require_group
 from deepspeed.comm.shutdown import wind_up
 from deepspeed.comm.watchdog import watchdog
 from deepspeed.errors import NotAvailableError
-from deepspeed.foundation.log import say
+from deepspeed.foundation.log import log_rank0
 
 
 def is_available() -> bool:
@@ -170,7 +170,7 @@ def _export(probes: Sequence[Callable[..., launch_env.Claim | None]], port: int,
     defaults = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ.update({**{k: v for k, v in defaults.items() if k not in os.environ}, **found})
     if verbose:
-        say(f"environment set from {claim.source}: {found}")
+        log_rank0(f"environment set from {claim.source}: {found}")
 
 
 def has_all_gather_into_tensor() -> bool:

@@ -34,7 +34,7 @@ class Worker(Protocol):
         """Do what can be done without waiting."""
 
 
-class Bell:
+class Doorbell:
     """The bell of this process, seen through one of its groups."""
 
     def __init__(self, native: ctypes.CDLL, context: ctypes.c_void_p) -> None:
@@ -49,10 +49,10 @@ class Bell:
         self._native.ds_shm_nap(self._context, seen, microseconds)
 
 
-class Memory(Protocol):
+class GroupSharedMemory(Protocol):
     """The shared memory of one group, as a wait sees it."""
 
-    bell: Bell
+    bell: Doorbell
     alive: Alive
 
     def drain(self) -> bool:
@@ -64,7 +64,7 @@ class Groups:
     """The memories of this process's groups, and who has something to do while one of them is waited in."""
 
     def __init__(self) -> None:
-        self.memories: list[Memory] = []
+        self.memories: list[GroupSharedMemory] = []
         self.workers: weakref.WeakSet[Worker] = weakref.WeakSet()
         self._working = threading.RLock()
         self._bell: tuple[int, int, mmap.mmap] | None = None  # process, descriptor, memory
@@ -107,7 +107,7 @@ class Groups:
             finally:
                 self._working.release()
 
-    def until(self, memory: Memory, ready: Callable[[], bool], deadline: float) -> bool:
+    def until(self, memory: GroupSharedMemory, ready: Callable[[], bool], deadline: float) -> bool:
         """Wait in `memory` for `ready`, doing what peers may need meanwhile; False when the time is over.
 
         Raises:
@@ -127,7 +127,7 @@ class Groups:
             if now >= deadline:
                 return False
             memory.alive.check()
-            watchdog.heed()
+            watchdog.raise_if_alarmed()
             memory.bell.nap(seen, min(NAP_US if drained else _BRIEF_NAP_US, int((deadline - now) * 1e6) + 1))
 
 
@@ -137,7 +137,7 @@ groups = Groups()
 class Until:
     """Something that will have come true; takes the place of a backend's handle."""
 
-    def __init__(self, memory: Memory, comes_true: Callable[[], bool]) -> None:
+    def __init__(self, memory: GroupSharedMemory, comes_true: Callable[[], bool]) -> None:
         self._memory, self._comes_true = memory, comes_true
         self._is_true = False
 

@@ -29,11 +29,11 @@ import torch.distributed as dist
 
 from deepspeed.comm.shared_memory import doorbell
 from deepspeed.comm.shared_memory.allocator import SharedAllocator, open_shared, shared_memory
-from deepspeed.comm.shared_memory.doorbell import Alive, Bell, Until, groups
+from deepspeed.comm.shared_memory.doorbell import Alive, Doorbell, Until, groups
 from deepspeed.comm.watchdog import watchdog
 from deepspeed.comm.watchdog.last_collective import boot
 from deepspeed.errors import CommError
-from deepspeed.foundation.log import say_once
+from deepspeed.foundation.log import log_once
 from deepspeed.native import KINDS, library
 
 _TOKEN = 16  # bytes at the end of a segment: containers number their processes alike
@@ -73,7 +73,7 @@ class SharedMemory:
             )
         )
         weakref.finalize(self, native.ds_shm_close, self._context).atexit = False
-        self.bell = Bell(native, self._context)
+        self.bell = Doorbell(native, self._context)
         self.peers = [r for r in range(self.size) if r != rank]
         self._posts: list[dict[int, Location]] = [{} for _ in segments]
         self._acks: dict[int, int] = defaultdict(int)
@@ -97,7 +97,7 @@ class SharedMemory:
             groups.drain()
             groups.work()
             self.alive.check()
-            watchdog.heed()
+            watchdog.raise_if_alarmed()
             now, limit = time.monotonic(), watchdog.timeout().total_seconds()
             self._deadline = self._deadline or now + limit
             if now > self._deadline:
@@ -380,7 +380,7 @@ def _open(group: dist.ProcessGroup) -> SharedMemory | None:
     if mapped is None or not all(votes):
         machines = len({offer.boot for offer in offers})
         why = f"{machines} machines" if machines > 1 else "not every rank has the native library, or can map the others"
-        say_once(f"no shared memory among {size} CPU ranks ({why}): their messages go through gloo")
+        log_once(f"no shared memory among {size} CPU ranks ({why}): their messages go through gloo")
         return None
     return SharedMemory(rank, *mapped, [offer.process for offer in offers], slot, 0 if crowded else _SPIN_NS)
 

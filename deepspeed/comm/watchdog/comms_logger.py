@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.errors import ArgumentError
-from deepspeed.foundation.log import logger, say
+from deepspeed.foundation.log import log_rank0, logger
 from deepspeed.foundation.spans import now
 from deepspeed.foundation.timer import trimmed_mean
 
@@ -39,7 +39,7 @@ _BUS_FACTOR = {
 _KEPT = 1 << 13  # newest calls of one operation and size whose times are kept one by one
 
 
-class Calls(deque[float]):
+class CallTimes(deque[float]):
     """Milliseconds of the newest calls of one operation and size, in call order, and sums over all of them.
 
     Attributes:
@@ -81,7 +81,7 @@ class CommsLogger:
     debug: bool = False
     curve: str | None = None
     # operation → (bytes of the message, ranks) → its calls
-    times: dict[str, dict[tuple[int, int], Calls]] = field(default_factory=dict)
+    times: dict[str, dict[tuple[int, int], CallTimes]] = field(default_factory=dict)
     # global ranks that take part → bytes that came from the others
     received: dict[tuple[int, ...], int] = field(default_factory=dict)
     _underway: deque[tuple[Any, ...]] = field(default_factory=deque)  # what a device has not finished
@@ -151,7 +151,7 @@ class CommsLogger:
 
     def record(self, operation: str, size: int, ranks: int, seconds: float, note: str, received: int = 0) -> None:
         """Keep one call on a message of `size` bytes, of which `received` came from other ranks."""
-        self.times.setdefault(operation, {}).setdefault((size, ranks), Calls()).note(seconds * 1e3, received)
+        self.times.setdefault(operation, {}).setdefault((size, ranks), CallTimes()).note(seconds * 1e3, received)
         if self.verbose:
             logger.info("%s: %.3f ms, %.3f GB/s", note, seconds * 1e3, size / max(seconds, 1e-9) / 1e9)
 
@@ -224,9 +224,9 @@ class CommsLogger:
                 sizes = [(op, size) for op, figures in sorted(summary.items()) for size in sorted(figures)]
                 for row, (op, size) in zip(rows, sizes, strict=True):
                     row["ds_bench busbw (Gbps)"] = 8 * curve.busbw(self._kinds.get(op, op), size)
-            say("collectives of this rank\n" + as_table(rows))
+            log_rank0("collectives of this rank\n" + as_table(rows))
             if waits is not None:
-                say("time lost to waiting\n" + as_table(_rows(waits)))
+                log_rank0("time lost to waiting\n" + as_table(_rows(waits)))
         if not return_dict:
             return None
         when = datetime.now().astimezone().isoformat()

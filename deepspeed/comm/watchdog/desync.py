@@ -35,7 +35,7 @@ Mark = tuple[int, int]
 """Number of the collective, and the hash over all up to it."""
 
 
-class _Stream:
+class _CollectiveLog:
     """The collectives of one set of ranks."""
 
     def __init__(self, ranks: Sequence[int], entries: int) -> None:
@@ -45,14 +45,16 @@ class _Stream:
         self.marks: list[deque[Mark]] = [deque(maxlen=_MARKS) for _ in _LEVELS]
 
 
-class Trail:
+class DesyncDetector:
     """The trail of a process; off until `start`."""
 
     def __init__(self) -> None:
         self.interval = 0
         self._lock = threading.Lock()
-        self._streams: dict[str, _Stream] = {}
-        self._known: dict[tuple[int, str], tuple[Any, _Stream]] = {}  # by owner, which is kept so that its id stays
+        self._streams: dict[str, _CollectiveLog] = {}
+        self._known: dict[
+            tuple[int, str], tuple[Any, _CollectiveLog]
+        ] = {}  # by owner, which is kept so that its id stays
 
     def start(self, interval: int) -> None:
         """Enter what follows; all ranks call at the same point of the program. The first interval stays."""
@@ -90,12 +92,12 @@ class Trail:
                     if number % level == 0:
                         marks.append((stream.count, stream.hash))
 
-    def _open(self, owner: Any, kind: str, ranks: Sequence[int]) -> _Stream:
+    def _open(self, owner: Any, kind: str, ranks: Sequence[int]) -> _CollectiveLog:
         """The stream of an owner; owners of the same ranks share one."""
         entries = max(_LEAST_ENTRIES, 4 * self.interval)
         name = f"{kind} {len(ranks)} {zlib.crc32(repr(list(ranks)).encode()):x}"
         with self._lock:
-            stream = self._streams.setdefault(name, _Stream(ranks, entries))
+            stream = self._streams.setdefault(name, _CollectiveLog(ranks, entries))
             self._known[id(owner), kind] = (owner, stream)
         return stream
 
@@ -148,7 +150,7 @@ class Trail:
         return zlib.compress(json.dumps({"host": socket.gethostname(), "streams": told}).encode(), 1)
 
 
-trail = Trail()
+trail = DesyncDetector()
 """This process's."""
 
 
@@ -170,7 +172,7 @@ def parting(told: Mapping[int, bytes]) -> str:
     """Where trails part, in lines; empty where they do not, as far as is known.
 
     Args:
-        told: what `Trail.recent` gave, by rank.
+        told: what `DesyncDetector.recent` gave, by rank.
     """
     read = {rank: json.loads(zlib.decompress(text)) for rank, text in told.items()}
     hosts = {rank: one["host"] for rank, one in read.items()}

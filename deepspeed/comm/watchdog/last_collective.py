@@ -28,7 +28,7 @@ _HEAD = struct.Struct("=QdBH16s")  # number of the collective, wall-clock second
 _STATE_AT = struct.calcsize("=Qd")
 
 
-class StatusPage:
+class LastCollectivePage:
     """The page this process writes. One `write` costs under two microseconds."""
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ class StatusPage:
 
 
 def neighbour(address: str) -> mmap.mmap | None:
-    """The page at an address of `StatusPage.share`; None when its process is gone or hidden from this one."""
+    """The page at an address of `LastCollectivePage.share`; None when its process is gone or hidden from this one."""
     process, descriptor, token = address.split(" ")
     try:
         with open(f"/proc/{process}/fd/{descriptor}", "rb") as file:
@@ -145,7 +145,7 @@ def _own(frame: FrameType | None) -> FrameType | None:
 _MOST = 4096  # that are remembered: without a watch nobody takes them away
 
 
-class Underway:
+class PendingDeviceWork:
     """The messages of this process that its streams wait for, oldest first.
 
     Threads that communicate add; one other thread, of the watch, looks.
@@ -187,4 +187,4 @@ class Underway:
         return None
 
 
-underway = Underway()
+underway = PendingDeviceWork()

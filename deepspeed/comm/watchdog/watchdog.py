@@ -24,7 +24,7 @@ from deepspeed.comm.watchdog.last_collective import (
     INSIDE,
     LEFT,
     OUTSIDE,
-    StatusPage,
+    LastCollectivePage,
     backend_settings,
     boot,
     describe,
@@ -93,12 +93,12 @@ _OF_LIMIT = 0.9  # of the timeout, for a device's messages: at the timeout NCCL 
 _ENDING = "ending"
 
 
-class _Here:
+class WatchdogState:
     """What the threads of this process share with its watcher."""
 
     def __init__(self) -> None:
-        self.page = StatusPage()
-        self.verdict: str | None = None  # another rank's alarm, raised by the next `note`
+        self.page = LastCollectivePage()
+        self.verdict: str | None = None  # another rank's alarm, raised by the next `begin_collective`
         self.raised = False  # this process is already ending with a CommError
         self.timeout = DEFAULT_TIMEOUT
         self.watcher: _Watcher | None = None
@@ -106,11 +106,11 @@ class _Here:
         self.watches = 0
 
 
-_here = _Here()
+_here = WatchdogState()
 
 
-def note(label: str, category: str = WAIT) -> None:
-    """Enter a collective; call `note_done` on leaving it.
+def begin_collective(label: str, category: str = WAIT) -> None:
+    """Enter a collective; call `end_collective` on leaving it.
 
     Args:
         label: what travels (operation, parameter names, phase), as it should read in a report.
@@ -121,7 +121,7 @@ def note(label: str, category: str = WAIT) -> None:
     """
     if _here.resting:
         _wake()
-    heed(label)
+    raise_if_alarmed(label)
     if recorder.on:
         recorder.enter(category, label)
     _here.page.number += 1
@@ -134,19 +134,19 @@ def _wake() -> None:
         _here.watcher.go_on()
 
 
-def heed(label: str = "") -> None:
+def raise_if_alarmed(label: str = "") -> None:
     """Raise CommError when another rank has reported a failure, before `label` is started or while it waits."""
     if _here.verdict is not None:
         _here.raised = True
         raise CommError(f"'{label}' was not started: {_here.verdict}" if label else _here.verdict)
 
 
-def noted() -> str:
+def current_collective() -> str:
     """The label of the collective this process is in: that of its phases too."""
     return _here.page.label
 
 
-def note_done() -> None:
+def end_collective() -> None:
     """Leave a collective."""
     _here.page.turn(OUTSIDE)
     if recorder.on:
@@ -170,7 +170,7 @@ def failed(label: str, error: BaseException, ranks: Sequence[int] | None = None)
     what = f"'{label}' {'timed out' if timed_out else 'failed'}: {cause}"
     _here.raised = True
     report = _here.watcher.ask(what, ranks) if _here.watcher else line_of(0, _here.page.snapshot(), True)
-    note_done()
+    end_collective()
     return (CommTimeoutError if timed_out else CommError)(full_report(what, report))
 
 
@@ -198,10 +198,10 @@ def start(store: Store, rank: int, world: int, timeout: timedelta) -> None:
     atexit.register(_at_exit)
 
 
-def settle() -> None:
+def wait_for_peers() -> None:
     """Meet the neighbours, once every rank has started its watch: even an early death then leaves its place."""
     if _here.watcher is not None:
-        _here.watcher.settle()
+        _here.watcher.wait_for_peers()
 
 
 def ends_by_itself() -> float:
@@ -213,7 +213,7 @@ def ends_by_itself() -> float:
 def stop() -> None:
     """End the watch; rank 0 first makes sure that the others no longer need its store."""
     watcher, _here.watcher = _here.watcher, None
-    if watcher is not None and watcher.leave():
+    if watcher is not None and watcher.stop():
         _here.page.keep_to_itself()
 
 
@@ -249,7 +249,7 @@ def end_of_step() -> int:
     watcher = _here.watcher
     if watcher is None:
         stopping.alone()
-    return stopping.step(heed, watcher.look_now if watcher is not None else stopping.alone)
+    return stopping.step(raise_if_alarmed, watcher.look_now if watcher is not None else stopping.alone)
 
 
 def allow(timeout: timedelta) -> None:
@@ -310,7 +310,7 @@ class _Watcher:
         self._reported.wait(ANSWER_S + 2.0)
         return self._report or self._compose()
 
-    def settle(self) -> None:
+    def wait_for_peers(self) -> None:
         """Let the thread look around once."""
         self._looked.clear()
         self.look_now()
@@ -338,7 +338,7 @@ class _Watcher:
                 self._wake.set()
                 self._thread.join()
 
-    def leave(self) -> bool:
+    def stop(self) -> bool:
         """Say goodbye and end the thread; whether it has ended."""
         self._leaving = True
         with self._threads:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.compression.pruning.dependency_groups import CONV, TRANSPOSED, Family, Slot
+from deepspeed.compression.pruning.dependency_groups import CONV, TRANSPOSED, Family, ParameterSlice
 from deepspeed.compression.pruning.structured_removal import Removal, cut_with_buffers, remove_from
 from deepspeed.compression.pruning.transformers_groups import config_of, shapes_of
 from deepspeed.compression.pruning.verify import LARGEST, inputs_for, outputs
@@ -88,7 +88,7 @@ def whole_twin(model: nn.Module) -> Any:
     return twin
 
 
-def _slots(model: nn.Module, group: Any, names: dict[int, str]) -> tuple[list[Slot], int]:
+def _slots(model: nn.Module, group: Any, names: dict[int, str]) -> tuple[list[ParameterSlice], int]:
     """The coupled elements, and in how many equal runs as many channels have to stay."""
     tables: dict[tuple[str, int], torch.Tensor] = {}
     grouped: dict[str, Any] = {}
@@ -110,7 +110,7 @@ def _slots(model: nn.Module, group: Any, names: dict[int, str]) -> tuple[list[Sl
         if several > 1:
             grouped[f"{name}.weight"] = module
     slots = [
-        _by_group(name, table, grouped[name]) if axis == 1 and name in grouped else Slot(name, (axis,), table)
+        _by_group(name, table, grouped[name]) if axis == 1 and name in grouped else ParameterSlice(name, (axis,), table)
         for (name, axis), table in tables.items()
     ]
     return slots, math.lcm(1, *(module.groups for module in grouped.values()))
@@ -122,10 +122,10 @@ def _groups(module: nn.Module) -> int:
     return groups if isinstance(module, CONV) and 1 < groups < module.in_channels else 1
 
 
-def _by_group(name: str, table: torch.Tensor, module: Any) -> Slot:
+def _by_group(name: str, table: torch.Tensor, module: Any) -> ParameterSlice:
     """The inputs of a grouped convolution: every output has those of its own group."""
     rows = table.view(module.groups, -1).repeat_interleave(module.out_channels // module.groups, 0)
-    return Slot(name, (0, 1), rows)
+    return ParameterSlice(name, (0, 1), rows)
 
 
 def not_proven(model: nn.Module, family: Family, run: Run) -> str:

@@ -19,7 +19,7 @@ def out_axis(module: nn.Module) -> int:
 
 
 @dataclass(frozen=True, eq=False)
-class Slot:
+class ParameterSlice:
     """The elements of one parameter that belong to units of a family.
 
     Args:
@@ -36,7 +36,7 @@ class Slot:
     scored: bool = True
     layouts: tuple[torch.Tensor, ...] = ()
 
-    def laid(self, layout: int) -> Slot:
+    def laid(self, layout: int) -> ParameterSlice:
         """The slot by another of its tables."""
         tables = self.layouts or (self.table,)
         return replace(self, table=tables[min(layout, len(tables) - 1)])
@@ -91,7 +91,7 @@ class Family:
     kind: str
     label: str
     size: int
-    slots: list[Slot]
+    slots: list[ParameterSlice]
     blocks: int = 1
     config: bool | None = None
 
@@ -135,7 +135,9 @@ class Family:
         return torch.cat([largest_units(row, kept // self.blocks) for row in rows])
 
 
-def axis_slot(name: str, axis: int, size: int, units: int, *, scored: bool = True, inner: bool = False) -> Slot:
+def axis_slot(
+    name: str, axis: int, size: int, units: int, *, scored: bool = True, inner: bool = False
+) -> ParameterSlice:
     """A slot over an axis of `size`, which holds `units` equal runs one after the other.
 
     Args:
@@ -143,8 +145,8 @@ def axis_slot(name: str, axis: int, size: int, units: int, *, scored: bool = Tru
         axis: which.
         size: of the axis; a multiple of `units`.
         units: how many.
-        scored: see `Slot`.
+        scored: see `ParameterSlice`.
         inner: False: index = unit * run + offset (a head's channels); True: index = copy * units + unit (gate and up).
     """
     index = torch.arange(size)
-    return Slot(name, (axis,), index % units if inner else index // (size // units), scored)
+    return ParameterSlice(name, (axis,), index % units if inner else index // (size // units), scored)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from deepspeed.compression.pruning.distributed_topk import exact_sums, kept_of
-from deepspeed.compression.pruning.rules import Rule
+from deepspeed.compression.pruning.rules import CompressionRule
 from deepspeed.compression.pruning.sharded_view import Exchange, Owned
 
 _MOMENTUM = 0.9  # of the Taylor scores of single weights
@@ -25,7 +25,7 @@ class Scores:
     """
 
     def __init__(
-        self, rules: Sequence[Rule], owned: dict[str, Owned], home: dict[str, str], exchange: Exchange
+        self, rules: Sequence[CompressionRule], owned: dict[str, Owned], home: dict[str, str], exchange: Exchange
     ) -> None:
         self._owned, self._home, self._exchange = owned, home, exchange
         self._rules = {rule.name: rule for rule in rules}
@@ -33,7 +33,7 @@ class Scores:
         self._units: dict[str, torch.Tensor] = {}  # float64 over all families of a rule, the same on all ranks
         self.inputs: dict[str, tuple[torch.Tensor, int]] = {}  # sums of squares of a weight's inputs, and their axis
 
-    def forget(self, rule: Rule) -> None:
+    def forget(self, rule: CompressionRule) -> None:
         """The rule's mask is final."""
         self._units.pop(rule.name, None)
         for key in [key for key in self._weights if key[0] == rule.name]:
@@ -42,7 +42,7 @@ class Scores:
     # -- that grow ----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def on_gradients(self, rules: Sequence[Rule]) -> None:
+    def on_gradients(self, rules: Sequence[CompressionRule]) -> None:
         """Add what this window's gradients say. All ranks call together."""
         for rule in rules:
             if rule.criterion not in ("movement", "taylor"):
@@ -53,7 +53,7 @@ class Scores:
                 for name in rule.weights:
                     self._grow(rule, self._owned[self._home[name]])
 
-    def _grow(self, rule: Rule, owned: Owned) -> None:
+    def _grow(self, rule: CompressionRule, owned: Owned) -> None:
         with owned.gradient() as gradient, owned.values() as values:
             if gradient is None:
                 return
@@ -66,7 +66,7 @@ class Scores:
             else:
                 score.mul_(_MOMENTUM).add_(moved.abs_())
 
-    def _grow_units(self, rule: Rule) -> None:
+    def _grow_units(self, rule: CompressionRule) -> None:
         parts, at, most = [], 0, 1
         for family in rule.families:
             for slot in family.slots:
@@ -88,7 +88,7 @@ class Scores:
 
     # -- on demand ----------------------------------------------------------------------------------------------------
 
-    def of_weights(self, rule: Rule) -> Callable[[Owned], torch.Tensor]:
+    def of_weights(self, rule: CompressionRule) -> Callable[[Owned], torch.Tensor]:
         """What gives the scores of single weights over [low, high) of a parameter, fp32."""
 
         def score(owned: Owned) -> torch.Tensor:
@@ -106,7 +106,7 @@ class Scores:
         return score
 
     def by_pattern(
-        self, rule: Rule, owned: Owned, score: Callable[[Owned], torch.Tensor], ratio: float
+        self, rule: CompressionRule, owned: Owned, score: Callable[[Owned], torch.Tensor], ratio: float
     ) -> torch.Tensor:
         """Flags over [low, high) by N:M or by blocks: one parameter at a time is whole. All ranks call together."""
         kind, n, m = rule.pattern or ("of", 1, 1)
@@ -123,7 +123,7 @@ class Scores:
             flags = kept.view(tall.shape[0], 1, -1, 1).expand_as(tall).reshape(-1)
         return flags.reshape(-1)[owned.low : owned.high]
 
-    def of_units(self, rule: Rule) -> list[torch.Tensor]:
+    def of_units(self, rule: CompressionRule) -> list[torch.Tensor]:
         """Scores of the units of each family, float64, the same on all ranks. All ranks call together."""
         sizes = [family.size for family in rule.families]
         if rule.criterion in ("movement", "taylor"):
@@ -163,7 +163,7 @@ class Scores:
         self._units = {rule: score.clone() for rule, score in saved["units"].items() if rule in self._rules}
 
 
-def _kept(n: int, m: int, rule: Rule, ratio: float) -> int:
+def _kept(n: int, m: int, rule: CompressionRule, ratio: float) -> int:
     """How many of M stay while the share still falls."""
     return n if ratio <= rule.ratio else max(n, -int(-round(m * ratio, 6) // 1))
 

@@ -19,7 +19,7 @@ from deepspeed.compression.pruning.structured_removal import Removal
 from deepspeed.compression.pruning.transformers_groups import shapes_of
 from deepspeed.config.sections.compression import LayerReduction
 from deepspeed.errors import CompressionError
-from deepspeed.foundation.log import say
+from deepspeed.foundation.log import log_rank0
 
 REDUCED = "_ds_layers_reduced"  # on a model: the old calls have given it its teacher's layers
 LOOKS = 8  # applied steps over which influence is measured, the last ones before layers leave
@@ -60,14 +60,14 @@ class Depth:
 
     def _announce(self) -> None:
         if self.over:
-            say(f"layer_reduction: {self.prefix} has {self._total} layers already, and none leaves")
+            log_rank0(f"layer_reduction: {self.prefix} has {self._total} layers already, and none leaves")
             return
         named = self.section.teacher_layer
         how = "picked by block influence" if named is None else f"{named} stay"
         gone = [at for at in range(self._total) if named is None or at not in named][: self._total - self._kept]
         marks = tuple(f"{self.prefix}.{at}." for at in gone)
         count = sum(shape.numel() for name, shape in shapes_of(self.model).items() if name.startswith(marks))
-        say(
+        log_rank0(
             f"layer_reduction: {len(gone)} of {self._total} layers of {self.prefix} leave the engine after step "
             f"{self.due} ({how}): {count:,} parameters, {4 * count / 2**20:.1f} MiB in fp32"
         )
@@ -102,7 +102,9 @@ class Depth:
             self._watch = InfluenceWatch(block_list(self.model, self.prefix), training=True)
         elif step >= self.due and not self._told:
             self._told = True
-            say(f"layer_reduction: no call in training mode has shown the influence of {self.prefix}: none leaves yet")
+            log_rank0(
+                f"layer_reduction: no call in training mode has shown the influence of {self.prefix}: none leaves yet"
+            )
 
     def _leaving(self) -> Removal:
         keep = self.section.teacher_layer
@@ -110,7 +112,7 @@ class Depth:
             influence = (self._sums[0] / self._sums[1].clamp(min=1)).tolist()
             keep = by_influence(influence, self._kept)
             shown = ", ".join(f"{at}: {value:.3f}" for at, value in enumerate(influence))
-            say(f"layer_reduction: layers {keep} stay; influence of blocks, one minus the cosine: {shown}")
+            log_rank0(f"layer_reduction: layers {keep} stay; influence of blocks, one minus the cosine: {shown}")
             check_layers(self.model, self.prefix, keep)
         text = f"{self._total - len(keep)} of {self._total} layers of {self.prefix}"
         return Removal(layers={self.prefix: list(keep)}, text=text)

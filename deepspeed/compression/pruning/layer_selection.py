@@ -85,15 +85,15 @@ def check_layers(model: nn.Module, prefix: str, keep: list[int]) -> tuple[Any, n
     config, short = config_of(inner), prefix.removeprefix(outer)
     if config is None or not prefix.startswith(outer):
         return None
-    small = _said(dense_class(inner), config, short, len(blocks), keep)
+    small = _config_with_depth(dense_class(inner), config, short, len(blocks), keep)
     base, after = on_meta(dense_class(inner), config), on_meta(dense_class(inner), small)
     for new, old in enumerate(keep):
-        _refuse_another(f"{prefix}.{old}", blocks[old], after.get_submodule(f"{short}.{new}"))
-    _refuse_beside(base, after, short)
+        _check_same_parameters(f"{prefix}.{old}", blocks[old], after.get_submodule(f"{short}.{new}"))
+    _check_no_outside_parameters(base, after, short)
     return small, base, after
 
 
-def _said(model_class: type[nn.Module], config: Any, prefix: str, total: int, keep: list[int]) -> Any:
+def _config_with_depth(model_class: type[nn.Module], config: Any, prefix: str, total: int, keep: list[int]) -> Any:
     """The config whose model has so many blocks in that list, and in no other: an encoder beside a decoder stays.
 
     Raises:
@@ -109,12 +109,12 @@ def _said(model_class: type[nn.Module], config: Any, prefix: str, total: int, ke
         except CompressionError:
             continue
         if all(name in made and len(made[name]) == size for name, size in wanted.items()):
-            _refuse_small_cache(small, max((n for name, n in wanted.items() if "decoder" in name), default=0))
+            _check_cache_depth(small, max((n for name, n in wanted.items() if "decoder" in name), default=0))
             return small
     raise CompressionError(f"{type(config).__name__} has no number that says the {total} blocks of '{prefix}' alone")
 
 
-def _refuse_small_cache(config: Any, decoder: int) -> None:
+def _check_cache_depth(config: Any, decoder: int) -> None:
     """Transformers makes the cache of some decoders as deep as the encoder is."""
     if not getattr(config, "is_encoder_decoder", False):
         return
@@ -126,7 +126,7 @@ def _refuse_small_cache(config: Any, decoder: int) -> None:
         )
 
 
-def _refuse_another(name: str, block: nn.Module, place: nn.Module) -> None:
+def _check_same_parameters(name: str, block: nn.Module, place: nn.Module) -> None:
     """A block that has other parameters than the one in whose place it comes, as the first one of a T5 has."""
     one, two = _shapes_within(block), _shapes_within(place)
     if one != two:
@@ -142,7 +142,7 @@ def _shapes_within(module: nn.Module) -> dict[str, torch.Size]:
     return {n.replace(".base_layer.", "."): shape for n, shape in found.items() if ".lora_" not in n}
 
 
-def _refuse_beside(base: nn.Module, after: nn.Module, prefix: str) -> None:
+def _check_no_outside_parameters(base: nn.Module, after: nn.Module, prefix: str) -> None:
     """Parameters outside of the layers whose shape depends on their number, as tables with a column for each."""
     one, two = (
         {n: p.shape for n, p in model.named_parameters() if not n.startswith(f"{prefix}.")} for model in (base, after)

@@ -21,10 +21,10 @@ from deepspeed.compression.pruning import bitmask
 from deepspeed.compression.pruning.dependency_groups import Family
 from deepspeed.compression.pruning.distributed_topk import keep_largest, kept_of, largest_units
 from deepspeed.compression.pruning.importance import Scores
-from deepspeed.compression.pruning.rules import Rule
+from deepspeed.compression.pruning.rules import CompressionRule
 from deepspeed.compression.pruning.sharded_view import Exchange, Owned, owned_parameters
 from deepspeed.errors import CompressionError
-from deepspeed.storage.tier import Stored
+from deepspeed.storage.tier import StoredTensor
 from deepspeed.zero.api.state_view import COMPRESSION
 from deepspeed.zero.optimizer.optimizer import ZeroOptimizer
 from deepspeed.zero.optimizer.optimizer_shard import Fragment
@@ -44,7 +44,9 @@ class Masks:
         optimizer: None when nothing is trained.
     """
 
-    def __init__(self, model: nn.Module, rules: list[Rule], axis: Axis, optimizer: ZeroOptimizer | None) -> None:
+    def __init__(
+        self, model: nn.Module, rules: list[CompressionRule], axis: Axis, optimizer: ZeroOptimizer | None
+    ) -> None:
         self.model, self.rules, self.optimizer = model, rules, optimizer
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self.exchange = Exchange(axis, device)
@@ -61,10 +63,10 @@ class Masks:
         if optimizer is not None and rules:
             optimizer.masks = self
             for rule in rules:
-                _refuse_blind(rule, self)
+                _check_gradients_exist(rule, self)
                 self._hang_veils(rule, optimizer)
 
-    def _hang_veils(self, rule: Rule, optimizer: ZeroOptimizer) -> None:
+    def _hang_veils(self, rule: CompressionRule, optimizer: ZeroOptimizer) -> None:
         """Mask what is published; keep masters dense where a later mask may keep what an earlier one dropped."""
         for name in rule.names():
             owned = self.of(name)
@@ -116,7 +118,7 @@ class Masks:
         frozen = {name for name, owned in self.owned.items() if not owned.trained}
         return sorted(names | frozen)
 
-    def _mend(self, names: list[str], where: Callable[[ShardGroup], Stored]) -> None:
+    def _mend(self, names: list[str], where: Callable[[ShardGroup], StoredTensor]) -> None:
         """Put masks of these parameters into force again if they do not hold there, on any rank."""
         if not names:
             return
@@ -146,7 +148,7 @@ class Masks:
 
     # -- new masks ----------------------------------------------------------------------------------------------------
 
-    def after_step(self, step: int) -> list[Rule]:
+    def after_step(self, step: int) -> list[CompressionRule]:
         """Form the masks that are due after `step` applied steps. All ranks call together.
 
         Returns:
@@ -166,7 +168,7 @@ class Masks:
                 self.act([self._home[name] for rule in due for name in rule.names()])
         return ended
 
-    def _form(self, rule: Rule, ratio: float) -> None:
+    def _form(self, rule: CompressionRule, ratio: float) -> None:
         if rule.families:
             self.units[rule.name] = self._choose(rule, ratio)
             return
@@ -181,7 +183,7 @@ class Masks:
         for name, flag in flags:  # one at a time
             self.kept[rule.name, name] = bitmask.pack(flag)
 
-    def _choose(self, rule: Rule, ratio: float) -> list[torch.Tensor]:
+    def _choose(self, rule: CompressionRule, ratio: float) -> list[torch.Tensor]:
         scores = self.scores.of_units(rule)
         if rule.over_all:
             flags = largest_units(torch.cat(scores), kept_of(sum(len(row) for row in scores), ratio))
@@ -222,7 +224,7 @@ class Masks:
             else:
                 store[name] = packed
 
-    def _bits(self, rule: Rule, name: str) -> torch.Tensor | None:
+    def _bits(self, rule: CompressionRule, name: str) -> torch.Tensor | None:
         if (rule.name, name) in self.kept:
             return self.kept[rule.name, name]
         owned, flags = self.owned[name], None
@@ -322,7 +324,7 @@ class Masks:
         return sum({packed.data_ptr(): packed.numel() for packed in stores}.values())
 
 
-def _refuse_blind(rule: Rule, masks: Masks) -> None:
+def _check_gradients_exist(rule: CompressionRule, masks: Masks) -> None:
     """A criterion that reads gradients, of parameters that have none."""
     if rule.criterion in ("movement", "taylor") and not any(masks.of(name).trained for name in rule.names()):
         raise CompressionError(
@@ -331,7 +333,7 @@ def _refuse_blind(rule: Rule, masks: Masks) -> None:
         )
 
 
-def _is_broken(owned: Owned, packed: torch.Tensor | None, where: Callable[[ShardGroup], Stored]) -> bool:
+def _is_broken(owned: Owned, packed: torch.Tensor | None, where: Callable[[ShardGroup], StoredTensor]) -> bool:
     """Whether a final mask drops an element that is not zero there."""
     if packed is None:
         return False

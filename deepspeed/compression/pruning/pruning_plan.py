@@ -26,7 +26,7 @@ from deepspeed.errors import CompressionError
 _FINDERS = {"ffn": (ffn_shrinks, prove), "heads": (head_shrinks, prove), "experts": (expert_shrinks, prove_experts)}
 
 
-class Plan:
+class PruningPlan:
     """The coupled tensors of a model.
 
     Args:

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.compression.pruning.dependency_groups import CONV, Family, Slot, axis_slot, out_axis
+from deepspeed.compression.pruning.dependency_groups import CONV, Family, ParameterSlice, axis_slot, out_axis
 from deepspeed.compression.pruning.distributed_topk import kept_of
-from deepspeed.compression.pruning.pruning_plan import Plan
+from deepspeed.compression.pruning.pruning_plan import PruningPlan
 from deepspeed.compression.pruning.unwrap import ADAPTER
-from deepspeed.config.sections.compression import CompressionTraining, Group
+from deepspeed.config.sections.compression import CompressionGroup, CompressionTraining
 from deepspeed.config.validate import pattern_of
 from deepspeed.errors import CompressionError
 
@@ -23,7 +23,7 @@ LEARNED = ("movement", "taylor", "activation")  # criteria that look at training
 
 
 @dataclass(eq=False)
-class Rule:
+class CompressionRule:
     """One group of one technique.
 
     Args:
@@ -125,7 +125,9 @@ def experts_of(module: nn.Module) -> list[str]:
     return [name for name, p in own.items() if p is not None and len(getattr(p, "ds_shape", p.shape)) == 3]
 
 
-def rules_of(model: nn.Module, section: CompressionTraining, plan: Plan, called: bool = False) -> list[Rule]:
+def rules_of(
+    model: nn.Module, section: CompressionTraining, plan: PruningPlan, called: bool = False
+) -> list[CompressionRule]:
     """The pruning rules of a model.
 
     Args:
@@ -137,7 +139,7 @@ def rules_of(model: nn.Module, section: CompressionTraining, plan: Plan, called:
     Raises:
         CompressionError: modules are not there, are named twice, or cannot be pruned so.
     """
-    made: list[Rule] = []
+    made: list[CompressionRule] = []
     for technique, one in section.pruning.items():
         shared = one.shared_parameters
         if not shared.enabled:
@@ -160,20 +162,20 @@ def rules_of(model: nn.Module, section: CompressionTraining, plan: Plan, called:
                 rule.families = list(_units(model, technique, group, shared, plan))
                 wanted = getattr(shared, "physical", None)
                 rule.physical = not called if wanted is None else wanted
-                _refuse_masks_alone(rule, plan, wanted)
+                _check_removable(rule, plan, wanted)
                 for family in rule.families if wanted is not False and not rule.over_all else ():
                     if family.config:
                         plan.check_said(family, kept_of(family.size // family.blocks, rule.ratio))
-            _refuse_twice(rule, taken)
+            _check_named_once(rule, taken)
             made.append(rule)
     plan.forget_twin()
     return made
 
 
-def _rule(technique: str, name: str, group: Any, shared: Any) -> Rule:
+def _rule(technique: str, name: str, group: Any, shared: Any) -> CompressionRule:
     ratio = shared.dense_ratio if group is None else group.params.dense_ratio
     criterion = shared.criterion or _CRITERIA[shared.method]
-    return Rule(
+    return CompressionRule(
         f"{technique}.{name}",
         technique,
         ratio,
@@ -186,7 +188,7 @@ def _rule(technique: str, name: str, group: Any, shared: Any) -> Rule:
     )
 
 
-def _refuse_masks_alone(rule: Rule, plan: Plan, wanted: bool | None) -> None:
+def _check_removable(rule: CompressionRule, plan: PruningPlan, wanted: bool | None) -> None:
     """`"physical": true` of units that nobody knows how to take out."""
     stuck = [family for family in rule.families if family.config is False]
     if wanted and stuck:
@@ -194,7 +196,7 @@ def _refuse_masks_alone(rule: Rule, plan: Plan, wanted: bool | None) -> None:
         raise CompressionError(f"{rule.name}: physical is true, and units cannot be taken out of {reason}")
 
 
-def _refuse_twice(rule: Rule, taken: dict[str, str]) -> None:
+def _check_named_once(rule: CompressionRule, taken: dict[str, str]) -> None:
     things = rule.weights or [f"{family.kind} of {family.label}" for family in rule.families]
     for thing in things:
         if thing in taken:
@@ -202,7 +204,7 @@ def _refuse_twice(rule: Rule, taken: dict[str, str]) -> None:
         taken[thing] = rule.name
 
 
-def _single_weights(model: nn.Module, rule: Rule, group: Group | None, shared: Any) -> None:
+def _single_weights(model: nn.Module, rule: CompressionRule, group: CompressionGroup | None, shared: Any) -> None:
     excluded = [re.compile(text) for text in shared.excluded_modules]
     given = "block_pattern" in shared.model_fields_set or shared.method == "snip_momentum"
     rule.pattern = pattern_of(shared.block_pattern) if given else None
@@ -217,7 +219,7 @@ def _single_weights(model: nn.Module, rule: Rule, group: Group | None, shared: A
         _check_pattern(model, rule)
 
 
-def _check_pattern(model: nn.Module, rule: Rule) -> None:
+def _check_pattern(model: nn.Module, rule: CompressionRule) -> None:
     kind, n, m = rule.pattern or ("", 1, 1)
     if kind == "of" and abs(rule.ratio - n / m) > 1e-9:
         raise CompressionError(f"{rule.name}: {n}:{m} keeps {n / m:g}, and dense_ratio says {rule.ratio:g}")
@@ -231,7 +233,7 @@ def _check_pattern(model: nn.Module, rule: Rule) -> None:
             )
 
 
-def _units(model: nn.Module, technique: str, group: Any, shared: Any, plan: Plan) -> Iterator[Family]:
+def _units(model: nn.Module, technique: str, group: Any, shared: Any, plan: PruningPlan) -> Iterator[Family]:
     chosen = list(matched(model, group.modules, packed=technique == "row_pruning"))
     if technique == "head_pruning":
         yield from _heads(model, group, shared, plan, chosen)
@@ -258,7 +260,7 @@ def _units(model: nn.Module, technique: str, group: Any, shared: Any, plan: Plan
         yield _scored_by(family, weights)
 
 
-def _experts(model: nn.Module, group: Group, plan: Plan) -> Iterator[Family]:
+def _experts(model: nn.Module, group: CompressionGroup, plan: PruningPlan) -> Iterator[Family]:
     """Whole experts of the modules that pack them."""
     for _, name, module in matched(model, group.modules, packed=True):
         packed = [f"{name}.{param}" for param in experts_of(module)]
@@ -270,7 +272,7 @@ def _experts(model: nn.Module, group: Group, plan: Plan) -> Iterator[Family]:
 
 def _scored_by(family: Family, weights: list[str]) -> Family:
     """The family, with magnitude read off the modules that were named."""
-    slots = [Slot(s.name, s.axes, s.table, s.name in weights, s.layouts) for s in family.slots]
+    slots = [ParameterSlice(s.name, s.axes, s.table, s.name in weights, s.layouts) for s in family.slots]
     return Family(family.kind, family.label, family.size, slots, family.blocks, family.config)
 
 
@@ -327,7 +329,7 @@ def _rows(model: nn.Module, name: str, module: nn.Module, partners: list[str]) -
     return Family(kind, name, size, slots, 1, None if partners else False)
 
 
-def _heads(model: nn.Module, group: Any, shared: Any, plan: Plan, chosen: list[Any]) -> Iterator[Family]:
+def _heads(model: nn.Module, group: Any, shared: Any, plan: PruningPlan, chosen: list[Any]) -> Iterator[Family]:
     for place, name, module in chosen:
         weight, axis = f"{name}.weight", 1 - out_axis(module)
         family = plan.family_of(weight, axis, "heads") if group.related_modules is None else None

@@ -14,7 +14,7 @@ from deepspeed.comm.process_groups.axis import Axis, tag_of
 from deepspeed.zero.gradients.buckets import Bucket
 from deepspeed.zero.optimizer.optimizer import ZeroOptimizer
 from deepspeed.zero.parameters.parameter import is_managed
-from deepspeed.zero.parameters.record import Member
+from deepspeed.zero.parameters.record import ParamRecord
 
 
 class Exchange:
@@ -90,7 +90,7 @@ class Owned:
 
     def __init__(self, name: str, param: nn.Parameter, axis: Axis, optimizer: ZeroOptimizer | None) -> None:
         self.name, self.param, self.axis, self.optimizer = name, param, axis, optimizer
-        self.member: Member | None = param._ds_member if is_managed(param) else None  # type: ignore[attr-defined]
+        self.member: ParamRecord | None = param._ds_member if is_managed(param) else None  # type: ignore[attr-defined]
         self.shape = torch.Size(param.shape if self.member is None else self.member.shape)
         self.numel = self.shape.numel()
         if self.member is None:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from deepspeed.compression.pruning.dependency_groups import TRANSPOSED, Family, Slot
+from deepspeed.compression.pruning.dependency_groups import TRANSPOSED, Family, ParameterSlice
 from deepspeed.compression.pruning.transformers_groups import config_of, dense_class, on_meta
 from deepspeed.compression.pruning.unwrap import inside
 from deepspeed.errors import CompressionError
@@ -26,7 +26,7 @@ _SIZES = (
 
 
 class Plans(Protocol):
-    """Which number of a config belongs to a family; see `plan.Plan`."""
+    """Which number of a config belongs to a family; see `plan.TensorParallelPlan`."""
 
     config: Any
 
@@ -65,7 +65,7 @@ class Removal:
         rows.append((axis, indices))
         rows.sort(key=lambda row: -row[1].dim())  # rows of their own per expert or output come before those leave
 
-    def cut_slot(self, slot: Slot, keep: torch.Tensor) -> None:
+    def cut_slot(self, slot: ParameterSlice, keep: torch.Tensor) -> None:
         """Keep some of the units that a slot holds.
 
         Args:
@@ -106,7 +106,7 @@ class Removal:
                     table = table[indices]
                 elif axis == slot.axes[-1]:
                     table = table[indices] if indices.dim() == 1 and table.dim() == 1 else table.gather(-1, indices)
-            slots.append(Slot(slot.name, slot.axes, table, slot.scored))
+            slots.append(ParameterSlice(slot.name, slot.axes, table, slot.scored))
         return Family(family.kind, family.label, family.size, slots, family.blocks, family.config)
 
     def renamed(self, family: Family, names: Mapping[str, str]) -> Family | None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.compression.pruning.dependency_groups import Family, Slot
+from deepspeed.compression.pruning.dependency_groups import Family, ParameterSlice
 from deepspeed.errors import CompressionError
 
 FFN_KEYS = (
@@ -156,7 +156,7 @@ def _touches_width(base: nn.Module, axes: dict[str, Any], width: int | None, val
 
 def _ffn_families(base: nn.Module, axes: dict[str, list[tuple[int, int, int]]], value: int, less: int) -> list[Family]:
     shapes = shapes_of(base)
-    by_layer: dict[str, list[Slot]] = {}
+    by_layer: dict[str, list[ParameterSlice]] = {}
     experts: dict[str, int] = {}
     for name, changed in axes.items():
         for axis, size, smaller in changed:
@@ -177,22 +177,22 @@ def _ffn_families(base: nn.Module, axes: dict[str, list[tuple[int, int, int]]], 
     return made
 
 
-def _ffn_slot(name: str, shape: torch.Size, axis: int, value: int, packed: bool) -> Slot:
+def _ffn_slot(name: str, shape: torch.Size, axis: int, value: int, packed: bool) -> ParameterSlice:
     index = torch.arange(shape[axis])
     tables = [index % value, index // (shape[axis] // value)]  # gate beside up, or in turns
     if not packed:
-        return Slot(name, (axis,), tables[0], layouts=tuple(tables))
+        return ParameterSlice(name, (axis,), tables[0], layouts=tuple(tables))
     rows = torch.arange(shape[0])[:, None] * value
     tables = [rows + table[None] for table in tables]
-    return Slot(name, (0, axis), tables[0], layouts=tuple(tables))
+    return ParameterSlice(name, (0, axis), tables[0], layouts=tuple(tables))
 
 
-def _unpacked(slot: Slot, value: int) -> Slot:
+def _unpacked(slot: ParameterSlice, value: int) -> ParameterSlice:
     """The same unit of all experts together, where something beside them has that width too."""
     if len(slot.axes) == 1:
         return slot
     tables = tuple(table[0] % value for table in slot.layouts)
-    return Slot(slot.name, slot.axes[-1:], tables[0], layouts=tables)
+    return ParameterSlice(slot.name, slot.axes[-1:], tables[0], layouts=tables)
 
 
 def relaid(shrink: Shrink, layout: int) -> Shrink:
@@ -317,11 +317,11 @@ class _Heads:
 def _head_families(
     base: nn.Module, axes: dict[str, list[tuple[int, int, int]]], counts: _Heads, less: int
 ) -> list[Family]:
-    by_layer: dict[str, list[Slot]] = {}
+    by_layer: dict[str, list[ParameterSlice]] = {}
     for name, changed in axes.items():
         for axis, size, _ in changed:
             tables = counts.tables(size)
-            slot = Slot(name, (axis,), tables[0], layouts=tuple(tables))
+            slot = ParameterSlice(name, (axis,), tables[0], layouts=tuple(tables))
             by_layer.setdefault(_attention(name), []).append(slot)
     return [Family("heads", layer, counts.units, slots, 1, True) for layer, slots in by_layer.items()]
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.compression.pruning.dependency_groups import Slot, out_axis
+from deepspeed.compression.pruning.dependency_groups import ParameterSlice, out_axis
 from deepspeed.errors import CompressionError
 
 ADAPTER = ".lora_"  # in the names of what low-rank adapters bring
@@ -71,7 +71,7 @@ def plain_state(model: nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str
     return made
 
 
-def slots_under_adapters(model: nn.Module, slot: Slot) -> list[Slot]:
+def slots_under_adapters(model: nn.Module, slot: ParameterSlice) -> list[ParameterSlice]:
     """The slots of a parameter that adapters stand on: its own under the name it has there, and those of the adapters.
 
     What leaves a weight leaves the product that an adapter adds to it: rows of `lora_B`, columns of `lora_A`.
@@ -97,7 +97,9 @@ def slots_under_adapters(model: nn.Module, slot: Slot) -> list[Slot]:
         side = "lora_B" if slot.axes[-1] == out_axis(base) else "lora_A"
         axis = 0 if side == "lora_B" else 1
         made += [
-            Slot(f"{home}.{name}", (axis,), slot.table, scored=False) for name in other if name.startswith(f"{side}.")
+            ParameterSlice(f"{home}.{name}", (axis,), slot.table, scored=False)
+            for name in other
+            if name.startswith(f"{side}.")
         ]
     return made
 

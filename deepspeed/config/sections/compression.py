@@ -114,7 +114,7 @@ class ExpertShared(_Pruning):
     method: Literal["l1", "snip_momentum"] = key("l1", "l1: magnitude of an expert's weights; snip_momentum: Taylor")
 
 
-class Group(Section):
+class CompressionGroup(Section):
     """Modules that share numbers."""
 
     modules: Names = key(["*"], "regular expressions on module names; * is all")
@@ -143,19 +143,19 @@ class PruneParams(Section):
     dense_ratio: float | None = key(None, "share kept", gt=0, le=1)
 
 
-class QuantizeGroup(Group):
+class QuantizeGroup(CompressionGroup):
     """A group of modules with its own numbers."""
 
     params: QuantizeParams = key(QuantizeParams, "numbers of the group")
 
 
-class BitsGroup(Group):
+class BitsGroup(CompressionGroup):
     """A group of modules with its own numbers."""
 
     params: BitsParams = key(BitsParams, "numbers of the group")
 
 
-class PruneGroup(Group):
+class PruneGroup(CompressionGroup):
     """A group of modules with its own numbers."""
 
     params: PruneParams = key(PruneParams, "numbers of the group")

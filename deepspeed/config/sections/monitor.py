@@ -7,7 +7,7 @@ from typing import Literal
 from deepspeed.config.base_model import Int, Names, Section, key, moot
 
 
-class CommsLogger(Section):
+class CommsLoggerConfig(Section):
     """`comms_logger`: time and size of every collective."""
 
     enabled: bool = key(False, "record collectives")
@@ -71,7 +71,7 @@ class CsvMonitor(Section):
     job_name: str = key("DeepSpeedJobName", "folder of this run")
 
 
-class JsonlMonitor(Section):
+class JsonlMonitorConfig(Section):
     """`jsonl_monitor`; where another monitor has a folder, its JSONL file is written unasked."""
 
     enabled: bool = key(False, "write events to events.jsonl, a line for each")
@@ -104,7 +104,7 @@ class MonitorSections(Section):
     wandb: WandB = key(WandB, "Weights & Biases")
     comet: Comet = key(Comet, "Comet")
     csv_monitor: CsvMonitor = key(CsvMonitor, "CSV files")
-    jsonl_monitor: JsonlMonitor = key(JsonlMonitor, "a JSONL file")
+    jsonl_monitor: JsonlMonitorConfig = key(JsonlMonitorConfig, "a JSONL file")
     mlflow: MLflow = key(MLflow, "MLflow")
     prometheus: Prometheus = key(Prometheus, "Prometheus")
 
@@ -114,7 +114,7 @@ class MonitorSections(Section):
         return any(getattr(self, name).enabled for name in type(self).model_fields)
 
 
-class Timeline(Section):
+class TimelineConfig(Section):
     """`timeline`: what each rank does and when, in some updates."""
 
     enabled: bool = key(False, "record spans of all ranks, and write a trace, a picture and a table")
@@ -134,7 +134,7 @@ class NonFinite(Section):
     output_path: str = key("", "folder for what the first such operation was given; empty: none")
 
 
-class FlopsProfiler(Section):
+class FlopsProfilerConfig(Section):
     """`flops_profiler`."""
 
     open_names = True

@@ -42,7 +42,7 @@ class Pipeline(Section):
     use_reentrant: bool = later(True, "flavour of torch.utils.checkpoint")
 
 
-class LayerSpec(Section):
+class LayerSpecConfig(Section):
     """`tensor_parallel.partition_config.layer_specs[]`."""
 
     patterns: Names | None = key(None, "regular expressions on parameter names")
@@ -63,7 +63,7 @@ class PartitionConfig(Section):
     strict_mode: bool = key(False, "a matrix of a block that stays whole is an error")
     lm_head_patterns: Names | None = later(None, "names of the output projection")
     embedding_partition_dim: Int = later(1, "dimension of embeddings that is cut")
-    layer_specs: list[LayerSpec] = key([], "weights that are not cut as the plan would")
+    layer_specs: list[LayerSpecConfig] = key([], "weights that are not cut as the plan would")
 
 
 class TpSize(Section):

@@ -63,7 +63,7 @@ class SchedulerParams(Section):
     decay_mom_rate: float = key(0.0, "decay of momentum after the cycle (OneCycle)", ge=0)
 
 
-class Scheduler(Section):
+class SchedulerConfig(Section):
     """`scheduler`."""
 
     open_names = True

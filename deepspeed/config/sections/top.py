@@ -11,15 +11,15 @@ from deepspeed.config.sections.data import CurriculumLearning, DataEfficiency, E
 from deepspeed.config.sections.memory import ActivationCheckpointing, Aio, Compile
 from deepspeed.config.sections.monitor import (
     Comet,
-    CommsLogger,
+    CommsLoggerConfig,
     CsvMonitor,
-    FlopsProfiler,
-    JsonlMonitor,
+    FlopsProfilerConfig,
+    JsonlMonitorConfig,
     MLflow,
     NonFinite,
     Prometheus,
     TensorBoard,
-    Timeline,
+    TimelineConfig,
     Timers,
     WandB,
 )
@@ -33,7 +33,7 @@ from deepspeed.config.sections.parallel import (
     WeightQuantization,
 )
 from deepspeed.config.sections.precision import BF16, FP16, Amp, DataTypes, TorchAutocast
-from deepspeed.config.sections.scheduler import Scheduler
+from deepspeed.config.sections.scheduler import SchedulerConfig
 from deepspeed.config.sections.search import Autotuning, Elasticity, SparseAttention
 from deepspeed.config.sections.zero import Zero
 
@@ -51,7 +51,7 @@ class TopLevel(Section):
     steps_per_print: Interval | None = key(None, "optimizer steps between progress lines; inf or null: none")
     dataloader_drop_last: bool = key(False, "drop a short last batch of training_data")
     optimizer: Optimizer | None = key(None, "the optimizer; one given to initialize wins")
-    scheduler: Scheduler | None = key(None, "the learning-rate schedule; one given to initialize wins")
+    scheduler: SchedulerConfig | None = key(None, "the learning-rate schedule; one given to initialize wins")
     auto_cast: bool = key(True, "cast floating inputs where they enter a module with lower-precision parameters")
     fp16: FP16 = key(FP16, "fp16 parameters under a loss scale")
     bf16: BF16 = key(BF16, "bf16 parameters", aliases=["bfloat16"])
@@ -71,7 +71,7 @@ class TopLevel(Section):
     dump_state: bool = key(False, "print the resolved configuration at the start")
     log_level: LogLevel | None = key(None, "level of the package's logger")
     disable_python_gc: bool = key(False, "collect Python's garbage at step boundaries only")
-    comms_logger: CommsLogger = key(CommsLogger, "time and size of every collective")
+    comms_logger: CommsLoggerConfig = key(CommsLoggerConfig, "time and size of every collective")
     divergence_check_interval: Int = key(0, "collectives between two comparisons of what ranks did; 0: never", ge=0)
     timers: Timers = key(Timers, "timers")
 
@@ -116,12 +116,12 @@ class TopLevel(Section):
     wandb: WandB = key(WandB, "Weights & Biases")
     comet: Comet = key(Comet, "Comet")
     csv_monitor: CsvMonitor = key(CsvMonitor, "CSV files")
-    jsonl_monitor: JsonlMonitor = key(JsonlMonitor, "a JSONL file")
+    jsonl_monitor: JsonlMonitorConfig = key(JsonlMonitorConfig, "a JSONL file")
     mlflow: MLflow = key(MLflow, "MLflow")
     prometheus: Prometheus = key(Prometheus, "Prometheus")
-    flops_profiler: FlopsProfiler = key(FlopsProfiler, "operation counts")
+    flops_profiler: FlopsProfilerConfig = key(FlopsProfilerConfig, "operation counts")
     non_finite: NonFinite = key(NonFinite, "where values that are not finite come from")
-    timeline: Timeline = key(Timeline, "what each rank does and when")
+    timeline: TimelineConfig = key(TimelineConfig, "what each rank does and when")
     autotuning: Autotuning = key(Autotuning, "search for fast settings")
     checkpoint: Checkpoint = key(Checkpoint, "how training state is written and read")
     nebula: Nebula = key(Nebula, "a cloud checkpoint service")

@@ -37,8 +37,8 @@ _BY_PACKAGE = {comm: TRANSIT, torch.optim: OPTIMIZER, aio: POOLS, ops: OPTIMIZER
 # The same for functions, which count before their modules.
 _BY_FUNCTION = {
     ShardGroup.expect_gather: GATHERED,
-    ShardGroup.start_gather: GATHERED,
-    ShardGroup.finish_gather: GATHERED,
+    ShardGroup.start_all_gather: GATHERED,
+    ShardGroup.wait_all_gather: GATHERED,
     ShardGroup.gather_together: GATHERED,
     LocalShard.overwrite_master: MASTERS,
     LocalShard.add_master: MASTERS,

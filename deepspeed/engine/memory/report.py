@@ -27,7 +27,7 @@ from deepspeed.engine.memory.categories import (
 from deepspeed.engine.memory.suggestions import (
     Advice,
     Holding,
-    Shape,
+    ModelShape,
     advise_on_state,
     free_bytes,
     holding_of,
@@ -211,8 +211,8 @@ class MemoryReport:
         members = [member for group in parts.groups for member in group.members]
         sizes = {id(member.param): member.numel for member in members}
         units = units_in(state.module, lambda param: sizes.get(id(param), param.numel()))
-        shape = Shape([(member.numel, member.uid in updated) for member in members], units, parts.given)
-        return holding_of(state.ds_config, shape, state.axes.same_slice.size, state.basic_optimizer, state.device)
+        shape = ModelShape([(member.numel, member.uid in updated) for member in members], units, parts.given)
+        return holding_of(state.ds_config, shape, state.axes.dp_sp_group.size, state.basic_optimizer, state.device)
 
 
 def holdings(engine: Any) -> list[tuple[str, list[torch.Tensor | None]]]:

@@ -25,7 +25,7 @@ from deepspeed.config import DeepSpeedConfig
 from deepspeed.engine.memory.categories import GRADIENTS, MASTERS, PARAMETERS, POOLS, frames_of, innermost
 from deepspeed.engine.offload_plan import accumulator_dtype, master_dtype, moments_bytes
 from deepspeed.errors import MemoryExhaustedError
-from deepspeed.foundation.cgroup import Memory
+from deepspeed.foundation.cgroup import CgroupMemory
 from deepspeed.foundation.malloc import IN_HEAP, heap, limits_addresses
 from deepspeed.optim.precision import DTYPES
 from deepspeed.zero.api.memory_estimate import DEVICE, HOST, NVME, GroupState, rest_bytes
@@ -195,7 +195,7 @@ def free_bytes(device: torch.device) -> int:
     free = get_accelerator().available_memory()
     if device.type != "cpu":
         return free
-    container, held = Memory(), psutil.Process().memory_info()
+    container, held = CgroupMemory(), psutil.Process().memory_info()
     bounds = [free]
     if container.limit():
         bounds.append(container.limit() - container.used())
@@ -317,7 +317,7 @@ def _as_json(now: Setting, then: Setting, folder: str, pair: int) -> dict[str, A
 
 
 @dataclass(frozen=True)
-class Shape:
+class ModelShape:
     """The sizes of a model's parameters.
 
     Args:
@@ -340,7 +340,11 @@ def units_in(model: torch.nn.Module, numel: Callable[[torch.nn.Parameter], int])
 
 
 def holding_of(
-    config: DeepSpeedConfig, shape: Shape, ranks: int, optimizer: torch.optim.Optimizer | None, device: torch.device
+    config: DeepSpeedConfig,
+    shape: ModelShape,
+    ranks: int,
+    optimizer: torch.optim.Optimizer | None,
+    device: torch.device,
 ) -> Holding:
     """What a model makes state of.
 
@@ -395,8 +399,8 @@ def tells_what_fits(build: Callable[..., Any]) -> Callable[..., Any]:
         except (RuntimeError, MemoryError, OSError) as error:
             if not is_exhaustion(error):
                 raise
-            shape = Shape(parts, units_in(model, _numel), given)
-            holding = holding_of(config, shape, axes.same_slice.size, optimizer, device)
+            shape = ModelShape(parts, units_in(model, _numel), given)
+            holding = holding_of(config, shape, axes.dp_sp_group.size, optimizer, device)
             category = innermost(list(frames_of(error)), PARAMETERS)
             category = category if category in (MASTERS, GRADIENTS, POOLS) else PARAMETERS
             advice = advise_on_state(config, holding, room, axes.mesh.size("pp") == 1, category)

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from deepspeed.engine.memory.report import MemoryReport
-from deepspeed.foundation.cgroup import Memory
+from deepspeed.foundation.cgroup import CgroupMemory
 from deepspeed.foundation.log import logger
 
 _LEAST, _SHARE = 64 << 20, 0.1  # left of the limit, in bytes and as a part: then it is time to speak
@@ -22,7 +22,7 @@ _PACE = 8 << 30  # bytes a second that a process is thought to take at most
 _LONGEST_S, _SHORTEST_S = 0.25, 0.004
 
 
-class PressureWatch:
+class MemoryWatchdog:
     """A thread that speaks when a container's memory is nearly used up; without a limit there is none.
 
     Args:
@@ -30,8 +30,8 @@ class PressureWatch:
         container: whose limit counts.
     """
 
-    def __init__(self, report: MemoryReport, container: Memory | None = None) -> None:
-        self._container = container or Memory()
+    def __init__(self, report: MemoryReport, container: CgroupMemory | None = None) -> None:
+        self._container = container or CgroupMemory()
         self._limit = self._container.limit()
         self._ended, self._thread = threading.Event(), None
         if self._limit:
@@ -57,7 +57,7 @@ class PressureWatch:
 
 
 def _look(
-    watch: weakref.ref[PressureWatch], report: weakref.ref[MemoryReport], trains: int, ended: threading.Event
+    watch: weakref.ref[MemoryWatchdog], report: weakref.ref[MemoryReport], trains: int, ended: threading.Event
 ) -> None:
     """Look until the end, or until nobody holds the engine any more."""
     said = False

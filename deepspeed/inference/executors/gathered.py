@@ -17,8 +17,8 @@ from transformers.cache_utils import Cache
 
 from deepspeed.errors import PackingError
 from deepspeed.foundation.hf_forward import accepts, cache_argument, with_cache
-from deepspeed.inference.executors.paged import NoLayers, Store
-from deepspeed.inference.executors.ragged_batch import Batch, Group
+from deepspeed.inference.executors.paged import KVCache, NoLayers
+from deepspeed.inference.executors.ragged_batch import AttentionGroup, RaggedBatch
 
 _MISSING = object()
 Table = dict[str, Any]
@@ -78,7 +78,7 @@ def _put(table: Table, name: str, value: Any) -> None:
 class GatheringCache(Cache):
     """What the model takes for the cache of a padded batch of sequences, in one call."""
 
-    def __init__(self, store: Store, group: Group) -> None:
+    def __init__(self, store: KVCache, group: AttentionGroup) -> None:
         super().__init__(layers=NoLayers())
         sequences, rows = group.rows.shape
         self.store, self.rows, self.sequences = store, rows, sequences
@@ -123,13 +123,13 @@ class GatheringExecutor:
 
     kind = "gathered"
 
-    def __init__(self, model: nn.Module, store: Store, even: bool = False) -> None:
+    def __init__(self, model: nn.Module, store: KVCache, even: bool = False) -> None:
         self.model, self.store, self.even = model, store, even
         self.keeps, self._cached = accepts(model, "logits_to_keep"), cache_argument(model) or ""
         self.placed = accepts(model, "position_ids")
 
     @torch.no_grad()
-    def run(self, batch: Batch) -> torch.Tensor:
+    def run(self, batch: RaggedBatch) -> torch.Tensor:
         """Logits of the wanted rows, [wanted, vocabulary].
 
         Raises:
@@ -143,7 +143,7 @@ class GatheringExecutor:
                 found[i] = one[len(one) - count :]
         return torch.cat([found[i] for i in range(len(batch.spans))])
 
-    def _call(self, batch: Batch, group: Group, keep: int) -> torch.Tensor:
+    def _call(self, batch: RaggedBatch, group: AttentionGroup, keep: int) -> torch.Tensor:
         cache = GatheringCache(self.store, group)
         given: dict[str, Any] = {"attention_mask": cache.seen.long()}
         if self.placed:

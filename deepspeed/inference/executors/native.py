@@ -16,8 +16,8 @@ from deepspeed.errors import PackingError, RequestError
 from deepspeed.foundation.log import warn_once
 from deepspeed.inference.executors.decoder_structure import Reader, Structure, address
 from deepspeed.inference.executors.native_tensors import Heads, Pass, functions
-from deepspeed.inference.executors.paged import Mask, PagedExecutor, Store
-from deepspeed.inference.executors.ragged_batch import Batch
+from deepspeed.inference.executors.paged import KVCache, Mask, PagedExecutor
+from deepspeed.inference.executors.ragged_batch import RaggedBatch
 from deepspeed.inference.quantization.lossless_bf16 import Room
 from deepspeed.inference.quantization.packed_weight import PackedWeight
 from deepspeed.inference.quantization.quantization import pack_lossless
@@ -105,7 +105,7 @@ class FusedExecutor:
             raise PackingError(f"its rotations have shape {tuple(self._cosines.shape)}")
 
     @torch.no_grad()
-    def run(self, batch: Batch) -> torch.Tensor:
+    def run(self, batch: RaggedBatch) -> torch.Tensor:
         """Logits of the wanted rows in fp32, [wanted, vocabulary]; a row's bits depend on its own sequence alone."""
         if self.structure.changed():
             self._again()
@@ -122,7 +122,7 @@ class FusedExecutor:
         )
         return out
 
-    def _embedded(self, batch: Batch) -> torch.Tensor:
+    def _embedded(self, batch: RaggedBatch) -> torch.Tensor:
         """Rows of the table for the tokens, [rows, width] of fp32."""
         table = self.structure.table
         if table is None:
@@ -138,7 +138,7 @@ class FusedExecutor:
         )
         return x
 
-    def layers(self, batch: Batch, x: torch.Tensor, first: int, count: int, parts: int) -> None:
+    def layers(self, batch: RaggedBatch, x: torch.Tensor, first: int, count: int, parts: int) -> None:
         """Take rows `x` [rows, width] of fp32 through layers, in place."""
         self._bind()
         self._turn(self.structure.rotary, max(span.end for span in batch.spans))
@@ -242,7 +242,7 @@ def _watched(blocks: list[Any], found: list[list[torch.Tensor]]) -> Iterator[Non
             handle.remove()
 
 
-def prove(executor: FusedExecutor, batch: Batch) -> str | None:
+def prove(executor: FusedExecutor, batch: RaggedBatch) -> str | None:
     """None if each part of each layer changes the stream as the model's own modules do, else where it does not.
 
     Args:
@@ -252,7 +252,7 @@ def prove(executor: FusedExecutor, batch: Batch) -> str | None:
     empty = torch.empty(0)
     found = [[empty] * 3 for _ in blocks]
     store = executor.store
-    executor.plain.store = Store.resized(store, store.pages, store.size)
+    executor.plain.store = KVCache.resized(store, store.pages, store.size)
     with _watched(blocks, found):
         executor.plain.run(batch)
     executor.plain.store = store

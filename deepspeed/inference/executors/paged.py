@@ -21,12 +21,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from deepspeed.errors import PackingError
 from deepspeed.foundation.hf_forward import IMMATERIAL, accepts, cache_argument, with_cache
-from deepspeed.inference.executors.ragged_batch import Batch, Group
+from deepspeed.inference.executors.ragged_batch import AttentionGroup, RaggedBatch
 
 NAME = "deepspeed_pages"
 
 
-class Store:
+class KVCache:
     """Keys and values of every layer, in pages; a layer's tensors are made at its first use.
 
     Args:
@@ -51,9 +51,9 @@ class Store:
         values[: self.size] = 0
         self.layers[layer] = (keys, values)
 
-    def resized(self, pages: int, size: int) -> Store:
+    def resized(self, pages: int, size: int) -> KVCache:
         """An empty store of the same layers."""
-        store = Store(pages, size)
+        store = KVCache(pages, size)
         for layer, (keys, values) in sorted(self.layers.items()):
             store._make(layer, keys, values)
         return store
@@ -86,7 +86,7 @@ class Mask:
 class PagedCache(Cache):
     """What the model takes for its cache during one pass."""
 
-    def __init__(self, store: Store, batch: Batch) -> None:
+    def __init__(self, store: KVCache, batch: RaggedBatch) -> None:
         super().__init__(layers=NoLayers())
         self.store, self.batch = store, batch
         self.handed: dict[int, tuple[int, torch.Tensor, torch.Tensor]] = {}
@@ -174,7 +174,7 @@ def attention(
 
 
 def _attend(
-    group: Group,
+    group: AttentionGroup,
     query: torch.Tensor,
     pools: tuple[torch.Tensor, torch.Tensor],
     rule: Mask,
@@ -270,7 +270,7 @@ class PagedExecutor:
     kind = "packed"
     unfused = ""  # why it has no native form
 
-    def __init__(self, model: nn.Module, store: Store) -> None:
+    def __init__(self, model: nn.Module, store: KVCache) -> None:
         self.model, self.store = model, store
         self.configs = configs_of(model)
         self.keeps, self._cached = accepts(model, "logits_to_keep"), cache_argument(model) or ""
@@ -291,7 +291,7 @@ class PagedExecutor:
         return None
 
     @torch.no_grad()
-    def run(self, batch: Batch) -> torch.Tensor:
+    def run(self, batch: RaggedBatch) -> torch.Tensor:
         """Logits of the wanted rows, [wanted, vocabulary].
 
         Raises:

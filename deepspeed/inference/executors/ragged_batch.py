@@ -17,7 +17,7 @@ LEAST = 64
 
 
 @dataclass(frozen=True)
-class Span:
+class BatchSlice:
     """Rows of one sequence: `tokens` at positions from `start` on, over the `pages` of the whole sequence. Logits of
     the last `wanted` rows are returned."""
 
@@ -33,7 +33,7 @@ class Span:
 
 
 @dataclass
-class Group:
+class AttentionGroup:
     """Spans with one number of rows, whose attention is one call.
 
     Args:
@@ -69,7 +69,7 @@ class Group:
         return None if bool(allowed.all()) else allowed
 
 
-class Batch:
+class RaggedBatch:
     """Spans as tensors, each made when it is first asked for.
 
     Args:
@@ -79,7 +79,7 @@ class Batch:
         even: only contexts of one length are put into one group.
     """
 
-    def __init__(self, spans: Sequence[Span], page_size: int, device: torch.device, even: bool = False) -> None:
+    def __init__(self, spans: Sequence[BatchSlice], page_size: int, device: torch.device, even: bool = False) -> None:
         self.spans, self.page_size, self.device, self.even = spans, page_size, device, even
 
     @cached_property
@@ -123,7 +123,7 @@ class Batch:
         return list(self._alike())
 
     @cached_property
-    def groups(self) -> list[Group]:
+    def groups(self) -> list[AttentionGroup]:
         """Spans whose attention is one call."""
         return [self._group(chosen) for chosen in self.chosen]
 
@@ -148,7 +148,7 @@ class Batch:
         if chosen:
             yield chosen
 
-    def _group(self, chosen: list[int]) -> Group:
+    def _group(self, chosen: list[int]) -> AttentionGroup:
         spans = [self.spans[i] for i in chosen]
         ends = torch.tensor([span.end for span in spans])
         slots = torch.zeros(len(spans), int(ends.max()), dtype=torch.long)
@@ -156,4 +156,4 @@ class Batch:
             row[: self.spans[i].end] = self._slots(i)
         rows = self.firsts[chosen][:, None] + torch.arange(len(spans[0].tokens))
         rows, ends, slots = rows.to(self.device), ends.to(self.device), slots.to(self.device)
-        return Group(rows, self.positions[rows], ends, slots, bool((ends == ends[0]).all()))
+        return AttentionGroup(rows, self.positions[rows], ends, slots, bool((ends == ends[0]).all()))

@@ -16,11 +16,11 @@ from transformers.cache_utils import DynamicCache
 
 from deepspeed.errors import PackingError
 from deepspeed.foundation.hf_forward import accepts, cache_argument, without_cache
-from deepspeed.foundation.log import say, warn_once
+from deepspeed.foundation.log import log_rank0, warn_once
 from deepspeed.inference.executors.gathered import GatheringExecutor, Inside
 from deepspeed.inference.executors.native import FusedExecutor, prove
-from deepspeed.inference.executors.paged import PagedExecutor, Store
-from deepspeed.inference.executors.ragged_batch import Batch, Span
+from deepspeed.inference.executors.paged import KVCache, PagedExecutor
+from deepspeed.inference.executors.ragged_batch import BatchSlice, RaggedBatch
 from deepspeed.inference.request import text_config, vocabulary
 from deepspeed.native import library
 
@@ -37,7 +37,7 @@ _making = threading.Lock()
 
 
 @contextmanager
-def passing(model: nn.Module) -> Iterator[None]:
+def exclusive_pass(model: nn.Module) -> Iterator[None]:
     """One pass of a model at a time, whichever thread or generator asks; no dropout inside, as before after it.
 
     A pass changes what the model's config calls its attention, and its modules' mode: two at once would take each
@@ -137,8 +137,8 @@ def _probe(
     pages = [list(range(5 * i + 4, 5 * i - 1, -1)) for i in range(len(sequences))]
     device = device_of(executor.model)
     for rows in PROBE:
-        spans = [Span(sequences[i][start:end], start, pages[i], end - start) for i, start, end in rows]
-        batch = Batch(spans, PROBE_PAGE, device, getattr(executor, "even", False))
+        spans = [BatchSlice(sequences[i][start:end], start, pages[i], end - start) for i, start, end in rows]
+        batch = RaggedBatch(spans, PROBE_PAGE, device, getattr(executor, "even", False))
         found = executor.run(batch)
         right = torch.cat([wanted[i][start:end] for i, start, end in rows])
         if found.shape != right.shape:
@@ -161,8 +161,8 @@ def _fused(executor: Any, sequences: list[list[int]], wanted: list[torch.Tensor]
         return executor
     try:
         made = FusedExecutor(executor)
-        spans = [Span(tokens, 0, list(range(5 * i, 5 * i + 5)), 1) for i, tokens in enumerate(sequences)]
-        reason = prove(made, Batch(spans, PROBE_PAGE, device_of(executor.model)))
+        spans = [BatchSlice(tokens, 0, list(range(5 * i, 5 * i + 5)), 1) for i, tokens in enumerate(sequences)]
+        reason = prove(made, RaggedBatch(spans, PROBE_PAGE, device_of(executor.model)))
         reason = reason or _probe(made, sequences, wanted, noise)
     except Exception as error:  # whatever a module's parts do when asked alone, the model itself works
         reason = _say(error)
@@ -173,12 +173,12 @@ def _fused(executor: Any, sequences: list[list[int]], wanted: list[torch.Tensor]
     if device_of(executor.model).type == "cpu":
         warn_once(lost)
     else:
-        say(lost)  # native passes are of processors
+        log_rank0(lost)  # native passes are of processors
     return executor
 
 
 @torch.no_grad()
-def choose(model: nn.Module, fused: bool = True, packed: bool = False) -> tuple[Any, str]:
+def select_executor(model: nn.Module, fused: bool = True, packed: bool = False) -> tuple[Any, str]:
     """(the executor that fits, with a probe's store, or None; why it is not a better one, in one line).
 
     Every candidate runs ten tokens of three sequences: chunks of prompts, rows of unlike age, pages in no order. The
@@ -187,10 +187,10 @@ def choose(model: nn.Module, fused: bool = True, packed: bool = False) -> tuple[
     """
     found, why = _chosen(model, fused)
     if isinstance(found, FusedExecutor):
-        with passing(model):
+        with exclusive_pass(model):
             found.settle()
     if packed and isinstance(found, FusedExecutor):
-        with passing(model):
+        with exclusive_pass(model):
             found.pack()
     elif packed:
         warn_once(f"{type(model).__name__}: weights stay whole: only its native form would read them in 12 bits")
@@ -203,7 +203,7 @@ def _chosen(model: nn.Module, fused: bool) -> tuple[Any, str]:
     sequences = _sequences(model)
     why = "" if _interface(model) else "its attention does not go through Transformers' interface"
     why = why or ("" if accepts(model, "position_ids") else "its forward takes no positions")
-    with passing(model), Inside(model).turn():
+    with exclusive_pass(model), Inside(model).turn():
         try:
             wanted = [_alone(model, tokens) for tokens in sequences]
         except Exception as error:  # whatever a model raises, its own generate may still work
@@ -235,8 +235,8 @@ def _windows(model: nn.Module) -> dict[int, int]:
 
 
 def _candidates(model: nn.Module, packed: bool) -> Iterator[Any]:
-    def store() -> Store:
-        return Store(16, PROBE_PAGE)
+    def store() -> KVCache:
+        return KVCache(16, PROBE_PAGE)
 
     if packed:
         yield PagedExecutor(model, store())
@@ -263,7 +263,10 @@ def warn_of(model: nn.Module, executor: Any, why: str) -> None:
     warn_once(f"{type(model).__name__} is {way}: {why}")
 
 
-def packable(model: nn.Module) -> str | None:
+def why_not_batchable(model: nn.Module) -> str | None:
     """None if `model` can be batched over pages, else in one line why it goes through its own `generate`."""
-    executor, why = choose(model)
+    executor, why = select_executor(model)
     return None if executor is not None else why
+
+
+packable = why_not_batchable  # the former name, still importable

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from deepspeed.errors import CheckpointError, NotAvailableError
-from deepspeed.foundation.log import say
+from deepspeed.foundation.log import log_rank0
 from deepspeed.inference.quantization.layers import PackedLinear
-from deepspeed.inference.quantization.packed_weight import Form, PackedWeight
+from deepspeed.inference.quantization.packed_weight import PackedWeight, PackingFormat
 
 _PARTS = ("weight_packed", "weight_scale", "weight_shape")
 _REFUSED = ("weight_zero_point", "weight_g_idx", "weight_global_scale", "input_scale", "input_global_scale")
@@ -94,7 +94,7 @@ def unpacked_from(module: nn.Module, tensors: Named, dtype: torch.dtype, device:
                 "model would compute something else; give a folder without transforms, or of whole weights"
             )
     if made:
-        say(f"checkpoint: {made} matrices stay the packed integers that they are there")
+        log_rank0(f"checkpoint: {made} matrices stay the packed integers that they are there")
 
 
 def _packed(layer: str, parts: dict[str, torch.Tensor], dtype: torch.dtype) -> PackedWeight:
@@ -110,7 +110,7 @@ def _packed(layer: str, parts: dict[str, torch.Tensor], dtype: torch.dtype) -> P
     groups = scale.shape[1]
     scale = scale.float().reshape(rows, groups, 1).contiguous()
     offset = torch.zeros_like(scale) if bits == 8 else -8 * scale
-    return PackedWeight.of(Form(bits, columns // groups, 1, True), shape, integers, scale, offset, dtype)
+    return PackedWeight.of(PackingFormat(bits, columns // groups, 1, True), shape, integers, scale, offset, dtype)
 
 
 def _integers(layer: str, parts: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int, torch.Size]:

@@ -20,7 +20,7 @@ _FAST_ROWS = {8: 8, 4: 16}
 
 
 @dataclass(frozen=True)
-class Form:
+class PackingFormat:
     """How a matrix is packed.
 
     Attributes:
@@ -70,7 +70,7 @@ class PackedWeight(nn.Module):
         dtype: that `dense` and products have; None: the weight's own.
     """
 
-    def __init__(self, weight: torch.Tensor, form: Form, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, weight: torch.Tensor, form: PackingFormat, dtype: torch.dtype | None = None) -> None:
         super().__init__()
         self.form, self.shape, self.dtype = form, weight.shape, dtype or weight.dtype
         if form.num_bits == 4 and weight.shape[1] % 2:
@@ -89,7 +89,7 @@ class PackedWeight(nn.Module):
     @classmethod
     def of(
         cls,
-        form: Form,
+        form: PackingFormat,
         shape: torch.Size,
         integers: torch.Tensor,
         scale: torch.Tensor,
@@ -226,7 +226,7 @@ class PackedWeight(nn.Module):
         return f"{tuple(self.shape)}, {self.form}"
 
 
-def _quantize(weight: torch.Tensor, form: Form) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _quantize(weight: torch.Tensor, form: PackingFormat) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """uint8 integers [rows, columns], fp32 scale and offset per group: value = integer · scale + offset."""
     grouped = weight.view(form.groups(weight.shape))
     top = 2**form.num_bits - 1

@@ -10,7 +10,7 @@ from torch import nn
 
 from deepspeed.compression.export import packable
 from deepspeed.errors import ArgumentError, DeepSpeedConfigError, NotAvailableError, PackingError
-from deepspeed.foundation.log import say
+from deepspeed.foundation.log import log_rank0
 from deepspeed.inference.quantization.layers import (
     PackedEmbedding,
     PackedLinear,
@@ -20,14 +20,14 @@ from deepspeed.inference.quantization.layers import (
     packed_layer,
 )
 from deepspeed.inference.quantization.lossless_bf16 import LosslessWeight, Room
-from deepspeed.inference.quantization.packed_weight import Form, PackedWeight
+from deepspeed.inference.quantization.packed_weight import PackedWeight, PackingFormat
 from deepspeed.zero.parameters.parameter import is_managed
 
 _KEYS = {"num_bits", "group_size", "group_dim", "symmetric"}
 
 
 def quantize(
-    model: nn.Module, form_of: Callable[[str, nn.Module], Form | None], dtype: torch.dtype | None = None
+    model: nn.Module, form_of: Callable[[str, nn.Module], PackingFormat | None], dtype: torch.dtype | None = None
 ) -> int:
     """Pack layers of a model in place; layers that share a matrix share its packed form.
 
@@ -44,7 +44,7 @@ def quantize(
         NotAvailableError: the model is sharded already.
     """
     chosen = {name: (m, form) for name, m in model.named_modules() if can_pack(m) and (form := form_of(name, m))}
-    _refuse_partly_shared(model, {id(module) for module, _ in chosen.values()})
+    _check_tied_layers(model, {id(module) for module, _ in chosen.values()})
     shared: dict[int, PackedWeight] = {}
     made: dict[int, nn.Module] = {}
     before = sum(param.nbytes for param in model.parameters())
@@ -59,18 +59,18 @@ def quantize(
             if id(child) in made:
                 setattr(owner, name, made[id(child)])
     after = sum(param.nbytes for param in model.parameters())
-    say(f"{len(made)} layers are packed: {before / 1e6:.1f} MB of weights became {after / 1e6:.1f} MB")
+    log_rank0(f"{len(made)} layers are packed: {before / 1e6:.1f} MB of weights became {after / 1e6:.1f} MB")
     return len(made)
 
 
-def _packed(name: str, module: nn.Module, form: Form, dtype: torch.dtype | None) -> PackedWeight:
+def _packed(name: str, module: nn.Module, form: PackingFormat, dtype: torch.dtype | None) -> PackedWeight:
     try:
         return PackedWeight(matrix_of(module), form, dtype)
     except ArgumentError as error:
         raise ArgumentError(f"'{name}' cannot be packed: {error}") from None
 
 
-def _refuse_partly_shared(model: nn.Module, chosen: set[int]) -> None:
+def _check_tied_layers(model: nn.Module, chosen: set[int]) -> None:
     """A layer that keeps a matrix whole while another packs it would double it, and change only one of both."""
     if any(is_managed(param) for param in model.parameters()):
         raise NotAvailableError(
@@ -123,9 +123,9 @@ def pack_lossless(model: nn.Module, whole: Collection[nn.Module] = ()) -> int:
         else:
             before, made = before + size, made + 1
     if made:
-        say(f"{before / 1e6:.1f} MB of bf16 matrices became {after / 1e6:.1f} MB, every bit kept")
+        log_rank0(f"{before / 1e6:.1f} MB of bf16 matrices became {after / 1e6:.1f} MB, every bit kept")
     if kept:
-        say(f"{kept[0]}{f'; {len(kept) - 1} more too' if len(kept) > 1 else ''}")
+        log_rank0(f"{kept[0]}{f'; {len(kept) - 1} more too' if len(kept) > 1 else ''}")
     return made
 
 
@@ -169,26 +169,26 @@ def quantize_linears(model: nn.Module, num_bits: int, q_groups: int = 1, dtype: 
         dtype: of products.
     """
     head_layer = getattr(model, "get_output_embeddings", lambda: None)()
-    _refuse_other_bits(model, lambda name, module: None if module is head_layer else num_bits)
+    _check_same_bits(model, lambda name, module: None if module is head_layer else num_bits)
     linears: set[int] = {id(module) for module in packable(model).values()}
     linears |= {id(module) for module in model.modules() if is_transposed(module)}
     head = _head(model)
 
-    def form_of(name: str, module: nn.Module) -> Form | None:
+    def form_of(name: str, module: nn.Module) -> PackingFormat | None:
         if id(module) not in linears | head:
             return None
         inputs = matrix_of(module).shape[1]
         if id(module) in head:
-            return Form(8, 0, 1, symmetric=True)
+            return PackingFormat(8, 0, 1, symmetric=True)
         if num_bits == 8:
-            return Form(8, inputs // q_groups if inputs % q_groups == 0 else 0, 1, symmetric=True)
+            return PackingFormat(8, inputs // q_groups if inputs % q_groups == 0 else 0, 1, symmetric=True)
         size = next((size for size in (32, 16, 8, 4, 2) if inputs % size == 0), 0)
-        return Form(4, size, 1) if size else None
+        return PackingFormat(4, size, 1) if size else None
 
     return quantize(model, form_of, dtype)
 
 
-def _refuse_other_bits(model: nn.Module, asked: Callable[[str, nn.Module], int | None]) -> None:
+def _check_same_bits(model: nn.Module, asked: Callable[[str, nn.Module], int | None]) -> None:
     """Layers that came as integers keep them: other bits would be rounded twice."""
     for name, module in model.named_modules():
         if not isinstance(module, PackedLinear | PackedEmbedding):
@@ -247,14 +247,14 @@ def apply_section(model: nn.Module, section: Mapping[str, Any]) -> int:
     forms = {key: _form("weight_quantization", key, said) for key, said in entries.items()}
     used: set[str] = set()
 
-    def form_of(name: str, module: nn.Module) -> Form | None:
+    def form_of(name: str, module: nn.Module) -> PackingFormat | None:
         keys = [key for key in forms if key in name]
         if len(keys) > 1:
             raise DeepSpeedConfigError(f"weight_quantization: '{name}' is named by {keys}: make them exclusive")
         used.update(keys)
         return forms[keys[0]] if keys else None
 
-    _refuse_other_bits(model, lambda name, _: next((form.num_bits for key, form in forms.items() if key in name), None))
+    _check_same_bits(model, lambda name, _: next((form.num_bits for key, form in forms.items() if key in name), None))
     packed = quantize(model, form_of) if forms else 0
     if forms.keys() - used:
         raise DeepSpeedConfigError(
@@ -263,11 +263,11 @@ def apply_section(model: nn.Module, section: Mapping[str, Any]) -> int:
     return packed
 
 
-def _form(where: str, key: str, said: Any) -> Form:
+def _form(where: str, key: str, said: Any) -> PackingFormat:
     if not isinstance(said, Mapping) or said.keys() - _KEYS:
         unknown = sorted(said.keys() - _KEYS) if isinstance(said, Mapping) else said
         raise DeepSpeedConfigError(f"{where}: {key!r}: {unknown} is unknown; the keys are {sorted(_KEYS)}")
     try:
-        return Form(**{"num_bits": 8, "group_size": 0, "group_dim": 1, **said})
+        return PackingFormat(**{"num_bits": 8, "group_size": 0, "group_dim": 1, **said})
     except (ArgumentError, NotAvailableError) as error:
         raise type(error)(f"{where}: {key!r}: {error}") from None

@@ -15,9 +15,9 @@ from torch import nn
 
 from deepspeed.errors import ArgumentError, MemoryExhaustedError, NotAvailableError
 from deepspeed.foundation.log import logger
-from deepspeed.inference.executors.ragged_batch import Batch, Span
-from deepspeed.inference.executors.select import choose, device_of, passing, warn_of
-from deepspeed.inference.kv_cache import Pages
+from deepspeed.inference.executors.ragged_batch import BatchSlice, RaggedBatch
+from deepspeed.inference.executors.select import device_of, exclusive_pass, select_executor, warn_of
+from deepspeed.inference.kv_cache import BlockPool
 from deepspeed.inference.request import length_limit, packed_limit, vocabulary
 from deepspeed.inference.v2.config_v2 import RaggedInferenceEngineConfig
 from deepspeed.inference.v2.scheduling_utils import SchedulingError, SchedulingResult
@@ -56,7 +56,7 @@ class InferenceEngineV2:
     def __init__(self, model: nn.Module, engine_config: RaggedInferenceEngineConfig | None = None) -> None:
         self._config = engine_config or RaggedInferenceEngineConfig()
         self._model = model.eval()
-        executor, why = choose(model, packed=bool(self._config.lossless_weights))
+        executor, why = select_executor(model, packed=bool(self._config.lossless_weights))
         if executor is None:
             raise NotAvailableError(f"{type(model).__name__} cannot be batched over pages: {why}; use its generate")
         warn_of(model, executor, why)
@@ -64,7 +64,7 @@ class InferenceEngineV2:
         own = [limit for limit in (length_limit(model), packed_limit(model)) if limit is not None]
         self._max_context = min([self._config.state_manager.max_context, *own])
         probed = executor.store
-        self._blocks = Pages(self._count(probed.bytes_per_page() // probed.size * BLOCK), BLOCK, reuse=False)
+        self._blocks = BlockPool(self._count(probed.bytes_per_page() // probed.size * BLOCK), BLOCK, reuse=False)
         executor.store = probed.resized(self._blocks.count, BLOCK)
         self._sequences: dict[int, DSSequenceDescriptor] = {}
         config = SimpleNamespace(max_seq_length=length_limit(model) or self._max_context, vocab_size=vocabulary(model))
@@ -113,11 +113,11 @@ class InferenceEngineV2:
         for uid, new in zip(uids, tokens, strict=True):
             known = self._sequences.setdefault(uid, DSSequenceDescriptor(uid, max_context=self._max_context))
             known.blocks += [self._blocks.take() for _ in range(self._more(uid, len(new)))]
-            spans.append(Span(new, known.seen_tokens, known.blocks))
+            spans.append(BatchSlice(new, known.seen_tokens, known.blocks))
             known.in_flight_tokens = len(new)
         even = getattr(self._executor, "even", False)
-        with passing(self._model):
-            logits = self._executor.run(Batch(spans, BLOCK, device_of(self._model), even))
+        with exclusive_pass(self._model):
+            logits = self._executor.run(RaggedBatch(spans, BLOCK, device_of(self._model), even))
         for uid in uids:
             known = self._sequences[uid]
             known.seen_tokens, known.in_flight_tokens = known.seen_tokens + known.in_flight_tokens, 0

@@ -11,7 +11,7 @@ import torch
 from deepspeed.errors import ArgumentError, StorageError
 from deepspeed.ops.aio.files import BlockFile
 from deepspeed.ops.aio.memory import aligned_bytes
-from deepspeed.ops.aio.queue import Job, block_queue, cause_of
+from deepspeed.ops.aio.queue import IORequest, block_queue, cause_of
 
 
 class aio_handle:
@@ -188,7 +188,7 @@ class _Started:
     offset: int
     verb: str
     validate: bool
-    job: Job
+    job: IORequest
 
     def finish(self) -> None:
         """Wait for it, check it, close the file."""

@@ -15,7 +15,7 @@ from deepspeed.ops.aio.threads import ThreadQueue
 LEAST_IN_FLIGHT, MOST_IN_FLIGHT = 4, 64  # fewer starve a disk; each request in flight is a thread of the host
 
 
-class Job(Protocol):
+class IORequest(Protocol):
     """One tensor on its way."""
 
     def wait(self) -> tuple[int, int]:
@@ -30,7 +30,7 @@ class Job(Protocol):
 class BlockQueue(Protocol):
     """Moves tensors to and from files, several blocks at a time, jobs in the order of their submission."""
 
-    def submit(self, file: BlockFile, tensor: torch.Tensor, offset: int, writing: bool) -> Job:
+    def submit(self, file: BlockFile, tensor: torch.Tensor, offset: int, writing: bool) -> IORequest:
         """Start moving a contiguous CPU tensor; the job keeps the tensor alive."""
         ...
 

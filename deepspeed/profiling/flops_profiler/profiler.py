@@ -26,7 +26,7 @@ from deepspeed.profiling.flops_profiler.text import (
 
 __all__ = [
     "FlopsProfiler",
-    "Row",
+    "ModuleProfile",
     "bytes_to_string",
     "duration_to_string",
     "flops_to_string",
@@ -38,7 +38,7 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class Row:
+class ModuleProfile:
     """What was found of one module with all below it.
 
     Attributes:
@@ -132,13 +132,13 @@ class FlopsProfiler:
             raise UsageError("nothing was profiled: call start_profile(), run the model, then stop_profile()")
         return self._counted, self._timed
 
-    def rows(self) -> dict[str, Row]:
+    def rows(self) -> dict[str, ModuleProfile]:
         """What was found, by name of module; "" is the model, and each is the sum of its own and of its children."""
         counted, timed = self._numbers
         totals = counted.totals()
         names = dict(self.model.named_modules(remove_duplicate=False))
         return {
-            name: Row(
+            name: ModuleProfile(
                 params=sum(p.numel() for p in names[name].parameters()) if name in names else 0,
                 forward=totals[name][0],
                 backward=totals[name][1],

@@ -52,7 +52,7 @@ class RankRecord(NamedTuple):
     lost: int
 
 
-class Piece(NamedTuple):
+class Segment(NamedTuple):
     """A stretch of time in which one span was the innermost.
 
     Attributes:
@@ -68,7 +68,7 @@ class Piece(NamedTuple):
     module: str
 
 
-def pieces_of(record: RankRecord) -> list[Piece]:
+def pieces_of(record: RankRecord) -> list[Segment]:
     """All pieces between the first and the last mark, without gaps."""
     start, stop = record.marks[0], record.marks[-1]
     spans = [
@@ -83,7 +83,7 @@ def pieces_of(record: RankRecord) -> list[Piece]:
     edges += [(span.begin, 1, -span.end, span) for span in spans]
     edges += [(span.end, 0, -span.begin, span) for span in spans]  # what ends makes room first
     edges.sort(key=lambda edge: edge[:3])
-    found: list[Piece] = []
+    found: list[Segment] = []
     active: list[Span] = []
     at = start
     for moment, begins, _, span in edges:
@@ -102,14 +102,14 @@ def pieces_of(record: RankRecord) -> list[Piece]:
     return found
 
 
-def _piece(begin: int, end: int, active: list[Span]) -> Piece:
+def _piece(begin: int, end: int, active: list[Span]) -> Segment:
     if not active:
-        return Piece(begin, end, OUTSIDE, "", "")
+        return Segment(begin, end, OUTSIDE, "", "")
     inner = active[-1]
     module = inner.module
     if not module and inner.category in (FORWARD, BACKWARD, RECOMPUTE):
         module = next((above.module for above in reversed(active) if above.category == inner.category), "")
-    return Piece(begin, end, inner.category, inner.label, module)
+    return Segment(begin, end, inner.category, inner.label, module)
 
 
 def _remove(active: list[Span], span: Span) -> None:

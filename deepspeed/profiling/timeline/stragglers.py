@@ -13,7 +13,7 @@ from statistics import median
 from typing import NamedTuple
 
 from deepspeed.foundation.spans import CALL, COPY, DISK, SAVE, STEP, UPDATE, WAIT
-from deepspeed.profiling.timeline.segments import COMMUNICATION, MESSAGES, WAITING, Piece, RankRecord, union
+from deepspeed.profiling.timeline.segments import COMMUNICATION, MESSAGES, WAITING, RankRecord, Segment, union
 
 _BEFORE_A_SLICE_IS_NEW = (UPDATE, STEP, DISK, COPY, SAVE)  # who gathers one-sidedly waits for nothing else of a peer
 
@@ -47,7 +47,7 @@ class Waits:
         pieces: of each, in the same order.
     """
 
-    def __init__(self, records: Sequence[RankRecord], pieces: Sequence[list[Piece]]) -> None:
+    def __init__(self, records: Sequence[RankRecord], pieces: Sequence[list[Segment]]) -> None:
         self._ranks = [record.rank for record in records]
         self._calls = [_calls(record) for record in records]
         self._busy = [
@@ -60,7 +60,7 @@ class Waits:
             [part for piece in of_rank for part in self._split(at, piece)] for at, of_rank in enumerate(pieces)
         ]
 
-    def _split(self, at: int, piece: Piece) -> list[Piece]:
+    def _split(self, at: int, piece: Segment) -> list[Segment]:
         """A piece in messages as up to two, WAITING and COMMUNICATION."""
         if piece.category not in MESSAGES:
             return [piece]
@@ -73,11 +73,11 @@ class Waits:
         waited = piece._replace(category=WAITING, end=until)
         return [waited] if until == piece.end else [waited, rest._replace(begin=until)]
 
-    def _update(self, at: int, piece: Piece) -> int:
+    def _update(self, at: int, piece: Segment) -> int:
         """Number of the update in which a piece begins."""
         return min(bisect_right(self._marks[at], piece.begin), len(self._marks[at]) - 1) - 1
 
-    def _last(self, at: int, piece: Piece) -> tuple[int, int]:
+    def _last(self, at: int, piece: Segment) -> tuple[int, int]:
         """Who came last to what a piece waits for, and when; (-1, 0) when nobody is known to be late.
 
         A call that waits is one that all must enter. What is waited for later has left when the other's call is over.
@@ -98,7 +98,7 @@ class Waits:
             return late, when
         return self._busiest(at, piece, whole=True)
 
-    def _busiest(self, at: int, piece: Piece, whole: bool) -> tuple[int, int]:
+    def _busiest(self, at: int, piece: Segment, whole: bool) -> tuple[int, int]:
         """The peer that was busy for the longest meanwhile, and when that was over."""
         late, longest, when = -1, 0, 0
         for other, of_rank in enumerate(self._busy):
@@ -153,5 +153,5 @@ def _calls(record: RankRecord) -> dict[str, list[tuple[int, int]]]:
     return found
 
 
-def _is_busy(piece: Piece, whole: bool) -> bool:
+def _is_busy(piece: Segment, whole: bool) -> bool:
     return piece.category != WAIT if whole else piece.category in _BEFORE_A_SLICE_IS_NEW

@@ -14,8 +14,8 @@ from deepspeed.profiling.timeline.segments import (
     CATEGORIES,
     COMMUNICATION,
     WAITING,
-    Piece,
     RankRecord,
+    Segment,
     common,
     length,
     pieces_of,
@@ -58,7 +58,7 @@ class Timeline:
         self._waits = Waits(self.records, [pieces_of(record) for record in self.records])
 
     @property
-    def pieces(self) -> list[list[Piece]]:
+    def pieces(self) -> list[list[Segment]]:
         """What each rank did, without gaps; messages are split into WAITING and COMMUNICATION."""
         return self._waits.pieces
 

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from deepspeed.zero.parameters.module_hooks import Lifecycle as DeepSpeedZeRoOffload
+from deepspeed.zero.parameters.module_hooks import ModuleHooks as DeepSpeedZeRoOffload
 
 __all__ = ["DeepSpeedZeRoOffload"]

@@ -70,7 +70,7 @@ class GatheredParameters:
             if id(group) in changed:
                 group.keep_own()
             if group.users == 0:
-                group.free(edits_allowed=True)
+                group.reshard(edits_allowed=True)
 
     def _take_over(self) -> set[int]:
         """Send the modifier's values to all; the groups that hold them."""

@@ -35,7 +35,7 @@ from deepspeed.storage.tier import Tier
 from deepspeed.zero.api.reshard import lay
 from deepspeed.zero.layout.mesh import find_mesh
 from deepspeed.zero.out_of_memory import exhausted, is_exhaustion
-from deepspeed.zero.parameters.parameter import ReadView, birth_writers, is_managed, refuse_write
+from deepspeed.zero.parameters.parameter import ReadView, birth_writers, is_managed, reject_write
 from deepspeed.zero.parameters.tiers import Tiers
 
 
@@ -357,7 +357,7 @@ def write_whole(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
             whole = member.param
             if isinstance(target, ReadView):  # of a dense copy, whose elements lie as in the parameter
                 if target.dtype != whole.dtype or target.untyped_storage().nbytes() != whole.numel() * whole.itemsize:
-                    refuse_write(name, member)
+                    reject_write(name, member)
                 at = whole.storage_offset() + target.storage_offset()
                 func(whole.as_strided(target.shape, target.stride(), at), *args[1:], **kwargs)
             else:

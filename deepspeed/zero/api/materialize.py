@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils import swap_tensors
 
 from deepspeed.comm.collectives.same_error import alarmed
-from deepspeed.comm.collectives.torch_api import told_by_all
+from deepspeed.comm.collectives.torch_api import all_gather_objects
 from deepspeed.comm.process_groups.axis import Axis
 from deepspeed.errors import UsageError
 from deepspeed.zero.api.gathered_parameters import GatheredParameters
@@ -232,7 +232,7 @@ class _Birth:
 
     def _of_any(self, places: Iterable[str]) -> list[str]:
         """What some rank says, in one order: a rule may write on one rank only."""
-        told = {where for theirs in told_by_all(self._context.axis, list(places)) for where in theirs}
+        told = {where for theirs in all_gather_objects(self._context.axis, list(places)) for where in theirs}
         return [where for where in self._places if where in told]
 
     def _is_lost(self, where: str) -> bool:

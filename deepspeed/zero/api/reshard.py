@@ -21,7 +21,7 @@ from deepspeed.zero.layout.stages import policy_for
 from deepspeed.zero.parameters.grouping import release
 from deepspeed.zero.parameters.parallel_groups import alone
 from deepspeed.zero.parameters.parameter import is_managed
-from deepspeed.zero.parameters.record import Member
+from deepspeed.zero.parameters.record import ParamRecord
 from deepspeed.zero.parameters.shard_group import ShardGroup
 from deepspeed.zero.parameters.tiers import Tiers
 
@@ -31,7 +31,7 @@ def is_born(model: nn.Module) -> bool:
     return any(is_managed(param) for param in model.parameters())
 
 
-def refuse_served(model: nn.Module) -> None:
+def check_not_served(model: nn.Module) -> None:
     """Parameters that an engine serves cannot be laid elsewhere.
 
     Raises:
@@ -78,4 +78,4 @@ def lay(param: Parameter, name: str, axis: Axis, tiers: Tiers | None = None) -> 
     """
     with torch.no_grad():
         layout = by_group([param.numel()], axis.size)
-        ShardGroup(alone(axis), policy_for(3), layout, [Member(param, name)], tiers=tiers)
+        ShardGroup(alone(axis), policy_for(3), layout, [ParamRecord(param, name)], tiers=tiers)

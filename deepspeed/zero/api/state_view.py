@@ -15,19 +15,19 @@ from torch import nn
 
 from deepspeed.comm.process_groups.axis import Axis
 from deepspeed.foundation.module_tree import own_state
-from deepspeed.storage.tier import Stored
+from deepspeed.storage.tier import StoredTensor
 from deepspeed.zero.gradients.buckets import Bucket
 from deepspeed.zero.gradients.reducer import Reducer
-from deepspeed.zero.layout.layout import Layout, by_first, by_group, by_owner
+from deepspeed.zero.layout.layout import ShardLayout, by_first, by_group, by_owner
 from deepspeed.zero.layout.placement import Relation, placement_of
-from deepspeed.zero.layout.regions import Box
+from deepspeed.zero.layout.regions import Region
 from deepspeed.zero.optimizer.optimizer import ZeroOptimizer
 from deepspeed.zero.optimizer.optimizer_shard import Fragment, OptimizerShard
 from deepspeed.zero.optimizer.update import publish
 from deepspeed.zero.parameters.buffer_views import version_of
 from deepspeed.zero.parameters.parallel_groups import signature_of
 from deepspeed.zero.parameters.parameter import is_managed
-from deepspeed.zero.parameters.record import Group, Member
+from deepspeed.zero.parameters.record import ParameterGroup, ParamRecord
 from deepspeed.zero.parameters.shard_group import ShardGroup
 
 # The names by which checkpoints state how a layout cuts.
@@ -61,7 +61,7 @@ class Hold:
 
 
 @dataclass(frozen=True)
-class Slot:
+class StateRange:
     """Elements [start, stop) of one field of a parameter or buffer, on this rank.
 
     Args:
@@ -75,7 +75,7 @@ class Slot:
     """
 
     name: str
-    box: Box
+    box: Region
     start: int
     stop: int
     dtype: torch.dtype
@@ -83,19 +83,19 @@ class Slot:
     hold: Hold | None = None
 
 
-def _peek(stored: Stored) -> torch.Tensor:
+def _peek(stored: StoredTensor) -> torch.Tensor:
     """The values of what is in memory, or held around this call: borrowing again lends the same memory."""
     if stored.memory is not None:
         return stored.memory
-    lent = stored.borrow()
-    stored.give_back(changed=False)
+    lent = stored.acquire()
+    stored.release(changed=False)
     return lent
 
 
 class WindowView:
     """The gradients of a window that is not over."""
 
-    members: dict[str, Member]
+    members: dict[str, ParamRecord]
     reducer: Reducer | None
 
     @property
@@ -103,7 +103,7 @@ class WindowView:
         """Whether the window holds gradients; the same on all ranks."""
         return self.reducer is not None and not self.reducer.clean
 
-    def bucket(self, group: Group) -> Bucket:
+    def bucket(self, group: ParameterGroup) -> Bucket:
         """The gradient side of a group."""
         if self.reducer is None:
             raise RuntimeError(f"{group.name} has no gradients here")
@@ -148,7 +148,7 @@ class WindowView:
                 held = {m.name: current.buffer[m.offset : m.offset + m.numel] for m in bucket.group.members}
                 names = {m.name for m in bucket.group.members if m.index in current.arrived}
                 kept = {name: values for name, values in held.items() if name in names}
-                yield bucket.group, current.at_owner, sorted(current.fresh), kept
+                yield bucket.group, current.post_reduce_scale, sorted(current.fresh), kept
 
     def open_round(
         self, group: ShardGroup, dtype: torch.dtype, at_owner: float, names: list[str], fresh: list[int]
@@ -190,18 +190,18 @@ class PlacedView:
     """What this rank's tensors are of the global ones."""
 
     groups: list[ShardGroup]
-    members: dict[str, Member]
+    members: dict[str, ParamRecord]
     buffers: dict[str, torch.Tensor]
     coordinates: dict[str, int]
     _tensors: dict[str, torch.Tensor]
-    _boxes: dict[str, Box]
+    _boxes: dict[str, Region]
 
-    def box(self, name: str) -> Box:
+    def box(self, name: str) -> Region:
         """What this rank has of a parameter or buffer."""
         if name not in self._boxes:
             tensor = self._tensors[name]
             shape = self.members[name].shape if name in self.members else tensor.shape
-            self._boxes[name] = Box.of(placement_of(tensor), shape)
+            self._boxes[name] = Region.of(placement_of(tensor), shape)
         return self._boxes[name]
 
     @property
@@ -220,7 +220,7 @@ class PlacedView:
     def counts(self, name: str) -> bool:
         """Whether this rank's gradient is one of those whose sum is the whole gradient: of equal ones, one is."""
         relations = zip(("tp", "pp"), signature_of(self._tensors[name], name)[0], strict=True)
-        return not any(relation is Relation.EQUAL and self.coordinates.get(axis) for axis, relation in relations)
+        return not any(relation is Relation.REPLICATE and self.coordinates.get(axis) for axis, relation in relations)
 
     def topology(self) -> list[Any]:
         """The groups and cuts of this rank: where they are equal, its own state of another run fits."""
@@ -266,7 +266,7 @@ class StateView(WindowView, PlacedView):
         every = module.named_parameters(remove_duplicate=False)
         self.aliases = {name: first[id(param)] for name, param in every if first[id(param)] != name}
         self._tensors = {name: member.param for name, member in self.members.items()} | self.plain | self.buffers
-        self._boxes: dict[str, Box] = {}
+        self._boxes: dict[str, Region] = {}
 
     def shards(self, group: ShardGroup) -> list[OptimizerShard]:
         """What the optimizer works on in a group."""
@@ -276,31 +276,31 @@ class StateView(WindowView, PlacedView):
         sums = [h.bucket.sum for h in self.shards(group) if h.bucket.sum is not None]
         return any(stored.memory is None for stored in (group.updated, *sums))
 
-    def hold_of(self, group: Group) -> Hold | None:
+    def hold_of(self, group: ParameterGroup) -> Hold | None:
         """What must be entered to see values of a group; None when they are in memory."""
         return self._holds.get(id(group))
 
     # -- what there is ------------------------------------------------------------------------------------------------
 
-    def trained(self, member: Member) -> bool:
+    def trained(self, member: ParamRecord) -> bool:
         """Whether the optimizer updates a parameter."""
         return self.optimizer is not None and member.uid in self.optimizer.fragments
 
-    def value_dtype(self, member: Member) -> torch.dtype:
+    def value_dtype(self, member: ParamRecord) -> torch.dtype:
         """The dtype of a parameter's best values: those of its master, where it has one."""
         return member.group.updated.dtype
 
-    def written_ranges(self, group: ShardGroup) -> list[tuple[Member, int, int]]:
+    def written_ranges(self, group: ShardGroup) -> list[tuple[ParamRecord, int, int]]:
         """What this rank stores of a group, if it stores it: (member, start, stop)."""
         ranges = group.layout.ranges(group.axis.rank)
         return [(group.members[range_.index], range_.start, range_.stop) for range_ in ranges]
 
-    def held_ranges(self, group: Group) -> list[tuple[Member, int, int]]:
+    def held_ranges(self, group: ParameterGroup) -> list[tuple[ParamRecord, int, int]]:
         """What this rank's best values cover of a group: (member, start, stop)."""
         ranges = group.layout.ranges_within(group.low, group.high)
         return [(group.members[range_.index], range_.start, range_.stop) for range_ in ranges]
 
-    def fragments_of(self, member: Member) -> list[Fragment]:
+    def fragments_of(self, member: ParamRecord) -> list[Fragment]:
         """This rank's parts of a parameter in the optimizer."""
         return [] if self.optimizer is None else self.optimizer.fragments.get(member.uid, [])
 
@@ -328,30 +328,30 @@ class StateView(WindowView, PlacedView):
 
     # -- slots --------------------------------------------------------------------------------------------------------
 
-    def value(self, member: Member, start: int, stop: int) -> Slot:
+    def value(self, member: ParamRecord, start: int, stop: int) -> StateRange:
         """Best values of a parameter; [start, stop) lies in what this rank holds of them."""
         group, at = member.group, member.offset - member.group.low
         span = slice(at + start, at + stop)
         return self._slot(member, (start, stop), group.updated.dtype, lambda: _peek(group.updated)[span])
 
     def _slot(
-        self, member: Member, span: tuple[int, int], dtype: torch.dtype, values: Callable[[], torch.Tensor]
-    ) -> Slot:
-        return Slot(member.name, self.box(member.name), *span, dtype, values, self.hold_of(member.group))
+        self, member: ParamRecord, span: tuple[int, int], dtype: torch.dtype, values: Callable[[], torch.Tensor]
+    ) -> StateRange:
+        return StateRange(member.name, self.box(member.name), *span, dtype, values, self.hold_of(member.group))
 
-    def plain_value(self, name: str) -> Slot:
+    def plain_value(self, name: str) -> StateRange:
         """A buffer, or a parameter that is whole and not updated."""
         flat = (self.plain[name] if name in self.plain else self.buffers[name]).detach().reshape(-1)
-        return Slot(name, self.box(name), 0, flat.numel(), flat.dtype, lambda: flat)
+        return StateRange(name, self.box(name), 0, flat.numel(), flat.dtype, lambda: flat)
 
-    def write_back(self, slot: Slot) -> None:
+    def write_back(self, slot: StateRange) -> None:
         """Take over what was written into a `plain_value`, where the tensor is no view of it."""
         tensor = self._tensors[slot.name]
         if not tensor.is_contiguous():  # transposed, or channels last: its flat form is a copy
             with torch.no_grad():
                 tensor.copy_(slot.values().view(tensor.shape))
 
-    def state(self, fragment: Fragment, key: str, start: int, stop: int) -> Slot:
+    def state(self, fragment: Fragment, key: str, start: int, stop: int) -> StateRange:
         """A tensor of the optimizer state that is cut as the parameter is."""
         low, high = start - fragment.range.start, stop - fragment.range.start
 
@@ -360,13 +360,13 @@ class StateView(WindowView, PlacedView):
 
         return self._slot(fragment.member, (start, stop), self.state_of(fragment)[key].dtype, values)
 
-    def whole_state(self, fragment: Fragment, key: str) -> Slot:
+    def whole_state(self, fragment: Fragment, key: str) -> StateRange:
         """A tensor of the optimizer state that has a shape of its own."""
         tensor = self.state_of(fragment)[key]
         values = lambda: self.state_of(fragment)[key].detach().reshape(-1)  # noqa: E731
         return self._slot(fragment.member, (0, tensor.numel()), tensor.dtype, values)
 
-    def gradient(self, member: Member, start: int, stop: int) -> Slot:
+    def gradient(self, member: ParamRecord, start: int, stop: int) -> StateRange:
         """The reduced part of the window's gradient."""
         bucket = self.bucket(member.group)
         at = member.offset - bucket.low
@@ -424,7 +424,7 @@ class StateView(WindowView, PlacedView):
         else:
             self.optimizer.state.pop(fragment.leaf, None)
 
-    def note_state(self, member: Member, exists: bool) -> None:
+    def note_state(self, member: ParamRecord, exists: bool) -> None:
         """Say whether ranks that have a part of a parameter have state of it; nothing to do on one of them."""
         view = None if self.optimizer is None else self.optimizer.state.view(member.param)
         if view is not None and view.leaf is None:
@@ -446,7 +446,7 @@ class StateView(WindowView, PlacedView):
             group.refresh()
 
 
-def layout_rule(layout: Layout) -> str:
+def layout_rule(layout: ShardLayout) -> str:
     """Which rule of `deepspeed.zero.layout.layout` a layout follows: `equal`, `between` or `first`."""
     for name, rule in LAYOUT_RULES.items():
         if rule(layout.numels, layout.ranks) == layout:

@@ -18,42 +18,42 @@ from deepspeed.zero.gradients.accumulation import Purpose
 from deepspeed.zero.gradients.reducer import Reducer
 from deepspeed.zero.layout.global_tensor import join_boxes, take_box
 from deepspeed.zero.layout.placement import placement_of
-from deepspeed.zero.layout.regions import Box
+from deepspeed.zero.layout.regions import Region
 from deepspeed.zero.optimizer.optimizer import ZeroOptimizer
 from deepspeed.zero.optimizer.optimizer_shard import Fragment
 from deepspeed.zero.optimizer.update import publish
 from deepspeed.zero.parameters.parameter import is_managed
-from deepspeed.zero.parameters.record import Member
+from deepspeed.zero.parameters.record import ParamRecord
 from deepspeed.zero.parameters.shard_group import group_of, meet_before_change
 
 
-def _member(param: torch.nn.Parameter) -> Member | None:
+def _member(param: torch.nn.Parameter) -> ParamRecord | None:
     return param._ds_member if is_managed(param) else None  # type: ignore[attr-defined]
 
 
-def _owner(member: Member) -> ZeroOptimizer | None:
+def _owner(member: ParamRecord) -> ZeroOptimizer | None:
     """The optimizer that updates a parameter."""
     owner = member.owner
     return owner if isinstance(owner, ZeroOptimizer) and member.uid in owner.fragments else None
 
 
-def _reducer(member: Member | None) -> Reducer | None:
+def _reducer(member: ParamRecord | None) -> Reducer | None:
     """Where its gradients are."""
     return member.reducer if member is not None and isinstance(member.reducer, Reducer) else None
 
 
-def _fragments(member: Member) -> list[Fragment]:
+def _fragments(member: ParamRecord) -> list[Fragment]:
     owner = _owner(member)
     return [] if owner is None else owner.fragments[member.uid]
 
 
-def _at_hand(member: Member, changed: bool = False) -> AbstractContextManager[None]:
+def _at_hand(member: ParamRecord, changed: bool = False) -> AbstractContextManager[None]:
     """Leaves and optimizer state of the member's group are real tensors inside."""
     owner = _owner(member)
     return nullcontext() if owner is None else owner.shard_of(member).at_hand(changed)
 
 
-def _whole(member: Member, pick: Callable[[Fragment], torch.Tensor | None], label: str) -> torch.Tensor:
+def _whole(member: ParamRecord, pick: Callable[[Fragment], torch.Tensor | None], label: str) -> torch.Tensor:
     """Assemble what `pick` gives for this rank's fragments with everybody else's; NaN where no rank has anything."""
     group = member.group
     here = torch.full((group.high - group.low,), torch.nan, dtype=torch.float32, device=group.device)
@@ -67,12 +67,12 @@ def _whole(member: Member, pick: Callable[[Fragment], torch.Tensor | None], labe
     return group.assemble(member, here, READ, label).view(member.shape)
 
 
-def _box(member: Member) -> Box:
+def _box(member: ParamRecord) -> Region:
     """What this rank has of the global tensor."""
-    return Box.of(placement_of(member.param), member.shape)
+    return Region.of(placement_of(member.param), member.shape)
 
 
-def _global(member: Member, local: torch.Tensor | None, label: str) -> torch.Tensor | None:
+def _global(member: ParamRecord, local: torch.Tensor | None, label: str) -> torch.Tensor | None:
     """The global tensor of this rank's slice and the others'."""
     slices = group_of(member).holders.slices
     if slices is None or not placement_of(member.param).cuts:
@@ -181,7 +181,7 @@ def safe_set_full_optimizer_state(param: torch.nn.Parameter, value: torch.Tensor
             _replace(state, optim_state_key, flat[fragment.range.start : fragment.range.stop], member)
 
 
-def _checked(param: torch.nn.Parameter, value: torch.Tensor) -> tuple[Member, torch.Tensor]:
+def _checked(param: torch.nn.Parameter, value: torch.Tensor) -> tuple[ParamRecord, torch.Tensor]:
     """The member, and what this rank has of the value."""
     member = _member(param)
     if member is None:
@@ -192,12 +192,12 @@ def _checked(param: torch.nn.Parameter, value: torch.Tensor) -> tuple[Member, to
     return member, value if box.whole else take_box(value.detach(), box)
 
 
-def _state_of(member: Member, fragment: Fragment) -> dict[str, Any]:
+def _state_of(member: ParamRecord, fragment: Fragment) -> dict[str, Any]:
     owner = _owner(member)
     return {} if owner is None else owner.state[fragment.leaf]
 
 
-def _replace(state: dict[str, Any], key: str, values: torch.Tensor, member: Member) -> None:
+def _replace(state: dict[str, Any], key: str, values: torch.Tensor, member: ParamRecord) -> None:
     if key not in state:
         raise UsageError(f"'{member.name}' has no optimizer state {key!r} (yet); there is {sorted(state)}")
     state[key].copy_(values.view(state[key].shape))

@@ -73,7 +73,7 @@ class Agreed:
 
 
 @dataclass(frozen=True)
-class _Pass:
+class _BackwardPass:
     """A backward pass that a driver has announced."""
 
     way: Way
@@ -82,7 +82,7 @@ class _Pass:
     task: int | None = None  # the pass of autograd it is bound to; None: until it is closed
 
 
-_BARE = _Pass(Way.MEAN, True, False)  # loss.backward() of the user's own
+_BARE = _BackwardPass(Way.MEAN, True, False)  # loss.backward() of the user's own
 
 
 class AccumulationWindow:
@@ -137,7 +137,7 @@ class AccumulationWindow:
         if self._pass is not _BARE:
             self._travel = self.factor
 
-    def _factor(self, of: _Pass) -> float:
+    def _factor(self, of: _BackwardPass) -> float:
         """The one rule of scaling: what a gradient is multiplied by when it enters the accumulator."""
         scale = self.loss_scale if of.scaled else 1.0
         if self.samples is not None:
@@ -149,7 +149,7 @@ class AccumulationWindow:
     @property
     def travel_factor(self) -> float:
         """The factor of the last announced pass, or what one would have: sums are narrowed for the wire by it."""
-        return self._factor(_Pass(Way.MEAN, True, True)) if self._travel is None else self._travel
+        return self._factor(_BackwardPass(Way.MEAN, True, True)) if self._travel is None else self._travel
 
     @contextlib.contextmanager
     def backward_pass(self, way: Way = Way.MEAN, *, by_window: bool = True) -> Iterator[None]:
@@ -159,7 +159,7 @@ class AccumulationWindow:
             way: how the loss counts.
             by_window: divide by the number of micro-batches.
         """
-        before, self._pass = self._pass, _Pass(way, by_window, True)
+        before, self._pass = self._pass, _BackwardPass(way, by_window, True)
         self.refresh()
         try:
             yield
@@ -172,7 +172,7 @@ class AccumulationWindow:
         made = loss.float() * self.loss_scale
 
         def opened(_grad: torch.Tensor) -> None:
-            self._pass = _Pass(Way.MEAN, True, True, torch._C._current_graph_task_id())
+            self._pass = _BackwardPass(Way.MEAN, True, True, torch._C._current_graph_task_id())
             self.refresh()
             Variable._execution_engine.queue_callback(self._close)
 
@@ -340,7 +340,7 @@ def disagreement(table: Sequence[Sequence[float]]) -> str | None:
     ways = agreed(table).ways
     mixed = _mixes(ways)
     if mixed:
-        told = ", ".join(f"rank {r}: {_said(Way(int(row[1])))}" for r, row in enumerate(table))
+        told = ", ".join(f"rank {r}: {_describe_ways(Way(int(row[1])))}" for r, row in enumerate(table))
         return f"the window mixes {mixed} ({told})"
     if rows[0][0] == Purpose.FLUSH and ways & Way.MEAN and ways & Way.SUM:
         return "flush() of a window that mixes plain backward with scale_wrt_gas=False: its mean is not defined"
@@ -357,8 +357,8 @@ def _mixes(ways: int) -> str:
     """The ways of a window that cannot be one mean; empty when they can."""
     counting = ways & _BY_COUNT
     alone = counting == ways and counting != _BY_COUNT
-    return _said(Way(ways)) if counting and not alone else ""
+    return _describe_ways(Way(ways)) if counting and not alone else ""
 
 
-def _said(ways: Way) -> str:
+def _describe_ways(ways: Way) -> str:
     return " with ".join(words for way, words in _WORDS.items() if ways & way) or "no backward"

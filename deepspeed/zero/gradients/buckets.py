@@ -28,10 +28,10 @@ from deepspeed.comm.collectives.collectives import Handle, sum_in_rank_order
 from deepspeed.foundation.pytree import tensors_in
 from deepspeed.storage.async_copy import mover_of
 from deepspeed.storage.device_tier import RESIDENT, Resident
-from deepspeed.storage.tier import Stored
+from deepspeed.storage.tier import StoredTensor
 from deepspeed.zero.parameters.collective_order import LaunchOrder
 from deepspeed.zero.parameters.parameter import ManagedParameter
-from deepspeed.zero.parameters.record import Member
+from deepspeed.zero.parameters.record import ParamRecord
 from deepspeed.zero.parameters.shard_group import ShardGroup
 
 _ROW = struct.Struct("<qqd")  # launches in low precision and exact, the factor
@@ -63,11 +63,11 @@ class ReduceSettings:
 
 
 @dataclass(slots=True)
-class Round:
+class ReductionRound:
     """Gradients of one group that have not been sent yet."""
 
     buffer: torch.Tensor
-    at_owner: float  # factor still to be applied to the sum
+    post_reduce_scale: float  # factor still to be applied to the sum
     pooled: bool
     expected: int = 0  # gradients that make it complete
     arrived: set[int] = field(default_factory=set)
@@ -111,10 +111,10 @@ class Bucket:
         self.sums_locally = self.whole or here or (sums_locally and not group.policy.reduces_as_gradients_arrive)
         self.local: torch.Tensor | None = None
         self._places: list[torch.Tensor] | None = None  # views of it, one for each parameter
-        self.sum: Stored | None = None  # made when the first parameter of the group is listened to
+        self.sum: StoredTensor | None = None  # made when the first parameter of the group is listened to
         self.filled = False  # whether `sum` holds anything
         self._leaving: Handle | None = None  # the last round, while it leaves the device
-        self.round: Round | None = None
+        self.round: ReductionRound | None = None
         self.order: LaunchOrder | None = None  # where messages carry no tags
         self.launches = [0, 0]  # rounds sent in low precision, in the accumulator's precision
         self.factor = 0.0  # what the sums of the former are multiplied by; below 0: a print of several; 0: none yet
@@ -136,7 +136,7 @@ class Bucket:
             self.sum = tier.store(label, self.high - self.low, self.dtype, group.device)
 
     @property
-    def total(self) -> Stored:
+    def total(self) -> StoredTensor:
         """The accumulator of a group that is listened to."""
         if self.sum is None:
             raise RuntimeError(f"no parameter of {self.group.name} is trained")
@@ -154,12 +154,12 @@ class Bucket:
         """
         if self._leaving is not None:
             self._leaving.wait()
-        total = self.total.borrow(read=self.filled)
+        total = self.total.acquire(read=self.filled)
         if total.device != self.group.device:
             self._leaving = self.leave_device(parts, scale, total)
         else:
             sum_in_rank_order(parts, total, scale, self.filled, self._any_order)
-            self.total.give_back(changed=True)
+            self.total.release(changed=True)
             self._leaving = None
         self.filled = True
         return self._leaving
@@ -176,7 +176,7 @@ class Bucket:
             if staged is not None and pool is not None:
                 total.add_(staged)
                 pool.put(staged)
-            self.total.give_back(changed=True)
+            self.total.release(changed=True)
 
         return Handle(self.group.axis, f"gradients of {self.group.name} to the host", [copied], landed)
 
@@ -189,7 +189,7 @@ class Bucket:
         return self._view(buffer, self.group.members[index])
 
     @staticmethod
-    def _view(buffer: torch.Tensor, member: Member) -> torch.Tensor:
+    def _view(buffer: torch.Tensor, member: ParamRecord) -> torch.Tensor:
         return buffer.as_strided(member.shape, member.strides, buffer.storage_offset() + member.offset)
 
     def own(self, total: torch.Tensor) -> torch.Tensor:

@@ -37,7 +37,7 @@ def global_norm(
     adding = counted(buckets)
     known = reducer.squares.own(reducer.revision) if adding else None
     mine = _squares(adding, exact) if known is None else known
-    table = scalars.current.table(reducer.axes.one_copy, [mine, *along], tag, _LABEL, reducer.device)
+    table = scalars.current.table(reducer.axes.model_replica_group, [mine, *along], tag, _LABEL, reducer.device)
     return _root(sum(row[0] for row in table)), [row[1:] for row in table]
 
 
@@ -54,7 +54,7 @@ def known_norm(reducer: Reducer, agreed: Agreed) -> float | None:
 
 def _has_all(reducer: Reducer) -> bool:
     """Whether the ranks that agree on a window hold a whole copy of the model: there are no other slices or stages."""
-    return set(reducer.axes.one_copy.ranks) <= set(reducer.axes.same_slice.ranks)
+    return set(reducer.axes.model_replica_group.ranks) <= set(reducer.axes.dp_sp_group.ranks)
 
 
 def _root(total: float) -> float:
@@ -100,7 +100,7 @@ def _squares(buckets: list[Bucket], exact: bool) -> float:
         return math.fsum(quick)
     for bucket, coming in itertools.zip_longest(buckets, buckets[1:]):
         if coming is not None:
-            coming.total.ahead()
+            coming.total.prefetch()
         with bucket.total.borrowed() as total:
             found[total.device].append(_square(bucket.own(total), exact))
     return sum(scalars.current.value(_sum(squares)) for squares in found.values())
@@ -113,7 +113,7 @@ def _all_at_rest(buckets: list[Bucket]) -> list[float] | None:
         total = bucket.total
         if total.memory is None:
             return None
-        owned.append(bucket.own(total.borrow()))
+        owned.append(bucket.own(total.acquire()))
     return native_sums_of_squares(owned)
 
 
@@ -143,14 +143,14 @@ def explain_overflow(reducer: Reducer, tags: tuple[int, int]) -> str:
     ordered = sorted(((-m.place, b, m) for b in reducer.buckets for m in b.group.members), key=lambda row: row[0])
     broken = (i for i, (_, b, m) in enumerate(ordered) if b.filled and not _finite(b, m.offset, m.numel))
     mine = float(next(broken, len(ordered)))
-    first = int(min(row[0] for row in scalars.current.table(reducer.axes.same_slice, [mine], tags[0], _LABEL, device)))
+    first = int(min(row[0] for row in scalars.current.table(reducer.axes.dp_sp_group, [mine], tags[0], _LABEL, device)))
     if first == len(ordered):
         of_slice = "" if _has_all(reducer) else " of this model slice"
         return f"the gradient norm overflows although every gradient{of_slice} is finite"
     _, bucket, member = ordered[first]
     sent = float(any(not math.isfinite(float(total)) for total in bucket.sent))
-    marks = scalars.current.table(reducer.axes.same_slice, [sent], tags[1], _LABEL, device)
-    ranks = [reducer.axes.same_slice.ranks[r] for r, (mark,) in enumerate(marks) if mark]
+    marks = scalars.current.table(reducer.axes.dp_sp_group, [sent], tags[1], _LABEL, device)
+    ranks = [reducer.axes.dp_sp_group.ranks[r] for r, (mark,) in enumerate(marks) if mark]
     origin = f"sent by rank {', '.join(map(str, ranks))}" if ranks else "formed in the sum over ranks"
     module = member.name.rpartition(".")[0] or "the root module"
     return f"first non-finite gradient: parameter '{member.name}' of module '{module}', {origin}"

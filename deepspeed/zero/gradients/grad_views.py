@@ -13,7 +13,7 @@ from collections import OrderedDict
 import torch
 
 from deepspeed.zero.parameters.buffer_views import same_bits
-from deepspeed.zero.parameters.record import Member, tensors_over
+from deepspeed.zero.parameters.record import ParamRecord, tensors_over
 
 # References to a tensor that only this module knows: of its entry, and of the call that counts them.
 _OURS = 2
@@ -29,7 +29,7 @@ class _Gradient:
         own: it is this rank's part, before any reduction.
     """
 
-    def __init__(self, member: Member, tensor: torch.Tensor, source: torch.Tensor | None, own: bool) -> None:
+    def __init__(self, member: ParamRecord, tensor: torch.Tensor, source: torch.Tensor | None, own: bool) -> None:
         self.member, self.tensor, self.source, self.own = member, tensor, source, own
         self.quiet = tensors_over(tensor)  # while nobody has it yet
         self.taken_over()
@@ -55,7 +55,7 @@ class _Gradient:
         return sys.getrefcount(self.tensor) > _OURS or tensors_over(self.tensor) > self.quiet
 
 
-class HandedOut:
+class GradViewTracker:
     """The gradients of a window that users have been given as copies.
 
     Attributes:
@@ -72,7 +72,7 @@ class HandedOut:
         self.edits = 0
 
     def add(
-        self, member: Member, tensor: torch.Tensor, source: torch.Tensor | None = None, own: bool = False
+        self, member: ParamRecord, tensor: torch.Tensor, source: torch.Tensor | None = None, own: bool = False
     ) -> torch.Tensor:
         """`tensor` is given away. What nobody holds any more is let go: reads one by one cost no memory.
 
@@ -101,7 +101,7 @@ class HandedOut:
         if not of:
             del self._of[id(given.member)]
 
-    def take_edited(self, of: Member | None = None) -> list[tuple[Member, torch.Tensor, bool]]:
+    def take_edited(self, of: ParamRecord | None = None) -> list[tuple[ParamRecord, torch.Tensor, bool]]:
         """What has been changed since it was given away, or since the last call: member, values, whether its own part.
 
         Args:
@@ -138,7 +138,7 @@ class HandedOut:
                 names.append(name)
         return names
 
-    def forget(self, member: Member) -> None:
+    def forget(self, member: ParamRecord) -> None:
         """The gradient of `member` is replaced: what was given away is nobody's gradient any more."""
         for given in self._of.pop(id(member), ()):
             del self._out[id(given)]

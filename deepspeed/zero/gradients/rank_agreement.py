@@ -17,10 +17,10 @@ from deepspeed.comm.collectives import scalars
 from deepspeed.comm.collectives.collectives import SMALL
 from deepspeed.comm.process_groups.axis import Axis, tag_of
 from deepspeed.zero.gradients.accumulation import AccumulationWindow, Purpose, disagreement
-from deepspeed.zero.gradients.buckets import Bucket, BucketRow, Round
+from deepspeed.zero.gradients.buckets import Bucket, BucketRow, ReductionRound
 from deepspeed.zero.parameters.collective_order import LaunchOrder
-from deepspeed.zero.parameters.parallel_groups import Axes
-from deepspeed.zero.parameters.record import Member
+from deepspeed.zero.parameters.parallel_groups import ParallelGroups
+from deepspeed.zero.parameters.record import ParamRecord
 from deepspeed.zero.parameters.shard_group import group_of
 
 
@@ -30,7 +30,7 @@ def _by_order(axis: Axis) -> bool:
 
 
 @dataclass(eq=False)
-class Meeting:
+class RankComparison:
     """Ranks that agree on the groups whose parameters they all have."""
 
     axis: Axis
@@ -42,7 +42,7 @@ class Meeting:
     as_of: int = -1  # the reducer's revision then
     _known: tuple[int, list[bytes]] | None = None
 
-    def put_in_order(self, depart: Callable[[Bucket, Round, int], None]) -> None:
+    def put_in_order(self, depart: Callable[[Bucket, ReductionRound, int], None]) -> None:
         """Launch rounds in one order where messages carry no tags."""
         untagged = [bucket for bucket in self.buckets if any(map(_by_order, bucket.group.holders.summing))]
         # Backward goes through the model from its end, and a group is complete with the first of its parameters.
@@ -86,7 +86,7 @@ class Rows(NamedTuple):
             at += size
 
 
-class Agreement:
+class GradAgreement:
     """The meetings of an engine's ranks.
 
     Args:
@@ -96,25 +96,33 @@ class Agreement:
         device: where messages start on axes whose backend is not on the CPU.
     """
 
-    def __init__(self, axes: Axes, buckets: Sequence[Bucket], window: AccumulationWindow, device: torch.device) -> None:
+    def __init__(
+        self, axes: ParallelGroups, buckets: Sequence[Bucket], window: AccumulationWindow, device: torch.device
+    ) -> None:
         self._window, self._device = window, device
         self._gather_order = next((b.group.gather_order for b in buckets if b.group.gather_order is not None), None)
         # Ranks agree on a group with all that have its parameters, and all meet on their axes in one order.
-        where = {axes.same_slice, *(bucket.group.holders.everyone for bucket in buckets)}
-        self._meetings = [Meeting(axis, axis.channel()) for axis in sorted(where, key=lambda axis: axis.ranks)]
+        where = {axes.dp_sp_group, *(bucket.group.holders.everyone for bucket in buckets)}
+        self._meetings = [RankComparison(axis, axis.channel()) for axis in sorted(where, key=lambda axis: axis.ranks)]
         for bucket in buckets:
             next(m for m in self._meetings if m.axis is bucket.group.holders.everyone).buckets.append(bucket)
-        apart = axes.everyone is not axes.same_slice
-        self._everyone = Meeting(axes.everyone, axes.everyone.channel()) if apart else None
+        apart = axes.everyone is not axes.dp_sp_group
+        self._everyone = RankComparison(axes.everyone, axes.everyone.channel()) if apart else None
 
-    def meetings(self, of: Member | None = None) -> list[Meeting]:
+    def meetings(self, of: ParamRecord | None = None) -> list[RankComparison]:
         """All meetings, or the one of ranks that have a parameter: those of other slices do not look at it."""
         if of is None:
             return self._meetings
         return [meeting for meeting in self._meetings if meeting.axis is group_of(of).holders.everyone]
 
     def exchange(
-        self, meeting: Meeting, purpose: Purpose, of: Member | None, edits: int, revision: int, known: bool = False
+        self,
+        meeting: RankComparison,
+        purpose: Purpose,
+        of: ParamRecord | None,
+        edits: int,
+        revision: int,
+        known: bool = False,
     ) -> Rows:
         """Everybody's row. What stands of buckets is packed anew only when gradients have changed since.
 

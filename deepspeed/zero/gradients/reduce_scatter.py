@@ -14,7 +14,7 @@ from deepspeed.comm.process_groups.axis import Axis, tag_of
 from deepspeed.comm.shared_memory import doorbell
 from deepspeed.foundation.log import warn_once
 from deepspeed.storage.device_tier import RESIDENT
-from deepspeed.zero.gradients.buckets import Bucket, ReduceSettings, Round
+from deepspeed.zero.gradients.buckets import Bucket, ReduceSettings, ReductionRound
 
 # How long a rank waits for a buffer to come back before it takes a fresh one: ranks whose branches differ may
 # complete a round only in `finish`, so waiting for ever would be a deadlock.
@@ -23,7 +23,7 @@ _PATIENCE_S = 2.0
 _GLANCE = 8
 
 
-class Wire:
+class GradReduceScatter:
     """Sends rounds and accumulates what arrives.
 
     Args:
@@ -35,7 +35,9 @@ class Wire:
     def __init__(self, settings: ReduceSettings, largest: int, device: torch.device) -> None:
         self.settings = settings
         self._largest, self._device = largest, device
-        self._in_flight: OrderedDict[int, tuple[Handle, Bucket, Round]] = OrderedDict()  # by identity of the handle
+        self._in_flight: OrderedDict[int, tuple[Handle, Bucket, ReductionRound]] = (
+            OrderedDict()
+        )  # by identity of the handle
         self._rounds: Counter[int] = Counter()  # of each bucket in flight, by its identity
         self._elements = 0  # in flight
         self._pool: dict[tuple[Axis, torch.dtype], list[torch.Tensor]] = defaultdict(list)
@@ -78,19 +80,19 @@ class Wire:
             if id(first[0]) in self._in_flight:  # else `progress` has settled it meanwhile
                 self._settle(*self._land(first))
 
-    def _fly(self, entry: tuple[Handle, Bucket, Round]) -> None:
+    def _fly(self, entry: tuple[Handle, Bucket, ReductionRound]) -> None:
         self._in_flight[id(entry[0])] = entry
         self._rounds[id(entry[1])] += 1
         self._elements += entry[2].buffer.numel()
 
-    def _land(self, entry: tuple[Handle, Bucket, Round]) -> tuple[Handle, Bucket, Round]:
+    def _land(self, entry: tuple[Handle, Bucket, ReductionRound]) -> tuple[Handle, Bucket, ReductionRound]:
         """Take `entry` out of what is in flight."""
         del self._in_flight[id(entry[0])]
         self._rounds[id(entry[1])] -= 1
         self._elements -= entry[2].buffer.numel()
         return entry
 
-    def release(self, bucket: Bucket, round_: Round) -> None:
+    def release(self, bucket: Bucket, round_: ReductionRound) -> None:
         """Take back the transit buffer of a round."""
         if round_.pooled:
             base = round_.buffer._base
@@ -111,7 +113,7 @@ class Wire:
                 whole = part if part._base is None else part._base  # parts may be rows of one buffer
                 self._received[whole.dtype, whole.numel()].append(whole)
 
-    def launch(self, bucket: Bucket, current: Round) -> None:
+    def launch(self, bucket: Bucket, current: ReductionRound) -> None:
         """Send a round; parameters without a gradient in it count as zero."""
         if self._in_flight and not current.pooled and bucket.order is None:
             self._make_room(current.buffer.numel())  # sent from its place, it has buffers to receive into all the same
@@ -135,7 +137,7 @@ class Wire:
             usual = (self.settings.wire or bucket.group.dtype) == current.buffer.dtype
             bucket.order.add((bucket, current, seq), usual)
 
-    def depart(self, bucket: Bucket, current: Round, seq: int) -> None:
+    def depart(self, bucket: Bucket, current: ReductionRound, seq: int) -> None:
         """Send a round, whose turn it is."""
         if bucket.order is not None:
             self._make_room(current.buffer.numel())
@@ -149,18 +151,18 @@ class Wire:
             doorbell.groups.drain()
             self.progress(_GLANCE)
 
-    def _keep(self, bucket: Bucket, current: Round) -> None:
+    def _keep(self, bucket: Bucket, current: ReductionRound) -> None:
         """A rank alone sends nothing: what it has collected is the sum."""
         if not current.pooled and bucket.group.tiers.optimizer is RESIDENT:
             bucket.filled = True  # it was collected where it rests
             return
-        leaving = bucket.add([current.buffer], current.at_owner)
+        leaving = bucket.add([current.buffer], current.post_reduce_scale)
         if leaving is None:
             self.release(bucket, current)
         else:
             self._fly((leaving, bucket, current))
 
-    def _send(self, bucket: Bucket, current: Round, seq: int) -> Handle:
+    def _send(self, bucket: Bucket, current: ReductionRound, seq: int) -> Handle:
         group, buffer, axis = bucket.group, current.buffer, bucket.group.axis.reductions
         label = f"reduce of {group.name}"
         tag = tag_of(group.channel, EXCHANGE, seq)
@@ -174,14 +176,17 @@ class Wire:
 
         copies = group.holders.copies
         if copies is not None and not (bucket.whole or copies.tagged or copies.group is None):
-            copies, scale = copies.reductions, current.at_owner  # both sums at once: who is late keeps their order too
+            copies, scale = (
+                copies.reductions,
+                current.post_reduce_scale,
+            )  # both sums at once: who is late keeps their order too
             return hierarchical.reduce_to_copies(
                 axis, copies, buffer, cuts, label, scale, lambda parts: bucket.add(parts, 1.0), ordered
             )
         if not bucket.whole:
             return hierarchical.reduce_to_owners(axis, buffer, cuts, tag, label, add, scratch, ordered)
         # In place where the buffer is the accumulator: while peers read a posted buffer, nobody else may write to it.
-        exact = current.at_owner == 1.0 and (buffer.dtype == torch.float32 or not current.pooled)
+        exact = current.post_reduce_scale == 1.0 and (buffer.dtype == torch.float32 or not current.pooled)
         if exact and collectives.can_all_reduce(axis, buffer.dtype):
             tags = (tag, tag_of(group.channel, SPREAD, seq))
             return collectives.all_reduce_sum(axis, buffer, cuts, tags, label, lambda: self._take(bucket, buffer))
@@ -189,14 +194,16 @@ class Wire:
             return collectives.swap(axis, buffer, tag, label, add, scratch)
         return hierarchical.reduce_to_owners(axis, buffer, cuts, tag, label, share, scratch, ordered)
 
-    def _add(self, bucket: Bucket, parts: list[torch.Tensor], current: Round, seq: int) -> Handle | None:
+    def _add(self, bucket: Bucket, parts: list[torch.Tensor], current: ReductionRound, seq: int) -> Handle | None:
         """The owner has all contributions: sum them into the accumulator."""
         if bucket.group.holders.copies is not None:
             total = torch.empty(bucket.total.numel, dtype=torch.float32, device=bucket.group.device)
-            sum_in_rank_order(parts, total, current.at_owner, add=False, any_order=not self.settings.in_rank_order)
+            sum_in_rank_order(
+                parts, total, current.post_reduce_scale, add=False, any_order=not self.settings.in_rank_order
+            )
             self._finished(parts)
             return self._across_copies(bucket, bucket.group.holders.copies.reductions, total, seq)
-        leaving = bucket.add(parts, current.at_owner)
+        leaving = bucket.add(parts, current.post_reduce_scale)
         self._finished(parts)
         return leaving
 
@@ -213,13 +220,13 @@ class Wire:
         cuts = [r * n for r in range(axis.size + 1)]
         return collectives.share(axis, table, cuts, tag_of(channel, SPREAD, seq), label).followed_by(then)
 
-    def _share(self, bucket: Bucket, parts: list[torch.Tensor], current: Round, seq: int) -> Handle:
+    def _share(self, bucket: Bucket, parts: list[torch.Tensor], current: ReductionRound, seq: int) -> Handle:
         """Stage 0 on more than two ranks: the owner's sum goes to everybody."""
         group = bucket.group
         total = torch.empty(group.numel, dtype=bucket.dtype, device=group.device)
         low, high = group.layout.cuts[group.axis.rank], group.layout.cuts[group.axis.rank + 1]
         sum_in_rank_order(
-            parts, total[low:high], current.at_owner, add=False, any_order=not self.settings.in_rank_order
+            parts, total[low:high], current.post_reduce_scale, add=False, any_order=not self.settings.in_rank_order
         )
         self._finished(parts)
         current.shared = True
@@ -229,7 +236,7 @@ class Wire:
 
     def _take(self, bucket: Bucket, total: torch.Tensor) -> None:
         """Everybody has the whole sum of a round."""
-        if total.data_ptr() == bucket.total.borrow().data_ptr():  # nothing moves where everything is whole
+        if total.data_ptr() == bucket.total.acquire().data_ptr():  # nothing moves where everything is whole
             bucket.filled = True
         else:
             bucket.add([total], 1.0)
@@ -249,7 +256,7 @@ class Wire:
             if handle.ready(0.0) and id(handle) in self._in_flight:
                 self._settle(*self._land(entry))
 
-    def _settle(self, handle: Handle, bucket: Bucket, current: Round) -> None:
+    def _settle(self, handle: Handle, bucket: Bucket, current: ReductionRound) -> None:
         self._settling.append(bucket)
         following = handle.advance()
         self._settling.remove(bucket)
@@ -281,7 +288,7 @@ class Wire:
             for entry in unformed:  # by one phase each: over hosts a sum is formed in two
                 self._settle(*self._land(entry))
 
-    def _is_unformed(self, bucket: Bucket, current: Round) -> bool:
+    def _is_unformed(self, bucket: Bucket, current: ReductionRound) -> bool:
         alone = self._rounds[id(bucket)] == 1
         return bucket.whole and bucket.group.between_devices and not current.shared and alone
 

@@ -17,29 +17,29 @@ from deepspeed.errors import UsageError
 from deepspeed.foundation.fake_mode import simulating
 from deepspeed.foundation.log import warn_once
 from deepspeed.zero.gradients.accumulation import AccumulationWindow, Agreed, Purpose, agreed, disagreement
-from deepspeed.zero.gradients.buckets import Bucket, BucketRow, ReduceSettings, Round, add_rows, can_add
-from deepspeed.zero.gradients.grad_views import HandedOut
-from deepspeed.zero.gradients.rank_agreement import Agreement, Meeting, Rows, uneven
-from deepspeed.zero.gradients.reduce_scatter import Wire
-from deepspeed.zero.gradients.sum_of_squares import Squares
-from deepspeed.zero.parameters.parallel_groups import Axes
+from deepspeed.zero.gradients.buckets import Bucket, BucketRow, ReduceSettings, ReductionRound, add_rows, can_add
+from deepspeed.zero.gradients.grad_views import GradViewTracker
+from deepspeed.zero.gradients.rank_agreement import GradAgreement, RankComparison, Rows, uneven
+from deepspeed.zero.gradients.reduce_scatter import GradReduceScatter
+from deepspeed.zero.gradients.sum_of_squares import SumOfSquaresCache
+from deepspeed.zero.parameters.parallel_groups import ParallelGroups
 from deepspeed.zero.parameters.parameter import clear_raw_grad, raw_grad
-from deepspeed.zero.parameters.record import Group, Member
+from deepspeed.zero.parameters.record import ParameterGroup, ParamRecord
 from deepspeed.zero.parameters.replaced_parameters import Replaced
 from deepspeed.zero.parameters.shard_group import ShardGroup
 
 
-class Entry(NamedTuple):
+class GradScale(NamedTuple):
     """How the gradients of a bucket enter a round."""
 
     dtype: torch.dtype  # of the round
     exact: bool  # that is the accumulator's
-    at_entry: float  # factor on the gradient
-    at_owner: float  # factor on the sum
+    pre_reduce_scale: float  # factor on the gradient
+    post_reduce_scale: float  # factor on the sum
     sends_now: bool  # the round is sent when it is complete
 
 
-class Entries:
+class GradScales:
     """The entries of an engine's buckets, each formed once for all gradients that meet the same window.
 
     Args:
@@ -49,10 +49,10 @@ class Entries:
 
     def __init__(self, settings: ReduceSettings, window: AccumulationWindow) -> None:
         self._settings, self._window = settings, window
-        self._made: dict[tuple[torch.dtype, bool], Entry] = {}  # by kind of bucket, of one revision of the window
+        self._made: dict[tuple[torch.dtype, bool], GradScale] = {}  # by kind of bucket, of one revision of the window
         self._revision = window.revision
 
-    def of(self, bucket: Bucket) -> Entry:
+    def of(self, bucket: Bucket) -> GradScale:
         """How a gradient that arrives now enters this bucket."""
         if self._revision != self._window.revision:
             self._revision = self._window.revision
@@ -62,7 +62,7 @@ class Entries:
             entry = self._made[bucket.kind] = self._form(bucket)
         return entry
 
-    def _form(self, bucket: Bucket) -> Entry:
+    def _form(self, bucket: Bucket) -> GradScale:
         settings, window = self._settings, self._window
         if self.summed_first(bucket) or window.weight is not None:
             dtype = settings.accumulator
@@ -74,7 +74,7 @@ class Entries:
         else:
             at_entry, at_owner = self.before_wire, window.factor / self.before_wire
         sends_now = window.reduce_now or bucket.group.policy.reduces_as_gradients_arrive
-        return Entry(dtype, exact, at_entry, at_owner, sends_now)
+        return GradScale(dtype, exact, at_entry, at_owner, sends_now)
 
     def summed_first(self, bucket: Bucket) -> bool:
         """Whether several micro-batches are summed before they travel."""
@@ -99,7 +99,7 @@ class Reducer:
 
     def __init__(
         self,
-        axes: Axes,
+        axes: ParallelGroups,
         groups: list[ShardGroup],
         settings: ReduceSettings,
         window: AccumulationWindow,
@@ -113,21 +113,21 @@ class Reducer:
         self.clean = True
         self.revision = 0  # changes whenever what ranks compare may have changed
         self._launched = -1  # at this revision no round was open
-        self.squares = Squares()
+        self.squares = SumOfSquaresCache()
         self.timing: Callable[[], AbstractContextManager[object]] = nullcontext  # around the wait for what is under way
         self._on_complete = on_complete
         largest = max((g.numel for g in groups), default=0)
         self.device = groups[0].device if groups else torch.device("cpu")
         separate_reductions((axis for group in groups for axis in group.holders.summing), axes.everyone)
-        self.wire = Wire(settings, largest, self.device)
-        self._agreement = Agreement(axes, self.buckets, window, self.device)
+        self.wire = GradReduceScatter(settings, largest, self.device)
+        self._agreement = GradAgreement(axes, self.buckets, window, self.device)
         for meeting in self._agreement.meetings():
             meeting.put_in_order(self.wire.depart)
         self._touched_anywhere: dict[int, bytearray] = {}
-        self._handed_out = HandedOut()
+        self._handed_out = GradViewTracker()
         self._hooks: dict[int, Any] = {}
         self.muted = False  # gradients that arrive are dropped: backward is run again to look at it
-        self._entries = Entries(settings, window)
+        self._entries = GradScales(settings, window)
         self.replaced = Replaced(self.listen, self.arrived)
         for group in groups:
             for member in group.members:
@@ -136,7 +136,7 @@ class Reducer:
 
     # -- arrival --------------------------------------------------------------------------------------------------
 
-    def listen(self, member: Member, anew: bool = False) -> None:
+    def listen(self, member: ParamRecord, anew: bool = False) -> None:
         """Take the gradients of `member` from now on (again, when it was unfrozen).
 
         Args:
@@ -150,9 +150,9 @@ class Reducer:
         if member.param.requires_grad and member.uid not in self._hooks:
             self._of[id(member.group)].prepare()
             self.revision += 1
-            self._hooks[member.uid] = member.param.register_post_accumulate_grad_hook(_Arrival(member))
+            self._hooks[member.uid] = member.param.register_post_accumulate_grad_hook(_GradHook(member))
 
-    def arrived(self, member: Member) -> None:
+    def arrived(self, member: ParamRecord) -> None:
         """Autograd has finished the gradient of `member` for this pass."""
         gradient = raw_grad(member.param)
         if gradient is None:
@@ -185,41 +185,41 @@ class Reducer:
                     self._on_complete(bucket.group)
                 self._launch(bucket)
 
-    def _enter(self, bucket: Bucket, member: Member, gradient: torch.Tensor, how: Entry) -> Round:
+    def _enter(self, bucket: Bucket, member: ParamRecord, gradient: torch.Tensor, how: GradScale) -> ReductionRound:
         """Copy or add one gradient into the open round."""
         current, index = bucket.round, member.index
         if current is not None:
             again = not how.exact and index in current.arrived  # a sum in low precision would round
-            if again or current.buffer.dtype != how.dtype or current.at_owner != how.at_owner:
+            if again or current.buffer.dtype != how.dtype or current.post_reduce_scale != how.post_reduce_scale:
                 self._launch(bucket)
                 current = None
         if current is None:
-            current = bucket.round = self._open(bucket, how.dtype, how.at_owner)
+            current = bucket.round = self._open(bucket, how.dtype, how.post_reduce_scale)
         if member.padded:
             gradient = member.without_padding(gradient)
         place = bucket.place(current.buffer, index)
         if gradient.is_sparse:
-            add_rows(place, gradient, how.at_entry, index in current.arrived)
+            add_rows(place, gradient, how.pre_reduce_scale, index in current.arrived)
             current.arrived.add(index)
             return current
         if index in current.arrived:
-            place.add_(gradient.to(how.dtype), alpha=how.at_entry)
+            place.add_(gradient.to(how.dtype), alpha=how.pre_reduce_scale)
             return current
         current.arrived.add(index)
-        if how.at_entry == 1.0 or gradient.dtype != how.dtype:
+        if how.pre_reduce_scale == 1.0 or gradient.dtype != how.dtype:
             place.copy_(gradient)
-            if how.at_entry != 1.0:
-                place.mul_(how.at_entry)
+            if how.pre_reduce_scale != 1.0:
+                place.mul_(how.pre_reduce_scale)
         else:
-            torch.mul(gradient, how.at_entry, out=place)
+            torch.mul(gradient, how.pre_reduce_scale, out=place)
         return current
 
-    def _open(self, bucket: Bucket, dtype: torch.dtype, at_owner: float) -> Round:
+    def _open(self, bucket: Bucket, dtype: torch.dtype, at_owner: float) -> ReductionRound:
         expected = [member.param.requires_grad for member in bucket.group.members].count(True)
         local = bucket.local
         if local is not None and local.dtype == dtype and not bucket.filled and not self.wire.busy(bucket):
-            return Round(local, at_owner, False, expected)
-        return Round(self.wire.acquire(bucket, dtype), at_owner, True, expected)
+            return ReductionRound(local, at_owner, False, expected)
+        return ReductionRound(self.wire.acquire(bucket, dtype), at_owner, True, expected)
 
     def _launch(self, bucket: Bucket) -> None:
         """Send the open round of a bucket."""
@@ -227,10 +227,10 @@ class Reducer:
         if current is not None:
             current = self._narrowed(bucket, current)
             if current.buffer.dtype != self.settings.accumulator:
-                bucket.note_factor(current.at_owner)
+                bucket.note_factor(current.post_reduce_scale)
             self.wire.launch(bucket, current)
 
-    def _narrowed(self, bucket: Bucket, current: Round) -> Round:
+    def _narrowed(self, bucket: Bucket, current: ReductionRound) -> ReductionRound:
         """A round in the dtype that was asked for the wire, also when it was summed in another before."""
         dtype = self.settings.wire
         if dtype is None or current.buffer.dtype == dtype:
@@ -239,11 +239,11 @@ class Reducer:
         at_owner = self.window.travel_factor / self._entries.before_wire
         torch.mul(current.buffer, 1.0 / at_owner, out=narrow)
         self.wire.release(bucket, current)
-        return Round(narrow, at_owner, True, arrived=current.arrived)
+        return ReductionRound(narrow, at_owner, True, arrived=current.arrived)
 
     # -- the end of a window --------------------------------------------------------------------------------------
 
-    def finish(self, purpose: Purpose = Purpose.READ, of: Member | None = None) -> Agreed:
+    def finish(self, purpose: Purpose = Purpose.READ, of: ParamRecord | None = None) -> Agreed:
         """Send what is left, bring all ranks to the same number of rounds, wait. All ranks call together.
 
         Args:
@@ -271,14 +271,16 @@ class Reducer:
                 trouble = trouble or uneven(meeting.buckets, rows)
                 self._catch_up(meeting, rows)
                 meeting.learn(rows, self.revision)
-            if found is None or meeting.axis is self.axes.same_slice:
+            if found is None or meeting.axis is self.axes.dp_sp_group:
                 found = agreed(rows.heads)
         if of is None:
             trouble = self._agreement.share(trouble, purpose)
         if trouble is not None:
-            self._refuse(f"ranks disagree about the window of gradients: {trouble}. All ranks must make the same calls")
+            self._reject_window(
+                f"ranks disagree about the window of gradients: {trouble}. All ranks must make the same calls"
+            )
         if late:
-            self._refuse(
+            self._reject_window(
                 f"the gradient of {', '.join(late[:8])} was read, and changed after more gradients had been added to "
                 f"it: read .grad again and change that"
             )
@@ -288,7 +290,7 @@ class Reducer:
             raise RuntimeError("a bucket without a meeting")
         return found
 
-    def _refuse(self, trouble: str) -> None:
+    def _reject_window(self, trouble: str) -> None:
         """All ranks drop the window and raise the same error."""
         self.wire.settle()
         self.clear()
@@ -310,7 +312,7 @@ class Reducer:
                 self._send_zeros(bucket, int(bucket.sums_locally), bucket.factor)
         self._launched = self.revision
 
-    def _catch_up(self, meeting: Meeting, rows: Rows) -> None:
+    def _catch_up(self, meeting: RankComparison, rows: Rows) -> None:
         """Send zeros for rounds that others have launched and this rank has not, and whatever waits for its turn."""
         if rows.equal:
             self._touched_anywhere |= {id(bucket): bytearray(bucket.touched) for bucket in meeting.buckets}
@@ -335,19 +337,19 @@ class Reducer:
         low = self.settings.wire or bucket.group.dtype
         dtype = self.settings.accumulator if exact else low
         at_owner = 1.0 if exact else abs(factor) or 1.0
-        bucket.round = Round(self.wire.acquire(bucket, dtype), at_owner, pooled=True)
+        bucket.round = ReductionRound(self.wire.acquire(bucket, dtype), at_owner, pooled=True)
         self._launch(bucket)
 
     def marks(self, bucket: Bucket) -> bytearray | None:
         """Which parameters of a group any rank had a gradient for in the window; valid after `finish`."""
         return self._touched_anywhere.get(id(bucket))
 
-    def touched(self, bucket: Bucket, member: Member) -> bool:
+    def touched(self, bucket: Bucket, member: ParamRecord) -> bool:
         """Whether any rank had a gradient for `member` in the window; valid after `finish`."""
         marks = self.marks(bucket)
         return bool(marks and marks[member.index])
 
-    def _adopt_edits(self, of: Member | None = None) -> None:
+    def _adopt_edits(self, of: ParamRecord | None = None) -> None:
         """Take over in-place changes of gradients that were handed out; nothing has been added to them since."""
         for member, tensor, own in self._handed_out.take_edited(of):
             current = self.bucket_of(member.group).round
@@ -387,11 +389,11 @@ class Reducer:
 
     # -- what users see -------------------------------------------------------------------------------------------
 
-    def bucket_of(self, group: Group) -> Bucket:
+    def bucket_of(self, group: ParameterGroup) -> Bucket:
         """The gradient side of a group."""
         return self._of[id(group)]
 
-    def grad_of(self, member: Member) -> torch.Tensor | None:
+    def grad_of(self, member: ParamRecord) -> torch.Tensor | None:
         """The mean gradient of the window so far, in the parameter's shape; see `ManagedParameter.grad`."""
         if self.clean:
             return None
@@ -406,18 +408,18 @@ class Reducer:
         if not self.touched(bucket, member):
             return None
         if bucket.whole:
-            whole = bucket.total.borrow()  # where everything is whole, nothing rests elsewhere
+            whole = bucket.total.acquire()  # where everything is whole, nothing rests elsewhere
             values = whole[low:high].view(member.shape)
             return self._handed_out.add(member, values.clone(), values)
         with bucket.total.borrowed() as total:
             dense = member.group.assemble(member, total, READ, f"gradient of {member.name}")
         return self._handed_out.add(member, dense.view(member.shape))
 
-    def forget_reads(self, member: Member) -> None:
+    def forget_reads(self, member: ParamRecord) -> None:
         """The sum of a member is about to be replaced: what was read of it is nobody's gradient any more."""
         self._handed_out.forget(member)
 
-    def set_grad(self, member: Member, value: torch.Tensor | None) -> None:
+    def set_grad(self, member: ParamRecord, value: torch.Tensor | None) -> None:
         """Replace the window's gradient of `member` by `value` (None: as if it had none). All ranks call together."""
         bucket = self.bucket_of(member.group)
         if bucket.sum is None:
@@ -435,7 +437,7 @@ class Reducer:
         if value is not None or bucket.filled:
             self._write(member, value)
 
-    def _write(self, member: Member, value: torch.Tensor | None) -> None:
+    def _write(self, member: ParamRecord, value: torch.Tensor | None) -> None:
         bucket = self.bucket_of(member.group)
         flat = None if value is None else value.detach().reshape(-1)
         with bucket.total.borrowed(changed=True, read=bucket.filled) as total:
@@ -452,10 +454,10 @@ class Reducer:
         bucket.filled = True
 
 
-class _Arrival:
+class _GradHook:
     """The hook of a parameter. torch holds it where no collection looks: it must not hold what holds the parameter."""
 
-    def __init__(self, member: Member) -> None:
+    def __init__(self, member: ParamRecord) -> None:
         self._member = weakref.ref(member)
 
     def __call__(self, _param: torch.Tensor) -> None:

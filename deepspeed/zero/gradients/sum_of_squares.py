@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from deepspeed.zero.gradients.buckets import Bucket
 
 
-class Squares:
+class SumOfSquaresCache:
     """What one rank has read, and what all have told each other of it."""
 
     def __init__(self) -> None:

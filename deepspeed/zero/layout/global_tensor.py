@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 from deepspeed.comm.collectives.autograd import gathered
-from deepspeed.comm.collectives.torch_api import told_by_all
+from deepspeed.comm.collectives.torch_api import all_gather_objects
 from deepspeed.comm.process_groups.axis import Axis
-from deepspeed.zero.layout.regions import Box, BoxRange, copies
+from deepspeed.zero.layout.regions import Region, RegionRange, copies
 
 
-def join_boxes(local: torch.Tensor | None, box: Box, axis: Axis, label: str) -> torch.Tensor | None:
+def join_boxes(local: torch.Tensor | None, box: Region, axis: Axis, label: str) -> torch.Tensor | None:
     """The global tensor. All ranks of the axis call together.
 
     Args:
@@ -22,7 +22,7 @@ def join_boxes(local: torch.Tensor | None, box: Box, axis: Axis, label: str) -> 
     Returns:
         A new tensor on every rank; None where no rank has anything.
     """
-    everyone = told_by_all(axis, (box, None if local is None else (local.dtype, local.device.type)))
+    everyone = all_gather_objects(axis, (box, None if local is None else (local.dtype, local.device.type)))
     known = next((kind for _, kind in everyone if kind is not None), None)
     if known is None:
         return None
@@ -32,17 +32,17 @@ def join_boxes(local: torch.Tensor | None, box: Box, axis: Axis, label: str) -> 
     parts = gathered(local.reshape(-1), axis, 0, sizes, label).split(sizes)
     whole = local.new_zeros(box.shape)
     for (one, _), part in zip(everyone, parts, strict=True):
-        _copy(part, one, whole, Box(box.shape))
+        _copy(part, one, whole, Region(box.shape))
     return whole
 
 
-def take_box(whole: torch.Tensor, box: Box) -> torch.Tensor:
+def take_box(whole: torch.Tensor, box: Region) -> torch.Tensor:
     """This rank's tensor of a global one; padding is zero."""
     local = whole.new_zeros(box.local_shape)
-    _copy(whole.contiguous(), Box(box.shape), local, box)
+    _copy(whole.contiguous(), Region(box.shape), local, box)
     return local
 
 
-def _copy(source: torch.Tensor, of: Box, into: torch.Tensor, to: Box) -> None:
-    for copy in copies(BoxRange(of, 0, of.numel), BoxRange(to, 0, to.numel)):
+def _copy(source: torch.Tensor, of: Region, into: torch.Tensor, to: Region) -> None:
+    for copy in copies(RegionRange(of, 0, of.numel), RegionRange(to, 0, to.numel)):
         copy(source.reshape(-1), into.view(-1))

@@ -35,7 +35,7 @@ class ParamRange:
 
 
 @dataclass(frozen=True)
-class Layout:
+class ShardLayout:
     """The concatenation of a group's parameters, and where it is cut into slices.
 
     Args:
@@ -92,7 +92,7 @@ class Layout:
         return tuple(min(max(cut - offset, 0), numel) for cut in self.cuts)
 
 
-def by_group(numels: Sequence[int], ranks: int) -> Layout:
+def by_group(numels: Sequence[int], ranks: int) -> ShardLayout:
     """Cut the concatenation into equal slices (padding at the end).
 
     Args:
@@ -103,10 +103,10 @@ def by_group(numels: Sequence[int], ranks: int) -> Layout:
     step = -(-total // ranks)
     if total >= ranks * ALIGN:
         step = -(-step // ALIGN) * ALIGN
-    return Layout(tuple(numels), tuple(step * r for r in range(ranks + 1)))
+    return ShardLayout(tuple(numels), tuple(step * r for r in range(ranks + 1)))
 
 
-def by_owner(numels: Sequence[int], ranks: int) -> Layout:
+def by_owner(numels: Sequence[int], ranks: int) -> ShardLayout:
     """Cut between parameters only, so that every parameter has one owner (Muon, LAMB, Adafactor).
 
     Args:
@@ -120,14 +120,14 @@ def by_owner(numels: Sequence[int], ranks: int) -> Layout:
         at = bisect_left(edges, ideal)
         nearest = min(edges[max(at - 1, 0) : at + 1], key=lambda edge: abs(edge - ideal))
         cuts.append(max(nearest, cuts[-1]))
-    return Layout(tuple(numels), (*cuts, total))
+    return ShardLayout(tuple(numels), (*cuts, total))
 
 
-def by_first(numels: Sequence[int], ranks: int) -> Layout:
+def by_first(numels: Sequence[int], ranks: int) -> ShardLayout:
     """Give everything to rank 0, for optimizers whose update of one parameter looks at all others (Prodigy, SAM).
 
     Args:
         numels: elements of each parameter.
         ranks: number of slices.
     """
-    return Layout(tuple(numels), (0, *[sum(numels)] * ranks))
+    return ShardLayout(tuple(numels), (0, *[sum(numels)] * ranks))

@@ -20,10 +20,10 @@ _MARK = "ds_placement"
 class Relation(enum.Enum):
     """How the copies of a parameter on the ranks of one axis relate."""
 
-    ZERO = "zero"  # one tensor, split by ZeRO or summed over the ranks as data parallelism does
-    CUT = "cut"  # each rank has another box of the global tensor
+    SHARDED_STATE = "zero"  # one tensor, split by ZeRO or summed over the ranks as data parallelism does
+    SHARD = "cut"  # each rank has another box of the global tensor
     PARTIAL = "partial"  # copies whose gradients are parts: to be summed over the axis
-    EQUAL = "equal"  # copies with equal gradients: nothing to do
+    REPLICATE = "equal"  # copies with equal gradients: nothing to do
     ABSENT = "absent"  # the other ranks have no copy
 
 

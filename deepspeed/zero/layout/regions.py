@@ -21,7 +21,7 @@ Segments = tuple[tuple[int, int], ...]  # (first element in the global dim or -1
 
 
 @dataclass(frozen=True)
-class Box:
+class Region:
     """What a rank has of a global tensor.
 
     Args:
@@ -33,9 +33,9 @@ class Box:
     cuts: tuple[Cut, ...] = ()
 
     @staticmethod
-    def of(placement: Placement, local: Sequence[int]) -> Box:
+    def of(placement: Placement, local: Sequence[int]) -> Region:
         """The box of a tensor of shape `local` that is placed so."""
-        return Box(placement.global_shape(tuple(local)), tuple(_plain_cuts(placement.cuts)))
+        return Region(placement.global_shape(tuple(local)), tuple(_plain_cuts(placement.cuts)))
 
     @cached_property
     def segments(self) -> tuple[Segments, ...]:
@@ -59,12 +59,12 @@ class Box:
         return not self.cuts
 
     @cached_property
-    def packed(self) -> Box:
+    def packed(self) -> Region:
         """The same box without its padding: this is what files hold. Equal ones hold the same elements."""
         if all(cut.padding == 0 for cut in self.cuts):
             return self
         real = [Cut(c.dim, c.size, tuple(s for s in c.segments if s[0] >= 0)) for c in self.cuts]
-        return Box(self.shape, tuple(_plain_cuts(real)))
+        return Region(self.shape, tuple(_plain_cuts(real)))
 
     def packed_index(self, at: int) -> int:
         """How many elements before flat index `at` are no padding: its index in the packed box."""
@@ -165,10 +165,10 @@ def _strided(tensor: torch.Tensor, sizes: Sequence[int], strides: Sequence[int],
 
 
 @dataclass(frozen=True)
-class BoxRange:
+class RegionRange:
     """Elements [start, stop) of a flattened box."""
 
-    box: Box
+    box: Region
     start: int
     stop: int
 
@@ -178,7 +178,7 @@ class BoxRange:
         return self.box.packed_index(self.stop) - self.box.packed_index(self.start)
 
 
-def copies(source: BoxRange, into: BoxRange) -> Iterator[Copy]:
+def copies(source: RegionRange, into: RegionRange) -> Iterator[Copy]:
     """How a range of a tensor is filled from another one; elements that the source lacks are left out.
 
     Args:
@@ -203,20 +203,20 @@ def copies(source: BoxRange, into: BoxRange) -> Iterator[Copy]:
             yield _collapsed(counts, first, strides[0], place, strides[1])
 
 
-def extent(box: Box, wanted: BoxRange) -> tuple[int, int]:
+def extent(box: Region, wanted: RegionRange) -> tuple[int, int]:
     """The elements of a flattened box between which all lie that a range of another one takes from it."""
-    every = BoxRange(wanted.box, 0, wanted.box.numel)
+    every = RegionRange(wanted.box, 0, wanted.box.numel)
     return _full_extent(box, wanted.box) if wanted == every else _extent(box, wanted)
 
 
-def _extent(box: Box, wanted: BoxRange) -> tuple[int, int]:
-    ends = [(copy.source, copy.source_end) for copy in copies(BoxRange(box, 0, box.numel), wanted)]
+def _extent(box: Region, wanted: RegionRange) -> tuple[int, int]:
+    ends = [(copy.source, copy.source_end) for copy in copies(RegionRange(box, 0, box.numel), wanted)]
     return min((first for first, _ in ends), default=0), max((last for _, last in ends), default=0)
 
 
 @lru_cache(maxsize=4096)
-def _full_extent(box: Box, other: Box) -> tuple[int, int]:
-    return _extent(box, BoxRange(other, 0, other.numel))
+def _full_extent(box: Region, other: Region) -> tuple[int, int]:
+    return _extent(box, RegionRange(other, 0, other.numel))
 
 
 _Cell = tuple[tuple[int, int, int], ...]  # by dim: first element in the source, in the destination, length
@@ -224,7 +224,7 @@ _Rect = list[tuple[int, int]]  # by dim: first element, one past the last
 
 
 @lru_cache(maxsize=4096)
-def _common(a: Box, b: Box) -> tuple[list[list[int]], list[list[int]], list[_Cell]]:
+def _common(a: Region, b: Region) -> tuple[list[list[int]], list[list[int]], list[_Cell]]:
     """Shapes and strides of two boxes of a tensor in as few dims as tell them apart, and the cells they share."""
     dims = _joined_dims(a, b)
     segments = [[_scaled(box.segments, *dim) for dim in dims] for box in (a, b)]
@@ -233,7 +233,7 @@ def _common(a: Box, b: Box) -> tuple[list[list[int]], list[list[int]], list[_Cel
     return shapes, [_row_major(shape) for shape in shapes], list(itertools.product(*common))
 
 
-def _joined_dims(a: Box, b: Box) -> list[tuple[int, int]]:
+def _joined_dims(a: Region, b: Region) -> list[tuple[int, int]]:
     """Dims as (dim, elements of each step): dims that both boxes have whole belong to the one before them."""
     cut = {one.dim for one in (*a.cuts, *b.cuts)}
     found: list[tuple[int, int]] = []
@@ -320,7 +320,7 @@ def _collapsed(sizes: list[int], source: int, ours: list[int], into: int, theirs
     return Copy(counts, source, ours_left, into, theirs_left)
 
 
-def uncovered(boxes: Sequence[Box]) -> tuple[int, ...] | None:
+def uncovered(boxes: Sequence[Region]) -> tuple[int, ...] | None:
     """The first element of a tensor that no box has; None when every element is in one.
 
     Args:

@@ -42,7 +42,7 @@ class Policy:
         return self.splits_optimizer
 
     @cached_property
-    def publishes_after_step(self) -> bool:
+    def all_gathers_after_step(self) -> bool:
         """Updated slices are sent to the other ranks at once."""
         return self.splits_optimizer and not self.splits_parameters
 

@@ -14,7 +14,7 @@ import torch
 from torch.nn import Parameter
 
 from deepspeed.comm.collectives.collectives import SMALL
-from deepspeed.comm.collectives.torch_api import told_by_all
+from deepspeed.comm.collectives.torch_api import all_gather_objects
 from deepspeed.comm.process_groups.axis import Axis, tag_of
 from deepspeed.errors import OptimizerError, UsageError
 from deepspeed.optim.grad_norm import clip_factor
@@ -34,10 +34,10 @@ from deepspeed.zero.optimizer.optimizer_state import OptimizerState, adopt, foll
 from deepspeed.zero.optimizer.published_methods import PublishedMethods
 from deepspeed.zero.optimizer.update import StepGuard, publish, update, waves_of
 from deepspeed.zero.out_of_memory import raise_if_exhausted
-from deepspeed.zero.parameters.deferred_all_gather_hooks import LatePublish
-from deepspeed.zero.parameters.module_hooks import Lifecycle
+from deepspeed.zero.parameters.deferred_all_gather_hooks import DeferredAllGatherHooks
+from deepspeed.zero.parameters.module_hooks import ModuleHooks
 from deepspeed.zero.parameters.parameter import is_managed
-from deepspeed.zero.parameters.record import Member, Pruner
+from deepspeed.zero.parameters.record import ParamRecord, Pruner
 from deepspeed.zero.parameters.shard_group import edited, group_of, meet_before_change
 
 if TYPE_CHECKING:
@@ -173,7 +173,7 @@ def share_counters(optimizer: torch.optim.Optimizer, axis: Axis, state: Optimize
         {key: value for key, value in group.items() if key != "params"} if group["params"] else None
         for group in groups_of(optimizer)
     ]
-    told = told_by_all(axis, (own, state.outline()))
+    told = all_gather_objects(axis, (own, state.outline()))
     by_rank = [groups for groups, _ in told]
     state.of_others = next((outline for _, outline in told if outline), {})
     for number, group in enumerate(groups_of(optimizer)):
@@ -237,8 +237,8 @@ class ZeroOptimizer(OptimizerSurface):
         reducer: Reducer,
         settings: StepSettings,
         scaler: Any = None,
-        lifecycle: Lifecycle | None = None,
-        late: LatePublish | None = None,
+        lifecycle: ModuleHooks | None = None,
+        late: DeferredAllGatherHooks | None = None,
         traits: UpdateTraits | None = None,
     ) -> None:
         self.optimizer, self.settings, self.scaler = inner, settings, scaler
@@ -247,12 +247,14 @@ class ZeroOptimizer(OptimizerSurface):
         self.skip_reason: str | None = None
         self._global_grad_norm: float | None = None
         self.inspect: Callable[[float | None, list[list[float]]], None] | None = None  # between norm and update
-        self.along: list[float] = []  # numbers that ride on the step's exchange, and everybody's
-        self.alongside: list[list[float]] = []
-        self._late: LatePublish | None = None
+        self.piggyback_values: list[float] = []  # numbers that ride on the step's exchange, and everybody's
+        self.gathered_piggyback_values: list[list[float]] = []
+        self._late: DeferredAllGatherHooks | None = None
         self.attach(reducer, lifecycle, late)
 
-    def attach(self, reducer: Reducer, lifecycle: Lifecycle | None, late: LatePublish | None = None) -> None:
+    def attach(
+        self, reducer: Reducer, lifecycle: ModuleHooks | None, late: DeferredAllGatherHooks | None = None
+    ) -> None:
         """Take the parameters in the inner optimizer's groups over, from these groups of slices.
 
         Args:
@@ -265,8 +267,8 @@ class ZeroOptimizer(OptimizerSurface):
         self.reducer, self._late = reducer, late
         if lifecycle is not None:
             self.parameter_offload = lifecycle
-        self._channel, self._rounds = reducer.axes.same_slice.channel(), 0
-        self._norm_channel, self._norms = reducer.axes.one_copy.channel(), 0
+        self._channel, self._rounds = reducer.axes.dp_sp_group.channel(), 0
+        self._norm_channel, self._norms = reducer.axes.model_replica_group.channel(), 0
         self.window = reducer.window
         self.window.rates = self._rates
         self.masks: Pruner | None = None
@@ -285,11 +287,11 @@ class ZeroOptimizer(OptimizerSurface):
                 vars(each).setdefault(table, OrderedDict())
         if foreign:
             join_states(self.optimizer)
-        self._guards = [each.register_step_pre_hook(StepGuard(self._refuse_strangers)) for each in every]
+        self._guards = [each.register_step_pre_hook(StepGuard(self._check_called_by_engine)) for each in every]
         follow(self)
         self._split_groups()
         for group in self._whole:
-            group.aliases.noisy()  # nobody else has anything over the memory yet
+            group.aliases.track_writes()  # nobody else has anything over the memory yet
         reducer.squares.buckets = [shard.bucket for shard in self.shards if shard.members]
         adopt(self)
         for shard in self.shards:
@@ -373,11 +375,11 @@ class ZeroOptimizer(OptimizerSurface):
         count_update([member for shard in self.shards for member in shard.members])
         return result
 
-    def shard_of(self, member: Member) -> OptimizerShard:
+    def shard_of(self, member: ParamRecord) -> OptimizerShard:
         """The leaves and the state of a member's group."""
         return self._shard_of[id(member.group)]
 
-    def activate(self, member: Member) -> None:
+    def activate(self, member: ParamRecord) -> None:
         """A frozen parameter was unfrozen: listen to its gradients, update its master copy from now on."""
         member.group.thaw(self.settings.master)
         self.shard_of(member).point()
@@ -454,18 +456,20 @@ class ZeroOptimizer(OptimizerSurface):
         rescale = self.window.rescale(agreed)
         wanted = self.settings.norm or self.settings.check or self.settings.clip > 0
         # What pruning has masked since is not what was read, and numbers that ride along ask for the exchange.
-        total = None if self.masks is not None or self.along else known_norm(self.reducer, agreed)
-        if total is None and (wanted or self.along):
+        total = None if self.masks is not None or self.piggyback_values else known_norm(self.reducer, agreed)
+        if total is None and (wanted or self.piggyback_values):
             self._norms += 1
             tag = tag_of(self._norm_channel, SMALL, self._norms)
             buckets = self.reducer.squares.buckets if wanted else []
-            total, self.alongside = global_norm(buckets, self.settings.clip > 0, self.reducer, tag, self.along)
+            total, self.gathered_piggyback_values = global_norm(
+                buckets, self.settings.clip > 0, self.reducer, tag, self.piggyback_values
+            )
         norm = total * abs(rescale) if wanted and total is not None else None
         if self.scaler is not None and norm is not None and math.isnan(norm):
             norm = math.inf  # under a loss scale what is not finite is too large; inf - inf on the way makes it NaN
         self._global_grad_norm = norm
         if self.inspect is not None:
-            self.inspect(norm, self.alongside)
+            self.inspect(norm, self.gathered_piggyback_values)
         self.overflow = self.settings.check and norm is not None and not math.isfinite(norm)
         self.skip_reason = explain_overflow(self.reducer, (self._tag(), self._tag())) if self.overflow else None
         if not self.overflow:
@@ -490,7 +494,7 @@ class ZeroOptimizer(OptimizerSurface):
             )
 
     @property
-    def lifecycle(self) -> Lifecycle | None:
+    def lifecycle(self) -> ModuleHooks | None:
         """Gathers and frees sharded groups, when there are any."""
         return getattr(self, "parameter_offload", None)
 
@@ -507,7 +511,7 @@ class ZeroOptimizer(OptimizerSurface):
         self._rounds += 1
         return tag_of(self._channel, SMALL, self._rounds)
 
-    def _refuse_strangers(self) -> None:
+    def _check_called_by_engine(self) -> None:
         """Before each step of the inner optimizer: it must come from here, over the fragments made at the start."""
         if not self._stepping:
             raise UsageError(
@@ -518,7 +522,7 @@ class ZeroOptimizer(OptimizerSurface):
     def _take_over_edits(self) -> None:
         """What the user has changed in the model's parameters becomes the masters'."""
         for group in self._whole:
-            group.land()
+            group.wait()
         changed = [member for group in self._whole for member in edited(group)]
         for member in changed:
             member.tell_holder()
@@ -569,22 +573,25 @@ class ZeroOptimizer(OptimizerSurface):
     def share_counters(self) -> None:
         """Have ranks without parameters of a group know what others count and hold, where that differs."""
         if not self.traits.counts_alone or not self.traits.by_parameter:
-            share_counters(self.optimizer, self.reducer.axes.same_slice, adopt(self))
+            share_counters(self.optimizer, self.reducer.axes.dp_sp_group, adopt(self))
 
-    def import_edits(self, member: Member) -> None:
+    def import_edits(self, member: ParamRecord) -> None:
         """A parameter changed in place by the user since the last step (weight clipping) updates its master."""
         if member.group.policy.gathers_before_use:
             return
         group = group_of(member)
         if member.param.data_ptr() != group.views[member.index].data_ptr() and group.aliases.outlived():
             group.move_out()
-            group.aliases.noisy()
+            group.aliases.track_writes()
             self.shard_of(member).point()
         member.tell_holder()
         member.rejoin()
         if member.exposed or member.param._version != member.version:
             # A master follows what is written past the version, for as long as somebody may hold a `.data`.
-            member.version, member.exposed = member.param._version, group.master is not None and group.aliases.noisy()
+            member.version, member.exposed = (
+                member.param._version,
+                group.master is not None and group.aliases.track_writes(),
+            )
             group.import_edits(member)
 
     def _end_window(self) -> None:

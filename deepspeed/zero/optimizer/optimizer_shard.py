@@ -23,11 +23,11 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.errors import UsageError
 from deepspeed.storage.buffer_pool import BufferPool
 from deepspeed.storage.device_tier import RESIDENT, Evicted
-from deepspeed.storage.tier import Stored
+from deepspeed.storage.tier import StoredTensor
 from deepspeed.zero.gradients.buckets import Bucket
 from deepspeed.zero.layout.layout import ParamRange
 from deepspeed.zero.optimizer.state_tensor import Away
-from deepspeed.zero.parameters.record import Member
+from deepspeed.zero.parameters.record import ParamRecord
 from deepspeed.zero.parameters.shard_group import ShardGroup
 
 
@@ -35,7 +35,7 @@ from deepspeed.zero.parameters.shard_group import ShardGroup
 class Fragment:
     """What the optimizer sees of one parameter: a leaf tensor over the master values, and where its gradient is."""
 
-    member: Member
+    member: ParamRecord
     range: ParamRange
     leaf: Parameter
     bucket: Bucket
@@ -69,7 +69,7 @@ def cut_state(state: dict[str, Any], fragment: Fragment) -> dict[str, Any]:
     return made
 
 
-def count_update(members: Sequence[Member]) -> None:
+def count_update(members: Sequence[ParamRecord]) -> None:
     """Count a step as an in-place change of what had a gradient: backward of an older forward raises, as in torch."""
     increment_version([member.param for member in members])
     for member in members:
@@ -81,7 +81,7 @@ _ALIGN = 64
 
 
 @dataclass(frozen=True, eq=False)
-class _Entry:
+class _StateTensor:
     """One state tensor in the buffer of its group."""
 
     leaf: Parameter
@@ -115,19 +115,19 @@ class _Moments:
 
     def __init__(self, group: ShardGroup, optimizer: torch.optim.Optimizer, lend: weakref.WeakMethod[Any]) -> None:
         self._group, self._optimizer, self._lend = group, optimizer, lend
-        self._entries: list[_Entry] = []
-        self._stored: Stored | None = None
+        self._entries: list[_StateTensor] = []
+        self._stored: StoredTensor | None = None
         self._buffer: torch.Tensor | None = None
 
-    def ahead(self) -> None:
+    def prefetch(self) -> None:
         """They will be needed soon."""
         if self._stored is not None:
-            self._stored.ahead()
+            self._stored.prefetch()
 
     def bring(self) -> None:
         """Put real tensors where the optimizer's state has placeholders; what was set from outside stays."""
         if self._stored is not None:
-            self._buffer = self._stored.borrow()
+            self._buffer = self._stored.acquire()
             for entry in self._entries:
                 state = self._optimizer.state.get(entry.leaf, {})
                 if isinstance(there := state.get(entry.key), torch.Tensor) and there.device.type == "meta":
@@ -140,13 +140,13 @@ class _Moments:
         for fragment in fragments:
             for key, value in self._optimizer.state.get(fragment.leaf, {}).items():
                 if isinstance(value, torch.Tensor) and value.dim() and value.device.type != "meta":
-                    wanted.append(_Entry(fragment.leaf, key, value.shape, _strides(value), value.dtype, end))
+                    wanted.append(_StateTensor(fragment.leaf, key, value.shape, _strides(value), value.dtype, end))
                     found.append(value)
                     end = -(-(end + wanted[-1].nbytes) // _ALIGN) * _ALIGN
         old = self._stored
         if old is None or [e.place for e in wanted] != [e.place for e in self._entries]:
             self._entries, self._stored, changed = wanted, self._new(end), True
-            self._buffer = self._stored.borrow(read=False) if self._stored is not None else None
+            self._buffer = self._stored.acquire(read=False) if self._stored is not None else None
         for entry, value in zip(wanted, found, strict=True):
             place = entry.view(self._buffer) if self._buffer is not None else value
             if place.data_ptr() != value.data_ptr():  # the optimizer, or somebody else, put another tensor there
@@ -155,13 +155,13 @@ class _Moments:
             placeholder = Away.of(value, functools.partial(_borrow, self._lend, entry.leaf, entry.key))
             self._optimizer.state[entry.leaf][entry.key] = placeholder
         if old is not None and old is not self._stored:
-            old.give_back(changed=False)
+            old.release(changed=False)
             old.drop()
         if self._stored is not None:
-            self._stored.give_back(changed)
+            self._stored.release(changed)
         self._buffer = None
 
-    def _new(self, nbytes: int) -> Stored | None:
+    def _new(self, nbytes: int) -> StoredTensor | None:
         group = self._group
         if not nbytes:
             return None
@@ -186,7 +186,7 @@ class OptimizerShard:
 
     def __init__(self, bucket: Bucket, optimizer: torch.optim.Optimizer, foreign: bool = False) -> None:
         self.bucket, self.group = bucket, bucket.group
-        self.members: list[Member] = []  # that the optimizer updates, on some rank
+        self.members: list[ParamRecord] = []  # that the optimizer updates, on some rank
         self.fragments: list[Fragment] = []
         self._optimizer = optimizer
         self._moments = _Moments(self.group, optimizer, weakref.WeakMethod(self.lend))
@@ -208,7 +208,7 @@ class OptimizerShard:
         under = group.values if group.master is None else group.master
         return under.memory is not None or not self.moves  # the first alone says it of nearly all, in every step
 
-    def add(self, member: Member) -> list[Fragment]:
+    def add(self, member: ParamRecord) -> list[Fragment]:
         """Make the leaves over the fragments of a member that this rank updates."""
         self.members.append(member)
         range_ = self.group.layout.range_of(member.index, self.group.low, self.group.high)
@@ -261,11 +261,11 @@ class OptimizerShard:
             return 0
         return sum(fragment.leaf._version for fragment in self.fragments)
 
-    def ahead(self) -> None:
+    def prefetch(self) -> None:
         """The shard will be at hand soon."""
         if self.moves:
-            self.group.updated.ahead()
-            self._moments.ahead()
+            self.group.updated.prefetch()
+            self._moments.prefetch()
 
     @contextlib.contextmanager
     def at_hand(self, changed: bool = False) -> Iterator[None]:
@@ -322,7 +322,7 @@ class OptimizerShard:
             self._moments.bring()
             self._moments.take_away(self.fragments, changed=True)
 
-    def touched(self, marks: bytearray) -> tuple[list[Member], list[Fragment]]:
+    def touched(self, marks: bytearray) -> tuple[list[ParamRecord], list[Fragment]]:
         """What takes part in a step.
 
         Args:

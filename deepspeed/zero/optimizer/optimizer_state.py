@@ -24,7 +24,7 @@ from deepspeed.optim.separability import UpdateTraits
 from deepspeed.zero.optimizer.optimizer_shard import Fragment, cut_state
 from deepspeed.zero.optimizer.state_tensor import Away, Piece, StateTensor
 from deepspeed.zero.parameters.parameter import is_managed
-from deepspeed.zero.parameters.record import Member
+from deepspeed.zero.parameters.record import ParamRecord
 
 _NOTHING: Any = object()
 
@@ -49,7 +49,7 @@ class ParamState(MutableMapping[str, Any]):
 
     __slots__ = ("_fragment", "_member", "_state")
 
-    def __init__(self, state: OptimizerState, member: Member, fragment: Fragment | None) -> None:
+    def __init__(self, state: OptimizerState, member: ParamRecord, fragment: Fragment | None) -> None:
         self._state, self._member, self._fragment = state, member, fragment
 
     @property
@@ -229,7 +229,7 @@ class OptimizerState(defaultdict[Any, Any]):
         """The state of each leaf of this rank, as it rests."""
         return list(dict.values(self))
 
-    def example(self, member: Member) -> dict[str, Any]:
+    def example(self, member: ParamRecord) -> dict[str, Any]:
         """The entries of a parameter like this one, of which this rank has a part; empty when there is none."""
         owner = self._owner()
         for group in [] if owner is None else owner.optimizer.param_groups:
@@ -245,7 +245,7 @@ class OptimizerState(defaultdict[Any, Any]):
             for key, value in next((entries for entries in dict.values(self) if entries), {}).items()
         }
 
-    def note_updated(self, members: Sequence[Member]) -> None:
+    def note_updated(self, members: Sequence[ParamRecord]) -> None:
         """The optimizer has updated these parameters: those that have no part here have state on other ranks.
 
         Args:

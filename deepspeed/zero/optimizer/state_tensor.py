@@ -24,7 +24,7 @@ from deepspeed.zero.parameters.parameter import (
     map_nested,
     name_of,
 )
-from deepspeed.zero.parameters.record import Member
+from deepspeed.zero.parameters.record import ParamRecord
 
 # What treats each element by itself, without the underscore of what is done in place.
 _ELEMENTWISE = frozenset(
@@ -130,7 +130,7 @@ class Piece:
         start: first element, counted in the flattened tensor; None where the tensor is not cut as the parameter is.
     """
 
-    member: Member
+    member: ParamRecord
     key: str
     local: torch.Tensor
     shape: torch.Size

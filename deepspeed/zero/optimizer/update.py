@@ -31,7 +31,7 @@ from deepspeed.optim.nested import Counters
 from deepspeed.storage.device_tier import RESIDENT
 from deepspeed.zero.gradients.reducer import Reducer
 from deepspeed.zero.optimizer.optimizer_shard import Fragment, OptimizerShard
-from deepspeed.zero.parameters.record import Member
+from deepspeed.zero.parameters.record import ParamRecord
 from deepspeed.zero.parameters.shard_group import ShardGroup
 
 # An update on a device is cut where there are at least so many elements of a rank for each piece: with fewer, launching
@@ -55,7 +55,7 @@ class StepGuard:
         self._check()
 
 
-class Wave:
+class UpdateStep:
     """Groups that are updated by one step of the inner optimizer.
 
     Args:
@@ -64,7 +64,7 @@ class Wave:
         touched: this rank's fragments of them.
     """
 
-    def __init__(self, shards: list[OptimizerShard], members: list[Member], touched: list[Fragment]) -> None:
+    def __init__(self, shards: list[OptimizerShard], members: list[ParamRecord], touched: list[Fragment]) -> None:
         self.shards, self.members, self.touched = shards, members, touched
 
     @property
@@ -72,11 +72,11 @@ class Wave:
         """Whether what it works on has addresses for a while only."""
         return any(shard.moves for shard in self.shards)
 
-    def ahead(self) -> None:
+    def prefetch(self) -> None:
         """The wave is next."""
         for shard in self.shards:
-            shard.ahead()
-            shard.bucket.total.ahead()
+            shard.prefetch()
+            shard.bucket.total.prefetch()
 
     @contextlib.contextmanager
     def prepared(self, optimizer: torch.optim.Optimizer, factor: float) -> Iterator[bool]:
@@ -96,7 +96,7 @@ class Wave:
                 # What rests in memory is lent by nothing that has an end: contexts are for what moves.
                 at_hand = shard.rests_at_hand
                 if at_hand and total.memory is not None:
-                    totals[id(shard.bucket)] = total.borrow()
+                    totals[id(shard.bucket)] = total.acquire()
                     continue
                 if not at_hand:
                     stack.enter_context(shard.at_hand(changed=True))
@@ -152,7 +152,7 @@ def waves_of(
     optimizer: torch.optim.Optimizer,
     late: bool = False,
     at_once: bool = False,
-) -> list[Wave]:
+) -> list[UpdateStep]:
     """The waves of a step: only groups with a gradient on some rank take part. Valid after `finish`.
 
     Args:
@@ -162,23 +162,23 @@ def waves_of(
         late: new values may arrive after the step: what the next forward needs first is updated first.
         at_once: the optimizer has to see all gradients in one step.
     """
-    resting: list[Wave] = []
-    waves: list[Wave] = []
+    resting: list[UpdateStep] = []
+    waves: list[UpdateStep] = []
     for shard in shards:
         bucket = shard.bucket
         marks = reducer.marks(bucket) if bucket.filled else None
         if marks is None or not any(marks):
             continue
         found = resting if shard.group.tiers.optimizer is RESIDENT else waves
-        found.append(Wave([shard], *shard.touched(marks)))
+        found.append(UpdateStep([shard], *shard.touched(marks)))
     if late:
         resting.reverse()
     if at_once:
-        return _joined(resting + waves, 1) or [Wave([], [], [])]
-    return _joined(resting, _pieces(resting, optimizer)) + waves or [Wave([], [], [])]
+        return _joined(resting + waves, 1) or [UpdateStep([], [], [])]
+    return _joined(resting, _pieces(resting, optimizer)) + waves or [UpdateStep([], [], [])]
 
 
-def _pieces(resting: list[Wave], optimizer: torch.optim.Optimizer) -> int:
+def _pieces(resting: list[UpdateStep], optimizer: torch.optim.Optimizer) -> int:
     """Into how many waves an update of what rests on a device is cut, so that what is updated travels meanwhile.
 
     Only optimizers that are known to treat each parameter by itself are run several times in a step unasked.
@@ -208,13 +208,13 @@ def _is_wrapped(optimizer: torch.optim.Optimizer) -> bool:
     return not (counts and getattr(step, "__wrapped__", None) is type(optimizer).step)
 
 
-def _joined(waves: list[Wave], pieces: int) -> list[Wave]:
+def _joined(waves: list[UpdateStep], pieces: int) -> list[UpdateStep]:
     """The same groups in at most so many waves, of about as many elements each."""
     sizes = [sum(shard.group.high - shard.group.low for shard in wave.shards) for wave in waves]
-    total, before, made = sum(sizes), 0, dict[int, Wave]()
+    total, before, made = sum(sizes), 0, dict[int, UpdateStep]()
     for wave, size in zip(waves, sizes, strict=True):
         place = (2 * before + size) * pieces // (2 * total or 1)
-        into = made.setdefault(min(place, pieces - 1), Wave([], [], []))
+        into = made.setdefault(min(place, pieces - 1), UpdateStep([], [], []))
         before += size
         into.shards += wave.shards
         into.members += wave.members
@@ -224,7 +224,7 @@ def _joined(waves: list[Wave], pieces: int) -> list[Wave]:
 
 def update(
     optimizer: torch.optim.Optimizer,
-    waves: list[Wave],
+    waves: list[UpdateStep],
     factor: float,
     updated: Callable[[list[ShardGroup]], None] | None = None,
     late: bool = False,
@@ -254,7 +254,7 @@ def update(
         """Inside, the optimizer's step is that of one wave; what it has updated is sent."""
         wave = waves[index]
         if index + 1 < len(waves):
-            waves[index + 1].ahead()
+            waves[index + 1].prefetch()
         # What rests elsewhere is updated through blocks that live for one wave. Aligned blocks of the heap do not fit
         # into the holes that their likes leave: after some waves as much would be free as all of the state takes.
         with own_pages() if wave.moves else contextlib.nullcontext(), wave.prepared(optimizer, factor) as rounds:
@@ -267,7 +267,7 @@ def update(
             groups = [shard.group for shard in wave.shards]
             if updated is not None:
                 updated(groups)
-            handles.extend(start_publish(groups, rounds, late))
+            handles.extend(start_all_gather_updated(groups, rounds, late))
 
     if call is None and len(waves) > 1 and _is_wrapped(optimizer):
         _inside(optimizer, [functools.partial(at_hand, index) for index in range(len(waves))], note)
@@ -320,7 +320,7 @@ def _inside(
             pass
 
 
-def _recorded(wave: Wave) -> contextlib.AbstractContextManager[None]:
+def _recorded(wave: UpdateStep) -> contextlib.AbstractContextManager[None]:
     """A span: of one group where it is updated alone."""
     if not recorder.on:
         return contextlib.nullcontext()
@@ -362,7 +362,7 @@ def _silence(optimizer: torch.optim.Optimizer, when: str, stack: contextlib.Exit
     stack.enter_context(mock.patch.object(torch_optimizer, f"_global_optimizer_{when}_hooks", OrderedDict()))
 
 
-def start_publish(groups: Sequence[ShardGroup], rounded: bool = False, late: bool = False) -> list[Handle]:
+def start_all_gather_updated(groups: Sequence[ShardGroup], rounded: bool = False, late: bool = False) -> list[Handle]:
     """Updated masters become parameters: round, unless that is done, and send to the ranks that hold copies.
 
     Args:
@@ -380,8 +380,8 @@ def start_publish(groups: Sequence[ShardGroup], rounded: bool = False, late: boo
         else:
             group.deliver_staged()
             group.draw_veil()
-        arrives = late and group.publishes_beside and not group.aliases.noisy()  # messages hold views themselves
-        handle = group.start_publish()
+        arrives = late and group.publishes_beside and not group.aliases.track_writes()  # messages hold views themselves
+        handle = group.start_all_gather_updated()
         if handle is not None and arrives:
             group.arrive(handle)
         elif handle is not None:
@@ -391,5 +391,5 @@ def start_publish(groups: Sequence[ShardGroup], rounded: bool = False, late: boo
 
 def publish(groups: Sequence[ShardGroup]) -> None:
     """Masters become parameters everywhere."""
-    for handle in start_publish(groups):
+    for handle in start_all_gather_updated(groups):
         handle.wait()

@@ -14,10 +14,10 @@ from torch import nn
 
 from deepspeed.errors import UsageError
 from deepspeed.foundation.log import log_dist
-from deepspeed.foundation.timer import SynchronizedWallClockTimer
-from deepspeed.zero.parameters.module_hooks import Lifecycle, in_backward
+from deepspeed.foundation.timer import HostWallClockTimer
+from deepspeed.zero.parameters.module_hooks import ModuleHooks, in_backward
 from deepspeed.zero.parameters.parameter import is_managed
-from deepspeed.zero.parameters.prefetch import Keeper
+from deepspeed.zero.parameters.prefetch import PrefetchScheduler
 
 
 class PartitionedParameterProfiler:
@@ -52,10 +52,10 @@ class PartitionedParameterProfiler:
             self.count += 1
             self.num_elem += numel
 
-    def __init__(self, timers: SynchronizedWallClockTimer | None) -> None:
+    def __init__(self, timers: HostWallClockTimer | None) -> None:
         self.timers = timers
         self.event_counters: dict[str, PartitionedParameterProfiler.EventCounter] = {}
-        self._watched: list[Keeper] = []
+        self._watched: list[PrefetchScheduler] = []
 
     def reset_events(self) -> None:
         """Forget counts and times."""
@@ -125,8 +125,8 @@ class PartitionedParameterProfiler:
             self.stop_event(name, elements)
 
 
-def _keeper_of(param: Any) -> Keeper | None:
+def _keeper_of(param: Any) -> PrefetchScheduler | None:
     if not is_managed(param):
         return None
     lifecycle = param._ds_member.group.lifecycle
-    return lifecycle.keeper if isinstance(lifecycle, Lifecycle) else None
+    return lifecycle.keeper if isinstance(lifecycle, ModuleHooks) else None

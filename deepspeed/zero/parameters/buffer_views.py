@@ -12,7 +12,7 @@ backward makes the view anew. A saved view that is not found there counts as hel
 The same holds of a parameter that autograd saves itself, as the object: torch counts who holds it besides Python. In
 the graph of a unit's outputs it becomes a place; functions written in Python get it as the object, gathered for them.
 What is beyond them (another module has read it, or a unit's forward has put something aside) runs in a backward that
-gathers nothing: the freed parameter then goes on to lie in the full buffer, whose memory stays (`Member.saved`).
+gathers nothing: the freed parameter then goes on to lie in the full buffer, whose memory stays (`ParamRecord.saved`).
 
 A backward with `create_graph` saves once more what it unpacks, in nodes that no hook of a unit surrounds. What it
 unpacks is therefore a view that counts its changes with the parameter, not with the memory, which gathers refill with
@@ -37,19 +37,26 @@ from deepspeed.foundation.malloc import huge_pages, own_pages
 from deepspeed.foundation.saved_tensors import nodes_since, saved_by
 from deepspeed.zero.parameters.functorch import in_transform
 from deepspeed.zero.parameters.parameter import is_managed
-from deepspeed.zero.parameters.record import Group, Member, ZeroParamStatus, memories, references, references_to
+from deepspeed.zero.parameters.record import (
+    ParameterGroup,
+    ParamRecord,
+    ZeroParamStatus,
+    memories,
+    references,
+    references_to,
+)
 
 
-class LentGroup(Group, Protocol):
+class LentGroup(ParameterGroup, Protocol):
     """What views of a group's memory ask of it."""
 
     users: int
     editors: int
-    retains: bool
+    keep_unsharded_storage: bool
     own_pages: bool
 
     @property
-    def aliases(self) -> Aliases:
+    def aliases(self) -> BufferViews:
         """Its memory, and who holds views of it."""
         ...
 
@@ -64,11 +71,11 @@ class LentGroup(Group, Protocol):
     def new_buffer(self) -> None:
         """Make the full buffer anew."""
 
-    def finish_gather(self) -> None:
+    def wait_all_gather(self) -> None:
         """Have the values under the parameters."""
 
 
-class Aliases:
+class BufferViews:
     """The memory of a group's full buffer, and the tensors over it that are not the group's own.
 
     Args:
@@ -95,7 +102,7 @@ class Aliases:
         """Tensors over the memory beside the freed group's own: parameters while gathered, what somebody holds."""
         return references(self.key) - self._own - self.saved
 
-    def saves(self, member: Member) -> bool:
+    def saves(self, member: ParamRecord) -> bool:
         """Whether autograd has saved the gathered parameter itself, where no place or prehook sees to its values."""
         param = member.param
         count = references_to(param) - 1  # Python's
@@ -129,7 +136,7 @@ class Aliases:
         self.saved = 0
         self._give_back()
 
-    def noisy(self) -> bool:
+    def track_writes(self) -> bool:
         """Whether more tensors lie over the memory than there have to be: somebody may hold one."""
         now = self.others()
         self._quiet = now if self._quiet is None else min(self._quiet, now)
@@ -152,7 +159,7 @@ class Aliases:
             if self._group.own_pages:
                 huge_pages(self._storage.data_ptr(), self._bytes)
 
-    def let_go(self) -> None:
+    def release_storage(self) -> None:
         """Give the memory of the freed group back, unless it is retained or somebody holds a view of it."""
         self.saved = sum(member.saved for member in self._group.members)
         self.lent = self.others() > 0
@@ -161,7 +168,7 @@ class Aliases:
         self._give_back()
 
     def _give_back(self) -> None:
-        if self.lent or self.saved or self._group.retains:
+        if self.lent or self.saved or self._group.keep_unsharded_storage:
             return
         if not self._storage.resizable():  # `numpy()` fixes the size for ever, also after the array is gone
             self._leave()
@@ -174,24 +181,24 @@ class Aliases:
 
     # -- writes that would be lost ----------------------------------------------------------------------------------
 
-    def expose(self, member: Member) -> None:
+    def mark_data_exposed(self, member: ParamRecord) -> None:
         """`param.data` is handed out: remember the values, since writes through it are not counted."""
         group, member.exposed = self._group, True
-        self.noisy()
+        self.track_writes()
         if group.policy.gathers_before_use and self._gathered and not group.editors and member.snapshot is None:
             member.snapshot = member.flat().clone()
 
-    def snap(self, members: list[Member] | None = None) -> None:
+    def snapshot(self, members: list[ParamRecord] | None = None) -> None:
         """The full buffer has new values that are no lost write."""
         for member in members or self._group.members:
             if member.snapshot is not None:
                 member.snapshot = member.flat().clone()
 
-    def written(self, member: Member) -> bool:
+    def written(self, member: ParamRecord) -> bool:
         """Whether a write through `param.data` has changed the values."""
         return member.snapshot is not None and not same_bits(member.flat(), member.snapshot)
 
-    def refuse_lost_writes(self) -> None:
+    def check_no_unsaved_writes(self) -> None:
         """Raise when a view of the freed group was written to. Its memory is left to who holds it, as it is now."""
         if not self.lent or self._gathered:
             return
@@ -216,10 +223,10 @@ class Aliases:
             group.aliases.saved = saved
             for member in group.members:
                 _put_under(member)
-        elif not group.retains:
+        elif not group.keep_unsharded_storage:
             group.aliases.shrink()
 
-    def refuse_stale(self) -> None:
+    def check_no_stale_views(self) -> None:
         """Raise when views are held on this rank and only a collective of all ranks could bring them new values."""
         group = self._group
         if not self.lent or group.fetch is not None or group.axis.size == 1 or not self.held():
@@ -232,13 +239,13 @@ class Aliases:
             )
 
 
-def _put_under(member: Member) -> None:
+def _put_under(member: ParamRecord) -> None:
     """Lay the freed parameter where it rests."""
     with torch._C.DisableTorchFunctionSubclass():
         torch.Tensor.data.__set__(member.param, member.under(member.param))  # type: ignore[attr-defined]
 
 
-def version_of(member: Member) -> int:
+def version_of(member: ParamRecord) -> int:
     """How often a member was changed in place, also while it is freed."""
     with torch._C.DisableTorchFunctionSubclass():
         return member.param._version
@@ -249,7 +256,7 @@ class _Place:
     """A view that autograd saved, as a place in the full buffer."""
 
     group: LentGroup
-    member: Member
+    member: ParamRecord
     version: int | None  # of the parameter; None for a view that does not count with it
     size: torch.Size
     stride: tuple[int, ...]
@@ -299,7 +306,7 @@ def _gather_for(node: Any, group: LentGroup | None) -> None:
     """Have the group here when the backward of a function written in Python runs, whatever leads to it."""
     if group is not None and not any(reference() is node for reference in group.aliases.functions):
         group.aliases.functions.append(weakref.ref(node))
-        node.register_prehook(lambda _grads: group.finish_gather())
+        node.register_prehook(lambda _grads: group.wait_all_gather())
 
 
 def _keep_place(saved: Any, view: Any, of: dict[int, LentGroup]) -> None:

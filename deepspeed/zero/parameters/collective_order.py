@@ -22,7 +22,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from deepspeed.comm.collectives.collectives import Handle, spread
-from deepspeed.comm.collectives.same_error import Lockstep, meet_before
+from deepspeed.comm.collectives.same_error import OrderCheck, meet_before
 from deepspeed.comm.process_groups.axis import Axis
 
 Item = tuple[Any, Any, int]  # bucket, round, sequence number
@@ -106,7 +106,7 @@ class GatherOrder:
     """
 
     def __init__(self, axis: Axis, always: bool = False, promised: bool = False) -> None:
-        self.axis, self.lockstep = axis, Lockstep(axis)
+        self.axis, self.lockstep = axis, OrderCheck(axis)
         self._always, self._promised = always, promised
         self._count = self._steps = self._passes = 0
         self._usual: dict[Hashable, list[Any]] = {}  # by kind of pass

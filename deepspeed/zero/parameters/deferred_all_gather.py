@@ -18,9 +18,9 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.collectives.collectives import Handle
 from deepspeed.foundation.pytree import leaves_in
-from deepspeed.storage.tier import Stored
+from deepspeed.storage.tier import StoredTensor
 from deepspeed.zero.parameters.parameter import ManagedParameter, reads_values
-from deepspeed.zero.parameters.record import Member
+from deepspeed.zero.parameters.record import ParamRecord
 
 
 class ArrivingParameter(ManagedParameter):
@@ -31,7 +31,7 @@ class ArrivingParameter(ManagedParameter):
         kwargs = kwargs or {}
         found = list(leaves_in((args, kwargs), ArrivingParameter)) if reads_values(func) else []
         for param in found:
-            param._ds_member.group.land()
+            param._ds_member.group.wait()
         if found:
             return func(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
@@ -41,11 +41,11 @@ class ArrivingParameter(ManagedParameter):
 def landed(value: Any) -> Any:
     """`value`, which may be read: what wraps tensors below their classes (torch.func's transforms) asks it first."""
     if isinstance(value, ArrivingParameter):
-        value._ds_member.group.land()
+        value._ds_member.group.wait()
     return value
 
 
-class Arriving:
+class DeferredAllGather:
     """The side of a group whose values may be on their way: every access to the buffer is ordered behind them.
 
     Attributes:
@@ -54,17 +54,17 @@ class Arriving:
         values: this rank's slice.
     """
 
-    members: list[Member]
+    members: list[ParamRecord]
     _full: torch.Tensor
     _views: list[torch.Tensor]
-    _values: Stored
+    _values: StoredTensor
     _arriving: tuple[Handle, Any] | None = None  # the publish, and the stream of the step
 
     @property
     def full(self) -> torch.Tensor:
         """The full buffer: one flat tensor of the compute dtype."""
         if self._arriving is not None:
-            self.land()
+            self.wait()
         return self._full
 
     @full.setter
@@ -75,7 +75,7 @@ class Arriving:
     def views(self) -> list[torch.Tensor]:
         """The parameters' places in the full buffer, in their shapes; valid whenever the storage has its size."""
         if self._arriving is not None:
-            self.land()
+            self.wait()
         return self._views
 
     @views.setter
@@ -83,14 +83,14 @@ class Arriving:
         self._views = views
 
     @property
-    def values(self) -> Stored:
+    def values(self) -> StoredTensor:
         """This rank's slice of the values."""
         if self._arriving is not None:
-            self.land()
+            self.wait()
         return self._values
 
     @values.setter
-    def values(self, values: Stored) -> None:
+    def values(self, values: StoredTensor) -> None:
         self._values = values
 
     def arrive(self, publish: Handle) -> None:
@@ -104,7 +104,7 @@ class Arriving:
             if member.param.__class__ is ManagedParameter:
                 member.param.__class__ = ArrivingParameter
 
-    def land(self) -> None:
+    def wait(self) -> None:
         """Order the stream of the step, and the current one, behind the values; nothing to do when they are there."""
         arriving, self._arriving = self._arriving, None
         if arriving is None:

@@ -15,7 +15,7 @@ from deepspeed.zero.parameters.parameter import is_managed
 from deepspeed.zero.parameters.shard_group import ShardGroup, group_of
 
 
-class LatePublish:
+class DeferredAllGatherHooks:
     """Lets the values of whole groups arrive after `step`; see [Note: arriving] in
     `deepspeed/zero/parameters/deferred_all_gather.py`.
 
@@ -44,14 +44,14 @@ class LatePublish:
             self._attach()
         return True
 
-    def land(self) -> None:
+    def wait(self) -> None:
         """Wait for all on the current stream."""
         for group in self._groups:
-            group.land()
+            group.wait()
 
     def detach(self) -> None:
         """Take the hooks off, with nothing on its way."""
-        self.land()
+        self.wait()
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -64,7 +64,7 @@ class LatePublish:
 
 def _land(groups: list[ShardGroup], *_: Any) -> None:
     for group in groups:
-        group.land()
+        group.wait()
 
 
 def _is_compiled(module: nn.Module) -> bool:

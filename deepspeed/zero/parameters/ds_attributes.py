@@ -12,7 +12,7 @@ from deepspeed.errors import UsageError
 from deepspeed.storage.device_tier import RESIDENT
 from deepspeed.zero.layout.layout import by_group
 from deepspeed.zero.layout.stages import policy_for
-from deepspeed.zero.parameters.record import Member, ZeroParamStatus
+from deepspeed.zero.parameters.record import ParamRecord, ZeroParamStatus
 
 
 class ZeroParamType(enum.Enum):
@@ -28,7 +28,7 @@ class ClientSurface:
 
     __slots__ = ()
 
-    _ds_member: Member
+    _ds_member: ParamRecord
 
     @property
     def ds_shape(self) -> torch.Size:
@@ -95,7 +95,7 @@ class ClientSurface:
             if has_been_updated:
                 group.keep_own()
             if group.users == 0:
-                group.free(edits_allowed=has_been_updated)
+                group.reshard(edits_allowed=has_been_updated)
 
     def convert_to_zero_parameters(self, param_list: list[Any]) -> None:
         """Shard plain parameters as this one is, with the values of its first rank; all its ranks call together.
@@ -119,7 +119,10 @@ class ClientSurface:
             dtype = group.dtype if param.is_floating_point() else param.dtype
             param.data = param.data.to(group.device, dtype)
             broadcast_tensors(group.axis, [param.data], f"birth of '{member.name}.converted{number}'")
-            made, layout = Member(param, f"{member.name}.converted{number}"), by_group([param.numel()], group.axis.size)
+            made, layout = (
+                ParamRecord(param, f"{member.name}.converted{number}"),
+                by_group([param.numel()], group.axis.size),
+            )
             type(group)(group.holders, policy_for(3), layout, [made], tiers=group.tiers)
 
     def partition_numel(self) -> int:
@@ -154,7 +157,7 @@ class ClientSurface:
         return self._ds_member.active_modules
 
 
-def elements_here(member: Member) -> int:
+def elements_here(member: ParamRecord) -> int:
     """Elements of this rank's fragment."""
     span = member.own_span()
     return span.stop - span.start

@@ -14,15 +14,15 @@ from torch import nn
 from torch.nn import Parameter
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.foundation.log import say_once
+from deepspeed.foundation.log import log_once
 from deepspeed.foundation.malloc import limits_addresses, own_pages
 from deepspeed.storage.device_tier import RESIDENT
-from deepspeed.zero.layout.layout import Layout, by_first, by_group, by_owner
+from deepspeed.zero.layout.layout import ShardLayout, by_first, by_group, by_owner
 from deepspeed.zero.layout.stages import KEPT_WHOLE, Policy
 from deepspeed.zero.layout.units import repeated_blocks, units_of
-from deepspeed.zero.parameters.parallel_groups import DATA_PARALLEL, Holders, Signature
+from deepspeed.zero.parameters.parallel_groups import DATA_PARALLEL, GroupRanks, Signature
 from deepspeed.zero.parameters.parameter import is_managed
-from deepspeed.zero.parameters.record import Member
+from deepspeed.zero.parameters.record import ParamRecord
 from deepspeed.zero.parameters.shard_group import ShardGroup
 from deepspeed.zero.parameters.tiers import Tiers
 
@@ -136,11 +136,11 @@ def plan_groups(
 def _announced_units(module: nn.Module) -> dict[Parameter, nn.Module]:
     blocks = repeated_blocks(module)
     if blocks:
-        say_once(f"sharding {len(blocks)} repeated blocks as units, other modules one by one", key=id(module))
+        log_once(f"sharding {len(blocks)} repeated blocks as units, other modules one by one", key=id(module))
     return units_of(module)
 
 
-def cut(plan: GroupingPlan, policy: Policy, numels: list[int], ranks: int) -> Layout:
+def cut(plan: GroupingPlan, policy: Policy, numels: list[int], ranks: int) -> ShardLayout:
     """The layout of a group."""
     if plan.one_owner and policy.owns_a_slice:
         return by_first(numels, ranks)
@@ -154,7 +154,7 @@ def release(params: Iterable[Any]) -> None:
     managed = [param for param in params if is_managed(param)]
     groups = list(dict.fromkeys(param._ds_member.group for param in managed))
     for group in groups:
-        group.finish_gather()
+        group.wait_all_gather()
         group.dissolve()
     for param in managed:
         param.data = param.data.clone()
@@ -163,7 +163,7 @@ def release(params: Iterable[Any]) -> None:
 
 
 def build_group(
-    holders: Holders,
+    holders: GroupRanks,
     policy: Policy,
     params: list[Parameter],
     names: dict[Parameter, str],
@@ -187,9 +187,9 @@ def build_group(
     with own_pages() if away or limits_addresses() else contextlib.nullcontext():
         born: list[ShardGroup] = [param._ds_member.group for param in params if is_managed(param)]  # type: ignore[attr-defined]
         for group in born:
-            group.finish_gather()
+            group.wait_all_gather()
             group.dissolve()
-        members = [Member(param, names[param]) for param in params]
+        members = [ParamRecord(param, names[param]) for param in params]
         layout = cut(plan, policy, [p.numel() for p in params], holders.shard.size)
         made = ShardGroup(holders, policy, layout, members, dtype=dtypes[0], master=dtypes[1], tiers=tiers)
     if born:

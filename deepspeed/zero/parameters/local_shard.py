@@ -7,17 +7,17 @@ from collections.abc import Callable
 import torch
 
 from deepspeed.comm.process_groups.axis import Axis
-from deepspeed.storage.async_copy import Arrival, mover_of
+from deepspeed.storage.async_copy import PendingCopy, mover_of
 from deepspeed.storage.device_tier import RESIDENT
-from deepspeed.storage.tier import Stored
-from deepspeed.zero.layout.layout import Layout
+from deepspeed.storage.tier import StoredTensor
+from deepspeed.zero.layout.layout import ShardLayout
 from deepspeed.zero.layout.stages import Policy
-from deepspeed.zero.parameters.deferred_all_gather import Arriving
-from deepspeed.zero.parameters.record import Member
+from deepspeed.zero.parameters.deferred_all_gather import DeferredAllGather
+from deepspeed.zero.parameters.record import ParamRecord
 from deepspeed.zero.parameters.tiers import Tiers
 
 
-class LocalShard(Arriving):
+class LocalShard(DeferredAllGather):
     """The side of a group that rests in tiers. Its `values` are a view of the full buffer where that stays.
 
     Attributes:
@@ -28,12 +28,12 @@ class LocalShard(Arriving):
 
     axis: Axis
     policy: Policy
-    layout: Layout
+    layout: ShardLayout
     tiers: Tiers
     name: str
     dtype: torch.dtype
     device: torch.device
-    master: Stored | None = None
+    master: StoredTensor | None = None
     low: int
     high: int
     owes_own = False  # the own slice is on its way from its tier, and not in the full buffer yet
@@ -54,7 +54,7 @@ class LocalShard(Arriving):
     @property
     def publishes_beside(self) -> bool:
         """Whether what is updated travels beside what is computed."""
-        return self.policy.publishes_after_step and self.between_devices
+        return self.policy.all_gathers_after_step and self.between_devices
 
     @property
     def between_devices(self) -> bool:
@@ -69,9 +69,9 @@ class LocalShard(Arriving):
         alone = self.axis.size == 1 and self.device.type == "cpu"
         self._brings = alone and self.values.bring(self._own_place)
         if not self._brings:
-            self.values.ahead()
+            self.values.prefetch()
 
-    def bring_own(self) -> Arrival | None:
+    def bring_own(self) -> PendingCopy | None:
         """Have the slice in its place; from another device, what is under way."""
         self.owes_own = False
         if self._brings:
@@ -94,7 +94,7 @@ class LocalShard(Arriving):
 
     # -- values and master ----------------------------------------------------------------------------------------
 
-    def overwrite_master(self, member: Member, values: torch.Tensor) -> None:
+    def overwrite_master(self, member: ParamRecord, values: torch.Tensor) -> None:
         """Take one member's values, dense and flat, into the master copy, if there is one."""
         range_ = self.layout.range_of(member.index, self.low, self.high)
         if self.master is None or range_ is None:
@@ -103,7 +103,7 @@ class LocalShard(Arriving):
             at = range_.at - self.low
             master[at : at + range_.numel].copy_(values[range_.start : range_.stop])
 
-    def import_edits(self, member: Member) -> None:
+    def import_edits(self, member: ParamRecord) -> None:
         """Take those values of a whole member into the master copy that are not its rounded master already."""
         range_ = self.layout.range_of(member.index, self.low, self.high)
         if self.master is None or range_ is None:
@@ -121,7 +121,7 @@ class LocalShard(Arriving):
             self.veil(seen)
         return seen
 
-    def add_master(self, dtype: torch.dtype) -> Stored | None:
+    def add_master(self, dtype: torch.dtype) -> StoredTensor | None:
         """Make the master copy, of zeros, unless the values themselves can be updated where they rest."""
         if self.master is None and (dtype != self.dtype or self._apart):
             label = f"master of {self.name}"
@@ -145,7 +145,7 @@ class LocalShard(Arriving):
         return rests is not self.tiers.optimizer
 
     @property
-    def under_leaves(self) -> Stored | None:
+    def under_leaves(self) -> StoredTensor | None:
         """What the optimizer's leaves lie over; None for a frozen group that has no master where it would rest."""
         return None if self.master is None and self._apart else self.updated
 
@@ -159,7 +159,7 @@ class LocalShard(Arriving):
                 master.copy_(values)
 
     @property
-    def updated(self) -> Stored:
+    def updated(self) -> StoredTensor:
         """What the optimizer updates: the master copy, or the values themselves when they are their own master."""
         return self.values if self.master is None else self.master
 

@@ -26,7 +26,7 @@ from deepspeed.zero.layout.units import repeated_blocks
 from deepspeed.zero.parameters import buffer_views
 from deepspeed.zero.parameters.collective_order import GatherOrder
 from deepspeed.zero.parameters.parameter import is_managed
-from deepspeed.zero.parameters.prefetch import Keeper, Trace
+from deepspeed.zero.parameters.prefetch import ModuleOrder, PrefetchScheduler
 from deepspeed.zero.parameters.shard_group import ShardGroup, State
 
 _EXTERNALS = "ds_external_parameters"  # TRL asks the root for parameters it uses that are not below it
@@ -75,7 +75,7 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-class Lifecycle:
+class ModuleHooks:
     """Gathers and frees the groups of one module tree.
 
     Args:
@@ -84,7 +84,7 @@ class Lifecycle:
         gather_order: compares what ranks gather; None where gathers are one-sided, or carry names.
     """
 
-    def __init__(self, module: nn.Module, keeper: Keeper, gather_order: GatherOrder | None = None) -> None:
+    def __init__(self, module: nn.Module, keeper: PrefetchScheduler, gather_order: GatherOrder | None = None) -> None:
         self.module, self.keeper, self.gather_order = module, keeper, gather_order
         self.units: dict[nn.Module, list[ShardGroup]] = {}
         self.depth = 0  # forward passes running right now
@@ -161,7 +161,7 @@ class Lifecycle:
         self.attach()
 
     @property
-    def param_coordinator(self) -> Trace:
+    def param_coordinator(self) -> ModuleOrder:
         """The order of the last pass, which clients forget after a pass of another kind."""
         return self.keeper.trace
 
@@ -252,7 +252,7 @@ class Lifecycle:
 
     def _keep_places(self, unit: nn.Module, outputs: list[torch.Tensor], since: int) -> None:
         """Keep no memory until backward for what autograd has saved of a unit's groups."""
-        groups = [g for g in self.units[unit] if not g.retains and g.state is State.GATHERED]
+        groups = [g for g in self.units[unit] if not g.keep_unsharded_storage and g.state is State.GATHERED]
         viewed = any(group.aliases.others() > len(group.members) for group in groups)
         # The backward of the root is next: its memory is needed at once, so parameters are no reason to look.
         if viewed or (unit is not self.module and any(group.aliases.may_be_saved() for group in groups)):
@@ -335,5 +335,5 @@ class Lifecycle:
             group.users = 0
         self.keeper.free_idle()
         for group in self.keeper.groups:
-            group.aliases.refuse_lost_writes()
-            group.aliases.refuse_stale()
+            group.aliases.check_no_unsaved_writes()
+            group.aliases.check_no_stale_views()

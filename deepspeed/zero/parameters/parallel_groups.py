@@ -25,59 +25,59 @@ from deepspeed.zero.layout.placement import Relation, placement_of
 from deepspeed.zero.parameters.parameter import is_managed
 
 # Where a parameter without a row of its own stands: every rank along `tp` has an equal copy, other stages have none.
-_DEFAULTS = {"tp": Relation.EQUAL, "pp": Relation.ABSENT}
+_DEFAULTS = {"tp": Relation.REPLICATE, "pp": Relation.ABSENT}
 # By these names Megatron's layers say that a parameter is a slice, and pipelines of upstream's that a copy is not the
 # one to be counted.
 _SLICED = ("model_parallel", "tensor_model_parallel")
 _COUNTED_ELSEWHERE = "ds_pipe_replicated"
-_COPIED = (Relation.EQUAL, Relation.PARTIAL)
+_COPIED = (Relation.REPLICATE, Relation.PARTIAL)
 
 Signature = tuple[tuple[Relation, Relation], str]  # relations to (tp, pp), the tied weight's name or ""
 
 
-DATA_PARALLEL: Signature = ((Relation.EQUAL, Relation.ABSENT), "")
+DATA_PARALLEL: Signature = ((Relation.REPLICATE, Relation.ABSENT), "")
 
 
 def signature_of(tensor: torch.Tensor, name: str) -> Signature:
     """What parameters of one group have in common beside their dtype; a tied weight has a group of its own."""
     placement = placement_of(tensor)
     sliced = bool(placement.cuts) or any(getattr(tensor, mark, False) for mark in _SLICED)
-    tp = placement.relations.get("tp", Relation.CUT if sliced else _DEFAULTS["tp"])
+    tp = placement.relations.get("tp", Relation.SHARD if sliced else _DEFAULTS["tp"])
     pp = placement.relations.get("pp", _DEFAULTS["pp"])
     if getattr(tensor, _COUNTED_ELSEWHERE, False):
-        pp = Relation.EQUAL
+        pp = Relation.REPLICATE
     return (tp, pp), name if pp is Relation.PARTIAL else ""
 
 
 @dataclass(frozen=True, eq=False)
-class Axes:
+class ParallelGroups:
     """The ranks of an engine's mesh by what they share.
 
     Args:
         mesh: all of it.
         everyone: all ranks.
-        same_slice: ranks with the same slice of the model, whose gradients are summed.
+        dp_sp_group: ranks with the same slice of the model, whose gradients are summed.
         data: those of them that see other samples.
         shard: those of them that hold one copy of the split state together.
-        one_copy: ranks that hold one copy of the whole model's state together.
+        model_replica_group: ranks that hold one copy of the whole model's state together.
     """
 
     mesh: Mesh
     everyone: Axis
-    same_slice: Axis
+    dp_sp_group: Axis
     data: Axis
     shard: Axis
-    one_copy: Axis
+    model_replica_group: Axis
 
 
-def axes_of(mesh: Mesh) -> Axes:
+def axes_of(mesh: Mesh) -> ParallelGroups:
     """The axes that an engine asks for again and again."""
     one_copy = mesh.axis("pp", *SHARD, "tp")
-    return Axes(mesh, mesh.axis(*DIMS), mesh.axis(*REPLICATED), mesh.axis(*DATA), mesh.axis(*SHARD), one_copy)
+    return ParallelGroups(mesh, mesh.axis(*DIMS), mesh.axis(*REPLICATED), mesh.axis(*DATA), mesh.axis(*SHARD), one_copy)
 
 
 @dataclass(frozen=True, eq=False)
-class Holders:
+class GroupRanks:
     """The ranks around one group of parameters.
 
     Args:
@@ -123,12 +123,12 @@ class Holders:
         return self.channels or (self.shard.channel(), self.copies.channel() if self.copies is not None else 0)
 
 
-def alone(axis: Axis) -> Holders:
+def alone(axis: Axis) -> GroupRanks:
     """Where the ranks of one axis hold everything together."""
-    return Holders(axis, axis)
+    return GroupRanks(axis, axis)
 
 
-class Relations:
+class RankResolver:
     """From signatures to ranks, on one mesh. All ranks make it together.
 
     Args:
@@ -147,7 +147,7 @@ class Relations:
     ) -> None:
         self._mesh, self._splits, self._tied = mesh, splits, tied
         self.stages = mesh.size("pp")
-        self._known: dict[Signature, Holders] = {}
+        self._known: dict[Signature, GroupRanks] = {}
         mesh.axis("tp")
         for more in (("dp_replicate",), REPLICATED):  # every rank asks for every axis, whichever it stands on
             mesh.axis(*more, "tp")
@@ -158,27 +158,27 @@ class Relations:
             found = self._find(signatures[name])
             self._known[signatures[name]] = replace(found, channels=found.open_channels())
 
-    def holders(self, signature: Signature) -> Holders:
+    def holders(self, signature: Signature) -> GroupRanks:
         """The ranks around parameters of a signature."""
         if signature not in self._known:
             self._known[signature] = self._find(signature)
         return self._known[signature]
 
-    def _find(self, signature: Signature) -> Holders:
+    def _find(self, signature: Signature) -> GroupRanks:
         mesh, ((tp, pp), name) = self._mesh, signature
         at, stages = mesh.coordinates, self._tied.get(name)
         dims = [dim for dim, relation in (("pp", pp), ("tp", tp)) if relation is Relation.PARTIAL]
         everyone = mesh.axis(*REPLICATED, *dims, stages=stages)
         copies = mesh.axis("dp_replicate", *dims, stages=stages)
-        main = (pp is not Relation.EQUAL) and (tp is not Relation.EQUAL or at["tp"] == 0)
+        main = (pp is not Relation.REPLICATE) and (tp is not Relation.REPLICATE or at["tp"] == 0)
         once = main and (stages is None or at["pp"] == min(stages)) and (tp is not Relation.PARTIAL or at["tp"] == 0)
         peers = {rank: row for row in mesh.rows(*REPLICATED, *dims, stages=stages) for rank in row}
         first = once and at["dp_replicate"] == 0
-        slices = mesh.axis("tp") if tp is Relation.CUT else None
+        slices = mesh.axis("tp") if tp is Relation.SHARD else None
         if not self._splits:  # whole everywhere: one sum over all that have them, of which each rank counts a share
-            return Holders(everyone, everyone, None, main, first, None, peers, slices, "pp" in dims)
+            return GroupRanks(everyone, everyone, None, main, first, None, peers, slices, "pp" in dims)
         shard, others = mesh.axis(*SHARD), copies if copies.size > 1 else None
-        return Holders(shard, everyone, others, once, first, None, peers, slices, "pp" in dims)
+        return GroupRanks(shard, everyone, others, once, first, None, peers, slices, "pp" in dims)
 
 
 # -- copies of one model over several slices and stages --------------------------------------------------------------

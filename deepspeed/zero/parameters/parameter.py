@@ -22,7 +22,7 @@ from deepspeed.errors import ShardedParameterError
 from deepspeed.zero.layout.placement import WHOLE, place
 from deepspeed.zero.parameters.ds_attributes import ClientSurface, elements_here
 from deepspeed.zero.parameters.functorch import in_transform, outside_transforms
-from deepspeed.zero.parameters.record import Member
+from deepspeed.zero.parameters.record import ParamRecord
 
 # While zero.Init is open, what carries out a write to a parameter that is sharded already.
 birth_writers: list[Callable[[str, Any, tuple[Any, ...], dict[str, Any]], Any]] = []
@@ -90,7 +90,7 @@ def clear_raw_grad(param: torch.Tensor) -> None:
 class ManagedParameter(ClientSurface, Parameter):
     """A parameter some engine manages, whole at the moment; `.grad` reads the engine's accumulated mean gradient."""
 
-    _ds_member: Member
+    _ds_member: ParamRecord
 
     def _change_class(self, kind: type) -> None:
         """`torch.utils.swap_tensors` begins with the classes: see [Note: replaced parameters]."""
@@ -132,7 +132,7 @@ class ManagedParameter(ClientSurface, Parameter):
     def data(self) -> torch.Tensor:  # type: ignore[override]
         """The values; writes through it are not counted by the parameter's version, so the next step looks for them."""
         if "_ds_member" in vars(self):
-            self._ds_member.group.aliases.expose(self._ds_member)
+            self._ds_member.group.aliases.mark_data_exposed(self._ds_member)
         return _raw_data.__get__(self)
 
     @data.setter
@@ -179,7 +179,7 @@ def _set_sharded(self: Any, *args: Any, **kwargs: Any) -> Any:
     if isinstance(source, torch.Tensor) and (source.shape, source.dtype) == (self.shape, self.dtype):
         if birth_writers:
             return birth_writers[-1]("data=", None, (self, source), {})
-    refuse_write("set_", self._ds_member)
+    reject_write("set_", self._ds_member)
 
 
 def _dense_as_subclass(self: Any, cls: type[torch.Tensor]) -> Any:
@@ -202,7 +202,7 @@ class ShardedParameter(ManagedParameter):
 class StandIn(torch.Tensor):
     """What `detach()` and `state_dict()` give for a sharded parameter: it stays sharded and costs no memory."""
 
-    _ds_member: Member
+    _ds_member: ParamRecord
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -223,7 +223,7 @@ class StandIn(torch.Tensor):
 class ReadView(torch.Tensor):
     """A view of a dense copy: reads as a tensor, but a write, which would be lost, raises."""
 
-    _ds_member: Member
+    _ds_member: ParamRecord
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -239,7 +239,7 @@ class ReadView(torch.Tensor):
 _GUARDED = (ShardedParameter, StandIn, ReadView)
 
 
-def _describe(kind: str, member: Member, dtype: torch.dtype) -> str:
+def _describe(kind: str, member: ParamRecord, dtype: torch.dtype) -> str:
     return f"<sharded {kind} {member.name}: shape {tuple(member.shape)}, {dtype}, {elements_here(member)} here>"
 
 
@@ -258,7 +258,7 @@ def is_write(name: str) -> bool:
     return in_place or operator or name.endswith("=") or name in ("__setitem__", "__delitem__")
 
 
-def refuse_write(name: str, member: Member) -> None:
+def reject_write(name: str, member: ParamRecord) -> None:
     """Raise for an operation that would change or expose values that nobody keeps."""
     raise ShardedParameterError(
         f"{name.rstrip('=') or 'write'} on parameter '{member.name}', which is sharded here: it would change or expose "
@@ -267,21 +267,21 @@ def refuse_write(name: str, member: Member) -> None:
     )
 
 
-def was_replaced(tensor: torch.Tensor, member: Member) -> bool:
+def was_replaced(tensor: torch.Tensor, member: ParamRecord) -> bool:
     """Whether the unbound `torch.Tensor.set_`, which torch hands to no class, has put something under `tensor`."""
     return tensor.data_ptr() != member.under(tensor).data_ptr()
 
 
-def _refuse_if_replaced(tensor: Any) -> None:
+def _check_not_replaced(tensor: Any) -> None:
     if isinstance(tensor, (ShardedParameter, StandIn)) and was_replaced(tensor, tensor._ds_member):
         _raw_data.__set__(tensor, tensor._ds_member.under(tensor))
-        refuse_write("set_", tensor._ds_member)
+        reject_write("set_", tensor._ds_member)
 
 
-def _refuse_targets(name: str, out: Any) -> None:
+def _reject_targets(name: str, out: Any) -> None:
     for target in _walk(out):
         if isinstance(target, _GUARDED):
-            refuse_write(name, target._ds_member)
+            reject_write(name, target._ds_member)
 
 
 def intercept(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -291,7 +291,7 @@ def intercept(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args, kwargs = (kwargs["tensor"],), {key: value for key, value in kwargs.items() if key != "tensor"}
     first = args[0] if args and isinstance(args[0], _GUARDED) else None
     with torch._C.DisableTorchFunctionSubclass():
-        _refuse_if_replaced(first)
+        _check_not_replaced(first)
         own = name in _OWN_GRAD and isinstance(first, StandIn)
         if name in METADATA or name == "requires_grad=" or own or func is torch.autograd.grad:
             return func(*args, **kwargs)  # torch.autograd.grad knows its inputs by identity
@@ -308,7 +308,7 @@ def intercept(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 if name in LIKE:
                     dense = torch.empty(first.shape, dtype=first.dtype, device=first.device)
                     return func(dense, *args[1:], **kwargs)
-        _refuse_targets(f"{name}(out=…)", kwargs.get("out"))
+        _reject_targets(f"{name}(out=…)", kwargs.get("out"))
         return _compute(name, func, args, kwargs)
 
 
@@ -316,7 +316,7 @@ def _write(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     """Refused, but for modules being born that initialize what their children own."""
     if birth_writers and is_write(name) and not (isinstance(args[0], ReadView) and name == "data="):
         return birth_writers[-1](name, func, args, kwargs)
-    refuse_write(name, args[0]._ds_member)
+    reject_write(name, args[0]._ds_member)
 
 
 def _stays(name: str, first: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -340,7 +340,7 @@ def _note_move(source: ShardedParameter | StandIn, result: torch.Tensor) -> None
 
 def _compute(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call `func` on dense copies; a write to one of them raises, views of them come back guarded."""
-    copies: dict[int, tuple[torch.Tensor, Member, int]] = {}
+    copies: dict[int, tuple[torch.Tensor, ParamRecord, int]] = {}
 
     def dense(value: Any) -> Any:
         if not isinstance(value, _GUARDED):
@@ -357,7 +357,7 @@ def _compute(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     storages = {}
     for plain, member, version in copies.values():
         if _version_of(plain) != version:
-            refuse_write(name, member)
+            reject_write(name, member)
         if plain.layout == torch.strided and plain.device.type != "meta":
             storages[plain.untyped_storage()._cdata] = member
 
@@ -374,7 +374,7 @@ def _compute(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     return map_nested(guard, result)
 
 
-class _Read(torch.autograd.Function):
+class _DenseCopy(torch.autograd.Function):
     """A dense copy whose gradient goes to the parameter."""
 
     @staticmethod
@@ -395,10 +395,10 @@ def _version_of(tensor: torch.Tensor) -> int:
 
 
 @outside_transforms
-def _read(value: torch.Tensor, member: Member) -> torch.Tensor:
+def _read(value: torch.Tensor, member: ParamRecord) -> torch.Tensor:
     copied = member.dense()
     if isinstance(value, (ShardedParameter, StandIn)) and value.requires_grad and torch.is_grad_enabled():
-        return _Read.apply(value, copied)  # type: ignore[return-value]
+        return _DenseCopy.apply(value, copied)  # type: ignore[return-value]
     return copied
 
 
@@ -410,13 +410,13 @@ def dense_copy(tensor: Any) -> Any:
         return _read(tensor, tensor._ds_member)
 
 
-def refuse_functionalize(tensor: Any) -> Any:
+def reject_functionalize(tensor: Any) -> Any:
     """Raise for what is sharded, since `functionalize` writes to its arguments; anything else as it is."""
-    _refuse_targets("functionalize", tensor)
+    _reject_targets("functionalize", tensor)
     return tensor
 
 
-def stand_in(member: Member) -> StandIn:
+def stand_in(member: ParamRecord) -> StandIn:
     """A stand-in of a member: true shape, no memory."""
     made = torch.Tensor._make_subclass(StandIn, member.placeholder)
     made._ds_member = member
@@ -468,19 +468,19 @@ def _feed_parameters() -> None:
     Parameter.__new__ = staticmethod(with_values)  # type: ignore[method-assign,assignment]
 
 
-def manage(param: Parameter, member: Member) -> None:
+def manage(param: Parameter, member: ParamRecord) -> None:
     """Make `param` a managed one."""
     _feed_parameters()
     param.__class__ = ManagedParameter
     param._ds_member = member  # type: ignore[attr-defined]
 
 
-def leave(member: Member, kind: type) -> None:
+def leave(member: ParamRecord, kind: type) -> None:
     """The parameter is about to be of a class that manages nothing."""
     if member.reducer is not None:
         member.reducer.replaced.leaves(member, kind)
     elif member.group.policy.gathers_before_use:
-        refuse_write("swap_tensors", member)
+        reject_write("swap_tensors", member)
 
 
 def unmanage(param: Parameter) -> None:

@@ -26,7 +26,7 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 @dataclass(frozen=True)
-class Limits:
+class PrefetchLimits:
     """Elements, not bytes, as in the JSON.
 
     Args:
@@ -42,7 +42,7 @@ class Limits:
 
 
 @dataclass
-class _Pass:
+class _GatherOrder:
     """Groups in the order in which they were needed.
 
     Args:
@@ -62,13 +62,13 @@ class _Pass:
             self.before.append(self.before[-1] + group.numel)
 
 
-class Trace:
+class ModuleOrder:
     """The order in which groups were needed in the last pass of a kind, and where the running pass is in it."""
 
     def __init__(self) -> None:
-        self._passes: dict[Hashable, _Pass] = {}
+        self._passes: dict[Hashable, _GatherOrder] = {}
         self._kind: Hashable = None
-        self._last, self._now = _Pass(), _Pass()
+        self._last, self._now = _GatherOrder(), _GatherOrder()
         self._at = 0
         self.restarts = 0
 
@@ -86,8 +86,8 @@ class Trace:
             self._passes[self._kind] = known
             if len(self._passes) > _REMEMBERED:
                 del self._passes[next(iter(self._passes))]
-        self._kind, self._last = kind, self._passes.get(kind) or _Pass()
-        self._now, self._at = _Pass(), 0
+        self._kind, self._last = kind, self._passes.get(kind) or _GatherOrder()
+        self._now, self._at = _GatherOrder(), 0
         self.restarts += 1
 
     def used(self, *groups: ShardGroup) -> range:
@@ -139,7 +139,7 @@ class Trace:
 
     def _invalidate_trace(self) -> None:
         self._passes.clear()
-        self._last, self._now, self._at = _Pass(), _Pass(), 0
+        self._last, self._now, self._at = _GatherOrder(), _GatherOrder(), 0
         self.restarts += 1
 
     @property
@@ -153,7 +153,7 @@ class Trace:
         return bool(self._last.groups)
 
 
-class Keeper:
+class PrefetchScheduler:
     """Applies the limits: frees what may not stay, starts what will be needed.
 
     Args:
@@ -161,8 +161,8 @@ class Keeper:
         limits: how much may be here.
     """
 
-    def __init__(self, groups: list[ShardGroup], limits: Limits) -> None:
-        self.groups, self.limits, self.trace = groups, limits, Trace()
+    def __init__(self, groups: list[ShardGroup], limits: PrefetchLimits) -> None:
+        self.groups, self.limits, self.trace = groups, limits, ModuleOrder()
         everything = sum(g.numel for g in groups)
         if min(limits.live, limits.reuse) >= everything:  # all may be here at once, so memory is set aside for all
             for group in groups:
@@ -241,7 +241,7 @@ class Keeper:
                 self._free(group)
 
     def _free(self, group: ShardGroup) -> None:
-        group.free()
+        group.reshard()
         self.note(group)
 
     def gather(self, *groups: ShardGroup) -> None:
@@ -264,7 +264,7 @@ class Keeper:
         self._read_ahead()
         for group in groups:
             with self._event(FETCH_WAIT, group) if group.state is State.INFLIGHT else _NOTHING:
-                group.finish_gather()
+                group.wait_all_gather()
             self.note(group)
 
     def _event(self, name: str, group: ShardGroup) -> AbstractContextManager[None]:
@@ -273,7 +273,7 @@ class Keeper:
         return self.profile(name, sum(member.shape.numel() for member in group.members))  # without what fills it up
 
     def _start(self, group: ShardGroup) -> None:
-        group.start_gather()
+        group.start_all_gather()
         self.note(group)
         self.gathers += 1
         self.peak = max(self.peak, self._live)

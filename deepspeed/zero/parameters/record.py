@@ -20,8 +20,8 @@ from torch.nn import Parameter
 from deepspeed.comm.process_groups.axis import Axis
 from deepspeed.errors import UsageError
 from deepspeed.foundation.log import warn_once
-from deepspeed.storage.tier import Stored
-from deepspeed.zero.layout.layout import Layout
+from deepspeed.storage.tier import StoredTensor
+from deepspeed.zero.layout.layout import ShardLayout
 from deepspeed.zero.layout.placement import Placement, placement_of
 from deepspeed.zero.layout.stages import Policy
 from deepspeed.zero.parameters.tiers import Tiers
@@ -36,7 +36,7 @@ class ZeroParamStatus(enum.Enum):
 
 
 class Gatherer(Protocol):
-    """Gathers and frees the groups of an engine; see `lifecycle.Lifecycle`."""
+    """Gathers and frees the groups of an engine; see `module_hooks.ModuleHooks`."""
 
     depth: int
 
@@ -67,19 +67,19 @@ class Gradients(Protocol):
 
 
 class Exposed(Protocol):
-    """The memory of a group that users may hold; see `aliases.Aliases`."""
+    """The memory of a group that users may hold; see `buffer_views.BufferViews`."""
 
-    def expose(self, member: Any) -> None:
+    def mark_data_exposed(self, member: Any) -> None:
         """`param.data` was handed out."""
 
 
-class Group(Protocol):
+class ParameterGroup(Protocol):
     """The parameters that travel with it; see `shard_group.ShardGroup`."""
 
     members: list[Any]
     axis: Axis
     policy: Policy
-    layout: Layout
+    layout: ShardLayout
     tiers: Tiers
     name: str
     dtype: torch.dtype
@@ -87,7 +87,7 @@ class Group(Protocol):
     offsets: Sequence[int]
     views: list[torch.Tensor]
     full: torch.Tensor
-    values: Stored
+    values: StoredTensor
     low: int
     high: int
     lifecycle: Gatherer | None
@@ -103,11 +103,11 @@ class Group(Protocol):
         ...
 
     @property
-    def updated(self) -> Stored:
+    def updated(self) -> StoredTensor:
         """What the optimizer updates."""
         ...
 
-    def land(self) -> None:
+    def wait(self) -> None:
         """Wait on the current stream for values that are still on their way."""
 
     def read(self, member: Any) -> torch.Tensor:
@@ -167,7 +167,7 @@ def tensors_over(tensor: torch.Tensor) -> int:
 
 
 @dataclass(eq=False)
-class Member:
+class ParamRecord:
     """One parameter of a group.
 
     Args:
@@ -184,7 +184,7 @@ class Member:
     shape: torch.Size = field(init=False)
     numel: int = field(init=False)
     uid: int = field(default_factory=lambda: next(_uids))
-    group: Group = field(init=False, repr=False)
+    group: ParameterGroup = field(init=False, repr=False)
     placeholder: torch.Tensor = field(init=False, repr=False)
     reducer: Gradients | None = field(default=None, repr=False)
     owner: object | None = field(default=None, repr=False)  # the optimizer that updates it

@@ -25,10 +25,10 @@ from deepspeed.zero.parameters.parameter import (
     is_managed,
     manage,
     raw_grad,
-    refuse_write,
+    reject_write,
     set_raw_grad,
 )
-from deepspeed.zero.parameters.record import Member
+from deepspeed.zero.parameters.record import ParamRecord
 
 Table = dict[str, Parameter | None]
 
@@ -41,10 +41,10 @@ class Replaced:
         arrived: told of a gradient that autograd has put on a parameter meanwhile.
     """
 
-    def __init__(self, listen: Callable[[Member, bool], None], arrived: Callable[[Member], None]) -> None:
+    def __init__(self, listen: Callable[[ParamRecord, bool], None], arrived: Callable[[ParamRecord], None]) -> None:
         self._listen, self._arrived = listen, arrived
-        self._left: dict[int, tuple[Member, dict[str, Any]]] = {}
-        self._places: list[tuple[Table, str, Member]] = []
+        self._left: dict[int, tuple[ParamRecord, dict[str, Any]]] = {}
+        self._places: list[tuple[Table, str, ParamRecord]] = []
         self._columns: tuple[tuple[Any, ...], ...] = ()  # of tables, names, parameters
 
     def watch(self, module: nn.Module) -> None:
@@ -58,7 +58,7 @@ class Replaced:
         ]
         self._columns = tuple(zip(*((table, name, member.param) for table, name, member in self._places), strict=True))
 
-    def leaves(self, member: Member, kind: type) -> None:
+    def leaves(self, member: ParamRecord, kind: type) -> None:
         """`swap_tensors` is about to put another tensor under a parameter.
 
         Args:
@@ -70,7 +70,7 @@ class Replaced:
             ShardedParameterError: each rank holds a slice of the values: nothing was swapped.
         """
         if member.group.policy.gathers_before_use:
-            refuse_write("swap_tensors", member)
+            reject_write("swap_tensors", member)
         if kind is not Parameter:
             raise UsageError(
                 f"swap_tensors would make parameter '{member.name}' a {kind.__name__}, which the engine that trains it "
@@ -100,7 +100,7 @@ class Replaced:
 
     def _look(self) -> None:
         """Take over parameters that others stand for."""
-        others = defaultdict[int, list[tuple[Table, str, Member]]](list)
+        others = defaultdict[int, list[tuple[Table, str, ParamRecord]]](list)
         for place in self._places:
             table, name, member = place
             there = table.get(name)
@@ -110,7 +110,7 @@ class Replaced:
         for places in others.values():
             self._take_over(places)
 
-    def _take_over(self, places: list[tuple[Table, str, Member]]) -> None:
+    def _take_over(self, places: list[tuple[Table, str, ParamRecord]]) -> None:
         member = places[0][2]
         param, found = member.param, [table[name] for table, name, _ in places]
         new, how = found[0], f"parameter '{member.name}' was replaced by another tensor after initialize"

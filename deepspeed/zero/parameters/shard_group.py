@@ -21,27 +21,27 @@ from deepspeed.comm.collectives.one_sided import FetchService, SharedSlices, mee
 from deepspeed.comm.process_groups.axis import tag_of
 from deepspeed.errors import ShardedParameterError
 from deepspeed.foundation.malloc import at_a_page, limits_addresses
-from deepspeed.storage.async_copy import Arrival
+from deepspeed.storage.async_copy import PendingCopy
 from deepspeed.storage.device_tier import RESIDENT, Resident
-from deepspeed.storage.tier import Stored
-from deepspeed.zero.layout.layout import Layout
+from deepspeed.storage.tier import StoredTensor
+from deepspeed.zero.layout.layout import ShardLayout
 from deepspeed.zero.layout.stages import Policy
-from deepspeed.zero.parameters.buffer_views import Aliases, lies_elsewhere
+from deepspeed.zero.parameters.buffer_views import BufferViews, lies_elsewhere
 from deepspeed.zero.parameters.collective_order import GatherOrder, gather_all
 from deepspeed.zero.parameters.functorch import feed_transforms, outside_transforms
 from deepspeed.zero.parameters.local_shard import LocalShard
-from deepspeed.zero.parameters.parallel_groups import Holders
+from deepspeed.zero.parameters.parallel_groups import GroupRanks
 from deepspeed.zero.parameters.parameter import (
     ManagedParameter,
     ShardedParameter,
     dense_copy,
     manage,
-    refuse_functionalize,
-    refuse_write,
+    reject_functionalize,
+    reject_write,
     unmanage,
     was_replaced,
 )
-from deepspeed.zero.parameters.record import Gatherer, Member, ZeroParamStatus
+from deepspeed.zero.parameters.record import Gatherer, ParamRecord, ZeroParamStatus
 from deepspeed.zero.parameters.tiers import Tiers
 
 
@@ -76,10 +76,10 @@ class ShardGroup(LocalShard):
 
     def __init__(
         self,
-        holders: Holders,
+        holders: GroupRanks,
         policy: Policy,
-        layout: Layout,
-        members: list[Member],
+        layout: ShardLayout,
+        members: list[ParamRecord],
         *,
         dtype: torch.dtype | None = None,
         master: torch.dtype | None = None,
@@ -100,7 +100,7 @@ class ShardGroup(LocalShard):
         self.name = members[0].name + (f" … {members[-1].name}" if len(members) > 1 else "")
         self.users = 0  # modules and contexts that need the values right now
         self.editors = 0  # contexts that say what becomes of changes
-        self.retains = False  # freeing keeps the memory of the full buffer
+        self.keep_unsharded_storage = False  # freeing keeps the memory of the full buffer
         self.fetch: FetchService | SharedSlices | None = None
         self._dropped: weakref.finalize | None = None
         self.lifecycle: Gatherer | None = None  # of the engine that gathers it
@@ -108,7 +108,7 @@ class ShardGroup(LocalShard):
         self.observer: Callable[[ShardGroup], None] | None = None  # told when the state has changed
         self.changes = 0  # how often the slice has got new values
         self._handle: Handle | None = None
-        self._arrival: Arrival | None = None  # the own slice, on its way from another device
+        self._arrival: PendingCopy | None = None  # the own slice, on its way from another device
         self._seq = itertools.count()
         for index, member in enumerate(members):
             member.group, member.index = self, index
@@ -119,15 +119,15 @@ class ShardGroup(LocalShard):
         # What the optimizer updates here.
         self.low, self.high = (low, high) if policy.owns_a_slice else (0, layout.padded)
         span = self.full[low:high] if policy.owns_a_slice else self.full
-        self.values: Stored = Resident(f"values of {self.name}", span)
+        self.values: StoredTensor = Resident(f"values of {self.name}", span)
         if master is not None:
             self.add_master(master)
         self._adopt()
         if policy.gathers_before_use:
-            feed_transforms(dense_copy, refuse_functionalize)
+            feed_transforms(dense_copy, reject_functionalize)
             self.settle_values(span)
             del span  # a view, which would count as somebody's
-            self.free()
+            self.reshard()
 
     @property
     def state(self) -> State:
@@ -151,7 +151,7 @@ class ShardGroup(LocalShard):
         self.full = at_a_page(padded, dtype) if self.own_pages else torch.zeros(padded, dtype=dtype, device=self.device)
         # The parameters' places in the full buffer, in their shapes; valid whenever the storage has its size.
         self.views = [member.flat().view(member.shape) for member in self.members]
-        self.aliases = Aliases(self)
+        self.aliases = BufferViews(self)
 
     def move_out(self) -> None:
         """Leave the memory of a whole group to whoever holds it, and go on in memory of its own."""
@@ -177,7 +177,7 @@ class ShardGroup(LocalShard):
             manage(member.param, member)
             member.version = member.param._version
 
-    def write(self, member: Member, values: torch.Tensor) -> None:
+    def write(self, member: ParamRecord, values: torch.Tensor) -> None:
         """Replace one member's values on this rank: slice, master, and the full buffer if it is here.
 
         Args:
@@ -188,9 +188,9 @@ class ShardGroup(LocalShard):
         meet_before_change([self])
         self.overwrite_master(member, flat)
         if self.state is State.GATHERED or self.aliases.lent or self.aliases.saved:
-            self.aliases.refuse_lost_writes()
+            self.aliases.check_no_unsaved_writes()
             member.flat().copy_(flat)
-            self.aliases.snap([member])
+            self.aliases.snapshot([member])
         if self.policy.gathers_before_use:
             cuts, rank = self.layout.cuts_of(member.index), self.axis.rank
             with self.values.borrowed(changed=True) as lent:
@@ -201,14 +201,14 @@ class ShardGroup(LocalShard):
     def expect_gather(self) -> None:
         """The group will be gathered soon: a slice that is to be sent begins to come from where it rests."""
         if self.state is State.SHARDED and self.fetch is None and self.axis.size > 1 and self.values.memory is None:
-            self.values.ahead()
+            self.values.prefetch()
 
     @outside_transforms
-    def start_gather(self) -> None:
+    def start_all_gather(self) -> None:
         """Begin to gather; nothing to do unless the group is sharded."""
         if self.state is not State.SHARDED:
             return
-        self.aliases.refuse_lost_writes()
+        self.aliases.check_no_unsaved_writes()
         label = f"gather of {self.name}"
         self.aliases.grow()
         cuts = self.layout.cuts
@@ -228,10 +228,10 @@ class ShardGroup(LocalShard):
         self.state = State.INFLIGHT
 
     @outside_transforms
-    def finish_gather(self) -> None:
+    def wait_all_gather(self) -> None:
         """Wait for the values and put them under the parameters."""
         if self.state is State.SHARDED:
-            self.start_gather()
+            self.start_all_gather()
         if self.state is State.INFLIGHT:
             if self._handle is not None:
                 self._handle.wait()
@@ -250,9 +250,9 @@ class ShardGroup(LocalShard):
                 param.data = view
                 member.version, member.saved = param._version, False
             self.aliases.saved = 0
-            self.aliases.snap()
+            self.aliases.snapshot()
             for member in replaced:
-                refuse_write("set_", member)
+                reject_write("set_", member)
 
     def gather_together(self) -> None:
         """Gather as a collective that every rank of the axis joins, whatever each rank has already."""
@@ -261,14 +261,14 @@ class ShardGroup(LocalShard):
             if self.state is not State.SHARDED:
                 self._fill_again()
             else:
-                self.finish_gather()
+                self.wait_all_gather()
         finally:
             self.fetch = mine
 
     def _fill_again(self) -> None:
         """Bring the slices' values under a gathered group once more."""
         label = f"gather of {self.name}"
-        self.finish_gather()
+        self.wait_all_gather()
         arrival = self.bring_own()
         if arrival is not None:
             arrival.before_current()
@@ -276,7 +276,7 @@ class ShardGroup(LocalShard):
             self.fetch.pull(self.channel, self.full, self.layout.cuts, label).wait()
         else:
             gather_all(self, tag_of(self.channel, SPREAD, next(self._seq)), label).wait()
-        self.aliases.snap()
+        self.aliases.snapshot()
 
     def retain(self) -> None:
         """Keep the memory of the full buffer from now on; freed values are out of reach all the same.
@@ -287,10 +287,10 @@ class ShardGroup(LocalShard):
         if self.tiers.parameters is not RESIDENT:
             return
         self.aliases.grow()
-        self.retains = True
+        self.keep_unsharded_storage = True
 
     @outside_transforms
-    def free(self, edits_allowed: bool = False) -> None:
+    def reshard(self, edits_allowed: bool = False) -> None:
         """Give the memory of the full buffer back.
 
         Args:
@@ -301,7 +301,7 @@ class ShardGroup(LocalShard):
         """
         if self.state is State.SHARDED or not self.policy.gathers_before_use:
             return
-        self.finish_gather()
+        self.wait_all_gather()
         for member, view in zip(self.members, self.views, strict=True):
             param = member.param
             version = param._version
@@ -318,16 +318,16 @@ class ShardGroup(LocalShard):
             param.data = member.under(param)
             param.__class__ = ShardedParameter
         self.state = State.SHARDED
-        self.aliases.let_go()
+        self.aliases.release_storage()
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
         """The values are in the full buffer inside, on this rank; freed after it unless they were there or are used."""
         was = self.state
-        self.finish_gather()
+        self.wait_all_gather()
         yield
         if was is State.SHARDED and not self.users:
-            self.free()
+            self.reshard()
 
     def refresh(self) -> None:
         """The slices have new values: bring them under what is gathered, and under views that somebody holds.
@@ -340,30 +340,30 @@ class ShardGroup(LocalShard):
         if self.state is not State.SHARDED and self.users:
             self._fill_again()
             return
-        self.free()
+        self.reshard()
         self.aliases.forget_saved()
         if self.aliases.held():
-            self.aliases.refuse_stale()
-            self.finish_gather()
-            self.free()
+            self.aliases.check_no_stale_views()
+            self.wait_all_gather()
+            self.reshard()
 
     # -- reading and writing --------------------------------------------------------------------------------------
 
-    def read(self, member: Member) -> torch.Tensor:
+    def read(self, member: ParamRecord) -> torch.Tensor:
         """A private dense copy of one member."""
-        self.aliases.refuse_lost_writes()
+        self.aliases.check_no_unsaved_writes()
         if self.state is State.GATHERED:
             return self.views[member.index].clone()
         if self.fetch is not None and self.lifecycle is not None and self.lifecycle.depth:
             self.lifecycle.used_outside(self)
-            self.finish_gather()
+            self.wait_all_gather()
             copied = self.views[member.index].clone()
-            self.free()
+            self.reshard()
             return copied
         with self.values.borrowed() as values:
             return self.assemble(member, values, READ, f"read of {member.name}").view(member.shape)
 
-    def assemble(self, member: Member, of: torch.Tensor, kind: int, label: str) -> torch.Tensor:
+    def assemble(self, member: ParamRecord, of: torch.Tensor, kind: int, label: str) -> torch.Tensor:
         """All fragments of one member, as every rank holds them in `of`.
 
         Args:
@@ -392,7 +392,7 @@ class ShardGroup(LocalShard):
         for member in self.members:
             self.import_edits(member)
             member.version = member.param._version
-        self.aliases.snap()
+        self.aliases.snapshot()
         self.advance()
 
     def advance(self) -> None:
@@ -401,9 +401,9 @@ class ShardGroup(LocalShard):
         if self.fetch is not None:
             self.fetch.advance(self.channel)
 
-    def start_publish(self) -> Handle | None:
+    def start_all_gather_updated(self) -> Handle | None:
         """Send the updated slice to the other ranks; None when nothing travels."""
-        if not self.policy.publishes_after_step or self.axis.size == 1:
+        if not self.policy.all_gathers_after_step or self.axis.size == 1:
             return None
         tag = tag_of(self.channel, SPREAD, next(self._seq))
         return spread(self.axis, self.full, self.layout.cuts, tag, f"publish of {self.name}")
@@ -430,13 +430,13 @@ class ShardGroup(LocalShard):
 
     def dissolve(self) -> None:
         """Leave the engine: parameters that are whole become plain ones, sharded ones stay as zero.Init makes them."""
-        self.land()
+        self.wait()
         if self.state is State.INFLIGHT:
-            self.finish_gather()
-        if self.retains and self.state is State.SHARDED:
-            self.retains = False
-            self.aliases.let_go()
-        self.retains = False
+            self.wait_all_gather()
+        if self.keep_unsharded_storage and self.state is State.SHARDED:
+            self.keep_unsharded_storage = False
+            self.aliases.release_storage()
+        self.keep_unsharded_storage = False
         if self.fetch is not None:
             self.fetch.withdraw(self.channel)
             self.fetch = None
@@ -456,10 +456,10 @@ class ShardGroup(LocalShard):
         self.full = torch.empty(0, dtype=self.dtype, device=self.device)
         self.values.drop()
         self.views = []
-        self.aliases = Aliases(self)
+        self.aliases = BufferViews(self)
 
 
-def edited(group: ShardGroup) -> list[Member]:
+def edited(group: ShardGroup) -> list[ParamRecord]:
     """Members of a gathered group whose values may have been changed, or replaced, by somebody else."""
     dtype, found = group.dtype, []
     for member in group.members:
@@ -470,7 +470,7 @@ def edited(group: ShardGroup) -> list[Member]:
     return found
 
 
-def group_of(member: Member) -> ShardGroup:
+def group_of(member: ParamRecord) -> ShardGroup:
     """The group of a parameter, with all that a group can do."""
     return cast(ShardGroup, member.group)
 
@@ -482,9 +482,9 @@ def meet_before_change(groups: Sequence[ShardGroup]) -> None:
         groups: of one engine.
     """
     for group in groups:
-        group.land()
+        group.wait()
         if group.state is State.INFLIGHT:
-            group.finish_gather()
+            group.wait_all_gather()
     served = next((group for group in groups if group.fetch is not None), None)
     if served is not None:
         meet(served.axis, served.channel, next(served._seq), f"agreement before a change of {served.name}")

@@ -11,15 +11,15 @@ from pathlib import Path
 
 import torch
 
-from deepspeed.checkpoint.format.manifest import VALUE, Manifest, Row, StateRule, rank_file, state_field
+from deepspeed.checkpoint.format.manifest import VALUE, Manifest, ManifestEntry, StateRule, rank_file, state_field
 from deepspeed.checkpoint.format.safetensors_file import write_tensors
-from deepspeed.checkpoint.load.reader import NativeSource, Wanted
+from deepspeed.checkpoint.load.reader import NativeSource, ReadRequest
 from deepspeed.checkpoint.ranks import Ranks
-from deepspeed.checkpoint.save.save_plan import Offer, take
-from deepspeed.checkpoint.save.snapshot import Captured, _add
-from deepspeed.zero.api.state_view import LAYOUT_RULES, Slot
+from deepspeed.checkpoint.save.save_plan import LocalShards, take
+from deepspeed.checkpoint.save.snapshot import Snapshot, _add
+from deepspeed.zero.api.state_view import LAYOUT_RULES, StateRange
 from deepspeed.zero.layout.placement import Cut, Placement
-from deepspeed.zero.layout.regions import Box, BoxRange
+from deepspeed.zero.layout.regions import Region, RegionRange
 
 FIELDS = (VALUE, state_field("exp_avg"))
 RULE = StateRule({"exp_avg": torch.bfloat16}, {}, {"step": 3.0})
@@ -81,12 +81,12 @@ MODEL: list[tuple[str, tuple[int, ...], int | None, dict[int, str]]] = [
 ]
 
 
-def stage_of(mesh: Mesh, stage: int) -> list[tuple[str, Box]]:
+def stage_of(mesh: Mesh, stage: int) -> list[tuple[str, Region]]:
     """Names and, for slice 0, boxes of a stage."""
-    return [(name, Box(shape)) for name, shape, where, _ in MODEL if mesh.pp == 1 or where in (None, stage)]
+    return [(name, Region(shape)) for name, shape, where, _ in MODEL if mesh.pp == 1 or where in (None, stage)]
 
 
-def box_of(name: str, mesh: Mesh, at: int) -> Box:
+def box_of(name: str, mesh: Mesh, at: int) -> Region:
     shape, cuts = next((shape, cuts) for one, shape, _, cuts in MODEL if one == name)
     outer = 2 if mesh.tp == 4 else 1
     ways = {
@@ -99,7 +99,7 @@ def box_of(name: str, mesh: Mesh, at: int) -> Box:
     local = list(shape)
     for cut in placed:
         local[cut.dim] = cut.local_size
-    return Box.of(Placement(tuple(placed)), local)
+    return Region.of(Placement(tuple(placed)), local)
 
 
 def values_of(field: str, name: str) -> torch.Tensor:
@@ -110,7 +110,7 @@ def values_of(field: str, name: str) -> torch.Tensor:
     return made.float() if field == VALUE else (made % 251).bfloat16()
 
 
-def local_of(box: Box, whole: torch.Tensor) -> torch.Tensor:
+def local_of(box: Region, whole: torch.Tensor) -> torch.Tensor:
     """The rank's tensor, by indexing; padding is -5, which nobody may store."""
     made = whole
     for cut in box.cuts:
@@ -133,26 +133,26 @@ def grouped(mesh: Mesh, stage: int) -> list[tuple[str, list[str]]]:
     return found
 
 
-def held(mesh: Mesh, at: tuple[int, int, int, int]) -> Iterator[tuple[Offer, list[tuple[int, int, int]]]]:
+def held(mesh: Mesh, at: tuple[int, int, int, int]) -> Iterator[tuple[LocalShards, list[tuple[int, int, int]]]]:
     """What a rank holds: its offers, and (index, start, stop) of the slices that are its own."""
     stage, replica, shard, slice_ = at
     ranks = tuple(mesh.rank(stage, replica, one, slice_) for one in range(mesh.shard))
     for rule, names in grouped(mesh, stage):
         boxes = [box_of(name, mesh, slice_) for name in names]
-        rows = [Row(name, box.shape, torch.float32) for name, box in zip(names, boxes, strict=True)]
+        rows = [ManifestEntry(name, box.shape, torch.float32) for name, box in zip(names, boxes, strict=True)]
         layout = LAYOUT_RULES[rule]([box.numel for box in boxes], mesh.shard)
-        yield Offer(rows, boxes, rule, ranks), [(r.index, r.start, r.stop) for r in layout.ranges(shard)]
+        yield LocalShards(rows, boxes, rule, ranks), [(r.index, r.start, r.stop) for r in layout.ranges(shard)]
 
 
-def capture(mesh: Mesh, at: tuple[int, int, int, int]) -> Captured:
-    made = Captured()
+def capture(mesh: Mesh, at: tuple[int, int, int, int]) -> Snapshot:
+    made = Snapshot()
     for offer, ranges in held(mesh, at):
         made.offers.append(offer)
         for index, start, stop in ranges:
             name, box = offer.rows[index].name, offer.boxes[index]
             for field in FIELDS:
                 flat = local_of(box, values_of(field, name)).reshape(-1)[start:stop]
-                _add(made, field, Slot(name, box, start, stop, flat.dtype, lambda flat=flat: flat))
+                _add(made, field, StateRange(name, box, start, stop, flat.dtype, lambda flat=flat: flat))
             if start == 0:
                 made.reports[name, offer.leader] = (json.dumps(RULE.to_json()), 0)
     return made
@@ -183,7 +183,7 @@ def load(mesh: Mesh, folder: Path, manifest: Manifest) -> int:
                 for field in FIELDS:
                     right = local_of(box, values_of(field, row.name)).reshape(-1)[start:stop]
                     into = torch.full_like(right, 7)
-                    wanted.append(Wanted(field, row, BoxRange(box, start, stop), into))
+                    wanted.append(ReadRequest(field, row, RegionRange(box, start, stop), into))
                     checks.append((into, right.clamp(min=0)))
                     count += into.numel()
         source.read(wanted)

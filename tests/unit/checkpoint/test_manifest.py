@@ -13,13 +13,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed.checkpoint.format.manifest import Manifest, Row, StateRule
+from deepspeed.checkpoint.format.manifest import Manifest, ManifestEntry, StateRule
 from deepspeed.checkpoint.format.safetensors_file import Seal
-from deepspeed.checkpoint.save.save_plan import Offer, Reports, Taken, take
+from deepspeed.checkpoint.save.save_plan import LocalShards, Reports, SavePlan, take
 from deepspeed.errors import CheckpointCorruptError
 from deepspeed.zero.api.state_view import LAYOUT_RULES
 from deepspeed.zero.layout.placement import Cut
-from deepspeed.zero.layout.regions import Box, BoxRange
+from deepspeed.zero.layout.regions import Region, RegionRange
 
 HIDDEN, INNER, WORDS, LAYERS = 8192, 28672, 128256, 80
 ADAM = StateRule({"exp_avg": torch.float32, "exp_avg_sq": torch.float32}, {}, {"step": 1.0})
@@ -34,11 +34,11 @@ Tensor = tuple[str, tuple[int, ...], int | None]  # name, shape, cut dim
 Mesh = tuple[int, int, int]  # pipeline stages, data-parallel ranks, tensor-parallel ranks
 
 
-def box(shape: tuple[int, ...], dim: int | None, at: int, of: int) -> Box:
+def box(shape: tuple[int, ...], dim: int | None, at: int, of: int) -> Region:
     if dim is None or of == 1:
-        return Box(shape)
+        return Region(shape)
     step = shape[dim] // of
-    return Box(shape, (Cut(dim, shape[dim], ((at * step, step),)),))
+    return Region(shape, (Cut(dim, shape[dim], ((at * step, step),)),))
 
 
 def groups_of(stage: int, mesh: Mesh) -> list[list[Tensor]]:
@@ -54,7 +54,7 @@ def groups_of(stage: int, mesh: Mesh) -> list[list[Tensor]]:
     return first + made + last
 
 
-def offered(mesh: Mesh) -> tuple[list[Offer], list[Reports]]:
+def offered(mesh: Mesh) -> tuple[list[LocalShards], list[Reports]]:
     """What all ranks of a mesh tell each other before a save."""
     stages, data, slices = mesh
     state, offers, reports = json.dumps(ADAM.to_json()), [], []
@@ -62,14 +62,14 @@ def offered(mesh: Mesh) -> tuple[list[Offer], list[Reports]]:
         ranks = tuple((stage * data + d) * slices + at for d in range(data))
         told = {}
         for members in groups_of(stage, mesh):
-            rows = [Row(name, shape, torch.float32) for name, shape, _ in members]
-            offers.append(Offer(rows, [box(s, d, at, slices) for _, s, d in members], "equal", ranks))
+            rows = [ManifestEntry(name, shape, torch.float32) for name, shape, _ in members]
+            offers.append(LocalShards(rows, [box(s, d, at, slices) for _, s, d in members], "equal", ranks))
             told |= {(row.name, ranks[0]): (state, 0) for row in rows}
         reports.append(told)
     return sorted(offers, key=lambda offer: offer.leader), reports
 
 
-def manifest_of(taken: Taken, reports: list[Reports], ranks: int) -> Manifest:
+def manifest_of(taken: SavePlan, reports: list[Reports], ranks: int) -> Manifest:
     rows, groups, states = taken.with_states(reports)
     files = {f"rank-{rank:05d}.safetensors": Seal(1 << 30, rank) for rank in range(ranks)}
     return Manifest(rows, groups, states, files, {"tag": "x"})
@@ -85,7 +85,7 @@ def plan_of(manifest: Manifest, mesh: Mesh, coordinates: tuple[int, int, int]) -
         for range_ in layout.ranges(rank):
             row = manifest.row(members[range_.index][0])
             assert row is not None
-            count += len(list(manifest.reads(row, BoxRange(boxes[range_.index], range_.start, range_.stop))))
+            count += len(list(manifest.reads(row, RegionRange(boxes[range_.index], range_.start, range_.stop))))
     return count
 
 
@@ -115,9 +115,9 @@ numels = st.lists(st.integers(1, 40), min_size=1, max_size=6)
 @settings(deadline=None)
 @given(numels, st.sampled_from(["equal", "between"]), st.integers(1, 7), st.data())
 def test_reads_cover_every_element_once(sizes: list[int], rule: str, ranks: int, data: st.DataObject) -> None:
-    rows = [Row(f"p{i}", (size,), torch.float32) for i, size in enumerate(sizes)]
+    rows = [ManifestEntry(f"p{i}", (size,), torch.float32) for i, size in enumerate(sizes)]
     manifest = manifest_of(
-        take([Offer(rows, [Box(row.shape) for row in rows], rule, tuple(range(ranks)))], range(9)), [], 9
+        take([LocalShards(rows, [Region(row.shape) for row in rows], rule, tuple(range(ranks)))], range(9)), [], 9
     )
     stored: dict[tuple[str, int], list[int]] = {}
     layout = manifest.groups[0].layout
@@ -128,7 +128,7 @@ def test_reads_cover_every_element_once(sizes: list[int], rule: str, ranks: int,
     start = data.draw(st.integers(0, sizes[index]))
     stop = data.draw(st.integers(start, sizes[index]))
     found = [-1] * (stop - start)
-    for read in manifest.reads(rows[index], BoxRange(Box((sizes[index],)), start, stop)):
+    for read in manifest.reads(rows[index], RegionRange(Region((sizes[index],)), start, stop)):
         (count,), first, at = read.copy.sizes, read.copy.source, read.copy.into
         values = stored[read.file, index][first : first + count]
         assert len(values) == count and found[at : at + count] == [-1] * count

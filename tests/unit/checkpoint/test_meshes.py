@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from deepspeed.checkpoint.format.manifest import LEFT_OUT, Manifest, Row, rank_file
+from deepspeed.checkpoint.format.manifest import LEFT_OUT, Manifest, ManifestEntry, rank_file
 from deepspeed.checkpoint.format.safetensors_file import TensorFile, write_tensors
-from deepspeed.checkpoint.load.reader import NativeSource, Wanted
+from deepspeed.checkpoint.load.reader import NativeSource, ReadRequest
 from deepspeed.checkpoint.ranks import Ranks
-from deepspeed.checkpoint.save.save_plan import Offer, take
+from deepspeed.checkpoint.save.save_plan import LocalShards, take
 from deepspeed.checkpoint.save.snapshot import fixed
 from deepspeed.errors import CheckpointError
 from deepspeed.zero.layout.placement import Cut
-from deepspeed.zero.layout.regions import Box, BoxRange
+from deepspeed.zero.layout.regions import Region, RegionRange
 from tests.unit.checkpoint.simulated_mesh import FIELDS, MODEL, Mesh, load, save, values_of
 
 
@@ -54,29 +54,31 @@ def save_and_load(tmp_path: Path, before: Mesh, after: Mesh) -> None:
         assert set(stored.values()) == {total}
 
 
-def cut(start: int, length: int) -> Box:
-    return Box((8, 2), (Cut(0, 8, ((start, length),)),))
+def cut(start: int, length: int) -> Region:
+    return Region((8, 2), (Cut(0, 8, ((start, length),)),))
 
 
-def offer(rank: int, box: Box, **changes: object) -> Offer:
-    return replace(Offer([Row("w", box.shape, torch.float32)], [box], "equal", (rank,)), **changes)
+def offer(rank: int, box: Region, **changes: object) -> LocalShards:
+    return replace(LocalShards([ManifestEntry("w", box.shape, torch.float32)], [box], "equal", (rank,)), **changes)
 
 
 def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(CheckpointError, match=r"no rank has element \[3, 0\] of 'w'"):
         take([offer(0, cut(0, 3)), offer(1, cut(4, 4))], range(2))
     with pytest.raises(CheckpointError, match="one name must mean one global tensor"):
-        take([offer(0, Box((8, 2))), offer(1, Box((8, 3)))], range(2))
+        take([offer(0, Region((8, 2))), offer(1, Region((8, 3)))], range(2))
     alone = {"alone": {"w": frozenset({"pp"})}}
-    stages = [offer(0, Box((8, 2)), at={"pp": 0}, **alone), offer(1, Box((8, 2)), at={"pp": 1}, **alone)]
+    stages = [offer(0, Region((8, 2)), at={"pp": 0}, **alone), offer(1, Region((8, 2)), at={"pp": 1}, **alone)]
     with pytest.raises(CheckpointError, match="rank 0 and rank 1 both have 'w'.*along pp"):
         take(stages, range(2))
-    left = Row("w", (8, 2), torch.float32, LEFT_OUT)
+    left = ManifestEntry("w", (8, 2), torch.float32, LEFT_OUT)
     assert take([offer(0, cut(0, 3), rows=[left])], range(2)).rows == [left]  # its values are stored nowhere
 
 
 def test_of_equal_copies_the_lowest_rank_stores_one() -> None:
-    taken = take([offer(3, cut(0, 4)), offer(5, cut(4, 4)), offer(6, cut(0, 4)), offer(7, Box((8, 2)))], [3, 5, 6, 7])
+    taken = take(
+        [offer(3, cut(0, 4)), offer(5, cut(4, 4)), offer(6, cut(0, 4)), offer(7, Region((8, 2)))], [3, 5, 6, 7]
+    )
     assert taken.leaders == {"w": {3, 5, 7}}
     assert [group.files for group in taken.groups] == [
         ("rank-00000.safetensors",),
@@ -89,11 +91,11 @@ def read_thirds_of_halves(folder: Path, rows: int, width: int, monkeypatch: pyte
     """Load three slices of columns from two; gives the number of runs asked for, and of blocks read."""
     whole = torch.arange(rows * width, dtype=torch.int32).view(rows, width)
     boxes = [
-        [Box((rows, width), (Cut(1, width, ((i * width // of, width // of),)),)) for i in range(of)] for of in (2, 3)
+        [Region((rows, width), (Cut(1, width, ((i * width // of, width // of),)),)) for i in range(of)] for of in (2, 3)
     ]
     offers, seals = [], {}
     for rank, box in enumerate(boxes[0]):
-        offers.append(Offer([Row("w", box.shape, torch.int32)], [box], "equal", (rank,)))
+        offers.append(LocalShards([ManifestEntry("w", box.shape, torch.int32)], [box], "equal", (rank,)))
         entry = fixed("value/w", whole.chunk(2, dim=1)[rank].reshape(-1))
         seals[rank_file(rank)] = write_tensors(folder / rank_file(rank), [entry], {})
     manifest = Manifest(*take(offers, range(2)).with_states([]), seals, {})
@@ -104,7 +106,7 @@ def read_thirds_of_halves(folder: Path, rows: int, width: int, monkeypatch: pyte
         patch.setattr(NativeSource, "_fetch", lambda self, one: (asked.extend(one), fetch(self, one)))
         for box, right in zip(boxes[1], whole.chunk(3, dim=1), strict=True):
             into = torch.zeros(box.numel, dtype=torch.int32)
-            source.read([Wanted("value", manifest.rows[0], BoxRange(box, 0, box.numel), into)])
+            source.read([ReadRequest("value", manifest.rows[0], RegionRange(box, 0, box.numel), into)])
             assert torch.equal(into.view(rows, -1), right)
     return len(asked), len(filled)
 

@@ -109,7 +109,7 @@ def test_lent_tensors_are_copied_in_bounded_memory(tmp_path: Path) -> None:
         def __exit__(self, *_: object) -> None:
             held[-1].zero_()
 
-    lent = safetensors_file.Entry("b", values.dtype, (values.numel(),), lambda: held[-1], Hold)
+    lent = safetensors_file.TensorToWrite("b", values.dtype, (values.numel(),), lambda: held[-1], Hold)
     wanted = values.clone()
     seal = write_tensors(tmp_path / "x", [lent], {})
     with TensorFile(tmp_path / "x", seal) as file:

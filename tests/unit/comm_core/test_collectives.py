@@ -7,7 +7,7 @@ import torch
 
 from deepspeed.comm.collectives import collectives
 from deepspeed.comm.collectives.collectives import EXCHANGE, PULL, READ, SMALL, SPREAD, Handle, sum_in_rank_order
-from deepspeed.comm.collectives.scalars import Scalars, Simulated
+from deepspeed.comm.collectives.scalars import FakeScalars, Scalars
 from deepspeed.comm.process_groups.axis import Axis, tag_of
 
 ALONE = Axis("dp", (0,), 0, None, True)
@@ -84,7 +84,7 @@ def test_numbers_of_one_rank() -> None:
     cpu = torch.device("cpu")
     assert Scalars().table(ALONE, [1.5, -2.0], 0, "numbers", cpu) == [[1.5, -2.0]]
     assert Scalars().value(torch.tensor(2.5)) == 2.5
-    simulated = Simulated()
+    simulated = FakeScalars()
     assert simulated.table(THREE, [3.0], 0, "numbers", cpu) == [[3.0]] * 3
     assert simulated.value(torch.empty((), device="meta")) == 1.0 and simulated.device == torch.device("meta")
 

@@ -7,13 +7,13 @@ import time
 
 import pytest
 
-from deepspeed.comm.watchdog.desync import Trail, parting
+from deepspeed.comm.watchdog.desync import DesyncDetector, parting
 
 OWNER = object()
 
 
 def trail_of(labels, interval=4, owner=OWNER, ranks=(0, 1)):
-    made = Trail()
+    made = DesyncDetector()
     made.start(interval)
     for label in labels:
         made.enter(owner, "public", lambda: ranks, label)

@@ -10,7 +10,7 @@ import torch
 
 from deepspeed.compression.export import export
 from deepspeed.compression.pruning.layer_selection import block_lists, keep_layers
-from deepspeed.compression.pruning.pruning_plan import Plan
+from deepspeed.compression.pruning.pruning_plan import PruningPlan
 from deepspeed.compression.pruning.structured_removal import removal_of, remove_from
 from deepspeed.compression.pruning.transformers_groups import Shrink
 from deepspeed.compression.pruning.verify import build, distance, flags_at_random, inputs_for, masked, outputs
@@ -25,7 +25,7 @@ def parameters(model: Any) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-def removed_like_masked(model: Any, plan: Plan, shrink: Shrink) -> tuple[float, Any]:
+def removed_like_masked(model: Any, plan: PruningPlan, shrink: Shrink) -> tuple[float, Any]:
     """The distance, and the model from which half of the units were removed in place."""
     given, before = inputs_for(model, plan.config), parameters(model)
     keeps = flags_at_random(shrink, 0.5)
@@ -41,7 +41,7 @@ def check(name: str, kind: str, folder: Path) -> str:
     from transformers import AutoModel
 
     model_class, config, model = loaded_dense(name, folder)
-    plan = Plan(model)
+    plan = PruningPlan(model)
     found = plan.shrinks(kind)
     if not found:
         return plan.refused[kind]
@@ -143,7 +143,7 @@ def test_planted_swapped_heads_are_caught() -> None:
     """A fused matrix cut by another layout than the model's own is no removal."""
     model_class, config = architecture("Phi3")
     model = build(model_class, config)
-    plan = Plan(model)
+    plan = PruningPlan(model)
     shrink = plan.shrinks("ffn")[0]
     wrong = Shrink(shrink.kind, shrink.changes, shrink.unit, [family.laid(1) for family in shrink.families])
     keeps = flags_at_random(wrong, 0.5)
@@ -177,7 +177,7 @@ def test_numbers_that_a_config_cannot_be_saved_with_are_refused_before_they_leav
 def test_widths_that_differ_by_layer_are_refused() -> None:
     model_class, config = architecture("Llama")
     model = build(model_class, config)
-    plan = Plan(model)
+    plan = PruningPlan(model)
     shrink = plan.shrinks("ffn")[0]
     keeps = [torch.arange(48) < kept for kept in (24, 12)]
     with pytest.raises(CompressionError, match="one number of ffn for all layers"):

@@ -13,7 +13,7 @@ from deepspeed.compression import init_compression, redundancy_clean
 from deepspeed.compression.compress import section_of
 from deepspeed.compression.controller import removable
 from deepspeed.compression.pruning.distributed_topk import kept_of
-from deepspeed.compression.pruning.pruning_plan import Plan
+from deepspeed.compression.pruning.pruning_plan import PruningPlan
 from deepspeed.compression.pruning.rules import rules_of
 from deepspeed.errors import CompressionError
 from tests.unit.compression import networks
@@ -36,7 +36,7 @@ def test_half_of_the_channels_leave(kind: type[nn.Module]) -> None:
     masked = copy.deepcopy(model)
     params = dict(masked.named_parameters())
     chosen = []
-    for rule in rules_of(masked, section_of(section)[0], Plan(masked)):
+    for rule in rules_of(masked, section_of(section)[0], PruningPlan(masked)):
         assert removable(rule), rule.families
         for family in rule.families:
             score = torch.zeros(family.size, dtype=torch.float64)

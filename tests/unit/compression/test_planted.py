@@ -13,7 +13,7 @@ from torch import nn
 from deepspeed.compression import basic_layer, export
 from deepspeed.compression.distill import Distiller
 from deepspeed.compression.pruning import layer_selection, structured_removal
-from deepspeed.compression.pruning.dependency_groups import Family, Slot
+from deepspeed.compression.pruning.dependency_groups import Family, ParameterSlice
 from deepspeed.compression.pruning.transformers_groups import head_shrinks
 from deepspeed.compression.pruning.verify import build, prove
 from deepspeed.errors import CompressionError
@@ -70,7 +70,7 @@ def test_a_swapped_head() -> None:
         for one in found:
             for family in one.families:
                 family.slots = [
-                    Slot(s.name, s.axes, s.table.roll(8)) if "v_proj" in s.name else s for s in family.slots
+                    ParameterSlice(s.name, s.axes, s.table.roll(8)) if "v_proj" in s.name else s for s in family.slots
                 ]
         return found
 

@@ -53,7 +53,7 @@ def _frame(where: ModuleType | FunctionType, back: Any = None) -> Any:
         (importlib.import_module(aio.aio_handle.__module__), POOLS),
         (buffer_pool, POOLS),
         (LocalShard.round_masters, MASTERS),
-        (ShardGroup.finish_gather.__wrapped__, GATHERED),  # type: ignore[attr-defined]
+        (ShardGroup.wait_all_gather.__wrapped__, GATHERED),  # type: ignore[attr-defined]
         (allocator, ACTIVATIONS),
         (Axis.empty, ACTIVATIONS),
         (engine, ACTIVATIONS),

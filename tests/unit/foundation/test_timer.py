@@ -12,7 +12,7 @@ from deepspeed.accelerator.instruments import ThroughputTimer
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.errors import ArgumentError
 from deepspeed.foundation import timer as timers_module
-from deepspeed.foundation.timer import NoopTimer, SynchronizedWallClockTimer, ThroughputMeter
+from deepspeed.foundation.timer import HostWallClockTimer, NoopTimer, ThroughputMeter
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def lines(monkeypatch):
 
 
 def test_a_timer_adds_up_in_milliseconds(clock):
-    forward = SynchronizedWallClockTimer()("forward")
+    forward = HostWallClockTimer()("forward")
     for seconds in (1.0, 3.0):
         forward.start()
         clock(seconds)
@@ -46,7 +46,7 @@ def test_a_timer_adds_up_in_milliseconds(clock):
 
 
 def test_a_running_timer_can_be_read_and_goes_on(clock):
-    step = SynchronizedWallClockTimer()("step")
+    step = HostWallClockTimer()("step")
     step.start()
     clock(1.0)
     assert step.elapsed(reset=False) == pytest.approx(1000.0)
@@ -56,7 +56,7 @@ def test_a_running_timer_can_be_read_and_goes_on(clock):
 
 
 def test_a_running_timer_is_not_started_again(clock):
-    step = SynchronizedWallClockTimer()("step")
+    step = HostWallClockTimer()("step")
     step.stop()
     assert step.elapsed() == 0.0
     step.start()
@@ -71,14 +71,14 @@ def test_a_running_timer_is_not_started_again(clock):
 
 def test_each_measurement_waits_for_the_device():
     waits = []
-    backward = SynchronizedWallClockTimer(lambda: waits.append(1))("backward")
+    backward = HostWallClockTimer(lambda: waits.append(1))("backward")
     backward.start()
     backward.stop()
     assert len(waits) == 2
 
 
 def test_the_log_line_and_the_means(clock, lines):
-    timers = SynchronizedWallClockTimer()
+    timers = HostWallClockTimer()
     timers("forward").start()
     clock(0.5)
     timers("forward").stop(record=True)
@@ -92,7 +92,7 @@ def test_the_log_line_and_the_means(clock, lines):
 
 
 def test_the_mean_leaves_out_a_tenth_at_either_end_and_what_is_not_recorded(clock):
-    step = SynchronizedWallClockTimer()("step")
+    step = HostWallClockTimer()("step")
     for seconds in (1000.0, *[1.0] * 8, 0.0):
         step.start()
         clock(seconds)

@@ -40,10 +40,10 @@ CHUNKS = {"max_batch_tokens": 16, "max_sequences": 8, "page_size": 16}
 
 def compare(path: Path) -> dict[str, Any]:
     """One row: the generator against what the toy said by itself."""
-    from deepspeed.inference import Generator, Sampling
+    from deepspeed.inference import Generator, SamplingParams
 
     model, said = torch.load(path, weights_only=False)
-    sampling = Sampling(max_new_tokens=NEW, ignore_eos=True)
+    sampling = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
     given, wanted = [prompt for prompt, _ in said], [tokens for _, tokens in said]
     together = Generator(model, cache_bytes=1 << 25, **CHUNKS)
     row = {"kind": together.kind, "why": together.why}

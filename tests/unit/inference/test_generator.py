@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from deepspeed.errors import RequestError, UsageError
-from deepspeed.inference import Generator, Request, Sampling, packable
+from deepspeed.inference import Generator, Request, SamplingParams, why_not_batchable
 from tests.unit.inference.toys import alone, gpt_neo, llama, mamba, prompts, scale
 
 NEW = 24
-GREEDY = Sampling(max_new_tokens=NEW, ignore_eos=True)
+GREEDY = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
 
 
 CHUNKS = {"page_size": 3, "max_batch_tokens": 16, "max_sequences": 4, "prompt_chunk": 16}
@@ -128,8 +128,8 @@ def test_preempted_and_reused_tokens_are_the_same() -> None:
 
 def test_a_seed_draws_the_same_whoever_is_beside_it() -> None:
     model, given = llama(), prompts((7, 30, 12))
-    hot = Sampling(max_new_tokens=16, temperature=1.2, top_p=0.95, seed=3, ignore_eos=True)
-    free = Sampling(max_new_tokens=16, temperature=1.2, ignore_eos=True)
+    hot = SamplingParams(max_new_tokens=16, temperature=1.2, top_p=0.95, seed=3, ignore_eos=True)
+    free = SamplingParams(max_new_tokens=16, temperature=1.2, ignore_eos=True)
     first = Generator(model).generate(given[:1], hot)[0]
     for options in ({}, {"speculation": 3}, {"max_batch_tokens": 8, "page_size": 4}):
         generator = Generator(model, **options)
@@ -149,11 +149,11 @@ def test_an_end_token_a_stop_token_and_a_stop_string_end_a_request() -> None:
         generator = Generator(model, tokenizer=Numbers(), **options)
         stop = f" {text[6]} {text[7]}"
         requests = {
-            "end": Sampling(max_new_tokens=30),
-            "ignored": Sampling(max_new_tokens=30, ignore_eos=True),
-            "token": Sampling(max_new_tokens=30, ignore_eos=True, stop_token_ids=(text[4],)),
-            "string": Sampling(max_new_tokens=30, ignore_eos=True, stop=(stop, "never")),
-            "length": Sampling(max_new_tokens=5, ignore_eos=True),
+            "end": SamplingParams(max_new_tokens=30),
+            "ignored": SamplingParams(max_new_tokens=30, ignore_eos=True),
+            "token": SamplingParams(max_new_tokens=30, ignore_eos=True, stop_token_ids=(text[4],)),
+            "string": SamplingParams(max_new_tokens=30, ignore_eos=True, stop=(stop, "never")),
+            "length": SamplingParams(max_new_tokens=5, ignore_eos=True),
         }
         found = run(generator, [Request(name, prompt, sampling) for name, sampling in requests.items()])
         assert found["end"][:3] == (text[: at + 1], "stop", end)
@@ -161,7 +161,7 @@ def test_an_end_token_a_stop_token_and_a_stop_string_end_a_request() -> None:
         assert found["token"][:3] == (text[: text.index(text[4]) + 1], "stop", text[4])
         assert found["string"][:3] == (text[:8], "stop", stop)
         assert found["length"][:3] == (text[:5], "length", None)
-        longer = run(generator, [Request(0, prompt, Sampling(max_new_tokens=30, min_new_tokens=at + 3))])[0]
+        longer = run(generator, [Request(0, prompt, SamplingParams(max_new_tokens=30, min_new_tokens=at + 3))])[0]
         assert len(longer[0]) >= at + 3 and end not in longer[0][: at + 3]
 
 
@@ -172,7 +172,9 @@ class Numbers:
 
 def test_logprobs_are_the_models() -> None:
     model, prompt = llama(), prompts((9,))[0]
-    tokens, _, _, logprobs = run(Generator(model), [Request(0, prompt, Sampling(max_new_tokens=4, logprobs=3))])[0]
+    tokens, _, _, logprobs = run(Generator(model), [Request(0, prompt, SamplingParams(max_new_tokens=4, logprobs=3))])[
+        0
+    ]
     with torch.no_grad():
         rows = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
     for row, token, found in zip(rows, tokens, logprobs, strict=True):
@@ -226,7 +228,7 @@ def test_what_goes_wrong_in_one_request_leaves_the_others_their_tokens() -> None
     model, prompt = llama(rope_parameters=LONG), prompts((20,))[0]
     wanted = alone(model, prompt, 8)
     generator = Generator(model)
-    generator.submit(Request("packed", prompt, Sampling(max_new_tokens=8, ignore_eos=True)))
+    generator.submit(Request("packed", prompt, SamplingParams(max_new_tokens=8, ignore_eos=True)))
     generator.submit(Request("alone", prompt * 3, GREEDY))  # over the original length: through generate
     with mock.patch.object(model, "generate", side_effect=RuntimeError("broken")):
         said = generator.step()
@@ -258,14 +260,14 @@ def test_an_infinity_of_one_sequence_stays_with_it() -> None:
     ("request_", "said"),
     [
         (
-            Request(0, [1] * 200, Sampling(max_new_tokens=57)),
+            Request(0, [1] * 200, SamplingParams(max_new_tokens=57)),
             "200 tokens and 57 new ones are 257, over the limit of 256",
         ),
         (Request(0, [], GREEDY), "empty"),
         (Request(0, [256], GREEDY), "256 in the prompt"),
         (Request(0, [-1], GREEDY), "-1 in the prompt"),
         (Request(0, [1.0], GREEDY), "1.0 in the prompt"),  # type: ignore[list-item]
-        (Request(0, [1], Sampling(stop="x")), "tokenizer"),
+        (Request(0, [1], SamplingParams(stop="x")), "tokenizer"),
         (Request("busy", [1], GREEDY), "unique"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -289,12 +291,12 @@ def test_a_cache_that_is_too_small_is_said_with_both_numbers() -> None:
         Generator(model, cache_bytes=10)
     small = Generator(model, cache_bytes=32 * 1024, page_size=16)
     with pytest.raises(RequestError, match=f"are 90, over the {small.pages.count * 16} tokens"):
-        small.submit(Request(0, [3] * 60, Sampling(max_new_tokens=30)))
+        small.submit(Request(0, [3] * 60, SamplingParams(max_new_tokens=30)))
     with pytest.raises(RequestError, match="max_length 300"):
         Generator(model, max_length=300)
 
 
 def test_a_model_that_cannot_be_batched_says_why() -> None:
-    assert packable(llama()) is None and packable(gpt_neo()) is None
-    assert "another kind in its cache than keys and values" in (packable(mamba()) or "")
-    assert "model of Transformers" in (packable(torch.nn.Linear(2, 2)) or "")
+    assert why_not_batchable(llama()) is None and why_not_batchable(gpt_neo()) is None
+    assert "another kind in its cache than keys and values" in (why_not_batchable(mamba()) or "")
+    assert "model of Transformers" in (why_not_batchable(torch.nn.Linear(2, 2)) or "")

@@ -13,10 +13,10 @@ import torch
 
 import deepspeed
 from deepspeed.errors import ArgumentError, PackingError
-from deepspeed.inference import Generator, Sampling
+from deepspeed.inference import Generator, SamplingParams
 from deepspeed.inference.executors import native, select
 from deepspeed.inference.executors.native_tensors import functions, matrix_of, product, rows_of
-from deepspeed.inference.executors.ragged_batch import Batch, Span
+from deepspeed.inference.executors.ragged_batch import BatchSlice, RaggedBatch
 from deepspeed.inference.quantization import lossless_bf16
 from deepspeed.inference.quantization.layers import LosslessEmbedding, LosslessLinear
 from deepspeed.inference.quantization.lossless_bf16 import RAREST, LosslessWeight, lossless_twin
@@ -118,17 +118,20 @@ def test_an_escape_that_is_lost_is_seen() -> None:
 
 def logits(model, count: int, **options) -> torch.Tensor:
     """Of a pass of prompts, and of one of the next token of each."""
-    executor, why = select.choose(model, **options)
+    executor, why = select.select_executor(model, **options)
     assert isinstance(executor, native.FusedExecutor), why
     executor.store = executor.store.resized(3 * count, 16)
     prompts = [list(range(3 + i, 10 + 2 * (i % 9))) or [5] for i in range(count)]
     pages = [[3 * i, 3 * i + 1, 3 * i + 2] for i in range(count)]
     found = []
     for spans in (
-        [Span(prompt, 0, held) for prompt, held in zip(prompts, pages, strict=True)],
-        [Span([7 + i % 5], len(prompt), held) for i, (prompt, held) in enumerate(zip(prompts, pages, strict=True))],
+        [BatchSlice(prompt, 0, held) for prompt, held in zip(prompts, pages, strict=True)],
+        [
+            BatchSlice([7 + i % 5], len(prompt), held)
+            for i, (prompt, held) in enumerate(zip(prompts, pages, strict=True))
+        ],
     ):
-        found.append(executor.run(Batch(spans, 16, torch.device("cpu"))))
+        found.append(executor.run(RaggedBatch(spans, 16, torch.device("cpu"))))
     return torch.cat(found)
 
 
@@ -163,7 +166,7 @@ def test_nothing_of_the_whole_matrices_is_held(capfd) -> None:
     model = llama(tie_word_embeddings=True, intermediate_size=128).bfloat16()
     watched = [weakref.ref(param) for param in model.parameters() if param.dim() == 2]
     generator = Generator(model, lossless_weights=True)
-    said = generator.generate([[5, 6, 7]], Sampling(max_new_tokens=4, ignore_eos=True))
+    said = generator.generate([[5, 6, 7]], SamplingParams(max_new_tokens=4, ignore_eos=True))
     gc.collect()
     assert watched and not any(one() is not None for one in watched) and len(said[0]) == 4
     tables = [model.get_input_embeddings(), model.get_output_embeddings()]
@@ -230,7 +233,7 @@ def test_layers_with_hooks_and_those_cut_between_fours_stay_whole() -> None:
     odd = phi3(intermediate_size=98).bfloat16()
     right = logits(copy.deepcopy(odd), 8)
     assert torch.equal(bits(logits(odd, 8, packed=True)), bits(right))
-    executor, _ = select.choose(phi3(intermediate_size=98).bfloat16(), packed=True)
+    executor, _ = select.select_executor(phi3(intermediate_size=98).bfloat16(), packed=True)
     assert executor.structure.blocks  # its passes are native still
     layer = odd.model.layers[0]
     assert isinstance(layer.self_attn.qkv_proj, LosslessLinear) and type(layer.mlp.gate_up_proj) is torch.nn.Linear

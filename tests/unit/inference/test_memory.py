@@ -11,7 +11,7 @@ import psutil
 import pytest
 import torch
 
-from deepspeed.inference import Generator, Request, Sampling
+from deepspeed.inference import Generator, Request, SamplingParams
 from tests.unit.inference.toys import llama
 
 # B of the benchmarks: 3 M parameters.
@@ -33,7 +33,7 @@ def test_ten_thousand_unlike_requests_leave_no_memory_behind() -> None:
             *(draw.randrange(3, 2048) for _ in range(draw.randrange(2, 20))),
         ]
         for index in range(2):
-            sampling = Sampling(max_new_tokens=draw.randrange(1, 6), temperature=1.0, seed=number, index=index)
+            sampling = SamplingParams(max_new_tokens=draw.randrange(1, 6), temperature=1.0, seed=number, index=index)
             generator.submit(Request((number, index), prompt, sampling))
         if number % 20 == 10:
             generator.step()

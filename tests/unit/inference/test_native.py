@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from deepspeed.inference import Generator, Request, Sampling
+from deepspeed.inference import Generator, Request, SamplingParams
 from deepspeed.inference.executors import native as executors_native
 from deepspeed.inference.executors import select
 from deepspeed.inference.executors.native_tensors import functions, matrix_of, product, product_twin, rows_of
-from deepspeed.inference.executors.ragged_batch import Batch, Span
-from deepspeed.inference.quantization.packed_weight import Form, PackedWeight
+from deepspeed.inference.executors.ragged_batch import BatchSlice, RaggedBatch
+from deepspeed.inference.quantization.packed_weight import PackedWeight, PackingFormat
 from deepspeed.inference.quantization.quantization import quantize_linears
 from tests.unit.inference.test_planted import windowed
 from tests.unit.inference.toys import alone, llama, phi3, prompts, scale
@@ -25,9 +25,12 @@ CPU = torch.device("cpu")
 
 
 PACKINGS = {
-    "signed 8": Form(8, 0, 1, True), "8 in groups": Form(8, 32, 1, False), "4 in groups": Form(4, 64, 1, False),
-    "4": Form(4, 0, 1, True), "8 in three steps": Form(8, 96, 1, True),
-}  # fmt: skip
+    "signed 8": PackingFormat(8, 0, 1, True),
+    "8 in groups": PackingFormat(8, 32, 1, False),
+    "4 in groups": PackingFormat(4, 64, 1, False),
+    "4": PackingFormat(4, 0, 1, True),
+    "8 in three steps": PackingFormat(8, 96, 1, True),
+}
 
 
 @pytest.mark.parametrize("kind", ["fp32", "bf16", *PACKINGS])
@@ -56,7 +59,7 @@ def test_what_is_not_finite_shows(form, rows: int) -> None:
     for weight in (
         torch.ones(4, 64),
         torch.ones(4, 64).bfloat16(),
-        PackedWeight(torch.ones(4, 64), Form(8, 0, 1, True)),
+        PackedWeight(torch.ones(4, 64), PackingFormat(8, 0, 1, True)),
     ):
         for bad in (float("nan"), float("inf")):
             x = torch.ones(rows, 64)
@@ -68,7 +71,7 @@ def test_what_is_not_finite_shows(form, rows: int) -> None:
 
 def executors(model):
     """(the fused executor of a model, its other way), or why there is none."""
-    found, why = select.choose(model)
+    found, why = select.select_executor(model)
     assert isinstance(found, executors_native.FusedExecutor), why
     return found, found.plain
 
@@ -98,7 +101,7 @@ def test_passes_of_mixed_age_are_those_of_the_modules(form, make, dtype) -> None
     passes = (((0, 0, 20), (1, 0, 20)), ((0, 20, 21), (2, 0, 17)), ((2, 17, 42), (0, 21, 35)))
     stores = ours.store.resized(70, 4), ours.store.resized(70, 4)
     for rows in passes:
-        batch = Batch([Span(given[i][a:b], a, pages[i], b - a) for i, a, b in rows], 4, CPU)
+        batch = RaggedBatch([BatchSlice(given[i][a:b], a, pages[i], b - a) for i, a, b in rows], 4, CPU)
         ours.store = stores[0]
         found = ours.run(batch)
         plain.store = stores[1]
@@ -115,7 +118,7 @@ def test_a_reused_page_lends_nothing_of_before(form) -> None:
     clean, dirty = ours.store.resized(20, 16), ours.store.resized(20, 16)
     for pool in (pool for pair in dirty.layers.values() for pool in pair):
         pool.fill_(float("nan"))
-    batch = Batch([Span(given[2], 0, [3, 1, 2])], 16, CPU)
+    batch = RaggedBatch([BatchSlice(given[2], 0, [3, 1, 2])], 16, CPU)
     logits = []
     for store in (clean, dirty):
         ours.store = store
@@ -168,7 +171,7 @@ def all_ways(model, count: int, lengths: int, new: int, room: int, chosen: tuple
     given = prompts(tuple(3 + 7 * i % lengths for i in range(count)))
     given = [shared + p if i % 2 else p for i, p in enumerate(given)]
     given[0] = given[0] * 4  # which guesses go on with
-    sampling = Sampling(max_new_tokens=new, ignore_eos=True)
+    sampling = SamplingParams(max_new_tokens=new, ignore_eos=True)
     requests = [Request(i, prompt, sampling) for i, prompt in enumerate(given)]
     wanted = logits_of(Generator(model, **WAYS["alone"]), requests)
     assert len(wanted) == count * new and len({int(row.argmax()) for row in wanted.values()}) > 20
@@ -286,11 +289,13 @@ ODD = {
 def test_another_structure_goes_through_its_modules(change, log_lines) -> None:
     model = phi3() if change is with_halves_exchanged else llama()
     change(model)
-    found, _ = select.choose(model)
+    found, _ = select.select_executor(model)
     assert type(found) is not executors_native.FusedExecutor
     assert any(ODD[change] in line for line in log_lines()), log_lines()
     piece = prompts((20,))[0]
-    assert Generator(model).generate([piece], Sampling(max_new_tokens=8, ignore_eos=True))[0] == alone(model, piece, 8)
+    assert Generator(model).generate([piece], SamplingParams(max_new_tokens=8, ignore_eos=True))[0] == alone(
+        model, piece, 8
+    )
 
 
 @pytest.fixture
@@ -315,7 +320,7 @@ def test_other_families_go_through_their_modules(kind, log_lines) -> None:
         sizes |= {"intermediate_size": 96, "num_key_value_heads": 4, "head_dim": 16}
     sizes |= {"residual_multiplier": 0.97} if kind == "Granite" else {}
     model = scale(getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**sizes)), 0.1)
-    assert type(select.choose(model)[0]) is not executors_native.FusedExecutor
+    assert type(select.select_executor(model)[0]) is not executors_native.FusedExecutor
     assert len(log_lines()) == 1 and "goes through its own modules, not through native passes: " in log_lines()[0]
 
 
@@ -342,11 +347,11 @@ def test_a_planted_fault_shows(fault) -> None:
     make, plant = FAULTS[fault]
     model, pieces = make(), prompts((33, 60))
     wanted = [alone(model, piece, 12) for piece in pieces]
-    sampling = Sampling(max_new_tokens=12, ignore_eos=True)
+    sampling = SamplingParams(max_new_tokens=12, ignore_eos=True)
     assert Generator(model).generate(pieces, sampling) == wanted
     with mock.patch.object(select, "prove", lambda *_: None), plant:
         made = unproven(model)
-        with mock.patch("deepspeed.inference.generator.choose", lambda *_, **__: (made, "")):
+        with mock.patch("deepspeed.inference.generator.select_executor", lambda *_, **__: (made, "")):
             assert Generator(model).generate(pieces, sampling) != wanted
 
 
@@ -362,17 +367,17 @@ def test_roundings_that_grow_are_no_fault_and_a_fault_is_none_of_them(log_lines)
         noise = select._noise(model, sequences, wanted)
     largest = max(float(one.float().abs().max()) for one in wanted)
     assert select.COARSE * largest < noise < select.NOISIEST * largest, (noise, largest)
-    found = select.choose(model)[0]
+    found = select.select_executor(model)[0]
     assert isinstance(found, executors_native.FusedExecutor), log_lines()
     broken = mock.patch.object(executors_native, "_window", lambda *_: 4)
     with broken:
-        assert not isinstance(select.choose(model)[0], executors_native.FusedExecutor)
+        assert not isinstance(select.select_executor(model)[0], executors_native.FusedExecutor)
     assert "of layer 0" in log_lines()[-1]
 
 
 def unproven(model):
     with mock.patch.object(select, "_probe", lambda *given: PROBE(*given) and None):
-        return select.choose(model)[0]
+        return select.select_executor(model)[0]
 
 
 PROBE = select._probe
@@ -421,7 +426,7 @@ def wrapped(model) -> None:
 @pytest.mark.parametrize("change", [edited, edited_behind, put_elsewhere, cast, another_module, wrapped])
 def test_a_changed_model_is_served_as_it_is(change) -> None:
     model, pieces = llama(), prompts((9, 33))
-    generator, sampling = Generator(model), Sampling(max_new_tokens=12, ignore_eos=True)
+    generator, sampling = Generator(model), SamplingParams(max_new_tokens=12, ignore_eos=True)
     before = generator.generate(pieces, sampling)
     change(model)
     generator.refresh()
@@ -446,7 +451,7 @@ def test_bf16_is_as_near_to_fp32_as_the_modules_are() -> None:
     for piece in prompts((97, 60, 33)):
         right = model(torch.tensor([piece])).logits[0]
         theirs = half(torch.tensor([piece])).logits[0].float()
-        found = ours.run(Batch([Span(piece, 0, list(range(7)), len(piece))], 16, CPU))
+        found = ours.run(RaggedBatch([BatchSlice(piece, 0, list(range(7)), len(piece))], 16, CPU))
         errors.append([float((one - right).norm()) for one in (found, theirs)])
     found, theirs = (sum(e[i] for e in errors) for i in (0, 1))
     assert found <= 1.2 * theirs, (found, theirs)
@@ -462,7 +467,7 @@ def test_bf16_of_110_m_parameters_is_as_near_to_fp32_as_the_modules_are(large, l
     piece = prompts((length,), 32000)[0]
     right = whole(torch.tensor([piece])).logits[0]
     theirs = float((large(torch.tensor([piece])).logits[0].float() - right).norm() / right.norm())
-    batch = Batch([Span(piece, 0, list(range(-(-length // 16))), length)], 16, CPU)
+    batch = RaggedBatch([BatchSlice(piece, 0, list(range(-(-length // 16))), length)], 16, CPU)
     found = float((ours.run(batch) - right).norm() / right.norm())
     print(f"prompt of {length}: ours {found:.4f} off, the modules {theirs:.4f}, ratio {found / theirs:.3f}")
     assert found <= 1.2 * theirs, (found, theirs)
@@ -470,5 +475,5 @@ def test_bf16_of_110_m_parameters_is_as_near_to_fp32_as_the_modules_are(large, l
 
 def test_without_the_library_the_modules_do_it() -> None:
     with mock.patch.object(select, "library", lambda: None):
-        found, why = select.choose(llama())
+        found, why = select.select_executor(llama())
     assert type(found).__name__ == "PagedExecutor" and not why

@@ -12,9 +12,9 @@ from deepspeed.errors import RequestError
 from deepspeed.inference import Generator
 from deepspeed.inference.executors import decoder_structure
 from deepspeed.inference.executors.native_tensors import functions, largest, largest_twin
-from deepspeed.inference.executors.ragged_batch import Batch, Span
+from deepspeed.inference.executors.ragged_batch import BatchSlice, RaggedBatch
 from deepspeed.inference.quantization.layers import PackedEmbedding
-from deepspeed.inference.quantization.packed_weight import Form, PackedWeight
+from deepspeed.inference.quantization.packed_weight import PackedWeight, PackingFormat
 from tests.unit.inference.test_native import CPU, PACKINGS, native
 from tests.unit.inference.toys import llama
 
@@ -50,11 +50,14 @@ def test_rows_of_a_table_are_those_of_the_embedding(form, kind, dtype) -> None:
 
 def test_a_table_that_does_more_than_give_rows_is_asked_itself() -> None:
     assert decoder_structure._table(nn.Embedding(8, 32, max_norm=1.0)) == (None, 0)
-    assert decoder_structure._table(PackedEmbedding(PackedWeight(torch.randn(8, 32), Form()), None, 2.0)) == (None, 0)
+    assert decoder_structure._table(PackedEmbedding(PackedWeight(torch.randn(8, 32), PackingFormat()), None, 2.0)) == (
+        None,
+        0,
+    )
 
 
 def test_tokens_outside_the_table_are_refused() -> None:
     generator = Generator(llama())
     for token in (-1, generator.model.config.vocab_size):
         with pytest.raises(RequestError, match=str(token)):
-            generator._executor.run(Batch([Span([3, token], 0, [0])], generator.pages.size, CPU))
+            generator._executor.run(RaggedBatch([BatchSlice([3, token], 0, [0])], generator.pages.size, CPU))

@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from deepspeed.errors import RequestError, UsageError
-from deepspeed.inference import Generator, Request, Sampling
-from deepspeed.inference.kv_cache import Pages
+from deepspeed.inference import Generator, Request, SamplingParams
+from deepspeed.inference.kv_cache import BlockPool
 from deepspeed.inference.sampler import Sampler
-from deepspeed.inference.scheduler import Scheduler, Track
+from deepspeed.inference.scheduler import Scheduler, TokenSequence
 from tests.unit.inference.toys import alone, llama, mamba, prompts, scale
 
 NEW = 8
-GREEDY = Sampling(max_new_tokens=NEW, ignore_eos=True)
+GREEDY = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
 
 
 def test_draws_without_a_seed_leave_the_users_random_numbers_alone() -> None:
@@ -28,7 +28,7 @@ def test_draws_without_a_seed_leave_the_users_random_numbers_alone() -> None:
     wanted = torch.rand(4)
     torch.manual_seed(3)
     logits = torch.randn(50, generator=torch.Generator().manual_seed(1))
-    drawn = {tuple(Sampler(Sampling(temperature=2.0), [1]).next(logits)[0] for _ in range(6)) for _ in range(4)}
+    drawn = {tuple(Sampler(SamplingParams(temperature=2.0), [1]).next(logits)[0] for _ in range(6)) for _ in range(4)}
     assert torch.equal(torch.rand(4), wanted) and len(drawn) > 1
 
 
@@ -36,21 +36,21 @@ def test_draws_without_a_seed_leave_the_users_random_numbers_alone() -> None:
 def test_the_coldest_temperature_takes_the_largest(temperature: float) -> None:
     logits = torch.randn(50, generator=torch.Generator().manual_seed(1))
     assert logits.argmax() != int((logits > 0).nonzero()[0])
-    assert Sampler(Sampling(temperature=temperature, seed=1), [1]).next(logits)[0] == int(logits.argmax())
+    assert Sampler(SamplingParams(temperature=temperature, seed=1), [1]).next(logits)[0] == int(logits.argmax())
 
 
 @pytest.mark.parametrize(
     ("sampling", "prompt"),
     [
-        (Sampling(logit_bias={token: 0.1 for token in range(40_000)}), [1]),
-        (Sampling(repetition_penalty=1.1), list(range(40_000))),
+        (SamplingParams(logit_bias={token: 0.1 for token in range(40_000)}), [1]),
+        (SamplingParams(repetition_penalty=1.1), list(range(40_000))),
     ],
     ids=["bias", "repetition"],
 )
-def test_many_biases_or_many_tokens_seen_hold_nobody_up(sampling: Sampling, prompt: list[int]) -> None:
+def test_many_biases_or_many_tokens_seen_hold_nobody_up(sampling: SamplingParams, prompt: list[int]) -> None:
     """Relative to one draw over the same vocabulary, which a token costs anyway."""
     logits, sampler = torch.randn(50_000), Sampler(sampling, prompt)
-    plain = Sampler(Sampling(temperature=1.0, seed=1), [1])
+    plain = Sampler(SamplingParams(temperature=1.0, seed=1), [1])
 
     def seconds(one: Sampler) -> float:
         one.next(logits)
@@ -66,9 +66,9 @@ def test_many_biases_or_many_tokens_seen_hold_nobody_up(sampling: Sampling, prom
 
 def test_what_a_plan_costs_grows_as_the_streams_do() -> None:
     def seconds(streams: int) -> float:
-        scheduler = Scheduler(Pages(8 * streams, 16), lambda source, target: None, 4096, 4096)
+        scheduler = Scheduler(BlockPool(8 * streams, 16), lambda source, target: None, 4096, 4096)
         for number in range(streams):
-            scheduler.add(Track(number, [1 + number % 200] * 8, number))
+            scheduler.add(TokenSequence(number, [1 + number % 200] * 8, number))
         while scheduler.waiting or any(track.pending > 1 for track in scheduler.running):
             for share in scheduler.plan():
                 scheduler.advance(share, [5] if share.complete else [])
@@ -226,7 +226,7 @@ def test_what_a_generation_config_asks_is_no_part_of_a_request() -> None:
         own.repetition_penalty, own.no_repeat_ngram_size, own.suppress_tokens = 9.0, 1, [wanted[0]]
         own.max_time, own.min_new_tokens = 0.0, 3
         own.num_beams, own.num_return_sequences = 2, 2
-        sampling = Sampling(max_new_tokens=24, ignore_eos=True)
+        sampling = SamplingParams(max_new_tokens=24, ignore_eos=True)
         assert Generator(model).generate([[3, 4, 5]], sampling) == [wanted]
 
 
@@ -287,7 +287,7 @@ def test_a_token_without_text_ends_the_request_that_looks_for_stop_strings() -> 
     strange = next(token for token in wanted[0] if token not in wanted[1])
     generator = Generator(model, tokenizer=_Words(strange))
     for ident, prompt in enumerate(given):
-        generator.submit(Request(ident, prompt, Sampling(max_new_tokens=NEW, ignore_eos=True, stop=("none",))))
+        generator.submit(Request(ident, prompt, SamplingParams(max_new_tokens=NEW, ignore_eos=True, stop=("none",))))
     outputs: list = []
     while not generator.idle:
         outputs += generator.step()

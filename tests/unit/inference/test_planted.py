@@ -9,13 +9,13 @@ from unittest import mock
 import pytest
 import torch
 
-from deepspeed.inference import Generator, Request, Sampling, generator, kv_cache, sampler, scheduler
+from deepspeed.inference import Generator, Request, SamplingParams, generator, kv_cache, sampler, scheduler
 from deepspeed.inference.executors import paged, ragged_batch, select
 from tests.unit.inference.test_generator import run
 from tests.unit.inference.toys import alone, gpt_neo, llama, prompts, scale
 
 NEW = 12
-GREEDY = Sampling(max_new_tokens=NEW, ignore_eos=True)
+GREEDY = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
 TIGHT = {"page_size": 4, "max_batch_tokens": 16, "prompt_chunk": 16}
 
 
@@ -81,25 +81,25 @@ def stale_page() -> Iterator[None]:
         del self._nodes[page], self._kept[page]
         self._free.append(page)
 
-    with mock.patch.object(kv_cache.Pages, "_forget", forget):
+    with mock.patch.object(kv_cache.BlockPool, "_forget", forget):
         yield
 
 
 def position_after_chunk() -> Iterator[None]:
     """Every chunk counts positions from 0."""
-    real = ragged_batch.Batch.__init__
+    real = ragged_batch.RaggedBatch.__init__
 
     def init(self, spans, *rest, **named):
         real(self, spans, *rest, **named)
         self.positions = torch.tensor([at for span in spans for at in range(len(span.tokens))])
 
-    with mock.patch.object(ragged_batch.Batch, "__init__", init):
+    with mock.patch.object(ragged_batch.RaggedBatch, "__init__", init):
         yield
 
 
 def colliding_hash() -> Iterator[None]:
     """Pages are found by a number made of their tokens, and these are not compared."""
-    real = kv_cache.Pages.match, kv_cache.Pages.remember
+    real = kv_cache.BlockPool.match, kv_cache.BlockPool.remember
 
     def number(tokens):
         return (sum(tokens) % 3,)
@@ -113,9 +113,9 @@ def colliding_hash() -> Iterator[None]:
         return kv_cache.Match(nodes)
 
     with (
-        mock.patch.object(kv_cache.Pages, "match", match),
+        mock.patch.object(kv_cache.BlockPool, "match", match),
         mock.patch.object(
-            kv_cache.Pages, "remember", lambda self, n, tokens, page: real[1](self, n, number(tokens), page)
+            kv_cache.BlockPool, "remember", lambda self, n, tokens, page: real[1](self, n, number(tokens), page)
         ),
     ):
         yield
@@ -184,8 +184,8 @@ def pad_attended() -> Iterator[None]:
     def mask(self, function):
         return None if self.rows.shape[1] == 1 else real(self, function)
 
-    real = ragged_batch.Group._mask
-    with mock.patch.object(ragged_batch.Group, "_mask", mask):
+    real = ragged_batch.AttentionGroup._mask
+    with mock.patch.object(ragged_batch.AttentionGroup, "_mask", mask):
         yield
 
 
@@ -246,13 +246,13 @@ def forked() -> list[list[int]]:
 
 def drafts_differ() -> bool:
     """With guesses that never hold."""
-    with mock.patch.object(generator.Drafter, "guess", lambda self, tokens, most: [7, 8, 9][:most]):
+    with mock.patch.object(generator.NgramProposer, "guess", lambda self, tokens, most: [7, 8, 9][:most]):
         return greedy_differs(speculation=3)
 
 
 def seeds_differ() -> bool:
     model, given = llama(), prompts((7, 30, 12))
-    hot = Sampling(max_new_tokens=12, temperature=1.2, seed=3, ignore_eos=True)
+    hot = SamplingParams(max_new_tokens=12, temperature=1.2, seed=3, ignore_eos=True)
     one = run(Generator(model, **TIGHT), [Request("x", given[0], hot)])["x"][0]
     both = [Request(i, prompt, hot) for i, prompt in enumerate(given)]
     return run(Generator(model, **TIGHT), [*both, Request("x", given[0], hot)])["x"][0] != one
@@ -264,11 +264,13 @@ def ends_differ() -> bool:
     model.generation_config.eos_token_id = text[11]
     wanted = text[: text.index(text[11]) + 1]
     guesses = mock.patch.object(
-        generator.Drafter, "guess", lambda self, tokens, most: text[len(tokens) - 12 : len(tokens) - 12 + min(4, most)]
+        generator.NgramProposer,
+        "guess",
+        lambda self, tokens, most: text[len(tokens) - 12 : len(tokens) - 12 + min(4, most)],
     )
     with guesses:
         ours = Generator(model, speculation=4, **TIGHT)
-        return ours.generate([piece], Sampling(max_new_tokens=24))[0] != wanted
+        return ours.generate([piece], SamplingParams(max_new_tokens=24))[0] != wanted
 
 
 PAGE = 2 * 2 * 2 * 16 * 4 * 4  # bytes of 4 tokens
@@ -310,7 +312,7 @@ def test_a_fault_of_the_pass_is_found_when_the_generator_is_made(fault) -> None:
     plant = fault()
     next(plant)
     try:
-        assert select.choose(llama())[0] is None or select.choose(llama())[0].kind != "packed"
+        assert select.select_executor(llama())[0] is None or select.select_executor(llama())[0].kind != "packed"
     finally:
         next(plant, None)
 

@@ -10,11 +10,11 @@ import torch
 
 from deepspeed.errors import RequestError
 from deepspeed.inference.detokenizer import StopStrings
-from deepspeed.inference.request import Request, Sampling
+from deepspeed.inference.request import Request, SamplingParams
 from deepspeed.inference.sampler import Sampler
 
 
-def chances(logits, options: Sampling, prompt=(), made=(), ends=()) -> list[float]:
+def chances(logits, options: SamplingParams, prompt=(), made=(), ends=()) -> list[float]:
     """Probabilities of the next token, by the definitions, in Python floats."""
     scores = list(logits)
     for token in {*prompt, *made}:
@@ -47,17 +47,17 @@ def chances(logits, options: Sampling, prompt=(), made=(), ends=()) -> list[floa
 
 
 CASES = {
-    "temperature": Sampling(temperature=0.7),
-    "top_k": Sampling(temperature=1.0, top_k=3),
-    "top_p": Sampling(temperature=1.0, top_p=0.6),
-    "min_p": Sampling(temperature=1.0, min_p=0.3),
-    "all three": Sampling(temperature=1.3, top_k=6, top_p=0.8, min_p=0.1),
-    "repetition": Sampling(temperature=1.0, repetition_penalty=2.5),
-    "presence": Sampling(temperature=1.0, presence_penalty=1.5),
-    "frequency": Sampling(temperature=1.0, frequency_penalty=0.9),
-    "bias": Sampling(temperature=1.0, logit_bias={3: 2.5, 1: -100.0}),
-    "minimum": Sampling(temperature=1.0, min_new_tokens=9),
-    "greedy, penalised": Sampling(repetition_penalty=3.0, frequency_penalty=2.0),
+    "temperature": SamplingParams(temperature=0.7),
+    "top_k": SamplingParams(temperature=1.0, top_k=3),
+    "top_p": SamplingParams(temperature=1.0, top_p=0.6),
+    "min_p": SamplingParams(temperature=1.0, min_p=0.3),
+    "all three": SamplingParams(temperature=1.3, top_k=6, top_p=0.8, min_p=0.1),
+    "repetition": SamplingParams(temperature=1.0, repetition_penalty=2.5),
+    "presence": SamplingParams(temperature=1.0, presence_penalty=1.5),
+    "frequency": SamplingParams(temperature=1.0, frequency_penalty=0.9),
+    "bias": SamplingParams(temperature=1.0, logit_bias={3: 2.5, 1: -100.0}),
+    "minimum": SamplingParams(temperature=1.0, min_new_tokens=9),
+    "greedy, penalised": SamplingParams(repetition_penalty=3.0, frequency_penalty=2.0),
 }
 
 
@@ -84,7 +84,7 @@ def test_the_same_seed_draws_the_same_and_another_index_others() -> None:
     rows = torch.randn(40, 50, generator=torch.Generator().manual_seed(1))
 
     def drawn(**options):
-        sampler = Sampler(Sampling(temperature=1.5, **options), [])
+        sampler = Sampler(SamplingParams(temperature=1.5, **options), [])
         return [sampler.next(row)[0] for row in rows]
 
     assert drawn(seed=7) == drawn(seed=7)
@@ -94,7 +94,7 @@ def test_the_same_seed_draws_the_same_and_another_index_others() -> None:
 
 def test_logprobs_are_those_of_the_model_whatever_is_drawn_from() -> None:
     logits = torch.tensor([0.0, 3.0, 1.0, 2.0])
-    token, found = Sampler(Sampling(logprobs=2, logit_bias={0: 100.0}), []).next(logits)
+    token, found = Sampler(SamplingParams(logprobs=2, logit_bias={0: 100.0}), []).next(logits)
     right = logits.log_softmax(0)
     assert token == found.token == 0 and found.logprob == pytest.approx(float(right[0]))
     assert [t for t, _ in found.top] == [1, 3] and found.top[0][1] == pytest.approx(float(right[1]))
@@ -137,8 +137,8 @@ def test_a_stop_string_is_found_across_tokens_as_in_the_whole_text() -> None:
 )  # fmt: skip
 def test_an_option_outside_its_range_is_refused_by_name(wrong) -> None:
     with pytest.raises(RequestError, match=next(iter(wrong))):
-        Sampling(**wrong)
+        SamplingParams(**wrong)
 
 
 def test_one_stop_string_may_come_as_a_string() -> None:
-    assert Sampling(stop="END").stop == ("END",) and Request("x", [1]).sampling.temperature == 0
+    assert SamplingParams(stop="END").stop == ("END",) and Request("x", [1]).sampling.temperature == 0

@@ -8,8 +8,8 @@ import pytest
 
 from deepspeed.errors import MemoryExhaustedError, UsageError
 from deepspeed.inference import Generator
-from deepspeed.inference.kv_cache import Pages
-from deepspeed.inference.scheduler import Scheduler, Track
+from deepspeed.inference.kv_cache import BlockPool
+from deepspeed.inference.scheduler import Scheduler, TokenSequence
 from tests.unit.inference.toys import llama
 
 
@@ -18,17 +18,17 @@ class Machine:
 
     def __init__(self, pages: int, size: int, tokens: int, sequences: int, chunk: int | None, reuse: bool) -> None:
         self.content = [[None] * size for _ in range(pages)]
-        self.pages = Pages(pages, size, reuse)
+        self.pages = BlockPool(pages, size, reuse)
         self.scheduler = Scheduler(self.pages, self._copy, tokens, sequences, chunk)
         self.goals: dict[str, int] = {}
-        self.tracks: dict[str, Track] = {}
+        self.tracks: dict[str, TokenSequence] = {}
         self.steps = 0
 
     def _copy(self, source: int, target: int) -> None:
         self.content[target] = list(self.content[source])
 
     def submit(self, ident: str, tokens: list[int], new: int) -> None:
-        track = Track(ident, list(tokens), len(self.goals))
+        track = TokenSequence(ident, list(tokens), len(self.goals))
         self.tracks[ident], self.goals[ident] = track, len(tokens) + new
         self.scheduler.add(track)
 
@@ -149,7 +149,7 @@ def test_a_thousand_unlike_prompts_leave_nothing_behind() -> None:
 
 def test_tokens_are_compared_not_only_their_hashes() -> None:
     assert hash((2**61 - 1, 7)) == hash((0, 7))  # tokens of one hash
-    pages = Pages(4, 2)
+    pages = BlockPool(4, 2)
     pages.remember(pages.root, [0, 7], pages.take())
     assert not pages.match([2**61 - 1, 7, 3]).nodes
     assert pages.match([0, 7, 3]).nodes
@@ -168,7 +168,7 @@ def test_two_of_one_prompt_share_its_pages_and_copy_the_page_they_write() -> Non
 
 
 def test_a_page_is_released_once_and_taken_while_there_is_one() -> None:
-    pages = Pages(1, 4)
+    pages = BlockPool(1, 4)
     page = pages.take()
     with pytest.raises(MemoryExhaustedError, match="cache_bytes"):
         pages.take()
@@ -184,10 +184,10 @@ def test_a_prompt_beside_streams_takes_rows_as_they_are_many(streams: int, rows:
     generator = Generator(llama(), max_batch_tokens=60)
     scheduler = generator._scheduler
     for number in range(streams):
-        scheduler.add(Track(number, [7], number))
+        scheduler.add(TokenSequence(number, [7], number))
     for share in scheduler.plan():
         scheduler.advance(share, [5])
-    long = Track("long", [3] * 100, streams)
+    long = TokenSequence("long", [3] * 100, streams)
     scheduler.add(long)
     assert {share.track.ident: share.count for share in scheduler.plan()} == dict.fromkeys(range(streams), 1) | {
         "long": rows

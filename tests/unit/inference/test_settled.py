@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import deepspeed
-from deepspeed.inference import Generator, Sampling
+from deepspeed.inference import Generator, SamplingParams
 from deepspeed.inference.executors import select
 from deepspeed.inference.executors.native_tensors import functions
-from deepspeed.inference.executors.ragged_batch import Batch, Span
+from deepspeed.inference.executors.ragged_batch import BatchSlice, RaggedBatch
 from deepspeed.inference.quantization.lossless_bf16 import Room
-from deepspeed.inference.quantization.packed_weight import Form, PackedWeight
+from deepspeed.inference.quantization.packed_weight import PackedWeight, PackingFormat
 from deepspeed.inference.quantization.quantization import quantize_linears
 from tests.unit.inference.toys import llama
 
@@ -39,7 +39,7 @@ def parts(model) -> list[torch.nn.Parameter]:
 
 
 def logits(executor) -> torch.Tensor:
-    return executor.run(Batch([Span([5, 9, 3], 0, [0, 1], 3)], 2, torch.device("cpu")))
+    return executor.run(RaggedBatch([BatchSlice([5, 9, 3], 0, [0, 1], 3)], 2, torch.device("cpu")))
 
 
 @pytest.mark.parametrize("num_bits", [8, 4])
@@ -48,20 +48,20 @@ def test_integers_move_once_and_logits_stay(num_bits: int, monkeypatch) -> None:
     before, values = parts(model), [part.clone() for part in parts(model)]
     with monkeypatch.context() as patch:
         patch.setattr(PackedWeight, "settle", lambda self, take: 0)
-        right = logits(select.choose(copy.deepcopy(model))[0])
-    found = select.choose(model)[0]
+        right = logits(select.select_executor(copy.deepcopy(model))[0])
+    found = select.select_executor(model)[0]
     assert all(a is b for a, b in zip(parts(model), before, strict=True)), "whoever holds a parameter holds the new one"
     assert all(torch.equal(a, b) for a, b in zip(parts(model), values, strict=True))
     assert not any(part.untyped_storage().resizable() for part in parts(model)), "they lie where torch put them"
     assert torch.equal(logits(found), right)
     places = [part.data_ptr() for part in parts(model)]
-    select.choose(model)
+    select.select_executor(model)
     assert [part.data_ptr() for part in parts(model)] == places
 
 
 def test_a_settled_model_is_saved_copied_cast_and_loaded_as_before() -> None:
     plain, model = packed_llama(), packed_llama()
-    found = select.choose(model)[0]
+    found = select.select_executor(model)[0]
     sizes = []
     for one in (plain, model):
         file = io.BytesIO()
@@ -78,12 +78,14 @@ def test_a_settled_model_is_saved_copied_cast_and_loaded_as_before() -> None:
         for part in parts(twin):
             part.copy_(part.flip(0))
     model.load_state_dict(twin.state_dict())
-    assert torch.equal(logits(found), logits(select.choose(twin)[0])), "a pass reads the values as they are now"
+    assert torch.equal(logits(found), logits(select.select_executor(twin)[0])), (
+        "a pass reads the values as they are now"
+    )
 
 
 def test_what_others_own_stays_where_it_lies() -> None:
     room, whole = Room(), torch.zeros(3, 64, 64, dtype=torch.int8)
-    ones = [PackedWeight(torch.randn(64, 64), Form(8, 0, 1, True)) for _ in range(3)]
+    ones = [PackedWeight(torch.randn(64, 64), PackingFormat(8, 0, 1, True)) for _ in range(3)]
     ones[0].integers.data = whole[1]  # part of a larger tensor
     ones[1].integers.data.share_memory_()
     places = [one.integers.data_ptr() for one in ones]
@@ -96,8 +98,8 @@ def test_what_others_own_stays_where_it_lies() -> None:
 def test_weights_packed_in_inference_mode_are_served() -> None:
     with torch.inference_mode():
         model = packed_llama()
-    right = Generator(packed_llama()).generate([[5, 9, 3]], Sampling(max_new_tokens=4))
-    assert Generator(model).generate([[5, 9, 3]], Sampling(max_new_tokens=4)) == right
+    right = Generator(packed_llama()).generate([[5, 9, 3]], SamplingParams(max_new_tokens=4))
+    assert Generator(model).generate([[5, 9, 3]], SamplingParams(max_new_tokens=4)) == right
 
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
@@ -118,7 +120,7 @@ def test_a_settled_model_can_be_sharded() -> None:
     model, ids = llama(), torch.tensor([[5, 9, 3]])
     quantize_linears(model, 8, 1, torch.float32)
     right = copy.deepcopy(model)(ids).logits
-    select.choose(model)
+    select.select_executor(model)
     engine, *_ = deepspeed.initialize(
         model=model, config={"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
     )

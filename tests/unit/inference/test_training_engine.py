@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed.inference import Generator, Sampling
+from deepspeed.inference import Generator, SamplingParams
 from tests.parallel.tiny import said, with_words
 
 
@@ -23,7 +23,7 @@ def tokens_while_training(stage: int, before: bool) -> None:
     import deepspeed
 
     model = llama()
-    prompt, sampling = [[1, 2, 3]], Sampling(max_new_tokens=6, temperature=0.0)
+    prompt, sampling = [[1, 2, 3]], SamplingParams(max_new_tokens=6, temperature=0.0)
     generator = Generator(model) if before else None
     with said() as lines:
         engine, *_ = deepspeed.initialize(

@@ -12,7 +12,7 @@ from torch import nn
 
 import deepspeed
 from deepspeed.errors import CheckpointCorruptError, CheckpointError
-from deepspeed.inference.quantization.packed_weight import Form, PackedWeight
+from deepspeed.inference.quantization.packed_weight import PackedWeight, PackingFormat
 
 
 def model() -> nn.Module:
@@ -99,11 +99,11 @@ def test_names_that_one_side_alone_has_are_said(tmp_path: Path, capfd: pytest.Ca
         said(whole)
 
 
-FORMS = {"int8": Form(8, 0, 1, symmetric=True), "int4": Form(4, 32, 1)}
+FORMS = {"int8": PackingFormat(8, 0, 1, symmetric=True), "int4": PackingFormat(4, 32, 1)}
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-def test_a_product_is_of_the_weights_as_they_are_now(form: Form) -> None:
+def test_a_product_is_of_the_weights_as_they_are_now(form: PackingFormat) -> None:
     torch.manual_seed(0)
     packed, other = (PackedWeight(torch.randn(64, 64), form, torch.bfloat16) for _ in range(2))
     inputs = torch.randn(2, 64, dtype=torch.bfloat16)
@@ -115,7 +115,7 @@ def test_a_product_is_of_the_weights_as_they_are_now(form: Form) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-def test_what_was_packed_in_inference_mode_has_a_product(form: Form) -> None:
+def test_what_was_packed_in_inference_mode_has_a_product(form: PackingFormat) -> None:
     """Such tensors count no versions, and cannot be changed outside of that mode."""
     with torch.inference_mode():
         packed = PackedWeight(torch.randn(64, 64), form, torch.bfloat16)
@@ -126,7 +126,7 @@ def test_what_was_packed_in_inference_mode_has_a_product(form: Form) -> None:
 def test_a_matrix_in_bf16_is_as_near_as_its_integers_are() -> None:
     torch.manual_seed(0)
     weight = torch.randn(256, 256)
-    packed = PackedWeight(weight, Form(8, 64, 1))
+    packed = PackedWeight(weight, PackingFormat(8, 64, 1))
     exact = packed.dense()
     packed.to(torch.bfloat16)
     assert torch.equal(packed.dense(), exact.bfloat16())

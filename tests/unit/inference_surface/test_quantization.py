@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import deepspeed
 from deepspeed.errors import NotAvailableError
 from deepspeed.inference.quantization.layers import PackedEmbedding, PackedLinear
-from deepspeed.inference.quantization.packed_weight import Form, PackedWeight
+from deepspeed.inference.quantization.packed_weight import PackedWeight, PackingFormat
 from deepspeed.inference.quantization.quantization import (
     _init_group_wise_weight_quantization,
     quantize_linears,
@@ -21,9 +21,19 @@ from deepspeed.inference.quantization.quantization import (
 from tests.unit.inference_surface.models import model, prompt
 
 FORMS = [
-    Form(8, 0, 1, True), Form(8, 0, 1), Form(8, 16, 1, True), Form(8, 16, 1), Form(8, 8, 0), Form(8, 0, 0, True),
-    Form(4, 32, 1), Form(4, 32, 1, True), Form(4, 16, 1), Form(4, 8, 0), Form(4, 0, 0), Form(4, 0, 1),
-]  # fmt: skip
+    PackingFormat(8, 0, 1, True),
+    PackingFormat(8, 0, 1),
+    PackingFormat(8, 16, 1, True),
+    PackingFormat(8, 16, 1),
+    PackingFormat(8, 8, 0),
+    PackingFormat(8, 0, 0, True),
+    PackingFormat(4, 32, 1),
+    PackingFormat(4, 32, 1, True),
+    PackingFormat(4, 16, 1),
+    PackingFormat(4, 8, 0),
+    PackingFormat(4, 0, 0),
+    PackingFormat(4, 0, 1),
+]
 
 
 def _weight(rows: int = 48, columns: int = 64) -> torch.Tensor:
@@ -31,7 +41,7 @@ def _weight(rows: int = 48, columns: int = 64) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
-def test_every_value_is_within_half_a_step(form: Form) -> None:
+def test_every_value_is_within_half_a_step(form: PackingFormat) -> None:
     weight = _weight()
     packed = PackedWeight(weight, form)
     steps = packed.scale.expand(form.groups(weight.shape)).reshape(weight.shape)
@@ -45,7 +55,7 @@ def test_every_value_is_within_half_a_step(form: Form) -> None:
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 5, 40])
-def test_products_equal_the_unpacked_matrix(form: Form, dtype: torch.dtype, rows: int) -> None:
+def test_products_equal_the_unpacked_matrix(form: PackingFormat, dtype: torch.dtype, rows: int) -> None:
     """torch's packed products, where they serve, against the plain one."""
     packed, bias = PackedWeight(_weight(), form, dtype), torch.randn(48).to(dtype)
     inputs = torch.randn(rows, 64, generator=torch.Generator().manual_seed(2)).to(dtype)
@@ -65,19 +75,19 @@ def test_clipping_pays_at_four_bits() -> None:
     low, high = plain.amin(-1, True), plain.amax(-1, True)
     step = (high - low) / 15
     rounded = ((plain - low) / step).round() * step + low
-    packed = PackedWeight(weight, Form(4, 32))
+    packed = PackedWeight(weight, PackingFormat(4, 32))
     assert (packed.dense() - weight).square().mean() < 0.97 * (rounded.view(64, 256) - weight).square().mean()
 
 
 def test_a_cast_is_of_products_and_not_of_scales() -> None:
-    layer = PackedLinear(PackedWeight(_weight(), Form()), nn.Parameter(torch.zeros(48)))
+    layer = PackedLinear(PackedWeight(_weight(), PackingFormat()), nn.Parameter(torch.zeros(48)))
     scale = layer.packed.scale.clone()
     layer.to(torch.bfloat16)
     assert torch.equal(layer.packed.scale, scale) and layer.weight.dtype is torch.bfloat16
     assert layer(torch.randn(2, 64).bfloat16()).dtype is torch.bfloat16
     twin = copy.deepcopy(layer)
     assert twin.packed.integers is not layer.packed.integers and torch.equal(twin.weight, layer.weight)
-    other = PackedLinear(PackedWeight(torch.zeros(48, 64), Form()), nn.Parameter(torch.ones(48)))
+    other = PackedLinear(PackedWeight(torch.zeros(48, 64), PackingFormat()), nn.Parameter(torch.ones(48)))
     other.load_state_dict(layer.state_dict())
     assert torch.equal(other.to(torch.bfloat16).weight, layer.weight)
 
@@ -107,7 +117,7 @@ def test_the_head_is_packed_in_eight_bits_with_what_is_tied_to_it(num_bits: int)
     plain = model("gpt_neo")
     quantize_linears(plain, num_bits, 2)
     assert plain.lm_head.packed is plain.transformer.wte.packed
-    assert plain.lm_head.packed.form == Form(8, 0, 1, symmetric=True)
+    assert plain.lm_head.packed.form == PackingFormat(8, 0, 1, symmetric=True)
     assert isinstance(plain.transformer.wpe, nn.Embedding)
     shared = model("gpt_neo")
     shared.beside = nn.Bilinear(1, 1, 1)
@@ -129,7 +139,7 @@ def test_entries_by_name_and_tied_tables() -> None:
         made is plain and isinstance(made.transformer.wte, PackedEmbedding) and isinstance(made.lm_head, PackedLinear)
     )
     assert made.transformer.wte.packed is made.lm_head.packed and made.lm_head.packed.form.num_bits == 8
-    assert made.transformer.h[0].mlp.c_fc.packed.form == Form(4, 16)
+    assert made.transformer.h[0].mlp.c_fc.packed.form == PackingFormat(4, 16)
     assert isinstance(made.transformer.h[0].attn.attention.q_proj, nn.Linear)
     assert (made(prompt()).logits - want).std() < 0.3 * want.std()
     ids = prompt()

@@ -15,10 +15,10 @@ from torch import nn
 import deepspeed
 from deepspeed.compression.export import export, packable
 from deepspeed.errors import ArgumentError, CheckpointError, NotAvailableError
-from deepspeed.inference import Generator, Sampling
+from deepspeed.inference import Generator, SamplingParams
 from deepspeed.inference.executors.native_tensors import functions, matrix_of
 from deepspeed.inference.quantization.layers import PackedLinear
-from deepspeed.inference.quantization.packed_weight import Form, PackedWeight
+from deepspeed.inference.quantization.packed_weight import PackedWeight, PackingFormat
 from deepspeed.inference.quantization.quantization import quantize
 from tests.unit.inference.toys import llama, prompts
 
@@ -42,7 +42,7 @@ def stored(model: nn.Module, bits: int) -> dict[str, torch.Tensor]:
 def packed(model: Any, bits: int) -> Any:
     """A copy with its linears packed: with 8 bits by row, with 4 by 32 inputs."""
     made, chosen = copy.deepcopy(model), set(packable(model))
-    form = Form(bits, 0 if bits == 8 else 32, 1, True)
+    form = PackingFormat(bits, 0 if bits == 8 else 32, 1, True)
     quantize(made, lambda name, module: form if name in chosen else None)
     return made
 
@@ -65,7 +65,7 @@ def test_integers_are_read_as_they_are_stored(tmp_path: Path, bits: int, dtype: 
     assert state.keys() == want.state_dict().keys()
     assert all(torch.equal(state[name], value) for name, value in want.state_dict().items())
     assert all(a.dtype == b.dtype for a, b in zip(found.parameters(), want.parameters(), strict=True))
-    sampling = Sampling(max_new_tokens=8, ignore_eos=True)
+    sampling = SamplingParams(max_new_tokens=8, ignore_eos=True)
     generators = [Generator(one, cache_bytes=1 << 20) for one in (found, want)]
     one, two = (generator.generate(prompts((5, 17)), sampling) for generator in generators)
     assert one == two
@@ -129,7 +129,7 @@ def test_parts_that_lack_or_do_not_fit_are_said(tmp_path: Path) -> None:
 def test_a_packed_head_is_read_where_nothing_shares_it(tmp_path: Path, tied: bool) -> None:
     model = llama(tie_word_embeddings=tied)
     state = stored(packed(model, 8), 8)
-    head = PackedWeight(model.lm_head.weight.detach(), Form(8, 0, 1, True))
+    head = PackedWeight(model.lm_head.weight.detach(), PackingFormat(8, 0, 1, True))
     state.pop("lm_head.weight", None)
     state["lm_head.weight_packed"] = (head.integers ^ -128).contiguous().view(torch.int32)
     state |= {"lm_head.weight_scale": head.scale[:, :, 0].clone(), "lm_head.weight_shape": torch.tensor(head.shape)}
@@ -166,7 +166,7 @@ def test_other_bits_than_the_folder_has_are_refused(tmp_path: Path) -> None:
 
 
 def test_native_products_take_no_matrix_that_is_shorter_than_its_shape() -> None:
-    whole = PackedWeight(torch.ones(64, 64), Form(8, 0, 1, True))
+    whole = PackedWeight(torch.ones(64, 64), PackingFormat(8, 0, 1, True))
     with pytest.raises(ArgumentError, match="bytes"):
         PackedWeight.of(whole.form, whole.shape, whole.integers[:32], whole.scale, whole.offset, torch.float32)
     for name in ("integers", "scale"):

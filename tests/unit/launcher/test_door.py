@@ -11,20 +11,20 @@ import pytest
 
 from deepspeed.errors import LaunchError
 from deepspeed.launcher import callback_server as doors
-from deepspeed.launcher.callback_server import Door, identify
+from deepspeed.launcher.callback_server import CallbackServer, identify
 from deepspeed.launcher.channel import MAGIC, Channel
 from deepspeed.launcher.controller import Control
 from deepspeed.launcher.event_loop import OWN_DESCRIPTORS, make_room
-from deepspeed.launcher.host_state import Peer
+from deepspeed.launcher.host_state import HostState
 from deepspeed.launcher.job import Job
-from deepspeed.launcher.multinode_runner import Fork
+from deepspeed.launcher.multinode_runner import ForkStarter
 
 
 @pytest.fixture
 def control() -> Iterator[Control]:
     user, ours = socket.socketpair()
     front = Channel(descriptor := ours.detach(), descriptor)
-    made = Control(Job({"h0": [0], "h1": [0]}, ["true"], [], "/"), Fork(), front)
+    made = Control(Job({"h0": [0], "h1": [0]}, ["true"], [], "/"), ForkStarter(), front)
     yield made
     made.loop.close()
     front.close()
@@ -38,7 +38,7 @@ def until(control: Control, true: Callable[[], bool], seconds: float = 5.0) -> N
         control.loop.turn(0.02)
 
 
-def call(door: Door, words: str) -> socket.socket:
+def call(door: CallbackServer, words: str) -> socket.socket:
     caller = socket.create_connection(("127.0.0.1", door.port), 5)
     caller.sendall(words.encode())
     caller.setblocking(False)
@@ -64,7 +64,7 @@ def greeted(caller: socket.socket) -> bool:
 
 
 def test_who_does_not_know_the_token_is_sent_away(control: Control) -> None:
-    door = Door(control, control.peers)
+    door = CallbackServer(control, control.peers)
     for words in ("guess\n", "x" * 300, door.token[:-1] + "\n"):
         with call(door, words) as caller:
             until(control, lambda caller=caller: closed(caller))
@@ -76,14 +76,14 @@ def test_who_does_not_know_the_token_is_sent_away(control: Control) -> None:
 
 def test_who_says_nothing_is_sent_away(control: Control, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doors, "CALLER_SECONDS", 0.1)
-    door = Door(control, control.peers)
+    door = CallbackServer(control, control.peers)
     with call(door, "") as caller:
         until(control, lambda: closed(caller))
     door.close()
 
 
 def test_one_call_more_than_there_are_hosts_ends_the_job(control: Control) -> None:
-    door = Door(control, control.peers)
+    door = CallbackServer(control, control.peers)
     with call(door, f"{door.token}\n") as first, call(door, f"{door.token}\n") as second:
         until(control, lambda: greeted(first))
         until(control, lambda: greeted(second))
@@ -97,7 +97,7 @@ def test_one_call_more_than_there_are_hosts_ends_the_job(control: Control) -> No
 def test_the_token_is_void_after_a_minute(control: Control, monkeypatch: pytest.MonkeyPatch) -> None:
     assert doors.OPEN_SECONDS == 60
     monkeypatch.setattr(doors, "OPEN_SECONDS", 0.1)
-    door = Door(control, control.peers)
+    door = CallbackServer(control, control.peers)
     end = time.monotonic() + 0.3
     until(control, lambda: time.monotonic() > end)
     with pytest.raises(ConnectionRefusedError):
@@ -115,7 +115,7 @@ def test_the_token_is_void_after_a_minute(control: Control, monkeypatch: pytest.
     ],
 )
 def test_which_host_an_agent_is_on(hello: dict[str, str], name: str | None) -> None:
-    peers = [Peer("localhost", [0]), Peer("n2", [0]), Peer("me@n3", [0])]
+    peers = [HostState("localhost", [0]), HostState("n2", [0]), HostState("me@n3", [0])]
     found = identify({"host": "x", "node_name": "", "address": "192.0.2.7", "index": "", **hello}, peers)
     assert (found and found.name) == name
 

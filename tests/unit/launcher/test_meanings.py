@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed.launcher.exit_codes import LOST_ANOTHER, Memory, machine_memory, meaning
+from deepspeed.launcher.exit_codes import LOST_ANOTHER, CgroupMemory, machine_memory, meaning
 
 MIB = 1 << 20
 
 
-def version_1(root: Path, limit: int, kills: int) -> Memory:
+def version_1(root: Path, limit: int, kills: int) -> CgroupMemory:
     """A group of cgroup version 1 within one without a limit."""
     own = root / "memory/docker/abc"
     own.mkdir(parents=True)
@@ -21,10 +21,10 @@ def version_1(root: Path, limit: int, kills: int) -> Memory:
         (folder / "memory.max_usage_in_bytes").write_text(f"{150 * MIB}\n")
     (own / "memory.oom_control").write_text(f"oom_kill_disable 0\nunder_oom 0\noom_kill {kills}\n")
     (root / "groups").write_text("5:memory:/docker/abc\n4:cpu,cpuacct:/docker/abc\n0::/unused\n")
-    return Memory(root, root / "groups")
+    return CgroupMemory(root, root / "groups")
 
 
-def version_2(root: Path, limit: int, kills: int) -> Memory:
+def version_2(root: Path, limit: int, kills: int) -> CgroupMemory:
     """A pod's group that has no limit of its own; the limit is that of the group around it."""
     own = root / "pod/main"
     own.mkdir(parents=True)
@@ -33,14 +33,14 @@ def version_2(root: Path, limit: int, kills: int) -> Memory:
         (folder / "memory.peak").write_text(f"{150 * MIB}\n")
         (folder / "memory.events").write_text(f"low 0\noom 3\noom_kill {kills}\n")
     (root / "groups").write_text("0::/pod/main\n")
-    return Memory(root, root / "groups")
+    return CgroupMemory(root, root / "groups")
 
 
 def test_of_a_container_without_its_path(tmp_path: Path):
     """Inside a container the listing may name a path that is not mounted there: the mount itself is the group."""
     (tmp_path / "memory.max").write_text(f"{200 * MIB}\n")
     (tmp_path / "groups").write_text("0::/system.slice/elsewhere\n")
-    assert Memory(tmp_path, tmp_path / "groups").limit() == 200 * MIB
+    assert CgroupMemory(tmp_path, tmp_path / "groups").limit() == 200 * MIB
 
 
 @pytest.mark.parametrize("version", [version_1, version_2])
@@ -57,7 +57,7 @@ def test_the_out_of_memory_killer_of_a_container(tmp_path: Path, version):
 
 
 def test_without_a_container_the_machine_counts(tmp_path: Path):
-    memory = Memory(tmp_path, tmp_path / "absent")
+    memory = CgroupMemory(tmp_path, tmp_path / "absent")
     assert memory.limit() == memory.peak() == 0
     text = meaning(-signal.SIGKILL, 1 << 30, "", memory, memory.kills())
     assert f"1.00 of the machine's {machine_memory() / 2**30:.2f} GiB" in text
@@ -82,4 +82,4 @@ def test_without_a_container_the_machine_counts(tmp_path: Path):
     ],
 )
 def test_what_an_end_means(tmp_path: Path, code, words, says):
-    assert says in meaning(code, MIB, words, Memory(tmp_path, tmp_path / "absent"), 0)
+    assert says in meaning(code, MIB, words, CgroupMemory(tmp_path, tmp_path / "absent"), 0)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from deepspeed.errors import ArgumentError
-from deepspeed.pipe.schedule import Action, Schedule
+from deepspeed.pipe.schedule import Action, PipelineSchedule
 from deepspeed.pipe.schedule_simulator import simulate
 from deepspeed.runtime.pipe import schedule as old
 
@@ -26,7 +26,7 @@ def row_of(instructions: list[Any]) -> tuple[Action, ...]:
 def test_instructions_of_all_stages_are_a_schedule_that_ends(kind: type, name: str, stages: int, micros: int) -> None:
     made = [kind(micros, stages, stage) for stage in range(stages)]
     everything = [[one for step in schedule for one in step] for schedule in made]
-    simulate(Schedule(name, micros, 1, tuple(map(row_of, everything))))
+    simulate(PipelineSchedule(name, micros, 1, tuple(map(row_of, everything))))
     for stage, (schedule, done) in enumerate(zip(made, everything, strict=True)):
         assert all(sum(isinstance(one, old.ForwardPass | old.BackwardPass) for one in step) == 1 for step in schedule)
         loads = [one.micro_batch for one in done if isinstance(one, old.LoadMicroBatch)]

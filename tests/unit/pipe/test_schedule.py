@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from deepspeed.errors import ArgumentError, PipelineError
-from deepspeed.pipe.schedule import NAMES, Action, Row, Schedule, make_schedule, parse
+from deepspeed.pipe.schedule import NAMES, Action, PipelineSchedule, Row, make_schedule, parse
 from deepspeed.pipe.schedule_simulator import peak_by_formula, put_off_by_formula, simulate, time_by_formula
 
 FAST = [(1, 1), (1, 5), (2, 1), (2, 2), (2, 5), (3, 3), (4, 2), (4, 8), (5, 10), (8, 16), (16, 4)]
@@ -155,7 +155,7 @@ def test_a_count_that_cannot_be_had_names_the_next() -> None:
 
 
 def test_stages_have_parts_in_turns() -> None:
-    schedule = Schedule("x", 1, 2, ((), (), ()))
+    schedule = PipelineSchedule("x", 1, 2, ((), (), ()))
     assert schedule.parts == 6 and [schedule.part(stage, 1) for stage in range(3)] == [3, 4, 5]
 
 

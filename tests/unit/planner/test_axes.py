@@ -16,8 +16,8 @@ from benchmarks.planner import plan_of
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.planner import cli
 from deepspeed.planner.machine_benchmark import calibrate
-from deepspeed.planner.mesh_options import Shape, unjudged
-from deepspeed.planner.search import WHOLE, Judged, Plan, Task, judge, legal_plans, mesh_plans, search, table
+from deepspeed.planner.mesh_options import MeshShape, unjudged
+from deepspeed.planner.search import WHOLE, Judged, Task, TrainingPlan, judge, legal_plans, mesh_plans, search, table
 from tests.unit.planner.toys import ADAMW, LAYERS, MACHINE, TOKENS, WIDTH, Net, rows
 
 
@@ -36,14 +36,19 @@ def factory() -> tuple[nn.Module, Callable[[int], torch.Tensor]]:
 def test_axes_are_plans_of_their_own_and_the_usual_ones_stay() -> None:
     plans = mesh_plans(24, MACHINE)
     usual = legal_plans(24, MACHINE)
-    assert {plan.shape for plan in usual} == {Shape()}
+    assert {plan.shape for plan in usual} == {MeshShape()}
     assert not set(plans) & set(usual)
     for plan in plans:
         assert plan.micro * plan.steps * MACHINE.ranks // plan.shape.width == 24
     assert {plan.shape for plan in plans} == {
-        Shape(tensor=2), Shape(tensor=4), Shape(sequence=2), Shape(sequence=4), Shape(shard=2), Shape(stages=2),
-        Shape(stages=4),
-    }  # fmt: skip
+        MeshShape(tensor=2),
+        MeshShape(tensor=4),
+        MeshShape(sequence=2),
+        MeshShape(sequence=4),
+        MeshShape(shard=2),
+        MeshShape(stages=2),
+        MeshShape(stages=4),
+    }
     assert {plan.stage for plan in plans if plan.shape.tensor == 4} == {0}  # nobody is left to share the state with
     assert {plan.stage for plan in plans if plan.shape.shard} == {3}
     assert {plan.stage for plan in plans if plan.shape.stages == 2} == {0, 1}
@@ -52,8 +57,8 @@ def test_axes_are_plans_of_their_own_and_the_usual_ones_stay() -> None:
     assert len({plan.name for plan in [*plans, *usual]}) == len(plans) + len(usual)
 
 
-@pytest.mark.parametrize("shape", [Shape(tensor=2), Shape(sequence=4), Shape(shard=2), Shape(stages=2)])
-def test_the_engine_reads_the_keys_as_the_plan_means_them(shape: Shape) -> None:
+@pytest.mark.parametrize("shape", [MeshShape(tensor=2), MeshShape(sequence=4), MeshShape(shard=2), MeshShape(stages=2)])
+def test_the_engine_reads_the_keys_as_the_plan_means_them(shape: MeshShape) -> None:
     plan = next(plan for plan in mesh_plans(8, MACHINE) if plan.shape == shape and plan.stage in (1, 3))
     config = plan.config({**ADAMW, "train_batch_size": 8}, "") | {"train_batch_size": 8}
     data = MACHINE.ranks // shape.width
@@ -65,7 +70,7 @@ def test_the_engine_reads_the_keys_as_the_plan_means_them(shape: Shape) -> None:
 def test_the_time_of_a_plan_has_the_messages_of_its_axis() -> None:
     """Two sums of activations for each block: one forward, one of the gradient of what it reads."""
     task, micro = Task(Net, rows, 4, ADAMW), 2
-    plan = Plan(0, "none", micro, 2, False, 0, Shape(tensor=4))
+    plan = TrainingPlan(0, "none", micro, 2, False, 0, MeshShape(tensor=4))
     alone, slow = judge(task, plan, MACHINE), judge(task, plan, replace(MACHINE, collective=1e6))
     assert alone.time is not None and slow.time is not None and alone.memory is not None
     assert slow.time.limit == "messages"
@@ -75,14 +80,14 @@ def test_the_time_of_a_plan_has_the_messages_of_its_axis() -> None:
     assert slow.time.messages == pytest.approx(expected / 1e6)
     assert slow.time.compute == pytest.approx(alone.time.compute)
     # A quarter of the matrices, and no gradient of theirs travels.
-    whole = judge(task, replace(plan, micro=1, steps=1, shape=Shape()), MACHINE)
+    whole = judge(task, replace(plan, micro=1, steps=1, shape=MeshShape()), MACHINE)
     assert whole.memory is not None
     assert alone.memory.held < 0.3 * alone.memory.parameters == 0.3 * whole.memory.held
     assert alone.memory.at_rest["optimizer"] < 0.3 * whole.memory.at_rest["optimizer"]
 
 
 def test_what_cannot_be_cut_says_why_and_is_tried_once() -> None:
-    told: list[Plan] = []
+    told: list[TrainingPlan] = []
     task = Task(Uncut, rows, 8, ADAMW)
     found = search(task, MACHINE, told=lambda each: told.append(each.plan), axes=True)
     cut = [each for each in found if each.plan.shape.tensor > 1]
@@ -94,7 +99,7 @@ def test_what_cannot_be_cut_says_why_and_is_tried_once() -> None:
     assert {each.reason for each in found if each.plan.shape.sequence > 1} == {WHOLE}
     assert any(each.fits for each in found)
     own = replace(task, config={**ADAMW, "tensor_parallel": {"autotp_size": 2}})
-    assert {each.plan.shape for each in search(own, MACHINE, seconds=0, axes=True)} == {Shape()}
+    assert {each.plan.shape for each in search(own, MACHINE, seconds=0, axes=True)} == {MeshShape()}
 
 
 def test_of_an_axis_the_first_that_fits_is_the_last_that_is_run() -> None:
@@ -118,7 +123,7 @@ def test_a_plan_that_the_benchmark_has_kept_comes_back() -> None:
         kept = json.loads(json.dumps({"plan": dataclasses.asdict(plan)}))
         assert plan_of(kept) == plan
         del kept["plan"]["shape"]  # of an earlier run
-        assert plan_of(kept) == replace(plan, shape=Shape())
+        assert plan_of(kept) == replace(plan, shape=MeshShape())
 
 
 def test_what_is_not_judged_is_named() -> None:
@@ -136,8 +141,8 @@ def test_the_answer_carries_the_key(tmp_path: Path, capsys: pytest.CaptureFixtur
     config.write_text(json.dumps({**ADAMW, "zero_optimization": {"overlap_comm": False}}))
     task = Task(Net, rows, 2, json.loads(config.read_text()))
     two = replace(MACHINE, ranks=2)
-    whole, cut = (judge(task, Plan(0, "none", 1 + (shape.tensor == 2), 1, False, 0, shape), two)
-                  for shape in (Shape(), Shape(tensor=2)))  # fmt: skip
+    whole, cut = (judge(task, TrainingPlan(0, "none", 1 + (shape.tensor == 2), 1, False, 0, shape), two)
+                  for shape in (MeshShape(), MeshShape(tensor=2)))  # fmt: skip
     assert whole.memory is not None and cut.memory is not None
     held = [max(each.memory.peak, each.memory.birth) for each in (whole, cut) if each.memory is not None]
     assert held[1] < held[0]

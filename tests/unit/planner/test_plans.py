@@ -17,8 +17,8 @@ from deepspeed.planner.search import (
     HOST_ALL,
     HOST_OPTIMIZER,
     NARROW,
-    Plan,
     Task,
+    TrainingPlan,
     device_bytes,
     judge,
     legal_plans,
@@ -78,7 +78,7 @@ def test_memory_is_new_where_an_update_makes_it(frozen: bool, optimizer: str) ->
     told = {"optimizer": {"type": optimizer, "params": {"lr": 0.1}}}
     for stage, steps in ((0, 1), (0, 8), (1, 8)):
         task = Task(lambda: Frozen(frozen), lambda rows: torch.zeros(rows, 4), 2 * steps, told)
-        plan = Plan(stage, "none", 1, steps, False)
+        plan = TrainingPlan(stage, "none", 1, steps, False)
         fresh, plain = (judge(task, plan, replace(MACHINE, fresh=f)).seconds for f in ([[size, 1e9]], []))
         assert (fresh - plain) * 1e9 / size == pytest.approx(0 if frozen else 4 * steps)
 
@@ -87,7 +87,9 @@ def test_what_the_optimizer_does_is_of_an_update_and_not_of_its_micro_batches() 
     for steps in (1, 4):
         task = replace(TASK, train_batch=2 * steps)
         told = ({"optimizer": {"type": kind, "params": {"lr": 0.1}}} for kind in ("SGD", "AdamW"))
-        times = [judge(replace(task, config=each), Plan(0, "none", 1, steps, False), MACHINE).time for each in told]
+        times = [
+            judge(replace(task, config=each), TrainingPlan(0, "none", 1, steps, False), MACHINE).time for each in told
+        ]
         plain, adam = (time for time in times if time is not None)
         assert plain.compute == pytest.approx(adam.compute, rel=1e-6)
         assert adam.update > plain.update
@@ -95,7 +97,7 @@ def test_what_the_optimizer_does_is_of_an_update_and_not_of_its_micro_batches() 
 
 def test_a_plan_may_fit_while_ranks_keep_step() -> None:
     task = Task(lambda: Frozen(False), lambda rows: torch.zeros(rows, 4), 8, ADAMW)  # gradients outweigh activations
-    plan = Plan(2, "none", 1, 4, False)
+    plan = TrainingPlan(2, "none", 1, 4, False)
     sizes = judge(task, plan, replace(MACHINE, memory=1))
     assert sizes.memory is not None
     most, least = sizes.memory.most, sizes.least
@@ -123,7 +125,7 @@ def test_legal_plans_keep_the_batch_and_leave_out_what_changes_nothing() -> None
 
 
 def test_memory_drops_plans_and_recompute_brings_one_back() -> None:
-    plain, again = Plan(2, "none", 4, 1, False), Plan(2, "none", 4, 1, True)
+    plain, again = TrainingPlan(2, "none", 4, 1, False), TrainingPlan(2, "none", 4, 1, True)
     needs = [judged.memory.peak for judged in (judge(TASK, p, MACHINE) for p in (plain, again)) if judged.memory]
     assert needs[1] < needs[0]
     tight = replace(MACHINE, memory=sum(needs) // 2)
@@ -134,7 +136,7 @@ def test_memory_drops_plans_and_recompute_brings_one_back() -> None:
 
 
 def test_samples_are_those_of_all_ranks() -> None:
-    found = judge(TASK, Plan(0, "none", 4, 1, False), MACHINE)
+    found = judge(TASK, TrainingPlan(0, "none", 4, 1, False), MACHINE)
     rate = float(table([found], machine=MACHINE).splitlines()[1].split()[3])
     assert rate == pytest.approx(8 / found.seconds, abs=0.01)
 
@@ -151,7 +153,7 @@ def test_narrow_buckets_bring_plans_back_where_the_usual_ones_do_not_fit() -> No
             return x
 
     task = Task(Wide, lambda rows: torch.zeros(rows, 4, 1024), 4, ADAMW)
-    usual = Plan(2, "none", 2, 1, False)
+    usual = TrainingPlan(2, "none", 2, 1, False)
     sizes = [judged.memory.peak for judged in (judge(task, p, MACHINE) for p in (usual, replace(usual, bucket=NARROW)))
              if judged.memory]  # fmt: skip
     assert sizes[1] < 0.9 * sizes[0]
@@ -175,7 +177,7 @@ def test_the_host_is_a_tier_where_a_device_has_memory_of_its_own() -> None:
     assert {stage for tier, stage in tiers if tier == HOST_ALL} == {3}
     config = {**ADAMW, "bf16": {"enabled": True}, "zero_optimization": {"stage3_param_persistence_threshold": 0}}
     task = replace(TASK, config=config)
-    plain, moved, all_moved = (Plan(3, tier, 4, 1, False) for tier in ("none", HOST_OPTIMIZER, HOST_ALL))
+    plain, moved, all_moved = (TrainingPlan(3, tier, 4, 1, False) for tier in ("none", HOST_OPTIMIZER, HOST_ALL))
     made = all_moved.config(config, "")["zero_optimization"]
     assert made["offload_optimizer"] == made["offload_param"] == {"device": "cpu"}
     assert all_moved.name == "z3_gas1_tmbspg4_all-cpu"
@@ -205,7 +207,7 @@ def test_the_host_is_a_tier_where_a_device_has_memory_of_its_own() -> None:
 
 
 def test_time_follows_the_machine() -> None:
-    plan = Plan(3, "none", 4, 1, False)
+    plan = TrainingPlan(3, "none", 4, 1, False)
     slow = judge(TASK, plan, replace(MACHINE, collective=1e5))
     assert slow.time is not None
     assert slow.time.limit == "messages"
@@ -218,7 +220,7 @@ def test_time_follows_the_machine() -> None:
 
 
 def test_new_blocks_cost_what_the_machine_takes_to_provide_them() -> None:
-    plan = Plan(1, "none", 4, 1, False)
+    plan = TrainingPlan(1, "none", 4, 1, False)
     largest = 4 * 128 * 64 * 4  # bytes of an activation of this micro-batch
     free = judge(TASK, plan, MACHINE).seconds
     found = [judge(TASK, plan, replace(MACHINE, fresh=table)).seconds - free
@@ -227,8 +229,8 @@ def test_new_blocks_cost_what_the_machine_takes_to_provide_them() -> None:
     assert found[1] == pytest.approx(2 * found[0])
     assert found[2:] == [0.0, 0.0]
     # Twice as many micro-batches make twice as many blocks of half the size.
-    halves = judge(TASK, Plan(1, "none", 2, 2, False), replace(MACHINE, fresh=[[largest / 2, 1e9]]))
-    plain = judge(TASK, Plan(1, "none", 2, 2, False), MACHINE)
+    halves = judge(TASK, TrainingPlan(1, "none", 2, 2, False), replace(MACHINE, fresh=[[largest / 2, 1e9]]))
+    plain = judge(TASK, TrainingPlan(1, "none", 2, 2, False), MACHINE)
     assert halves.seconds - plain.seconds == pytest.approx(found[0], rel=0.1)
 
 

@@ -9,15 +9,15 @@ import torch
 
 from deepspeed.errors import ArgumentError
 from deepspeed.pipe.schedule import make_schedule
-from deepspeed.planner.mesh_options import Shape
+from deepspeed.planner.mesh_options import MeshShape
 from deepspeed.planner.pipeline_time import enough, schedule_of, window_time
-from deepspeed.planner.search import Plan, Task, judge, search, simulated
+from deepspeed.planner.search import Task, TrainingPlan, judge, search, simulated
 from deepspeed.planner.step_time import StepTime
 from tests.unit.planner import toys
 from tests.unit.planner.toys import ADAMW, TOKENS, WIDTH, Net, rows
 
 MACHINE = replace(toys.MACHINE, ranks=2)
-STAGED = Shape(stages=2)
+STAGED = MeshShape(stages=2)
 
 
 class Row(Net):
@@ -44,7 +44,7 @@ def test_stages_that_take_equally_long_wait_for_those_before_them(micros: int) -
 
 
 def test_a_plan_of_stages_is_that_of_its_fullest_one() -> None:
-    task, plan = Task(Row, rows, 32, ADAMW), Plan(0, "none", 4, 8, False, 0, STAGED)
+    task, plan = Task(Row, rows, 32, ADAMW), TrainingPlan(0, "none", 4, 8, False, 0, STAGED)
     run = simulated(task, plan, MACHINE)
     first, last = (each.memory for each in run.stages)
     assert run.steps == enough(schedule_of(run.config, 2, plan.steps)) == 4
@@ -58,7 +58,7 @@ def test_a_plan_of_stages_is_that_of_its_fullest_one() -> None:
     # Two stages that take equally long: the other one waits for one micro-batch of eight.
     assert found.time.waiting == pytest.approx(found.time.compute / plan.steps, rel=0.25)
     assert found.time.messages == 0  # nobody shares a stage
-    whole = judge(task, Plan(0, "none", 4, 4, False), MACHINE)
+    whole = judge(task, TrainingPlan(0, "none", 4, 4, False), MACHINE)
     assert whole.time is not None
     assert found.time.compute == pytest.approx(whole.time.compute, rel=0.25)  # twice the samples, half of the model
     assert found.time.update < 0.6 * whole.time.update
@@ -68,19 +68,19 @@ def test_a_schedule_that_cannot_be_had_says_so() -> None:
     config = {**ADAMW, "pipeline": {"schedule": "interleaved", "chunks": 2}}
     with pytest.raises(ArgumentError, match="the next count is 4"):
         schedule_of(config, 2, 3)
-    found = judge(Task(Row, rows, 6, config), Plan(0, "none", 2, 3, False, 0, STAGED), MACHINE)
+    found = judge(Task(Row, rows, 6, config), TrainingPlan(0, "none", 2, 3, False, 0, STAGED), MACHINE)
     assert "the next count is 4" in found.reason
-    ring = simulated(Task(Row, rows, 8, config), Plan(0, "none", 2, 4, False, 0, STAGED), MACHINE)
+    ring = simulated(Task(Row, rows, 8, config), TrainingPlan(0, "none", 2, 4, False, 0, STAGED), MACHINE)
     assert {each.memory.held for each in ring.stages} == {ring.memory.parameters // 2}
 
 
 def test_the_search_compares_pipelines_by_micro_batch() -> None:
     """Larger ones wait longer for other stages, so the largest that fits is not all that is looked at."""
-    told: list[Plan] = []
+    told: list[TrainingPlan] = []
     staged = {"axes": True, "allowed": lambda plan: plan.shape == STAGED and not plan.recompute}
     found = search(Task(Row, rows, 16, ADAMW), MACHINE, told=lambda each: told.append(each.plan), **staged)
     assert [(plan.micro, plan.steps) for plan in told] == [(8, 2), (4, 4), (2, 8)]
     assert next(each for each in found if each.plan.micro == 1).reason.startswith("not looked at")
     own = Task(Row, rows, 16, {**ADAMW, "pipeline": {"stages": 2}})
-    alone = search(own, MACHINE, axes=True, allowed=lambda plan: plan == Plan(0, "none", 8, 1, False))
+    alone = search(own, MACHINE, axes=True, allowed=lambda plan: plan == TrainingPlan(0, "none", 8, 1, False))
     assert "brings stages of its own" in alone[0].reason

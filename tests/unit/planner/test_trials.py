@@ -19,9 +19,9 @@ import pytest
 from deepspeed.planner import cli
 from deepspeed.planner.confirm_plans import MOST, confirm
 from deepspeed.planner.memory import MemoryCount
-from deepspeed.planner.search import Judged, Plan, by_worth, table
+from deepspeed.planner.search import Judged, TrainingPlan, by_worth, table
 from deepspeed.planner.step_time import StepTime
-from deepspeed.planner.trials import METRICS, Command, Limits, Outcome, run_trial, trial_config
+from deepspeed.planner.trials import METRICS, Command, TrialLimits, TrialOutcome, run_trial, trial_config
 from tests.harness.pool import PATIENCE
 from tests.unit.planner.test_plans import MACHINE
 
@@ -51,12 +51,12 @@ if how == "stays":
 """
 
 
-def tried(tmp_path: Path, how: str, seconds: float = 30.0) -> Outcome:
+def tried(tmp_path: Path, how: str, seconds: float = 30.0) -> TrialOutcome:
     script = tmp_path / "rank.py"
     script.write_text(RANK)
     command = Command(["--num_gpus", "2", "--grace", "1"], [str(script), "--deepspeed_config", "{config}"])
     config = trial_config({"how": how}, tmp_path)
-    found = run_trial(command, config, tmp_path, Limits(seconds * PATIENCE, 200 << 20))
+    found = run_trial(command, config, tmp_path, TrialLimits(seconds * PATIENCE, 200 << 20))
     assert not any(runs(int(path.read_text())) for path in tmp_path.glob("pid*"))
     return found
 
@@ -99,15 +99,17 @@ def test_what_goes_wrong_is_the_reason(tmp_path: Path, how: str, reason: str, ou
 
 def plans(count: int) -> list[Judged]:
     memory = MemoryCount(1 << 20, {}, {}, 1 << 20, 0, 1, 1 << 20)
-    return [Judged(Plan(2, "none", 1 << at, 1 << (count - at), False), memory, fits=True) for at in range(count)]
+    return [
+        Judged(TrainingPlan(2, "none", 1 << at, 1 << (count - at), False), memory, fits=True) for at in range(count)
+    ]
 
 
 def test_the_fastest_measured_plan_wins_and_at_most_five_are_tried() -> None:
-    judged, seen = plans(8), list[Plan]()
+    judged, seen = plans(8), list[TrainingPlan]()
 
-    def run(plan: Plan) -> Outcome:
+    def run(plan: TrainingPlan) -> TrialOutcome:
         seen.append(plan)
-        return Outcome(1.0 / len(seen) if len(seen) < 4 else 1.0)
+        return TrialOutcome(1.0 / len(seen) if len(seen) < 4 else 1.0)
 
     found = confirm(judged, run, 100)
     assert len(seen) == MOST
@@ -120,20 +122,20 @@ def test_the_fastest_measured_plan_wins_and_at_most_five_are_tried() -> None:
 
 def test_failed_trials_leave_an_answer() -> None:
     judged = plans(8)
-    crashed = confirm(judged, lambda _plan: Outcome(None, "it hung"))
+    crashed = confirm(judged, lambda _plan: TrialOutcome(None, "it hung"))
     assert crashed.best is not None
     assert not crashed.confirmed
     assert crashed.best.plan == judged[5].plan  # the best of those that were not tried
     assert [each.reason for each in crashed.judged].count("it hung") == MOST
-    one = confirm(judged[:2], lambda _plan: Outcome(None, "it hung"))
+    one = confirm(judged[:2], lambda _plan: TrialOutcome(None, "it hung"))
     assert one.best is not None
     assert one.best.reason == "it hung"
     # Larger micro-batches hold more: after one has run out of memory they are not tried, nor chosen.
-    seen = list[Plan]()
-    full = confirm(judged, lambda plan: seen.append(plan) or Outcome(None, "out of memory", out_of_memory=True))
+    seen = list[TrainingPlan]()
+    full = confirm(judged, lambda plan: seen.append(plan) or TrialOutcome(None, "out of memory", out_of_memory=True))
     assert len(seen) == 1
     assert full.best is None
-    assert confirm([], lambda _plan: Outcome(1.0)).best is None
+    assert confirm([], lambda _plan: TrialOutcome(1.0)).best is None
 
 
 def _toy(tmp_path: Path) -> tuple[str, list[str]]:
@@ -189,7 +191,7 @@ def test_trials_that_are_forked_end_as_launched_ones_do(tmp_path: Path, monkeypa
     for micro in (8, 4, 2, 1):
         folder = tmp_path / str(micro)
         config = trial_config({"train_micro_batch_size_per_gpu": micro}, folder)
-        found[micro] = run_trial(command, config, folder, Limits(15 * PATIENCE, 700 << 20))
+        found[micro] = run_trial(command, config, folder, TrialLimits(15 * PATIENCE, 700 << 20))
     server = max(psutil.Process().children(), key=lambda child: "forkserver" in " ".join(child.cmdline()))
     assert not server.children(recursive=True)  # nothing of them runs any more
     ranks = [int(path.name[3:]) for path in tmp_path.glob("pid*")]  # these have sessions, and may lose their parents
@@ -247,10 +249,10 @@ def test_of_plans_that_may_fit_two_are_tried_and_those_that_did_are_chosen() -> 
     for fit in (True, False):
         seen = list[float]()
 
-        def run(plan: Plan, fit: bool = fit, seen: list[float] = seen) -> Outcome:
+        def run(plan: TrainingPlan, fit: bool = fit, seen: list[float] = seen) -> TrialOutcome:
             seen.append(next(each.seconds for each in judged if each.plan == plan))
             full = seen[-1] == 2.0 or not fit and seen[-1] == 1.0
-            return Outcome(None, "out of memory", out_of_memory=True) if full else Outcome(seen[-1])
+            return TrialOutcome(None, "out of memory", out_of_memory=True) if full else TrialOutcome(seen[-1])
 
         found = confirm(judged, run)
         assert seen == ([1.0, 2.0] if fit else [1.0])  # the others hold more than what ran out of memory
@@ -262,9 +264,13 @@ def test_of_plans_that_may_fit_two_are_tried_and_those_that_did_are_chosen() -> 
     confirm(stages, lambda plan: seen.append(next(e.seconds for e in stages if e.plan == plan)) or FULL)
     assert seen == [1.0, 5.0]  # those between hold more than the first, and are no trials
     seen = list[float]()
-    confirm(different, lambda plan: seen.append(next(e.seconds for e in different if e.plan == plan)) or Outcome(1.0))
+    confirm(
+        different, lambda plan: seen.append(next(e.seconds for e in different if e.plan == plan)) or TrialOutcome(1.0)
+    )
     assert seen == [1.0, 2.0, 3.0, 6.0]
-    assert confirm(judged, lambda _plan: Outcome(None), 0).best == judged[0]  # without a trial: one that surely fits
+    assert (
+        confirm(judged, lambda _plan: TrialOutcome(None), 0).best == judged[0]
+    )  # without a trial: one that surely fits
 
 
 def test_what_ranks_held_is_from_before_their_end(tmp_path: Path) -> None:
@@ -272,14 +278,14 @@ def test_what_ranks_held_is_from_before_their_end(tmp_path: Path) -> None:
     line = "import json, os, sys, time; path = sys.argv[1]; held = bytearray(64 << 20); time.sleep(1.0); "
     line += "open(path, 'w').write(json.dumps({'latency': 1e6})); more = bytearray(512 << 20); time.sleep(1.0)"
     command = Ranked(line, str(tmp_path / METRICS))
-    outcome = run_trial(command, {}, tmp_path, Limits(30.0, 0, exact=True))
+    outcome = run_trial(command, {}, tmp_path, TrialLimits(30.0, 0, exact=True))
     assert outcome.seconds == 1.0
     assert 64 << 20 < outcome.held < 256 << 20
-    limited = run_trial(command, {}, tmp_path, Limits(30.0, 256 << 20))
+    limited = run_trial(command, {}, tmp_path, TrialLimits(30.0, 256 << 20))
     assert limited.seconds == 1.0
 
 
-FULL = Outcome(None, "out of memory", out_of_memory=True)
+FULL = TrialOutcome(None, "out of memory", out_of_memory=True)
 
 
 class Ranked:
@@ -297,8 +303,8 @@ class Ranked:
         return subprocess.Popen([sys.executable, "-c", start], stdout=out, stderr=err)
 
 
-def measured(*pairs: tuple[int, float | None]) -> dict[str, Outcome]:
-    return {str(at): Outcome(seconds, held=held) for at, (held, seconds) in enumerate(pairs)}
+def measured(*pairs: tuple[int, float | None]) -> dict[str, TrialOutcome]:
+    return {str(at): TrialOutcome(seconds, held=held) for at, (held, seconds) in enumerate(pairs)}
 
 
 def test_the_limit_of_a_case_is_the_loosest_that_leaves_few_near_the_best() -> None:

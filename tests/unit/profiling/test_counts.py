@@ -8,7 +8,12 @@ from torch import nn
 
 from deepspeed.errors import ArgumentError, UsageError
 from deepspeed.profiling.flops_profiler import FlopsProfiler, get_model_profile
-from deepspeed.profiling.flops_profiler.profiler import Row, flops_to_string, number_to_string, params_to_string
+from deepspeed.profiling.flops_profiler.profiler import (
+    ModuleProfile,
+    flops_to_string,
+    number_to_string,
+    params_to_string,
+)
 from tests.unit.profiling.architectures import CASES, CELLS, B, E, N, S, V, ids, lin, numbers
 
 
@@ -20,7 +25,7 @@ def counted(model: nn.Module, x: torch.Tensor) -> FlopsProfiler:
     return profiler
 
 
-def adds_up(rows: dict[str, Row]) -> list[str]:
+def adds_up(rows: dict[str, ModuleProfile]) -> list[str]:
     """Modules that are not the sum of their own operations and their children's."""
     wrong = []
     for name, row in rows.items():

@@ -21,8 +21,8 @@ from deepspeed.foundation.spans import (
     RECOMPUTE,
     UPDATE,
     WAIT,
-    Recorder,
     Span,
+    SpanRecorder,
     recorder,
 )
 from deepspeed.profiling.timeline import ModuleSpans, RankRecord, Timeline
@@ -44,7 +44,7 @@ def record(rank: int, spans: list[Span], *marks: float) -> RankRecord:
 
 
 def test_off_it_keeps_nothing_and_makes_no_context() -> None:
-    ring = Recorder()
+    ring = SpanRecorder()
     assert ring.span("forward") is ring.span("backward")
     ring.add(0, "forward")
     ring.count("bytes", 3)
@@ -53,7 +53,7 @@ def test_off_it_keeps_nothing_and_makes_no_context() -> None:
 
 def test_a_span_costs_one_call_of_python() -> None:
     """Thousands are written in a step: what can be done when they are taken is done then."""
-    ring, calls = Recorder(), Counter[str]()
+    ring, calls = SpanRecorder(), Counter[str]()
     ring.start()
 
     def heard(_frame: Any, event: str, _what: Any) -> None:
@@ -72,7 +72,7 @@ def test_a_span_costs_one_call_of_python() -> None:
 
 
 def test_what_was_taken_is_not_lost_when_spans_are_taken_again() -> None:
-    ring = Recorder()
+    ring = SpanRecorder()
     ring.start()
     ring.add(1, FORWARD)
     assert len(ring.take()[0]) == 1
@@ -82,7 +82,7 @@ def test_what_was_taken_is_not_lost_when_spans_are_taken_again() -> None:
 
 
 def test_the_newest_spans_are_kept_and_the_others_counted() -> None:
-    ring = Recorder()
+    ring = SpanRecorder()
     ring.start(16)
     for number in range(40):
         ring.add(number, "forward", str(number))
@@ -94,7 +94,7 @@ def test_the_newest_spans_are_kept_and_the_others_counted() -> None:
 
 
 def test_spans_of_threads_nest_apart_and_what_began_before_is_left_out() -> None:
-    ring = Recorder()
+    ring = SpanRecorder()
     ring.start()
     ring.enter(WAIT, "before")
     ring.start()

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 
 from deepspeed.compression.export import export, packable
 from deepspeed.errors import ArgumentError
-from deepspeed.inference import Generator, Sampling
+from deepspeed.inference import Generator, SamplingParams
 from deepspeed.inference.detokenizer import StopStrings
 from deepspeed.inference.quantization.compressed_tensors import unread
 from deepspeed.inference.quantization.layers import PackedLinear
@@ -109,7 +109,7 @@ def test_weights_from_a_checkpoint_and_packed_ones_through_the_server(
     model, tokenizer = load(EngineOptions(str(folder), quantize=quantize, checkpoint=weights))
     plain, _ = load(EngineOptions(str(folder)))
     prompt, new = [20, 30, 40, 50], 24
-    sampling = Sampling(max_new_tokens=new, ignore_eos=True)
+    sampling = SamplingParams(max_new_tokens=new, ignore_eos=True)
     (wanted,), (other,) = (Generator(one).generate([prompt], sampling) for one in (model, plain))
     assert wanted != other, "the toy says the same whatever it is told"
     arguments = ["--served-model-name", "tiny", "--quantize", quantize, "--checkpoint", weights]
@@ -131,7 +131,7 @@ def test_a_folder_that_compression_packed_is_served_in_its_integers(folder: Path
     model, _ = load(EngineOptions(str(tmp_path)))
     packed = {name for name, module in model.named_modules() if isinstance(module, PackedLinear)}
     assert packed == set(packable(whole))
-    (said,) = Generator(model).generate([[20, 30, 40]], Sampling(max_new_tokens=8, ignore_eos=True))
+    (said,) = Generator(model).generate([[20, 30, 40]], SamplingParams(max_new_tokens=8, ignore_eos=True))
     theirs: Any = AutoModelForCausalLM.from_pretrained(tmp_path)
     ids = torch.tensor([[20, 30, 40]])
     want = theirs.generate(
@@ -213,7 +213,7 @@ def test_a_packed_form_that_is_not_read_here_is_transformers_work(folder: Path, 
     compressor.update_config(tmp_path)
     model, _ = load(EngineOptions(str(tmp_path)))
     assert not any(isinstance(module, PackedLinear) for module in model.modules())
-    (said,) = Generator(model).generate([[20, 30, 40]], Sampling(max_new_tokens=4, ignore_eos=True))
+    (said,) = Generator(model).generate([[20, 30, 40]], SamplingParams(max_new_tokens=4, ignore_eos=True))
     assert len(said) == 4 and wanted.keys() == packable(model).keys()
 
 

@@ -7,7 +7,7 @@ import pytest
 from deepspeed.errors import ArgumentError
 from deepspeed.simulator.allocator import CachingAllocator, replay_memory
 from deepspeed.simulator.machine import Machine
-from deepspeed.simulator.trace import EMPTIED, KERNEL, Block, Entry, Recording
+from deepspeed.simulator.trace import EMPTIED, KERNEL, HostEvent, MemoryEvent, Recording
 
 MIB = 1 << 20
 
@@ -70,10 +70,10 @@ def test_a_full_device_gives_its_cache_back_first() -> None:
 
 def test_a_block_that_another_stream_uses_is_free_when_that_stream_is_done() -> None:
     card = Machine(8, 1, {"fp32": [[0, 1e12]]}, 1e12, 0.0, 1e11, launch=1e-6)
-    entries = [Entry(KERNEL, "mm", 1, 1e12), Entry(KERNEL, "mm", 0, 1e6), Entry(KERNEL, "mm", 0, 1e6)]
-    first = [Block(0, 1, 64 * MIB, 0)]
-    used = [Block(1, 1, 64 * MIB, 1, used=True)]
-    rest = [Block(2, 1, 0, 0), Block(3, 2, 64 * MIB, 0)]
+    entries = [HostEvent(KERNEL, "mm", 1, 1e12), HostEvent(KERNEL, "mm", 0, 1e6), HostEvent(KERNEL, "mm", 0, 1e6)]
+    first = [MemoryEvent(0, 1, 64 * MIB, 0)]
+    used = [MemoryEvent(1, 1, 64 * MIB, 1, used=True)]
+    rest = [MemoryEvent(2, 1, 0, 0), MemoryEvent(3, 2, 64 * MIB, 0)]
     alone = replay_memory(Recording("case", 0, 1, entries, first + rest), card, [3])
     shared = replay_memory(Recording("case", 0, 1, entries, first + used + rest), card, [3])
     assert alone.reserved == 64 * MIB and shared.reserved == 128 * MIB
@@ -82,5 +82,10 @@ def test_a_block_that_another_stream_uses_is_free_when_that_stream_is_done() -> 
 
 def test_an_emptied_cache_reserves_nothing() -> None:
     card = Machine(8, 1, {"fp32": [[0, 1e12]]}, 1e12, 0.0, 1e11, launch=1e-6)
-    blocks = [Block(0, 1, 64 * MIB, 0), Block(0, 1, 0, 0), Block(0, EMPTIED, 0, 0), Block(0, 2, 80 * MIB, 0)]
+    blocks = [
+        MemoryEvent(0, 1, 64 * MIB, 0),
+        MemoryEvent(0, 1, 0, 0),
+        MemoryEvent(0, EMPTIED, 0, 0),
+        MemoryEvent(0, 2, 80 * MIB, 0),
+    ]
     assert replay_memory(Recording("case", 0, 1, [], blocks), card, []).reserved == 80 * MIB

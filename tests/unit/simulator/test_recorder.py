@@ -7,13 +7,13 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from deepspeed.ops.fake_tensors import Valueless
-from deepspeed.simulator.trace import KERNEL, MARK, Entry, Recording
-from deepspeed.simulator.trace_recorder import Recorder
+from deepspeed.simulator.trace import KERNEL, MARK, HostEvent, Recording
+from deepspeed.simulator.trace_recorder import StepRecorder
 
 
 def recorded_step() -> Recording:
     recording = Recording("step", 0, 1)
-    with Valueless(), Recorder(recording) as recorder:
+    with Valueless(), StepRecorder(recording) as recorder:
         model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256))
         recorder.mark("forward")
         loss = model(torch.randn(64, 256)).square().mean()
@@ -23,7 +23,7 @@ def recorded_step() -> Recording:
     return recording
 
 
-def products(recording: Recording) -> list[Entry]:
+def products(recording: Recording) -> list[HostEvent]:
     return [entry for entry in recording.entries if entry.flops]
 
 
@@ -36,7 +36,7 @@ def test_operations_are_the_products_by_hand() -> None:
 
 def test_bytes_are_of_what_is_read_and_written() -> None:
     recording = Recording("bytes", 0, 1)
-    with Valueless(), Recorder(recording):
+    with Valueless(), StepRecorder(recording):
         x, y = torch.empty(1 << 16), torch.empty(1 << 16)
         x + y
         x.add_(y)
@@ -65,7 +65,7 @@ def test_marks_and_memory() -> None:
 
 def test_nothing_is_added_while_it_is_off() -> None:
     recording = Recording("off", 0, 1)
-    with Valueless(), Recorder(recording) as recorder:
+    with Valueless(), StepRecorder(recording) as recorder:
         recorder.on = False
         torch.empty(1 << 16).add_(1)
     assert not recording.entries and [block.nbytes for block in recording.blocks] == [4 << 16, 0]
@@ -73,7 +73,7 @@ def test_nothing_is_added_while_it_is_off() -> None:
 
 def test_what_torch_asks_for_shapes_alone_is_neither_memory_nor_a_kernel() -> None:
     recording = Recording("shapes", 0, 1)
-    with Valueless(), Recorder(recording), FakeTensorMode():
+    with Valueless(), StepRecorder(recording), FakeTensorMode():
         made = [torch.empty(1 << 16), torch.zeros(1 << 16), torch.arange(1 << 16).float()]
         torch._foreach_add_(made, 1.0)
     assert all(type(tensor).__name__ == "FakeTensor" for tensor in made)

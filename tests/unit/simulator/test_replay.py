@@ -10,7 +10,7 @@ from deepspeed.errors import ArgumentError
 from deepspeed.simulator.machine import Machine, cards
 from deepspeed.simulator.picture import draw
 from deepspeed.simulator.replay import repeated, replay
-from deepspeed.simulator.trace import COPY, DISK, HOST, KERNEL, MARK, MESSAGE, ORDER, WAIT, Entry, Recording
+from deepspeed.simulator.trace import COPY, DISK, HOST, KERNEL, MARK, MESSAGE, ORDER, WAIT, HostEvent, Recording
 
 CARD = Machine(
     ranks=8, memory=1 << 36, matrix={"fp32": [[0, 1e12]], "bf16": [[0, 1e13]]}, bandwidth=1e12, overhead=0.0,
@@ -19,16 +19,16 @@ CARD = Machine(
 HOST_OF_8, TWO_HOSTS = tuple(range(8)), tuple(range(16))
 
 
-def seconds(*entries: Entry, machine: Machine = CARD) -> float:
+def seconds(*entries: HostEvent, machine: Machine = CARD) -> float:
     return replay(Recording("case", 0, 8, list(entries)), machine).seconds
 
 
-def kernel(flops: float, stream: int = 0) -> Entry:
-    return Entry(KERNEL, "mm", stream, flops, dtype="bf16")
+def kernel(flops: float, stream: int = 0) -> HostEvent:
+    return HostEvent(KERNEL, "mm", stream, flops, dtype="bf16")
 
 
-def gather(nbytes: float, stream: int = 0, lane: int = 0) -> Entry:
-    return Entry(MESSAGE, "all_gather", stream, nbytes=nbytes, group=HOST_OF_8, lane=lane)
+def gather(nbytes: float, stream: int = 0, lane: int = 0) -> HostEvent:
+    return HostEvent(MESSAGE, "all_gather", stream, nbytes=nbytes, group=HOST_OF_8, lane=lane)
 
 
 def test_one_stream_is_the_sum_of_its_kernels() -> None:
@@ -36,19 +36,19 @@ def test_one_stream_is_the_sum_of_its_kernels() -> None:
 
 
 def test_a_kernel_takes_the_longer_of_arithmetic_and_traffic() -> None:
-    assert seconds(Entry(KERNEL, "add", flops=1e12, nbytes=3e11, dtype="bf16")) == pytest.approx(0.3)
+    assert seconds(HostEvent(KERNEL, "add", flops=1e12, nbytes=3e11, dtype="bf16")) == pytest.approx(0.3)
 
 
 def test_streams_run_side_by_side_unless_one_is_ordered() -> None:
     assert seconds(kernel(1e12), kernel(2e12, 1)) == pytest.approx(0.2)
-    assert seconds(kernel(1e12), Entry(ORDER, "order", 1, after=0), kernel(2e12, 1)) == pytest.approx(0.3)
+    assert seconds(kernel(1e12), HostEvent(ORDER, "order", 1, after=0), kernel(2e12, 1)) == pytest.approx(0.3)
 
 
 def test_messages_hide_behind_kernels_and_what_is_left_is_exposed() -> None:
     # 8/7 of 1e10 bytes: each rank receives 1e10, in 0.1 s.
     made = replay(Recording("case", 0, 8, [gather(8e10 / 7), kernel(3e12)]), CARD)
     assert made.seconds == pytest.approx(0.3) and made.exposed() == pytest.approx(0.0, abs=1e-8)
-    awaited = [gather(8e10 / 7), Entry(ORDER, "order", 0, after=0), kernel(3e12)]
+    awaited = [gather(8e10 / 7), HostEvent(ORDER, "order", 0, after=0), kernel(3e12)]
     made = replay(Recording("case", 0, 8, awaited), CARD)
     assert made.seconds == pytest.approx(0.4) and made.exposed() == pytest.approx(0.1)
 
@@ -67,16 +67,18 @@ def test_one_link_serves_all_communicators_and_the_first_that_is_ready() -> None
 
 
 def test_the_host_waits_and_limits() -> None:
-    assert seconds(kernel(1e12), Entry(WAIT, "wait", after=0), Entry(HOST, "adam", nbytes=1e9)) == pytest.approx(0.2)
+    assert seconds(
+        kernel(1e12), HostEvent(WAIT, "wait", after=0), HostEvent(HOST, "adam", nbytes=1e9)
+    ) == pytest.approx(0.2)
     slow = replay(Recording("case", 0, 8, [kernel(1e9)] * 100), CARD, host_time=1e-2)
     assert slow.seconds == pytest.approx(1.0, rel=1e-3) and slow.idle == pytest.approx(0.99, rel=1e-3)
 
 
 def test_copies_and_the_disk_work_beside_kernels() -> None:
-    both = [Entry(COPY, "to_host", 1, nbytes=1e9), Entry(COPY, "to_device", 2, nbytes=1e9), kernel(1e12)]
+    both = [HostEvent(COPY, "to_host", 1, nbytes=1e9), HostEvent(COPY, "to_device", 2, nbytes=1e9), kernel(1e12)]
     assert seconds(*both) == pytest.approx(0.1)
-    assert seconds(*both, Entry(COPY, "to_host", 3, nbytes=1e9)) == pytest.approx(0.2)
-    assert seconds(Entry(DISK, "read", nbytes=1e8), kernel(1e12)) == pytest.approx(0.1)
+    assert seconds(*both, HostEvent(COPY, "to_host", 3, nbytes=1e9)) == pytest.approx(0.2)
+    assert seconds(HostEvent(DISK, "read", nbytes=1e8), kernel(1e12)) == pytest.approx(0.1)
 
 
 def test_messages_of_a_machine_whose_ranks_share_cores_hide_behind_nothing() -> None:
@@ -97,13 +99,13 @@ def test_bytes_between_hosts_are_a_rings_or_everybodys_own() -> None:
 
 def test_a_step_of_more_micro_batches() -> None:
     one = [
-        Entry(MARK, "forward"),
+        HostEvent(MARK, "forward"),
         kernel(1e12),
-        Entry(ORDER, "order", 1, after=1),
+        HostEvent(ORDER, "order", 1, after=1),
         kernel(1e12, 1),
-        Entry(MARK, "step"),
+        HostEvent(MARK, "step"),
     ]
-    made = Recording("case", 0, 8, [*one, Entry(ORDER, "order", 0, after=3), kernel(1e12)], facts={"tokens": 5})
+    made = Recording("case", 0, 8, [*one, HostEvent(ORDER, "order", 0, after=3), kernel(1e12)], facts={"tokens": 5})
     three = repeated(made, 3)
     assert three.facts["tokens"] == 15 and three.entries[-2].after == 3 + 2 * 4
     assert replay(three, CARD).seconds == pytest.approx(0.5)  # three kernels, the last on stream 1, the step's

@@ -15,7 +15,7 @@ from deepspeed.storage.device_tier import ResidentTier
 from deepspeed.storage.host_tier import HostTier
 from deepspeed.storage.nvme_tier import NvmeTier
 from deepspeed.storage.tensor_file import Disk
-from deepspeed.storage.tier import Stored, Tier
+from deepspeed.storage.tier import StoredTensor, Tier
 
 DEVICE = torch.device("cpu")
 BEHAVIOURS = ["resident", "host", "nvme", "nvme, nothing ahead or behind", "nvme, one buffer"]
@@ -34,16 +34,16 @@ def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Tier]:
         disk.close()
 
 
-def store(tier: Tier, numel: int = 1000, dtype: torch.dtype = torch.float32, label: str = "values") -> Stored:
+def store(tier: Tier, numel: int = 1000, dtype: torch.dtype = torch.float32, label: str = "values") -> StoredTensor:
     return tier.store(label, numel, dtype, DEVICE)
 
 
-def fill(stored: Stored, value: float) -> None:
+def fill(stored: StoredTensor, value: float) -> None:
     with stored.borrowed(changed=True, read=False) as lent:
         lent.fill_(value)
 
 
-def values(stored: Stored) -> torch.Tensor:
+def values(stored: StoredTensor) -> torch.Tensor:
     with stored.borrowed() as lent:
         return lent.clone()
 
@@ -68,28 +68,28 @@ def test_tensors_do_not_share(tier: Tier) -> None:
     for index, stored in enumerate(many):
         fill(stored, index)
     for stored in reversed(many):
-        stored.ahead()
+        stored.prefetch()
     for index, stored in enumerate(many):
         assert values(stored).eq(index).all()
 
 
 def test_a_second_borrower_sees_the_same_memory(tier: Tier) -> None:
     stored = store(tier)
-    outer = stored.borrow()
+    outer = stored.acquire()
     with stored.borrowed(changed=True) as inner:
         assert inner.data_ptr() == outer.data_ptr()
         inner.fill_(3)
     assert outer.eq(3).all()
-    stored.give_back(changed=False)  # the inner borrower's change counts
+    stored.release(changed=False)  # the inner borrower's change counts
     assert values(stored).eq(3).all()
 
 
 def test_reading_ahead_changes_nothing(tier: Tier) -> None:
     stored = store(tier)
-    stored.ahead()
+    stored.prefetch()
     fill(stored, 2)
-    stored.ahead()
-    stored.ahead()
+    stored.prefetch()
+    stored.prefetch()
     assert values(stored).eq(2).all()
 
 
@@ -125,7 +125,7 @@ def test_settled_use_allocates_nothing(tier: Tier) -> None:
     def step() -> None:
         for now, coming in zip(many, [*many[1:], None], strict=True):
             if coming is not None:
-                coming.ahead()
+                coming.prefetch()
             with now.borrowed(changed=True) as lent:
                 lent.add_(1)
 
@@ -165,7 +165,7 @@ def test_buffers_are_few(tmp_path: Path) -> None:
     for stored in many:
         fill(stored, 1)
     for stored in many:
-        stored.ahead()
+        stored.prefetch()
     for stored in many:
         assert values(stored).eq(1).all()
     assert pool.nbytes <= 5 * 4096

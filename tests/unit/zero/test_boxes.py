@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed.zero.layout.placement import Cut, Placement, place, placement_of
-from deepspeed.zero.layout.regions import Box, BoxRange, copies, uncovered
+from deepspeed.zero.layout.regions import Region, RegionRange, copies, uncovered
 
 
 @st.composite
@@ -23,15 +23,15 @@ def segments_of(draw: st.DrawFn, size: int) -> tuple[tuple[int, int], ...]:
 
 
 @st.composite
-def box_of(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
+def box_of(draw: st.DrawFn, shape: tuple[int, ...]) -> Region:
     cuts = tuple(Cut(dim, n, draw(segments_of(n))) for dim, n in enumerate(shape) if draw(st.booleans()))
     local = list(shape)
     for cut in cuts:
         local[cut.dim] = cut.local_size
-    return Box.of(Placement(tuple(draw(st.permutations(cuts)))), local)
+    return Region.of(Placement(tuple(draw(st.permutations(cuts)))), local)
 
 
-def local_of(box: Box, whole: torch.Tensor) -> torch.Tensor:
+def local_of(box: Region, whole: torch.Tensor) -> torch.Tensor:
     """The rank's tensor, by hand: padding is zero."""
     made = whole
     for cut in box.cuts:
@@ -58,7 +58,7 @@ def test_copies_are_those_of_each_element(shape: tuple[int, ...], data: st.DataO
         start = data.draw(st.integers(0, box.numel))
         stop = data.draw(st.integers(start, box.numel))
         flats.append(flat[start:stop])
-        ranges.append(BoxRange(box, start, stop))
+        ranges.append(RegionRange(box, start, stop))
     known = set(flats[0].tolist()) - {0}
     wanted = torch.tensor([value if value in known else 0 for value in flats[1].tolist()], dtype=torch.int64)
     for by_rows in (False, True):
@@ -104,10 +104,10 @@ def test_what_no_box_has_is_found(shape: tuple[int, ...], data: st.DataObject) -
 
 
 def test_equal_boxes_are_equal_however_they_are_told() -> None:
-    one = Box.of(Placement((Cut(0, 8, ((0, 2), (2, 2), (-1, 1), (-1, 2))), Cut(1, 4, ((0, 4),)))), (7, 4))
-    other = Box.of(Placement((Cut(0, 8, ((0, 4), (-1, 3))),)), (7, 4))
-    assert one == other and one.packed == Box((8, 4), (Cut(0, 8, ((0, 4),)),))
-    assert Box.of(Placement((Cut(1, 4, ((0, 4), (-1, 1))),)), (3, 5)).packed.whole
+    one = Region.of(Placement((Cut(0, 8, ((0, 2), (2, 2), (-1, 1), (-1, 2))), Cut(1, 4, ((0, 4),)))), (7, 4))
+    other = Region.of(Placement((Cut(0, 8, ((0, 4), (-1, 3))),)), (7, 4))
+    assert one == other and one.packed == Region((8, 4), (Cut(0, 8, ((0, 4),)),))
+    assert Region.of(Placement((Cut(1, 4, ((0, 4), (-1, 1))),)), (3, 5)).packed.whole
 
 
 def test_a_placed_tensor_is_pickled_with_its_placement() -> None:
@@ -117,12 +117,12 @@ def test_a_placed_tensor_is_pickled_with_its_placement() -> None:
 
 def test_few_copies_whatever_the_rows() -> None:
     rows = 5000
-    halves = [Box((rows, 64), (Cut(1, 64, ((32 * i, 32),)),)) for i in range(2)]
-    thirds = Box((rows, 64), (Cut(1, 64, ((20, 24),)),))
+    halves = [Region((rows, 64), (Cut(1, 64, ((32 * i, 32),)),)) for i in range(2)]
+    thirds = Region((rows, 64), (Cut(1, 64, ((20, 24),)),))
     for half in halves:
-        found = list(copies(BoxRange(half, 7, rows * 32 - 9), BoxRange(thirds, 11, rows * 24 - 3)))
+        found = list(copies(RegionRange(half, 7, rows * 32 - 9), RegionRange(thirds, 11, rows * 24 - 3)))
         assert len(found) <= 9 and max(len(one.sizes) for one in found) == 2
-    whole = Box((rows, 64))
-    column = Box((rows, 64), (Cut(0, rows, ((1000, 2000),)),))
-    (only,) = copies(BoxRange(whole, 0, whole.numel), BoxRange(column, 0, column.numel))
+    whole = Region((rows, 64))
+    column = Region((rows, 64), (Cut(0, rows, ((1000, 2000),)),))
+    (only,) = copies(RegionRange(whole, 0, whole.numel), RegionRange(column, 0, column.numel))
     assert only.sizes == (2000 * 64,)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed.zero.layout.layout import ALIGN, Layout, ParamRange, by_group, by_owner
+from deepspeed.zero.layout.layout import ALIGN, ParamRange, ShardLayout, by_group, by_owner
 
 SIZES = st.lists(st.integers(1, 200), min_size=1, max_size=8)
 RANKS = st.integers(1, 7)
@@ -69,4 +69,4 @@ def test_by_owner_never_cuts_a_parameter(numels: list[int], ranks: int) -> None:
     ],
 )
 def test_ranges_within(low: int, high: int, wanted: list[ParamRange]) -> None:
-    assert Layout((4, 6), (0, 5, 10)).ranges_within(low, high) == wanted
+    assert ShardLayout((4, 6), (0, 5, 10)).ranges_within(low, high) == wanted

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed.zero.parameters.prefetch import Keeper, Limits, Trace
+from deepspeed.zero.parameters.prefetch import ModuleOrder, PrefetchLimits, PrefetchScheduler
 from deepspeed.zero.parameters.shard_group import State
 
 
@@ -25,25 +25,25 @@ class Group:
     def expect_gather(self) -> None:
         self.told += self.state is State.SHARDED
 
-    def start_gather(self) -> None:
+    def start_all_gather(self) -> None:
         self.state = State.INFLIGHT
 
-    def finish_gather(self) -> None:
+    def wait_all_gather(self) -> None:
         self.state = State.GATHERED
 
-    def free(self) -> None:
+    def reshard(self) -> None:
         self.state = State.SHARDED
 
     def retain(self) -> None:
         """Freeing may keep the memory: no matter here."""
 
 
-def made(count: int = 4, **limits: int) -> tuple[list[Group], Keeper]:
+def made(count: int = 4, **limits: int) -> tuple[list[Group], PrefetchScheduler]:
     groups = [Group(chr(ord("a") + n)) for n in range(count)]
-    return groups, Keeper(groups, Limits(**limits))  # type: ignore[arg-type]
+    return groups, PrefetchScheduler(groups, PrefetchLimits(**limits))  # type: ignore[arg-type]
 
 
-def one_pass(keeper: Keeper, order: list[Group]) -> list[str]:
+def one_pass(keeper: PrefetchScheduler, order: list[Group]) -> list[str]:
     """Use the groups in order; what was gathered or on its way at each moment."""
     keeper.trace.restart()
     seen = []
@@ -57,7 +57,7 @@ def one_pass(keeper: Keeper, order: list[Group]) -> list[str]:
 
 
 def test_the_trace_is_the_last_pass() -> None:
-    (a, b, c), trace = made(3)[0], Trace()
+    (a, b, c), trace = made(3)[0], ModuleOrder()
     assert not trace.known and trace.distance(a) is None
     trace.restart()
     for group in (a, b, c, b):
@@ -141,7 +141,7 @@ def test_groups_in_use_are_never_freed() -> None:
 Units = list[list[Group]]
 
 
-def train(keeper: Keeper, units: Units) -> list[str]:
+def train(keeper: PrefetchScheduler, units: Units) -> list[str]:
     """Forward and backward as hooks see them: in backward a unit is gathered before the one after it is released."""
     keeper.trace.restart()
     seen = []
@@ -195,7 +195,7 @@ SIZES = st.lists(st.lists(st.integers(1, 50), min_size=1, max_size=3), min_size=
 @given(SIZES, st.integers(0, 200), st.integers(0, 200), st.integers(0, 200))
 def test_within_the_limits_and_never_late(sizes: list[list[int]], live: int, reuse: int, prefetch: int) -> None:
     units = [[Group(f"{number}.{at}", numel) for at, numel in enumerate(unit)] for number, unit in enumerate(sizes)]
-    keeper = Keeper([g for unit in units for g in unit], Limits(live, reuse, prefetch))  # type: ignore[arg-type]
+    keeper = PrefetchScheduler([g for unit in units for g in unit], PrefetchLimits(live, reuse, prefetch))  # type: ignore[arg-type]
     for _ in range(3):
         train(keeper, units)
         keeper.free_idle()
@@ -229,10 +229,10 @@ class Counted(Group):
         return super().__getattribute__(name)
 
 
-def looks(count: int, limits: Limits) -> float:
+def looks(count: int, limits: PrefetchLimits) -> float:
     """How often a pass looks at groups, for each of them."""
     groups = [Counted(str(number)) for number in range(count)]
-    keeper = Keeper(groups, limits)  # type: ignore[arg-type]
+    keeper = PrefetchScheduler(groups, limits)  # type: ignore[arg-type]
     units: Units = [[group] for group in groups]
     for _ in range(2):
         train_quietly(keeper, units)
@@ -243,7 +243,7 @@ def looks(count: int, limits: Limits) -> float:
     return Counted.looks / count
 
 
-def train_quietly(keeper: Keeper, units: Units) -> None:
+def train_quietly(keeper: PrefetchScheduler, units: Units) -> None:
     keeper.trace.restart()
     for unit in (*units, *units[::-1]):
         unit[0].users += 1
@@ -253,21 +253,21 @@ def train_quietly(keeper: Keeper, units: Units) -> None:
 
 
 LIMITS = {
-    "wide": lambda _: Limits(),
-    "tight": lambda _: Limits(live=40),
-    "half of all": lambda count: Limits(live=5 * count),
-    "no reuse": lambda _: Limits(reuse=0),
-    "none": lambda _: Limits(0, 0, 0),
+    "wide": lambda _: PrefetchLimits(),
+    "tight": lambda _: PrefetchLimits(live=40),
+    "half of all": lambda count: PrefetchLimits(live=5 * count),
+    "no reuse": lambda _: PrefetchLimits(reuse=0),
+    "none": lambda _: PrefetchLimits(0, 0, 0),
 }
 
 
 @pytest.mark.parametrize("limits", LIMITS.values(), ids=list(LIMITS))
-def test_a_pass_looks_at_each_group_a_fixed_number_of_times(limits: Callable[[int], Limits]) -> None:
+def test_a_pass_looks_at_each_group_a_fixed_number_of_times(limits: Callable[[int], PrefetchLimits]) -> None:
     assert looks(512, limits(512)) <= 1.2 * looks(64, limits(64))
 
 
 def test_passes_that_begin_differently_are_remembered_apart() -> None:
-    (a, b, c), trace = made(3)[0], Trace()
+    (a, b, c), trace = made(3)[0], ModuleOrder()
     for kind, order in (("train", (a, b, b, a)), ("evaluation", (a, c)), ("train", (a, b, b, a))):
         trace.restart(kind)
         for group in order:

@@ -36,7 +36,7 @@ def test_hooks_run_once_and_what_they_set_holds_for_all_waves(count: int) -> Non
         register_optimizer_step_post_hook(lambda *_: calls.append("post")),
     ]
     try:
-        update.update(optimizer, [update.Wave([], [], []) for _ in range(count)], 1.0)
+        update.update(optimizer, [update.UpdateStep([], [], []) for _ in range(count)], 1.0)
     finally:
         for handle in handles:
             handle.remove()
@@ -86,7 +86,7 @@ def test_a_step_around_the_optimizers_own_runs_once(count: int) -> None:
     leaf, calls, sent = nn.Parameter(torch.zeros(2)), list[str](), list[Any]()
     optimizer = wrapped(leaf, calls, 1)
     for _ in range(2):
-        update.update(optimizer, [update.Wave([], [], []) for _ in range(count)], 1.0, sent.append)
+        update.update(optimizer, [update.UpdateStep([], [], []) for _ in range(count)], 1.0, sent.append)
     assert calls == ["begin", "after", "end"] * 2 and len(sent) == 2 * count
     assert leaf.tolist() == [-0.5 * count] * 2  # each of these waves has all leaves
     assert len(optimizer._optimizer_step_pre_hooks) == len(optimizer._optimizer_step_post_hooks) == 1
@@ -94,7 +94,7 @@ def test_a_step_around_the_optimizers_own_runs_once(count: int) -> None:
 
 def test_a_step_around_the_optimizers_own_may_leave_it_out_and_not_repeat_it() -> None:
     leaf, calls, sent = nn.Parameter(torch.zeros(2)), list[str](), list[Any]()
-    update.update(wrapped(leaf, calls, 0), [update.Wave([], [], []) for _ in range(2)], 1.0, sent.append)
+    update.update(wrapped(leaf, calls, 0), [update.UpdateStep([], [], []) for _ in range(2)], 1.0, sent.append)
     assert leaf.tolist() == [0.0, 0.0] and len(sent) == 2 and calls == ["begin", "end"]
     with pytest.raises(OptimizerError, match="several times"):
-        update.update(wrapped(leaf, calls, 2), [update.Wave([], [], []) for _ in range(2)], 1.0)
+        update.update(wrapped(leaf, calls, 2), [update.UpdateStep([], [], []) for _ in range(2)], 1.0)
